@@ -17,9 +17,9 @@ from trimtab.serve.faults import UnknownModelError
 from trimtab.serve.job import Job
 from trimtab.serve.pool import Pool
 from trimtab.serve.registry import ServedModel
-from trimtab.serve.scheduler import DeadlineError, QueueFullError
+from trimtab.serve.scheduler import DeadlineError, QueueFullError, StoppingError
 from trimtab.serve.settings import Settings
-from trimtab.serve.supervisor import ModelFailedError, StoppingError, Supervisor, WorkerError
+from trimtab.serve.supervisor import ModelFailedError, Supervisor, WorkerError
 
 toy = functools.partial(Supervisor, target=toy_worker.main)
 

@@ -7,6 +7,7 @@ import multiprocessing
 import shutil
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -45,7 +46,7 @@ class Running:
     def _run(self):
         try:
             self.worker.run()
-        except EOFError:
+        except (EOFError, OSError):
             self.worker.model.close()
 
     def hear(self, kind):
@@ -196,6 +197,73 @@ def test_other_steps_are_captured_after_that_while_nothing_is_asked_and_an_error
         time.sleep(4 * CAPTURING_S)
     running.close()
     assert captured == ([] if fails else [("steps", [4]), ("steps", [2])])
+
+
+def messages_of(channel):
+    """Return what a worker said until it hung up, as events and as replies by call."""
+    events, replies = [], {}
+    with suppress(EOFError):
+        while channel.poll(WAIT_S):
+            message = channel.receive()
+            if message["say"] == "events":
+                events += [event_from_message(found) for found in message["events"]]
+            elif message["say"] == "reply":
+                assert message["id"] not in replies
+                replies[message["id"]] = message
+    return events, replies
+
+
+def test_a_draining_worker_answers_loads_under_way_and_ends_though_their_files_cannot_be_read(monkeypatch):
+    adapters, may_go_on = DEMO / "adapters", threading.Event()
+    running = Running(settings_of({"style": adapters / "style"}))
+    served, reading, preparing = running.worker, threading.Event(), threading.Event()
+    read, pieces = served.engine.shelf.read, served.model.adapter_pieces
+
+    def slow(path, name):
+        if name == "unread":
+            reading.set()
+            assert may_go_on.wait(WAIT_S)
+        return read(path, name)
+
+    def endless(held):
+        preparing.set()
+        while not may_go_on.is_set():
+            yield
+        yield from pieces(held)
+
+    monkeypatch.setattr(served.engine.shelf, "read", slow)
+    monkeypatch.setattr(served.model, "adapter_pieces", endless)
+    running.call("load_adapter", name="unread", path=str(adapters / "specialist"))
+    running.call("load_adapter", name="unprepared", path=str(adapters / "rslora-dora"))
+    assert reading.wait(WAIT_S) and preparing.wait(WAIT_S)
+    running.ask("last", tokens=4)
+    running.channel.send({"do": "drain"})
+    running.call("load_adapter", name="late", path=str(adapters / "specialist"))
+    running.thread.join(WAIT_S)
+    assert not running.thread.is_alive()
+    may_go_on.set()
+    served.channel.close()
+    events, replies = messages_of(running.channel)
+    assert {call_id: reply["error"]["class"] for call_id, reply in replies.items()} == dict.fromkeys(
+        (1, 2, 3), "StoppingError"
+    )
+    assert [event.kind for event in events if event.job_id == "last"][-1] == "done"
+    running.channel.close()
+
+
+def test_what_is_in_the_pipe_when_a_draining_worker_ends_is_answered():
+    here, there = multiprocessing.Pipe()
+    channel, served = Channel(here), _Worker(Channel(there), settings_of({}))
+    channel.send({"do": "drain"})
+    channel.send({"do": "call", "id": 1, "what": "numbers"})
+    channel.send({"do": "call", "id": 2, "what": "load_adapter", "name": "a", "path": str(DEMO / "adapters" / "style")})
+    channel.send({"do": "submit", "job": job_to_message(Job("late", {"text": "a"}, GenerateRequest(max_new_tokens=2)))})
+    served.run()
+    served.channel.close()
+    events, replies = messages_of(channel)
+    assert [replies[call_id]["error"]["class"] for call_id in (1, 2)] == ["StoppingError"] * 2
+    assert [(event.job_id, event.error["class"]) for event in events] == [("late", "StoppingError")]
+    channel.close()
 
 
 def test_an_operator_is_told_of_a_bad_adapter_at_the_start(tmp_path):

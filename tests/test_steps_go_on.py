@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -18,7 +19,9 @@ from tests.test_serve_worker import REQUEST, WAIT_S, Running, settings_of
 from trimtab.checkpoint import adapter_values
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.runtime import base_values, head8
+from trimtab.runtime.model import LoadedModel
 from trimtab.serve import engine, watching, worker
+from trimtab.serve.adapter_queue import AdapterQueue
 from trimtab.serve.channel import event_from_message
 from trimtab.serve.worker import _Worker
 
@@ -168,19 +171,19 @@ def test_an_adapter_that_cannot_be_prepared_is_refused_and_the_answer_goes_on(ru
 def test_adapters_of_the_start_are_prepared_before_anybody_asks(monkeypatch):
     read, done = [], threading.Event()
     norms = base_values._row_norms
-    finish = _Worker._finish_piece
+    step = AdapterQueue.step
 
     def counted(*args):
         read.append(threading.current_thread())
         return (yield from norms(*args))
 
     def finished(self):
-        finish(self)
-        if not self._finishing:
+        step(self)
+        if not self:
             done.set()
 
     monkeypatch.setattr(base_values, "_row_norms", counted)
-    monkeypatch.setattr(_Worker, "_finish_piece", finished)
+    monkeypatch.setattr(AdapterQueue, "step", finished)
     running = Running(settings_of({"style": STYLE, "dora": DORA}, kept=["style"], resident_limit=2))
     assert done.wait(WAIT_S)
     count = len(read)
@@ -188,6 +191,59 @@ def test_adapters_of_the_start_are_prepared_before_anybody_asks(monkeypatch):
     shelf = running.worker.engine.shelf
     assert all(held in shelf.model._base_values for held in shelf.held)
     running.close()
+
+
+PIECES = 300
+
+
+@pytest.fixture
+def slowly(monkeypatch, tmp_path):
+    """A worker with three adapters in host memory, each with many pieces to prepare that are recorded beside the steps."""
+    log, prepare, made = [], LoadedModel.adapter_pieces, []
+    folders = {}
+    for name in ("first", "second", "new"):
+        folders[name] = shutil.copytree(STYLE, tmp_path / name)
+        config = json.loads((folders[name] / "adapter_config.json").read_text())
+        config["lora_alpha"] += len(folders)  # else it is one adapter under several names
+        (folders[name] / "adapter_config.json").write_text(json.dumps(config))
+
+    def pieces(self, held):
+        if held in self._base_values:
+            return
+        for _ in range(PIECES):
+            log.append(held.spec.file.folder.name)
+            yield
+        yield from prepare(self, held)
+
+    monkeypatch.setattr(LoadedModel, "adapter_pieces", pieces)
+    at_start = {"style": STYLE, "first": folders["first"], "second": folders["second"]}
+    more = {"request": replace(REQUEST, context_tokens=CONTEXT).to_json(), "resident_limit": 1}
+    made.append(Recorded(settings_of(at_start, **more), monkeypatch))
+    made[0].log = log
+    log.clear()
+    made[0].folders = folders
+    yield made[0]
+    made[0].close()
+
+
+def test_a_client_waits_for_none_of_the_adapters_of_the_start(slowly):
+    slowly.ask("long", tokens=NEVER_ENDS)
+    slowly.wait_for_steps(2)
+    assert "new" in load(slowly, "new", slowly.folders["new"])["value"]["adapters"]
+    log = list(slowly.log)
+    assert log.count("new") == PIECES > log.count("second")
+    assert not {"first", "second"} & set(log[log.index("new") : len(log) - log[::-1].index("new")])
+
+
+def test_a_request_waits_for_its_adapter_and_for_none_before_it_and_nobody_waits_for_more_than_a_piece(slowly):
+    slowly.ask("long", tokens=NEVER_ENDS)
+    slowly.wait_for_steps(2)
+    slowly.ask("with it", tokens=3, adapter="second")
+    assert slowly.end_of("with it").kind == "done"
+    log = list(slowly.log)
+    assert log.count("second") == PIECES > log.count("first")
+    assert "first" not in log[log.index("second") : len(log) - log[::-1].index("second")]
+    assert ("second", "second") not in set(zip(log, log[1:], strict=False))  # a step of the long answer between them
 
 
 @pytest.mark.skipif(not hasattr(os, "nice"), reason="no priorities as numbers")

@@ -6,6 +6,7 @@ import os
 import queue
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,8 @@ from tests import toy_worker
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
 from trimtab.serve.job import Job
-from trimtab.serve.supervisor import ModelFailedError, StoppingError, Supervisor, WorkerDiedError, WorkerError
+from trimtab.serve.scheduler import StoppingError
+from trimtab.serve.supervisor import ModelFailedError, Supervisor, WorkerDiedError, WorkerError
 
 WAIT_S = 30
 KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
@@ -231,6 +233,22 @@ def test_draining_lets_the_worker_end_by_itself(supervisor):
     supervisor.drain(WAIT_S)
     process.join(WAIT_S)  # stopped is said when the worker hangs up
     assert process.exitcode == 0 and supervisor.state == "stopped"
+
+
+@pytest.mark.parametrize(("ends_itself", "error_class"), [(True, StoppingError), (False, WorkerDiedError)])
+def test_a_call_that_a_stopping_worker_never_took_is_told_why(supervisor, ends_itself, error_class):
+    ask(supervisor, job("1", "hang"))  # the worker reads nothing more
+    call = supervisor.call("load_adapter", name="a", path="/a")
+    supervisor._is_stopping = True
+    if ends_itself:
+        supervisor._life.process.kill()
+        supervisor._life.process.join()
+        supervisor._life.process = SimpleNamespace(exitcode=0, is_alive=lambda: False, join=lambda *_: None)
+    else:
+        os.kill(supervisor.pid, KILL)
+    with pytest.raises(error_class):
+        call.result(WAIT_S)
+    assert supervisor.state == "stopped"
 
 
 def test_waiting_has_an_end():

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from trimtab.adapter_names import parts_of
 from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.request import GenerateRequest
 from trimtab.runtime import chat
@@ -116,6 +117,8 @@ class LoadedEngine:
         self._chosen: list[Answer] = []  # whose prompts go through next
         self._times = ChunkTimes(model.device)
         self._grammar: Grammar | None = None
+        # Whether the adapter of this name is still being prepared between steps.
+        self.is_unprepared: Callable[[str], bool] = lambda name: False
 
     def capture(self) -> None:
         """Capture what first requests would wait for; `capture_more` captures the rest.
@@ -307,8 +310,12 @@ class LoadedEngine:
             self._grammar = Grammar(self._tokenizer, sorted(self.batch.ends))
         return self._grammar
 
+    def is_prepared(self, name: str) -> bool:
+        """Whether the adapter can be used without computing much: it is on the model, or nothing is left to prepare."""
+        return not self.is_unprepared(name) or self.shelf.is_resident(name)
+
     def is_ready(self, adapter: str | None) -> bool:
-        return self.shelf.has_room_for(adapter, self._in_use())
+        return all(map(self.is_prepared, parts_of(adapter))) and self.shelf.has_room_for(adapter, self._in_use())
 
     def has_room(self, answer: Answer) -> bool:
         return answer.prompt is None or self.batch.pages.has_room(answer.row)

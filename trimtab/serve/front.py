@@ -35,8 +35,8 @@ from trimtab.serve.metrics import Metrics
 from trimtab.serve.pool import Pool
 from trimtab.serve.run import page_of
 from trimtab.serve.scale import read_arguments
-from trimtab.serve.scheduler import MistakeError, error_event
-from trimtab.serve.supervisor import Emit, ModelFailedError, StoppingError, WorkerDiedError, WorkerError
+from trimtab.serve.scheduler import MistakeError, StoppingError, error_event
+from trimtab.serve.supervisor import Emit, ModelFailedError, WorkerDiedError, WorkerError
 
 POLL_S = 2.0
 ASK_S = 10.0

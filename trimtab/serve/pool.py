@@ -26,9 +26,9 @@ from trimtab.serve.clock import Clock
 from trimtab.serve.faults import UnknownModelError, own_folders, plain_error, told_error
 from trimtab.serve.job import Event, Job
 from trimtab.serve.registry import ServedModel, in_full
-from trimtab.serve.scheduler import QueueFullError
+from trimtab.serve.scheduler import QueueFullError, StoppingError
 from trimtab.serve.settings import Settings
-from trimtab.serve.supervisor import ModelFailedError, StoppingError, Supervisor
+from trimtab.serve.supervisor import ModelFailedError, Supervisor
 
 TICK_S = 0.5
 NUMBERS_AFTER_S = 10.0

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from trimtab.adapter_names import label_of, parts_of
-from trimtab.errors import RequestError, TrimtabError
+from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.serve.budget import Budget
 from trimtab.serve.job import Event, Job
 
@@ -53,6 +53,13 @@ class MistakeError(TrimtabError):
         self.error_id = error_id
         where = f" (its log has the traceback under {error_id})" if error_id else ""
         super().__init__(f"the server failed at this request{where}")
+
+
+class StoppingError(DeviceError):
+    """The server has been told to end: it takes nothing new, and what its grace time is too short for is cut."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is stopping", device="worker", hint="Send the request again shortly")
 
 
 class Engine(Protocol):

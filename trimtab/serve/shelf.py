@@ -56,6 +56,14 @@ class AdapterShelf:
         """All of them, as they wait in host memory; one of several names once."""
         return tuple(dict.fromkeys(self._held.values()))
 
+    def names_of(self, held: HeldAdapter) -> tuple[str, ...]:
+        """Return the names of an adapter."""
+        return tuple(name for name, other in self._held.items() if other is held)
+
+    def is_resident(self, name: str) -> bool:
+        """Whether the adapter is on the model, with its newest files."""
+        return self.key(name) in self._resident
+
     @property
     def resident(self) -> tuple[str, ...]:
         """Those on the model, the one used longest ago first."""

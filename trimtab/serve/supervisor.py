@@ -24,7 +24,7 @@ from trimtab.serve import worker
 from trimtab.serve.channel import Channel, event_from_message, job_to_message
 from trimtab.serve.client_words import for_clients
 from trimtab.serve.job import SPOKEN, Event, Job
-from trimtab.serve.scheduler import error_event
+from trimtab.serve.scheduler import StoppingError, error_event
 
 Emit = Callable[[Event], None]
 # A worker that died is put back at once, and then after longer and longer pauses while it keeps dying without an answer.
@@ -53,13 +53,6 @@ class ModelFailedError(DeviceError):
             message, _ = for_clients(failure["class"], failure["message"], failure.get("fields", {}))
             why = f" ({failure['class']}: {message})"
         super().__init__(f"the model cannot be loaded{why}", device="worker")
-
-
-class StoppingError(DeviceError):
-    """The server has been told to end: it takes nothing new, and what its grace time is too short for is cut."""
-
-    def __init__(self) -> None:
-        super().__init__("the server is stopping", device="worker", hint="Send the request again shortly")
 
 
 class WorkerError(TrimtabError):
@@ -365,7 +358,11 @@ class Supervisor:
             else:
                 self.restarts += 1
                 self._become("restarting")
-        error = ModelFailedError(self.failure) if is_over and not self._is_stopping else died
+        error: TrimtabError = died
+        if self._is_stopping:
+            error = died if exit_code else StoppingError()
+        elif is_over:
+            error = ModelFailedError(self.failure)
         for call in calls.values():
             if call.future.set_running_or_notify_cancel():
                 call.future.set_exception(error)

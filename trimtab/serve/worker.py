@@ -15,10 +15,9 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -27,12 +26,13 @@ from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFi
 from trimtab.machine import preload
 from trimtab.machine.memory import process_bytes
 from trimtab.request import LoadRequest
+from trimtab.serve.adapter_queue import AdapterQueue, Unprepared, Urgency
 from trimtab.serve.channel import Channel, event_to_message, job_from_message
 from trimtab.serve.idle import LOOK_S, IdleTuning, idle_tuning
 from trimtab.serve.job import Event
 from trimtab.serve.journal import set_up_as_parent, write_traceback
 from trimtab.serve.row_count import plan_rows
-from trimtab.serve.scheduler import MistakeError, Scheduler, error_event
+from trimtab.serve.scheduler import MistakeError, Scheduler, StoppingError, error_event
 from trimtab.serve.watching import LOOK_S as WATCH_S
 from trimtab.serve.watching import Watcher, files_stamp
 
@@ -95,16 +95,6 @@ def _tell_fatal(channel: Channel, exc: BaseException, *, model: str) -> None:
         return
 
 
-@dataclass(frozen=True)
-class _Finishing:
-    """An adapter whose files were read. pieces: what is left to compute, between steps. finish: called with `work`, which makes the
-    adapter available, or with what raises the error of a piece."""
-
-    pieces: Iterator[None]
-    finish: Callable[[Callable[[], Any]], None]
-    work: Callable[[], Any]
-
-
 class _Worker:
     def __init__(self, channel: Channel, settings: dict[str, Any]) -> None:
         from trimtab.api import PlanInputs, load
@@ -145,10 +135,14 @@ class _Worker:
         # Adapters whose files are read on other threads, so that the batch goes on at the same time: call id -> name, path.
         self._reading: dict[int, tuple[str, str]] = {}
         self._read: queue.SimpleQueue[tuple[int, Hashable | None, Any]] = queue.SimpleQueue()
-        self._finishing: deque[_Finishing] = deque()
-        for held in self.engine.shelf.held:  # their first use should find nothing left to compute
-            self._finishing.append(_Finishing(self.model.adapter_pieces(held), _tried, _nothing))
         self.scheduler = Scheduler(self.engine, self.events.append, queue_limit=settings["queue_limit"])
+        self._unprepared = AdapterQueue(self._is_needed)
+        self.engine.is_unprepared = self._unprepared.has
+        shelf = self.engine.shelf
+        for held in shelf.held:  # their first use should find nothing left to compute
+            names = set(shelf.names_of(held))
+            pieces = self.model.adapter_pieces(held)
+            self._unprepared.add(Unprepared(pieces, _tried, _nothing, Urgency.START, names))
         self.is_draining = False
         self.idle: IdleTuning | None = None
 
@@ -194,15 +188,26 @@ class _Worker:
                     break
             self._take_read()
             self._take_changed()
-            self._finish_piece()
+            self._unprepared.step()
             self.scheduler.turn()
             self._tell()
             self._use_idle_time()
         if self.idle is not None:
             self.idle.end()
+        self._refuse_rest()
+
+    def _refuse_rest(self) -> None:
+        """Answer what came after the last job ended: nobody is left without an answer."""
+        while self.channel.poll(0):
+            message = self.channel.receive()
+            if message["do"] == "call":
+                self._reply(message["id"], partial(_throw, StoppingError()))
+            elif message["do"] == "submit":
+                self.events.append(error_event(message["job"]["id"], StoppingError()))
+        self._tell()
 
     def _use_idle_time(self) -> None:
-        is_idle = self.scheduler.is_idle and not self.is_draining and not self._finishing
+        is_idle = self.scheduler.is_idle and not self.is_draining and not self._unprepared
         if is_idle and self.engine.has_more_to_capture:
             self._capture_more()
             return
@@ -226,7 +231,7 @@ class _Worker:
         """Return how long the next message may be waited for."""
         if self.scheduler.is_preparing:
             return PREPARING_S
-        if self.is_draining or not self.scheduler.is_idle or self._finishing:
+        if self.is_draining or not self.scheduler.is_idle or self._unprepared:
             return 0
         if self._reading:
             return READING_S
@@ -252,11 +257,17 @@ class _Worker:
             case "cancel":
                 self.scheduler.cancel(message["id"])
             case "drain":
-                self.is_draining = True
+                self._drain()
             case "call" if message["what"] == "load_adapter":
                 self._begin_reading(message)
             case "call":
                 self._reply(message["id"], lambda: self._call(message))
+
+    def _drain(self) -> None:
+        """Take nothing new from now on. An adapter that is being loaded is of no use to anybody, and its files may be slow."""
+        self.is_draining = True
+        for call_id in list(self._reading):
+            self._loaded(call_id, partial(_throw, StoppingError()))
 
     def _reply(self, call_id: int, work: Callable[[], Any]) -> None:
         answer: dict[str, Any] = {"say": "reply", "id": call_id}
@@ -280,9 +291,13 @@ class _Worker:
             except Exception as exc:
                 self._read.put((call_id, stamp, exc))
 
-        if any(name == other for other, _ in self._reading.values()):
+        exc: TrimtabError | None = None
+        if self.is_draining:
+            exc = StoppingError()
+        elif any(name == other for other, _ in self._reading.values()):
             exc = RequestError("an adapter of this name is being loaded", field="lora_name", value=name)
-            self._reply(call_id, lambda: _throw(exc))
+        if exc is not None:
+            self._reply(call_id, partial(_throw, exc))
             return
         self._reading[call_id] = name, path
         threading.Thread(target=read, name="trimtab-read", daemon=True).start()
@@ -293,16 +308,15 @@ class _Worker:
                 call_id, stamp, result = self._read.get_nowait()
                 if isinstance(result, Exception):
                     self._loaded(call_id, partial(_throw, result))
-                else:
+                elif call_id in self._reading:
                     name, path = self._reading[call_id]
-                    put = partial(self._put, name, path, stamp, result)
-                    self._finishing.append(
-                        _Finishing(self.model.adapter_pieces(result), partial(self._loaded, call_id), put)
-                    )
+                    pieces, put = self.model.adapter_pieces(result), partial(self._put, name, path, stamp, result)
+                    self._unprepared.add(Unprepared(pieces, partial(self._loaded, call_id), put, Urgency.AWAITED))
 
     def _loaded(self, call_id: int, work: Callable[[], Any]) -> None:
-        del self._reading[call_id]
-        self._reply(call_id, work)
+        """Answer a call for an adapter, once."""
+        if self._reading.pop(call_id, None) is not None:
+            self._reply(call_id, work)
 
     def _put(self, name: str, path: str, stamp: Any, adapter: Any) -> None:
         self.engine.shelf.put(name, adapter)
@@ -313,13 +327,12 @@ class _Worker:
         with suppress(queue.Empty):
             while True:
                 name, adapter = self.watcher.read_again.get_nowait()
-                change = partial(self._change, name, adapter)
-                self._finishing.append(
-                    _Finishing(self.model.adapter_pieces(adapter), partial(self._changed, name), change)
-                )
+                pieces, change = self.model.adapter_pieces(adapter), partial(self._change, name, adapter)
+                self._unprepared.add(Unprepared(pieces, partial(self._changed, name), change, Urgency.CHANGED))
 
     def _change(self, name: str, adapter: Any) -> None:
         if self.engine.reload(name, adapter):
+            self._unprepared.forget(name)
             log.info("adapter %s was reloaded: its files changed", name)
 
     def _changed(self, name: str, work: Callable[[], Any]) -> None:
@@ -330,19 +343,9 @@ class _Worker:
         except Exception as exc:
             write_traceback(exc, "a changed adapter was not reloaded")
 
-    def _finish_piece(self) -> None:
-        """Compute one piece of an adapter whose files were read, or use it if it is complete: rows wait for a piece at most."""
-        if not self._finishing:
-            return
-        one = self._finishing[0]
-        try:
-            next(one.pieces)
-        except StopIteration:
-            self._finishing.popleft()
-            one.finish(one.work)
-        except Exception as exc:
-            self._finishing.popleft()
-            one.finish(partial(_throw, exc))
+    def _is_needed(self, name: str) -> bool:
+        """Whether a request waits until this adapter is prepared."""
+        return bool(self.scheduler.uses(name)) and not self.engine.is_prepared(name)
 
     def _call(self, message: Mapping[str, Any]) -> None:
         match message["what"]:
@@ -350,6 +353,7 @@ class _Worker:
                 name = message["name"]
                 self.engine.shelf.remove(name, [name] if self.scheduler.uses(name) else [])
                 self.watcher.forget(name)
+                self._unprepared.forget(name)
             case "numbers":
                 pass
             case what:

@@ -1,0 +1,85 @@
+"""The order in which adapters are prepared between steps: first those that somebody waits for, the server's own last.
+
+    AdapterQueue   adapters whose files were read, with what is left to compute of each
+
+A client waits for an adapter that it loads, and a request for one that it names. Next come adapters whose files changed, because
+the old ones answer meanwhile. The adapters of the server's start come last: nobody has asked for them yet. Adapters of the same
+urgency are prepared in the order in which they came. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import partial
+from typing import Any
+
+
+class Urgency(IntEnum):
+    """Who waits for an adapter. A smaller number is prepared first."""
+
+    AWAITED = 0
+    CHANGED = 1
+    START = 2
+
+
+@dataclass(eq=False)
+class Unprepared:
+    """An adapter whose files were read.
+
+    pieces: what is left to compute. finish: called with `work`, which makes the adapter available, or with what raises the error of
+    a piece. names: of an adapter that requests may name already.
+    """
+
+    pieces: Iterator[None]
+    finish: Callable[[Callable[[], Any]], None]
+    work: Callable[[], Any]
+    urgency: Urgency
+    names: set[str] = field(default_factory=set)
+
+
+class AdapterQueue:
+    """Adapters that are being prepared. is_needed: whether a request waits for the adapter of this name."""
+
+    def __init__(self, is_needed: Callable[[str], bool]) -> None:
+        self._is_needed = is_needed
+        self._waiting: list[Unprepared] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, one: Unprepared) -> None:
+        self._waiting.append(one)
+
+    def has(self, name: str) -> bool:
+        """Whether requests that name this adapter should wait for it."""
+        return any(name in one.names for one in self._waiting)
+
+    def forget(self, name: str) -> None:
+        """Drop what is prepared for requests that name this adapter: it was unloaded, or has newer files."""
+        for one in [one for one in self._waiting if name in one.names]:
+            one.names.remove(name)
+            if not one.names:
+                self._waiting.remove(one)
+
+    def step(self) -> None:
+        """Compute one piece of the most urgent adapter, or use the adapter if it is complete."""
+        if not self._waiting:
+            return
+        one = min(self._waiting, key=self._order)
+        try:
+            next(one.pieces)
+        except StopIteration:
+            self._waiting.remove(one)
+            one.finish(one.work)
+        except Exception as exc:
+            self._waiting.remove(one)
+            one.finish(partial(_throw, exc))
+
+    def _order(self, one: Unprepared) -> Urgency:
+        return Urgency.AWAITED if any(map(self._is_needed, one.names)) else one.urgency
+
+
+def _throw(exc: Exception) -> None:
+    raise exc
