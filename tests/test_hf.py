@@ -19,7 +19,7 @@ from tests import pico, stock
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.checkpoint.packed import split_packed
 from trimtab.errors import CheckpointError
-from trimtab.runtime import hf
+from trimtab.runtime import hf, hf_processor
 from trimtab.runtime.probe import Traced
 from trimtab.runtime.read import read_small
 
@@ -451,3 +451,24 @@ def test_a_broken_generation_config_is_refused(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         hf.read_generation_config(folder)
     assert caught.value.path.endswith("generation_config.json")
+
+
+class CountedTokenizer:
+    """A tokenizer of 1,000 words that counts how often it computes its special ids."""
+
+    def __init__(self):
+        self.computed, self.added_tokens_decoder = 0, {}
+
+    def get_vocab(self):
+        return {f"word{number}": number for number in range(1000)}
+
+    @property
+    def all_special_ids(self):
+        self.computed += 1
+        return [0, 1, 2]
+
+
+def test_special_ids_are_computed_once_not_for_each_token(tmp_path):
+    tokenizer = CountedTokenizer()
+    hf_processor.check_tokenizer(tokenizer, tmp_path, 1000)
+    assert tokenizer.computed == 1

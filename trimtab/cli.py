@@ -39,10 +39,13 @@ from trimtab.commands.saying import COLORS, print_json, use_color
 from trimtab.commands.wording import flags_of, in_flags
 from trimtab.errors import AdapterError, RequestError, TrimtabError
 from trimtab.exit_codes import exit_code, exit_codes_text
+from trimtab.machine import late_imports
 from trimtab.packages import versions_of
 
 # Commands that compute nothing, and those that outlive the load of the minute in which they start.
 WITHOUT_THREADS, LASTING = ("plan", "inspect", "models", "adapters", "completion", "pull"), ("serve",)
+# Commands that plan and load a model here and do nothing else.
+RUNNING = ("plan", "run", "chat", "demo")
 # What a disk says that takes no more, also of standard output.
 FULL_DISK = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 STOPPED, READER_GONE = interrupts.STOPPED, 141
@@ -101,6 +104,8 @@ def _main(arguments: Sequence[str] | None) -> int:
         use_color(options.color)
         if options.name_of_command not in WITHOUT_THREADS:
             threads.use(options.threads, beside_others=options.name_of_command not in LASTING)
+        if options.name_of_command in RUNNING and interrupts.is_command():
+            late_imports.use()
         interrupts.raise_again()
         code = int(options.command(options))
         print(end="", flush=True)  # a disk that is full is known here, not at exit

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from trimtab.checkpoint.anatomy import Anatomy
@@ -23,9 +22,13 @@ from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.packed import PackedEntry, split_packed
 from trimtab.errors import CheckpointError
+from trimtab.machine import late_imports
 from trimtab.runtime.anatomy_builder import build_anatomy
 from trimtab.runtime.probe import Expression, NoAllocation, Trace, Traced, is_undefined
 from trimtab.runtime.read import read_small
+
+with late_imports.importing_transformers():
+    import transformers
 
 # from_pretrained sets process-wide state while it runs (default dtype, patched constructors): one at a time.
 _ONE_PROBE = threading.Lock()

@@ -75,8 +75,8 @@ def check_tokenizer(tokenizer: Any, folder: Path, vocabulary: int | None) -> Non
     Without tokenizer files transformers makes a tokenizer of special tokens alone. Tokens that were added to a vocabulary
     are not counted: some models never got rows for them, and a prompt that has one is refused by itself.
     """
-    known = tokenizer.get_vocab()
-    words = {token for token, number in known.items() if number not in set(tokenizer.all_special_ids)}
+    known, special = tokenizer.get_vocab(), set(tokenizer.all_special_ids)  # the latter is computed at each access
+    words = {token for token, number in known.items() if number not in special}
     if not words:
         raise CheckpointError(
             f"its tokenizer knows {len(known)} special tokens and no others", path=folder, hint=TOKENIZER_HINT

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, RequestError, TrimtabError
-from trimtab.machine import preload
+from trimtab.machine import late_imports, preload
 from trimtab.machine.memory import process_bytes
 from trimtab.request import LoadRequest
 from trimtab.serve.adapter_queue import AdapterQueue, Unprepared, Urgency
@@ -73,6 +73,7 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     set_up_as_parent()
     gc.set_threshold(*LOADING_COLLECT_AFTER)
+    late_imports.use()
     channel = Channel(connection)
     try:
         _Worker(channel, settings).run()

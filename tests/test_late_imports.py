@@ -1,0 +1,115 @@
+"""A start imports neither torch's compiler nor distributed tensors nor accelerate; what asks for the compiler later gets it whole."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from trimtab.demo.line import FOLDER
+
+UNUSED = (
+    "torch._dynamo.convert_frame", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.onnx",
+    "torch.distributed.checkpoint", "accelerate",
+)  # fmt: skip
+# A worker in this process, until it is ready; then one answer.
+SERVED = """
+import json, signal, sys
+from trimtab.request import LoadRequest
+from trimtab.serve import worker
+
+class Pipe:
+    sent = []
+    def __init__(self): self.messages = []
+    def poll(self, seconds): return True
+    def receive(self): raise EOFError
+    def send(self, message): self.sent.append(message); message["say"] == "ready" and print(json.dumps(sorted(sys.modules)))
+
+worker.Channel = lambda connection: Pipe()
+request = LoadRequest(model=sys.argv[1], device="cpu", context_tokens=256, images=0, audio_s=0.0)
+worker.main(None, {"request": request.to_json(), "adapters": {}, "rows": 1, "queue_limit": 4})
+print(json.dumps(Pipe.sent[-1]), file=sys.stderr)
+"""
+COMPILER = """
+import sys
+from trimtab.machine import late_imports
+late_imports.use()
+import trimtab.runtime.hf, torch, transformers
+import transformers.masking_utils
+assert "torch._dynamo.convert_frame" not in sys.modules
+
+@torch.compiler.disable
+def plain(x):
+    return x + 1
+
+@torch.compiler.allow_in_graph
+def allowed(x):
+    return 3 * x
+
+@torch._dynamo.assume_constant_result
+def constant():
+    return 2
+
+assert plain(1) == 2 and "torch._dynamo.convert_frame" not in sys.modules
+graphs = []
+
+def backend(graph, inputs):
+    graphs.append(graph)
+    return graph.forward
+
+@torch.compile(backend=backend)
+def work(x):
+    return allowed(plain(x + constant())) * 2
+
+assert float(work(torch.ones(()))) == 24
+assert "torch._dynamo.convert_frame" in sys.modules
+assert len(graphs) == 2, len(graphs)   # apart at `plain`, which is not compiled
+assert any(node.target is allowed for graph in graphs for node in graph.graph.nodes)
+import torch._dynamo.utils, importlib
+assert importlib.import_module("torch._dynamo") is torch._dynamo and torch._dynamo.config.cache_size_limit
+assert torch.distributed.is_available() == hasattr(torch._C, "_c10d_init")
+import accelerate
+"""
+BY_FILE = """
+import sys
+from trimtab.machine import late_imports
+late_imports.use()
+import trimtab.runtime.hf
+assert "torch._dynamo.convert_frame" not in sys.modules
+import torch._dynamo.variables.builder
+assert torch._dynamo.optimize
+"""
+PROGRAM = """
+import sys
+import trimtab.api, trimtab.runtime.hf, transformers
+assert transformers.utils.is_accelerate_available() and transformers.utils.is_torch_distributed_available()
+assert not any("late_imports" in type(finder).__module__ for finder in sys.meta_path)
+"""
+
+
+def run(*arguments):
+    made = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300)
+    assert made.returncode == 0, made.stderr
+    return made.stdout
+
+
+def test_a_ready_worker_has_not_imported_what_answers_never_use():
+    modules = json.loads(run("-c", SERVED, str(FOLDER / "base")).splitlines()[-1])
+    assert "transformers.models.gemma4.modeling_gemma4" in modules
+    assert [name for name in UNUSED if name in modules] == []
+
+
+@pytest.mark.slow
+def test_the_compiler_is_whole_when_it_is_asked_for():
+    pytest.importorskip("accelerate")
+    run("-c", COMPILER)
+
+
+@pytest.mark.slow
+def test_a_file_of_the_compiler_is_imported_after_its_package():
+    run("-c", BY_FILE)
+
+
+def test_a_program_that_imports_trimtab_keeps_its_own_imports():
+    pytest.importorskip("accelerate")
+    run("-c", PROGRAM)

@@ -1,0 +1,189 @@
+"""Imports of torch and transformers that a start never uses: made at their first use, in processes that trimtab itself starts.
+
+transformers' model classes import torch's compiler, distributed tensors, FSDP and accelerate: 450 modules, a third of the CPU time of
+a start, for code that answers never run. `torch._dynamo` becomes a module that loads itself at its first use. transformers is told,
+once, that this process has neither `torch.distributed` nor accelerate. It supports both installations: some builds of torch have no
+`torch.distributed`, and accelerate is optional. Source: transformers 5.6.2 to 5.23.0, utils/import_utils.py; torch 2.13,
+_dynamo/decorators.py.
+
+A program that imports trimtab never gets this: it may compile or distribute models of its own. Imports no torch itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import FunctionType, ModuleType
+from typing import Any
+
+COMPILER = "torch._dynamo"
+# transformers' masks import this file of the compiler alone; it needs no other one (torch 2.6 to 2.13).
+ALONE = ("torch._dynamo._trace_wrapped_higher_order_op",)
+HIDDEN = "accelerate"
+
+_is_on = False
+
+
+def use() -> None:
+    """Make these imports late from now on, in this process. A second call does nothing; what is imported already stays."""
+    global _is_on
+    if not _is_on and "torch" not in sys.modules and "transformers" not in sys.modules:
+        _is_on = True
+        sys.meta_path.insert(0, _Finder())
+
+
+def is_on() -> bool:
+    """Return whether this process imports them late: it takes less host memory than others."""
+    return _is_on
+
+
+class LateModule(ModuleType):
+    """A module that runs its file when a name is asked for that it does not have. `stand_ins`: names that it has before."""
+
+    def __init__(self, spec: ModuleSpec, stand_ins: Mapping[str, Any]) -> None:
+        super().__init__(spec.name)
+        self.__spec__, self.__loader__, self.__file__ = spec, spec.loader, spec.origin
+        self.__package__ = spec.parent
+        if spec.submodule_search_locations is not None:
+            self.__path__ = spec.submodule_search_locations
+        self.__dict__.update(stand_ins)
+        self.__dict__["_late"] = _Late(tuple(stand_ins))
+
+    def __getattr__(self, name: str) -> Any:
+        # What asks every module for its own attributes (inspect, warnings) uses none.
+        if not (name.startswith("__") and name.endswith("__")):
+            load(self)
+            if name in self.__dict__:
+                return self.__dict__[name]
+        own = self.__dict__.get("__getattr__")
+        if own is not None:
+            return own(name)
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+
+class _Late:
+    def __init__(self, stand_ins: Sequence[str]) -> None:
+        self.stand_ins = stand_ins
+        self.lock = threading.RLock()
+        self.has_begun = self.is_loaded = False
+        self.marked: list[tuple[str, Any]] = []  # (decorator, function) of what was decorated before
+
+
+def load(module: LateModule) -> None:
+    """Run the module's file, once. Other threads wait; the file's own imports of it see what it has so far."""
+    late: _Late = module.__dict__["_late"]
+    if late.is_loaded:
+        return
+    with late.lock:
+        if late.has_begun:
+            return
+        late.has_begun = True
+        kept = {name: module.__dict__.pop(name) for name in late.stand_ins}
+        try:
+            assert module.__spec__ is not None and module.__spec__.loader is not None
+            module.__spec__.loader.exec_module(module)
+        except BaseException:
+            module.__dict__.update(kept)
+            late.has_begun = False
+            raise
+        late.is_loaded = True
+        for decorator, function in late.marked:
+            getattr(module, decorator)(function)
+
+
+def make_late(name: str, stand_ins: Callable[[LateModule], Mapping[str, Any]]) -> LateModule | None:
+    """Put a module into `sys.modules` that loads itself at its first use; None if it is imported already, or not installed."""
+    if name in sys.modules:
+        return None
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.loader is None:
+        return None
+    module = LateModule(spec, {})
+    names = stand_ins(module)
+    module.__dict__.update(names)
+    module.__dict__["_late"].stand_ins = tuple(names)
+    sys.modules[name] = module
+    return module
+
+
+def real_name(module: LateModule, name: str) -> Any:
+    """Return what a module has under a name once it is loaded, which it is after this."""
+    load(module)
+    return getattr(module, name)
+
+
+def compiler_stand_ins(module: LateModule) -> dict[str, Any]:
+    """Return decorators for functions that the compiler should treat in a way of their own, once there is a compiler."""
+    late: _Late = module.__dict__["_late"]
+
+    def mark(name: str, function: Any) -> Any:
+        if not isinstance(function, FunctionType):
+            return real_name(module, name)(function)
+        late.marked.append((name, function))
+        return function
+
+    def disable(fn: Any = None, *args: Any, **options: Any) -> Any:
+        if fn is None:
+            return lambda function: disable(function, *args, **options)
+        if not isinstance(fn, FunctionType):
+            return real_name(module, "disable")(fn, *args, **options)
+        disabled: list[Any] = []
+
+        @wraps(fn)
+        def call(*given: Any, **named: Any) -> Any:
+            if not late.is_loaded:  # nothing is compiled without a compiler
+                return fn(*given, **named)
+            if not disabled:
+                disabled.append(real_name(module, "disable")(fn, *args, **options))
+            return disabled[0](*given, **named)
+
+        return call
+
+    marks = {name: partial(mark, name) for name in ("allow_in_graph", "assume_constant_result")}
+    return {"disable": disable, **marks}
+
+
+class _Finder(MetaPathFinder):
+    """Runs the compiler's own file before any other file of its package is imported. It finds nothing itself."""
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname.startswith(f"{COMPILER}.") and fullname not in ALONE:
+            module = sys.modules.get(COMPILER)
+            if isinstance(module, LateModule):
+                load(module)  # its files import each other in an order that the package decides
+        return None
+
+
+@contextmanager
+def importing_transformers() -> Iterator[None]:
+    """While the block imports transformers, torch being imported: prepare what it imports. Does nothing without `use`."""
+    if not _is_on or "transformers" in sys.modules:
+        yield
+        return
+    make_late(COMPILER, compiler_stand_ins)
+    distributed = sys.modules["torch.distributed"]
+    real, known = distributed.is_available, sys.modules.get(HIDDEN)
+    distributed.is_available = lambda: False  # type: ignore[attr-defined]
+    if known is None:
+        sys.modules[HIDDEN] = None  # type: ignore[assignment]
+    try:
+        yield
+        _ask(sys.modules.get("transformers.utils.import_utils"))
+    finally:
+        distributed.is_available = real  # type: ignore[attr-defined]
+        if known is None:
+            del sys.modules[HIDDEN]
+
+
+def _ask(questions: ModuleType | None) -> None:
+    for name in ("is_accelerate_available", "is_torch_distributed_available"):
+        answer = getattr(questions, name, None)
+        # Only an answer that is kept: files that were told different things do not fit together.
+        if answer is not None and hasattr(answer, "cache_info"):
+            answer()
