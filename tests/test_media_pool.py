@@ -130,6 +130,7 @@ def test_memory_of_large_media_goes_back_to_the_system_once_nothing_holds_them(d
         held.append(weakref.ref(decoded))
         return decoded
 
+    monkeypatch.setattr(media_pool, "RETURN_AFTER_S", 0.01)
     monkeypatch.setattr(media_pool, "return_freed_pages", lambda: (held.append(held[-1]()), returned.set()))
     for size, is_returned in ((media_pool.RETURNED_BYTES - 1, False), (media_pool.RETURNED_BYTES, True)):
         pool = MediaPool(decode, lambda job, size=size: size)
@@ -138,6 +139,29 @@ def test_memory_of_large_media_goes_back_to_the_system_once_nothing_holds_them(d
         assert prepared.result(WAIT_S) == "a"
         assert returned.wait(WAIT_S if is_returned else 0.2) == is_returned
     assert held[-1] is None  # the decoded media were gone by then
+
+
+def test_many_large_media_return_memory_once_in_a_while_and_once_after_the_last(monkeypatch):
+    returns, after_last, after_s = [], threading.Event(), 0.3
+    decoded = []
+
+    def return_pages():
+        returns.append((time.monotonic(), len(decoded)))
+        if len(decoded) == 40:
+            after_last.set()
+
+    monkeypatch.setattr(media_pool, "RETURN_AFTER_S", after_s)
+    monkeypatch.setattr(media_pool, "return_freed_pages", return_pages)
+    pool = MediaPool(lambda job: (time.sleep(0.02), job)[1], lambda job: media_pool.RETURNED_BYTES)
+    prepared = Preparing(lambda job: decoded.append(job.id), pool)
+    for future in [prepared.submit(job(str(number), b"x")) for number in range(40)]:
+        future.result(WAIT_S)
+    assert after_last.wait(WAIT_S)
+    time.sleep(2 * after_s)
+    times = [at for at, _ in returns]
+    assert all(later - earlier >= after_s for earlier, later in zip(times, times[1:], strict=False))
+    # The last medium may end while the return before is due.
+    assert [count for _, count in returns].count(40) in (1, 2) and len(returns) < 20
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc has the resident memory")

@@ -24,8 +24,8 @@ from trimtab.serve.front import Front, Replicas, summed
 from trimtab.serve.job import Job
 from trimtab.serve.registry import ServedModel
 from trimtab.serve.replica import Replica
-from trimtab.serve.settings import Limits, Settings
 from trimtab.serve.scheduler import StoppingError
+from trimtab.serve.settings import Limits, Settings
 from trimtab.serve.supervisor import ModelFailedError, WorkerDiedError, WorkerError
 
 KEY = "a-key-for-the-test"
