@@ -138,6 +138,8 @@ FLAGS = {
     [
         ("quant='nf5': unknown choice", "quant", "--quant nf5: unknown choice"),
         ("context_tokens=0: must be 1", "context_tokens", "--context 0: must be 1"),
+        ("context=-1.5: must be 1", "context", "--context -1.5: must be 1"),
+        ("place=('', 1): is wrong", "place", "--place=('', 1): is wrong"),
         ("place['v']='x': unknown", "place['v']", "--place['v']='x': unknown"),
         ("Give gpu_memory=716324360; quant='nf4-dq' saves", None, "Give --gpu-memory 716324360B; --quant nf4-dq saves"),
         ("plan with a larger context=", None, "plan with a larger --context"),

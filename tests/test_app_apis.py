@@ -183,7 +183,9 @@ def test_an_error_of_the_worker_has_anthropics_form_whole_and_in_a_stream():
 def test_anthropics_key_opens_the_door_and_a_wrong_one_does_not():
     found = client(api_keys=("key",))
     assert found.post("/v1/messages", json=ASK, headers={"x-api-key": "key"}).is_success
-    assert found.post("/v1/messages", json=ASK, headers={"x-api-key": "wrong"}).status_code == 401
+    wrong = found.post("/v1/messages", json=ASK, headers={"x-api-key": "wrong"})
+    assert wrong.status_code == 401 and wrong.headers["www-authenticate"] == "Bearer"
+    assert (wrong.json()["type"], wrong.json()["error"]["type"]) == ("error", "authentication_error")
     both = {"x-api-key": "key", "authorization": "Bearer wrong"}
     assert found.post("/v1/messages", json=ASK, headers=both).status_code == 401
 

@@ -233,7 +233,7 @@ def test_a_saved_conversation_goes_on_as_if_it_had_not_ended(model, tmp_path, ca
     }  # fmt: skip
     assert talked(model, f"/load {path}", "And now?") == 0
     out, err = capsys.readouterr()
-    assert whole == f"{saved['messages'][1]['content']}\n{out}" and "read: 2 messages" in err
+    assert whole == f"{saved['messages'][1]['content']}\n{out}" and "loaded: 2 messages" in err
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,8 @@ def test_a_file_that_is_no_saved_conversation_changes_nothing(model, tmp_path, t
 @pytest.mark.parametrize(
     ("line", "field"),
     [("/compare base", "/compare"), ("/adapter none-such", "adapter"), ("/image", "/image"), ("/image no.png", "image"),
-     ("/again", "prompt"), ("/x", "command"), ("/adapter a=/no/such", None)],
+     ("/again", "prompt"), ("/x", "/x"), ("/clear all", "/clear"),
+     ("/quit now", "/quit"), ("/save talk.txt", "/save"), ("/adapter a=/no/such", None)],
 )  # fmt: skip
 def test_a_wrong_command_is_an_error_that_a_terminal_survives(model, line, field, capsys):
     with pytest.raises(trimtab.TrimtabError) as caught:
@@ -338,6 +339,8 @@ def test_keys_send_break_lines_and_leave():
         )
         keys.send_text("one\x1b\rtwo\r")
         assert read("> ") == "one\ntwo"
+        keys.send_text('"""one\rtwo""" three\r')
+        assert read("> ") == "one\ntwo three"
         keys.send_text("\x03")
         with pytest.raises(KeyboardInterrupt):
             read("> ")

@@ -152,7 +152,7 @@ def test_a_file_may_hold_several_models(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("prot = 1", "unknown key 'prot' (near: port"), ("[limit]\nn = 1", "unknown key 'limit' (near: limits"),
+        ("prot = 1", "unknown key 'prot' (did you mean port"), ("[limit]\nn = 1", "unknown key 'limit' (did you mean limits"),
         ("port = '1'", "port: must be an integer"), ("timeout = true", "timeout: must be a number"),
         ("lenient = 1", "lenient: must be true or false"), ("keep = 'style'", "keep: must be a list of texts"),
         ("name = []", "name: must be a text"), ("limits = 3", "limits: must be a table"),
@@ -174,7 +174,7 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path):
     with pytest.raises(CheckpointError, match="4 problems") as caught:
         options_of(tmp_path, "prot = 1\nport = 'x'\n[limits]\nimage_pixel = 1")
     assert "has no model" in str(caught.value)
-    assert "limits.image_pixel: unknown limit (near: image_pixels" in str(caught.value)
+    assert "limits.image_pixel: unknown limit (did you mean image_pixels" in str(caught.value)
 
 
 def test_a_key_is_never_repeated(tmp_path):

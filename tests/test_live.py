@@ -82,7 +82,7 @@ def test_a_reload_takes_no_fields():
 
 def test_a_file_that_is_wrong_changes_nothing():
     def wrong():
-        raise CheckpointError("1 problem\n  - unknown key 'prot' (near: port)", path="serve.toml")
+        raise CheckpointError("1 problem\n  - unknown key 'prot' (did you mean port?)", path="serve.toml")
 
     pool, post = server(wrong)
     found = post("/admin/reload", "root")

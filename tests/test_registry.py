@@ -134,7 +134,7 @@ def test_all_problems_are_told_at_once(write):
         """.replace("[models]\n        f = 5", "")))  # fmt: skip
     assert found == [
         "unknown table or key 'port' (known: models)",
-        "models.a.quants: unknown key (near: quant)",
+        "models.a.quants: unknown key (did you mean quant?)",
         "models.a.rows: must be an integer",
         "models.a.keep: must be a list of texts",
         "models.a.supports_image: must be true or false",

@@ -43,7 +43,7 @@ def test_a_prompt_from_standard_input_or_a_file_is_the_one_from_the_command_line
     [
         (["Hello", "--prompt-file", "x"], "--prompt-file"), (["--prompt-file", "no/such"], "cannot be read"),
         (["--prompt-file", "{bad}"], "not UTF-8"), (["a", "--system", "b", "--system-file", "x"], "--system-file"),
-        (["--prompt-file", "{empty}"], "there is no prompt"), ([], "PROMPT; - reads standard input, --prompt-file"),
+        (["--prompt-file", "{empty}"], "PROMPT: is empty"), ([], "PROMPT; - reads standard input, --prompt-file"),
     ],
 )  # fmt: skip
 def test_a_wrong_source_is_refused_before_anything_is_loaded(arguments, words, tmp_path, capsys):
@@ -192,6 +192,15 @@ def test_a_file_of_answers_that_was_replaced_is_in_use(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", replaced)
     with pytest.raises(trimtab.RequestError, match="another process is writing it"):
         prompts_file.AnswersFile(str(path), {}).open()
+
+
+@pytest.mark.parametrize("text", ["notes", '{"prompt": "a"}\n', '{"prompt": "a"}', "\n"])
+def test_a_file_that_is_no_output_of_a_run_is_refused_and_kept(tmp_path, text):
+    path = tmp_path / "out.jsonl"
+    path.write_text(text)
+    with pytest.raises(trimtab.RequestError, match="line 1 was not written by trimtab run"):
+        prompts_file.AnswersFile(str(path), {}).open()
+    assert path.read_text() == text
 
 
 def test_a_killed_run_leaves_whole_lines_and_goes_on(tmp_path):

@@ -40,6 +40,25 @@ def requested(**fields):
 
 
 @pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"messages": []}, "messages: must have at least 1 item, has 0"),
+        ({"messages": [{"role": "robot", "content": "a"}]},
+         "messages[0].role: must be one of system, developer, user, assistant, tool"),
+        ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]},
+         "messages[0].content[0]: not supported: this type (its type must be one of text, image_url, input_audio)"),
+        ({"logit_bias": {"a": 5}}, "logit_bias.a: must be a token id"), ({"n": "2"}, "n: must be a valid integer"),
+        ({"temperature": 3}, "temperature: must be less than or equal to 2"),
+        ({"store": True}, "store: not supported: store (must be False)"),
+        ({"zoo": 1}, "zoo: not supported: zoo. This server refuses unknown fields"),
+        ({"model": None}, "model: must be a valid string"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_in_plain_words(fields, message):
+    assert str(refused(chat, **fields)) == message
+
+
+@pytest.mark.parametrize(
     "fields, field",
     [
         ({"max_tokens": "5"}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": True}, "max_tokens"),

@@ -48,6 +48,7 @@ WITHOUT_THREADS, LASTING = ("plan", "inspect", "models", "adapters", "completion
 RUNNING = ("plan", "run", "chat", "demo")
 # What a disk says that takes no more, also of standard output.
 FULL_DISK = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
+JSON_HELP = {"": "print one JSON object and nothing else", "chat": "print each answer as one line of JSON"}
 STOPPED, READER_GONE = interrupts.STOPPED, 141
 
 
@@ -224,9 +225,9 @@ def parser() -> argparse.ArgumentParser:
 
     for room in (line, chat, listing, pull, merging, bench, tune, doctor, serve):
         room.add(command)
-    for each in commands.choices.values():
+    for name, each in commands.choices.items():
         output = group_of(each, "output")
-        output.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        output.add_argument("--json", action="store_true", help=JSON_HELP.get(name, JSON_HELP[""]))
         output.add_argument("--color", choices=COLORS, metavar="WHEN", help=f"{', '.join(COLORS)} (default: auto)")
     commands.choices["completion"].set_defaults(top=top)
     for name, each in commands.choices.items():

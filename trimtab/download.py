@@ -66,7 +66,7 @@ def pull(
     try:
         return _pull(model, branch, emit, endpoint)
     except HFValidationError as exc:
-        raise RequestError("is not a hub id", field="model", value=model, allowed=("OWNER/NAME",)) from exc
+        raise RequestError("is not a hub id of the form OWNER/NAME", field="model", value=model) from exc
     except OfflineModeIsEnabled as exc:
         raise RequestError("the hub is switched off: HF_HUB_OFFLINE is set", field="model", value=model) from exc
     except HfHubHTTPError as exc:

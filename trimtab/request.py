@@ -313,7 +313,7 @@ class GenerateRequest:
                     f"a stop text has at most {MOST_STOP_CHARACTERS} characters", field="stop", value=len(text)
                 )
         if any(not text for text in self.stop):
-            raise RequestError("an empty stop text would end every answer immediately", field="stop", value=self.stop)
+            raise RequestError("an empty stop text would end every answer immediately", field="stop")
         if self.temperature == 0:
             for name in ("top_k", "top_p", "min_p", "seed"):
                 if getattr(self, name) is not None:

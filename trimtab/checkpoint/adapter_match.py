@@ -211,7 +211,7 @@ def _lost_words(key: AdapterKey, file: AdapterFile, rewrite: Rewrite, places: _P
         return f"{key.adapter_key} {shape}: LoRA on fused experts is not supported"
     near = places.near(path) if search else ""
     what = f"{path}.{key.parameter}" if key.parameter else path
-    return f"{key.adapter_key} {shape}: the model has no {what}" + (f"; near: {near}" if near else "")
+    return f"{key.adapter_key} {shape}: the model has no {what}" + (f"; similar names: {near}" if near else "")
 
 
 class _Builder:

@@ -20,7 +20,11 @@ KEYS = ("model", "adapters", "system", "options", "messages")
 
 
 def save(chat: Conversation, request: LoadRequest, path: Path) -> None:
-    """Write a conversation: Markdown where the name ends in .md, else JSON. Errors: RequestError(field="/save")."""
+    """Write a conversation: JSON or Markdown, by the name's ending. Errors: RequestError(field="/save")."""
+    if path.suffix.lower() not in (".json", ".md"):
+        raise RequestError(
+            "must end in .json (to load again) or .md (to read)", field="/save", value=str(path)
+        )  # fmt: skip
     if path.suffix.lower() == ".md":
         text = _as_markdown(chat, request)
     else:

@@ -14,6 +14,7 @@ from trimtab.machine.own_folder import own_folder
 HISTORY_LINES, HISTORY_FILE = 1000, "lines"
 # A line longer than this is refused: no context holds it, and a terminal would redraw it for every key.
 LONGEST_LINE = 1_000_000
+QUOTES = '"""'
 
 
 class Reader(Protocol):
@@ -27,19 +28,24 @@ Completions = Callable[[str], "tuple[list[str], bool]"]
 
 
 def line_reader(stream: TextIO) -> Reader:
-    """Return a reader of one message per line; a message in triple quotes spans lines."""
+    """Return a reader of one message per line; triple quotes enclose a message of several lines."""
 
     def read(prompt: str) -> str:
-        text = _line(stream)
-        if not text.lstrip().startswith('"""'):
-            return text
-        parts = [text.lstrip()[3:]]
-        while '"""' not in parts[-1]:
-            parts.append(_line(stream))
-        parts[-1] = parts[-1].partition('"""')[0]
-        return "\n".join(parts).strip("\n")
+        return _with_quotes(_line(stream), lambda: _line(stream))
 
     return read
+
+
+def _with_quotes(text: str, next_line: Callable[[], str]) -> str:
+    """Return a line, or all lines of a message that triple quotes enclose."""
+    if not text.lstrip().startswith(QUOTES):
+        return text
+    text = text.lstrip()[len(QUOTES) :]
+    while QUOTES not in text:
+        text += "\n" + next_line()
+        if len(text) > LONGEST_LINE:
+            raise _too_long()
+    return text.replace(QUOTES, "", 1).strip("\n")
 
 
 def _line(stream: TextIO) -> str:
@@ -62,7 +68,7 @@ def terminal_reader(
 ) -> Reader:  # fmt: skip
     """Return a reader that edits lines, with prompt_toolkit; without that package a plain one, which is said on stderr.
 
-    Enter sends, Alt-Enter begins a line. source, output: prompt_toolkit's, for tests.
+    Enter sends, Alt-Enter starts a line, triple quotes enclose several. source, output: prompt_toolkit's, for tests.
     """
     try:
         from prompt_toolkit import PromptSession
@@ -102,7 +108,7 @@ def terminal_reader(
     )
 
     def read(prompt: str) -> str:
-        text = str(session.prompt(prompt, prompt_continuation="  "))
+        text = _with_quotes(str(session.prompt(prompt, prompt_continuation="  ")), lambda: str(session.prompt("  ")))
         if len(text) > LONGEST_LINE:
             raise _too_long()
         return text

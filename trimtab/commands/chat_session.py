@@ -24,27 +24,29 @@ if TYPE_CHECKING:
     from trimtab.runtime.model import LoadedModel
 
 BASE_NAMES = (BASE, "none")
+# What ends a chat, and the commands that a text after them would not change.
+LEAVING, ALONE = ("/quit", "/exit", "/bye"), ("clear", "help", "memory")
 LEAVE = "/quit or Ctrl-D leaves; /help lists the commands"
 HELP = (
-    ("/adapter [NAME]", "answer with this adapter from now on, `base` with none; alone, list them"),
-    (f"/adapter {MIX_FORM}", "answer with a weighted sum of several"),
+    ("/adapter [NAME]", "answer with this adapter from now on, with `base` for none; without a name, list them"),
+    (f"/adapter {MIX_FORM}", "answer with a weighted sum of several adapters"),
     ("/adapter NAME=PATH", "load one more adapter and answer with it"),
     ("/reload [NAME]", "reload adapters whose files have changed"),
-    ("/compare A B [TEXT]", "answer TEXT, or the last question, with both; the conversation stays as it is"),
-    ("/again [NAME]", "answer the last question again, with this adapter, in place of the last answer"),
+    ("/compare A B [TEXT]", "answer TEXT, or the last question, with both; the conversation does not change"),
+    ("/again [NAME]", "replace the last answer with one by this adapter"),
     ("/image FILE", "send this image with the next message"),
     ("/audio FILE", "send this audio file with the next message"),
-    ("/system [TEXT]", "set the system message; alone, show it; `/system off` removes it"),
-    ("/memory", "memory planned and in use, tokens of the context, speed of the last answer"),
-    ("/save FILE", "write the conversation: .json for /load, or .md to read"),
-    ("/load FILE", "go on with a conversation that /save wrote; adapters stay as they are"),
+    ("/system [TEXT]", "set the system message, or show it; `/system off` removes it"),
+    ("/memory", "planned and used memory, tokens of the context, speed of the last answer"),
+    ("/save FILE", "save the conversation as .json for /load, or as .md to read"),
+    ("/load FILE", "continue a saved conversation; adapters do not change"),
     ("/clear", "forget all turns"),
-    ("/help", "this list"),
-    ("/quit", "leave; also Ctrl-D"),
+    ("/help", "list the commands"),
+    ("/quit", "leave, as Ctrl-D does"),
 )
 KEYS = (
-    "Enter sends, Alt-Enter begins a new line. Ctrl-C ends an answer; the partial answer is kept. Type two slashes to send\n"
-    'a message that begins with one: //etc. Without a terminal each line is a message, and """ ... """ holds several lines.'
+    "Enter sends a message, Alt-Enter starts a new line. Ctrl-C ends an answer; the partial answer is kept. Type two slashes\n"
+    'to send a message that begins with one: //etc. """ ... """ encloses several lines. Without a terminal each line is a message.'
 )
 
 
@@ -81,9 +83,9 @@ class Session:
             except RequestError as exc:
                 self._refuse(exc)
                 continue
-            if line.strip() in ("/quit", "/exit", "/bye"):
-                return 0
             try:
+                if self._leaves(line):
+                    return 0
                 self._take(line)
             except TrimtabError as exc:
                 self._refuse(exc)
@@ -92,6 +94,14 @@ class Session:
                     raise
                 interrupts.raise_again()
                 self._say("\nstopped")
+
+    @staticmethod
+    def _leaves(line: str) -> bool:
+        """Whether a line ends the chat. Errors: RequestError for a text after the command."""
+        name, *rest = line.split(maxsplit=1) or [""]
+        if name in LEAVING and rest:
+            raise _takes_nothing(name)
+        return name in LEAVING
 
     def completions(self, line: str) -> tuple[list[str], bool]:
         """Return the words that may stand at the end of a line, and whether a file may."""
@@ -125,6 +135,7 @@ class Session:
     def _take(self, line: str) -> None:
         if not line.strip() and not (self._images or self._audios):
             return
+        line = "/help" if line.strip() == "/?" else line
         first = line.split(maxsplit=1)[0] if line.strip() else ""
         if first[:1] == "/" and first[1:] in self._commands:
             line = line.lstrip()  # spaces before a command do not make it a message
@@ -132,8 +143,11 @@ class Session:
             name, _, rest = line[1:].partition(" ")
             if name not in self._commands:
                 raise RequestError(
-                    "no such command", field="command", value=f"/{name}", allowed=_near(name, self._commands)
-                )
+                    "no such command", field=f"/{name}", allowed=_near(name, self._commands),
+                    hint="/help lists the commands; a message that begins with a slash begins with two",
+                )  # fmt: skip
+            if name in ALONE and rest.strip():
+                raise _takes_nothing(f"/{name}")
             self._commands[name](rest.strip())
             return
         before = self.chat.left_out
@@ -210,7 +224,7 @@ class Session:
     def _compare(self, rest: str) -> None:
         words = rest.split(None, 2)
         if len(words) < 2:
-            raise RequestError("takes two adapters", field="/compare", allowed=("/compare A B", "/compare A B TEXT"))
+            raise RequestError("takes two adapters: /compare A B, or /compare A B TEXT", field="/compare")
         names = [self._named(word) for word in words[:2]]
         question = words[2] if len(words) == 3 else None
         texts = []
@@ -229,14 +243,14 @@ class Session:
 
         width, height = read_image(_path(rest, "/image")).size
         self._images.append(_path(rest, "/image"))
-        self._say(f"{rest}: {width} x {height}, goes with the next message")
+        self._say(f"{rest}: {width} x {height}, will be sent with the next message")
 
     def _audio(self, rest: str) -> None:
         from trimtab.runtime.media import SAMPLE_RATE, read_audio
 
         samples = read_audio(_path(rest, "/audio"))
         self._audios.append(_path(rest, "/audio"))
-        self._say(f"{rest}: {len(samples) / SAMPLE_RATE:.1f} s, goes with the next message")
+        self._say(f"{rest}: {len(samples) / SAMPLE_RATE:.1f} s, will be sent with the next message")
 
     def _system(self, rest: str) -> None:
         if rest:
@@ -275,13 +289,13 @@ class Session:
     def _save(self, rest: str) -> None:
         path = Path(_path(rest, "/save"))
         chat_file.save(self.chat, self.model.plan.request, path)
-        self._say(f"written: {path}, {len(self.chat.turns)} messages")
+        self._say(f"saved: {path}, {len(self.chat.turns)} messages")
 
     def _load(self, rest: str) -> None:
         chat_file.load(self.chat, _path(rest, "/load"))
         self._images, self._audios = [], []
         last = f"; the last answer:\n{self.style.printable(self.chat.turns[-1].text)}" if self.chat.turns else ""
-        self._say(f"read: {len(self.chat.turns)} messages{last}")
+        self._say(f"loaded: {len(self.chat.turns)} messages{last}")
 
 
 def _path(rest: str, command: str) -> str:
@@ -289,11 +303,15 @@ def _path(rest: str, command: str) -> str:
     if len(path) > 1 and path[0] == path[-1] and path[0] in "'\"":
         path = path[1:-1]
     if not path:
-        raise RequestError("takes a file", field=command)
+        raise RequestError("takes the name of a file", field=command)
     return str(Path(path).expanduser())
 
 
 def _near(name: str, known: Any) -> tuple[str, ...]:
     from trimtab.checkpoint.names import near_names
 
-    return tuple(f"/{one}" for one in near_names(name, list(known))) or ("/help",)
+    return tuple(f"/{one}" for one in near_names(name, list(known)))
+
+
+def _takes_nothing(command: str) -> RequestError:
+    return RequestError("takes nothing after it", field=command)

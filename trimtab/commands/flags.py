@@ -300,7 +300,7 @@ def pairs(texts: Sequence[str], flag: str, form: str, *, first: bool) -> dict[st
     for text in texts:
         name, equals, value = text.partition("=") if first else text.rpartition("=")
         if not (name and equals and value):
-            raise RequestError("is not of the form", field=flag, value=text, allowed=(form,))
+            raise RequestError(f"must have the form {form}", field=flag, value=text)
         if name in values:
             raise RequestError(f"{name} is given twice", field=flag, value=text)
         values[name] = value

@@ -225,7 +225,7 @@ def run_run(options: argparse.Namespace) -> int:
             raise RequestError("has no effect without --prompts", field=flag, value=value)
     answering, decode, prompt = sampling_options(options), decode_of(options), prompt_of(options)
     if not (prompt.strip() or options.image or options.audio):
-        raise RequestError("is empty: there is no prompt", field="PROMPT", value=prompt)
+        raise RequestError("is empty", field="PROMPT")
     question: dict[str, Any] = {
         "image": options.image or None, "audio": options.audio or None, "system": system_of(options),
     }  # fmt: skip

@@ -29,6 +29,8 @@ LONGEST_LINE_BYTES, MOST_LINES = 4 * 2**20, 1_000_000
 FIELDS = ("id", "prompt", "messages", "image", "audio", "system", "adapter")
 # What other tools keep beside a prompt.
 UNUSED = ("expected", "answers", "kind", "metadata")
+# The first bytes of every file of answers.
+BEGUN = b'{"trimtab": '
 OPTIONS = tuple(item.name for item in fields(GenerateRequest))
 
 
@@ -178,6 +180,8 @@ class AnswersFile:
         file.seek(0)
         for count, line in enumerate(file):
             if not line.endswith(b"\n"):
+                if count == 0 and line[: len(BEGUN)] != BEGUN[: len(line)]:  # a kill leaves a part of our own line
+                    raise self._foreign(1)
                 break
             values = self._values(line, count + 1)
             if count == 0:
@@ -195,22 +199,26 @@ class AnswersFile:
             if count > 1:
                 _ = values["line"], values["prompt_sha256"]
         except (ValueError, TypeError, KeyError, RecursionError) as exc:
-            raise RequestError(
-                f"line {count} was not written by trimtab run",
-                field="--out",
-                value=str(self.path),
-                hint="Give another file",
-            ) from exc
+            raise self._foreign(max(count, 1)) from exc
         return dict(values)
+
+    def _foreign(self, count: int) -> RequestError:
+        return RequestError(
+            f"line {count} was not written by trimtab run",
+            field="--out",
+            value=str(self.path),
+            hint="Give another file",
+        )
 
     def _check_header(self, values: Mapping[str, Any]) -> None:
         if values.get("options_sha256") == self._header["options_sha256"]:
             return
-        theirs = values if "options_sha256" in values else {}
-        known = [key for key in {**self._header, **theirs} if key not in ("trimtab", "options_sha256")]
+        if "options_sha256" not in values:
+            raise self._foreign(1)
+        known = [key for key in {**self._header, **values} if key not in ("trimtab", "options_sha256")]
         changed = [key for key in known if values.get(key) != self._header.get(key)]
         raise RequestError(
-            f"holds answers of another run ({', '.join(changed) or 'no header'} differ)", field="--out", value=str(self.path),
+            f"holds answers of another run ({', '.join(changed)} differ)", field="--out", value=str(self.path),
             hint="Give the same model, adapters and options, or another file",
         )  # fmt: skip
 

@@ -25,7 +25,8 @@ def flags_of(command: argparse.ArgumentParser) -> dict[str, str]:
         if flag is not None:
             named[argument] = flag
     positional = {action.dest for action in command._actions if not action.option_strings}
-    return named | {name: name.upper() for name in _POSITIONAL if name in positional}
+    words = {name: name.upper() for name in _POSITIONAL if name in positional}
+    return named | words | ({"registry": "MODEL"} if "model" in positional else {})
 
 
 def in_flags(text: str, field: object, flags: Mapping[str, str]) -> str:
@@ -45,10 +46,18 @@ def in_flags(text: str, field: object, flags: Mapping[str, str]) -> str:
         flag, value = flags[match.group(1)], next((part for part in match.groups()[1:] if part is not None), "")
         if flag in _BUDGETS and value.isdecimal():
             value += "B"
-        return f"{flag} {value}" if value else flag
+        if value:
+            return f"{flag} {value}"
+        after = match.string[match.end() : match.end() + 1]
+        is_other_value = match[0].endswith("=") and after.strip(".,;) ") != ""  # a tuple, for example
+        return f"{flag}=" if is_other_value else flag
 
     # What the command line itself refuses has its flag already.
     text = re.sub(r"\A(--[a-z][a-z-]*)=(?:'([^'\n]+)'|\"([^\"\n]+)\")(?=:)", r"\1 \2\3", text)
     edge = r"(?<![\w./\\'\"=-])"
-    text = re.sub(rf"{edge}({names})=(?:'([^'\n]*)'|\"([^\"\n]*)\"|(\d+\b)|True\b|)", given, text)
+    text = re.sub(
+        rf"{edge}({names})=(?:'([^'\n]*)'|\"([^\"\n]*)\"|(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?\b|-?inf\b|nan\b)|True\b|)",
+        given,
+        text,
+    )
     return re.sub(rf"{edge}({spelled})(?![\w=/\\'\"-]|\.\w)", lambda match: flags[match.group(1)], text)

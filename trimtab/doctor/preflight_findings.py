@@ -94,7 +94,7 @@ def _version(text: str | None) -> Version | None:
 def _map_keys(facts: Facts) -> Iterator[Foreseen]:
     device_map = facts.map
     for unknown in device_map.unknown:
-        near = f"; near: {', '.join(unknown.near)}" if unknown.near else ""
+        near = f"; similar names: {', '.join(unknown.near)}" if unknown.near else ""
         yield Foreseen(
             WASTES, "C5", "base", f"the map's key {unknown.key!r} names no module",
             f"at most a warning; the intended module goes where the other keys say{near}",

@@ -292,7 +292,9 @@ class View:
                     continue
                 near = near_names(key, [path for path in self.modules if path.count(".") <= key.count(".") + 1])
                 yield Finding(
-                    "map-key-names-nothing", key, f"near: {', '.join(near)}" if near else "nothing is like it"
+                    "map-key-names-nothing",
+                    key,
+                    f"similar names: {', '.join(near)}" if near else "no module has a similar name",
                 )
 
 

@@ -53,13 +53,13 @@ def narrow_table(plan: Plan) -> str:
 
 def _devices(plan: Plan) -> list[str]:
     def items(named: Iterable[tuple[str, int]]) -> str:
-        return ", ".join(f"{name.replace('_', ' ')} {gib(count)}" for name, count in named if count) or "nothing"
+        return ", ".join(f"{name.replace('_', ' ')} {gib(count)}" for name, count in named if count)
 
     inside = items((name, count) for name, count in plan.gpu.items() if name not in OUTSIDE_PEAK)
     outside = items((name, plan.gpu[name]) for name in OUTSIDE_PEAK if name in plan.gpu)
     device = (
-        f"{plan.execution_device}: peak {gib(plan.gpu_peak_bytes)} of a budget of {gib(plan.gpu_budget_bytes)}: {inside}; "
-        f"on top {outside}; loading peak {gib(plan.gpu_load_peak_bytes)}"
+        f"{plan.execution_device}: peak {gib(plan.gpu_peak_bytes)} of a budget of {gib(plan.gpu_budget_bytes)}: {inside}"
+        f"{f'; on top {outside}' if outside else ''}; loading peak {gib(plan.gpu_load_peak_bytes)}"
     )
     host = (
         f"host: peak {gib(plan.host_peak_bytes)} of a budget of {gib(plan.host_budget_bytes)}: "

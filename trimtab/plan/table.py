@@ -98,7 +98,7 @@ def _devices(plan: Plan) -> list[str]:
     load = f"; loading peak {gib(plan.gpu_load_peak_bytes)}"
     rows = [
         (plan.execution_device, f"peak {gib(plan.gpu_peak_bytes)}", f"budget {gib(plan.gpu_budget_bytes)}",
-         f"{inside}; on top {outside or 'nothing'}{load}"),
+         f"{inside}{f'; on top {outside}' if outside else ''}{load}"),
         ("host", f"peak {gib(plan.host_peak_bytes)}", f"budget {gib(plan.host_budget_bytes)}",
          items(plan.host.items()) + held_limit(plan)),
     ]  # fmt: skip

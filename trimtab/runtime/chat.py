@@ -74,10 +74,10 @@ def prepare(
             )
         return _from_ids(model, prompt, device)
     if isinstance(prompt, str) and not (prompt.strip() or images or audios):
-        raise RequestError("is empty: there is no prompt", field="prompt", value=prompt)
+        raise RequestError("is empty", field="prompt")
     messages, pictures, sounds = _messages(prompt, images, audios, system)
     if (place := empty_place(messages)) is not None:
-        raise RequestError(f"message {place} is empty: there is no prompt", field="prompt")
+        raise RequestError(f"message {place} is empty", field="prompt")
     if continue_final_message:
         _check_continues(messages[-1])
     _check_modalities(model, pictures, sounds)

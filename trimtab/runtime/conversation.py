@@ -66,7 +66,7 @@ class Conversation:
         self, model: Any, *, system: str | None = None, adapter: Any = None, when_full: str = "error", **options: Any
     ) -> None:
         check_choice(when_full, WHEN_FULL, field_name="when_full")
-        GenerateRequest(**options)
+        model.check_tokens(GenerateRequest(**options))
         self._model, self._when_full = model, when_full
         self.system, self.adapter, self.options = system, adapter, options
         self.turns: list[Turn] = []
@@ -172,7 +172,7 @@ class Conversation:
         if not isinstance(text, str):
             raise RequestError("a message must be text", field="prompt", value=type(text).__name__)
         if not (text.strip() or images or audios):
-            raise RequestError("is empty: there is no prompt", field="prompt", value=text)
+            raise RequestError("is empty", field="prompt")
         limit_s = float(self._model.plan.request.audio_s)
         read = [(read_audio(audio, max_s=limit_s), SAMPLE_RATE) for audio in audios]
         sources = tuple(source if isinstance(source, str) else type(source).__name__ for source in (*images, *audios))
@@ -218,6 +218,7 @@ class Conversation:
         self._model._check_adapter(used)
         inputs, limit, left_out = self._fitted(turns, limit)
         request = GenerateRequest(**{**merged, "max_new_tokens": limit})
+        self._model.check_tokens(request)
         timed = Timed(self._model, inputs, request)
         return self._pieces(timed, turns, used, left_out, keep=keep)
 

@@ -38,7 +38,7 @@ def _plain(model: Any, text: Any) -> chat.Inputs:
     """Return the inputs of a text as it is, with the tokenizer's own first token; of token ids as they are."""
     if isinstance(text, str):
         if not text.strip():
-            raise RequestError("is empty: there is nothing to embed", field="texts", value=text)
+            raise RequestError("a text is empty", field="texts")
         tokenizer = getattr(model.processor, "tokenizer", model.processor)
         with model._preparing:
             text = tokenizer(text, add_special_tokens=True)["input_ids"]

@@ -492,7 +492,7 @@ def _check_modules(
         module = modules.get(path)
         if module is None:
             near = ", ".join(near_names(path, list(modules)))
-            problems.append(f"the model holds no module {path} (near: {near})")
+            problems.append(f"the model holds no module {path} (similar names: {near})")
             continue
         kind = "linear" if hasattr(module, "dense_weight") else "embedding" if hasattr(module, "rows") else "other"
         wanted = targets["lora"].kind if "lora" in targets else kind

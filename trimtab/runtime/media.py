@@ -39,7 +39,8 @@ def several(value: Any) -> Sequence[Any]:
     if value is None:
         return ()
     is_samples = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], int)
-    return tuple(value) if isinstance(value, (list, tuple)) and not is_samples else (value,)
+    is_swapped = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], int)  # refused where it is read
+    return tuple(value) if isinstance(value, (list, tuple)) and not (is_samples or is_swapped) else (value,)
 
 
 def read_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image.Image:

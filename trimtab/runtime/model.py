@@ -389,8 +389,12 @@ class LoadedModel(Asking):
     def _check_adapter(self, name: Chosen) -> None:
         if isinstance(name, Mapping):
             self.mixes.check(name)
-        elif name is not None:
+        elif isinstance(name, str):
             self.adapter_spec(name)
+        elif name is not None:
+            raise RequestError(
+                "must be a name, {name: weight} for a mix, or None for the base", field="adapter", value=name
+            )
 
     # Prefix cache -----------------------------------------------------------------------------------------------------
 
@@ -546,9 +550,17 @@ class LoadedModel(Asking):
             if name not in known:
                 raise RequestError("unknown option", field=name, allowed=near_names(name, known) or known)
         request = GenerateRequest(**options)
+        self.check_tokens(request)
         self._check_adapter(adapter)
         inputs = self.prepare(prompt, image=image, audio=audio, system=system, template_kwargs=template_kwargs)
         return inputs, request
+
+    def check_tokens(self, request: GenerateRequest) -> None:
+        """Raise RequestError for a stop token that the vocabulary does not have: it would end no answer."""
+        vocabulary = int(self.hf_model.config.get_text_config().vocab_size)
+        for token in request.stop_token_ids:
+            if token >= vocabulary:
+                raise RequestError(f"token ids are below {vocabulary}", field="stop_token_ids", value=token)
 
     @contextmanager
     def _answering(self, adapter: Chosen) -> Iterator[None]:

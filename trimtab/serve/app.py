@@ -116,7 +116,11 @@ def _as_asked(request: Request, status: int, body: Mapping[str, Any]) -> Respons
 
 async def _on_http_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
-    return http_error(exc.status_code, str(exc.detail), headers=exc.headers)
+    words = {
+        404: "There is no such route; GET /openapi.json lists the routes",
+        405: f"This route does not take {request.method}",
+    }
+    return http_error(exc.status_code, words.get(exc.status_code, str(exc.detail)), headers=exc.headers)
 
 
 async def _on_left(request: Request, exc: Exception) -> Response:

@@ -72,7 +72,7 @@ def apply_config(options: argparse.Namespace, parser: argparse.ArgumentParser) -
         action = actions.get(name)
         if action is None:
             near = near_names(name, [*actions, *TABLES])
-            problems.append(f"unknown key {name!r}" + (f" (near: {', '.join(near)})" if near else ""))
+            problems.append(f"unknown key {name!r}" + (f" (did you mean {' or '.join(near)}?)" if near else ""))
             continue
         if isinstance(wrong := _value(action, value, folder), _Wrong):
             problems.append(f"{name}: {wrong.why}")
@@ -139,7 +139,7 @@ def _limits(made: argparse.Namespace, options: argparse.Namespace, table: Any) -
     for name in table:
         if name not in known:
             near = near_names(name, known)
-            wrong.append(f"limits.{name}: unknown limit" + (f" (near: {', '.join(near)})" if near else ""))
+            wrong.append(f"limits.{name}: unknown limit" + (f" (did you mean {' or '.join(near)}?)" if near else ""))
     made.limit = _beside(table, options.limit)
     return wrong
 

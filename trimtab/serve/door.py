@@ -17,7 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from trimtab.serve.body import BodyLimits, Budget, Incoming
 from trimtab.serve.faults import http_error
 from trimtab.serve.live import Live
-from trimtab.serve.request_kinds import REQUESTS
+from trimtab.serve.messages_shape import as_anthropics
+from trimtab.serve.request_kinds import ANTHROPICS, REQUESTS
 from trimtab.serve.settings import ADMIN_PATHS, Settings, is_loopback
 
 OPEN_PATHS = ("/health", "/ready")
@@ -47,6 +48,8 @@ class Door:
         headers = dict(scope["headers"])
         refused = self._refusal(scope, headers)
         if refused is not None:
+            if scope["path"] in ANTHROPICS:
+                refused = as_anthropics(refused)
             await refused(scope, receive, send)
             return
         incoming = Incoming(receive, self._body_limits(scope["path"]), self._budget, headers)

@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.responses import JSONResponse, Response
+
 from trimtab.serve.job import Event
 from trimtab.serve.shapes import Shape
 
@@ -24,6 +26,15 @@ def error_object(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
     """Return an error of ours as Anthropic's clients read it; everything else in it stays."""
     kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {**body["error"], "type": kind}}
+
+
+def as_anthropics(response: Response) -> Response:
+    """Return a response with an error of ours as Anthropic's clients read it, its headers included."""
+    body = error_object(response.status_code, json.loads(bytes(response.body)))
+    headers = {
+        name: value for name, value in response.headers.items() if name not in ("content-length", "content-type")
+    }
+    return JSONResponse(body, response.status_code, headers=headers)
 
 
 class MessagesShape(Shape):

@@ -88,7 +88,9 @@ class Pool:
         self, models: Sequence[ServedModel], settings: Settings, *, together: int = 1, turn_s: float = 30.0,
         make: Callable[..., Supervisor] = Supervisor,
     ) -> None:  # fmt: skip
-        if together < 1 or (together > 1 and together > len(models)):
+        if together > 1 and len(models) == 1:
+            raise RequestError("has no effect with one model", field="together", value=together)
+        if not 1 <= together <= max(len(models), 1):
             raise RequestError(f"must be between 1 and {len(models)}", field="together", value=together)
         self.settings, self._together, self._turn_s = settings, together, turn_s
         # What no answer may name.

@@ -216,7 +216,7 @@ def _table_problems(table: Mapping[str, Any], folder: Path) -> list[str]:
         kinds = _KINDS.get(key)
         if kinds is None:
             near = near_names(key, [*_OWN, *_PLACEMENT])
-            problems.append(f"{key}: unknown key" + (f" (near: {', '.join(near)})" if near else ""))
+            problems.append(f"{key}: unknown key" + (f" (did you mean {' or '.join(near)}?)" if near else ""))
         elif not _is_of(value, kinds):
             problems.append(f"{key}: must be {' or '.join(_WORDS.get(kind, kind.__name__) for kind in kinds)}")
         elif key in ("keep", "keep_unquantized") and not all(isinstance(item, str) for item in value):

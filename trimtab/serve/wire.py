@@ -7,6 +7,7 @@ Defaults are OpenAI's, temperature 1 among them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -22,7 +23,7 @@ from pydantic import (
     ValidationInfo,
     model_validator,
 )
-from pydantic_core import from_json, to_json
+from pydantic_core import PydanticCustomError, from_json, to_json
 
 from trimtab.errors import RequestError
 from trimtab.request import MOST_BIAS, MOST_PENALTY, MOST_STOP_CHARACTERS, PENALTIES
@@ -242,8 +243,21 @@ class TemplateKwargs(Strict):
 # Messages -------------------------------------------------------------------------------------------------------------
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def _role(value: Any) -> Any:
+    if value not in ROLES:
+        raise PydanticCustomError("role", f"must be one of {', '.join(ROLES)}")  # type: ignore[arg-type]
+    return value
+
+
+# Of messages that are neither the assistant's nor a tool's.
+Role = Annotated[Literal["system", "developer", "user"], BeforeValidator(_role)]
+
+
 class SpokenMessage(Strict):
-    role: Literal["system", "developer", "user"]
+    role: Role
     content: Content
     # Where the checkpoint's chat template writes it.
     name: Name | None = None
@@ -473,6 +487,20 @@ def chat_of(fields: Mapping[str, Any], names: Names | None = None) -> ChatReques
         raise _first(_errors(exc), names or {}) from exc
 
 
+_WORDING = tuple(
+    (re.compile(pattern), words)
+    for pattern, words in (
+        (r"^(?:Input|Value|List|Dictionary|String|Data|Number) should (?=be |match )", "must "),
+        (
+            r"^(?:Value|List|Dictionary|String|Data) should have (.*?)(?: after validation)?, not (.*)$",
+            r"must have \1, has \2",
+        ),
+        (r"^(?:Value|List|Dictionary|String|Data) should have ", "must have "),
+        (r"^Field required$", "is required"),
+    )
+)
+
+
 def _errors(exc: ValidationError) -> Sequence[Mapping[str, Any]]:
     return exc.errors(include_url=False, include_context=False, include_input=False)
 
@@ -518,17 +546,27 @@ def _names_of(kind: type[BaseModel]) -> set[str]:
 
 def _words(error: Mapping[str, Any]) -> str:
     if error["type"] == "extra_forbidden":
-        return f"not supported: {error['loc'][-1]!s:.100}. This server has no such field and ignores none"
+        return f"not supported: {error['loc'][-1]!s:.100}. This server refuses unknown fields"
     if error["type"] == "none_required":
         return f"not supported: {error['loc'][-1]!s:.100}"
-    text = str(error["msg"])
-    text = text[:1].lower() + text[1:]
+    if error["type"] in ("part", "block", "item"):
+        return f"not supported: this type ({error['msg']})"
+    if error["type"] == "string_pattern_mismatch" and "logit_bias" in error["loc"]:
+        return "must be a token id"
+    text = _plain(str(error["msg"]))
     if error["type"] in ("too_long", "string_too_long") and " at most 0 " in text:
         text = "must be empty or left out"
     name = next((step for step in error["loc"] if step in _HARMLESS_ONLY), None)
     if name is None and error["type"] == "literal_error" and _path(error["loc"]).startswith("tools["):
         name = "this type of tool"
     return text if name is None else f"not supported: {name} ({text})"
+
+
+def _plain(text: str) -> str:
+    """Return a message of pydantic's in the words of the other errors."""
+    for pattern, words in _WORDING:
+        text = pattern.sub(words, text)
+    return text[:1].lower() + text[1:]
 
 
 def _path(loc: Sequence[int | str]) -> str:
