@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -185,6 +186,18 @@ def test_wrong_options_are_refused(options, field):
     with pytest.raises(RequestError) as caught:
         GenerateRequest(**options)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "words"),
+    [({"stop_token_ids": (10**6,)}, "stop_token_ids", "token ids are below"), ({"adapter": ["style"]}, "adapter", "must be a name"),
+     ({"audio": (16_000, np.zeros(160, "float32"))}, "audio", r"is not \(samples, rate\)")],
+)  # fmt: skip
+def test_what_this_model_cannot_follow_is_refused(model, options, field, words):
+    for ask in (model.answer, lambda prompt, **given: list(model.batch([{"prompt": prompt, **given}]))):
+        with pytest.raises(RequestError, match=words) as caught:
+            ask(QUESTION, **options)
+        assert caught.value.field.split(".")[-1] == field
 
 
 # Threads and event loops ----------------------------------------------------------------------------------------------
