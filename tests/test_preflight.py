@@ -19,6 +19,7 @@ from tests import pico
 from tests.adapters import pair
 from tests.adapters import write_adapter as write_by_hand
 from tests.test_environment import read_only_environment
+from trimtab import cli
 from trimtab.checkpoint.adapter_patch import short_pattern
 from trimtab.doctor import peft_dispatch, preflight_second
 from trimtab.doctor import preflight as module
@@ -540,6 +541,13 @@ def test_memory_asked_for_is_in_the_calls():
     assert "--adapter" in found.answer.command and "--use style" in found.answer.command
     assert "gpu_memory='8GiB'" in found.answer.python
     assert found.free[0] < 8 * 2**30 and found.free["cpu"] == 8 * 2**30
+
+
+def test_a_named_adapter_keeps_its_name_in_the_calls(capsys):
+    assert cli.main(["doctor", str(BASE), "--adapter", f"b={STYLE}", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)["preflight"]["answer"]
+    assert f"--adapter b={STYLE} --use b " in answer["command"]
+    assert f"'b': '{STYLE}'" in answer["python"] and "adapter='b'" in answer["python"]
 
 
 def test_the_command_is_one_that_the_command_line_takes():

@@ -95,8 +95,9 @@ def run_doctor(options: argparse.Namespace) -> int:
         return servers.run(options)
     if options.trace is not None:
         return run_trace(options)
+    options.adapter_name = None
     if options.adapter is not None:
-        options.adapter = _only_adapter(options.adapter)
+        options.adapter_name, options.adapter = _only_adapter(options.adapter)
     _check(options)
     if options.report:
         return run_report(options)
@@ -112,14 +113,14 @@ def run_doctor(options: argparse.Namespace) -> int:
     return STOPPED if stopped else 0
 
 
-def _only_adapter(given: list[str]) -> str:
-    """Return the folder of the one adapter that is examined. Errors: RequestError for several."""
+def _only_adapter(given: list[str]) -> tuple[str, str]:
+    """Return the name and the folder of the one adapter that is examined. Errors: RequestError for several."""
     paths = parse_unweighted(given, field="--adapter")
     if len(paths) > 1:
         raise RequestError(
             "doctor examines one adapter", field="--adapter", value=given[1], hint="Run it once for each"
         )
-    return next(iter(paths.values()))
+    return next(iter(paths.items()))
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -240,6 +241,7 @@ def _preflight(options: argparse.Namespace, environment: Any) -> Any:
         options.model, adapter=options.adapter, device_map=device_map, quant=options.quant or "auto", max_memory=max_memory,
         dtype=full_dtype(options.dtype) or "bfloat16",
         gpu_memory=options.gpu_memory, host_memory=options.host_memory, python=options.python, environment=environment,
+        called=options.adapter_name,
     )  # fmt: skip
 
 

@@ -73,14 +73,15 @@ def preflight(
     device_map: Mapping[str, Any] | None = None, quant: str = "auto", dtype: str = "bfloat16",
     gpu_memory: int | str | None = None, host_memory: int | str | None = None,
     max_memory: Mapping[Any, Any] | None = None, python: str | os.PathLike[str] | None = None,
-    machine: Machine | None = None, environment: Environment | None = None,
+    machine: Machine | None = None, environment: Environment | None = None, called: str | None = None,
 ) -> Preflight:  # fmt: skip
     """Return what lies ahead of the stock stack with these arguments, and what works instead.
 
     device_map: as transformers takes it, None is everything on GPU 0. quant: "auto" is the checkpoint's own format, else
     nf4-dq. gpu_memory, host_memory: to be judged as if so much were free; max_memory: both in
     transformers' form. python: the interpreter whose packages are
-    asked (None: this one). machine, environment: given where they are known already.
+    asked (None: this one). machine, environment: given where they are known already. called: the adapter's name in the suggested
+    calls (None: its folder's).
     Errors: CheckpointError, AdapterError for folders that are not a model or an adapter; RequestError.
     """
     gpu_bytes = parse_bytes(gpu_memory, field_name="gpu_memory")
@@ -109,7 +110,7 @@ def preflight(
     )
     fits = adapter is not None and adapter_reading is not None and adapter_reading.spec is not None
     request = LoadRequest(
-        model=os.fspath(model), adapters={adapter_name(adapter): os.fspath(adapter)} if fits and adapter else {},
+        model=os.fspath(model), adapters={called or adapter_name(adapter): os.fspath(adapter)} if fits and adapter else {},
         quant=shape.quant, dtype=dtype, gpu_memory_bytes=gpu_bytes, host_memory_bytes=host_bytes,
         disk_memory_bytes=disk_bytes,
     )  # fmt: skip

@@ -89,7 +89,7 @@ class Grammar:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(max_items_in_row=MOST_ROW_ITEMS, max_grammar_size=MOST_GRAMMAR_SYMBOLS)
-        matcher = Matcher(LLMatcher(self._tokenizer, grammar, limits=limits), field)
+        matcher = Matcher(LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits), field)
         matcher.look()  # a grammar that no text satisfies is known only once a first token is looked for
         return matcher
 
