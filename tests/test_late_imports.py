@@ -1,4 +1,4 @@
-"""A start imports neither torch's compiler nor distributed tensors nor accelerate; what asks for the compiler later gets it whole."""
+"""A start imports no compiler, no distributed tensors and no accelerate; what asks for the compiler later gets it whole."""
 
 import json
 import subprocess

@@ -1,7 +1,7 @@
 """Imports of torch and transformers that a start never uses: made at their first use, in processes that trimtab itself starts.
 
-transformers' model classes import torch's compiler, distributed tensors, FSDP and accelerate: 450 modules, a third of the CPU time of
-a start, for code that answers never run. `torch._dynamo` becomes a module that loads itself at its first use. transformers is told,
+transformers' model classes import torch's compiler, distributed tensors, FSDP and accelerate: 450 modules, a third of a start's CPU
+time, for code that answers never run. `torch._dynamo` becomes a module that loads itself at its first use. transformers is told,
 once, that this process has neither `torch.distributed` nor accelerate. It supports both installations: some builds of torch have no
 `torch.distributed`, and accelerate is optional. Source: transformers 5.6.2 to 5.23.0, utils/import_utils.py; torch 2.13,
 _dynamo/decorators.py.
