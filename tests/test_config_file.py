@@ -214,13 +214,14 @@ def test_a_log_of_json_has_no_other_lines_and_the_threads_of_the_file_are_used(t
 
     seen = {}
 
-    def serve(models, settings, *, together, say, reread):
+    def serve(models, settings, *, together, say, reread, pool):
         seen.update(together=together, threads=os.environ["OMP_NUM_THREADS"])
         say("demo: 0 adapters, 4 rows")
         file.write_text(text.replace("threads = 3", "threads = 2"))
         seen["waiting"] = list(reread()[2])
 
     monkeypatch.setattr(run, "serve", serve)
+    monkeypatch.setattr("trimtab.serve.pool.Pool.begin", lambda pool: None)
     for name in ("OMP_NUM_THREADS", "TRIMTAB_LOG_FORMAT", "TRIMTAB_LOG_LEVEL"):
         monkeypatch.setenv(name, os.environ.get(name, "1"))
     loggers = [logging.getLogger(name) for name in ("trimtab", "uvicorn")]

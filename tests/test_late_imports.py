@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -86,6 +87,23 @@ assert transformers.utils.is_accelerate_available() and transformers.utils.is_to
 assert not any("late_imports" in type(finder).__module__ for finder in sys.meta_path)
 """
 
+# What the command has imported when its first worker starts.
+COMMAND = """
+import sys
+from trimtab.serve import pool
+
+def begin(self):
+    print([name for name in ("uvicorn", "starlette.applications", "sse_starlette", "trimtab.serve.app") if name in sys.modules])
+    raise SystemExit(0)
+
+pool.Pool.begin = begin
+sys.argv = ["trimtab", "serve", *sys.argv[1:]]
+from trimtab.__main__ import main
+main()
+"""
+# What a worker's interpreter imports of the script that started the command.
+SCRIPT = "import sys; from trimtab.__main__ import main; print([name for name in sys.modules if name.startswith('trimtab.c')])"
+
 
 def run(*arguments):
     made = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300)
@@ -113,3 +131,14 @@ def test_a_file_of_the_compiler_is_imported_after_its_package():
 def test_a_program_that_imports_trimtab_keeps_its_own_imports():
     pytest.importorskip("accelerate")
     run("-c", PROGRAM)
+
+
+def test_workers_start_before_what_answers_over_http_is_imported():
+    assert run("-c", COMMAND, str(FOLDER / "base")).strip() == "[]"
+
+
+def test_a_worker_imports_no_command():
+    found = run("-c", SCRIPT)
+    assert "trimtab.cli" not in found and "trimtab.commands" not in found
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'trimtab = "trimtab.__main__:main"' in project

@@ -498,3 +498,25 @@ def test_the_list_of_models_says_in_what_form_keys_and_values_are():
 
     forms = run(model("a"), model("b"), work=work)
     assert forms["a"] == "int8" and forms["b"] is None
+
+
+def test_workers_that_began_before_the_loop_are_not_started_again():
+    started = []
+
+    class Broken(Supervisor):
+        """A worker that has failed before the loop runs."""
+
+        def start(self):
+            started.append(self.settings["request"]["model"])
+            self.state = "failed"
+
+    pool = Pool((model("a"), model("b")), Settings(), make=Broken)
+    pool.begin()
+    assert len(started) == 1
+
+    async def loop_runs():
+        await pool.start()
+        await pool.drain(0.0)
+
+    asyncio.run(loop_runs())
+    assert len(started) == 1

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trimtab import threads
 from trimtab.adapter_names import parse_adapters
@@ -30,6 +30,11 @@ from trimtab.commands.saying import Command, use_color
 from trimtab.errors import RequestError
 from trimtab.plan.plan import write_whole
 from trimtab.serve.scale import ADMIN_KEY_VARIABLE, KEY_VARIABLE
+
+if TYPE_CHECKING:
+    from trimtab.serve.live import Reread
+    from trimtab.serve.registry import ServedModel
+    from trimtab.serve.settings import Settings
 
 # What says something about copies; none of it has an effect on one server.
 RAY_FLAGS = {
@@ -159,7 +164,6 @@ def add(command: Command) -> None:
 
 def run_serve(options: argparse.Namespace) -> int:
     from trimtab.serve import journal
-    from trimtab.serve.run import serve
 
     def say(text: str) -> None:
         if options.log_format == "json" and not options.json:  # every line of such a log is an object
@@ -191,15 +195,25 @@ def run_serve(options: argparse.Namespace) -> int:
         return served_models(now), settings_of(now), waiting
 
     settings = settings_of(options)  # keys and limits are read before the models' files
-    if serve(
-        served_models(options),
-        settings,
-        together=1 if options.together is None else options.together,
-        say=say,
-        reread=reread,
-    ):
+    if _serve(served_models(options), settings, 1 if options.together is None else options.together, say, reread):
         raise KeyboardInterrupt  # answers had their time; the exit code says what ended the command
     return 0
+
+
+def _serve(
+    models: Sequence[ServedModel], settings: Settings, together: int, say: Callable[[str], None], reread: Reread
+) -> bool:
+    """Start the workers, then import what answers over HTTP: both take processor time, in two processes. As `serve`."""
+    from trimtab.serve.pool import Pool
+
+    pool = Pool(models, settings, together=together)
+    try:
+        pool.begin()
+        from trimtab.serve.run import serve
+
+        return serve(models, settings, together=together, say=say, reread=reread, pool=pool)
+    finally:
+        pool.stop()  # nothing waits at exit for a worker that still loads
 
 
 def _name_as_asked(options: argparse.Namespace, asked_model: str) -> None:

@@ -102,7 +102,7 @@ class Pool:
             supervisor = make(worker_settings, retry=settings.retry, on_change=self._on_change)
             self._members[served.name] = _Member(served, supervisor, dict(served.adapters))
         self._created = int(time.time())
-        self._is_stopping = False
+        self._is_stopping = self._has_begun = False
         self._keeper: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
@@ -176,11 +176,18 @@ class Pool:
 
     # Life -------------------------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Start the first models, as many as may live together, without waiting for them."""
-        self._loop = asyncio.get_running_loop()
+    def begin(self) -> None:
+        """Start the workers of the first models, as many as may live together. It needs no loop; a second call does nothing."""
+        if self._has_begun:
+            return
+        self._has_begun = True
         for member in list(self._members.values())[: self._together]:
             self._start(member)
+
+    async def start(self) -> None:
+        """Start the first models if they have not begun, without waiting for them, and give places to those that wait."""
+        self._loop = asyncio.get_running_loop()
+        self.begin()
         self._keeper = asyncio.create_task(self._keep())
 
     def _start(self, member: _Member) -> None:

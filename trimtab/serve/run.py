@@ -49,19 +49,20 @@ log = logging.getLogger("trimtab.serve")
 
 def serve(
     models: Sequence[ServedModel], settings: Settings, *, together: int = 1, say: Callable[[str], None],
-    reread: Reread | None = None,
+    reread: Reread | None = None, pool: Pool | None = None,
 ) -> bool:  # fmt: skip
     """Answer until SIGTERM or Ctrl-C. Then refuse new requests and let running ones end within `settings.grace_s`.
 
     Returns whether Ctrl-C ended the server. reread: returns the new models and settings when SIGHUP or an administrator
-    requests a reload. A second Ctrl-C ends at once. Errors: RequestError if the address is in use or not an address of this
+    requests a reload. pool: of these models, where their workers load already; whoever made it stops it if this raises. A
+    second Ctrl-C ends at once. Errors: RequestError if the address is in use or not an address of this
     machine; that of the only model if it cannot be loaded.
     """
     sys.setswitchinterval(SWITCH_S)
     # Streams would be cut by sse-starlette as soon as a signal comes; here they have their grace time.
     AppStatus.disable_automatic_graceful_drain()
     spans = tracing.from_environment() if settings.otel else None
-    pool = Pool(models, settings, together=together)
+    pool = pool or Pool(models, settings, together=together)
     listener = listen(settings.host, settings.port)
     for model in models:
         count = len(model.adapters)
