@@ -655,7 +655,8 @@ def test_other_sites_may_call_only_if_they_are_named():
 
 def test_unknown_ways_and_methods_are_errors_in_the_same_shape():
     found = client()
-    assert error_of(found.get("/v1/nothing"), 404)["code"] == "not_found"
+    nothing = error_of(found.get("/v1/nothing"), 404)
+    assert nothing["code"] == "not_found" and "GET /openapi.json" in nothing["message"]
     response = found.get("/v1/chat/completions")
     assert error_of(response, 405)["code"] == "method_not_allowed" and "POST" in response.headers["allow"]
     for method in ("PUT", "DELETE", "PATCH", "TRACE", "OPTIONS"):

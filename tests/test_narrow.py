@@ -38,9 +38,12 @@ def test_layers_that_leave_are_all_named():
 def test_the_command_prints_the_narrow_form_and_the_wide_one_by_flag(capsys):
     asked = ["plan", str(BASE), "--device", "cpu", "--context", "256"]
     assert cli.main(asked) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= WIDTH
+    narrow = capsys.readouterr().out
+    assert max(map(len, narrow.splitlines())) <= WIDTH
     assert cli.main([*asked, "--wide"]) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) > WIDTH
+    wide = capsys.readouterr().out
+    assert max(map(len, wide.splitlines())) > WIDTH
+    assert "on top" not in narrow + wide  # a CPU has no context, kernels or graphs
 
 
 @pytest.mark.parametrize("family", pico.FAMILIES)

@@ -16,6 +16,7 @@ from trimtab.commands.chat_input import Reader
 from trimtab.commands.opening import ended_at_once
 from trimtab.commands.saying import has_color
 from trimtab.commands.weights import BASE, mix_text
+from trimtab.commands.wording import as_typed
 from trimtab.commands.words_apart import Style, marked
 from trimtab.errors import RequestError, TrimtabError, gib
 
@@ -121,7 +122,7 @@ class Session:
     def _refuse(self, exc: TrimtabError) -> None:
         if not self.is_terminal:
             raise exc
-        print(f"trimtab: {exc}", file=sys.stderr, flush=True)
+        print(f"trimtab: {as_typed(str(exc))}", file=sys.stderr, flush=True)
 
     def _say(self, text: str, **fields: Any) -> None:
         """Print a message that is not an answer: on stderr, so that stdout has answers only, or as one JSON line."""

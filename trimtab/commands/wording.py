@@ -29,6 +29,11 @@ def flags_of(command: argparse.ArgumentParser) -> dict[str, str]:
     return named | words | ({"registry": "MODEL"} if "model" in positional else {})
 
 
+def as_typed(text: str) -> str:
+    """Return an error's text with the flag, or the command of a chat, that begins it as users type it: `/save x.txt`."""
+    return re.sub(r"\A((?:--|/)[a-z][a-z-]*)=(?:'([^'\n]+)'|\"([^\"\n]+)\")(?=:)", r"\1 \2\3", text)
+
+
 def in_flags(text: str, field: object, flags: Mapping[str, str]) -> str:
     """Return an error's text with its arguments as flags: `quant='nf5'` becomes `--quant nf5`, `gpu_memory` `--gpu-memory`.
 
@@ -52,8 +57,7 @@ def in_flags(text: str, field: object, flags: Mapping[str, str]) -> str:
         is_other_value = match[0].endswith("=") and after.strip(".,;) ") != ""  # a tuple, for example
         return f"{flag}=" if is_other_value else flag
 
-    # What the command line itself refuses has its flag already.
-    text = re.sub(r"\A(--[a-z][a-z-]*)=(?:'([^'\n]+)'|\"([^\"\n]+)\")(?=:)", r"\1 \2\3", text)
+    text = as_typed(text)
     edge = r"(?<![\w./\\'\"=-])"
     text = re.sub(
         rf"{edge}({names})=(?:'([^'\n]*)'|\"([^\"\n]*)\"|(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?\b|-?inf\b|nan\b)|True\b|)",
