@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -10,7 +12,9 @@ import soundfile
 from PIL import Image
 
 from tests import talking
+from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import RequestError
+from trimtab.runtime import media
 from trimtab.runtime.media import SAMPLE_RATE, LowDetail, read_audio, read_image
 
 
@@ -147,3 +151,115 @@ def test_low_detail_makes_a_large_picture_smaller_and_leaves_others():
     large, small = Image.new("RGB", (1200, 300), "red"), Image.new("RGB", (300, 200), "red")
     assert read_image(LowDetail(large)).size == (512, 128) and large.size == (1200, 300)
     assert read_image(LowDetail(small)) is small
+
+
+def encoded(picture, kind, **options):
+    stream = io.BytesIO()
+    picture.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def transparent_files():
+    values = np.random.default_rng(0).integers(0, 256, (77, 53, 4), dtype=np.uint8)
+    rgba = Image.fromarray(values)
+    rgb = rgba.convert("RGB")
+    return {
+        "RGBA": encoded(rgba, "PNG"), "LA": encoded(rgba.convert("LA"), "PNG"),
+        "one color of a palette": encoded(rgb.convert("P"), "PNG", transparency=3),
+        "a palette with alpha": encoded(rgb.convert("P"), "PNG", transparency=bytes(range(256))),
+        "one color": encoded(rgb, "PNG", transparency=rgb.getpixel((0, 0))),
+        "one gray": encoded(rgb.convert("L"), "PNG", transparency=7), "WebP": encoded(rgba, "WEBP", lossless=True),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", transparent_files())
+def test_strips_of_a_transparent_image_are_those_of_the_whole(kind, monkeypatch):
+    data = transparent_files()[kind]
+    whole = Image.open(io.BytesIO(data)).convert("RGBA")
+    expected = Image.alpha_composite(Image.new("RGBA", whole.size, "white"), whole).convert("RGB")
+    monkeypatch.setattr(media, "STRIP_PIXELS", 1000)  # 18 rows
+    found = media.read_image(data)
+    assert found.mode == "RGB" and found.tobytes() == expected.tobytes()
+
+
+MEASURED = """
+import sys
+from pathlib import Path
+from PIL import Image
+from trimtab.runtime import media
+from trimtab.serve.media_pool import return_freed_pages
+
+def kib(name):
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+
+media.read_image(Image.new("RGB", (8, 8)))
+prepare = lambda picture: None
+if len(sys.argv) > 2:
+    from trimtab.runtime.hf_processor import load_processor
+    prepare = load_processor(Path(sys.argv[2])).image_processor
+    prepare(Image.new("RGB", (64, 64)))
+data = Path(sys.argv[1]).read_bytes()
+said = media.picture_bytes(data)
+Path("/proc/self/clear_refs").write_text("5")
+before = kib("VmRSS")
+picture = media.read_image(data)
+return_freed_pages()  # as a server does once the image is used
+held = kib("VmRSS") - before
+prepare(picture)
+print(said, 1024 * (kib("VmHWM") - before), 1024 * held)
+"""
+
+
+def measured(file, *more):
+    """Return the bytes that are counted for an image file, those it takes at its peak, and those of the picture."""
+    command = [sys.executable, "-c", MEASURED, str(file), *map(str, more)]
+    line = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    return map(int, line.splitlines()[-1].split())
+
+
+def large_file(name, side):
+    """Return an image of one color as a file of this kind."""
+    rgb, exif = Image.new("RGB", (side, side), (10, 200, 30)), Image.Exif()
+    exif[media.ORIENTATION] = 6
+    lossless = {"lossless": True, "method": 0, "quality": 0}
+    match name:
+        case "palette.png":
+            return encoded(rgb.convert("P"), "PNG", transparency=0)
+        case "rgba.png":
+            return encoded(rgb.convert("RGBA"), "PNG")
+        case "turned.jpeg":
+            return encoded(rgb, "JPEG", exif=exif)
+        case "cmyk.jpeg":
+            return encoded(rgb.convert("CMYK"), "JPEG", progressive=True, subsampling=0)
+        case "rgba.webp":
+            return encoded(rgb.convert("RGBA"), "WEBP", **lossless)
+        case "webp":
+            return encoded(rgb, "WEBP", **lossless)
+    return encoded(rgb, "PNG")
+
+
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("png", "palette.png", "turned.jpeg", "cmyk.jpeg", "rgba.webp")
+]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc has the peak memory")
+@pytest.mark.parametrize("name", ["rgba.png", "webp", *SLOW])
+def test_decoding_takes_no_more_memory_than_is_counted_and_leaves_the_picture_alone(name, tmp_path):
+    """6 MiB are for what the decoders and Python take besides pixels."""
+    side, mib = 2000, 2**20
+    (tmp_path / name).write_bytes(large_file(name, side))
+    said, peak, held = measured(tmp_path / name)
+    assert 4 * side * side <= peak <= said + 6 * mib
+    assert held <= 4 * side * side + 6 * mib
+    if name == "rgba.png":
+        assert peak <= 8 * side * side + 10 * mib  # no whole copies
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc has the peak memory")
+def test_the_largest_image_takes_no_more_memory_than_is_counted_until_it_is_patches(tmp_path):
+    (tmp_path / "a.png").write_bytes(encoded(Image.new("RGB", (7000, 4500), (10, 200, 30)), "PNG"))
+    said, peak, _ = measured(tmp_path / "a.png", DEMO / "base")
+    assert said * 3 // 4 < peak <= said
