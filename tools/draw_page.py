@@ -64,7 +64,7 @@ def warm_up(page: Any) -> None:
     page.click("#send")
     page.locator(".answer[aria-busy=false]").wait_for(timeout=60_000)
     page.get_by_role("button", name="Delete What is the weather like?").click()
-    page.click("#sure-yes")
+    page.click("#undo-close")
     page.locator("#welcome").wait_for()
 
 

@@ -74,6 +74,30 @@ def editing(page):
     expect(page.locator(".edited")).to_be_visible()
 
 
+def editing_an_answer(page):
+    stand_in(page, TEXT)
+    ask(page, "A message")
+    answers(page)
+    page.get_by_role("button", name="Edit this answer").click()
+    expect(page.locator(".edited")).to_be_visible()
+
+
+def undoing(page):
+    stand_in(page, TEXT)
+    ask(page, "A message")
+    answers(page)
+    page.get_by_role("button", name="Delete A message").click()
+    expect(page.locator("#undo")).to_be_visible()
+
+
+def enlarged(page):
+    stand_in(page, TEXT)
+    ask(page, "A message", media=question("image")["image"])
+    answers(page)
+    page.locator(".asked .image").click()
+    expect(page.locator("#image-large")).to_be_visible()
+
+
 def memory(page):
     page.click("#memory")
     expect(page.locator("#bars svg").first).to_be_visible()
@@ -109,7 +133,20 @@ def renaming(page):
     expect(page.locator(".title-box")).to_be_focused()
 
 
-STATES = (empty, renaming, conversation, chances, editing, memory, options, unloading, refused)
+STATES = (
+    empty,
+    renaming,
+    conversation,
+    chances,
+    editing,
+    editing_an_answer,
+    undoing,
+    enlarged,
+    memory,
+    options,
+    unloading,
+    refused,
+)
 
 
 def findings(page):

@@ -413,7 +413,7 @@ def test_an_answer_that_grows_keeps_what_it_already_shows(opened):
 # Chats that are kept --------------------------------------------------------------------------------------------------
 
 
-def test_a_chat_stays_in_the_browser_and_is_deleted_after_a_question(opened):
+def test_a_chat_stays_in_the_browser_until_it_is_deleted(opened):
     page, asked = opened(), question("image")
     stand_in(page, "One.", "Two.")
     ask(page, "about an image", media=asked["image"])
@@ -431,11 +431,6 @@ def test_a_chat_stays_in_the_browser_and_is_deleted_after_a_question(opened):
     expect(page.locator(".text")).to_have_text("One.")
     assert page.locator(".asked img").evaluate("one => one.decode().then(() => one.naturalWidth)") > 10
     page.get_by_role("button", name="Delete about an image").click()
-    expect(page.locator("#sure-text")).to_contain_text("about an image")
-    page.click("#sure-no")
-    expect(page.locator(".chat-list .open")).to_have_count(2)
-    page.get_by_role("button", name="Delete about an image").click()
-    page.click("#sure-yes")
     expect(page.locator(".chat-list .open")).to_have_text(["another chat"])
     expect(page.locator("#welcome")).to_be_visible()
     page.click("#delete-all")
@@ -453,6 +448,179 @@ def test_a_chat_stays_in_the_browser_and_is_deleted_after_a_question(opened):
         })"""
     )
     assert left == 0
+
+
+def test_a_deleted_chat_comes_back_with_its_image_on_undo(opened):
+    page, asked = opened(), question("image")
+    stand_in(page, "One.", "Two.")
+    ask(page, "about an image", media=asked["image"])
+    answers(page)
+    page.get_by_role("button", name="Delete about an image").click()
+    expect(page.locator("#welcome")).to_be_visible()
+    expect(page.locator("#undo-text")).to_have_text("“about an image” deleted")
+    expect(page.locator("#undo-yes")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator(".text")).to_have_text("One.")
+    expect(page.locator("#undo")).to_be_hidden()
+    page.reload()
+    expect(page.locator(".chat-list .open")).to_have_text(["about an image"])
+    assert page.locator(".asked img").evaluate("one => one.decode().then(() => one.naturalWidth)") > 10
+    # The offer ends with the next message: what was deleted stays deleted.
+    page.get_by_role("button", name="Delete about an image").click()
+    ask(page, "another chat")
+    answers(page)
+    expect(page.locator("#undo")).to_be_hidden()
+    page.reload()
+    expect(page.locator(".chat-list .open")).to_have_text(["another chat"])
+
+
+def test_an_offer_to_undo_ends_by_itself_but_not_under_the_pointer(opened):
+    page = opened(before=lambda page: page.clock.install())
+    stand_in(page, "One.")
+    ask(page, "a chat")
+    page.clock.run_for(2000)
+    answers(page)
+    page.get_by_role("button", name="Delete a chat").click()
+    expect(page.locator("#undo")).to_be_visible()
+    page.click("#question")
+    page.locator("#undo").hover()
+    page.clock.run_for(40_000)
+    expect(page.locator("#undo")).to_be_visible()
+    page.locator("#question").hover()
+    page.clock.run_for(14_000)
+    expect(page.locator("#undo")).to_be_visible()
+    page.clock.run_for(2000)
+    expect(page.locator("#undo")).to_be_hidden()
+
+
+def test_messages_that_an_edited_one_removed_come_back_on_undo(opened):
+    page = opened()
+    sent = stand_in(page, "One.", "Two.", "Three.", "Four.")
+    ask(page, "first")
+    answers(page)
+    ask(page, "second")
+    answers(page, 2)
+    page.get_by_role("button", name="Edit this message").first.click()
+    page.fill(".edited", "changed")
+    page.keyboard.press("Enter")
+    assert answers(page) == ["Three."]
+    expect(page.locator("#undo-text")).to_have_text("1 later message removed")
+    expect(page.locator(".chat-list .open")).to_have_text(["changed"])
+    page.click("#undo-yes")
+    expect(page.locator(".chat-list .open")).to_have_text(["first"])
+    assert answers(page, 2) == ["One.", "Two."]
+    ask(page, "third")
+    answers(page, 3)
+    assert [one["content"] for one in sent[-1]["messages"]] == ["first", "One.", "second", "Two.", "third"]
+    page.reload()
+    expect(page.locator(".bubble")).to_have_text(["first", "second", "third"])
+
+
+def test_a_message_and_its_answer_are_deleted_and_come_back_on_undo(opened):
+    page = opened()
+    sent = stand_in(page, "One.", "Two.", "Three.")
+    for number, text in enumerate(("first", "second"), 1):
+        ask(page, text)
+        answers(page, number)
+    delete = page.get_by_role("button", name="Delete this message and its answer")
+    delete.first.click()
+    assert answers(page) == ["Two."]
+    ask(page, "third")
+    answers(page, 2)
+    assert [one["content"] for one in sent[-1]["messages"]] == ["second", "Two.", "third"]
+    delete.first.click()
+    delete.click()
+    # A chat without messages is none, and is one again on undo.
+    expect(page.locator("#welcome")).to_be_visible()
+    expect(page.locator(".chat-list .open")).to_have_count(0)
+    page.click("#undo-yes")
+    expect(page.locator(".bubble")).to_have_text("third")
+    page.reload()
+    expect(page.locator(".bubble")).to_have_text("third")
+    expect(page.locator(".chat-list .open")).to_have_count(1)
+
+
+def test_undo_while_the_edited_message_is_answered_stops_that_answer(opened):
+    page = opened()
+    stand_in(page, "One.")
+    ask(page, "first")
+    answers(page)
+    page.unroute(CHAT)
+    page.route(CHAT, lambda route: None)  # an answer that never comes
+    page.get_by_role("button", name="Edit this message").click()
+    page.fill(".edited", "changed")
+    page.keyboard.press("Enter")
+    expect(page.locator(".answer[aria-busy=true]")).to_be_visible()
+    page.click("#undo-yes")
+    expect(page.locator("#send")).to_be_visible()
+    assert answers(page) == ["One."]
+    page.reload()
+    expect(page.locator(".bubble")).to_have_text("first")
+    expect(page.locator(".text")).to_have_text("One.")
+
+
+def test_an_answer_is_edited_as_one_more_version_and_continued(opened):
+    page = opened()
+    sent = stand_in(page, "The sky is green.", " and clear.", "Fine.", chances=[0.9, 0.8, 0.7, 0.6])
+    set_options(page, chances=True)
+    ask(page, "What color?")
+    answers(page)
+    edit = page.get_by_role("button", name="Edit this answer")
+    edit.click()
+    expect(page.get_by_label("Edited answer")).to_have_value("The sky is green.")
+    page.keyboard.press("Escape")
+    expect(page.locator(".text")).to_have_text("The sky is green.")
+    expect(edit).to_be_focused()
+    edit.click()
+    page.get_by_label("Edited answer").fill("The sky is **blue**")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator(".text strong")).to_have_text("blue")
+    expect(page.locator(".facts")).to_have_text("edited")
+    # The probabilities were those of another text.
+    expect(page.get_by_role("button", name="Token probabilities")).to_have_count(0)
+    page.get_by_role("button", name="Earlier version").click()
+    expect(page.locator(".text")).to_have_text("The sky is green.")
+    page.get_by_role("button", name="Later version").click()
+    page.get_by_role("button", name="Continue the answer").click()
+    expect(page.locator(".text")).to_have_text("The sky is blue and clear.")
+    assert sent[-1]["messages"][-1] == {"role": "assistant", "content": "The sky is **blue**"}
+    ask(page, "Is it?")
+    answers(page, 2)
+    assert sent[-1]["messages"][1] == {"role": "assistant", "content": "The sky is **blue** and clear."}
+    page.reload()
+    expect(page.locator(".text").first).to_have_text("The sky is blue and clear.")
+
+
+def test_what_is_offered_on_a_phone_is_one_line_and_nothing_is_left_to_scroll_to(opened):
+    page = opened(viewport={"width": 390, "height": 844})
+    stand_in(page, "word " * 2000, "Short.")
+    ask(page, "first")
+    answers(page)
+    page.locator("#scroller").evaluate("one => { one.scrollTop = 0; }")
+    expect(page.locator("#to-end")).to_be_visible()
+    page.get_by_role("button", name="Edit this message").click()
+    page.fill(".edited", "changed")
+    page.keyboard.press("Enter")
+    assert answers(page) == ["Short."]
+    expect(page.locator("#to-end")).to_be_hidden()
+    box = page.locator("#undo").bounding_box()
+    assert box["height"] < 60 and box["x"] >= 0 and box["x"] + box["width"] <= 390
+
+
+def test_an_image_is_enlarged_and_closed_again(opened):
+    page, asked = opened(), question("image")
+    stand_in(page, "One.")
+    ask(page, "about an image", media=asked["image"])
+    answers(page)
+    small = page.locator(".asked .image")
+    small.click()
+    large = page.locator("#image-large")
+    expect(large).to_be_visible()
+    assert large.evaluate("one => one.decode().then(() => one.naturalWidth)") > 10
+    expect(page.locator("#image-name")).to_have_text("image_1.png")
+    page.keyboard.press("Escape")
+    expect(large).to_be_hidden()
+    expect(small).to_be_focused()
 
 
 def test_a_chat_that_was_cut_off_by_a_reload_says_so(opened):

@@ -35,7 +35,7 @@ ASSETS = {
     **dict.fromkeys(
         ("api.js", "backup.js", "chances.js", "chat.js", "chats.js", "code.js", "differ.js", "dom.js", "markdown.js", "media.js",
          "mixes.js", "options.js", "page.js", "panel.js", "picture.js", "recorder.js", "store.js", "sure.js", "theme.js",
-         "turns.js", VENDORED, *MODES),
+         "turns.js", "undo.js", VENDORED, *MODES),
         "text/javascript; charset=utf-8",
     ),
     "markdown-it.LICENSE.txt": "text/plain; charset=utf-8", "modes/LICENSE.txt": "text/plain; charset=utf-8",

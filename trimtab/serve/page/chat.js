@@ -8,6 +8,7 @@ import { Attachments, Recorder, filesAsText, partOf } from "./media.js";
 import * as options from "./options.js";
 import * as store from "./store.js";
 import { TurnView, nameOf, textOf, versionOf } from "./turns.js";
+import { endUndo, offerUndo } from "./undo.js";
 
 const DRAFT = "trimtab-draft", CURRENT = "trimtab-chat";
 const SPOKEN_EVERY_MS = 1500, KEPT_EVERY_MS = 2000, NEAR_END_PX = 80;
@@ -37,6 +38,18 @@ export function startChat(model, onKept) {
       turn.slots.push({ at: 0, versions: [versionFor(voice)] });
       return answer(turn, [turn.slots.at(-1)]);
     },
+    change: (slot, text) => {
+      slot.versions.push({ ...versionOf(slot), text, tokens: [], facts: "edited", how: "edited", error: null });
+      slot.at = slot.versions.length - 1;
+      return keep();
+    },
+    remove: async (turn) => {
+      const left = chat.turns.filter((other) => other !== turn);
+      setTurns(left, "Message and answer deleted", { isFocused: true });
+      if (left.length) return keep();
+      await store.forget(chat.id);
+      onKept(chat);
+    },
     pick: () => keep(),
     voices: () => [...byId("voice-a").options].map(({ value }) => value),
   };
@@ -65,10 +78,7 @@ export function startChat(model, onKept) {
   byId("stop").addEventListener("click", () => running?.abort());
   byId("beside").addEventListener("click", () => setBeside(byId("beside").getAttribute("aria-pressed") !== "true"));
   takeFiles(form, attachments);
-  scroller.addEventListener("scroll", () => {
-    isAtEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR_END_PX;
-    byId("to-end").hidden = isAtEnd;
-  });
+  scroller.addEventListener("scroll", noteEnd);
   byId("to-end").addEventListener("click", () => {
     toEnd(true);
     question.focus({ preventScroll: true });
@@ -97,6 +107,7 @@ export function startChat(model, onKept) {
       question.focus();
       return;
     }
+    endUndo();
     const media = attachments.take();
     question.value = "";
     question.dispatchEvent(new Event("input"));
@@ -106,9 +117,23 @@ export function startChat(model, onKept) {
   /** Send a message again, changed; what came after it goes. */
   async function resend(turn, text) {
     if (running) return;
-    chat.turns.length = chat.turns.indexOf(turn);
-    show();
+    const at = chat.turns.indexOf(turn), later = chat.turns.length - at - 1;
+    setTurns(chat.turns.slice(0, at), later ? `${counted(later, "later message")} removed` : "The earlier message was replaced");
     await begin(text, turn.media);
+  }
+
+  /** Take turns out of the conversation, and offer to undo that. */
+  function setTurns(turns, words, more = {}) {
+    const mine = chat, { title, turns: before } = chat;
+    chat.turns = turns;
+    show();
+    offerUndo(words, () => {
+      if (mine !== chat) return;
+      running?.abort();
+      Object.assign(chat, { turns: before, title });
+      show();
+      return keep();
+    }, more);
   }
 
   async function begin(text, media) {
@@ -195,12 +220,21 @@ export function startChat(model, onKept) {
   }
 
   function toEnd(isForced = false) {
-    if (isAtEnd || isForced) scroller.scrollTop = scroller.scrollHeight;
+    if (isAtEnd || isForced) {
+      scroller.scrollTop = scroller.scrollHeight;
+      noteEnd(); // what became shorter may not scroll at all
+    }
+  }
+
+  function noteEnd() {
+    isAtEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR_END_PX;
+    byId("to-end").hidden = isAtEnd;
   }
 
   /** Show another chat, or a new one for null. What is being answered is stopped. */
   async function open(id) {
     running?.abort();
+    endUndo();
     const found = id === null ? null : await store.read(id);
     chat = found ?? fresh();
     for (const { slots } of chat.turns) {

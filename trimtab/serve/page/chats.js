@@ -4,6 +4,7 @@ import { readAll, saveAll } from "./backup.js";
 import { byId, counted, make, renew, tell, tool } from "./dom.js";
 import * as store from "./store.js";
 import { sure } from "./sure.js";
+import { offerUndo } from "./undo.js";
 
 const DAY_MS = 24 * 3600 * 1000;
 const KEPT = "trimtab-drawers";
@@ -91,10 +92,14 @@ export function startChats(chat) {
   }
 
   async function remove({ id, title }) {
-    if (!(await sure("Delete this chat?", `“${title}” will be deleted from this browser.`, "Delete"))) return;
+    const removed = await store.read(id), wasCurrent = id === chat().current();
     await chat().forget(id);
-    show();
-    byId("new-chat").focus();
+    await show();
+    offerUndo(`“${title}” deleted`, async () => {
+      await store.keep(removed);
+      if (wasCurrent) await chat().open(id);
+      show();
+    }, { isFocused: true });
   }
 
   async function show() {
@@ -120,7 +125,7 @@ export function startChats(chat) {
             make("button", {
               type: "button", class: "open", "data-held": head.id, title: head.title,
               "aria-current": head.id === current ? "page" : null, onclick: () => go(head.id),
-            }, head.title));
+            }, make("span", {}, head.title)));
           row.append(
             tool("edit", `Rename ${head.title}`, () => rename(row, head)),
             tool("delete", `Delete ${head.title}`, () => remove(head)));

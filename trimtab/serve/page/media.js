@@ -165,9 +165,17 @@ export function shown(item) {
   if (item.kind === "text") {
     return make("details", { class: "file" }, make("summary", {}, icon("file"), item.name), make("pre", { tabindex: 0 }, item.text));
   }
-  return item.kind === "image"
-    ? make("img", { src: urlOf(item.blob), alt: item.name })
-    : make("audio", { src: urlOf(item.blob), controls: true, preload: "metadata", "aria-label": item.name });
+  if (item.kind === "image") {
+    return make("button", { type: "button", class: "image", title: `Enlarge ${item.name}`, onclick: () => enlarge(item) },
+      make("img", { src: urlOf(item.blob), alt: item.name }));
+  }
+  return make("audio", { src: urlOf(item.blob), controls: true, preload: "metadata", "aria-label": item.name });
+}
+
+function enlarge({ name, blob }) {
+  byId("image-name").textContent = name;
+  byId("image-box").replaceChildren(make("img", { id: "image-large", src: urlOf(blob), alt: name }));
+  byId("image-dialog").showModal();
 }
 
 /** The microphone: a button that records until it is pressed again. done(file): gets a wav of 16 kHz. */

@@ -9,6 +9,7 @@ import { startOptions } from "./options.js";
 import { showAdapters, startPanel } from "./panel.js";
 import { drawPicture, drawSlim } from "./picture.js";
 import { nameOf } from "./turns.js";
+import { startUndo } from "./undo.js";
 
 const EVERY_MS = 1000;
 const STATES = {
@@ -19,6 +20,7 @@ const ENDED = { done: "done", cancelled: "client left" };
 
 let status = null, showChats = () => {};
 startOptions();
+startUndo();
 const chat = startChat(shownModel, () => showChats());
 showChats = startChats(() => chat);
 startDrawers();
@@ -228,8 +230,9 @@ byId("memory").addEventListener("click", () => {
   show();
 });
 byId("load-close").addEventListener("click", () => byId("load-dialog").close());
+byId("image-close").addEventListener("click", () => byId("image-dialog").close());
 // A dialog that can be left is also left by a press beside it.
-for (const name of ["load-dialog", "options-dialog", "sure"]) {
+for (const name of ["load-dialog", "options-dialog", "image-dialog", "sure"]) {
   byId(name).addEventListener("click", ({ target }) => { if (target === byId(name)) byId(name).close(); });
 }
 new ResizeObserver(() => { const model = shownModel(); if (model) drawPicture(model); }).observe(byId("bars"));

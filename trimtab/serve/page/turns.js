@@ -31,7 +31,36 @@ function continueButton(onclick, name) {
   );
 }
 
-/** One turn. acts: {edit(turn, text), again(turn, slot), goOn(turn, slot), compare(turn, voice), pick(turn), voices()}: what its buttons do. */
+/** Return a box with a text to change. take(text): called unless the box is empty. isOneLine: Enter takes the text, else Ctrl+Enter does. */
+function editorOf({ name, text, hint = null, yes, isOneLine, mayBeEmpty = false, take, cancel }) {
+  const box = make("textarea", { class: "edited", rows: 3, "aria-label": name });
+  box.value = text;
+  const form = make(
+    "form", { class: "editor" }, box,
+    hint === null ? null : make("p", { class: "hint" }, hint),
+    make("div", { class: "row end" },
+      make("button", { type: "button", onclick: cancel }, "Cancel"),
+      make("button", { type: "submit", class: "main" }, yes)),
+  );
+  const send = () => (box.value.trim() || mayBeEmpty) && take(box.value.trim());
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    send();
+  });
+  box.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") {
+      event.stopPropagation();
+      cancel();
+    } else if (event.key === "Enter" && !event.isComposing && (isOneLine ? !event.shiftKey : event.ctrlKey || event.metaKey)) {
+      event.preventDefault();
+      send();
+    }
+  });
+  return form;
+}
+
+/** One turn. acts: {edit(turn, text), again(turn, slot), goOn(turn, slot), change(slot, text), remove(turn), compare(turn, voice), pick(turn),
+ *  voices()}: what its buttons do. */
 export class TurnView {
   constructor(turn, acts) {
     this.turn = turn;
@@ -53,42 +82,24 @@ export class TurnView {
       ...(text ? [make("p", { class: "bubble" }, text)] : []),
       make("div", { class: "tools" },
         tool("edit", "Edit this message", () => this.edit(), { "data-idle": true }),
-        text ? copyButton(() => text, "Copy this message") : null),
+        text ? copyButton(() => text, "Copy this message") : null,
+        tool("delete", "Delete this message and its answer", () => this.acts.remove(this.turn), { "data-idle": true })),
     );
   }
 
   /** Put a box in the place of the message. */
   edit() {
-    const box = make("textarea", { class: "edited", rows: 3, "aria-label": "Edited message" });
-    box.value = this.turn.text;
-    const isLast = this.isLast;
-    const cancel = () => {
-      this.showQuestion();
-      this.question.querySelector("button")?.focus();
-    };
-    const form = make(
-      "form", { class: "editor" }, box,
-      isLast ? null : make("p", { class: "hint" }, "Sending it removes all later messages."),
-      make("div", { class: "row end" },
-        make("button", { type: "button", onclick: cancel }, "Cancel"),
-        make("button", { type: "submit", class: "main" }, "Send")),
-    );
-    const send = () => (box.value.trim() || this.turn.media.length) && this.acts.edit(this.turn, box.value.trim());
-    form.addEventListener("submit", (event) => {
-      event.preventDefault();
-      send();
-    });
-    box.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") {
-        event.stopPropagation();
-        cancel();
-      } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-        event.preventDefault();
-        send();
-      }
+    const form = editorOf({
+      name: "Edited message", text: this.turn.text, yes: "Send", isOneLine: true, mayBeEmpty: this.turn.media.length > 0,
+      hint: this.isLast ? null : "Sending it removes all later messages.",
+      take: (text) => this.acts.edit(this.turn, text),
+      cancel: () => {
+        this.showQuestion();
+        this.question.querySelector(".tools button")?.focus();
+      },
     });
     this.question.replaceChildren(form);
-    box.focus();
+    form.querySelector("textarea").focus();
   }
 
   showAnswers() {
@@ -203,7 +214,10 @@ export class AnswerView {
         tool("right", "Later version", () => this.turnTo(slot.at + 1), { disabled: slot.at === slot.versions.length - 1, "data-held": "right" })));
     }
     if (!version.isBusy) {
-      if (version.text) parts.push(copyButton(() => version.text, "Copy this answer"));
+      if (version.text) {
+        parts.push(copyButton(() => version.text, "Copy this answer"),
+          tool("edit", "Edit this answer", () => this.edit(), { "data-idle": true, "data-held": "edit" }));
+      }
       if (version.tokens.length) {
         parts.push(tool("chances", "Token probabilities", () => this.turnChances(), { "aria-pressed": String(this.hasChances), "data-held": "chances" }));
       }
@@ -214,6 +228,34 @@ export class AnswerView {
       }
     }
     this.tools.replaceChildren(...parts);
+  }
+
+  /** Put a box in the place of the answer. What is saved is one more version, without the old one's times and probabilities. */
+  edit() {
+    const { slot, turnView } = this;
+    const end = () => {
+      form.remove();
+      this.body.hidden = this.tools.hidden = false;
+      this.tools.querySelector("[data-held=edit]")?.focus();
+    };
+    const form = editorOf({
+      name: "Edited answer", text: this.version.text, yes: "Save", isOneLine: false,
+      hint: turnView.isLast ? null : "Later answers stay as they are.",
+      take: (text) => {
+        if (text !== this.version.text) {
+          turnView.acts.change(slot, text);
+          this.hasChances = false;
+          this.show();
+          turnView.showBetween();
+        }
+        end();
+      },
+      cancel: end,
+    });
+    hideTip();
+    this.body.hidden = this.tools.hidden = true;
+    this.body.after(form);
+    form.querySelector("textarea").focus();
   }
 
   /** A list that answers the same message beside this one. */
