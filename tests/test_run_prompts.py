@@ -265,6 +265,12 @@ def test_limits_of_a_file_of_prompts(tmp_path, monkeypatch, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_a_weight_that_a_mix_overrides_is_refused(capsys):
+    adapter = f"style={demo.ADAPTERS['style']}:0.7"
+    assert cli.main(["run", BASE, *PLACED, "--adapter", adapter, "--use", "style:0.3", "Hello"]) == 2
+    assert "--use style:0.3: the weight of style in --adapter has no effect" in capsys.readouterr().err
+
+
 # Weights --------------------------------------------------------------------------------------------------------------
 
 

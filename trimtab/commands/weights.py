@@ -8,6 +8,7 @@ from typing import Any
 
 from trimtab.adapter_names import is_mix, parse_adapters, parse_mix
 from trimtab.commands.flags import adapter_to_use
+from trimtab.errors import RequestError
 from trimtab.plan import Plan
 from trimtab.request import LoadRequest
 
@@ -28,6 +29,12 @@ def chosen(options: argparse.Namespace, source: Plan | LoadRequest, *, base_of_s
         mix = parse_mix(use, field="--use")
         for name in mix:
             adapter_to_use(name, names)
+            if weights.get(name, 1) != 1:
+                raise RequestError(
+                    f"the weight of {name} in --adapter has no effect with a mix; set it in --use alone",
+                    field="--use",
+                    value=use,
+                )
         return mix
     if use == BASE and BASE not in names:
         return None
