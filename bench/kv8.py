@@ -31,7 +31,7 @@ from transformers import DynamicCache
 import trimtab
 from bench.head8 import ADAPTERS, DEMO, environment, prompts
 from trimtab.proof.forced import extended, forget_request
-from trimtab.runtime import hf_slots
+from trimtab.runtime import hf_slots, transient_room
 from trimtab.runtime.hf_kv_int8 import read_states, round_states
 
 NEW_TOKENS = 32
@@ -209,11 +209,16 @@ def steps_of(given: argparse.Namespace, kv: str, logits: dict[int, Tensor]) -> l
             found.append({
                 "model": given.model, "kv": kv, "mode": plan.execution.step.mode, "rows": count,
                 "context": given.context, "written": given.context // 2, "ms": ms,
-                "planned_ms": round(plan.token_s * 1e3, 3),
+                # Of all rows with full contexts; a part of it is an estimate.
+                "planned_ms": round(plan.token_s * 1e3, 3) if count == given.rows else None,
+                "estimated_ms": round(plan.execution.step.estimated_s * 1e3, 3) if count == given.rows else None,
                 "kl_mean": float(kl(logits.setdefault(count, made), made).mean()),
                 "kv_bytes": batch.cache.nbytes(), "planned_kv_bytes": plan.gpu["kv_cache"],
                 "planned_activation_bytes": plan.gpu["activations"], "planned_bytes": plan.gpu_needed_bytes,
                 "peak_bytes": torch.cuda.max_memory_allocated(), "planned_peak_bytes": plan.gpu_peak_bytes,
+                # What graphs hold is no longer allocated: torch has it reserved.
+                "reserved_bytes": torch.cuda.memory_reserved(), "planned_torch_bytes": transient_room.torch_bytes(plan),
+                "planned_copy_bytes": plan.gpu.get("kv_copies", 0),
                 "fallbacks": [f"{one.what}: {one.why}" for one in batch.steps.fallbacks],
             })  # fmt: skip
             print(json.dumps(found[-1]), flush=True)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, Qwen3NextConfig
 
 import trimtab
@@ -32,11 +34,12 @@ from trimtab.errors import RequestError, TrimtabError
 from trimtab.plan import make_plan
 from trimtab.plan import options as plan_options
 from trimtab.plan.activations import needs_of, row_cache_bytes, smaller_needs, use_of
-from trimtab.plan.kv_form import ROUNDING_BYTES, check_kv, copy_bytes
+from trimtab.plan.execution import graph_bytes
+from trimtab.plan.kv_form import LAYER_KERNELS, NODE_BYTES, ROUNDING_BYTES, check_kv, copy_bytes
 from trimtab.plan.kv_pool import PAGE_TOKENS
 from trimtab.plan.narrow import narrow_table
 from trimtab.request import GenerateRequest, LoadRequest
-from trimtab.runtime import hf_kv_int8, hf_slots
+from trimtab.runtime import hf_kv_int8, hf_slots, step_capture
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.hf_kv_int8 import read_states, round_states
 from trimtab.runtime.hf_slots import LayerCache, PagedLayer
@@ -76,6 +79,22 @@ def test_what_is_not_a_number_reads_as_none_and_zeros_as_zeros():
     found = read_states(round_states(states), torch.float32)
     assert found[0, 0, :2].isnan().all() and torch.equal(found[0, 0, 2], states[0, 0, 2])
     assert not read_states(torch.zeros(2, 2, 4, 12, dtype=torch.int8, device=DEVICE), torch.bfloat16).any()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU reads in one kernel")
+def test_reading_a_long_context_takes_little_beside_its_result():
+    states = torch.randn(1, 2, 2053, 256).to(torch.bfloat16)
+    held = round_states(states)
+    assert torch.equal(read_states(held, torch.bfloat16), rounded(states))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        found = read_states(held, torch.bfloat16)
+    live = most = 0
+    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda one: one.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            most = max(most, live)
+    # As float32 a head takes 2 MiB, and its product the same.
+    assert found.nbytes <= most <= found.nbytes + 1.5 * 2**20
 
 
 # Every family --------------------------------------------------------------------------------------------------------
@@ -317,6 +336,96 @@ def test_the_copies_that_attention_reads_are_counted(family, tmp_path, monkeypat
     assert of_batch["int8"] - of_batch["full"] == counted
 
 
+def test_a_chunk_that_reads_a_ring_and_itself_is_counted(tmp_path, monkeypatch):
+    """A window and a chunk may be more than the context: the chunk's padding is read too."""
+    seen = []
+
+    def watched(held, dtype):
+        found = read_states(held, dtype)
+        seen.append(2 * found.nbytes)  # keys and values of a layer are alive together
+        return found
+
+    with trimtab.load(planned(pico.build("mistral3", tmp_path), context=40, batch=2)) as model:
+        layers = model.anatomy.kv_layers
+        batch = batch_of(model, "eager", (32,), 2)
+        monkeypatch.setattr(hf_kv_int8, "read_states", watched)
+        through(batch, model.prepare(list(range(5, 42))), GenerateRequest(max_new_tokens=2))
+    given = {"rows": 1, "context_tokens": 40, "new_tokens": 32}
+    rounding = max(32 * layer.kv_heads * layer.head_dim * ROUNDING_BYTES for layer in layers)
+    assert max(seen) <= copy_bytes(layers, "float32", "int8", **given) - rounding
+
+
+@pytest.mark.parametrize(
+    "kv, kv_tokens, decode", [("int8", None, "fused"), ("int8", 40960, "graph"), ("full", 40960, "graph")]
+)
+def test_copies_of_captured_steps_are_counted_beside_prompts(kv, kv_tokens, decode):
+    """A graph keeps its memory while prompts run: their activations and the copies are never in each other's place."""
+    given = {"quant": "nf4-dq", "head": "full", "context_tokens": 4096, "batch": 32, "images": 0, "audio_s": 0.0}
+
+    def made(**options):
+        request = LoadRequest(model="m", **given, **options)
+        return make_plan(request, E4B, adapters={}, machine=card(80), rates=H200)
+
+    plain, copying = made(decode=decode), made(decode=decode, kv=kv, kv_tokens=kv_tokens)
+    # One full layer's keys and values in bf16, and in pages once more as they are kept; with 8 bits also of the layers (one of each
+    # kind) that later ones read.
+    full, sliding = 2 * 32 * 4096 * 2 * 512 * 2, 2 * 32 * 512 * 2 * 256 * 2
+    pages = 2 * 32 * 4096 * 2 * (516 if kv == "int8" else 1024) if kv_tokens else 0
+    copies = pages + (2 * full + sliding if kv == "int8" else 0)
+    assert copies <= copying.gpu["kv_copies"] <= 1.01 * copies and "kv_copies" not in plain.gpu
+    saved = plain.gpu["kv_cache"] - copying.gpu["kv_cache"]
+    assert copying.gpu_peak_bytes >= plain.gpu_peak_bytes - saved + copies
+    assert copying.gpu["activations"] < plain.gpu["activations"] + copies / 2
+    assert "kv_copies" not in made(decode="fused", kv_tokens=40960).gpu  # our kernels read pages where they are
+
+
+def test_a_graph_of_a_step_is_counted_with_the_kernels_that_8_bits_add():
+    """As many as a layer's own operations launch, views and empty tensors left out."""
+    launched = []
+
+    class Launched(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if not func.is_view and func is not torch.ops.aten.empty.memory_format:
+                launched.append(func)
+            return func(*args, **(kwargs or {}))
+
+    cache = hf_slots.SlotCache(2, 64, torch.device("cpu"), kv="int8")
+    layer = LayerCache(cache, 64, is_ring=False)
+    states = torch.randn(2, 2, 1, 8).to(torch.bfloat16)
+    layer.lazy_initialization(round_states(states), round_states(states))
+    with Launched():
+        layer.update(states, states)
+    # A CPU reads each row and head by itself, a GPU all keys or values of a layer at once.
+    reads = launched.count(torch.ops.aten.mul.out)
+    assert reads == 2 * 2 * 2 and len(launched) - reads + 2 == LAYER_KERNELS
+    own = sum(layer.shares is None for layer in E4B.kv_layers)
+    for mode in ("graph", "fused"):
+        added = graph_bytes(mode, E4B, kv="int8") - graph_bytes(mode, E4B)
+        assert added == own * LAYER_KERNELS * NODE_BYTES > 2**20
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU has graphs")
+@pytest.mark.parametrize("decode", ["graph", "fused"])
+def test_the_largest_copies_are_captured_first(model, replayed, monkeypatch, decode):  # noqa: F811
+    """What a graph keeps of smaller ones would hold no larger one, and the plan counts the largest once."""
+    with_pool(model, None)
+    monkeypatch.setattr("trimtab.runtime.graphs.SMALLEST_PLACES", 16)
+    batch = batch_of(model, decode, (), 4)
+    seen = []
+    record = step_capture.StepCapture.record
+
+    def recorded(self, *args):
+        seen.append(batch.cache.seen_places)
+        return record(self, *args)
+
+    monkeypatch.setattr(step_capture.StepCapture, "record", recorded)
+    batch.prepare()
+    assert seen[0] == CONTEXT > max(seen[1:])
+    captures = batch.steps.captures
+    batch.prepare()
+    assert batch.steps.captures == captures
+
+
 def needs(anatomy, kv):
     """Return the activations of a step of 4 rows."""
     request = LoadRequest(model="x", context_tokens=128, batch=4, images=0, audio_s=0.0, kv=kv)
@@ -430,6 +539,16 @@ def test_options_have_no_row_for_what_a_model_cannot_have():
         request = LoadRequest(model="m", quant="nf4-dq", head="full", decode="fused", context_tokens=4096)
         named = [one.what for one in plan_options.options_of(request, made, budget_bytes=2**34)]
         assert ("kv='int8'" in named) == is_possible and "context=2048" in named
+
+
+def test_a_plan_file_that_asks_for_what_a_model_cannot_have_is_refused(tmp_path, monkeypatch):
+    made = planned(pico.build("llama", tmp_path))
+    monkeypatch.setattr(
+        "trimtab.runtime.model.check_kv",
+        lambda kv, anatomy: check_kv(kv, replace(anatomy, capture_unsupported="layer 0 keeps a state")),
+    )
+    with pytest.raises(RequestError, match="8-bit keys and values of LlamaForCausalLM: layer 0 keeps a state"):
+        trimtab.load(made)
 
 
 def test_verify_refuses_what_it_would_not_compare(tmp_path):

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, KVLayer, ModuleRow, Part
 from trimtab.plan.blocks import quant_of
 from trimtab.plan.cost import ADAPTER_PIECE_VALUES, HEAD_CHUNK_VALUES
-from trimtab.plan.kv_form import copy_bytes, position_bytes, why_not_int8
+from trimtab.plan.kv_form import copy_bytes, paged_copy_bytes, position_bytes, step_copy_bytes, why_not_int8
 from trimtab.plan.kv_pool import FIRST, PAGE_TOKENS, pages_of, pool_tokens
 from trimtab.request import LoadRequest
 
@@ -176,15 +176,6 @@ def row_cache_bytes(
     return total
 
 
-def paged_copy_bytes(
-    layers: tuple[KVLayer, ...], dtype: str, *, rows: int, context_tokens: int, kv: str = "full"
-) -> int:  # fmt: skip
-    """Return what reading a layer's pages in one piece takes for a while, where attention is torch's own: keys and values of all
-    positions of `rows` rows."""
-    full = [position_bytes(layer, dtype, kv) for layer in layers if layer.shares is None and layer.window is None]
-    return 2 * rows * context_tokens * max(full, default=0)
-
-
 @dataclass(frozen=True)
 class Widths:
     """Widths of one part's layers: D, query, MLP and the largest weight that is dequantized at once, in numbers."""
@@ -250,14 +241,14 @@ def needs_of(
 ) -> Needs:
     """Return what a request needs beside weights, at its worst.
 
-    has_rows: whether every sequence has fixed buffers for its keys and values, as it has where steps are captured or several
-    sequences are decoded together. A prompt goes through by itself, with a cache of its own beside them; in captured chunks of
+    has_rows: whether steps are captured: then every sequence has fixed buffers for its keys and values, as it has where several
+    are decoded together. A prompt goes through by itself, with a cache of its own beside them; in captured chunks of
     up to `chunk_tokens` it is written into such a buffer, one more than there are rows where there are several.
     is_unpacked_elsewhere: whether a prompt's 4-bit weights are unpacked into room that is counted by itself. is_fused: whether
     steps read pages of keys and values where they are.
     """
     kind = quant_of(anatomy, quant)
-    has_rows = has_rows or use.batch > 1
+    is_captured, has_rows = has_rows, has_rows or use.batch > 1
     one = _Counter(anatomy, replace(use, batch=1), kind, has_adapters)
     prompt = _Counter(anatomy, replace(use, batch=1), kind, has_adapters, is_unpacked_elsewhere=is_unpacked_elsewhere)
     several = _Counter(anatomy, use, kind, has_adapters)
@@ -266,12 +257,14 @@ def needs_of(
     rows = use.batch + (1 if chunk_tokens and use.batch > 1 else 0)
     pool, context, kv = use.pool_tokens, use.context_tokens, use.kv
     fixed = row_cache_bytes(layers, dtype, rows=rows, context_tokens=context, pool=pool, kv=kv) if has_rows else 0
-    reads_pages = not is_fused or kv == "int8"
-    copies = [
-        (0 if pool is None else paged_copy_bytes(layers, dtype, rows=count, context_tokens=context, kv=kv))
-        + copy_bytes(layers, dtype, kv, rows=many, context_tokens=context, new_tokens=new)
-        for count, many, new in ((1, 1, min(piece, context)), (use.batch if reads_pages else 0, use.batch, 1))
-    ]
+    paged = paged_copy_bytes(layers, dtype, rows=1, context_tokens=context, kv=kv) if pool is not None else 0
+    prompt_copies = paged + copy_bytes(
+        layers, dtype, kv, rows=1, context_tokens=context, new_tokens=min(piece, context)
+    )
+    # Of captured steps they are in the graphs' memory for good, and counted there (execution.step_bytes).
+    step_copies = 0 if is_captured else step_copy_bytes(
+        layers, dtype, kv, rows=use.batch, context_tokens=context, is_paged=pool is not None, is_fused=is_fused
+    )  # fmt: skip
     stepped = fixed or kv_cache_bytes(layers, dtype, batch=use.batch, tokens=context, new_tokens=1, kv=kv)
     phases: dict[str, tuple[int, int]] = {
         "prompt": (
@@ -281,9 +274,9 @@ def needs_of(
                 if chunk_tokens
                 else kv_cache_bytes(layers, dtype, batch=1, tokens=use.context_tokens, new_tokens=piece, kv=kv)
             ),
-            prompt.text(piece, use.context_tokens) + copies[0],
+            prompt.text(piece, use.context_tokens) + prompt_copies,
         ),
-        "step": (stepped, several.text(1, use.context_tokens) + copies[1]),
+        "step": (stepped, several.text(1, use.context_tokens) + step_copies),
     }
     if use.patches:
         phases["pictures"] = (fixed, one.pictures())
@@ -307,10 +300,19 @@ def adapter_piece_bytes(anatomy: Anatomy) -> int:
 
 
 def smaller_needs(
-    anatomy: Anatomy, use: Use, *, quant: str, has_adapters: bool, has_rows: bool = False
+    anatomy: Anatomy, use: Use, *, quant: str, has_adapters: bool, has_rows: bool = False, is_fused: bool = False
 ) -> Iterator[tuple[str, int]]:
-    """Yield (what to ask less of, bytes it saves), for the advice in an error."""
-    now = needs_of(anatomy, use, quant=quant, has_adapters=has_adapters, has_rows=has_rows)
+    """Yield (what to ask less of, bytes it saves), for the advice in an error. has_rows, is_fused: as in `needs_of`."""
+
+    def taken(one: Use) -> int:
+        needs = needs_of(anatomy, one, quant=quant, has_adapters=has_adapters, has_rows=has_rows, is_fused=is_fused)
+        copies = step_copy_bytes(
+            anatomy.kv_layers, anatomy.dtype, one.kv, rows=one.batch, context_tokens=one.context_tokens,
+            is_paged=one.pool_tokens is not None, is_fused=is_fused,
+        )  # fmt: skip
+        return needs.kv_cache_bytes + needs.activation_bytes + (copies if has_rows else 0)
+
+    now = taken(use)
     half = max(use.context_tokens // 2, 1)
     tries = {
         f"context={half}": replace(use, context_tokens=half, prefill_tokens=min(use.prefill_tokens, half)),
@@ -319,8 +321,7 @@ def smaller_needs(
         "no sound": replace(use, sound_s=0.0),
     } | ({"kv='int8'": replace(use, kv="int8")} if why_not_int8(anatomy) is None else {})
     for name, smaller in tries.items():
-        less = needs_of(anatomy, smaller, quant=quant, has_adapters=has_adapters, has_rows=has_rows)
-        saved = now.kv_cache_bytes + now.activation_bytes - less.kv_cache_bytes - less.activation_bytes
+        saved = now - taken(smaller)
         if saved > 0:
             yield name, saved
 

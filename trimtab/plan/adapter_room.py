@@ -75,7 +75,7 @@ def first_adapter_bytes(plan: Plan, anatomy: Anatomy) -> int:
         if step.bytes:
             counted = step_bytes(
                 step.mode, anatomy, rows=use.batch, context_tokens=use.context_tokens, has_adapters=has_adapters,
-                kv=use.kv,
+                kv=use.kv, is_paged=use.pool_tokens is not None,
             )  # fmt: skip
             total += sum(counted.values())
         if plan.execution.prompt.mode in CAPTURED:

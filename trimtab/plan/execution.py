@@ -19,6 +19,7 @@ from typing import Any
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow
 from trimtab.plan.budget import STAGING_SLOTS
 from trimtab.plan.cost import HEAD8, Rates, packed_bytes
+from trimtab.plan.kv_form import added_node_bytes, step_copy_bytes
 from trimtab.plan.pipeline import Stage, pipeline_s
 
 MIB = 2**20
@@ -179,6 +180,11 @@ def graph_count(mode: str, *, rows: int, context_tokens: int, has_adapters: bool
     return min(buckets * positions * (2 if has_adapters else 1), MOST_GRAPHS)
 
 
+def graph_bytes(mode: str, anatomy: Anatomy, *, kv: str = "full") -> int:
+    """Return what the nodes of one graph of a step take in the driver's memory."""
+    return GRAPH_BYTES[mode] + added_node_bytes(anatomy.kv_layers, kv)
+
+
 def check_bytes(anatomy: Anatomy, *, rows: int = KERNEL_ROWS) -> int:
     """Return what choosing kernels takes for a while: two pairs of caches for each kind of attention, one in float32."""
     kinds = {(layer.kv_heads, layer.head_dim) for layer in anatomy.kv_layers if layer.kv_heads}
@@ -187,11 +193,13 @@ def check_bytes(anatomy: Anatomy, *, rows: int = KERNEL_ROWS) -> int:
 
 
 def step_bytes(
-    mode: str, anatomy: Anatomy, *, rows: int, context_tokens: int, has_adapters: bool, kv: str = "full"
+    mode: str, anatomy: Anatomy, *, rows: int, context_tokens: int, has_adapters: bool, kv: str = "full",
+    is_paged: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """Return what steps take on the device, by item, without keys and values.
 
-    "kernels" and "graphs" are in the driver's memory, the others in torch's.
+    "kernels" and "graphs" are in the driver's memory, the others in torch's. "kv_copies": what attention of captured steps reads in
+    place of 8 bits or pages; the graphs keep it. is_paged: whether rows share a pool of pages.
     """
     counted = {"kernels": LIBRARY_BYTES + KERNEL_BYTES[mode], "workspaces": WORKSPACE_BYTES}
     if mode == "eager":
@@ -202,9 +210,13 @@ def step_bytes(
     # Every graph keeps its logits in float32; the softcap's temporaries and those in the model's dtype are shared.
     logits = anatomy.vocab_size * (4 * kinds * sum(sizes) + 12 * rows)
     wide = sum(size for size in sizes if size > KERNEL_ROWS)
-    return counted | {
+    copies = step_copy_bytes(
+        anatomy.kv_layers, anatomy.dtype, kv, rows=rows, context_tokens=context_tokens, is_paged=is_paged,
+        is_fused=mode == "fused",
+    )  # fmt: skip
+    return counted | ({"kv_copies": copies} if copies else {}) | {
         "workspaces": 2 * WORKSPACE_BYTES, "logits": logits, "scratch": SCRATCH_BYTES[mode] + wide * ROW_SCRATCH_BYTES,
-        "graphs": FIRST_GRAPH_BYTES + graphs * GRAPH_BYTES[mode],
+        "graphs": FIRST_GRAPH_BYTES + graphs * graph_bytes(mode, anatomy, kv=kv),
     }  # fmt: skip
 
 

@@ -29,6 +29,9 @@ KV8_KL = 6.3e-4
 # says of it is marked as an estimate (`Phase.estimated_s`).
 LAYER_KERNELS = 24
 KERNEL_S = 1.5e-6
+# A node of a graph in the driver's memory: twice the largest that graphs of prompts took (prompt_memory.KERNEL_BYTES). Not measured
+# for these kernels.
+NODE_BYTES = 2 * 2**10
 # While a chunk's keys are rounded: their values in float32, divided, and rounded.
 ROUNDING_BYTES = 12
 
@@ -51,14 +54,40 @@ def copy_bytes(
     for layer in layers:
         if layer.shares is not None:
             continue
-        before = context_tokens if layer.window is None else min(layer.window, context_tokens) + new_tokens - 1
-        read = 2 * rows * min(before, context_tokens) * position_bytes(layer, dtype, "full")
+        places = context_tokens if layer.window is None else min(layer.window, context_tokens)
+        # A chunk reads the ring and itself beside it.
+        read_places = places if layer.window is None or new_tokens == 1 else places + new_tokens
+        read = 2 * rows * read_places * position_bytes(layer, dtype, "full")
         rounded = max(rounded, rows * new_tokens * layer.kv_heads * layer.head_dim * ROUNDING_BYTES)
         if layer.layer in kept:
             lasting += read
         else:
             once = max(once, read)
     return once + lasting + rounded
+
+
+def paged_copy_bytes(
+    layers: Sequence[KVLayer], dtype: str, *, rows: int, context_tokens: int, kv: str = "full"
+) -> int:  # fmt: skip
+    """Return what reading a layer's pages in one piece takes for a while, where attention is torch's own: keys and values of all
+    positions of `rows` rows."""
+    full = [position_bytes(layer, dtype, kv) for layer in layers if layer.shares is None and layer.window is None]
+    return 2 * rows * context_tokens * max(full, default=0)
+
+
+def step_copy_bytes(
+    layers: Sequence[KVLayer], dtype: str, kv: str, *, rows: int, context_tokens: int, is_paged: bool, is_fused: bool
+) -> int:  # fmt: skip
+    """Return what a step of rows with full contexts copies keys and values to: pages in one piece where no kernel reads them as
+    they are (`is_fused`: ours do, in full), and 8 bits in the model's dtype."""
+    copies = is_paged and not (is_fused and kv == "full")
+    paged = paged_copy_bytes(layers, dtype, rows=rows, context_tokens=context_tokens, kv=kv) if copies else 0
+    return paged + copy_bytes(layers, dtype, kv, rows=rows, context_tokens=context_tokens, new_tokens=1)
+
+
+def added_node_bytes(layers: Sequence[KVLayer], kv: str) -> int:
+    """Return what the kernels that 8 bits add to a graph of a step take in the driver's memory."""
+    return sum(layer.shares is None for layer in layers) * LAYER_KERNELS * NODE_BYTES if kv == "int8" else 0
 
 
 def moved_bytes(layers: Sequence[KVLayer], dtype: str, *, rows: int, context_tokens: int) -> int:

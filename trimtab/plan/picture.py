@@ -27,7 +27,7 @@ PART_COLORS = {
     "connector": "#8a7a4f",
 }  # fmt: skip
 ITEM_COLORS = {
-    "adapters": "#7b4fa3", "kv_cache": "#6fa8dc", "activations": "#9fc5e8", "staging": "#b7b7a4",
+    "adapters": "#7b4fa3", "kv_cache": "#6fa8dc", "kv_copies": "#8cb8e0", "activations": "#9fc5e8", "staging": "#b7b7a4",
     "buffers": "#b7b7a4", "kernels": "#8fa3b0", "graphs": "#8e7cc3", "logits": "#b4a7d6", "scratch": "#c9c2dd",
     "workspaces": "#d9d2e9", "prompt_graphs": "#7f6db0", "fragments": "#dfe3e6", "prompt_buffers": "#a99bd0",
     "adapter_copy": "#8f6bb8", "checks": "#e3dff0", "cuda_context": "#aab2bb", "allocator_reserve": "#cfd5db",
@@ -36,6 +36,7 @@ ITEM_COLORS = {
 }  # fmt: skip
 ITEM_NAMES = {
     "kv_cache": "KV cache",
+    "kv_copies": "KV copies of steps",
     "cuda_context": "driver context",
     "kernels": "libraries and kernels",
     "graphs": "graph nodes",

@@ -343,7 +343,7 @@ class _Planner:
             return {}
         counted = step_bytes(
             self.mode, self.anatomy, rows=self.use.batch, context_tokens=self.use.context_tokens,
-            has_adapters=bool(self.adapter_sizes), kv=self.use.kv,
+            has_adapters=bool(self.adapter_sizes), kv=self.use.kv, is_paged=self.use.pool_tokens is not None,
         )  # fmt: skip
         if self.is_captured and not self.captures_prompts:
             counted |= {"fragments": FRAGMENT_BYTES}
@@ -584,8 +584,9 @@ class _Planner:
     def _savings(self) -> Iterable[tuple[str, int]]:
         has_adapters = self.adapter_bytes > 0
         yield from smaller_needs(
-            self.anatomy, self.use, quant=self.request.quant, has_adapters=has_adapters, has_rows=self.is_captured
-        )
+            self.anatomy, self.use, quant=self.request.quant, has_adapters=has_adapters, has_rows=self.is_captured,
+            is_fused=self.mode == "fused",
+        )  # fmt: skip
         if self.asked_head == "full" and not self.machine.on_cpu:
             # 8 bits for 16, and a table that the head is tied to may leave.
             yield "head='int8'", head_bytes(self.anatomy) // 2

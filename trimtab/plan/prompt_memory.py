@@ -12,6 +12,8 @@ from functools import lru_cache
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
 from trimtab.plan.activations import FLOAT32_BYTES, KEPT, Use, needs_of
 from trimtab.plan.blocks import quant_of
+from trimtab.plan.kv_form import LAYER_KERNELS as KV8_KERNELS
+from trimtab.plan.kv_form import copy_bytes
 
 # A kernel in a captured graph: its node in the driver, its arguments and, the first time, its code. Graphs of E4B and E2B took 0.6
 # to 1.0 KiB on one H200 (bench/results/cards.json), and twice that with bitsandbytes' kernels alone. The rest makes up for what
@@ -45,7 +47,12 @@ def prompt_graph_bytes(
     one = replace(use, prefill_tokens=piece, batch=1, patches=0, soft_tokens=0, sound_s=0.0)
     activations = needs_of(anatomy, one, quant=quant, has_adapters=has_adapters).phases["prompt"][1]
     graphs = planned_graphs(chunks, use.context_tokens)
-    kernels = kernels_of(anatomy, has_adapters=has_adapters)
+    kernels = kernels_of(anatomy, has_adapters=has_adapters, kv=use.kv)
+    # Chunks that read more and more places are captured one after the other: what a smaller copy lay in holds no larger one, and
+    # each is half of the next.
+    activations += copy_bytes(
+        anatomy.kv_layers, anatomy.dtype, use.kv, rows=1, context_tokens=use.context_tokens, new_tokens=piece
+    )
     return graphs * kernels * KERNEL_BYTES + activations + adapter_bytes + _input_bytes(anatomy, chunks)
 
 
@@ -65,7 +72,7 @@ def prompt_bytes(
         return {}
     whole = prompt_graph_bytes(anatomy, use, chunks, quant=quant, has_adapters=has_adapters)
     graphs = planned_graphs(chunks, use.context_tokens)
-    nodes = graphs * kernels_of(anatomy, has_adapters=has_adapters) * KERNEL_BYTES
+    nodes = graphs * kernels_of(anatomy, has_adapters=has_adapters, kv=use.kv) * KERNEL_BYTES
     counted = {"prompt_graphs": nodes, "prompt_buffers": whole - nodes}
     return counted | ({"adapter_copy": adapter_copy_bytes} if adapter_copy_bytes else {})
 
@@ -98,7 +105,7 @@ def choose_chunks(sizes: Sequence[int], bytes_of: Callable[[Sequence[int]], int]
 
 
 @lru_cache(maxsize=KEPT)
-def kernels_of(anatomy: Anatomy, *, has_adapters: bool) -> int:
+def kernels_of(anatomy: Anatomy, *, has_adapters: bool, kv: str = "full") -> int:
     """Return about how many kernels a pass through the decoder launches."""
     layers, total = set(), OTHER_KERNELS
     for row in anatomy.rows:
@@ -107,7 +114,8 @@ def kernels_of(anatomy: Anatomy, *, has_adapters: bool) -> int:
         total += QUANTIZED_KERNELS if row.quantized else PLAIN_KERNELS
         total += ADAPTER_KERNELS if has_adapters else 0
         layers.add(row.block)
-    return total + LAYER_KERNELS * len(layers)
+    added = sum(layer.shares is None for layer in anatomy.kv_layers) * KV8_KERNELS if kv == "int8" else 0
+    return total + LAYER_KERNELS * len(layers) + added
 
 
 @lru_cache(maxsize=KEPT)

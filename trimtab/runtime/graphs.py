@@ -68,6 +68,7 @@ class Steps:
         self._choice = StepChoice(self.model, self.mode, self.batch.rows)
         self._graphs: GraphCache[CapturedStep] = GraphCache()
         self._ahead = False
+        self._sees_all = False  # whether attention reads every place of the context, whatever the rows hold
         self._slots: AdapterSlots | None = None
         self._short_ops: short_ops.ShortOps | None = None
         self._fused: hf_gemma4.FusedStep | None = None
@@ -211,7 +212,7 @@ class Steps:
         return self._finish(step, count, self.batch.tokens[:count, 0])
 
     def _places(self) -> int:
-        if self.batch.is_invariant and self.batch.context_tokens is not None:
+        if (self.batch.is_invariant or self._sees_all) and self.batch.context_tokens is not None:
             return self.batch.context_tokens
         longest = max(len(row.token_ids) for row in self.batch.active) + self._ahead
         places = SMALLEST_PLACES
@@ -325,7 +326,10 @@ class Steps:
         counted for it.
         """
         before = outside_torch(self.device)
-        self._prepare(expected, self.sizes() if sizes is None else sizes)
+        try:
+            self._prepare(expected, self.sizes() if sizes is None else sizes)
+        finally:
+            self._sees_all = False
         self.graph_bytes += max(outside_torch(self.device) - before, 0)
 
     def _prepare(self, expected: Iterable[lora.Fitting], sizes: Sequence[int]) -> None:
@@ -340,20 +344,23 @@ class Steps:
         free = self._free_bytes()
         if is_invariant:
             names = [None]
-        for name in names:
-            for size in sizes:
-                self.batch.active[:] = rows[:size]
-                for _ in range(2):  # where the fused step cannot be captured, the modules may
-                    if not self.is_captured or len(self._graphs) >= most_graphs(self.model, self.batch.rows):
-                        return
-                    self.batch.tell_tokens()
-                    if self._run_graph(size, [name] * size) is not None:
-                        break
-                lost = free - self._free_bytes()
-                if lost > self._counted_bytes(len(rows)):
-                    why = f"captures so far take {gib(lost)}; the others are captured at their first use"
-                    self._choice.fall_back("captures ahead of requests", why, requested=False)
+        steps = [(name, size, False) for name in names for size in sizes]
+        if sizes and not self._graphs and (self.batch.cache.kv != "full" or self.batch.cache.pool is not None):
+            # The largest copies of keys and values first: the memory of smaller ones, kept by the graphs, would hold none of these.
+            steps.insert(0, (None, max(sizes), True))
+        for name, size, self._sees_all in steps:
+            self.batch.active[:] = rows[:size]
+            for _ in range(2):  # where the fused step cannot be captured, the modules may
+                if not self.is_captured or len(self._graphs) >= most_graphs(self.model, self.batch.rows):
                     return
+                self.batch.tell_tokens()
+                if self._run_graph(size, [name] * size) is not None:
+                    break
+            lost = free - self._free_bytes()
+            if lost > self._counted_bytes(len(rows)):
+                why = f"captures so far take {gib(lost)}; the others are captured at their first use"
+                self._choice.fall_back("captures ahead of requests", why, requested=False)
+                return
 
     def _counted_bytes(self, rows: int) -> int:
         """Return the bytes that captures of `rows` rows may take: the planned ones, and those counted beyond the plan."""

@@ -26,6 +26,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from trimtab.plan.kv_form import SCALE_BYTES
 
 LARGEST = 127
+# Tokens of one head that a CPU reads at a time.
+BLOCK_TOKENS = 512
 
 
 def round_states(states: Tensor) -> Tensor:
@@ -43,10 +45,12 @@ def read_states(held: Tensor, dtype: torch.dtype) -> Tensor:
     states = torch.empty(steps.shape, dtype=dtype, device=held.device)
     if held.is_cuda or steps.dim() < 3:
         return torch.mul(steps, scale, out=states)
-    # A CPU makes copies of operands of other types: of one head at a time.
+    # A CPU makes copies of operands of other types: of some tokens of one head at a time, which no plan counts.
     for row in range(steps.shape[0]):
         for head in range(steps.shape[1]):
-            torch.mul(steps[row, head], scale[row, head], out=states[row, head])
+            parts = (one[row, head].split(BLOCK_TOKENS) for one in (steps, scale, states))
+            for some_steps, some_scale, some_states in zip(*parts, strict=True):
+                torch.mul(some_steps, some_scale, out=some_states)
     return states
 
 

@@ -30,6 +30,7 @@ _RUNNING = (
     "workspaces",
     "logits",
     "scratch",
+    "kv_copies",
     "prompt_buffers",
     "tower_buffers",
     "tower_activations",

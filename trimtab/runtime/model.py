@@ -29,6 +29,7 @@ from trimtab.errors import AdapterError, DoesNotFitError, RequestError, gib
 from trimtab.plan import Plan
 from trimtab.plan.adapter_room import copies_bytes, first_adapter_bytes, head_change, refuses_head_change
 from trimtab.plan.execution import CAPTURED
+from trimtab.plan.kv_form import check_kv
 from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
 from trimtab.runtime import cudnn, float16_check, hf, hf_processor, lora, mixes, prefix_cache, transient_room
 from trimtab.runtime.asking import Asking, Chosen
@@ -106,6 +107,7 @@ class LoadedModel(Asking):
             self._attention_at_load = cudnn.why_without(plan, self.device)
             with self._out_of_memory_named("loading"):
                 self._loaded, self.anatomy = fill(plan, self.route, progress=progress, probe=probe)
+                check_kv(plan.request.kv, self.anatomy)  # the plan may be a file that somebody wrote
                 guard_towers(self._loaded.hf_model)
                 if decode != "repacked":
                     self.unpacked, self.unpacked_bytes = keep_unpacked(self)

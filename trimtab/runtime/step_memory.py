@@ -6,8 +6,7 @@ from typing import Any
 
 from trimtab.errors import DoesNotFitError, gib
 from trimtab.plan.activations import row_cache_bytes
-from trimtab.plan.execution import CAPTURED, GRAPH_BYTES, MOST_GRAPHS, graph_count, step_bytes
-from trimtab.plan.kv_form import copy_bytes
+from trimtab.plan.execution import CAPTURED, MOST_GRAPHS, graph_bytes, graph_count, step_bytes
 from trimtab.plan.kv_pool import pool_tokens
 
 
@@ -26,14 +25,12 @@ def extra_bytes(model: Any, rows: int, mode: str | None = None) -> int:
             pool=pool_tokens(plan.request.kv_tokens, rows=count, context_tokens=context_tokens),
             kv=plan.request.kv,
         )
-        + copy_bytes(
-            anatomy.kv_layers, anatomy.dtype, plan.request.kv, rows=count, context_tokens=context_tokens, new_tokens=1
-        )
         for count in (rows, plan.request.batch if has_rows else 0)
     ]  # fmt: skip
     wanted = step_bytes(
         mode, anatomy, rows=rows, context_tokens=context_tokens, has_adapters=bool(plan.request.adapters),
         kv=plan.request.kv,
+        is_paged=pool_tokens(plan.request.kv_tokens, rows=rows, context_tokens=context_tokens) is not None,
     )  # fmt: skip
     return max(sum(wanted.values()) + caches[0] - sum(planned.bytes.values()) - caches[1], 0)
 
@@ -58,6 +55,6 @@ def most_graphs(model: Any, rows: int) -> int:
         mode, rows=rows, context_tokens=plan.request.context_tokens, has_adapters=bool(model.adapters),
         kv=plan.request.kv,
     )  # fmt: skip
-    each = GRAPH_BYTES[mode] + 4 * anatomy.vocab_size * rows
+    each = graph_bytes(mode, anatomy, kv=plan.request.kv) + 4 * anatomy.vocab_size * rows
     free = max(plan.gpu_budget_bytes - plan.gpu_needed_bytes - extra_bytes(model, rows), 0)
     return max(min(counted + free // each, MOST_GRAPHS), 1)
