@@ -416,8 +416,8 @@ def test_a_mistake_in_one_request_ends_it_alone(model, engine, monkeypatch, wher
         )
     begin = LoadedEngine._begin
 
-    def begun(self, job, inputs):
-        answer = begin(self, job, inputs)
+    def begun(self, job, inputs, constraint):
+        answer = begin(self, job, inputs, constraint)
         if job.id == "bad" and where == "sampler":
             answer.row.constraint = fail
         elif job.id == "bad":
