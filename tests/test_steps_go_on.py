@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from trimtab.demo.line import FOLDER as DEMO
 from trimtab.runtime import base_values, head8
 from trimtab.runtime.model import LoadedModel
 from trimtab.serve import engine, watching, worker
-from trimtab.serve.adapter_queue import AdapterQueue
+from trimtab.serve.adapter_queue import AdapterQueue, Urgency
 from trimtab.serve.channel import event_from_message
 from trimtab.serve.worker import _Worker
 
@@ -193,13 +194,13 @@ def test_adapters_of_the_start_are_prepared_before_anybody_asks(monkeypatch):
     running.close()
 
 
-PIECES = 300
+PIECES = 40
 
 
 @pytest.fixture
 def slowly(monkeypatch, tmp_path):
     """A worker with three adapters in host memory, each with many pieces to prepare that are recorded beside the steps."""
-    log, prepare, made = [], LoadedModel.adapter_pieces, []
+    log, prepare, made, may_begin = [], LoadedModel.adapter_pieces, [], threading.Event()
     folders = {}
     for name in ("first", "second", "new"):
         folders[name] = shutil.copytree(STYLE, tmp_path / name)
@@ -210,6 +211,8 @@ def slowly(monkeypatch, tmp_path):
     def pieces(self, held):
         if held in self._base_values:
             return
+        while held.spec.file.folder.name in folders and not may_begin.is_set():
+            yield
         for _ in range(PIECES):
             log.append(held.spec.file.folder.name)
             yield
@@ -219,17 +222,25 @@ def slowly(monkeypatch, tmp_path):
     at_start = {"style": STYLE, "first": folders["first"], "second": folders["second"]}
     more = {"request": replace(REQUEST, context_tokens=CONTEXT).to_json(), "resident_limit": 1}
     made.append(Recorded(settings_of(at_start, **more), monkeypatch))
-    made[0].log = log
-    log.clear()
-    made[0].folders = folders
+    made[0].log, made[0].folders, made[0].may_begin = log, folders, may_begin
     yield made[0]
     made[0].close()
+
+
+def wait_until(is_so):
+    end = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_a_client_waits_for_none_of_the_adapters_of_the_start(slowly):
     slowly.ask("long", tokens=NEVER_ENDS)
     slowly.wait_for_steps(2)
-    assert "new" in load(slowly, "new", slowly.folders["new"])["value"]["adapters"]
+    slowly.call("load_adapter", name="new", path=str(slowly.folders["new"]))
+    wait_until(lambda: any(one.urgency == Urgency.AWAITED for one in list(slowly.worker._unprepared._waiting)))
+    slowly.may_begin.set()
+    assert "new" in slowly.hear("reply")["value"]["adapters"]
     log = list(slowly.log)
     assert log.count("new") == PIECES > log.count("second")
     assert not {"first", "second"} & set(log[log.index("new") : len(log) - log[::-1].index("new")])
@@ -239,6 +250,8 @@ def test_a_request_waits_for_its_adapter_and_for_none_before_it_and_nobody_waits
     slowly.ask("long", tokens=NEVER_ENDS)
     slowly.wait_for_steps(2)
     slowly.ask("with it", tokens=3, adapter="second")
+    wait_until(lambda: slowly.worker.scheduler.uses("second"))
+    slowly.may_begin.set()
     assert slowly.end_of("with it").kind == "done"
     log = list(slowly.log)
     assert log.count("second") == PIECES > log.count("first")
