@@ -82,7 +82,7 @@ class Compiled:
     """The inputs of a job, and what its answer is held to."""
 
     inputs: Inputs
-    constraint: Constraint
+    constraint: Constraint | None
 
 
 # Decoded samples are at 16 kHz; before that they may be stereo at 48 kHz, and compressed to a tenth of that in the file.
@@ -191,19 +191,19 @@ class LoadedEngine:
         compiled.set_exception(exc)
 
     def _compiled(self, job: Job, inputs: Inputs) -> Compiled:
-        reading = Reading(job, inputs, self.model.processor)
-        return Compiled(inputs, reading.constraint(self._made_grammar()))
+        return Compiled(inputs, self._constraint(job, Reading(job, inputs, self.model.processor)))
+
+    def _constraint(self, job: Job, reading: Reading) -> Constraint | None:
+        return reading.constraint(self._made_grammar()) if _is_constrained(job) else None
 
     def begin(self, job: Job, prepared: Inputs | Compiled | None = None) -> Answer:
         """Check a job and return its answer. Errors: RequestError and what `chat.prepare` raises; MistakeError."""
         with self._named("preparing a prompt"):
             try:
                 found = self._inputs(job) if prepared is None else prepared
-                if isinstance(found, Inputs) and _is_constrained(job):
-                    found = self._compiled(job, found)
-                if isinstance(found, Compiled):
-                    return self._begin(job, found.inputs, found.constraint)
-                return self._begin(job, found, None)
+                if not isinstance(found, Compiled):
+                    found = self._compiled(job, found) if job.kind == "answer" else Compiled(found, None)
+                return self._begin(job, found.inputs, found.constraint)
             except RequestError as exc:
                 raise for_client(exc, job) from exc
 
