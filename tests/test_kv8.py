@@ -405,9 +405,13 @@ def test_a_graph_of_a_step_is_counted_with_the_kernels_that_8_bits_add():
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU has graphs")
+@pytest.mark.parametrize("copies", [{}, {"kv_copies": 1}], ids=["no copies", "copies"])
 @pytest.mark.parametrize("decode", ["graph", "fused"])
-def test_the_largest_copies_are_captured_first(model, replayed, monkeypatch, decode):  # noqa: F811
+def test_the_largest_copies_are_captured_first(model, replayed, monkeypatch, decode, copies):  # noqa: F811
     """What a graph keeps of smaller ones would hold no larger one, and the plan counts the largest once."""
+    execution = model.plan.execution
+    step = replace(execution.step, bytes={**execution.step.bytes, **copies})
+    monkeypatch.setattr(model, "plan", replace(model.plan, execution=replace(execution, step=step)))
     with_pool(model, None)
     monkeypatch.setattr("trimtab.runtime.graphs.SMALLEST_PLACES", 16)
     batch = batch_of(model, decode, (), 4)
@@ -420,7 +424,7 @@ def test_the_largest_copies_are_captured_first(model, replayed, monkeypatch, dec
 
     monkeypatch.setattr(step_capture.StepCapture, "record", recorded)
     batch.prepare()
-    assert seen[0] == CONTEXT > max(seen[1:])
+    assert (seen[0] == CONTEXT) == bool(copies) and max(seen[1:]) < CONTEXT
     captures = batch.steps.captures
     batch.prepare()
     assert batch.steps.captures == captures

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from trimtab.demo.line import FOLDER
+from trimtab.machine import late_imports
+from trimtab.machine.installed import TorchBuild
 
 UNUSED = (
     "torch._dynamo.convert_frame", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.onnx",
@@ -34,7 +36,7 @@ print(json.dumps(Pipe.sent[-1]), file=sys.stderr)
 COMPILER = """
 import sys
 from trimtab.machine import late_imports
-late_imports.use()
+late_imports.use("cpu")
 import trimtab.runtime.hf, torch, transformers
 import transformers.masking_utils
 assert "torch._dynamo.convert_frame" not in sys.modules
@@ -74,7 +76,7 @@ import accelerate
 BY_FILE = """
 import sys
 from trimtab.machine import late_imports
-late_imports.use()
+late_imports.use("cpu")
 import trimtab.runtime.hf
 assert "torch._dynamo.convert_frame" not in sys.modules
 import torch._dynamo.variables.builder
@@ -131,6 +133,31 @@ def test_a_file_of_the_compiler_is_imported_after_its_package():
 def test_a_program_that_imports_trimtab_keeps_its_own_imports():
     pytest.importorskip("accelerate")
     run("-c", PROGRAM)
+
+
+@pytest.mark.parametrize(
+    ("device", "cuda", "cards", "wanted", "is_on"),
+    [
+        ("auto", None, ["unread"], None, True), ("auto", (12, 8), [], None, True), ("auto", (12, 8), ["card"], None, False),
+        ("cuda:1", (12, 8), ["card"], None, False), ("cpu", (12, 8), ["card"], None, True),
+        ("auto", (12, 8), None, None, False), ("auto", (12, 8), ["card"], "1", True), ("cpu", None, [], "0", False),
+    ],
+)  # fmt: skip
+def test_a_process_with_a_gpu_imports_everything_first(device, cuda, cards, wanted, is_on, monkeypatch):
+    finders = list(sys.meta_path)
+    monkeypatch.setattr(sys, "meta_path", finders)
+    monkeypatch.setattr(
+        sys, "modules", {name: one for name, one in sys.modules.items() if name not in ("torch", "transformers")}
+    )
+    monkeypatch.setattr(late_imports, "_is_on", False)
+    monkeypatch.setattr(late_imports, "torch_build", lambda: TorchBuild("2.13.0", cuda, has_hip=False))
+    monkeypatch.setattr(late_imports.gpus, "read_gpus", lambda: cards if cards is None else tuple(cards))
+    if wanted is None:
+        monkeypatch.delenv(late_imports.VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(late_imports.VARIABLE, wanted)
+    late_imports.use(device)
+    assert late_imports.is_on() == is_on
 
 
 def test_workers_start_before_what_answers_over_http_is_imported():

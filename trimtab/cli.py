@@ -106,7 +106,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         if options.name_of_command not in WITHOUT_THREADS:
             threads.use(options.threads, beside_others=options.name_of_command not in LASTING)
         if options.name_of_command in RUNNING and interrupts.is_command():
-            late_imports.use()
+            late_imports.use(getattr(options, "device", None) or "auto")
         interrupts.raise_again()
         code = int(options.command(options))
         print(end="", flush=True)  # a disk that is full is known here, not at exit

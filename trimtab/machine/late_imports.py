@@ -6,12 +6,15 @@ once, that this process has neither `torch.distributed` nor accelerate. It suppo
 `torch.distributed`, and accelerate is optional. Source: transformers 5.6.2 to 5.23.0, utils/import_utils.py; torch 2.13,
 _dynamo/decorators.py.
 
-A program that imports trimtab never gets this: it may compile or distribute models of its own. Imports no torch itself.
+A program that imports trimtab never gets this: it may compile or distribute models of its own. Nor does a process that computes
+on a GPU, where it was never run: nothing may be imported while kernels are captured. `TRIMTAB_LATE_IMPORTS=1` uses it on every
+machine, `0` on none. Imports no torch itself.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,20 +25,38 @@ from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
 from typing import Any
 
+from trimtab.machine import gpus
+from trimtab.machine.installed import torch_build
+
 COMPILER = "torch._dynamo"
 # transformers' masks import this file of the compiler alone; it needs no other one (torch 2.6 to 2.13).
 ALONE = ("torch._dynamo._trace_wrapped_higher_order_op",)
 HIDDEN = "accelerate"
+VARIABLE = "TRIMTAB_LATE_IMPORTS"
 
 _is_on = False
 
 
-def use() -> None:
-    """Make these imports late from now on, in this process. A second call does nothing; what is imported already stays."""
+def use(device: str) -> None:
+    """Make these imports late from now on, in this process. A second call does nothing; what is imported already stays.
+
+    device: on which the process computes, as in a LoadRequest.
+    """
     global _is_on
-    if not _is_on and "torch" not in sys.modules and "transformers" not in sys.modules:
+    if _is_on or "torch" in sys.modules or "transformers" in sys.modules:
+        return
+    wanted = os.environ.get(VARIABLE)
+    if wanted == "1" or (wanted != "0" and not _has_gpu(device)):
         _is_on = True
         sys.meta_path.insert(0, _Finder())
+
+
+def _has_gpu(device: str) -> bool:
+    """Whether the process may compute on a GPU; True where that cannot be known."""
+    build = torch_build()
+    if device == "cpu" or (build is not None and build.cuda is None and not build.has_hip):
+        return False
+    return build is None or build.has_hip or gpus.read_gpus() != ()
 
 
 def is_on() -> bool:

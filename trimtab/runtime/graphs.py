@@ -345,7 +345,7 @@ class Steps:
         if is_invariant:
             names = [None]
         steps = [(name, size, False) for name in names for size in sizes]
-        if sizes and not self._graphs and (self.batch.cache.kv != "full" or self.batch.cache.pool is not None):
+        if sizes and not self._graphs and "kv_copies" in self.model.plan.execution.step.bytes:
             # The largest copies of keys and values first: the memory of smaller ones, kept by the graphs, would hold none of these.
             steps.insert(0, (None, max(sizes), True))
         for name, size, self._sees_all in steps:

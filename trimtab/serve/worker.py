@@ -73,7 +73,7 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     set_up_as_parent()
     gc.set_threshold(*LOADING_COLLECT_AFTER)
-    late_imports.use()
+    late_imports.use(settings["request"]["device"])
     channel = Channel(connection)
     try:
         _Worker(channel, settings).run()
