@@ -253,6 +253,8 @@ def test_a_lenient_server_says_in_a_header_what_it_did_not_use():
         ({"top_logprobs": 2}, 400, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
         ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"x-guidance": {}}}}}, 400,
+         "response_format.json_schema.schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}}, 400,
          "response_format.json_schema.schema"),
         ({"stop": [""]}, 400, "stop"), ({"stop": "x" * 1025}, 400, "stop"), ({"stop": ["a", "x" * 1025]}, 400, "stop[1]"),

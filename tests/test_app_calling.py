@@ -116,6 +116,8 @@ def assistant(**function):
          "tools[0].function.parameters"),
         ({"tools": [{**TOOL, "function": {"name": "f", "parameters": {"$ref": "#"}}}], "tool_choice": "required"},
          "tools[0].function.parameters"),
+        ({"tools": [{**TOOL, "function": {"name": "f", "parameters": {"x-guidance": {"lenient": True}}, "strict": True}}]},
+         "tools[0].function.parameters"),
         ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
         ({"messages": assistant(arguments="[1]")}, "messages[0].tool_calls[0].function.arguments"),

@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 import h11
 import pytest
@@ -282,26 +282,49 @@ def test_beyond_the_limit_health_answers_and_others_get_503():
         running.until(lambda: running.ask("GET", "/v1/models")[0] == 200)
 
 
-def unread(server, requests=400):
-    """Return a connection that asks for much, again and again, and reads nothing."""
-    one = socket.socket()
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    one.settimeout(WAIT_S)
-    one.connect((server.host, server.port))
-    with suppress(OSError):
-        one.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * requests)
-    return one
+@contextmanager
+def unread(server, count=3):
+    """Give connections that ask for an answer without an end and read nothing of it."""
+    body = json.dumps({"model": "toy", "prompt": "fill", "stream": True}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with ExitStack() as stack:
+        for _ in range(count):
+            one = stack.enter_context(closing(socket.socket()))
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            one.connect((server.host, server.port))
+            one.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        time.sleep(2)  # until nothing more fits into the system's buffers
+        yield
 
 
 def test_answers_that_nobody_reads_end_after_their_time():
-    with serving(limits={"connections": 3, "send_s": 4}) as running:
-        held = [unread(running) for _ in range(3)]
-        time.sleep(1)  # until the server has read them: what has not sent its head makes room for others
+    with serving(limits={"connections": 3, "send_s": 4}) as running, unread(running):
         assert running.ask("GET", "/v1/models")[0] == 503
-        assert running.ask("GET", "/health")[0] == 200
         running.until(lambda: running.ask("GET", "/v1/models")[0] == 200, WAIT_S)
-        for one in held:
-            one.close()
+
+
+def test_answers_that_nobody_reads_make_room_long_before_their_time():
+    with serving(limits={"connections": 3}) as running, unread(running):  # send_s: a minute
+        start = time.monotonic()
+        assert running.ask("GET", "/v1/models")[0] == 503
+        running.until(lambda: running.ask("GET", "/v1/models")[0] == 200, WAIT_S)
+        assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize(("count", "answered"), [(8, 8), (9, 9), (10, 9), (300, 9)])
+def test_a_connection_ends_after_many_requests_that_did_not_wait_for_answers(count, answered):
+    with serving() as running, socket.create_connection((running.host, running.port), timeout=WAIT_S) as one:
+        one.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * count)
+        got = b""
+        if count <= 9:
+            while got.count(b"HTTP/1.1 200") < count:
+                got += one.recv(65536)
+            one.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            answered += 1
+        with suppress(ConnectionResetError):
+            while more := one.recv(65536):
+                got += more
+        assert got.count(b"HTTP/1.1 200") == answered
 
 
 def test_one_that_is_closed_beyond_the_limit_does_not_make_its_successor_one_of_those_that_are_answered():

@@ -1,6 +1,7 @@
 """A real server whose model is a toy: `python -m tests.toy_server '{"port": 0, "grace_s": 5}'` serves until it is told to end.
 
-Completions of the text "count N" give N pieces, one every twentieth of a second; "wait" gives one piece and never ends.
+Completions of the text "count N" give N pieces, one every twentieth of a second; "wait" gives one piece and never ends;
+"fill" gives pieces of 256 KiB until nobody wants them.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def worker(connection, settings):
                     text = job.prompt["text"] if isinstance(job.prompt, dict) else ""
                     jobs[job.id] = [
                         0,
-                        text if text == "wait" or re.fullmatch(r"(say|count) [0-9]{1,4}", text) else "say 2",
+                        text if text in ("wait", "fill") or re.fullmatch(r"(say|count) [0-9]{1,4}", text) else "say 2",
                     ]
                 elif message["do"] == "cancel":
                     jobs.pop(message["id"], None)
@@ -67,8 +68,10 @@ def worker(connection, settings):
 def _step(jobs, job_id):
     state = jobs[job_id]
     state[0] += 1
-    count = 0 if state[1] == "wait" else int(state[1].split()[1])
-    if state[0] == 1 or state[0] <= count:
+    count = 0 if state[1] in ("wait", "fill") else int(state[1].split()[1])
+    if state[1] == "fill":
+        yield Event(job_id, "text", text="x" * 2**18)
+    elif state[0] == 1 or state[0] <= count:
         yield Event(job_id, "text", text=f"{state[0]} ")
     elif count:
         del jobs[job_id]

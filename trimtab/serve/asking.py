@@ -14,7 +14,7 @@ from trimtab.runtime.content_parts import empty_place
 from trimtab.serve import calling, media
 from trimtab.serve.cut_media import Cut
 from trimtab.serve.job import Job
-from trimtab.serve.schema import check_ends, check_patterns
+from trimtab.serve.schema import check_ends, check_options, check_patterns
 from trimtab.serve.settings import Limits
 from trimtab.serve.wire import (
     AssistantMessage,
@@ -165,6 +165,7 @@ def schema_of(body: ChatRequest, limits: Limits) -> Mapping[str, Any] | None:
         raise RequestError("contains a number that JSON does not allow", field=field) from exc
     if size > limits.schema_bytes:
         raise RequestError(f"is larger than {limits.schema_bytes} bytes", field=field)
+    check_options(response_format.json_schema.schema_, field=field)
     check_ends(response_format.json_schema.schema_, field=field)
     check_patterns([response_format.json_schema.schema_], field=field)
     return response_format.json_schema.schema_

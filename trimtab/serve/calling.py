@@ -8,7 +8,7 @@ from typing import Any
 from trimtab.errors import RequestError
 from trimtab.serve.body import BodyLimits, JsonCounter
 from trimtab.serve.call_grammar import NO_PARAMETERS
-from trimtab.serve.schema import check_ends, check_patterns
+from trimtab.serve.schema import check_ends, check_options, check_patterns
 from trimtab.serve.settings import Limits
 from trimtab.serve.wire import ChatRequest, ToolChosen
 
@@ -47,6 +47,7 @@ def _tools_of(body: ChatRequest, limits: Limits) -> dict[str, Any]:
         function, field = tool["function"], f"tools[{place}].function"
         function.setdefault("parameters", NO_PARAMETERS)
         if must_call is not None or is_strict:
+            check_options(function["parameters"], field=f"{field}.parameters")
             check_ends(function["parameters"], field=f"{field}.parameters")
         function.pop("strict", None)
     if must_call is not None or is_strict:

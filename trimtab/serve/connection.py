@@ -8,7 +8,8 @@ A connection that has not sent a whole request has no claim: when all are taken,
 head is closed, then one that is idle, then one that is still sending its body. So connections that say nothing cannot
 keep others out. Where more connections are sending bodies than heads, the one that has sent its body longest is closed
 first: bodies that come a byte at a time would otherwise leave few places for new connections, and each of these would be closed
-before it is read. A few more are open to /health and /ready alone, for when all are being answered.
+before it is read. An answer that its client does not read has little claim either. A few more are open to /health and /ready alone,
+for when all are being answered.
 """
 
 from __future__ import annotations
@@ -43,11 +44,15 @@ CHUNK_BYTES, CHUNKS_FREE = 16, 512
 # What the line of a last chunk and the empty line after it have at most.
 LAST_BYTES = 256
 SILENT_S = 60.0
+# From then on an answer that its client does not read makes room for others.
+UNREAD_S = 5.0
+# Requests that a client may send before it has the answers to earlier ones; then its connection ends. RFC 9112 section 9.3.2.
+MOST_PIPELINED = 8
 # How h11 shows what it read.
 _READ = re.compile(r"bytearray\(b(['\"])(.*)\1\)|\bb(['\"])(.*?)\3")
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 # What a connection waits for, in the order in which it has to make room.
-WAITING = ("head", "drain", "idle", "body")
+WAITING = ("head", "drain", "idle", "unread", "body")
 ANSWERED = "answer"
 
 log = logging.getLogger("trimtab.serve")
@@ -87,7 +92,7 @@ class Guard:
             stage.pop(connection, None)
 
     def make_room(self) -> bool:
-        """Close the connection that has waited longest without a whole request; False if there is none."""
+        """Close the connection that has waited longest without a whole request, or a reader; False if there is none."""
         has_more_bodies = len(self._stages["body"]) > len(self._stages["head"])
         for name in ("body", *WAITING) if has_more_bodies else WAITING:
             oldest = next(iter(self._stages[name]), None)
@@ -125,7 +130,8 @@ class GuardedProtocol(H11Protocol):
         self._stage = "head"
         self._timer: asyncio.TimerHandle | None = None
         self._reading_timer: asyncio.TimerHandle | None = None
-        self._has_spoken = False
+        self._has_spoken = self._is_unread = False
+        self._pipelined = 0
 
     # What asyncio calls -----------------------------------------------------------------------------------------------
 
@@ -157,11 +163,23 @@ class GuardedProtocol(H11Protocol):
         """The client reads more slowly than it is written to: an answer that nobody reads ends after `send_s`."""
         super().pause_writing()
         self._stop_waiting_for_a_reader()
-        self._reading_timer = self.loop.call_later(self._limits.send_s, self.cut)
+        self._reading_timer = self.loop.call_later(min(UNREAD_S, self._limits.send_s), self._on_unread)
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stop_waiting_for_a_reader()
+        if self._is_unread:
+            self._is_unread = False
+            self._look()
+
+    def _on_unread(self) -> None:
+        left_s = self._limits.send_s - UNREAD_S
+        if left_s <= 0:
+            self.cut()
+            return
+        self._reading_timer = self.loop.call_later(left_s, self.cut)
+        self._is_unread = True
+        self._look()
 
     def _stop_waiting_for_a_reader(self) -> None:
         if self._reading_timer is not None:
@@ -171,6 +189,12 @@ class GuardedProtocol(H11Protocol):
     # What uvicorn calls -----------------------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
+        self._pipelined = self._pipelined + 1 if self.conn.has_data else 0
+        if self._pipelined > MOST_PIPELINED and not self.transport.is_closing():
+            self._guard.move(self, self._stage, "drain")
+            self._stage = "drain"
+            self.transport.close()
+            self._cut_later(DRAIN_S)
         super().on_response_complete()
         self._look()
 
@@ -197,6 +221,8 @@ class GuardedProtocol(H11Protocol):
         self._set_deadline(times.get(now))
 
     def _stage_now(self) -> str:
+        if self._is_unread:
+            return "unread"
         is_answered = self.cycle is not None and self.cycle.response_complete
         if self.conn.their_state is h11.IDLE:
             return "head" if self.cycle is None or self.conn.has_data else "idle"

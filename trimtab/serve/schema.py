@@ -1,4 +1,4 @@
-"""Checks of a JSON schema before it is compiled: whether any finite value satisfies it, and the cost of its patterns of names.
+"""Checks of a JSON schema before it is compiled: its options, whether any finite value satisfies it, the cost of its patterns.
 
 `{"$ref": "#"}` is satisfied by no value that ends, and neither is an object whose required property is such an object
 again: an answer would be empty or go on for ever. llguidance refuses every other schema that it cannot hold to. A schema is
@@ -32,6 +32,12 @@ def check_patterns(schemas: Iterable[Mapping[str, Any]], *, field: str) -> None:
             merges += "allOf" in node or ("$ref" in node and len(node) > 1)
     if patterns**2 * merges > MOST_PAIRS:
         raise RequestError("has more patternProperties than this server compiles", field=field)
+
+
+def check_options(schema: Mapping[str, Any], *, field: str) -> None:
+    """Raise RequestError for options of llguidance in a schema: with `lenient` it would ignore keywords that it cannot enforce."""
+    if "x-guidance" in schema:
+        raise RequestError('"x-guidance" is not a keyword of a JSON schema', field=field)
 
 
 def check_ends(schema: Mapping[str, Any], *, field: str) -> None:
