@@ -143,6 +143,9 @@ SMUGGLED = (
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"\0" * 100_000,
 )  # fmt: skip
 
+REQUESTS_AHEAD = 400
+AHEAD = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * REQUESTS_AHEAD
+
 
 class Attack:
     """Every kind of attacker, each in a thread, until a time. counts: what they did and what they got."""
@@ -166,8 +169,8 @@ class Attack:
         self._end = time.monotonic() + self._seconds
         threading.Thread(target=self._listen, daemon=True).start()
         works = [
-            lambda: self._bodies(self._costly), lambda: self._bodies(self._media), self._half_open, self._drip, self._smuggle,
-            self._send_values, self._flood_names, self._leave,
+            lambda: self._bodies(self._costly), lambda: self._bodies(self._media), self._half_open, self._unread, self._drip,
+            self._smuggle, self._send_values, self._flood_names, self._leave,
         ]  # fmt: skip
         threads = [threading.Thread(target=work, daemon=True) for work in works]
         for thread in threads:
@@ -248,6 +251,23 @@ class Attack:
                     raw.sendall(b"POST /v1/chat/completions HT")
                     held.append(raw)
                     self._count("half-open connections")
+            while len(held) > HALF_OPEN:
+                held.pop(0).close()
+            time.sleep(0.1)
+        for raw in held:
+            raw.close()
+
+    def _unread(self) -> None:
+        """Ask for much on each of many connections, ahead of the answers, and read nothing."""
+        held: list[socket.socket] = []
+        while self._goes_on():
+            with suppress(OSError):
+                raw = self._connect()
+                held.append(raw)
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+                raw.setblocking(False)
+                raw.send(AHEAD)
+                self._count(f"connections with {REQUESTS_AHEAD} requests ahead of answers that are not read")
             while len(held) > HALF_OPEN:
                 held.pop(0).close()
             time.sleep(0.1)

@@ -35,11 +35,11 @@ def worker(connection: Connection, settings: dict[str, Any]) -> None:
 
 def main() -> int:
     from trimtab import cli
-    from trimtab.serve import run
-    from trimtab.serve.pool import Pool
+    from trimtab.serve import pool
     from trimtab.serve.supervisor import Supervisor
 
-    run.Pool = functools.partial(Pool, make=functools.partial(Supervisor, target=worker))  # type: ignore[misc, assignment]
+    made = functools.partial(pool.Pool, make=functools.partial(Supervisor, target=worker))
+    pool.Pool = made  # type: ignore[misc, assignment]
     return cli.main(["serve", *sys.argv[1:]])
 
 
