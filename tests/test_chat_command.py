@@ -124,11 +124,13 @@ def test_ctrl_c_on_a_terminal_ends_the_answer_and_not_the_program(tmp_path):
     terminal = Terminal(["chat", BASE, *options], {"XDG_CACHE_HOME": str(tmp_path)})
     try:
         terminal.wait_for("style>")
-        for _ in range(2):  # a second Ctrl-C of a process would end it at once
+        stopped = 0
+        while stopped < 2:  # a second Ctrl-C of a process would end it at once
             terminal.send(f"{QUESTION}\r")
-            terminal.wait_for(r"(?s)you\?\n.*\w\w")
+            terminal.wait_for(r"(?s)you\?\n.{40}")
             terminal.send("\x03")
-            assert "stopped" in terminal.wait_for("style>")
+            # An answer of random tokens may have ended by itself before.
+            stopped += "stopped" in terminal.wait_for("(?s)(stopped|leaves).*style>")
         terminal.send("\x03")
         assert "/quit or Ctrl-D leaves" in terminal.wait_for("leaves.*\n.*style>")
         terminal.send("/adap\t")
