@@ -68,3 +68,18 @@ def test_an_unloaded_adapter_is_prepared_only_for_its_other_names(names):
     assert queue.has("s")
     queue.forget("s")
     assert not queue.has("s") and queue.has("again") == bool(queue) == (len(names) == 2)
+
+
+def test_changed_files_of_an_unloaded_or_changed_again_adapter_are_never_used():
+    used = []
+
+    def changed(name, what):
+        return Unprepared(iter([None]), lambda work: work(), lambda: used.append(what), Urgency.CHANGED, replaces=name)
+
+    queue = AdapterQueue(lambda name: False)
+    for one in (changed("a", "a1"), changed("b", "b1"), changed("a", "a2")):
+        queue.add(one)
+    queue.forget_changed("b")
+    while queue:
+        queue.step()
+    assert used == ["a2"]

@@ -186,7 +186,13 @@ MERGED = {
 }
 
 
-MANY = [[named(900)], [named(20), named(60)], [named(30, allOf=[{}] * 9, items={"allOf": [named(20)]})], [MERGED]]
+MANY = [
+    [named(900)],
+    [named(20), named(60)],
+    [named(60, anyOf=[{}] * 9)],
+    [named(30, allOf=[{}] * 9, items={"allOf": [named(20)]})],
+    [MERGED],
+]
 
 
 @pytest.mark.parametrize("schemas", MANY)

@@ -325,3 +325,28 @@ def options_text(options: Sequence[Option]) -> str:
     if any(one.is_rate_estimate for one in options):
         lines.append("~ of keys and values in 8 bits: an estimate, never measured")
     return "\n".join(lines)
+
+
+def advised(
+    error: DoesNotFitError, request: LoadRequest, anatomy: Anatomy, adapters: Mapping[str, int], plan: Callable[..., Plan],
+    head8: Anatomy | None,
+) -> DoesNotFitError:  # fmt: skip
+    """Return the error with the changes of the request that would fit. plan: makes a plan of another request."""
+
+    def fits(changed: LoadRequest) -> bool:
+        options: dict[str, Any] = {"adapters": adapters if changed.adapters or not request.adapters else {}}
+        if changed.head == "int8" and request.head != "int8":
+            if head8 is None:
+                return False
+            options["anatomy"] = head8
+        with suppress(TrimtabError):
+            plan(changed, is_explained=False, **options)
+            return True
+        return False
+
+    changes = fitting_changes(request, anatomy, fits)
+    hint = "; ".join(part for part in (f"This fits: {', or '.join(changes)}" if changes else "", error.hint) if part)
+    return DoesNotFitError(
+        error.reason, block=error.block, device=error.device, needed_bytes=error.needed_bytes,
+        budget_bytes=error.budget_bytes, hint=hint,
+    )  # fmt: skip

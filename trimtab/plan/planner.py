@@ -11,14 +11,12 @@ Pure: the same anatomy, request, machine and rates give the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from trimtab.checkpoint.anatomy import Anatomy
-from trimtab.errors import DoesNotFitError, RequestError, TrimtabError, gib
+from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.plan.activations import PREFILL_CHUNK_TOKENS, Use, needs_of, patches_of, smaller_needs, use_of
 from trimtab.plan.adapter_room import copies_bytes
 from trimtab.plan.blocks import Block, blocks_of, places_of, quant_of, tied_paths
@@ -47,7 +45,7 @@ from trimtab.plan.execution import (
     step_s,
 )
 from trimtab.plan.kv_form import added_step_s
-from trimtab.plan.options import ModeRefusedError, choose_chunks_of, choose_plan, fitting_changes
+from trimtab.plan.options import ModeRefusedError, advised, choose_chunks_of, choose_plan
 from trimtab.plan.pipeline import evened
 from trimtab.plan.placing import Asked, resolve_device_map, resolve_place
 from trimtab.plan.plan import OUTSIDE_PEAK, Placement, Plan, Stamps, Unquantized
@@ -128,7 +126,7 @@ def make_plan(
     except DoesNotFitError as exc:
         if not is_advised:
             raise
-        raise _advised(exc, request, anatomy, adapters, make, head8) from None
+        raise advised(exc, request, anatomy, adapters, make, head8) from None
     shared = machine.host_available_bytes + machine.process_bytes if machine.on_cpu else None
     plan = with_unpacked(with_towers(plan, anatomy), anatomy, shared_bytes=shared)
     return replace(plan, checkpoint_stamps=tuple(checkpoint_stamps), adapter_stamps=dict(adapter_stamps or {}))
@@ -161,31 +159,6 @@ def _made(
     if request.head == "auto" and not machine.on_cpu and not head_refused and head8 is not None:
         heads["int8"] = head8
     return choose_plan(request, heads, machine, planned, head_refused=head_refused)
-
-
-def _advised(
-    error: DoesNotFitError, request: LoadRequest, anatomy: Anatomy, adapters: Mapping[str, int], plan: Callable[..., Plan],
-    head8: Anatomy | None,
-) -> DoesNotFitError:  # fmt: skip
-    """Return the error with the changes of the request that would fit. plan: makes a plan of another request."""
-
-    def fits(changed: LoadRequest) -> bool:
-        options: dict[str, Any] = {"adapters": adapters if changed.adapters or not request.adapters else {}}
-        if changed.head == "int8" and request.head != "int8":
-            if head8 is None:
-                return False
-            options["anatomy"] = head8
-        with suppress(TrimtabError):
-            plan(changed, is_explained=False, **options)
-            return True
-        return False
-
-    changes = fitting_changes(request, anatomy, fits)
-    hint = "; ".join(part for part in (f"This fits: {', or '.join(changes)}" if changes else "", error.hint) if part)
-    return DoesNotFitError(
-        error.reason, block=error.block, device=error.device, needed_bytes=error.needed_bytes,
-        budget_bytes=error.budget_bytes, hint=hint,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -169,3 +169,10 @@ class Asking:
             lora.detach(self.hf_model, name, route=self.route)
             self._attach(name, held)
         return True
+
+    def check_tokens(self: Any, request: GenerateRequest) -> None:
+        """Raise RequestError for a stop token that the vocabulary does not have: it would end no answer."""
+        vocabulary = int(self.hf_model.config.get_text_config().vocab_size)
+        for token in request.stop_token_ids:
+            if token >= vocabulary:
+                raise RequestError(f"token ids are below {vocabulary}", field="stop_token_ids", value=token)

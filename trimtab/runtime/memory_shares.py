@@ -17,8 +17,9 @@ from torch import Tensor
 
 from trimtab.errors import gib
 from trimtab.plan.unpacked import ITEM
-from trimtab.runtime.devices import process_on_gpu
+from trimtab.runtime.devices import peak_host_bytes, process_on_gpu
 from trimtab.runtime.leaves import ResidentLeaf
+from trimtab.runtime.step_memory import extra_bytes
 
 if TYPE_CHECKING:
     from trimtab.runtime.batch import Batch
@@ -108,6 +109,22 @@ def shares_text(shares: Sequence[Share]) -> str:
 
 def _not_measured(name: str, planned_bytes: int) -> Share:
     return Share(name=name.replace("_", " "), planned_bytes=planned_bytes, measured_bytes=None)
+
+
+def measured(model: LoadedModel, batch: Batch | None, *, since_bytes: int) -> dict[str, int]:
+    """Return the figures of `LoadedModel.memory`. batch: of its own answers, None before the first. since_bytes: of torch's
+    tensors on the device before the model was loaded."""
+    extra = 0 if batch is None or model.device.type != "cuda" else extra_bytes(model, rows=1)
+    now = peak = process = is_estimate = 0
+    if model.device.type == "cuda":
+        now = torch.cuda.memory_allocated(model.device) - since_bytes
+        peak = torch.cuda.max_memory_allocated(model.device) - since_bytes
+        process, is_estimate = process_on_gpu(model.device)
+    return {
+        "gpu_bytes": now, "gpu_peak_bytes": peak, "gpu_process_bytes": process,
+        "gpu_planned_bytes": model.plan.gpu_needed_bytes, "gpu_decode_bytes": extra,
+        "gpu_process_is_estimate": int(is_estimate), "host_peak_bytes": peak_host_bytes(),
+    }  # fmt: skip
 
 
 def weight_bytes(model: LoadedModel) -> int:

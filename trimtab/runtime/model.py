@@ -36,14 +36,13 @@ from trimtab.runtime.asking import Asking, Chosen
 from trimtab.runtime.attached_adapter import AttachedAdapter
 from trimtab.runtime.base_values import BaseValues, base_values
 from trimtab.runtime.capturing import wait_for_all
-from trimtab.runtime.devices import bound_stacks, bound_workspaces, peak_host_bytes, process_on_gpu
+from trimtab.runtime.devices import bound_stacks, bound_workspaces
 from trimtab.runtime.held_adapter import ADAPTER_DTYPE, HeldAdapter
 from trimtab.runtime.load import Loaded, Progress, fill
 from trimtab.runtime.media import several
 from trimtab.runtime.out_of_memory import naming_out_of_memory
 from trimtab.runtime.read import read_small
 from trimtab.runtime.repacking import repack
-from trimtab.runtime.step_memory import extra_bytes
 from trimtab.runtime.tower_check import guard_towers
 from trimtab.runtime.turns import Turns
 from trimtab.runtime.unpacked_weights import UnpackedWeights, keep_unpacked
@@ -256,7 +255,8 @@ class LoadedModel(Asking):
         spec = match_adapter(file, self.anatomy)
         self._check_head(path, spec)
         wanted = {f"{t.module_path}\0{role}": entry for t in spec.targets for role, entry in t.tensors.items()}
-        tensors = {(entry.file, entry.start): tensor for entry, tensor in _pairs(wanted, read_small(wanted))}
+        values = read_small(wanted)
+        tensors = {(entry.file, entry.start): values[key] for key, entry in wanted.items()}
         held = HeldAdapter.of(spec, tensors, pinned=self.device.type == "cuda")
         self.fitting(held)  # now, not while rows wait
         if self.prefix_cache is not None:
@@ -557,13 +557,6 @@ class LoadedModel(Asking):
         inputs = self.prepare(prompt, image=image, audio=audio, system=system, template_kwargs=template_kwargs)
         return inputs, request
 
-    def check_tokens(self, request: GenerateRequest) -> None:
-        """Raise RequestError for a stop token that the vocabulary does not have: it would end no answer."""
-        vocabulary = int(self.hf_model.config.get_text_config().vocab_size)
-        for token in request.stop_token_ids:
-            if token >= vocabulary:
-                raise RequestError(f"token ids are below {vocabulary}", field="stop_token_ids", value=token)
-
     @contextmanager
     def _answering(self, adapter: Chosen) -> Iterator[None]:
         with self.turns.hold("generate"), self._out_of_memory_named("answering"):
@@ -588,17 +581,9 @@ class LoadedModel(Asking):
         process, and gpu_decode_bytes, what captured steps take beyond the plan (0 for planned ones). `memory_shares` has
         each share.
         """
-        extra = 0 if self._single is None or self.device.type != "cuda" else extra_bytes(self, rows=1)
-        now = peak = process = is_estimate = 0
-        if self.device.type == "cuda":
-            now = torch.cuda.memory_allocated(self.device) - self._baseline_bytes
-            peak = torch.cuda.max_memory_allocated(self.device) - self._baseline_bytes
-            process, is_estimate = process_on_gpu(self.device)
-        return {
-            "gpu_bytes": now, "gpu_peak_bytes": peak, "gpu_process_bytes": process,
-            "gpu_planned_bytes": self.plan.gpu_needed_bytes, "gpu_decode_bytes": extra,
-            "gpu_process_is_estimate": int(is_estimate), "host_peak_bytes": peak_host_bytes(),
-        }  # fmt: skip
+        from trimtab.runtime import memory_shares
+
+        return memory_shares.measured(self, self._single, since_bytes=self._baseline_bytes)
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -612,7 +597,3 @@ class LoadedModel(Asking):
         from trimtab.runtime import memory_shares
 
         return memory_shares.shares_of(self, batch or self._single)
-
-
-def _pairs(wanted: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[tuple[Any, Tensor]]:
-    return ((entry, tensors[key]) for key, entry in wanted.items())

@@ -29,7 +29,7 @@ class Unprepared:
     """An adapter whose files were read.
 
     pieces: what is left to compute. finish: called with `work`, which makes the adapter available, or with what raises the error of
-    a piece. names: of an adapter that requests may name already.
+    a piece. names: of an adapter that requests may name already. replaces: the name whose adapter has changed files.
     """
 
     pieces: Iterator[None]
@@ -37,6 +37,7 @@ class Unprepared:
     work: Callable[[], Any]
     urgency: Urgency
     names: set[str] = field(default_factory=set)
+    replaces: str | None = None
 
 
 class AdapterQueue:
@@ -50,7 +51,13 @@ class AdapterQueue:
         return bool(self._waiting)
 
     def add(self, one: Unprepared) -> None:
+        if one.replaces is not None:
+            self.forget_changed(one.replaces)
         self._waiting.append(one)
+
+    def forget_changed(self, name: str) -> None:
+        """Drop the changed files of an adapter: it was unloaded, and the name may be another one's, or there are newer files."""
+        self._waiting = [one for one in self._waiting if one.replaces != name]
 
     def has(self, name: str) -> bool:
         """Whether requests that name this adapter should wait for it."""

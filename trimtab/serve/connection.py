@@ -194,7 +194,7 @@ class GuardedProtocol(H11Protocol):
             self._guard.move(self, self._stage, "drain")
             self._stage = "drain"
             self.transport.close()
-            self._cut_later(DRAIN_S)
+            self._cut_later(self._limits.send_s)  # what it has not read yet is still on its way
         super().on_response_complete()
         self._look()
 

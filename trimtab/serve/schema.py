@@ -15,9 +15,9 @@ from trimtab.errors import RequestError
 
 # Every schema that a person or a library writes stays far below it; it ends what is written to cost.
 MOST_VISITS = 50_000
-# llguidance compares every pair of `patternProperties`, again wherever their object is merged with another one (`allOf`, or a
-# reference with other keywords), and has no limit on that: a thousand patterns would take it many minutes. This many pairs take
-# about half a second at worst.
+# llguidance compares every pair of `patternProperties`, again wherever their object is merged with another one (`allOf`, a
+# reference with other keywords, each branch of `anyOf` and `oneOf`), and has no limit on that: a thousand patterns would take it
+# many minutes.
 MOST_PAIRS = 4096
 _MANY = 2**31
 
@@ -30,6 +30,7 @@ def check_patterns(schemas: Iterable[Mapping[str, Any]], *, field: str) -> None:
             named = node.get("patternProperties")
             patterns += len(named) if isinstance(named, dict) else 0
             merges += "allOf" in node or ("$ref" in node and len(node) > 1)
+            merges += sum(len(_list(node, name)) for name in ("anyOf", "oneOf"))
     if patterns**2 * merges > MOST_PAIRS:
         raise RequestError("has more patternProperties than this server compiles", field=field)
 

@@ -286,8 +286,9 @@ class _Worker:
         call_id, name, path = message["id"], message["name"], message["path"]
 
         def read() -> None:
-            stamp = files_stamp(path)
+            stamp = None
             try:
+                stamp = files_stamp(path)
                 self._read.put((call_id, stamp, self.engine.shelf.read(path, name)))
             except Exception as exc:
                 self._read.put((call_id, stamp, exc))
@@ -329,7 +330,9 @@ class _Worker:
             while True:
                 name, adapter = self.watcher.read_again.get_nowait()
                 pieces, change = self.model.adapter_pieces(adapter), partial(self._change, name, adapter)
-                self._unprepared.add(Unprepared(pieces, partial(self._changed, name), change, Urgency.CHANGED))
+                self._unprepared.add(
+                    Unprepared(pieces, partial(self._changed, name), change, Urgency.CHANGED, replaces=name)
+                )
 
     def _change(self, name: str, adapter: Any) -> None:
         if self.engine.reload(name, adapter):
@@ -355,6 +358,7 @@ class _Worker:
                 self.engine.shelf.remove(name, [name] if self.scheduler.uses(name) else [])
                 self.watcher.forget(name)
                 self._unprepared.forget(name)
+                self._unprepared.forget_changed(name)
             case "numbers":
                 pass
             case what:
