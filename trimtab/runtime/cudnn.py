@@ -37,8 +37,8 @@ class AttentionGuard:
         """Switch cuDNN's attention off until what is returned is called, or the model is collected."""
         token = object()
         with self._lock:
+            self._before = self._before or torch.backends.cuda.cudnn_sdp_enabled()
             self._models.append(token)
-            self._before = torch.backends.cuda.cudnn_sdp_enabled() or (self._before and len(self._models) > 1)
             torch.backends.cuda.enable_cudnn_sdp(False)
         release = weakref.finalize(model, self._release, token)
         release.atexit = False

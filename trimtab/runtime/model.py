@@ -199,7 +199,7 @@ class LoadedModel(Asking):
 
     @property
     def _attached(self) -> dict[str, AttachedAdapter]:
-        return {name: one.about for name, one in self.route.holders.items() if one.about is not None}
+        return {name: one.about for name, one in list(self.route.holders.items()) if one.about is not None}
 
     @property
     def adapters(self) -> tuple[str, ...]:
