@@ -15,7 +15,7 @@ from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
 from trimtab.serve.job import Job
 from trimtab.serve.scheduler import StoppingError
-from trimtab.serve.supervisor import ModelFailedError, Supervisor, WorkerDiedError, WorkerError
+from trimtab.serve.supervisor import ModelFailedError, Supervisor, WorkerDiedError, WorkerError, exit_code_of
 
 WAIT_S = 30
 KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
@@ -231,8 +231,23 @@ def test_stopping_tells_everyone_and_refuses_the_next(supervisor):
 def test_draining_lets_the_worker_end_by_itself(supervisor):
     process = supervisor._life.process
     supervisor.drain(WAIT_S)
-    process.join(WAIT_S)  # stopped is said when the worker hangs up
-    assert process.exitcode == 0 and supervisor.state == "stopped"
+    assert exit_code_of(process, WAIT_S) == 0 and supervisor.state == "stopped"
+
+
+def test_the_exit_code_is_known_though_another_thread_stores_it_late(supervisor):
+    class Late:
+        """A process whose exit status another thread was given, and stores after three looks."""
+
+        sentinel, looks = supervisor._life.process.sentinel, 0
+
+        @property
+        def exitcode(self):
+            self.looks += 1
+            return 7 if self.looks > 3 else None
+
+    assert exit_code_of(Late(), 0) is None  # the process runs
+    os.kill(supervisor.pid, KILL)
+    assert exit_code_of(Late(), WAIT_S) == 7
 
 
 @pytest.mark.parametrize(("ends_itself", "error_class"), [(True, StoppingError), (False, WorkerDiedError)])
@@ -241,9 +256,9 @@ def test_a_call_that_a_stopping_worker_never_took_is_told_why(supervisor, ends_i
     call = supervisor.call("load_adapter", name="a", path="/a")
     supervisor._is_stopping = True
     if ends_itself:
-        supervisor._life.process.kill()
-        supervisor._life.process.join()
-        supervisor._life.process = SimpleNamespace(exitcode=0, is_alive=lambda: False, join=lambda *_: None)
+        process = supervisor._life.process
+        supervisor._life.process = SimpleNamespace(exitcode=0, sentinel=process.sentinel)  # before the end is heard
+        process.kill()
     else:
         os.kill(supervisor.pid, KILL)
     with pytest.raises(error_class):

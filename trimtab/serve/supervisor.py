@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import multiprocessing.connection
 import queue
 import signal
 import threading
@@ -31,6 +32,8 @@ Emit = Callable[[Event], None]
 PAUSES_S = (0.0, 0.5, 2.0, 10.0, 30.0)
 # A worker that loads says so after every block, but starting Python, planning and reading one block may take this long.
 LOADING_SILENCE_S = 900.0
+# Between two looks for the exit code of a process that has ended, and how long to look.
+EXIT_CODE_LOOK_S, EXIT_CODE_WAIT_S = 0.001, 5.0
 STATES = ("stopped", "loading", "ready", "restarting", "failed")
 
 log = logging.getLogger("trimtab.serve")
@@ -68,6 +71,21 @@ def _how_it_ended(exit_code: int | None) -> str:
         with suppress(ValueError):
             return f"the worker process was ended by {signal.Signals(-exit_code).name}"
     return f"the worker process ended with exit code {exit_code}"
+
+
+def exit_code_of(process: Any, timeout_s: float | None = None) -> int | None:
+    """Wait for the end of a process and return its exit code, or None while it runs.
+
+    Any thread may call it. `Process.join` and `Process.exitcode` are not enough: the thread that the operating system gives the
+    exit status to stores it a moment later, and until then all others are told that the process runs. Each start of another
+    process asks for the status of all of them (multiprocessing/process.py, _cleanup).
+    """
+    if not multiprocessing.connection.wait([process.sentinel], timeout_s):
+        return None
+    deadline_s = time.monotonic() + EXIT_CODE_WAIT_S
+    while (exit_code := process.exitcode) is None and time.monotonic() < deadline_s:
+        time.sleep(EXIT_CODE_LOOK_S)
+    return exit_code
 
 
 @dataclass(eq=False)
@@ -170,7 +188,7 @@ class Supervisor:
             life = self._life
         if life is not None and self.state == "ready":
             life.outbox.put({"do": "drain"})
-            life.process.join(grace_s)
+            exit_code_of(life.process, grace_s)
         self.stop()
 
     def stop(self) -> None:
@@ -181,7 +199,7 @@ class Supervisor:
             self._ready.clear()
         if life is not None:
             life.process.kill()  # it has nothing to put away, and does not hear SIGTERM
-            life.process.join()
+            exit_code_of(life.process)
             life.outbox.put(None)
         self._end_all(StoppingError())
         self._become("stopped")
@@ -264,16 +282,16 @@ class Supervisor:
                 elif time.monotonic() - life.last_event_s > self._silence_s():
                     life.process.kill()
         except (EOFError, OSError):
-            life.process.join(5)
+            exit_code_of(life.process, 5)
         except Exception:
             # Whoever hears no more would leave every request waiting for ever: a new worker and a new thread go on.
             log.exception("internal error while reading messages of its worker")
-        if life.process.is_alive():
+        if exit_code_of(life.process, 0) is None:
             life.process.kill()
-            life.process.join()
+        exit_code = exit_code_of(life.process)
         life.outbox.put(None)
         life.channel.close()
-        self._ended(life)
+        self._ended(life, exit_code)
 
     def _silence_s(self) -> float:
         """Return how long the worker may say nothing."""
@@ -331,13 +349,12 @@ class Supervisor:
         else:
             call.future.set_result(message["value"])
 
-    def _ended(self, life: _Life) -> None:
+    def _ended(self, life: _Life, exit_code: int | None) -> None:
         with self._lock:
             if self._life is not life:
                 return  # `stop` has seen to it
             self._ready.clear()
             calls, self._calls = self._calls, {}
-            exit_code = life.process.exitcode
             died = WorkerDiedError(exit_code)
             # What no worker has been given yet was not lost with this one, retries or not.
             kept = {
