@@ -2,6 +2,9 @@
 # On Windows, which has no make: see CONTRIBUTING.md for the four lines that do the same.
 PYTHON ?= python3
 WORKERS ?= logical
+# Many tests start processes and wait for them, on machines that may be slow and busy. One that fails is run once more; the closing
+# line counts it ("1 rerun") and the summary names it. Such a test has a defect, or found one: see CONTRIBUTING.md.
+RERUNS ?= --reruns 1 -rR
 TIDY = trimtab tests tools bench
 ENV = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 PYTHONPATH=.
 
@@ -21,10 +24,10 @@ demo: $(NEWEST)
 	.venv/bin/python -m trimtab demo
 
 test: $(NEWEST)
-	$(ENV) .venv/bin/python -m pytest -q -n $(WORKERS) --maxprocesses 8 tests
+	$(ENV) .venv/bin/python -m pytest -q -n $(WORKERS) --maxprocesses 8 $(RERUNS) tests
 
 test-oldest: $(OLDEST)
-	$(ENV) .venv-oldest/bin/python -m pytest -q -n $(WORKERS) --maxprocesses 8 tests
+	$(ENV) .venv-oldest/bin/python -m pytest -q -n $(WORKERS) --maxprocesses 8 $(RERUNS) tests
 
 # The known bugs of other packages, shown on releases that have them and on releases that have not; minutes.
 test-upstream: $(NEWEST) $(OLDEST)
@@ -76,7 +79,7 @@ test-page: $(NEWEST)
 	test -e .npm-page/made-from-$(AXE) || (rm -rf .npm-page && mkdir .npm-page && \
 		npm install --silent --no-audit --no-fund --ignore-scripts --prefix .npm-page $(subst axe-core-,axe-core@,$(AXE)) && \
 		touch .npm-page/made-from-$(AXE)) || echo "no npm or no network: the page is not looked through by axe-core"
-	$(ENV) .venv/bin/python -m pytest -q -m slow tests/page || [ $$? -eq 5 ]  # 5: nothing to run here
+	$(ENV) .venv/bin/python -m pytest -q -m slow -n $(WORKERS) --maxprocesses 4 --dist loadfile $(RERUNS) tests/page || [ $$? -eq 5 ]  # 5: nothing to run here
 
 # On a GPU machine the environment is its owner's: torch there is built for its CUDA.
 test-gpu:
