@@ -311,20 +311,91 @@ def test_answers_that_nobody_reads_make_room_long_before_their_time():
         assert time.monotonic() - start < 20
 
 
-@pytest.mark.parametrize(("count", "answered"), [(8, 8), (9, 9), (10, 9), (300, 9)])
-def test_a_connection_ends_after_many_requests_that_did_not_wait_for_answers(count, answered):
-    with serving() as running, socket.create_connection((running.host, running.port), timeout=WAIT_S) as one:
-        one.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * count)
-        got = b""
-        if count <= 9:
-            while got.count(b"HTTP/1.1 200") < count:
-                got += one.recv(65536)
-            one.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-            answered += 1
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+def answer(stream):
+    """Return (status line, header lines) of the next answer, whose body is read; None at the end of the connection."""
+    lines = []
+    while (line := stream.readline().strip()) or not lines:
+        if not line:
+            return None
+        lines.append(line.lower())
+    size = next(int(line.partition(b":")[2]) for line in lines if line.startswith(b"content-length:"))
+    stream.read(size)
+    return lines[0], lines[1:]
+
+
+@contextmanager
+def asking(server):
+    """Give a connection and what comes from it."""
+    with socket.create_connection((server.host, server.port), timeout=WAIT_S) as one, one.makefile("rb") as stream:
+        yield one, stream
+
+
+def completion(prompt, **more):
+    body = json.dumps({"model": "toy", "prompt": prompt, **more}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def test_a_client_that_keeps_a_request_ahead_is_answered_without_an_end(server):
+    asked = completion("count 2")  # it takes long enough that another one waits at each end
+    with asking(server) as (one, stream):
+        one.sendall(asked * 3)
+        for _ in range(12):
+            status, headers = answer(stream)
+            assert status == b"http/1.1 200 ok"
+            assert b"connection: close" not in headers
+            one.sendall(asked)
+
+
+@pytest.mark.parametrize("ahead", [1, 8])
+def test_a_client_may_send_a_few_requests_ahead_each_time(server, ahead):
+    with asking(server) as (one, stream):
+        for _ in range(3):
+            one.sendall(HEALTH * (ahead + 1))
+            assert all(b"connection: close" not in answer(stream)[1] for _ in range(ahead + 1))
+
+
+@pytest.mark.parametrize("count", [10, 400])
+def test_with_many_requests_ahead_the_answer_says_that_it_is_the_last(server, count):
+    with asking(server) as (one, stream):
+        one.sendall(HEALTH * count)
+        answers = []
         with suppress(ConnectionResetError):
-            while more := one.recv(65536):
-                got += more
-        assert got.count(b"HTTP/1.1 200") == answered
+            while (next_answer := answer(stream)) is not None:
+                answers.append(next_answer)
+    assert 1 <= len(answers) <= 9
+    assert [b"connection: close" in headers for _, headers in answers] == [False] * (len(answers) - 1) + [True]
+
+
+def test_requests_ahead_of_a_stream_end_the_connection_after_the_next_answer(server):
+    with asking(server) as (one, stream):
+        one.sendall(completion("count 4", stream=True))
+        started = stream.readline()
+        one.sendall(HEALTH * 100)  # the head of the stream can no longer say anything about the connection
+        with suppress(ConnectionResetError):
+            rest = started + stream.read()
+        assert b"[DONE]" in rest
+        assert rest.lower().count(b"connection: close") == 1
+        assert rest.count(b"HTTP/1.1 200") == 2
+
+
+POSTED = b"POST /a HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n\r\n\r\nabc\r\n"
+CHUNKED = b"POST /a HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n4\r\n\r\n\r\n\r\n0\r\n\r\n"
+EMPTY_CHUNKED = b"POST /a HTTP/1.1\r\nhost: a\r\ntransfer-encoding: Chunked\r\n\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "waiting"),
+    [(b"", 0), (HEALTH[:-1], 0), (HEALTH, 1), (HEALTH * 3 + HEALTH[:9], 3), (POSTED, 1), (POSTED[:-1], 0), (POSTED * 2, 2),
+     (CHUNKED, 1), (CHUNKED[:-1], 0), (CHUNKED + EMPTY_CHUNKED + POSTED + HEALTH, 4), (EMPTY_CHUNKED[:-3], 0), (HEALTH * 400, 9)],
+)  # fmt: skip
+def test_the_requests_that_wait_are_counted_as_they_will_be_parsed(data, waiting):
+    connection = StrictConnection(h11.SERVER)
+    connection.receive_data(data)
+    assert connection.waiting_requests() == waiting
 
 
 def test_one_that_is_closed_beyond_the_limit_does_not_make_its_successor_one_of_those_that_are_answered():

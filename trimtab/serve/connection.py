@@ -25,6 +25,7 @@ from typing import Any
 import h11
 from h11._readers import ContentLengthReader
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from trimtab.serve.door import OPEN_PATHS
@@ -46,8 +47,12 @@ LAST_BYTES = 256
 SILENT_S = 60.0
 # From then on an answer that its client does not read makes room for others.
 UNREAD_S = 5.0
-# Requests that a client may send before it has the answers to earlier ones; then its connection ends. RFC 9112 section 9.3.2.
+# Complete requests that may wait at one time behind the one that is answered. With more of them, the answer ends the connection.
+# RFC 9112 section 9.3.2.
 MOST_PIPELINED = 8
+_BODY = re.compile(
+    rb"\r\n(?:content-length:[ \t]*([0-9]{1,18})|transfer-encoding:[ \t]*(chunked))[ \t]*\r\n", re.IGNORECASE
+)
 # How h11 shows what it read.
 _READ = re.compile(r"bytearray\(b(['\"])(.*)\1\)|\bb(['\"])(.*?)\3")
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -131,7 +136,6 @@ class GuardedProtocol(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._reading_timer: asyncio.TimerHandle | None = None
         self._has_spoken = self._is_unread = False
-        self._pipelined = 0
 
     # What asyncio calls -----------------------------------------------------------------------------------------------
 
@@ -150,6 +154,7 @@ class GuardedProtocol(H11Protocol):
         if self._stage == "drain" and self.conn.skip(len(data)):
             return
         super().data_received(data)
+        self._end_if_many_wait()
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -189,14 +194,20 @@ class GuardedProtocol(H11Protocol):
     # What uvicorn calls -----------------------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
-        self._pipelined = self._pipelined + 1 if self.conn.has_data else 0
-        if self._pipelined > MOST_PIPELINED and not self.transport.is_closing():
+        if self.transport.is_closing():  # the client or this answer ends the connection
             self._guard.move(self, self._stage, "drain")
             self._stage = "drain"
-            self.transport.close()
             self._cut_later(self._limits.send_s)  # what it has not read yet is still on its way
         super().on_response_complete()
+        self._end_if_many_wait()
         self._look()
+
+    def _end_if_many_wait(self) -> None:
+        """Make the next answer the last one of this connection, and let it say so, if too many requests wait behind it."""
+        if self.cycle is None or self.cycle.response_started or self.conn.their_state is not h11.DONE:
+            return
+        if CLOSE_HEADER not in self.cycle.default_headers and self.conn.waiting_requests() > MOST_PIPELINED:
+            self.cycle.default_headers = [*self.cycle.default_headers, CLOSE_HEADER]
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
@@ -308,6 +319,14 @@ class StrictConnection(h11.Connection):
     def has_data(self) -> bool:
         return len(self._receive_buffer) > 0
 
+    def waiting_requests(self) -> int:
+        """Return how many complete requests have been read and not parsed, at most one more than may wait. Only valid between
+        two requests."""
+        data, position, count = self._receive_buffer._data, 0, 0
+        while count <= MOST_PIPELINED and (position := _end_of_request(data, position)) >= 0:
+            count += 1
+        return count
+
     def skip(self, count: int) -> bool:
         """Count bytes of a body that nobody reads. Returns False if they have to be parsed."""
         body = self._reader
@@ -370,3 +389,18 @@ class StrictConnection(h11.Connection):
 
 def _has_bare_lf(data: bytes) -> bool:
     return data.count(b"\n") != data.count(b"\r\n")
+
+
+def _end_of_request(data: bytearray, start: int) -> int:
+    """Return where the request that begins at `start` ends, -1 if it is not complete. It is not checked: parsing does that."""
+    end = data.find(b"\r\n\r\n", start)
+    if end < 0:
+        return -1
+    body = _BODY.search(data, start, end + 2)
+    if body is None:
+        return end + 4
+    if body[2]:
+        last = data.find(b"\r\n0\r\n\r\n", end + 2)
+        return -1 if last < 0 else last + 7
+    end += 4 + int(body[1])
+    return end if end <= len(data) else -1
