@@ -18,7 +18,7 @@ RESULTS = ROOT / "bench" / "results"
 PAGES = (
     ROOT / "README.md", ROOT / "docs" / "how-fast-and-why.md", ROOT / "docs" / "keep-peft.md",
     ROOT / "docs" / "is-my-merge-right.md", ROOT / "docs" / "server-under-load.md",
-    ROOT / "docs" / "serve-many-adapters.md",
+    ROOT / "docs" / "serve-many-adapters.md", ROOT / "docs" / "read-a-plan.md",
 )  # fmt: skip
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
 SLOT = re.compile(r"(<!-- numbers:(\w+) -->\n).*?(<!-- /numbers -->)", re.DOTALL)
@@ -301,19 +301,28 @@ def _case_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return row["model"], row["card_gib"], row["head"], row.get("copies", 1), row.get("engine", "")
 
 
+def _latest_cards(results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the rows of bench/results/cards.json, the smallest cards first.
+
+    Of a case that was measured twice the later run counts.
+    """
+    latest = {_case_of(row): row for row in results["rows"] if "error" not in row}
+    return sorted(latest.values(), key=lambda row: (row["model"], row["card_gib"] or 999, *_case_of(row)[2:]))
+
+
+def _card_size(row: Mapping[str, Any]) -> str:
+    size = f"{row['card_gib']:g} GiB" if row["card_gib"] else "whole GPU"
+    return size + (f", link / {row['copies']}" if "copies" in row else "")
+
+
 def cards(results: Mapping[str, Any]) -> str:
     """Return the table of bench/results/cards.json, the smallest cards first, and a line on where it was measured."""
-    rows = [row for row in results["rows"] if "error" not in row]
-    # Of a case that was measured twice the later run counts.
-    latest = {_case_of(row): row for row in rows}
-    ordered = sorted(latest.values(), key=lambda row: (row["model"], row["card_gib"] or 999, *_case_of(row)[2:]))
+    ordered = _latest_cards(results)
     head = ["model", "card", "`--head`", "head", "decode steps", *(heading for heading, *_ in CARD_COLUMNS)]
     lines = [head, ["---"] * 5 + ["---:"] * len(CARD_COLUMNS)]
     for row in ordered:
-        size = f"{row['card_gib']:g} GiB" if row["card_gib"] else "whole GPU"
-        size += f", link / {row['copies']}" if "copies" in row else ""
         steps = "stock" if row.get("engine") == "stock" else row["execution"]
-        label = [row["model"].upper(), size, row["head"], row.get("chosen_head", row["head"]), steps]
+        label = [row["model"].upper(), _card_size(row), row["head"], row.get("chosen_head", row["head"]), steps]
         lines.append(
             [*label, *(f"{row[key]:.{decimals}f}" if key in row else "-" for _, key, decimals in CARD_COLUMNS)]
         )
@@ -350,7 +359,44 @@ def small_cards(results: Mapping[str, Any]) -> str:
         ])  # fmt: skip
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     gpu = results["environment"]["gpu"]
-    return f"{table}\n\n{gpu}, 4-bit weights, an adapter of rank 8 on text, vision and audio, context 4096.\n"
+    closing = f"{gpu}, 4-bit weights, an adapter of rank 8 on text, vision and audio, context 4096."
+    return f"{table}\n\n{closing} {above_plan(results)}"
+
+
+def card_predictions(results: Mapping[str, Any]) -> str:
+    """Return a table of bench/results/cards.json for the cards that stream layers, and a sentence on the others."""
+    rows = [row for row in _latest_cards(results) if "predicted_tok_s" in row]
+    lines = [["model", "card", "predicted tokens/s", "measured", "difference"], ["---"] * 2 + ["---:"] * 3]
+    resident = []
+    for row in rows:
+        share = 100 * (row["predicted_tok_s"] / row["tok_s"] - 1)
+        if not row["streamed_gib"]:
+            resident.append(share)
+            continue
+        head = {"int8": "8-bit head", "full": "full head"}[row["chosen_head"]]
+        lines.append([
+            row["model"].upper(), f"{_card_size(row)}, {head}", f"{row['predicted_tok_s']:.0f}", f"{row['tok_s']:.0f}",
+            f"{share:+.0f} %",
+        ])  # fmt: skip
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return (
+        f"{table}\n\n{results['environment']['gpu']}, cards that stream layers. On the {len(resident)} others, which hold the "
+        f"whole decoder, the predictions differ by {min(resident):+.0f} to {max(resident):+.0f} % (`bench/results/cards.json`).\n"
+    )
+
+
+def above_plan(results: Mapping[str, Any]) -> str:
+    """Return the sentence that names each case whose process took more than its plan, by at least a MiB."""
+    rows = [row for row in _latest_cards(results) if "planned_gib" in row]
+    above = [row for row in rows if row["process_gib"] - row["planned_gib"] >= 2**-10]
+    if not above:
+        return "No process took more memory than its plan.\n"
+    named = "; ".join(
+        f"{row['model'].upper()} on {_card_size(row)} took {row['process_gib']:.3f} GiB, and its plan counts "
+        f"{row['planned_gib']:.3f} ({(row['process_gib'] - row['planned_gib']) * 2**10:.0f} MiB more)"
+        for row in above
+    )
+    return f"Of {len(rows)} measured processes, {len(above)} took more memory than planned: {named}.\n"
 
 
 def link_limit(results: Mapping[str, Any]) -> str:
@@ -428,6 +474,8 @@ MAKERS = {
     "cards": cards,
     "small_cards": small_cards,
     "link_limit": link_limit,
+    "card_predictions": card_predictions,
+    "above_plan": above_plan,
     "install_size": install_size,
     "memory": memory,
     "decode": decode,
@@ -444,7 +492,7 @@ MAKERS = {
 
 
 # A table that is made of another one's results.
-SOURCES = {"small_cards": "cards", "link_limit": "cards"}
+SOURCES = dict.fromkeys(("small_cards", "link_limit", "card_predictions", "above_plan"), "cards")
 
 
 def filled(text: str) -> str:

@@ -1,0 +1,238 @@
+"""Figures that the docs have in sentences and in tables written by hand: each is computed from its file in bench/results.
+
+`tools/readme_numbers.py` fills whole tables. Here a case names a page and returns the texts that the page must contain.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+
+
+def rounded(value, digits):
+    """Return the value with so many decimals, ties upwards: 0.365 as 0.37."""
+    return f"{value + 1e-9:.{digits}f}"
+
+
+def results_of(name):
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def card(gib, head, run):
+    (row,) = [
+        row
+        for row in results_of("cards")["rows"]
+        if (row["model"], row["card_gib"], row["head"], row["run"]) == ("e4b", gib, head, run) and "copies" not in row
+    ]
+    return row
+
+
+def staging():
+    before, now = card(3.7, "auto", 5), card(3.7, "auto", 6)
+    yield (
+        f"E4B on 3.7 GiB went from {before['tok_s']:.0f} to {now['tok_s']:.0f} tokens per second; the plan predicted "
+        f"{now['predicted_tok_s']:.0f}"
+    )
+    yield (f"takes {card(4, 'auto', 2)['ttft_ms']:.0f} ms instead of {card(4, 'auto', 1)['ttft_ms']:.0f} on that card")
+
+
+def prompts():
+    found = {
+        (row["model"], row["tokens"], row["way"]): row["ms"]
+        for row in results_of("prompts")["rows"]
+        if row["what"] == "text" and row["adapter"] and "ms" in row
+    }
+    names = {"e4b": "E4B: stock / eager / captured", "e2b": "E2B", "qwen3-8b": "Qwen3-8B", "qwen3-vl-4b": "Qwen3-VL-4B"}
+    for model, title in names.items():
+        cells = [
+            " / ".join(f"{found[model, tokens, way]:.0f}" for way in ("stock", "eager"))
+            + f" / **{found[model, tokens, 'captured']:.1f}**"
+            for tokens in (64, 512, 2048)
+        ]
+        yield f"| {title} | {' | '.join(cells)} |"
+    (alone,) = [
+        row["ms"]
+        for row in results_of("prompts")["rows"]
+        if (row["model"], row.get("tokens"), row.get("adapter"), row.get("way")) == ("e4b", 512, False, "captured")
+    ]
+    yield f"tokens of E4B take {alone:.1f} ms"
+    (memory,) = [row for row in results_of("prompts")["rows"] if (row["model"], row["what"]) == ("e4b", "memory")]
+    taken = memory["taken_bytes"]
+    yield (
+        f"{taken['torch'] / 1e6:.0f} MB for all chunk sizes of E4B, mostly the activations of the largest, and "
+        f"{taken['others'] / 1e6:.0f} MB in the driver's memory for {memory['graphs']} graphs"
+    )
+
+
+def towers():
+    rows = [row for row in results_of("prompts")["rows"] if row["model"] == "e4b" and row.get("way") == "captured"]
+    eager, captured = (
+        next(row for row in rows if row["what"] == "picture and sound" and row["run"] == run) for run in (2, 3)
+    )
+    yield f"594 tokens, to the first token | {eager['ms']:.0f} ms | **{captured['ms']:.0f} ms** |"
+    yield f"on the GPU | {eager['gpu_ms']:.0f} | {captured['gpu_ms']:.0f} |"
+    (parts,) = [row for row in results_of("prompts")["rows"] if row["what"] == "parts of a picture"]
+    yield f"the vision tower took {parts['towers_ms']:.1f} ms and the decoder {parts['prompt_ms']:.1f}"
+
+
+def prompt_kernels():
+    rows = [row for row in results_of("prompt_kernels")["rows"] if row["shape"] == [10240, 2560]]
+    (unpack,) = [row for row in rows if row["what"] == "unpack"]
+    yield f"({unpack['us']:.0f} µs instead of {unpack['bitsandbytes_us']:.0f} for E4B's gate)"
+    (lora,) = [row for row in rows if (row.get("tokens"), row.get("rank")) == (512, 8)]
+    yield f"({lora['us']:.0f} µs instead of {lora['torch_us']:.0f} for 512 tokens)"
+
+
+def on_a_cpu():
+    titles = {
+        "llama-300m, none": "Llama 310 M | none",
+        "llama-300m, nf4-dq, repacked": "Llama 310 M | nf4-dq, `--decode repacked`",
+        "llama-300m, nf4-dq": "Llama 310 M | nf4-dq",
+        "llama-300m, nf4-dq, without AVX512-BF16": "Llama 310 M | nf4-dq, stock without AVX512-BF16",
+        "demo, nf4-dq, repacked": "demo | nf4-dq, `--decode repacked`",
+        "demo, nf4-dq": "demo | nf4-dq",
+        "demo, nf4-dq, without AVX512-BF16": "demo | nf4-dq, stock without AVX512-BF16",
+    }
+    reports = results_of("bench_cpu")["reports"]
+    assert set(reports) == set(titles)
+    for name, title in titles.items():
+        ratios = [reports[name]["ratios"][key] for key in ("decode_tok_s", "cpu_ms")]
+        cells = [f"{one['median']:.2f} ({one['min']:.2f} to {one['max']:.2f})" for one in ratios]
+        yield f"| {title} | {' | '.join(cells)} |"
+
+
+def server_load():
+    last = results_of("load_text")["rows"][2]
+    yield f"below {last['between_ms']['p99'] / last['between_ms']['p50']:.1f} median ones"
+
+
+def steps():
+    rows = {
+        (row["batch"], row["adapter_rank"], row["adapters"]): row["ms"]
+        for row in results_of("decode")["rows"]
+        if row["model"] == "e4b" and row.get("run") == 4 and "ms" in row and row["decode"] == "auto"
+    }
+    yield (
+        f"A step of eight rows takes {rows[8, 8, 8]:.2f} ms with eight adapters of rank 8 and {rows[8, 0, 0]:.2f} ms without"
+    )
+    yield f"{rows[1, 8, 1]:.2f} ms with rank 8 and {rows[1, 64, 1]:.2f} ms with rank 64"
+
+
+def kv8():
+    demo = results_of("kv8")["runs"][0]["demo"]
+    forms = {"4 bits, bf16": ("nf4-dq", "bfloat16"), "bf16": ("none", "bfloat16"), "float32": ("none", "float32")}
+    for title, form in forms.items():
+        rows = [row["token"] for row in demo if (row["quant"], row["dtype"]) == form]
+        positions = sum(row["positions"] for row in rows)
+        mean, same = (
+            sum(row["positions"] * row[key] for row in rows) / positions for key in ("kl_mean", "top1_agreement")
+        )
+        kl, largest = (f"{one:.1e}".replace("e-0", "e-") for one in (mean, max(row["kl_max"] for row in rows)))
+        yield f"| {title} | {positions:,} | {kl} | {largest} | {100 * same:.1f} % |"
+    yield f"All {sum(row['same_answers'] for row in demo)} greedy answers"
+
+
+def kv_pages():
+    rows = [row for row in results_of("kv_pages")["rows"] if row.get("mode") == "fused"]
+    held = {row["layout"]: row["held"] for row in rows if row["what"] == "bytes"}
+    yield f"| keys and values | {held['whole'] / 1e9:.2f} GB | {held['pages'] / 1e9:.2f} GB |"
+    for count in (32, 8):
+        ms = {row["layout"]: row["ms"] for row in rows if row["what"] == "step" and row["rows"] == count}
+        yield f"| step of {count} rows | {ms['whole']:.2f} ms | {ms['pages']:.2f} ms |"
+
+
+def head8():
+    runs = results_of("head8")["runs"]
+    (products,) = [run["products"] for run in runs if "products" in run]
+    found = {(row["model"], row["rows"]): row for row in products}
+    for model, title in {"e2b": "E2B", "e4b": "E4B", "26b-a4b": "26B-A4B", "12b": "12B"}.items():
+        one, eight = found[model, 1], found[model, 8]
+        yield f"| {title} | {one['whole_us']:.0f} | {one['us']:.0f} | {eight['us']:.0f} |"
+    (demo,) = [run["demo"] for run in runs if "demo" in run]
+    assert {row["same_texts"] for row in demo} == {18}
+    yield f"All {sum(row['same_texts'] for row in demo)} greedy answers"
+    positions = sum(row["positions"] for row in demo)
+    mean, same = (sum(row["positions"] * row[key] for row in demo) / positions for key in ("kl_mean", "top1_agreement"))
+    yield f"the mean KL divergence was {mean:.5f} and the largest {max(row['kl_max'] for row in demo):.4f}"
+    yield f"at {100 * same:.1f} % of them"
+
+
+def merging():
+    copy, ours, peft = results_of("merge_cpu")["rows"]
+    yield f"| a plain copy of the files | {copy['seconds']:.0f} | - |"
+    yield f"| `trimtab merge` | {ours['seconds']:.0f} | {rounded(ours['peak_gib'], 2)} GiB |"
+    yield f"| PEFT, `merge_and_unload` and `save_pretrained` | {peft['seconds']:.0f} | {peft['peak_gib']:.2f} GiB |"
+    yield f"All {peft['equal']:,} tensors equal PEFT's"
+    copy, ours, peft, quantized = results_of("merge")["rows"]
+    yield (f"copy {copy['seconds']:.0f} s, merge {ours['seconds']:.0f} s with")
+    yield f"PEFT {peft['seconds']:.0f} s with {peft['peak_gib']:.1f} GiB, {peft['equal']:,} tensors equal"
+    yield f"`--requantize nf4-dq` {quantized['seconds']:.0f} s"
+
+
+def first_tokens():
+    cases = results_of("cpu_first_token")["cases"]
+    for title, (name, case) in zip(
+        ("demo, bfloat16", "Llama 310 M, bfloat16", "Llama 310 M, float32"), cases.items(), strict=True
+    ):
+        assert name.startswith(title.split(",")[0].split()[0].lower()) and case["dtype"] == title.split(", ")[1], name
+        ratios = case["ratios"]
+        yield f"| {title} | {case['prompt_tokens']} tokens | {ratios['first_cpu_ms']:.2f} | {ratios['step_cpu_ms']:.2f} |"
+
+
+def threads():
+    medians = results_of("threads")["medians"]
+    chosen, every = medians["chosen"], medians["all_cores"]
+    yield f"decodes {chosen['tokens_per_s']:.1f} tokens per second with the default number of threads"
+    yield f"and {every['tokens_per_s']:.1f} with one thread for each core"
+    yield f"takes {chosen['process_s']:.1f} s and {every['process_s']:.1f} s"
+
+
+def attackers():
+    scenes = results_of("attackers")["scenes"]
+    titles = {"first_s": "first token of a normal client", "whole_s": "its whole answer", "health_s": "`/health`"}
+    for scene, digits in (("attacked", (3, 3, 3)), ("together", (1, 1, 3))):
+        for (key, title), places in zip(titles.items(), digits, strict=True):
+            pair = [scenes[scene][who][key] for who in ("quiet", "attacked")]
+            cells = " | ".join(rounded(one[share], places) for one in pair for share in ("p50", "p99"))
+            yield f"| {title} | {cells} | {scenes[scene]['p99_ratio'][key]:.1f} |"
+    faults = scenes["together"]["faults"]
+    yield f"{faults['requests']:,} requests: {faults['complete']:,} complete, {faults['error']} `WorkerDiedError`"
+    cases = [results_of("fuzz")[name]["test_cases"]["generated"] for name in ("toy", "demo")]
+    yield f"{cases[0]:,} requests generated from the API's description"
+    yield f"and {cases[1]} more to the demo model"
+
+
+def on_ray():
+    ray = results_of("ray")
+    one = ray["one_request"]
+    yield f"{1000 * one['through_ray_s']:.0f} ms through Ray, {1000 * one['single_server_s']:.0f} ms on one server"
+    yield f"two copies again after {ray['copy_killed']['back_s']:.0f} s"
+    yield f"the second copy answers after {ray['autoscaling']['s']:.0f} s"
+
+
+CASES = {
+    staging: "how-fast-and-why", prompts: "how-fast-and-why", towers: "how-fast-and-why", prompt_kernels: "how-fast-and-why",
+    on_a_cpu: "how-fast-and-why", server_load: "server-under-load", attackers: "server-under-load",
+    steps: "decisions/0007-adapters-by-table", kv8: "fit-a-model", kv_pages: "serve-many-adapters", head8: "8-bit-head",
+    merging: "merge-in-little-memory", first_tokens: "run-on-a-cpu", threads: "run-on-a-cpu", on_ray: "on-a-cluster",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("texts", CASES, ids=lambda texts: texts.__name__)
+def test_figures_of_a_page_are_those_of_the_results(texts):
+    page = " ".join((ROOT / "docs" / f"{CASES[texts]}.md").read_text(encoding="utf-8").split())
+    missing = [text for text in texts() if " ".join(text.split()) not in page]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
+def test_files_of_results_that_a_page_names_exist(page):
+    named = {
+        part.split(".json")[0]
+        for part in page.read_text(encoding="utf-8").split("bench/results/")[1:]
+        if ".json" in part[:40]
+    }
+    assert named <= {Path(file).stem for file in RESULTS.glob("*.json")}
