@@ -83,6 +83,17 @@ def test_no_client_has_every_thread(decoder):
     assert [future.result(WAIT_S) for future in slow] == ["a0", "a1", "a2", "a3"]
 
 
+def test_clients_with_many_images_leave_a_later_client_its_turn(decoder):
+    prepared, _ = preparing(decoder, threads=1)
+    first = prepared.submit(job("a0", b"slow", client="a"))
+    decoder.wait_for("a0")
+    names = ("a1", "a2", "b0", "b1", "b2", "c0")
+    others = [prepared.submit(job(name, b"fast", client=name[0])) for name in names]
+    decoder.let_go.set()
+    assert [future.result(WAIT_S) for future in (first, *others)] == ["a0", *names]
+    assert decoder.seen == ["a0", "b0", "c0", "a1", "b1", "a2", "b2"]
+
+
 def test_the_bytes_of_all_media_are_bounded_and_come_back(decoder):
     prepared, pool = preparing(decoder, most_bytes=10)
     slow = prepared.submit(job("a", b"slow67"))

@@ -32,7 +32,7 @@ from trimtab.serve.budget import TOWERS
 from trimtab.serve.engine import LoadedEngine
 from trimtab.serve.job import Job
 from trimtab.serve.reading import Reading
-from trimtab.serve.scheduler import Scheduler
+from trimtab.serve.scheduler import MistakeError, Scheduler
 
 PATHS = {name: DEMO / "adapters" / name for name in ADAPTERS}
 PICTURE = (DEMO / "images" / "image_1.png").read_bytes()
@@ -184,7 +184,7 @@ def test_a_schema_is_compiled_where_no_token_waits_for_it(engine, monkeypatch):
     )
     text, _, _ = run(engine, ask("a", schema=SCHEMA, tokens=100))["a"]
     assert json.loads(text) == {"n": 3, "c": "mauve"}
-    assert [thread.name.split("_")[0] for thread in compiled] == ["trimtab-schema"]
+    assert [(thread.name, thread.daemon) for thread in compiled] == [("trimtab-schema", True)]
 
 
 def test_a_forgotten_schema_is_not_compiled(engine, monkeypatch):
@@ -196,6 +196,58 @@ def test_a_forgotten_schema_is_not_compiled(engine, monkeypatch):
     assert second.cancel()
     goes_on.set()
     assert third.result(20) and first.done() and compiled == ["a", "c"]
+
+
+def test_one_clients_schema_waits_for_one_of_another_clients(engine, monkeypatch):
+    compiled, has_begun, goes_on = [], threading.Event(), threading.Event()
+
+    def compile_one(job, inputs):
+        compiled.append(job.id)
+        has_begun.set()
+        return goes_on.wait(20)
+
+    monkeypatch.setattr(engine, "_compiled", compile_one)
+    hello = [{"role": "user", "content": "Hello"}]
+    futures = [engine.prepare(replace(ask("a0", hello, schema=SCHEMA), client="a"))]
+    assert has_begun.wait(20)
+    futures += [engine.prepare(replace(ask(name, hello, schema=SCHEMA), client=name[0])) for name in ("a1", "a2", "b0")]
+    long = engine.prepare(ask("long", {"text": "x" * 40_000}))
+    assert long.exception(20)  # it is prepared after all short ones
+    goes_on.set()
+    assert all(future.result(20) for future in futures) and compiled == ["a0", "b0", "a1", "a2"]
+
+
+class PanicError(BaseException):
+    """As a panic of llguidance, which is no Exception."""
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("7 secret"), PanicError("7 secret")])
+def test_a_compile_that_fails_unexpectedly_ends_its_own_job_alone(engine, monkeypatch, error, caplog):
+    whole = Reading.constraint
+
+    def constraint(reading, grammar):
+        if reading._job.id == "b":
+            raise error
+        return whole(reading, grammar)
+
+    monkeypatch.setattr(Reading, "constraint", constraint)
+    first, failed, last = [engine.prepare(ask(name, schema=SCHEMA)) for name in "abc"]
+    told = failed.exception(20)
+    assert isinstance(told, MistakeError) and "secret" not in str(told)
+    assert caplog.records[-1].exc_info[1] is error
+    assert first.result(20).constraint and last.result(20).constraint
+
+
+def test_a_prompt_that_cannot_be_prepared_waits_for_no_schema(engine, monkeypatch):
+    has_begun, goes_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(engine, "_compiled", lambda job, inputs: has_begun.set() or goes_on.wait(20))
+    slow = engine.prepare(ask("a", schema=SCHEMA))
+    assert has_begun.wait(20)
+    with pytest.raises(RequestError) as caught:
+        engine.prepare(ask("b", prompt={"text": "x" * 40_000}, schema=SCHEMA)).result(20)
+    assert caught.value.field == "prompt" and not slow.done()
+    goes_on.set()
+    assert slow.result(20)
 
 
 def test_a_schema_that_cannot_be_held_to_is_refused_with_its_reason(engine):

@@ -8,9 +8,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.runtime.prompt_scores import PIECE_TOKENS, PromptScores
 from trimtab.serve.budget import TOWERS
 from trimtab.serve.client_errors import for_client
+from trimtab.serve.compiling import Compiling
 from trimtab.serve.constraint import Grammar
 from trimtab.serve.job import Event, Job, Token
 from trimtab.serve.journal import write_traceback
@@ -109,7 +111,7 @@ class LoadedEngine:
         self.batch = Batch(model, rows)
         self.shelf = AdapterShelf(model, kept=kept, resident_limit=resident_limit)
         self._preparing = Preparing(self._inputs, MediaPool(self._decoded, decoded_bytes))
-        self._schemas = ThreadPoolExecutor(1, thread_name_prefix="trimtab-schema")
+        self._compiling = Compiling()
         self._has_learned = threading.Event()
         self._has_learned.set()
         self._by_row: dict[Row, Answer] = {}
@@ -164,7 +166,8 @@ class LoadedEngine:
     def prepare(self, job: Job) -> Future[Inputs] | Future[Compiled] | None:
         """Begin to make a job's inputs, on the host; None for token ids. Errors, in the future: as `begin`.
 
-        A schema may take a second to compile: that has a thread of its own, and delays neither tokens nor other prompts.
+        A schema may take a second to compile: that has a thread of its own (compiling.py), and delays neither tokens nor other
+        prompts.
         """
         if chat.is_token_ids(job.prompt):
             return None
@@ -173,22 +176,26 @@ class LoadedEngine:
             return prepared
         compiled: Future[Compiled] = Future()
         compiled.add_done_callback(lambda done: done.cancelled() and prepared.cancel())
-        prepared.add_done_callback(lambda _: self._schemas.submit(self._compile, job, prepared, compiled))
+        prepared.add_done_callback(lambda _: self._compile_later(job, prepared, compiled))
         return compiled
 
-    def _compile(self, job: Job, prepared: Future[Inputs], compiled: Future[Compiled]) -> None:
-        if not compiled.set_running_or_notify_cancel():
+    def _compile_later(self, job: Job, prepared: Future[Inputs], compiled: Future[Compiled]) -> None:
+        """Queue the compile of a job whose inputs are made. Without inputs there is nothing to compile."""
+        if prepared.cancelled() or compiled.cancelled():
             return
-        exc = prepared.exception()
-        if exc is None:
-            try:
-                compiled.set_result(self._compiled(job, prepared.result()))
-                return
-            except RequestError as problem:
-                exc = for_client(problem, job)
-            except Exception as problem:
-                exc = self._name_on_host(problem, "compiling a schema")
-        compiled.set_exception(exc)
+        if (exc := prepared.exception()) is None:
+            self._compiling.submit(job.client, compiled, partial(self._compiled_aside, job, prepared.result()))
+        elif compiled.set_running_or_notify_cancel():
+            compiled.set_exception(exc)
+
+    def _compiled_aside(self, job: Job, inputs: Inputs) -> Compiled:
+        """Return what `_compiled` returns. Errors: those of this job alone; the device is not used."""
+        try:
+            return self._compiled(job, inputs)
+        except RequestError as exc:
+            raise for_client(exc, job) from exc
+        except BaseException as exc:  # a panic of llguidance is no Exception
+            raise self._name_on_host(exc, "compiling a schema") from exc
 
     def _compiled(self, job: Job, inputs: Inputs) -> Compiled:
         return Compiled(inputs, self._constraint(job, Reading(job, inputs, self.model.processor)))
@@ -479,7 +486,7 @@ class LoadedEngine:
             torch.zeros(1, device=self.model.device).item()
         return self._name_on_host(exc, what)
 
-    def _name_on_host(self, exc: Exception, what: str) -> TrimtabError:
+    def _name_on_host(self, exc: BaseException, what: str) -> TrimtabError:
         """Return the error of an exception without using the device. Clients do not receive what the log says."""
         error_id = write_traceback(exc, f"internal error while {what}")
         if _is_host_memory(exc):
@@ -578,5 +585,5 @@ def _is_constrained(job: Job) -> bool:
     return job.schema is not None or job.must_call is not None or job.holds_calls
 
 
-def _is_host_memory(exc: Exception) -> bool:
+def _is_host_memory(exc: BaseException) -> bool:
     return isinstance(exc, MemoryError) or any(words in str(exc) for words in HOST_MEMORY_WORDS)

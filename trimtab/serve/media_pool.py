@@ -13,13 +13,13 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from trimtab.errors import RequestError
+from trimtab.serve.client_turns import ClientTurns
 from trimtab.serve.job import Job
 
 THREADS = 2
@@ -38,9 +38,13 @@ class _Entry:
     nbytes: int
     then: Callable[[Job, Callable[[], None]], None]
 
+    @property
+    def client(self) -> str:
+        return self.job.client
+
 
 class MediaPool:
-    """The threads. decode: returns a job with its media decoded. size: how many bytes they will take.
+    """The threads; clients take turns. decode: returns a job with its media decoded. size: how many bytes they will take.
 
     most_bytes: of all media that are decoded or being decoded; a request that needs more is decoded alone. most_s: of one
     request's decoding. No client has all threads: one is left for others, where clients have keys.
@@ -52,8 +56,7 @@ class MediaPool:
     ) -> None:  # fmt: skip
         self._decode, self._size = decode, size
         self._most_bytes, self._most_s, self._count = most_bytes, most_s, threads
-        self._waiting: list[_Entry] = []
-        self._running: Counter[str] = Counter()
+        self._turns: ClientTurns[_Entry] = ClientTurns()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._returner = MemoryReturner()
@@ -66,38 +69,30 @@ class MediaPool:
         """
         entry = _Entry(job, future, self._size(job), then)
         with self._changed:
-            self._waiting.append(entry)
+            self._turns.add(entry)
             if len(self._threads) < self._count:
                 name = f"trimtab-media-{len(self._threads)}"
                 self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
                 self._threads[-1].start()
             self._changed.notify()
 
-    def _next(self) -> _Entry | None:
-        """Return what is to be decoded now: of the client with the fewest decodes the oldest that has room; None for none."""
-        self._waiting = [entry for entry in self._waiting if not entry.future.cancelled()]
+    def _may_begin(self, entry: _Entry) -> bool:
+        """Whether its client has a thread left, and its media have room."""
         of_client = max(1, self._count - 1)
-        free = [
-            entry for entry in self._waiting
-            if (not entry.job.client or self._running[entry.job.client] < of_client)
-            and (not self.used_bytes or self.used_bytes + entry.nbytes <= self._most_bytes)
-        ]  # fmt: skip
-        return min(free, key=lambda entry: self._running[entry.job.client], default=None)
+        has_thread = not entry.client or self._turns.running(entry.client) < of_client
+        return has_thread and (not self.used_bytes or self.used_bytes + entry.nbytes <= self._most_bytes)
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                while (entry := self._next()) is None:
+                while (entry := self._turns.take(self._may_begin)) is None:
                     self._changed.wait()
-                self._waiting.remove(entry)
-                self._running[entry.job.client] += 1
                 self.used_bytes += entry.nbytes
             try:
                 is_wanted = self._work(entry)
             finally:
                 with self._changed:
-                    self._running[entry.job.client] -= 1
-                    self._running += Counter()  # those of nobody are dropped
+                    self._turns.end(entry.client)
                     self._changed.notify_all()
             if not is_wanted:
                 self._release(entry.nbytes)
