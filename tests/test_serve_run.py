@@ -11,14 +11,16 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from trimtab.commands import serve as commands_serve
 from trimtab.errors import RequestError
 from trimtab.serve import run
-from trimtab.serve.run import address_of, listen
+from trimtab.serve.listener import address_of, listen
+from trimtab.serve.pool import Pool
 from trimtab.serve.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -336,6 +338,39 @@ def test_a_port_in_use_ends_the_command_with_its_name():
     with listen("127.0.0.1", 0) as first:
         found = trimtab_serve("trimtab/demo/base", "--port", str(first.getsockname()[1]))
     assert found.returncode == 2 and "in use" in found.stderr
+
+
+class BeginError(Exception):
+    """In place of the start of the workers."""
+
+
+def test_no_worker_starts_before_the_port_is_taken(monkeypatch):
+    def begin(pool):
+        raise BeginError
+
+    monkeypatch.setattr(Pool, "begin", begin)
+    with listen("127.0.0.1", 0) as first:
+        settings = Settings(port=first.getsockname()[1], page=False)
+        with pytest.raises(RequestError) as caught:
+            commands_serve._serve([], settings, 1, print, reread=None)
+    assert caught.value.field == "port"
+
+
+def test_connections_wait_from_the_start_of_the_workers_on_and_end_with_the_command(monkeypatch):
+    early = []
+
+    def begin(pool):
+        early.append(socket.create_connection(("127.0.0.1", port), timeout=WAIT_S))
+        raise BeginError
+
+    monkeypatch.setattr(Pool, "begin", begin)
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(BeginError):
+        commands_serve._serve([], Settings(port=port, page=False), 1, print, reread=None)
+    with early[0], suppress(ConnectionResetError):
+        assert early[0].recv(1) == b""
+    listen("127.0.0.1", port).close()
 
 
 def without_tokenizer(tmp_path):

@@ -203,17 +203,22 @@ def run_serve(options: argparse.Namespace) -> int:
 def _serve(
     models: Sequence[ServedModel], settings: Settings, together: int, say: Callable[[str], None], reread: Reread
 ) -> bool:
-    """Start the workers, then import what answers over HTTP: both take processor time, in two processes. As `serve`."""
+    """Take the address, start the workers, then import what answers over HTTP: the last two take processor time, in two processes.
+
+    Clients that connect early wait until the server accepts them. As `serve`.
+    """
+    from trimtab.serve.listener import listen
     from trimtab.serve.pool import Pool
 
     pool = Pool(models, settings, together=together)
-    try:
-        pool.begin()
-        from trimtab.serve.run import serve
+    with listen(settings.host, settings.port) as listener:
+        try:
+            pool.begin()
+            from trimtab.serve.run import serve
 
-        return serve(models, settings, together=together, say=say, reread=reread, pool=pool)
-    finally:
-        pool.stop()  # nothing waits at exit for a worker that still loads
+            return serve(models, settings, together=together, say=say, reread=reread, pool=pool, listener=listener)
+        finally:
+            pool.stop()  # nothing waits at exit for a worker that still loads
 
 
 def _name_as_asked(options: argparse.Namespace, asked_model: str) -> None:

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from trimtab.errors import DeviceError, RequestError
+from trimtab.serve.listener import listen
 from trimtab.serve.registry import ServedModel
-from trimtab.serve.run import listen
 from trimtab.serve.scale import FRONT, NAME, deployment_name, gpus_of, read_arguments
 from trimtab.serve.settings import Settings
 

@@ -1,9 +1,8 @@
-"""Running the server: a free socket, uvicorn, and a shutdown that lets answers finish."""
+"""Running the server: uvicorn on a listening socket, and a shutdown that lets answers finish."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import logging
 import math
@@ -26,6 +25,7 @@ from trimtab.errors import RequestError, rebuilt
 from trimtab.serve import tracing
 from trimtab.serve.app import make_app
 from trimtab.serve.connection import RESERVE, Guard, GuardedProtocol
+from trimtab.serve.listener import BACKLOG, address_of, listen
 from trimtab.serve.live import Live, Reloader, Reread
 from trimtab.serve.metrics import Metrics
 from trimtab.serve.pool import Pool
@@ -33,8 +33,8 @@ from trimtab.serve.registry import ServedModel
 from trimtab.serve.settings import Settings, is_loopback
 from trimtab.serve.verifying import verify_routes
 
-# How many connections wait in the system, and how many of them are accepted before the others have their turn.
-BACKLOG, ACCEPT_AT_ONCE = 2048, 16
+# How many waiting connections are accepted before the others have their turn.
+ACCEPT_AT_ONCE = 16
 # File descriptors for what is no connection: files of bodies, pipes, the worker's.
 OTHER_FILES = 128
 TICK_S = 0.05
@@ -49,21 +49,21 @@ log = logging.getLogger("trimtab.serve")
 
 def serve(
     models: Sequence[ServedModel], settings: Settings, *, together: int = 1, say: Callable[[str], None],
-    reread: Reread | None = None, pool: Pool | None = None,
+    reread: Reread | None = None, pool: Pool | None = None, listener: socket.socket | None = None,
 ) -> bool:  # fmt: skip
     """Answer until SIGTERM or Ctrl-C. Then refuse new requests and let running ones end within `settings.grace_s`.
 
     Returns whether Ctrl-C ended the server. reread: returns the new models and settings when SIGHUP or an administrator
-    requests a reload. pool: of these models, where their workers load already; whoever made it stops it if this raises. A
-    second Ctrl-C ends at once. Errors: RequestError if the address is in use or not an address of this
-    machine; that of the only model if it cannot be loaded.
+    requests a reload. pool: of these models, where their workers load already; listener: of the settings' address. Whoever made
+    them stops and closes them if this raises. A second Ctrl-C ends at once. Errors: RequestError if the address is in use or not
+    an address of this machine; that of the only model if it cannot be loaded.
     """
     sys.setswitchinterval(SWITCH_S)
     # Streams would be cut by sse-starlette as soon as a signal comes; here they have their grace time.
     AppStatus.disable_automatic_graceful_drain()
     spans = tracing.from_environment() if settings.otel else None
     pool = pool or Pool(models, settings, together=together)
-    listener = listen(settings.host, settings.port)
+    listener = listener or listen(settings.host, settings.port)
     for model in models:
         count = len(model.adapters)
         rows = "rows as planned" if model.rows is None else f"{model.rows} rows"
@@ -115,12 +115,6 @@ def room_for_connections(requested: int, say: Callable[[str], None]) -> int:
             f"{room} connections at once instead of {requested}: the system allows {soft} open files (ulimit -n, LimitNOFILE)"
         )
     return room
-
-
-def address_of(listener: socket.socket) -> str:
-    """Return the URL of a listening socket, with the port that it really has."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in str(host) else f"http://{host}:{port}"
 
 
 def page_of(settings: Settings) -> Sequence[BaseRoute]:
@@ -204,29 +198,3 @@ def keep_for_good() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECT_AFTER)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Errors: RequestError if the address is in use or not this machine's."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (OSError, UnicodeError) as exc:
-        raise RequestError("is not an address of this machine", field="host", value=host) from exc
-    listener = socket.socket(family, kind, proto)
-    try:
-        # On Windows the option would let two servers share a port; elsewhere it only skips the wait after a restart.
-        if hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
-        else:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as exc:
-        listener.close()
-        if exc.errno in (errno.EADDRINUSE, errno.EACCES):
-            why = "is in use" if exc.errno == errno.EADDRINUSE else "is in use, or may not be taken by this user"
-            raise RequestError(why, field="port", value=port, hint="Give another --port, or 0 for a free one") from exc
-        raise RequestError(f"cannot be listened on ({exc.strerror})", field="host", value=host) from exc
-    return listener
