@@ -230,3 +230,82 @@ def test_the_compared_plan_is_one_that_can_be_read_back(names):
     made = verifying_inside._plan({"plan": plan.to_json(), "adapters": adapters})
     assert dict(made.request.adapters) == adapters and made.placements == plan.placements
     assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
+
+
+# Keys and values in 8 bits --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kv8_plan():
+    """A running plan as the pool has it: one layer streamed from disk, one adapter, keys and values in 8 bits."""
+    plan = trimtab.plan(
+        DEMO / "base", quant="none", context=64, batch=2, device="cpu", images=0, audio_s=0, kv="int8",
+        adapters={"style": str(DEMO / "adapters" / "style")}, place={"model.language_model.layers.1": "disk"},
+    )  # fmt: skip
+    return json.loads(json.dumps(plan.to_json()))
+
+
+class Kv8Pool(Pool):
+    def running(self, model):
+        return "demo", self.plan, {"style": str(DEMO / "adapters" / "style")}
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Run the child's code here, without the comparison's two routes. Keeps the plan whose room is looked for, and the case."""
+    from trimtab.proof import verify
+
+    kept = SimpleNamespace(room=None, case=None, error=None)
+
+    def run_inside(module, request, *, timeout_s, on_event):
+        try:
+            verifying_inside.main(request["request"], on_event)
+        except TrimtabError as exc:
+            kept.error = exc
+            return outcome({"event": "error", "kind": type(exc).__name__, "message": str(exc), "fields": vars(exc)})
+        return outcome()
+
+    def compare(case, given, rows, work, **options):
+        kept.case = case
+        return SimpleNamespace()
+
+    monkeypatch.setattr(verifying, "run_inside", run_inside)
+    monkeypatch.setattr(verifying_inside, "_give_way", lambda: None)
+    monkeypatch.setattr(verifying_inside, "check_room", lambda plan: setattr(kept, "room", plan))
+    monkeypatch.setattr(verifying_inside, "report_json", lambda report: {**REPORT, "findings": ["of the report"]})
+    monkeypatch.setattr(verify, "prepare", lambda *arguments, **options: [])
+    monkeypatch.setattr(verify, "_compare", compare)
+    return kept
+
+
+def test_a_server_with_8_bit_keys_and_values_compares_a_copy_with_full_ones_and_says_so(in_this_process, kv8_plan):
+    answer = client(Kv8Pool(kv8_plan)).post("/api/verify", json={"adapter": "style"})
+    lines = [json.loads(line) for line in told(answer)[:-1]]
+    assert lines[-1] == {"report": {**REPORT, "findings": [verifying_inside.KV_NOTE, "of the report"]}}
+    served, copied = Plan.from_json(kv8_plan), in_this_process.case.subject.plan
+    assert (served.request.kv, copied.request.kv) == ("int8", "full")
+    assert copied.tiers() == served.tiers() and copied.tier_of("model.language_model.layers.1") == "disk"
+    # The reference has every weight resident and full keys and values too.
+    assert in_this_process.case.reference.request.kv == "full"
+    # What must have room is the copy with full ones, of the files that the server loaded.
+    room = in_this_process.room
+    assert (room.request, room.gpu) == (copied.request, copied.gpu)
+    assert room.gpu["kv_cache"] > served.gpu["kv_cache"]
+    assert (room.checkpoint_stamps, room.adapter_stamps) == (served.checkpoint_stamps, served.adapter_stamps)
+
+
+def test_want_of_room_for_full_keys_and_values_is_told(in_this_process, kv8_plan, monkeypatch):
+    def plan_request(request, **options):
+        raise DoesNotFitError("no", block=None, device="cuda:0", needed_bytes=9, budget_bytes=8, hint="Lower --context")
+
+    monkeypatch.setattr("trimtab.api.plan_request", plan_request)
+    answer = client(Kv8Pool(kv8_plan)).post("/api/verify", json={})
+    error = json.loads(told(answer)[-1])["error"]
+    assert (error["class"], error["fields"]["needed_bytes"]) == ("DoesNotFitError", 9)
+    assert "--context" not in answer.text and in_this_process.error.hint == verifying_inside.HINT
+
+
+def test_a_server_with_full_keys_and_values_says_nothing_of_8_bits(in_this_process, kv8_plan):
+    plan = {**kv8_plan, "request": {**kv8_plan["request"], "kv": "full"}}
+    lines = told(client(Kv8Pool(plan)).post("/api/verify", json={"adapter": "style"}))
+    assert json.loads(lines[-2]) == {"report": {**REPORT, "findings": ["of the report"]}}

@@ -1,11 +1,16 @@
-"""The child process of POST /api/verify: checks the free memory, then compares."""
+"""The child process of POST /api/verify: checks the free memory, then compares.
+
+The copy that is compared has the placements of the running plan. It keeps keys and values in full, because most comparisons are of
+passes that keep none: where the server keeps them in 8 bits, the copy is planned again, and the report says so.
+"""
 
 from __future__ import annotations
 
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +22,15 @@ Emit = Callable[[dict[str, Any]], None]
 ALIVE_S = 0.5
 LOWEST_PRIORITY = 19
 HINT = "The running model keeps its memory; `trimtab verify` compares while no server runs"
+KV_NOTE = (
+    "the served model keeps keys and values in 8 bits (kv int8); both sides of this comparison keep them in full, so the effect of "
+    "8 bits on the answers was not compared"
+)
 
 
 def main(request: Mapping[str, Any], emit: Emit) -> None:
     """Do what request["what"] says: "room" or "compare". Errors: DoesNotFitError and what `trimtab.verify` raises."""
     _give_way()
-    plan = _plan(request)
     lock, is_over = threading.Lock(), threading.Event()
 
     def said(event: str, value: Any = None) -> None:
@@ -36,6 +44,7 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
     alive = threading.Thread(target=live, daemon=True)
     alive.start()
     try:
+        plan = _plan(request)
         if request["what"] == "room":
             check_room(plan)
         else:
@@ -53,15 +62,50 @@ def _give_way() -> None:
 
 
 def _plan(request: Mapping[str, Any]) -> Plan:
-    """Return the running plan with the adapters that are compared: its placements do not depend on which those are."""
+    """Return the running plan with the adapters that are compared, and keys and values in full: its placements depend on neither.
+
+    Errors: DoesNotFitError if full keys and values have no room; those of `plan_request`.
+    """
     plan, adapters = Plan.from_json(request["plan"]), dict(request["adapters"])
     # One that clients loaded is not in the plan: what each takes is then counted again.
     counted = plan.adapter_bytes if adapters.keys() <= plan.adapter_bytes.keys() else {}
-    return replace(
+    plan = replace(
         plan, request=replace(plan.request, adapters=adapters),
         adapter_bytes={name: counted[name] for name in adapters if name in counted},
         adapter_stamps={name: plan.adapter_stamps[name] for name in adapters if name in plan.adapter_stamps},
     )  # fmt: skip
+    return plan if plan.request.kv == "full" else _with_full_kv(plan)
+
+
+def _with_full_kv(plan: Plan) -> Plan:
+    """Return the plan with keys and values in full and their memory counted. Every block keeps its tier."""
+    from trimtab.api import plan_request
+
+    # Of two patterns that name a block the last one counts: a module comes before what lies under it.
+    tiers = dict(sorted(plan.tiers().items(), key=lambda block: len(block[0])))
+    copied = replace(
+        plan.request, kv="full", place=tiers, device_map=None, gpu_memory_bytes=None, host_memory_bytes=None,
+        head=plan.execution.head,
+    )  # fmt: skip
+    with _told_of_room():
+        made = plan_request(copied, is_advised=False)
+    # The other routes are planned from the server's request, and files that have changed since are refused, as for any plan.
+    return replace(
+        made, request=replace(plan.request, kv="full"), checkpoint_stamps=plan.checkpoint_stamps,
+        adapter_stamps={**made.adapter_stamps, **plan.adapter_stamps},
+    )  # fmt: skip
+
+
+@contextmanager
+def _told_of_room() -> Iterator[None]:
+    """Replace the advice of a DoesNotFitError, which is about flags, by what an operator of a server can do."""
+    try:
+        yield
+    except DoesNotFitError as exc:
+        raise DoesNotFitError(
+            exc.reason, block=exc.block, device=exc.device, needed_bytes=exc.needed_bytes, budget_bytes=exc.budget_bytes,
+            hint=HINT,
+        ) from exc  # fmt: skip
 
 
 def check_room(plan: Plan) -> None:
@@ -95,13 +139,12 @@ def _compared(plan: Plan, request: Mapping[str, Any], say: Callable[[str], None]
             chosen = tuple(prompt for prompt in chosen if not prompt.image)
         if not plan.request.audio_s:
             chosen = tuple(prompt for prompt in chosen if not prompt.audio)
-        try:
+        with _told_of_room():
             report = verify(plan, adapter=request["adapter"], against=request["against"], prompts=chosen, say=say)
-        except DoesNotFitError as exc:
-            exc.hint = HINT
-            exc.args = (f"{exc}. {HINT}",)
-            raise
-    return report_json(report)
+    shown = report_json(report)
+    if request["plan"]["request"]["kv"] != "full":
+        shown["findings"] = [KV_NOTE, *shown["findings"]]
+    return shown
 
 
 def report_json(report: Any) -> dict[str, Any]:
