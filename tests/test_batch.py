@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import trimtab
-from tests import pico, talking
+from tests import long_runs, pico, talking
 from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import DeviceError, RequestError
@@ -42,7 +42,7 @@ def to_the_end(batch, rows):
     return [tuple(row.answer_ids) for row in rows]
 
 
-@pytest.mark.parametrize("family", pico.FAMILIES)
+@pytest.mark.parametrize("family", long_runs.FAMILIES)
 def test_rows_of_every_family_say_what_they_say_alone(family, tmp_path):
     plan = trimtab.plan(pico.build(family, tmp_path), quant="none", dtype="float32", context=128, device=DEVICE)
     with trimtab.load(plan) as model:

@@ -137,7 +137,7 @@ def test_quantized_unsplit_base_answers_as_stock(work: Path, quant: str) -> None
     assert same(stock.logits(model, given), stock.logits(expected, given))
 
 
-@pytest.mark.parametrize("name", ["cpu", "disk", "catch-all"])
+@pytest.mark.parametrize("name", ["disk", "catch-all", pytest.param("cpu", marks=pytest.mark.slow)])
 def test_picture_and_sound_on_a_split_base(work: Path, reference: dict[str, torch.Tensor], name: str) -> None:
     model = bridged(split.load(folder_of(work), device_map(name), offload_folder=str(work / "off")), adapter_of(work))
     assert same(stock.logits(model, inputs_of(model)), reference["all"])
@@ -174,7 +174,7 @@ def test_broad_targets_reach_the_linear_inside_wrappers(work: Path, reference: d
 
 
 @pytest.mark.parametrize("saved", [["vision_tower.patch_embedder.input_proj"], ["embed_vision", "patch_embedder"]])
-@pytest.mark.parametrize("name", ["cpu", "catch-all"])
+@pytest.mark.parametrize("name", ["cpu", pytest.param("catch-all", marks=pytest.mark.slow)])
 def test_modules_to_save_on_offloaded_modules(work: Path, saved: list[str], name: str) -> None:
     if IS_OLDEST and "embed_vision" in saved:
         pytest.skip("PEFT 0.19.1 itself cannot wrap a module that is called with keywords alone")
@@ -209,7 +209,9 @@ def test_rank_and_alpha_patterns_survive_the_resolved_names(work: Path) -> None:
 # The placement --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["cpu", "disk", "catch-all"])
+@pytest.mark.parametrize(
+    "name", ["disk", pytest.param("cpu", marks=pytest.mark.slow), pytest.param("catch-all", marks=pytest.mark.slow)]
+)
 def test_placement_is_untouched(work: Path, name: str) -> None:
     base = split.load(folder_of(work), device_map(name), offload_folder=str(work / "off"))
     before = split.placement(base)
@@ -237,7 +239,9 @@ def test_stock_peft_undoes_the_same_split(work: Path) -> None:
     assert model.hf_device_map != before["map_is"]  # else the test above shows nothing
 
 
-@pytest.mark.parametrize("name", ["cpu", "disk", "catch-all"])
+@pytest.mark.parametrize(
+    "name", ["disk", pytest.param("cpu", marks=pytest.mark.slow), pytest.param("catch-all", marks=pytest.mark.slow)]
+)
 def test_adapter_weights_are_where_their_layer_computes(work: Path, name: str) -> None:
     base = split.load(folder_of(work), device_map(name), offload_folder=str(work / "off"))
     model = bridged(base, adapter_of(work))
@@ -283,7 +287,7 @@ def test_leaves_with_a_device_of_their_own_get_their_input_there(work: Path) -> 
 # What a PeftModel does ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["cpu", "catch-all"])
+@pytest.mark.parametrize("name", ["cpu", pytest.param("catch-all", marks=pytest.mark.slow)])
 def test_second_adapter_switching_and_disabling(work: Path, reference: dict[str, torch.Tensor], name: str) -> None:
     model = bridged(split.load(folder_of(work), device_map(name)), adapter_of(work))
     given = inputs_of(model)
@@ -312,7 +316,7 @@ def test_an_adapter_loaded_after_the_last_was_deleted_keeps_the_placement(
     assert same(stock.logits(model, inputs_of(model)), reference["other"])
 
 
-@pytest.mark.parametrize("name", ["cpu", "disk", "catch-all"])
+@pytest.mark.parametrize("name", ["disk", "catch-all", pytest.param("cpu", marks=pytest.mark.slow)])
 def test_merge_keeps_every_module(work: Path, reference: dict[str, torch.Tensor], name: str) -> None:
     base = split.load(folder_of(work), device_map(name), offload_folder=str(work / "off"))
     merged = bridged(base, adapter_of(work)).merge_and_unload()
@@ -426,7 +430,7 @@ def test_trainable_adapter_learns_and_the_base_does_not(work: Path) -> None:
     assert not frozen.training and not any(value.requires_grad for value in frozen.parameters())
 
 
-@pytest.mark.parametrize("name", ["cpu", "catch-all"])
+@pytest.mark.parametrize("name", ["cpu", pytest.param("catch-all", marks=pytest.mark.slow)])
 def test_further_adapters_that_peft_makes_have_their_weights(work: Path, name: str) -> None:
     model = bridged(split.load(folder_of(work), device_map(name)), adapter_of(work))
     model.load_adapter(adapter_of(work, name="other", seed=7), "other")

@@ -115,7 +115,10 @@ def test_scores_in_torch_are_what_the_head_and_the_batch_made_of_them(dtype, sof
 
 
 @on_cpu
-@pytest.mark.parametrize("order, dtype", [(0, torch.bfloat16), (1, torch.float16), (7, torch.bfloat16)])
+@pytest.mark.parametrize(
+    "order, dtype",
+    [(7, torch.bfloat16), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((0, TYPES[0]), (1, TYPES[1])))],
+)
 def test_the_check_at_load_passes_on_the_cpu_in_any_order_of_threads(order, dtype):
     module = cpu_module(order)
     for sizes in (SIZES, ends.Sizes(4099, 64), ends.Sizes(2056, 1032, 30.0, 3, 256)):
@@ -329,11 +332,10 @@ WRONG = [
 def test_the_check_at_load_names_a_kernel_that_is_wrong(right, wrong, named):
     assert ends.source().count(right) == 1
     # A softcap makes infinite scores finite.
-    said = [
-        ends.check(cpu_module(source=ends.source().replace(right, wrong)), sizes, rows=(3,))
-        for sizes in (SIZES, replace(SIZES, softcap=None))
-    ]
-    assert any(said) and all(one is None or one.startswith(named) for one in said)
+    module = cpu_module(source=ends.source().replace(right, wrong))
+    found = (ends.check(module, sizes, rows=(3,)) for sizes in (SIZES, replace(SIZES, softcap=None)))
+    said = next((one for one in found if one is not None), None)
+    assert said is not None and said.startswith(named)
 
 
 @on_cpu

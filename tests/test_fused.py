@@ -137,7 +137,9 @@ def test_a_full_ring_counts_as_a_whole():
 
 
 @on_cpu
-@pytest.mark.parametrize("order, dtype", [(0, torch.bfloat16), (1, torch.float16), (5, torch.bfloat16)])
+@pytest.mark.parametrize(
+    "order, dtype", [(1, torch.float16), *(pytest.param(n, torch.bfloat16, marks=pytest.mark.slow) for n in (0, 5))]
+)
 def test_the_check_at_load_passes_on_the_cpu_in_any_order_of_threads(order, dtype):
     module = cpu_module(order)
     assert fused_check.check(module, widths=(40, 264), attention=((4, 2, 32),), dtype=dtype, rows=(2,)) is None
@@ -236,9 +238,23 @@ SHAPES = [  # heads, kv heads, head size
 ]  # fmt: skip
 
 
+FIRST_SHAPES = {
+    (8, 1, 512): "here",
+    (16, 1, 256): "apart",
+    (10, 1, 128): "here",
+    (4, 2, 64): "apart",
+    (6, 2, 80): "here",
+}
+
+
 @on_cpu
-@pytest.mark.parametrize("combine", ["here", "apart"])
-@pytest.mark.parametrize("heads, kv_heads, dim", SHAPES)
+@pytest.mark.parametrize(
+    "heads, kv_heads, dim, combine",
+    [
+        pytest.param(*shape, combine, marks=() if FIRST_SHAPES.get(shape) == combine else pytest.mark.slow)
+        for shape in SHAPES for combine in ("here", "apart")
+    ],
+)  # fmt: skip
 def test_attention_is_exact_to_one_rounding_at_every_length(heads, kv_heads, dim, combine, monkeypatch):
     monkeypatch.setattr(fused, "_COMBINE_BYTES", 0 if combine == "apart" else 2**30)
     dtype = torch.float16 if heads == 10 or dim == 64 else torch.bfloat16

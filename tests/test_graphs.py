@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import trimtab
-from tests import pico
+from tests import long_runs, pico
 from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import DeviceError, RequestError
@@ -555,7 +555,7 @@ def test_a_capture_that_finds_no_memory_in_such_a_moment_ends_them_and_rows_are_
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
-@pytest.mark.parametrize("family", pico.FAMILIES)
+@pytest.mark.parametrize("family", long_runs.FAMILIES)
 def test_every_family_is_prepared_and_its_rows_are_clean_afterwards(family, replayed, tmp_path):
     plan = trimtab.plan(pico.build(family, tmp_path), quant="none", dtype="float32", context=128, device=DEVICE)
     asked = [(None, list(range(5, 5 + count)), {}) for count in (3, 20)]
@@ -604,7 +604,7 @@ def test_one_answer_is_decoded_from_captured_steps_within_what_was_counted(model
 
 
 @pytest.mark.skipif(not ON_GPU, reason="nothing is captured on a CPU")
-@pytest.mark.parametrize("family", pico.FAMILIES)
+@pytest.mark.parametrize("family", long_runs.FAMILIES)
 def test_every_family_is_captured_or_says_why(family, tmp_path):
     plan = trimtab.plan(pico.build(family, tmp_path), quant="none", dtype="float32", context=128, device=DEVICE)
     asked = [(None, list(range(5, 5 + count)), {}) for count in (3, 20, 11)]

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, Qwen3NextConfig
 
 import trimtab
-from tests import pico, stock
+from tests import long_runs, pico, stock
 from tests.kv8_reference import RoundedCache, greedy, rounded
 from tests.test_anatomy import config_only
 from tests.test_batch import DEVICE, through, to_the_end
@@ -109,7 +109,7 @@ def distance(found, expected):
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize("family", pico.FAMILIES)
+@pytest.mark.parametrize("family", long_runs.FAMILIES)
 def test_every_family_says_what_transformers_says_of_rounded_states(family, tmp_path):
     folder = pico.build(family, tmp_path)
     reference = stock.load_stock(folder, device=DEVICE, dtype=torch.float32)
@@ -174,9 +174,16 @@ def model():
 SAID_TOLERANCE = 2e-2
 
 
-@pytest.mark.parametrize("tokens", [None, 4 * CONTEXT], ids=["rows", "pages"])
-@pytest.mark.parametrize("sizes", [(), (16, 64)], ids=["eager prompts", "chunks"])
-@pytest.mark.parametrize("decode", ["eager", "fused", "graph"])
+# Each mode, each way of a prompt and each layout; all of their combinations are slow tests.
+WAYS = [("eager", (), None), ("fused", (16, 64), 4 * CONTEXT), ("graph", (16, 64), None)]
+OTHER_WAYS = [
+    long_runs.slow_on_cpu(decode, sizes, tokens)
+    for decode in ("eager", "fused", "graph") for sizes in ((), (16, 64)) for tokens in (None, 4 * CONTEXT)
+    if (decode, sizes, tokens) not in WAYS
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("decode", "sizes", "tokens"), [*WAYS, *OTHER_WAYS])
 def test_an_answer_is_the_same_alone_and_in_company(model, replayed, decode, sizes, tokens):  # noqa: F811
     asked = asks(10)
     with_pool(model, tokens)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import trimtab
-from tests import pico
+from tests import long_runs, pico
 from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import prompts as cpu_module
 from tests.test_fused_kernels import on_cpu as kernels_on_cpu  # noqa: F401
@@ -90,7 +90,7 @@ def wide(batch, monkeypatch, tokens=64):
     return batch
 
 
-@pytest.mark.parametrize("family", pico.FAMILIES)
+@pytest.mark.parametrize("family", long_runs.FAMILIES)
 def test_prompts_of_any_length_say_together_what_each_says_alone(family, tmp_path, monkeypatch):
     with load(family, tmp_path) as model:
         whole = eager(model)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import trimtab
-from tests import pico
+from tests import long_runs, pico
 from tests.test_batch import DEVICE, PROMPTS, STEP_TOLERANCE, through, to_the_end
 from tests.test_company import Company, alone, asks, batch_of, begun, check, packed_with_cached_beginnings, with_pool
 from tests.test_graphs import replayed  # noqa: F401
@@ -44,7 +44,7 @@ def is_all_free(batch):
     return pool.free_tokens == pool.tokens and not pool.table.table.any()
 
 
-@pytest.mark.parametrize("family", pico.FAMILIES)
+@pytest.mark.parametrize("family", long_runs.FAMILIES)
 def test_rows_in_pages_say_what_they_say_alone(family, tmp_path):
     plan = trimtab.plan(
         pico.build(family, tmp_path), quant="none", dtype="float32", context=128, device=DEVICE, batch=4, kv_tokens=448

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import trimtab
-from tests import pico
+from tests import long_runs, pico
 from tests.test_execution import plan as narrow_plan
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.demo.line import ADAPTERS
@@ -123,7 +123,7 @@ def test_what_sees_each_other_is_never_split():
 # Every family --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", pico.FAMILIES)
+@pytest.mark.parametrize("family", long_runs.FAMILIES)
 def test_a_prompt_in_chunks_is_the_prompt(family, tmp_path):
     with load(family, tmp_path) as model:
         whole = eager(model)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import trimtab
-from tests import pico
+from tests import long_runs, pico
 from tests.test_prefill import differ, eager, ids, in_chunks, load, picture
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import DeviceError, DoesNotFitError, RequestError
@@ -79,7 +79,7 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("how", BATCHES)
-@pytest.mark.parametrize("family", pico.FAMILIES)
+@pytest.mark.parametrize("family", long_runs.FAMILIES)
 def test_the_second_turn_of_a_chat_computes_what_is_new_and_says_the_same(family, how, tmp_path):
     with load(family, tmp_path) as model:
         plain = BATCHES[how](model)
