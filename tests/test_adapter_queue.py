@@ -52,6 +52,18 @@ def test_an_adapter_that_a_request_needs_comes_first_as_long_as_it_is_needed():
     assert log == ["t0", "s0", "s1", "s ready", "t1", "t ready"]
 
 
+def test_pieces_for_requests_alone_are_those_of_adapters_that_a_request_needs():
+    log, needed = [], {"t"}
+    queue = AdapterQueue(needed.__contains__)
+    for name, urgency in (("s", Urgency.START), ("t", Urgency.START), ("c", Urgency.CHANGED), ("x", Urgency.AWAITED)):
+        queue.add(entry(log, name, urgency, names={name} if urgency is Urgency.START else ()))
+    for _ in range(10):
+        queue.step(only_for_requests=True)
+    assert log == ["t0", "t1", "t ready"]
+    run(queue)
+    assert log[3:6] == ["x0", "x1", "x ready"]
+
+
 def test_one_that_fails_is_finished_with_its_error_and_the_next_goes_on():
     log, queue = [], AdapterQueue(lambda name: False)
     queue.add(entry(log, "x", Urgency.AWAITED, fails=True))

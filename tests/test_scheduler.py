@@ -40,6 +40,7 @@ class MockEngine:
         self.fail_prefill, self.fail_steps = {}, deque()
         self.begun = {}
         self.preparing = {}  # job id -> the future of its inputs
+        self.unprepared = set()  # adapters
 
     def prepare(self, job):
         return self.preparing.get(job.id)
@@ -52,7 +53,12 @@ class MockEngine:
         answer.needs_towers = "towers_s" in job.prompt
         return answer
 
+    def is_prepared(self, adapter):
+        return adapter not in self.unprepared
+
     def is_ready(self, adapter):
+        if adapter in self.unprepared:
+            return False
         used = {answer.job.adapter for answer in (*self.active, *self.chosen)} | {adapter}
         return self.slots is None or len(used - {None}) <= self.slots
 
@@ -422,6 +428,55 @@ def test_who_waits_for_a_slot_is_overtaken_by_no_more_than_there_are_rows():
     assert order.index("b") <= 2 + 3 + 1
     assert order[-1].startswith("a")  # and those whose slot it took get it back
     assert ends(told)["b"] == "length"
+
+
+def test_an_adapter_that_is_not_prepared_yet_keeps_nobody_back():
+    engine = MockEngine(rows=2, slots=2)
+    engine.unprepared.add("new")
+    scheduler, _, told, _ = make(engine, queue_limit=100)
+    scheduler.submit(job("first of new", adapter="new"))
+    for number in range(12):
+        scheduler.submit(job(f"a{number}", adapter="a"))
+    for _ in range(100):
+        scheduler.turn()
+    assert ends(told) == {f"a{number}": "length" for number in range(12)}
+    assert scheduler._known["first of new"].overtaken == 0
+    engine.unprepared.clear()
+    to_the_end(scheduler)
+    assert ends(told)["first of new"] == "length"
+
+
+@given(
+    moves=st.lists(
+        st.one_of(st.sampled_from([None, "a", "b", "a:0.5+b:0.5", "a:1+c:-1"]), st.integers(min_value=0, max_value=30)),
+        max_size=40,
+    )
+)
+@settings(deadline=None, max_examples=100)
+def test_uses_counts_the_jobs_of_an_adapter_whatever_came_and_left(moves):
+    scheduler, _, _, _ = make(queue_limit=100)
+    names = iter(range(100))
+    for move in moves:
+        if isinstance(move, int):
+            scheduler.cancel(str(move))
+        else:
+            scheduler.submit(job(str(next(names)), adapter=move))
+        if not move:
+            scheduler.turn()
+        known = [entry.job.adapter for entry in scheduler._known.values()]
+        assert scheduler.uses(None) == known.count(None)
+        for name in "abc":
+            assert scheduler.uses(name) == sum(name in (adapter or "") for adapter in known)
+    to_the_end(scheduler)
+    assert not any(scheduler.uses(name) for name in (None, "a", "b", "c"))
+
+
+def test_uses_does_not_look_through_the_jobs():
+    scheduler, _, _, _ = make(queue_limit=1000)
+    for number in range(500):
+        scheduler.submit(job(str(number), adapter="a"))
+    scheduler._known = None  # it fails if it is read
+    assert scheduler.uses("a") == 500
 
 
 def test_many_arrivals_are_prepared_between_the_steps_of_those_who_are_answered(monkeypatch):

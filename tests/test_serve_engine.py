@@ -187,10 +187,24 @@ def test_a_schema_is_compiled_where_no_token_waits_for_it(engine, monkeypatch):
     assert [(thread.name, thread.daemon) for thread in compiled] == [("trimtab-schema", True)]
 
 
+@pytest.mark.parametrize("more", [{}, {"schema": SCHEMA}])
+def test_how_an_answer_is_read_is_worked_out_once(engine, monkeypatch, more):
+    made, begin = [], Reading.__init__
+
+    def counted(reading, job, *arguments):
+        made.append(job.id)
+        begin(reading, job, *arguments)
+
+    monkeypatch.setattr(Reading, "__init__", counted)
+    assert run(engine, ask("a", tokens=3, **more))["a"][1].kind == "done"
+    assert made == ["a"]
+
+
 def test_a_forgotten_schema_is_not_compiled(engine, monkeypatch):
     compiled, goes_on = [], threading.Event()
     monkeypatch.setattr(engine, "_compiled", lambda job, inputs: compiled.append(job.id) or goes_on.wait(20))
-    first, second, third = [engine.prepare(ask(name, schema=SCHEMA)) for name in "abc"]
+    hello = [{"role": "user", "content": "Hello"}]  # images are decoded on several threads, in any order
+    first, second, third = [engine.prepare(ask(name, hello, schema=SCHEMA)) for name in "abc"]
     while not compiled:
         time.sleep(0.001)
     assert second.cancel()
@@ -468,8 +482,8 @@ def test_a_mistake_in_one_request_ends_it_alone(model, engine, monkeypatch, wher
         )
     begin = LoadedEngine._begin
 
-    def begun(self, job, inputs, constraint):
-        answer = begin(self, job, inputs, constraint)
+    def begun(self, job, compiled):
+        answer = begin(self, job, compiled)
         if job.id == "bad" and where == "sampler":
             answer.row.constraint = fail
         elif job.id == "bad":

@@ -178,8 +178,8 @@ def test_adapters_of_the_start_are_prepared_before_anybody_asks(monkeypatch):
         read.append(threading.current_thread())
         return (yield from norms(*args))
 
-    def finished(self):
-        step(self)
+    def finished(self, **options):
+        step(self, **options)
         if not self:
             done.set()
 
@@ -257,6 +257,18 @@ def test_a_request_waits_for_its_adapter_and_for_none_before_it_and_nobody_waits
     assert log.count("second") == PIECES > log.count("first")
     assert "first" not in log[log.index("second") : len(log) - log[::-1].index("second")]
     assert ("second", "second") not in set(zip(log, log[1:], strict=False))  # a step of the long answer between them
+
+
+def test_a_draining_worker_prepares_only_what_a_request_waits_for(slowly):
+    slowly.ask("with it", tokens=8, adapter="second")
+    wait_until(lambda: slowly.worker.scheduler.uses("second"))
+    slowly.channel.send({"do": "drain"})
+    wait_until(lambda: slowly.worker.is_draining)
+    slowly.may_begin.set()
+    assert slowly.end_of("with it").kind == "done"
+    log = list(slowly.log)
+    assert log.count("second") == PIECES
+    assert set(log[log.index("second") :]) == {"second", "step"}
 
 
 @pytest.mark.skipif(not hasattr(os, "nice"), reason="no priorities as numbers")

@@ -70,11 +70,13 @@ class AdapterQueue:
             if not one.names:
                 self._waiting.remove(one)
 
-    def step(self) -> None:
-        """Compute one piece of the most urgent adapter, or use the adapter if it is complete."""
-        if not self._waiting:
+    def step(self, *, only_for_requests: bool = False) -> None:
+        """Compute one piece of the most urgent adapter, or use the adapter if it is complete. only_for_requests: of the adapters
+        that requests wait for."""
+        able = list(filter(self._is_requested, self._waiting)) if only_for_requests else self._waiting
+        if not able:
             return
-        one = min(self._waiting, key=self._order)
+        one = min(able, key=self._order)
         try:
             next(one.pieces)
         except StopIteration:
@@ -85,7 +87,10 @@ class AdapterQueue:
             one.finish(partial(_throw, exc))
 
     def _order(self, one: Unprepared) -> Urgency:
-        return Urgency.AWAITED if any(map(self._is_needed, one.names)) else one.urgency
+        return Urgency.AWAITED if self._is_requested(one) else one.urgency
+
+    def _is_requested(self, one: Unprepared) -> bool:
+        return any(map(self._is_needed, one.names))
 
 
 def _throw(exc: Exception) -> None:

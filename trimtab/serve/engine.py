@@ -81,10 +81,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The inputs of a job, and what its answer is held to."""
+    """The inputs of a job, how its answer is read (None: it is no text), and what the answer is held to."""
 
     inputs: Inputs
-    constraint: Constraint | None
+    reading: Reading | None = None
+    constraint: Constraint | None = None
 
 
 # Decoded samples are at 16 kHz; before that they may be stereo at 48 kHz, and compressed to a tenth of that in the file.
@@ -198,10 +199,8 @@ class LoadedEngine:
             raise self._name_on_host(exc, "compiling a schema") from exc
 
     def _compiled(self, job: Job, inputs: Inputs) -> Compiled:
-        return Compiled(inputs, self._constraint(job, Reading(job, inputs, self.model.processor)))
-
-    def _constraint(self, job: Job, reading: Reading) -> Constraint | None:
-        return reading.constraint(self._made_grammar()) if _is_constrained(job) else None
+        reading = Reading(job, inputs, self.model.processor)
+        return Compiled(inputs, reading, reading.constraint(self._made_grammar()) if _is_constrained(job) else None)
 
     def begin(self, job: Job, prepared: Inputs | Compiled | None = None) -> Answer:
         """Check a job and return its answer. Errors: RequestError and what `chat.prepare` raises; MistakeError."""
@@ -209,12 +208,13 @@ class LoadedEngine:
             try:
                 found = self._inputs(job) if prepared is None else prepared
                 if not isinstance(found, Compiled):
-                    found = self._compiled(job, found) if job.kind == "answer" else Compiled(found, None)
-                return self._begin(job, found.inputs, found.constraint)
+                    found = self._compiled(job, found) if job.kind == "answer" else Compiled(found)
+                return self._begin(job, found)
             except RequestError as exc:
                 raise for_client(exc, job) from exc
 
-    def _begin(self, job: Job, inputs: Inputs, constraint: Constraint | None) -> Answer:
+    def _begin(self, job: Job, compiled: Compiled) -> Answer:
+        inputs, reading = compiled.inputs, compiled.reading
         self.shelf.check(job.adapter)
         if job.kind in ("tokens", "text"):
             return self._told_at_once(job, inputs)
@@ -230,7 +230,7 @@ class LoadedEngine:
             left = self.model.context_tokens - inputs.prompt_tokens
             request = replace(job.request, max_new_tokens=max(1, min(job.request.max_new_tokens, left)))
             job = replace(job, request=request)
-        reading = Reading(job, inputs, self.model.processor)
+        assert reading is not None
         scores = None
         if job.prompt_logprobs is not None:
             plain = inputs.to(self.model.device)
@@ -240,7 +240,7 @@ class LoadedEngine:
             inputs,
             job.request,
             top_logprobs=job.top_logprobs,
-            constraint=constraint,
+            constraint=compiled.constraint,
             client=job.client,
             group=job.group,
         )
@@ -317,12 +317,12 @@ class LoadedEngine:
             self._grammar = Grammar(self._tokenizer, sorted(self.batch.ends))
         return self._grammar
 
-    def is_prepared(self, name: str) -> bool:
-        """Whether the adapter can be used without computing much: it is on the model, or nothing is left to prepare."""
-        return not self.is_unprepared(name) or self.shelf.is_resident(name)
+    def is_prepared(self, adapter: str | None) -> bool:
+        """Whether each part of an adapter is on the model, or nothing of it is left to prepare."""
+        return all(not self.is_unprepared(name) or self.shelf.is_resident(name) for name in parts_of(adapter))
 
     def is_ready(self, adapter: str | None) -> bool:
-        return all(map(self.is_prepared, parts_of(adapter))) and self.shelf.has_room_for(adapter, self._in_use())
+        return self.shelf.has_room_for(adapter, self._in_use())
 
     def has_room(self, answer: Answer) -> bool:
         return answer.prompt is None or self.batch.pages.has_room(answer.row)

@@ -11,7 +11,7 @@ comes from `now`.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -105,8 +105,11 @@ class Engine(Protocol):
     def drop(self, answer: Any) -> None:
         """Forget an answer and free its row."""
 
+    def is_prepared(self, adapter: str | None) -> bool:
+        """Whether an adapter, or all of a mix, can be used without computing much. If not, it is being prepared between turns."""
+
     def is_ready(self, adapter: str | None) -> bool:
-        """Whether an adapter can take part in the batch now (it is resident, or can be made so without harm)."""
+        """Whether a prepared adapter can take part in the batch now (it is resident, or can be made so without harm)."""
 
     def has_room(self, answer: Any) -> bool:
         """Whether keys and values of an answer's prompt and longest answer find room beside those that are kept for others."""
@@ -164,6 +167,7 @@ class Scheduler:
         self.budget = Budget(engine.chunk_sizes)
         self._told_at: float | None = None  # when the last step was told, and nothing but steps came after it
         self._known: dict[str, _Entry] = {}
+        self._uses: Counter[str | None] = Counter()
         self.counts = Counts()
 
     @property
@@ -186,10 +190,8 @@ class Scheduler:
         return len(self._arrived) == len(self._known) > 0 and not any(entry.is_prepared for entry in self._arrived)
 
     def uses(self, adapter: str | None) -> int:
-        """How many jobs, waiting ones included, need this adapter, alone or in a mix."""
-        if adapter is None:
-            return sum(entry.job.adapter is None for entry in self._known.values())
-        return sum(adapter in parts_of(entry.job.adapter) for entry in self._known.values())
+        """How many jobs, waiting ones included, need this adapter, alone or in a mix. None: the base alone."""
+        return self._uses[adapter]
 
     def submit(self, job: Job) -> None:
         """Take a job. Errors: QueueFullError; RequestError for an id in use. Problems of the job itself become events."""
@@ -199,6 +201,7 @@ class Scheduler:
             self.counts.refused += 1
             raise QueueFullError(self.waiting, self._retry_after_s())
         self._known[job.id] = entry = _Entry(job, self._now(), inputs=self.engine.prepare(job))
+        self._uses.update(parts_of(job.adapter) or (None,))
         self._arrived.append(entry)
 
     def _retry_after_s(self) -> float:
@@ -216,6 +219,10 @@ class Scheduler:
 
     def _forget(self, entry: _Entry) -> None:
         del self._known[entry.job.id]
+        for name in parts_of(entry.job.adapter) or (None,):
+            self._uses[name] -= 1
+            if not self._uses[name]:
+                del self._uses[name]
         if entry.answer is None:
             self._arrived.remove(entry)
             if entry.inputs is not None:
@@ -321,11 +328,14 @@ class Scheduler:
         """Return the first job of the adapter whose turn it is, and put that adapter last.
 
         While an adapter waits for a slot, others pass. Once as many jobs as there are rows have passed its first job, only the
-        base may pass, because it needs no slot. Otherwise the adapters that have the slots could keep them forever.
+        base may pass, because it needs no slot. Otherwise the adapters that have the slots could keep them forever. An adapter that
+        is still being prepared waits for no slot: nobody passes it, and it keeps nobody back.
         """
         passed: list[_Entry] = []
         is_barred = False
         for adapter, line in self._lines.items():
+            if not self.engine.is_prepared(adapter):
+                continue
             if (adapter is None or not is_barred) and self.engine.is_ready(adapter):
                 if not self.engine.has_room(line[0].answer):
                     return (

@@ -189,7 +189,7 @@ class _Worker:
                     break
             self._take_read()
             self._take_changed()
-            self._unprepared.step()
+            self._unprepared.step(only_for_requests=self.is_draining)
             self.scheduler.turn()
             self._tell()
             self._use_idle_time()
