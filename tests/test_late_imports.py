@@ -143,7 +143,7 @@ def test_a_program_that_imports_trimtab_keeps_its_own_imports():
         ("auto", (12, 8), None, None, False), ("auto", (12, 8), ["card"], "1", True), ("cpu", None, [], "0", False),
     ],
 )  # fmt: skip
-def test_a_process_with_a_gpu_imports_everything_first(device, cuda, cards, wanted, is_on, monkeypatch):
+def test_a_process_that_may_compute_on_a_gpu_imports_everything_first(device, cuda, cards, wanted, is_on, monkeypatch):
     finders = list(sys.meta_path)
     monkeypatch.setattr(sys, "meta_path", finders)
     monkeypatch.setattr(

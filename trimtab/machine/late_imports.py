@@ -6,9 +6,9 @@ once, that this process has neither `torch.distributed` nor accelerate. It suppo
 `torch.distributed`, and accelerate is optional. Source: transformers 5.6.2 to 5.23.0, utils/import_utils.py; torch 2.13,
 _dynamo/decorators.py.
 
-A program that imports trimtab never gets this: it may compile or distribute models of its own. Nor does a process that computes
-on a GPU, where it was never run: nothing may be imported while kernels are captured. `TRIMTAB_LATE_IMPORTS=1` uses it on every
-machine, `0` on none. Imports no torch itself.
+A program that imports trimtab never gets this: it may compile or distribute models of its own. Nor does a process that may compute
+on a GPU, where it was never run: nothing may be imported while kernels are captured. A process with device "cpu" captures none, on
+a machine with a GPU either. `TRIMTAB_LATE_IMPORTS=1` uses it in every process of trimtab, `0` in none. Imports no torch itself.
 """
 
 from __future__ import annotations

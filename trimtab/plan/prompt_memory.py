@@ -13,13 +13,14 @@ from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
 from trimtab.plan.activations import FLOAT32_BYTES, KEPT, Use, needs_of
 from trimtab.plan.blocks import quant_of
 from trimtab.plan.kv_form import LAYER_KERNELS as KV8_KERNELS
-from trimtab.plan.kv_form import copy_bytes
+from trimtab.plan.kv_form import NODE_BYTES, copy_bytes
 
-# A kernel in a captured graph: its node in the driver, its arguments and, the first time, its code. Graphs of E4B and E2B took 0.6
-# to 1.0 KiB on one H200 (bench/results/cards.json), and twice that with bitsandbytes' kernels alone. The rest makes up for what
-# the pool of the graphs holds beyond their tensors, segments that are never joined: 105 MiB with chunks of 128 and 512. With 2 KiB
-# here, E4B on 3.8 GiB ran out of memory.
-KERNEL_BYTES = 5 * 2**10
+# Allocator slack: what the pool of the graphs holds beyond its tensors, in segments that torch never joins, as a share of each
+# kernel in them. Chosen for E4B with chunks of 128 and 512; no run that measures it is recorded.
+POOL_SLACK_BYTES = 3 * 2**10
+# What a plan counts for a kernel in a captured graph: its node, which is in the driver's memory, and its share of the slack, which
+# is in torch's. Both are in the item "prompt graphs" (or "tower graphs"), beside the peak of the tensors.
+KERNEL_BYTES = NODE_BYTES + POOL_SLACK_BYTES
 # A prompt of 512 tokens in smaller chunks than this takes as long as one that is not captured: a chunk unpacks every weight.
 LEAST_LARGEST = 128
 # Kernels of one pass: for a 4-bit weight two of its scales, one of the weight, the product; for an adapter the input in
@@ -64,7 +65,8 @@ def planned_graphs(chunks: Sequence[int], context_tokens: int) -> int:
 def prompt_bytes(
     anatomy: Anatomy, use: Use, chunks: Sequence[int], *, quant: str, has_adapters: bool, adapter_copy_bytes: int = 0
 ) -> dict[str, int]:
-    """Return the bytes of `prompt_graph_bytes` by item: nodes, which are in the driver's memory, and what torch holds.
+    """Return the bytes of `prompt_graph_bytes` by item: nodes with the slack of the graphs' pool, which no tensor uses, and what
+    tensors take.
 
     adapter_copy_bytes: 0 where graphs read adapters where they are.
     """
@@ -72,8 +74,8 @@ def prompt_bytes(
         return {}
     whole = prompt_graph_bytes(anatomy, use, chunks, quant=quant, has_adapters=has_adapters)
     graphs = planned_graphs(chunks, use.context_tokens)
-    nodes = graphs * kernels_of(anatomy, has_adapters=has_adapters, kv=use.kv) * KERNEL_BYTES
-    counted = {"prompt_graphs": nodes, "prompt_buffers": whole - nodes}
+    beside_peak = graphs * kernels_of(anatomy, has_adapters=has_adapters, kv=use.kv) * KERNEL_BYTES
+    counted = {"prompt_graphs": beside_peak, "prompt_buffers": whole - beside_peak}
     return counted | ({"adapter_copy": adapter_copy_bytes} if adapter_copy_bytes else {})
 
 

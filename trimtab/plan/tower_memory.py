@@ -2,8 +2,8 @@
 
 A captured tower needs graph nodes, buffers for the inputs and outputs of its layers, and the activations of one layer in a
 separate memory pool (`runtime/tower_graphs.py`). The decoder comes first: towers are captured if all of their layers are on the
-device and the budget leaves room. The constants are estimates from the kernels of E4B's layers; the bytes of a node are those
-of captured prompts (prompt_memory.py). Pure: sizes of the model and of the plan.
+device and the budget leaves room. The constants are estimates from the kernels of E4B's layers; the bytes of a kernel (node
+and slack of the pool) are those of captured prompts (prompt_memory.py). Pure: sizes of the model and of the plan.
 """
 
 from __future__ import annotations

@@ -68,7 +68,6 @@ class Steps:
         self._choice = StepChoice(self.model, self.mode, self.batch.rows)
         self._graphs: GraphCache[CapturedStep] = GraphCache()
         self._ahead = False
-        self._sees_all = False  # whether attention reads every place of the context, whatever the rows hold
         self._slots: AdapterSlots | None = None
         self._short_ops: short_ops.ShortOps | None = None
         self._fused: hf_gemma4.FusedStep | None = None
@@ -211,8 +210,9 @@ class Steps:
     def _finish_and_go_on(self, step: Any, count: int) -> tuple[Tensor, Tensor]:
         return self._finish(step, count, self.batch.tokens[:count, 0])
 
-    def _places(self) -> int:
-        if (self.batch.is_invariant or self._sees_all) and self.batch.context_tokens is not None:
+    def _places(self, *, sees_all: bool = False) -> int:
+        """Return how many places of the context attention reads. sees_all: every one, whatever the rows hold."""
+        if (self.batch.is_invariant or sees_all) and self.batch.context_tokens is not None:
             return self.batch.context_tokens
         longest = max(len(row.token_ids) for row in self.batch.active) + self._ahead
         places = SMALLEST_PLACES
@@ -240,7 +240,10 @@ class Steps:
             return None
         return self._fused
 
-    def _run_graph(self, count: int, names: Sequence[str | None]) -> tuple[Tensor, Tensor] | None:
+    def _run_graph(
+        self, count: int, names: Sequence[str | None], *, sees_all: bool = False
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the outputs of a replayed graph of the active rows, captured first where there is none; None where that failed."""
         bucket = next((size for size in BUCKETS if size >= count and size <= self.batch.rows), self.batch.rows)
         if self.batch.is_invariant:
             bucket = self.batch.rows
@@ -252,7 +255,7 @@ class Steps:
             fused = self._fused_step()
             if fused is not None:
                 step, kind = fused, "fused"
-        self.batch.cache.seen_places = self._places()
+        self.batch.cache.seen_places = self._places(sees_all=sees_all)
         has_adapters = any(names)
         key: tuple[Hashable, ...] = (kind, bucket)
         if kind == "modules" or self.batch.cache.kv == "int8":
@@ -326,10 +329,7 @@ class Steps:
         counted for it.
         """
         before = outside_torch(self.device)
-        try:
-            self._prepare(expected, self.sizes() if sizes is None else sizes)
-        finally:
-            self._sees_all = False
+        self._prepare(expected, self.sizes() if sizes is None else sizes)
         self.graph_bytes += max(outside_torch(self.device) - before, 0)
 
     def _prepare(self, expected: Iterable[lora.Fitting], sizes: Sequence[int]) -> None:
@@ -348,13 +348,13 @@ class Steps:
         if sizes and not self._graphs and "kv_copies" in self.model.plan.execution.step.bytes:
             # The largest copies of keys and values first: the memory of smaller ones, kept by the graphs, would hold none of these.
             steps.insert(0, (None, max(sizes), True))
-        for name, size, self._sees_all in steps:
+        for name, size, sees_all in steps:
             self.batch.active[:] = rows[:size]
             for _ in range(2):  # where the fused step cannot be captured, the modules may
                 if not self.is_captured or len(self._graphs) >= most_graphs(self.model, self.batch.rows):
                     return
                 self.batch.tell_tokens()
-                if self._run_graph(size, [name] * size) is not None:
+                if self._run_graph(size, [name] * size, sees_all=sees_all) is not None:
                     break
             lost = free - self._free_bytes()
             if lost > self._counted_bytes(len(rows)):
