@@ -38,7 +38,7 @@ from bench.rates import at_most
 from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME
 from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
-from trimtab.plan.plan import write_whole
+from trimtab.files import write_whole
 from trimtab.proof.remote import verify_remote as remote
 from trimtab.proof.remote.faults import Fault, other_values, write_adapter, write_faults
 from trimtab.proof.remote.local import Reference

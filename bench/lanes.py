@@ -27,7 +27,7 @@ NEW_TOKENS = 16
 
 def lanes_of(folder: Path, adapter: Path, prompts: Any, work: Path, names: Any, device: str) -> Any:
     from trimtab.proof import routes
-    from trimtab.proof.lanes import run_lanes
+    from trimtab.proof.lane_runs import run_lanes
 
     rows = routes.prepare(folder, "bfloat16", prompts, work)
     return run_lanes(

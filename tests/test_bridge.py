@@ -23,7 +23,7 @@ from tests import pico, split, stock
 from trimtab.bridge import check, load_peft
 from trimtab.bridge.config import REFUSED
 from trimtab.bridge.hooks import execution_device, hooks_of
-from trimtab.doctor.scan import BY_NAME
+from trimtab.doctor.scan_findings import BY_NAME
 from trimtab.errors import AdapterError, RequestError, UpstreamError
 
 transformers.logging.disable_progress_bar()

@@ -15,8 +15,8 @@ from trimtab.plan import Machine, Plan, Rates, make_plan
 from trimtab.plan.activations import needs_of, row_cache_bytes, use_of
 from trimtab.plan.execution import StepWork, graph_count, prompt_launch_s, step_s, unsupported_reason
 from trimtab.plan.options import options_of, options_text
-from trimtab.plan.plan import OUTSIDE_PEAK
 from trimtab.plan.prompt_memory import uncaptured_bytes
+from trimtab.plan.rows import OUTSIDE_PEAK
 from trimtab.plan.tower_memory import BUFFERS, GRAPHS, POOL
 from trimtab.request import LoadRequest
 

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from tests import pico
 from trimtab.errors import RequestError
 from trimtab.proof import lanes, routes
-from trimtab.proof.lanes import BY_NAME, LANES, LanePrompt, classify, lane_verdict, run_lanes
+from trimtab.proof.lane_runs import run_lanes
+from trimtab.proof.lanes import BY_NAME, LANES, LanePrompt, classify, lane_verdict
 from trimtab.proof.prompts import Prompt, demo_prompts
 from trimtab.proof.survival import Survival, lora_delta, mean_survival, survival
 

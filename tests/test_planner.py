@@ -15,7 +15,7 @@ from tests.anatomies import e_series, small
 from trimtab.errors import CheckpointError, DoesNotFitError, RequestError, gib
 from trimtab.plan import Machine, Plan, Rates, blocks_of, make_plan
 from trimtab.plan.budget import Choice, Item, Limits, totals_of
-from trimtab.plan.plan import OUTSIDE_PEAK
+from trimtab.plan.rows import OUTSIDE_PEAK
 from trimtab.plan.search import Search
 from trimtab.request import LoadRequest
 

@@ -20,7 +20,8 @@ from torch import nn
 
 from tests import pico, split, stock
 from tests.test_bridge import adapter_of, folder_of
-from trimtab.doctor.scan import BY_NAME, KINDS, Finding, Scan, scan, scan_text
+from trimtab.doctor.scan import Scan, scan, scan_text
+from trimtab.doctor.scan_findings import BY_NAME, KINDS, Finding
 from trimtab.errors import AdapterError, RequestError
 
 transformers.logging.disable_progress_bar()

@@ -16,7 +16,8 @@ from trimtab.bridge.merging import keep_merges
 from trimtab.checkpoint.adapter import match_adapter, read_adapter
 from trimtab.checkpoint.adapter_match import AdapterSpec
 from trimtab.checkpoint.anatomy import Anatomy
-from trimtab.doctor.scan import BY_NAME, Finding, scan
+from trimtab.doctor.scan import scan
+from trimtab.doctor.scan_findings import BY_NAME, Finding
 from trimtab.errors import RequestError, UpstreamError
 
 # With one of these the first forward fails, with or without an adapter.

@@ -1,4 +1,4 @@
-"""The report on one adapter, and the adapter names that the rest of the package imports.
+"""The report on one adapter, and what the rest of the package imports to read and match one.
 
 `read_adapter` (adapter_file.py) reads a folder that PEFT wrote, without tensor data. `match_adapter` (adapter_match.py)
 puts every tensor on a module of the model or refuses. `describe` is what `trimtab inspect` prints. Imports no torch.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.commands.flags import read_json_object, read_text
 from trimtab.commands.weights import mix_text
 from trimtab.errors import RequestError
-from trimtab.plan.plan import write_whole
+from trimtab.files import write_whole
 
 if TYPE_CHECKING:
     from trimtab.request import LoadRequest

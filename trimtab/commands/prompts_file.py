@@ -22,7 +22,7 @@ from typing import Any
 
 import trimtab
 from trimtab.errors import RequestError
-from trimtab.plan.plan import write_whole
+from trimtab.files import write_whole
 from trimtab.request import GenerateRequest
 
 LONGEST_LINE_BYTES, MOST_LINES = 4 * 2**20, 1_000_000

@@ -28,7 +28,7 @@ from trimtab.commands.flags import (
 from trimtab.commands.pull import add_pull, pull_if_asked
 from trimtab.commands.saying import Command, use_color
 from trimtab.errors import RequestError
-from trimtab.plan.plan import write_whole
+from trimtab.files import write_whole
 from trimtab.serve.scale import ADMIN_KEY_VARIABLE, KEY_VARIABLE
 
 if TYPE_CHECKING:

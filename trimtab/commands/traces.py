@@ -10,7 +10,7 @@ from pathlib import Path
 from trimtab.commands.flags import read_device_map
 from trimtab.commands.saying import print_json
 from trimtab.errors import RequestError
-from trimtab.plan.plan import write_whole
+from trimtab.files import write_whole
 
 # Flags of the doctor that go with neither.
 _OTHERS = (

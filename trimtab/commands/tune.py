@@ -27,7 +27,7 @@ def add(command: Command) -> None:
 def run_tune(options: argparse.Namespace) -> int:
     import trimtab
     from trimtab.api import plan_request
-    from trimtab.plan.plan import write_whole
+    from trimtab.files import write_whole
 
     if not 1 <= options.rows <= MOST_ROWS:
         raise RequestError(f"must be between 1 and {MOST_ROWS}", field="--rows", value=options.rows)

@@ -21,7 +21,7 @@ from trimtab.doctor.case_record import Cleaner
 from trimtab.doctor.case_script import script_of
 from trimtab.doctor.cases import MODES, Case, find_cases
 from trimtab.errors import CheckpointError, RequestError
-from trimtab.plan.plan import write_whole
+from trimtab.files import write_whole
 from trimtab.process import CRASHED, DONE, FAILED, Outcome, run_inside
 from trimtab.request import check_choice
 

@@ -16,7 +16,7 @@ from trimtab.doctor.draft_clean import clean_all
 from trimtab.doctor.draft_evidence import PACKAGES
 from trimtab.doctor.report_memory import memory_pictures
 from trimtab.errors import RequestError, gib
-from trimtab.plan.plan import write_whole
+from trimtab.files import write_whole
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
 # How a label is coloured, and the sign that says the same without colour.

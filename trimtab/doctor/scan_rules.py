@@ -19,7 +19,7 @@ from trimtab.bridge.hooks import CPU, DISK, execution_device, hooks_of, is_seque
 from trimtab.bridge.live import QUANTIZED, is_linear
 from trimtab.checkpoint.adapter_keys import part_of_key
 from trimtab.checkpoint.names import is_under, near_names
-from trimtab.doctor.scan import Finding
+from trimtab.doctor.scan_findings import Finding
 from trimtab.errors import gib
 from trimtab.packages import versions_of
 

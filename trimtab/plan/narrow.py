@@ -6,7 +6,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from trimtab.errors import gib
-from trimtab.plan.plan import OUTSIDE_PEAK, Plan
+from trimtab.plan.plan import Plan
+from trimtab.plan.rows import OUTSIDE_PEAK
 from trimtab.plan.table import grouped, held_limit, keys_and_values, predicted_rate, time_text
 
 WIDTH = 80

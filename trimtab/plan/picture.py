@@ -10,11 +10,15 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
 from trimtab.errors import RequestError, gib
-from trimtab.plan.plan import Plan, write_whole
+from trimtab.files import write_whole
 from trimtab.plan.table import predicted_rate
+
+if TYPE_CHECKING:
+    from trimtab.plan.plan import Plan
 
 WIDTH, MARGIN, BAR_HEIGHT = 1000, 32, 46
 BAR_WIDTH = WIDTH - 2 * MARGIN

@@ -1,4 +1,4 @@
-"""The frozen Plan, its rows, and its file format.
+"""The frozen Plan and its file format.
 
 For each block a plan records the tier, the bytes on every device and the reason. It prints as a table (`plan/table.py`), and
 its JSON is read back equal. Bytes are integers everywhere.
@@ -10,56 +10,28 @@ import html
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from trimtab.errors import CheckpointError, RequestError
+from trimtab.files import write_whole
+from trimtab.plan import picture
 from trimtab.plan.cards import Card, marked
 from trimtab.plan.cost import Rates
 from trimtab.plan.execution import MODES, Execution
 from trimtab.plan.kv_pool import pool_tokens
 from trimtab.plan.module_tree import ModuleTree
 from trimtab.plan.reading import read_row
+from trimtab.plan.rows import OUTSIDE_PEAK, Placement, Unquantized
+from trimtab.plan.table import table
 from trimtab.request import DTYPES, HEADS, TIERS, LoadRequest
 
 PLAN_VERSION = 5
 HOMES = ("device", "host", "disk", "file")
-# What is counted against the device budget without being in torch's peak.
-OUTSIDE_PEAK = ("kernels", "graphs", "prompt_graphs", "tower_graphs", "fragments", "cuda_context", "allocator_reserve")
 
 Stamps = tuple[tuple[str, int, int], ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """One block: its tier, the location of its bytes, its seconds per request and per decode step, and the reason.
-
-    home: "device", "host" (memory), "disk" (the spill file) or "file" (the checkpoint itself). gpu_bytes: resident on the
-    execution device, immovable tensors included; staging buffers are counted once for all blocks, not here.
-    """
-
-    block_path: str
-    part: str
-    tier: str
-    home: str
-    gpu_bytes: int
-    host_bytes: int
-    disk_bytes: int
-    request_s: float
-    token_s: float
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unquantized:
-    """A weight that stays at full precision although the request quantizes."""
-
-    module_path: str
-    bytes: int
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,21 +80,15 @@ class Plan:
     module_tree: ModuleTree[Any] = field(default_factory=ModuleTree, compare=False, repr=False)
 
     def __str__(self) -> str:
-        from trimtab.plan.table import table
-
         return table(self) if self.card is None else marked(table(self), self.card)
 
     def draw(self, path: str | os.PathLike[str]) -> None:
         """Draw the plan as .svg or .png. Errors: RequestError for another ending, or a place that cannot be written."""
-        from trimtab.plan import picture
-
         picture.check_path(path, field="path")
         picture.draw(self, path)
 
     def _repr_html_(self) -> str:
         """Return the picture and the table, for notebooks."""
-        from trimtab.plan import picture
-
         return f"<div>{picture.svg(*picture.layout(self))}<pre>{html.escape(str(self))}</pre></div>"
 
     def tier_of(self, block_path: str) -> str:
@@ -269,20 +235,3 @@ class Plan:
             return cls.from_json(values)
         except RequestError as exc:
             raise CheckpointError(f"is not a plan of this version: {exc}", path=path, cause=exc) from exc
-
-
-def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object], *, field: str) -> None:
-    """Write a temporary file with `write`, then rename it: readers see the old file or the new one, never a part.
-
-    Errors: RequestError if the place cannot be written; nothing is left behind.
-    """
-    target = Path(path)
-    sibling = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        write(sibling)
-        os.replace(sibling, target)
-    except OSError as exc:
-        raise RequestError(f"cannot be written ({exc.strerror})", field=field, value=str(path)) from exc
-    finally:
-        with suppress(OSError):  # a parent that is a file has no sibling to remove either
-            sibling.unlink(missing_ok=True)

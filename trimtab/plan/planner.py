@@ -48,10 +48,11 @@ from trimtab.plan.kv_form import added_step_s
 from trimtab.plan.options import ModeRefusedError, advised, choose_chunks_of, choose_plan
 from trimtab.plan.pipeline import evened
 from trimtab.plan.placing import Asked, resolve_device_map, resolve_place
-from trimtab.plan.plan import OUTSIDE_PEAK, Placement, Plan, Stamps, Unquantized
+from trimtab.plan.plan import Plan, Stamps
 from trimtab.plan.prefix_memory import prefix_bytes
 from trimtab.plan.prompt_memory import prompt_bytes, uncaptured_bytes
 from trimtab.plan.reasons import Reasons
+from trimtab.plan.rows import OUTSIDE_PEAK, Placement, Unquantized
 from trimtab.plan.search import Search
 from trimtab.plan.step_work import prompt_linears, step_work
 from trimtab.plan.tower_memory import with_towers

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from trimtab.checkpoint.adapter_file import TENSORS_NAME
 from trimtab.errors import gib
 from trimtab.plan.cost import HELD_OBJECT_BYTES
 from trimtab.plan.execution import Execution, Phase
 from trimtab.plan.kv_form import KV8_KL
-from trimtab.plan.plan import OUTSIDE_PEAK, Placement, Plan, Unquantized
+from trimtab.plan.rows import OUTSIDE_PEAK, Placement, Unquantized
+
+if TYPE_CHECKING:
+    from trimtab.plan.plan import Plan
 
 WIDEST_REASON = 110
 

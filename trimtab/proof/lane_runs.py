@@ -1,9 +1,9 @@
-"""Running a merge lane: its processes, the files that they exchange, and the comparison of their answers."""
+"""Running merge lanes: their processes, the files that they exchange, and the comparison of their answers."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,18 @@ from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.errors import TrimtabError
 from trimtab.process import run_inside
 from trimtab.proof import compare, forced
-from trimtab.proof.lanes import ACTIVE, FIRST, INACTIVE, Lane, LanePrompt, LaneRun, classify, lane_verdict
+from trimtab.proof.lanes import (
+    ACTIVE,
+    FIRST,
+    INACTIVE,
+    Lane,
+    LanePrompt,
+    LaneReport,
+    LaneRun,
+    check_names,
+    classify,
+    lane_verdict,
+)  # fmt: skip
 from trimtab.proof.routes import TIMEOUT_S, Item, Route, run_module, run_route
 from trimtab.proof.survival import Survival
 from trimtab.proof.versions import versions
@@ -20,6 +31,7 @@ from trimtab.request import LoadRequest
 STOCK_LANE, OWN_MERGE = "trimtab.proof.stock_lane", "trimtab.proof.own_merge"
 WHO = ("adapter", "base", "merged")
 Line = dict[str, Any]
+Say = Callable[[str], None]
 
 
 class LaneRunner:
@@ -233,3 +245,29 @@ def _ended(ended: str, stderr: str) -> dict[str, Any]:
         "type": ended, "message": lines[-1][:300] if lines else "the process printed nothing", "package": "?",
         "installed": "?", "frames": [],
     }  # fmt: skip
+
+
+def run_lanes(
+    model: str | Path, adapter: Path, rows: Sequence[Mapping[str, Any]], work: Path, *, device: str = "auto",
+    dtype: str = "bfloat16", new_tokens: int = 32, python: str | None = None, names: Sequence[str] | None = None,
+    isolated: bool = True, say: Say | None = None,
+) -> LaneReport:  # fmt: skip
+    """Return what every lane did.
+
+    rows: prepared prompts (`inputs.prepare`). work: a folder for logits and merged models, as large as those; emptied
+    lane by lane. python: the interpreter of the stock lanes. names: some lanes; the yardstick is always run.
+    Errors: RequestError; what a lane raises is in its run.
+    """
+    lanes = check_names(names)
+    runner = LaneRunner(
+        model=str(model), adapter=adapter, rows=rows, work=work, device=device, dtype=dtype, new_tokens=new_tokens,
+        python=python, isolated=isolated,
+    )  # fmt: skip
+    runs = []
+    for lane in lanes:
+        if say is not None:
+            say(f"lane: {lane.name}")
+        runs.append(runner.run(lane))
+    return LaneReport(
+        model=str(model), adapter=str(adapter), device=runner.device, lanes=tuple(runs), versions=runner.versions
+    )

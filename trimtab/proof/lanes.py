@@ -9,15 +9,13 @@ something, and its answers in bf16 are the yardstick for all others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from trimtab.errors import RequestError
+from trimtab.proof.lane_words import lanes_text
 from trimtab.proof.survival import Survival, mean_survival
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +170,6 @@ class LaneReport:
         }  # fmt: skip
 
     def __str__(self) -> str:
-        from trimtab.proof.lane_words import lanes_text
-
         return lanes_text(self)
 
 
@@ -206,31 +202,3 @@ def check_names(names: Sequence[str] | None) -> tuple[Lane, ...]:
         if name not in BY_NAME:
             raise RequestError("no such lane", field="lanes", value=name, allowed=tuple(BY_NAME))
     return tuple(lane for lane in LANES if lane.name in names or lane.name == FIRST)
-
-
-def run_lanes(
-    model: str | Path, adapter: Path, rows: Sequence[Mapping[str, Any]], work: Path, *, device: str = "auto",
-    dtype: str = "bfloat16", new_tokens: int = 32, python: str | None = None, names: Sequence[str] | None = None,
-    isolated: bool = True, say: Say | None = None,
-) -> LaneReport:  # fmt: skip
-    """Return what every lane did.
-
-    rows: prepared prompts (`inputs.prepare`). work: a folder for logits and merged models, as large as those; emptied
-    lane by lane. python: the interpreter of the stock lanes. names: some lanes; the yardstick is always run.
-    Errors: RequestError; what a lane raises is in its run.
-    """
-    from trimtab.proof.lane_runs import LaneRunner
-
-    lanes = check_names(names)
-    runner = LaneRunner(
-        model=str(model), adapter=adapter, rows=rows, work=work, device=device, dtype=dtype, new_tokens=new_tokens,
-        python=python, isolated=isolated,
-    )  # fmt: skip
-    runs = []
-    for lane in lanes:
-        if say is not None:
-            say(f"lane: {lane.name}")
-        runs.append(runner.run(lane))
-    return LaneReport(
-        model=str(model), adapter=str(adapter), device=runner.device, lanes=tuple(runs), versions=runner.versions
-    )

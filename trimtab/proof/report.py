@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import ParityError, RequestError
-from trimtab.plan.plan import write_whole
+from trimtab.files import write_whole
 
 if TYPE_CHECKING:
     from trimtab.proof.compare import Difference, NoiseFloor

@@ -299,7 +299,7 @@ def _with_lanes(
     report: ParityReport, case: Case, request: LoadRequest, given: Sequence[Prompt], rows: Sequence[Mapping[str, Any]],
     work: Path, new_tokens: int, python: Any, isolated: bool, speak: Say,
 ) -> ParityReport:  # fmt: skip
-    from trimtab.proof.lanes import run_lanes
+    from trimtab.proof.lane_runs import run_lanes
 
     if case.adapter is None:
         raise RequestError("the merge lanes need an adapter", field="adapter", hint="Give one with adapters=")

@@ -25,6 +25,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, from_json, to_json
 
+from trimtab.adapter_names import NAME as ADAPTER_NAME
 from trimtab.errors import RequestError
 from trimtab.request import MOST_BIAS, MOST_PENALTY, MOST_STOP_CHARACTERS, PENALTIES
 from trimtab.serve.field_names import Names, client_field
@@ -393,7 +394,7 @@ class CompletionRequest(_Sampling):
 class LoadAdapterRequest(Strict):
     """POST /v1/load_lora_adapter, vLLM's shape."""
 
-    lora_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    lora_name: Annotated[str, Field(pattern=f"^{ADAPTER_NAME.pattern}$")]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     model: Name | None = None
     # Accepted at the values that change nothing.

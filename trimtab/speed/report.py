@@ -11,8 +11,8 @@ from typing import Any
 
 from trimtab.doctor.environment import Environment, scrubbed
 from trimtab.errors import RequestError, TrimtabError, gib
+from trimtab.files import write_whole
 from trimtab.plan import Plan
-from trimtab.plan.plan import write_whole
 from trimtab.speed import figures
 from trimtab.speed.figures import Spread
 from trimtab.speed.limit import Limit, Read

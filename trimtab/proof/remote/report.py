@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from trimtab.plan.plan import write_whole
+from trimtab.files import write_whole
 from trimtab.proof.remote.channels import Channel
 from trimtab.proof.remote.client import plain
 from trimtab.proof.remote.verdict import ALIVE, CANNOT_TELL, IGNORED, WRONG, Verdict, Weighed

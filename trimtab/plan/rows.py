@@ -1,0 +1,37 @@
+"""The rows of a plan, and which of its items are outside torch's peak."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# What is counted against the device budget without being in torch's peak.
+OUTSIDE_PEAK = ("kernels", "graphs", "prompt_graphs", "tower_graphs", "fragments", "cuda_context", "allocator_reserve")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """One block: its tier, the location of its bytes, its seconds per request and per decode step, and the reason.
+
+    home: "device", "host" (memory), "disk" (the spill file) or "file" (the checkpoint itself). gpu_bytes: resident on the
+    execution device, immovable tensors included; staging buffers are counted once for all blocks, not here.
+    """
+
+    block_path: str
+    part: str
+    tier: str
+    home: str
+    gpu_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    request_s: float
+    token_s: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unquantized:
+    """A weight that stays at full precision although the request quantizes."""
+
+    module_path: str
+    bytes: int
+    reason: str
