@@ -9,7 +9,7 @@ probability by about 1e-5; a row, adapter or position that is another's moves it
 from __future__ import annotations
 
 import random
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -49,6 +49,47 @@ def batch_of(model, decode, sizes, rows):  # noqa: F811
 def begun(batch, ask, **options):
     request = GenerateRequest(max_new_tokens=TOKENS)
     return batch.begin(batch.model.prepare(ask[1]), request, adapter=ask[0], top_logprobs=0, **options)
+
+
+def through_all(prompt):
+    """Return a prompt after its last piece."""
+    while not prompt.step():
+        pass
+    return prompt
+
+
+def forks(batch, ask, count):
+    """Return rows of one prompt that joined the batch one after the other: all but the first share its keys and values."""
+    rows = [batch.join(through_all(begun(batch, ask, group="one"))).row for _ in range(count)]
+    assert [row.shared_tokens > 0 for row in rows] == [False, *[True] * (count - 1)]
+    return rows
+
+
+@contextmanager
+def keeping_prefixes(model):  # noqa: F811
+    """Give the model a prefix cache, and none afterwards."""
+    model.keep_prefixes(2**26)
+    try:
+        yield
+    finally:
+        model.prefix_cache.close()
+        model.prefix_cache = None
+
+
+def check_beside_spoilt(model, spoil):  # noqa: F811
+    """An answer is the one it is alone, after `spoil` has filled what another row wrote with values that are not numbers.
+
+    spoil(layer, row number): for each layer of the cache.
+    """
+    ask = asks(2)[1]
+    expected = alone(batch_of(model, "eager", (), 1), ask)
+    batch = batch_of(model, "eager", (16, 64), 4)
+    prompt = through_all(begun(batch, asks(1)[0]))
+    batch.place(prompt)
+    for layer in batch.cache.layers:
+        spoil(layer, prompt.row.number)
+    batch.leave(prompt.row)
+    assert [token for token, _ in alone(batch, ask)] == [token for token, _ in expected]
 
 
 def alone(batch, ask):
@@ -152,8 +193,7 @@ def packed_with_cached_beginnings(model, monkeypatch, *, tolerance=TOLERANCE):  
     monkeypatch.setattr(Prompts, "most_packed", property(lambda self: 256))
     asked = [(name, f"{text} {'again and ' * 18}again") for name, text in asks(8)]
     by_ask = {ask: alone(batch_of(model, "eager", (), 1), ask) for ask in dict.fromkeys(asked)}
-    model.keep_prefixes(2**26)
-    try:
+    with keeping_prefixes(model):
         passes = 0
         for seed in (1, 2):  # the second time all beginnings are there
             company = Company(batch_of(model, "eager", (16, 64), 6), asked, seed, together=True)
@@ -161,9 +201,6 @@ def packed_with_cached_beginnings(model, monkeypatch, *, tolerance=TOLERANCE):  
             passes += company.passes
         assert passes and company.busiest >= 3 and model.prefix_cache.numbers()["hits"]
         yield
-    finally:
-        model.prefix_cache.close()
-        model.prefix_cache = None
 
 
 @pytest.mark.parametrize("sizes", [(), (16, 64)], ids=["eager prompts", "chunks"])
@@ -183,9 +220,7 @@ def test_an_answer_is_the_same_alone_and_in_a_pass_of_several_prompts(model, rep
     # What is shorter than a block of 32 tokens is not cached.
     asked = [(name, f"{text} {'again and ' * 18}again") for name, text in asks(8)]
     by_ask = {ask: alone(batch_of(model, "eager", (), 1), ask) for ask in dict.fromkeys(asked)}
-    if cached:
-        model.keep_prefixes(2**26)
-    try:
+    with keeping_prefixes(model) if cached else nullcontext():
         passes = 0
         for seed in (1, 2):  # the second time all beginnings are there
             company = Company(batch_of(model, decode, (16, 64), 6), asked, seed, together=True)
@@ -193,10 +228,6 @@ def test_an_answer_is_the_same_alone_and_in_a_pass_of_several_prompts(model, rep
             passes += company.passes
         assert passes and company.busiest >= 3
         assert not cached or model.prefix_cache.numbers()["hits"]
-    finally:
-        if cached:
-            model.prefix_cache.close()
-            model.prefix_cache = None
 
 
 def test_answers_in_company_are_those_of_stock_transformers_and_peft(model):  # noqa: F811

@@ -22,7 +22,18 @@ from tests import long_runs, pico, stock
 from tests.kv8_reference import RoundedCache, greedy, rounded
 from tests.test_anatomy import config_only
 from tests.test_batch import DEVICE, through, to_the_end
-from tests.test_company import Company, alone, asks, batch_of, begun, check, packed_with_cached_beginnings, with_pool
+from tests.test_company import (
+    Company,
+    alone,
+    asks,
+    batch_of,
+    check,
+    check_beside_spoilt,
+    forks,
+    keeping_prefixes,
+    packed_with_cached_beginnings,
+    with_pool,
+)  # fmt: skip
 from tests.test_execution import E4B, H200, card
 from tests.test_graphs import replayed  # noqa: F401
 from trimtab.api import plan_request
@@ -207,14 +218,10 @@ def test_a_cached_beginning_changes_no_token(model, sizes):
     beginning = "Say something about the sea and the colour of it " * 6
     asked = [(None, beginning), (None, beginning + "and then of the sky")]
     expected = [alone(batch_of(model, "eager", sizes, 2), ask) for ask in asked]
-    model.keep_prefixes(2**26)
-    try:
+    with keeping_prefixes(model):
         found = [alone(batch_of(model, "eager", sizes, 2), ask) for ask in (*asked, asked[0])]
         assert model.prefix_cache.numbers()["hit_tokens"] >= PAGE_TOKENS
         check(dict(enumerate(found)), [*expected, expected[0]], set(), tolerance=SAID_TOLERANCE)
-    finally:
-        model.prefix_cache.close()
-        model.prefix_cache = None
 
 
 def test_forks_and_rows_that_move_keep_their_bits(model):
@@ -222,15 +229,8 @@ def test_forks_and_rows_that_move_keep_their_bits(model):
     ask = (None, "Say something about the sea and the colour of it " * 3)
     expected = [token for token, _ in alone(batch_of(model, "eager", (), 1), ask)]
     batch = batch_of(model, "eager", (16, 64), 4)
-    rows = []
-    for _ in range(3):
-        prompt = begun(batch, ask, group="one")
-        while not prompt.step():
-            pass
-        rows.append(batch.join(prompt).row)
-    assert [row.shared_tokens > 0 for row in rows] == [False, True, True]
-    first = rows.pop(0)
-    batch.leave(first)  # the last row moves into its place
+    rows = forks(batch, ask, 3)
+    batch.leave(rows.pop(0))  # the last row moves into its place
     while any(row.finish is None for row in rows):
         batch.step()
     assert [list(row.answer_ids) for row in rows] == [expected] * 2
@@ -249,21 +249,15 @@ def test_pictures_and_sounds_are_rounded_too(model):
 
 def test_numbers_that_are_none_stay_with_their_row(model):
     with_pool(model, 3 * CONTEXT)
-    ask = asks(2)[1]
-    expected = alone(batch_of(model, "eager", (), 1), ask)
-    batch = batch_of(model, "eager", (16, 64), 4)
-    prompt = begun(batch, asks(1)[0])
-    while not prompt.step():
-        pass
-    batch.place(prompt)
     none = round_states(torch.full((1, 64), float("nan"), device=DEVICE))[0, -4:]
-    for layer in batch.cache.layers:
+
+    def spoil(layer, number):
         if isinstance(layer, LayerCache) and layer.is_initialized:
             for held in (layer.keys, layer.values):
-                part = held[:, PAGE_TOKENS:] if isinstance(layer, PagedLayer) else held[prompt.row.number]
+                part = held[:, PAGE_TOKENS:] if isinstance(layer, PagedLayer) else held[number]
                 part[..., -4:] = none
-    batch.leave(prompt.row)
-    assert [token for token, _ in alone(batch, ask)] == [token for token, _ in expected]
+
+    check_beside_spoilt(model, spoil)
 
 
 def test_batch_invariant_answers_are_the_same_in_8_bits(tmp_path):

@@ -14,7 +14,18 @@ import torch
 import trimtab
 from tests import long_runs, pico
 from tests.test_batch import DEVICE, PROMPTS, STEP_TOLERANCE, through, to_the_end
-from tests.test_company import Company, alone, asks, batch_of, begun, check, packed_with_cached_beginnings, with_pool
+from tests.test_company import (
+    Company,
+    alone,
+    asks,
+    batch_of,
+    check,
+    check_beside_spoilt,
+    forks,
+    keeping_prefixes,
+    packed_with_cached_beginnings,
+    with_pool,
+)  # fmt: skip
 from tests.test_graphs import replayed  # noqa: F401
 from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
@@ -92,8 +103,7 @@ def test_prompts_that_go_together_and_cached_beginnings_are_in_pages(model, repl
 @pytest.mark.parametrize("sizes", [(), (16, 64)], ids=["eager prompts", "chunks"])
 def test_the_next_turn_of_a_chat_is_copied_into_pages(model, sizes):
     with_pool(model, 3 * CONTEXT)
-    model.keep_prefixes(2**26)
-    try:
+    with keeping_prefixes(model):
         ask = (None, "Say something about the sea and the colour of it " * 6)
         batch = batch_of(model, "eager", sizes, 4)
         first = alone(batch, ask)
@@ -101,9 +111,6 @@ def test_the_next_turn_of_a_chat_is_copied_into_pages(model, sizes):
         assert [token for token, _ in again] == [token for token, _ in first]
         assert model.prefix_cache.numbers()["hit_tokens"] >= PAGE_TOKENS
         assert max(abs(a[1] - b[1]) for a, b in zip(first, again, strict=True)) < 2e-3
-    finally:
-        model.prefix_cache.close()
-        model.prefix_cache = None
 
 
 def test_forks_have_pages_of_their_own(model):
@@ -111,20 +118,14 @@ def test_forks_have_pages_of_their_own(model):
     ask = (None, "Say something about the sea and the colour of it " * 3)
     expected = [token for token, _ in alone(batch_of(model, "eager", (), 1), ask)]
     batch = batch_of(model, "eager", (16, 64), 4)
-    rows = []
-    for _ in range(3):
-        prompt = begun(batch, ask, group="one")
-        while not prompt.step():
-            pass
-        rows.append(batch.join(prompt).row)
-    assert [row.shared_tokens > 0 for row in rows] == [False, True, True]
+    rows = forks(batch, ask, 3)
     assert len({page for row in rows for page in row.pages}) == 3 * len(rows[0].pages)
     while any(row.finish is None for row in rows):
         batch.step()
     assert [list(row.answer_ids) for row in rows] == [expected] * 3
     for row in rows:
         batch.leave(row)
-    del prompt, rows, row
+    del rows, row
     assert is_all_free(batch)
 
 
@@ -181,19 +182,13 @@ def test_many_prompts_wait_for_room(model):
 def test_numbers_that_are_none_stay_with_their_row(model):
     """What another row's padding and a finished row wrote is not looked at, not even times zero."""
     with_pool(model, 3 * CONTEXT)
-    ask = asks(2)[1]
-    expected = alone(batch_of(model, "eager", (), 1), ask)
-    batch = batch_of(model, "eager", (16, 64), 4)
-    prompt = begun(batch, asks(1)[0])
-    while not prompt.step():
-        pass
-    batch.place(prompt)
-    for layer in batch.cache.layers:
+
+    def spoil(layer, number):
         if isinstance(layer, PagedLayer):
             for held in (layer.keys, layer.values):
                 held[:, PAGE_TOKENS:] = float("nan")  # all but the page that nobody writes
-    batch.leave(prompt.row)
-    assert [token for token, _ in alone(batch, ask)] == [token for token, _ in expected]
+
+    check_beside_spoilt(model, spoil)
 
 
 # The plan ------------------------------------------------------------------------------------------------------------

@@ -99,6 +99,14 @@ def stand_in(page, *texts, chances=None, finish="stop"):
     return sent
 
 
+def answered(page, *texts, message="A message", count=1, media=None, **options):
+    """Send a message whose answers are texts, as `stand_in` has them; return what is sent, once `count` answers are whole."""
+    sent = stand_in(page, *texts, **options)
+    ask(page, message, media=media)
+    answers(page, count)
+    return sent
+
+
 def faked(change):
     """Return what makes the page read the server's status with a change."""
 

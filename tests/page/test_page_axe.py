@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.page import serving
-from tests.page.reading import ADMIN_KEY, answers, ask, expect, faked, question, set_options, stand_in
+from tests.page.reading import ADMIN_KEY, answered, answers, ask, expect, faked, question, set_options, stand_in
 
 pytestmark = pytest.mark.slow
 
@@ -58,42 +58,32 @@ def conversation(page):
 
 def chances(page):
     set_options(page, chances=True)
-    stand_in(page, "The quick brown fox", chances=[0.99, 0.6, 0.3, 0.05], finish="length")
-    ask(page, "A message")
-    answers(page)
+    answered(page, "The quick brown fox", chances=[0.99, 0.6, 0.3, 0.05], finish="length")
     page.get_by_role("button", name="Token probabilities").click()
     page.locator(".token").nth(1).focus()
     expect(page.locator("#chance")).to_be_visible()
 
 
 def editing(page):
-    stand_in(page, TEXT)
-    ask(page, "A message")
-    answers(page)
+    answered(page, TEXT)
     page.get_by_role("button", name="Edit this message").click()
     expect(page.locator(".edited")).to_be_visible()
 
 
 def editing_an_answer(page):
-    stand_in(page, TEXT)
-    ask(page, "A message")
-    answers(page)
+    answered(page, TEXT)
     page.get_by_role("button", name="Edit this answer").click()
     expect(page.locator(".edited")).to_be_visible()
 
 
 def undoing(page):
-    stand_in(page, TEXT)
-    ask(page, "A message")
-    answers(page)
+    answered(page, TEXT)
     page.get_by_role("button", name="Delete A message").click()
     expect(page.locator("#undo")).to_be_visible()
 
 
 def enlarged(page):
-    stand_in(page, TEXT)
-    ask(page, "A message", media=question("image")["image"])
-    answers(page)
+    answered(page, TEXT, media=question("image")["image"])
     page.locator(".asked .image").click()
     expect(page.locator("#image-large")).to_be_visible()
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.page.reading import ANSWER_MS, CHAT, answers, ask, expect, question, set_options, stand_in
+from tests.page.reading import ANSWER_MS, CHAT, answered, answers, ask, expect, question, set_options, stand_in
 
 pytestmark = pytest.mark.slow
 
@@ -78,9 +78,7 @@ def test_each_of_two_voices_goes_on_from_its_own_answer(opened):
 
 def test_an_answer_is_regenerated_and_the_earlier_one_stays(opened):
     page = opened()
-    sent = stand_in(page, "One.", "Two.")
-    ask(page, "first")
-    answers(page)
+    sent = answered(page, "One.", "Two.", message="first")
     page.get_by_role("button", name="Regenerate").click()
     expect(page.locator(".text")).to_have_text("Two.")
     assert sent[0] == sent[1]
@@ -88,17 +86,13 @@ def test_an_answer_is_regenerated_and_the_earlier_one_stays(opened):
     expect(page.locator(".text")).to_have_text("One.")
     expect(page.locator(".versions")).to_contain_text("1 of 2")
     # The version that is shown is what the chat goes on from.
-    sent = stand_in(page, "Three.")
-    ask(page, "second")
-    answers(page, 2)
+    sent = answered(page, "Three.", message="second", count=2)
     assert last_messages(sent)[1] == ("assistant", "One.")
 
 
 def test_an_answer_that_was_cut_is_continued(opened):
     page = opened()
-    sent = stand_in(page, "One two ", finish="length")
-    ask(page, "first")
-    answers(page)
+    sent = answered(page, "One two ", finish="length", message="first")
     expect(page.locator(".facts")).to_contain_text("cut at the token limit")
     sent = stand_in(page, "three.")
     page.get_by_role("button", name="Continue the answer of gemma-demo (base)").click()
@@ -109,9 +103,7 @@ def test_an_answer_that_was_cut_is_continued(opened):
     # It is whole now, and one version: what is asked next has all of it.
     expect(page.get_by_role("button", name="Continue the answer")).to_have_count(0)
     expect(page.locator(".versions")).to_have_count(0)
-    sent = stand_in(page, "Yes.")
-    ask(page, "second")
-    answers(page, 2)
+    sent = answered(page, "Yes.", message="second", count=2)
     assert last_messages(sent)[1] == ("assistant", "One two three.")
     assert "continue_final_message" not in sent[0]
 
@@ -119,9 +111,7 @@ def test_an_answer_that_was_cut_is_continued(opened):
 def test_a_continued_answer_has_the_probabilities_of_all_its_tokens_or_of_none(opened):
     page = opened()
     set_options(page, chances=True)
-    stand_in(page, "One two", chances=[0.9, 0.6], finish="length")
-    ask(page, "first")
-    answers(page)
+    answered(page, "One two", chances=[0.9, 0.6], finish="length", message="first")
     set_options(page, chances=False)
     sent = stand_in(page, " three", chances=[0.5])
     page.get_by_role("button", name="Continue the answer").click()
@@ -129,9 +119,7 @@ def test_a_continued_answer_has_the_probabilities_of_all_its_tokens_or_of_none(o
     assert sent[0]["logprobs"] is True
     page.get_by_role("button", name="Token probabilities").click()
     expect(page.locator(".token")).to_have_text(["One", " two", " three"])
-    stand_in(page, "Four", finish="length")
-    ask(page, "second")
-    answers(page, 2)
+    answered(page, "Four", finish="length", message="second", count=2)
     set_options(page, chances=True)
     sent = stand_in(page, " five")
     page.get_by_role("button", name="Continue the answer").click()
@@ -157,9 +145,7 @@ def test_the_server_continues_a_stopped_answer_to_the_same_end(opened):
 
 def test_a_message_is_edited_and_what_came_after_it_goes(opened):
     page, asked = opened(), question("image")
-    sent = stand_in(page, "One.", "Two.", "Three.")
-    ask(page, "first", media=asked["image"])
-    answers(page)
+    sent = answered(page, "One.", "Two.", "Three.", message="first", media=asked["image"])
     ask(page, "second")
     answers(page, 2)
     page.get_by_role("button", name="Edit this message").first.click()
@@ -176,9 +162,7 @@ def test_a_message_is_edited_and_what_came_after_it_goes(opened):
 
 def test_images_beyond_the_plan_are_left_out_and_that_is_said(opened):
     page, asked = opened(), question("image")
-    sent = stand_in(page, "One.", "Two.")
-    ask(page, "first", media=asked["image"])
-    answers(page)
+    sent = answered(page, "One.", "Two.", message="first", media=asked["image"])
     ask(page, "second", media=asked["image"])
     answers(page, 2)
     assert sent[-1]["messages"][0] == {"role": "user", "content": "first"}
@@ -293,9 +277,7 @@ def test_the_server_tells_how_probable_each_token_was(opened):
 def test_a_token_shows_its_alternatives_to_a_touch(opened):
     page = opened(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
     set_options(page, chances=True)
-    stand_in(page, "One two three", chances=[0.9, 0.5, 0.2])
-    ask(page, "Hello")
-    answers(page)
+    answered(page, "One two three", chances=[0.9, 0.5, 0.2], message="Hello")
     page.get_by_role("button", name="Token probabilities").tap()
     page.locator(".token").nth(1).tap()
     expect(page.locator("#chance")).to_contain_text("50.0 %")
@@ -308,9 +290,7 @@ def test_a_token_shows_its_alternatives_to_a_touch(opened):
 def test_a_token_shows_its_alternatives_on_hover_and_to_the_keyboard(opened):
     page = opened()
     set_options(page, chances=True)
-    stand_in(page, "The quick fox", chances=[0.97, 0.3, 0.05])
-    ask(page, "Hello")
-    answers(page)
+    answered(page, "The quick fox", chances=[0.97, 0.3, 0.05], message="Hello")
     page.get_by_role("button", name="Token probabilities").click()
     assert page.locator(".token").all_text_contents() == ["The", " quick", " fox"]
     page.locator(".token").nth(1).hover()
@@ -350,9 +330,7 @@ EVIL = """# Heading <img src=x onerror="document.title='owned'">
 def test_a_models_text_is_never_markup_and_loads_nothing(opened):
     requested = []
     page = opened(before=lambda page: page.on("request", lambda request: requested.append(request.url)))
-    stand_in(page, EVIL)
-    ask(page, "Hello")
-    answers(page)
+    answered(page, EVIL, message="Hello")
     page.wait_for_timeout(500)
     assert page.title() == "trimtab"
     text = page.locator(".text")
@@ -415,9 +393,7 @@ def test_an_answer_that_grows_keeps_what_it_already_shows(opened):
 
 def test_a_chat_stays_in_the_browser_until_it_is_deleted(opened):
     page, asked = opened(), question("image")
-    stand_in(page, "One.", "Two.")
-    ask(page, "about an image", media=asked["image"])
-    answers(page)
+    answered(page, "One.", "Two.", message="about an image", media=asked["image"])
     page.click("#new-chat")
     expect(page.locator("#welcome")).to_be_visible()
     ask(page, "another chat")
@@ -452,9 +428,7 @@ def test_a_chat_stays_in_the_browser_until_it_is_deleted(opened):
 
 def test_a_deleted_chat_comes_back_with_its_image_on_undo(opened):
     page, asked = opened(), question("image")
-    stand_in(page, "One.", "Two.")
-    ask(page, "about an image", media=asked["image"])
-    answers(page)
+    answered(page, "One.", "Two.", message="about an image", media=asked["image"])
     page.get_by_role("button", name="Delete about an image").click()
     expect(page.locator("#welcome")).to_be_visible()
     expect(page.locator("#undo-text")).to_have_text("“about an image” deleted")
@@ -495,9 +469,7 @@ def test_an_offer_to_undo_ends_by_itself_but_not_under_the_pointer(opened):
 
 def test_messages_that_an_edited_one_removed_come_back_on_undo(opened):
     page = opened()
-    sent = stand_in(page, "One.", "Two.", "Three.", "Four.")
-    ask(page, "first")
-    answers(page)
+    sent = answered(page, "One.", "Two.", "Three.", "Four.", message="first")
     ask(page, "second")
     answers(page, 2)
     page.get_by_role("button", name="Edit this message").first.click()
@@ -542,9 +514,7 @@ def test_a_message_and_its_answer_are_deleted_and_come_back_on_undo(opened):
 
 def test_undo_while_the_edited_message_is_answered_stops_that_answer(opened):
     page = opened()
-    stand_in(page, "One.")
-    ask(page, "first")
-    answers(page)
+    answered(page, "One.", message="first")
     page.unroute(CHAT)
     page.route(CHAT, lambda route: None)  # an answer that never comes
     page.get_by_role("button", name="Edit this message").click()
@@ -593,9 +563,7 @@ def test_an_answer_is_edited_as_one_more_version_and_continued(opened):
 
 def test_what_is_offered_on_a_phone_is_one_line_and_nothing_is_left_to_scroll_to(opened):
     page = opened(viewport={"width": 390, "height": 844})
-    stand_in(page, "word " * 2000, "Short.")
-    ask(page, "first")
-    answers(page)
+    answered(page, "word " * 2000, "Short.", message="first")
     page.locator("#scroller").evaluate("one => { one.scrollTop = 0; }")
     expect(page.locator("#to-end")).to_be_visible()
     page.get_by_role("button", name="Edit this message").click()
@@ -609,9 +577,7 @@ def test_what_is_offered_on_a_phone_is_one_line_and_nothing_is_left_to_scroll_to
 
 def test_an_image_is_enlarged_and_closed_again(opened):
     page, asked = opened(), question("image")
-    stand_in(page, "One.")
-    ask(page, "about an image", media=asked["image"])
-    answers(page)
+    answered(page, "One.", message="about an image", media=asked["image"])
     small = page.locator(".asked .image")
     small.click()
     large = page.locator("#image-large")
@@ -641,9 +607,7 @@ def test_a_chat_that_was_cut_off_by_a_reload_says_so(opened):
 
 def test_a_chat_is_saved_as_a_file(opened):
     page = opened()
-    stand_in(page, "An answer.")
-    ask(page, "A question?")
-    answers(page)
+    answered(page, "An answer.", message="A question?")
     with page.expect_download() as saved:
         page.click("#save-chat")
     text = saved.value.path().read_text(encoding="utf-8")
@@ -653,9 +617,7 @@ def test_a_chat_is_saved_as_a_file(opened):
 
 def test_a_long_title_leaves_its_button_in_the_list(opened):
     page = opened()
-    stand_in(page, "An answer.")
-    ask(page, "A question that is far longer than the list of chats is wide, and then some")
-    answers(page)
+    answered(page, "An answer.", message="A question that is far longer than the list of chats is wide, and then some")
     drawer, title = page.locator("#chats").bounding_box(), page.locator(".chat-list .open").bounding_box()
     for name in ("Rename", "Delete"):
         button = page.locator(f".chat-list [aria-label^={name}]").bounding_box()
@@ -679,9 +641,7 @@ def test_on_a_phone_the_bars_hold_what_they_say(opened):
     page = opened(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
     page.tap("#beside")
     page.select_option("#voice-b", "gemma-demo:style")
-    stand_in(page, "One.", "Two.")
-    ask(page, "Hello")
-    answers(page, 2)
+    answered(page, "One.", "Two.", message="Hello", count=2)
     for place in ("#memory-text", ".state-words", "#model-one"):
         assert page.locator(place).evaluate("text => text.scrollWidth <= text.clientWidth"), place
     # The button that sends ends its row, also where a second list of adapters makes it a row of its own.

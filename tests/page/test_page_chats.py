@@ -6,16 +6,21 @@ import json
 
 import pytest
 
-from tests.page.reading import answers, ask, expect, question, set_options, stand_in
+from tests.page.reading import answered, answers, ask, expect, question, set_options, stand_in
 
 pytestmark = pytest.mark.slow
 
 
 def three_chats(page):
     """An image, code words in an answer, and a third one."""
-    stand_in(page, "A red square.", "The word is xylophone.", "Nothing.")
-    ask(page, "about an image", media=question("image")["image"])
-    answers(page)
+    answered(
+        page,
+        "A red square.",
+        "The word is xylophone.",
+        "Nothing.",
+        message="about an image",
+        media=question("image")["image"],
+    )
     for text in ("a hard word", "the last"):
         page.click("#new-chat")
         ask(page, text)

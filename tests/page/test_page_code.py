@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.page.reading import answers, ask, expect, stand_in
+from tests.page.reading import answered, expect
 
 pytestmark = pytest.mark.slow
 
@@ -20,9 +20,7 @@ def area(width: int) -> float:
 
 def test_code_has_colors_by_class_and_is_copied_whole(opened):
     page = opened(permissions=["clipboard-read", "clipboard-write"])
-    stand_in(page, f"```python\n{PYTHON}```\n")
-    ask(page, "Hello")
-    answers(page)
+    answered(page, f"```python\n{PYTHON}```\n", message="Hello")
     code = page.locator(".text pre code")
     expect(code.locator(".code-keyword").first).to_have_text("import")
     assert code.locator(".code-keyword").all_text_contents() == ["import", "def", "return"]
@@ -168,8 +166,6 @@ def test_every_language_shows_the_whole_text_whatever_it_is(opened):
 
 def test_code_in_an_unknown_language_is_plain(opened):
     page = opened()
-    stand_in(page, "```klingon\nimport x\n```\n\n```\nimport y\n```\n")
-    ask(page, "Hello")
-    answers(page)
+    answered(page, "```klingon\nimport x\n```\n\n```\nimport y\n```\n", message="Hello")
     assert page.locator(".text pre code").all_text_contents() == ["import x", "import y"]
     assert page.locator(".text pre code [class]").count() == 0
