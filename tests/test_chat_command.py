@@ -214,6 +214,22 @@ def test_a_conversation_is_saved_to_be_read(model, tmp_path, capsys):
     assert caught.value.field == "/save"
 
 
+def test_a_file_of_somebody_else_is_replaced_only_on_request(model, tmp_path, capsys):
+    path, other = tmp_path / "talk.json", tmp_path / "notes.md"
+    other.write_text("mine")
+    assert talked(model, QUESTION, f"/save {path}", "/clear", f"/save {path}") == 0  # its own file
+    assert json.loads(path.read_text())["messages"] == []
+    assert talked(model, f"/load {path}", QUESTION, f"/save {path}") == 0
+    assert len(json.loads(path.read_text())["messages"]) == 2
+    for name in (path, other):
+        kept = name.read_bytes()
+        with pytest.raises(RequestError, match="this chat has neither saved nor loaded it") as caught:
+            talked(model, f"/save {name}")
+        assert (caught.value.field, name.read_bytes()) == ("/save", kept)
+    assert talked(model, f"/save! {other}") == 0
+    assert other.read_text().startswith("# ") and sorted(tmp_path.iterdir()) == [other, path]
+
+
 def test_a_saved_conversation_goes_on_as_if_it_had_not_ended(model, tmp_path, capsys):
     path = tmp_path / "talk.json"
     assert (

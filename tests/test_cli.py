@@ -31,6 +31,7 @@ from trimtab.errors import (
 )
 from trimtab.proof.compare import drawn_noise
 from trimtab.request import LoadRequest
+from trimtab.runtime.generate import Generation, Piece
 from trimtab.runtime.model import LoadedModel
 
 ERRORS = [
@@ -483,12 +484,12 @@ def test_an_option_without_effect_is_refused_before_anything_is_read(capsys):
 def test_stopped_while_answering_it_keeps_what_came_and_closes_the_model(asks, monkeypatch):
     closed = []
 
-    def pieces(self, prompt, **options):
-        yield "as far "
-        yield "as this"
+    def pieces(self):
+        yield Piece("as far ", (1,))
+        yield Piece("as this", (2,))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(LoadedModel, "generate", pieces)
+    monkeypatch.setattr(Generation, "__iter__", pieces)
     close = LoadedModel.close
     monkeypatch.setattr(LoadedModel, "close", lambda self: closed.append(self) or close(self))
     assert asks("run", "Hello") == (130, "as far as this\n", "trimtab: stopped\n")

@@ -320,6 +320,17 @@ def test_a_prompt_that_is_too_long_is_refused_before_any_work(model, monkeypatch
     assert caught.value.field == "prompt"
 
 
+def test_an_answer_without_a_given_length_has_what_the_prompt_leaves(model):
+    for prompt, most in (([5] * 510, 2), ([5] * 300, 212), ("Hello", 256)):
+        assert Generation(model, model.prepare(prompt), GenerateRequest()).request.max_new_tokens == most
+    answer = model.answer([5] * 510)
+    assert (len(answer.token_ids), answer.finish_reason, answer.max_new_tokens) == (2, "length", 2)
+    (other,) = model.batch([[5] * 510])
+    assert (other.token_ids, other.max_new_tokens) == (answer.token_ids, 2)
+    with pytest.raises(RequestError, match="the prompt has 512 tokens"):
+        model.generate([5] * 512)
+
+
 def test_closing_early_ends_the_worker(model):
     pieces = model.generate("Hello", max_new_tokens=400)
     next(pieces)

@@ -71,6 +71,30 @@ def test_an_answer_that_a_stop_text_ends_at_once_does_not_blame_the_model(capsys
     assert out.strip() == "" and "the answer is empty: it ended immediately, by a stop text or by the model" in err
 
 
+def test_an_answer_fits_the_context_where_no_length_is_given(capsys):
+    long = "Hello, who are you? " * 8
+    assert cli.main(["run", BASE, "--device", "cpu", "--context", "128", long, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert 0 < answer["max_new_tokens"] == 128 - answer["prompt_tokens"] < 128
+    assert cli.main(["run", BASE, "--device", "cpu", "--context", "128", long, "--max-new-tokens", "128"]) == 2
+    assert "together more than the context of 128" in capsys.readouterr().err
+
+
+def test_an_answer_that_fills_the_context_says_so():
+    from trimtab.commands.opening import end_text
+    from trimtab.runtime.generate import Answer
+
+    def note(prompt_tokens, finish="length", text="words"):
+        answer = Answer(text, (1, 2, 3), finish, prompt_tokens, 0.0, 0.0, 0.0, max_new_tokens=3)
+        return end_text(answer, 16, has_stop_texts=False)
+
+    assert note(13) == "the answer was cut after 3 tokens: the context of 16 is full; --context sets it"
+    assert note(5) == "the answer was cut after 3 tokens: --max-new-tokens sets the limit"
+    assert (
+        note(13, finish="stop") is None and note(5, text=" ") == "the answer has no text: 3 tokens, ended by 'length'"
+    )
+
+
 # A file of prompts ----------------------------------------------------------------------------------------------------
 
 ADAPTERS = ["--adapter", f"style={demo.ADAPTERS['style']}", "--adapter", f"specialist={demo.ADAPTERS['specialist']}"]

@@ -10,7 +10,7 @@ import math
 import numbers
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from trimtab.adapter_names import NAME, NAME_RULE
@@ -223,6 +223,8 @@ class LoadRequest:
         return cls(**kept)
 
 
+# The longest answer where the user gave no length and the context has the room.
+DEFAULT_NEW_TOKENS = 256
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 100
 PENALTIES = (0.01, 100.0)
 # Of one text that ends an answer: every token is compared with every beginning of it.
@@ -241,18 +243,18 @@ def _is_whole(value: object) -> bool:
 class GenerateRequest:
     """How to answer one prompt. Sampling names and meanings are those of transformers.
 
-    max_new_tokens: most tokens of the answer. temperature: 0 is greedy; below LEAST_TEMPERATURE, and with a
-    repetition_penalty outside PENALTIES, logits could leave the range of float32. top_k: sample from so many tokens. top_p,
-    min_p: sample from the most likely tokens with this total probability; drop tokens below this share of the largest
-    probability. seed: None takes a random one. stop: texts that end the answer and are not part of it. stop_token_ids:
-    tokens that end the answer, as the model's own end tokens do. presence_penalty, frequency_penalty: subtracted from a
-    token's logit if it is in the answer so far, once or for each occurrence; the prompt does not count. logit_bias: token
-    id -> value added to its logit. logprobs: report each token's log-probability and those of the N most likely tokens;
-    None reports none.
+    max_new_tokens: most tokens of the answer; None is 256, or what the prompt leaves of the context if that is less.
+    temperature: 0 is greedy; below LEAST_TEMPERATURE, and with a repetition_penalty outside PENALTIES, logits could leave the
+    range of float32. top_k: sample from so many tokens. top_p, min_p: sample from the most likely tokens with this total
+    probability; drop tokens below this share of the largest probability. seed: None takes a random one. stop: texts that end
+    the answer and are not part of it. stop_token_ids: tokens that end the answer, as the model's own end tokens do.
+    presence_penalty, frequency_penalty: subtracted from a token's logit if it is in the answer so far, once or for each
+    occurrence; the prompt does not count. logit_bias: token id -> value added to its logit. logprobs: report each token's
+    log-probability and those of the N most likely tokens; None reports none.
     Errors: RequestError with the field; top_k, top_p, min_p and seed are refused at temperature 0.
     """
 
-    max_new_tokens: int = 256
+    max_new_tokens: int | None = None
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
@@ -269,7 +271,7 @@ class GenerateRequest:
     def __post_init__(self) -> None:
         if isinstance(self.logit_bias, Mapping):
             object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
-        if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
+        if self.max_new_tokens is not None and not (isinstance(self.max_new_tokens, int) and self.max_new_tokens >= 1):
             raise RequestError("must be at least 1", field="max_new_tokens", value=self.max_new_tokens)
         if self.temperature > MOST_TEMPERATURE:
             raise RequestError(f"must be at most {MOST_TEMPERATURE}", field="temperature", value=self.temperature)
@@ -323,3 +325,17 @@ class GenerateRequest:
                         value=getattr(self, name),
                         hint="Set temperature above 0, or omit the option",
                     )
+
+    @property
+    def answer_tokens(self) -> int:
+        """Most tokens of the answer: the given number, or the default."""
+        return DEFAULT_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
+
+    def within(self, left_tokens: int, *, most_tokens: int = DEFAULT_NEW_TOKENS) -> GenerateRequest:
+        """Return the request with max_new_tokens as a number. A given number stays, also where it does not fit.
+
+        left_tokens: what the prompt leaves of the context. most_tokens: the longest answer without a given number.
+        """
+        if self.max_new_tokens is not None:
+            return self
+        return replace(self, max_new_tokens=max(1, min(most_tokens, left_tokens)))

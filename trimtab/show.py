@@ -91,6 +91,7 @@ def answer_json(
     the slower way."""
     return {
         "text": answer.text, "token_ids": list(answer.token_ids), "finish_reason": answer.finish_reason,
+        "max_new_tokens": answer.max_new_tokens,
         "adapter": adapter, "prompt_tokens": answer.prompt_tokens, "ttft_s": answer.ttft_s, "decode_s": answer.decode_s,
         "tokens_per_s": answer.tokens_per_s, "memory": dict(memory),
         "fallbacks": [{"what": one.what, "why": one.why} for one in fallbacks],

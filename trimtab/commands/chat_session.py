@@ -13,7 +13,7 @@ from trimtab import interrupts
 from trimtab.adapter_names import MIX_FORM, is_mix, parse_mix
 from trimtab.commands import chat_file
 from trimtab.commands.chat_input import Reader
-from trimtab.commands.opening import ended_at_once
+from trimtab.commands.opening import end_text
 from trimtab.commands.saying import has_color
 from trimtab.commands.weights import BASE, mix_text
 from trimtab.commands.wording import as_typed
@@ -40,6 +40,7 @@ HELP = (
     ("/system [TEXT]", "set the system message, or show it; `/system off` removes it"),
     ("/memory", "planned and used memory, tokens of the context, speed of the last answer"),
     ("/save FILE", "save the conversation as .json for /load, or as .md to read"),
+    ("/save! FILE", "the same, and replace a file that exists"),
     ("/load FILE", "continue a saved conversation; adapters do not change"),
     ("/clear", "forget all turns"),
     ("/help", "list the commands"),
@@ -60,10 +61,12 @@ class Session:
         self.style = Style(is_terminal, has_color(sys.stdout) and not as_json)
         self._images: list[str] = []
         self._audios: list[str] = []
+        self._own_files: set[Path] = set()  # that this chat has saved or loaded
         self._commands: dict[str, Callable[[str], None]] = {
             "adapter": self._adapter, "again": self._again, "audio": self._audio, "clear": self._clear,
             "compare": self._compare, "help": self._help, "image": self._image, "memory": self._memory,
-            "load": self._load, "reload": self._reload, "save": self._save, "system": self._system,
+            "load": self._load, "reload": self._reload, "save": self._save, "save!": self._save_over,
+            "system": self._system,
         }  # fmt: skip
 
     def run(self, read: Reader) -> int:
@@ -112,7 +115,9 @@ class Session:
         names = [*self.model.adapters, BASE_NAMES[0]]
         known = {"/adapter": 2, "/again": 2, "/compare": 3, "/reload": 2}
         has_names = len(words) <= known.get(words[0], 0)
-        is_path = words[0] in ("/image", "/audio", "/save", "/load") or (words[0] == "/adapter" and "=" in words[-1])
+        is_path = words[0] in ("/image", "/audio", "/save", "/save!", "/load") or (
+            words[0] == "/adapter" and "=" in words[-1]
+        )
         return (names if has_names else []), is_path and len(words) == 2
 
     def _prompt(self) -> str:
@@ -178,14 +183,9 @@ class Session:
                       "prompt_tokens": answer.prompt_tokens, "answer_tokens": len(answer.token_ids),
                       "ttft_s": answer.ttft_s, "tokens_per_s": answer.tokens_per_s}  # fmt: skip
             print(json.dumps(values), flush=True)
-        if not text.strip():
-            self._say(
-                ended_at_once(
-                    len(answer.token_ids), answer.finish_reason, has_stop_texts=bool(self.chat.options.get("stop"))
-                )
-            )
-        elif answer.finish_reason == "length":
-            self._say(self.style.dim(f"[the answer was cut after {len(answer.token_ids)} tokens]"))
+        has_stop_texts = bool(self.chat.options.get("stop"))
+        if note := end_text(answer, self.model.context_tokens, has_stop_texts=has_stop_texts):
+            self._say(self.style.dim(f"[{note}]") if text.strip() else note)
         return text
 
     # Commands ---------------------------------------------------------------------------------------------------------
@@ -289,11 +289,23 @@ class Session:
 
     def _save(self, rest: str) -> None:
         path = Path(_path(rest, "/save"))
+        if path.exists() and path.resolve() not in self._own_files:
+            raise RequestError(
+                "exists, and this chat has neither saved nor loaded it", field="/save", value=str(path),
+                hint="Choose another name, or replace it with /save! FILE",
+            )  # fmt: skip
+        self._save_over(rest)
+
+    def _save_over(self, rest: str) -> None:
+        path = Path(_path(rest, "/save"))
         chat_file.save(self.chat, self.model.plan.request, path)
+        self._own_files.add(path.resolve())
         self._say(f"saved: {path}, {len(self.chat.turns)} messages")
 
     def _load(self, rest: str) -> None:
-        chat_file.load(self.chat, _path(rest, "/load"))
+        path = _path(rest, "/load")
+        chat_file.load(self.chat, path)
+        self._own_files.add(Path(path).resolve())
         self._images, self._audios = [], []
         last = f"; the last answer:\n{self.style.printable(self.chat.turns[-1].text)}" if self.chat.turns else ""
         self._say(f"loaded: {len(self.chat.turns)} messages{last}")

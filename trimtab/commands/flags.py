@@ -116,7 +116,7 @@ def add_adapters(group: Any, what: str, *, weights: bool = False, **options: Any
     group.add_argument("--adapter", action="append", metavar=form, help=text, **options)
 
 
-def add_sampling(command: argparse.ArgumentParser, *, longest: str = "256") -> None:
+def add_sampling(command: argparse.ArgumentParser, *, longest: str = "256, or what the context leaves") -> None:
     """Add how tokens are sampled. longest: the default of the longest answer, for people."""
     group = group_of(command, "sampling")
     group.add_argument(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import ast
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trimtab
 from trimtab import show
@@ -36,7 +36,7 @@ from trimtab.commands.flags import (
     system_of,
 )
 from trimtab.commands.many import run_many
-from trimtab.commands.opening import ENDED_AT_ONCE, STOPPED_AT_ONCE, opened, say_fallbacks
+from trimtab.commands.opening import end_text, opened, say_fallbacks
 from trimtab.commands.pull import add_pull, pull_if_asked
 from trimtab.commands.saying import Command, print_json
 from trimtab.commands.weights import chosen
@@ -45,6 +45,9 @@ from trimtab.commands.words_apart import Style
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.plan.options import Option
 from trimtab.request import LoadRequest
+
+if TYPE_CHECKING:
+    from trimtab.runtime.generate import Answer
 
 # Of an adapter that no command takes: the code of AdapterError (`exit_codes.EXIT_CODES`).
 SPOILED = 5
@@ -237,28 +240,32 @@ def run_run(options: argparse.Namespace) -> int:
             shown = show.answer_json(answer, plan, model.memory(), question["adapter"], model.fallbacks)
             print_json(shown | {"memory_shares": shares})
             return 0
-        with closing(model.generate(prompt, **question, **answering)) as pieces:  # type: ignore[type-var]
-            is_empty = _stream(pieces)
-        if is_empty:
-            print(STOPPED_AT_ONCE if options.stop else ENDED_AT_ONCE, file=sys.stderr)
+        answer = _stream(model, prompt, {**question, **answering})
+        note = end_text(answer, plan.request.context_tokens, has_stop_texts=bool(options.stop))
+        if note and (options.max_new_tokens is None or not answer.text.strip()):  # a limit that was set needs no note
+            print(note, file=sys.stderr)
         say_fallbacks(model)
         if options.memory:
             print(shares_text(model.memory_shares()), file=sys.stderr)
         return 0
 
 
-def _stream(pieces: Any) -> bool:
-    """Print an answer as it comes. Returns whether it had no text."""
-    style, is_empty = Style(sys.stdout.isatty()), True
+def _stream(model: trimtab.LoadedModel, prompt: str, question: Mapping[str, Any]) -> Answer:
+    """Print an answer as it comes, and return it."""
+    from trimtab.runtime.generate import Timed
+
+    style = Style(sys.stdout.isatty())
+    inputs, request, adapter = model.question(prompt, question)
+    timed = Timed(model, inputs, request)
     try:
-        for piece in pieces:
-            is_empty = is_empty and not piece.strip()
-            print(style.printable(piece), end="", flush=True)
+        with model._answering(adapter), closing(iter(timed)) as pieces:  # type: ignore[type-var]
+            for piece in pieces:
+                print(style.printable(piece.text), end="", flush=True)
     except KeyboardInterrupt:
         print(flush=True)
         raise
     print()
-    return is_empty
+    return timed.answer
 
 
 def prompt_of(options: argparse.Namespace) -> str:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import trimtab
 from trimtab import show
 from trimtab.checkpoint.folder import find_folder
+
+if TYPE_CHECKING:
+    from trimtab.runtime.generate import Answer
 
 ENDED_AT_ONCE = "the answer is empty: the model ended it immediately"
 STOPPED_AT_ONCE = "the answer is empty: it ended immediately, by a stop text or by the model"
@@ -34,8 +38,19 @@ def say_fallbacks(model: trimtab.LoadedModel) -> None:
         print(f"slower than it could be: {one.what}: {one.why}", file=sys.stderr)
 
 
-def ended_at_once(answer_tokens: int, finish_reason: str, *, has_stop_texts: bool) -> str:
-    """Return what to say of an answer without text, by its tokens and why it ended."""
-    if answer_tokens <= 1 and finish_reason == "stop":
+def end_text(answer: Answer, context_tokens: int, *, has_stop_texts: bool) -> str | None:
+    """Return what to say of an answer that has no text or was cut, None for any other."""
+    tokens = len(answer.token_ids)
+    if answer.text.strip():
+        if answer.finish_reason != "length":
+            return None
+        is_full = answer.prompt_tokens + answer.max_new_tokens >= context_tokens
+        why = (
+            f"the context of {context_tokens} is full; --context sets it"
+            if is_full
+            else "--max-new-tokens sets the limit"
+        )
+        return f"the answer was cut after {tokens} tokens: {why}"
+    if tokens <= 1 and answer.finish_reason == "stop":
         return STOPPED_AT_ONCE if has_stop_texts else ENDED_AT_ONCE
-    return f"the answer has no text: {answer_tokens} tokens, ended by {finish_reason!r}"
+    return f"the answer has no text: {tokens} tokens, ended by {answer.finish_reason!r}"

@@ -57,10 +57,10 @@ from trimtab.plan.search import Search
 from trimtab.plan.step_work import prompt_linears, step_work
 from trimtab.plan.tower_memory import with_towers
 from trimtab.plan.unpacked import with_unpacked
-from trimtab.request import DEFAULT_QUANT, LoadRequest
+from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, LoadRequest
 
-# The answer that the seconds of a placement are weighed with: as long as GenerateRequest's default.
-ANSWER_TOKENS = 256
+# The answer that the seconds of a placement are weighed with.
+ANSWER_TOKENS = DEFAULT_NEW_TOKENS
 # A ring of page-locked pieces that file tensors pass through, tensors read ahead of use, and packed weights of a block
 # that wait on the device until the block is whole (runtime/read.py, runtime/tiers.py).
 READ_BUFFER_BYTES = 128 * 2**20

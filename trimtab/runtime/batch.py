@@ -32,7 +32,7 @@ from trimtab.request import GenerateRequest
 from trimtab.runtime import company, finite, graphs, hf_generate, hf_slots, prefill_graphs, prefix_cache
 from trimtab.runtime.batch_request import Constraint, Drawn, First, Prompt, Row
 from trimtab.runtime.capture_ahead import CaptureAhead
-from trimtab.runtime.chat import Inputs, check_fits
+from trimtab.runtime.chat import Inputs, fitted
 from trimtab.runtime.ends import with_likeliest
 from trimtab.runtime.kv_pages import RowPages
 
@@ -133,7 +133,7 @@ class Batch:
         the same prompt, media and adapter share the first one's computation.
         Errors: RequestError if prompt and answer exceed the context, or for an adapter that is not loaded.
         """
-        check_fits(self.model, inputs, request.max_new_tokens)
+        request = fitted(self.model, inputs, request)
         if adapter is not None and adapter not in self.model.route.names:
             raise RequestError(
                 "no adapter of this name is loaded", field="adapter", value=adapter, allowed=self.model.adapters
@@ -426,7 +426,7 @@ class Batch:
     def _will_go_on(self, going: Sequence[Row]) -> bool:
         """Whether the next step's tokens are already where it reads them, and some row needs another token."""
         plain = all(row.constraint is None and self._top[row] is None for row in going)
-        return plain and any(len(row.answer_ids) + 1 < row.request.max_new_tokens for row in going)
+        return plain and any(len(row.answer_ids) + 1 < row.request.answer_tokens for row in going)
 
     def _is_right(self, ahead: _Ahead) -> bool:
         """Whether a queued step matches the requested one: the same tokens, adapters and rows."""
@@ -479,7 +479,7 @@ class Batch:
         row.token_ids.append(token)
         if token in self.ends or token in row.request.stop_token_ids:
             row.finish = "stop"
-        elif len(row.answer_ids) >= row.request.max_new_tokens:
+        elif len(row.answer_ids) >= row.request.answer_tokens:
             row.finish = "length"
 
     def tell_tokens(self) -> None:

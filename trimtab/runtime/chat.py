@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import CheckpointError, RequestError
+from trimtab.request import GenerateRequest
 from trimtab.runtime.answer_forms import AnswerForm, form_of
 from trimtab.runtime.content_parts import empty_place, own_form
 from trimtab.runtime.control_tokens import ControlTokens, PromptText
@@ -124,6 +125,13 @@ def check_fits(model: Any, inputs: Inputs, max_new_tokens: int) -> None:
             f"the prompt has {inputs.prompt_tokens} tokens{answer} more than the context of {model.context_tokens}",
             field="prompt", hint=CONTEXT_HINT,
         )  # fmt: skip
+
+
+def fitted(model: Any, inputs: Inputs, request: GenerateRequest) -> GenerateRequest:
+    """Return the request with max_new_tokens as a number. Errors: RequestError if prompt and answer do not fit the context."""
+    request = request.within(model.context_tokens - inputs.prompt_tokens)
+    check_fits(model, inputs, request.answer_tokens)
+    return request
 
 
 def is_token_ids(prompt: Any) -> bool:

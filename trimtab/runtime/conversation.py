@@ -183,7 +183,7 @@ class Conversation:
         return [*first, *(turn.message() for turn in turns)]
 
     def _fitted(self, turns: list[Turn], limit: int | None) -> tuple[chat.Inputs, int, int]:
-        """Return the prompt, the longest answer and how many of the oldest turns it leaves out. Errors: RequestError."""
+        """Return the prompt, the tokens that it leaves and how many of the oldest turns it leaves out. Errors: RequestError."""
         model = self._model
         left_out = min(self.left_out, len(turns) - 1)
         least = limit or min(LEAST_ANSWER_TOKENS, max(1, model.context_tokens // LEAST_ANSWER_SHARE))
@@ -200,7 +200,7 @@ class Conversation:
                 left_out = following or 0
                 continue
             chat.check_fits(model, inputs, limit or 1)
-            return inputs, limit or room, left_out
+            return inputs, room, left_out
 
     def _next_question(self, turns: Sequence[Turn], start: int) -> int | None:
         """Return where the question after the first one from `start` on is, None if there is no other."""
@@ -214,10 +214,10 @@ class Conversation:
     def _answer(self, turns: list[Turn], adapter: Any, options: Mapping[str, Any], *, keep: bool) -> Iterator[str]:
         used = self.adapter if adapter is ... else adapter
         merged = {**self.options, **options}
-        limit = GenerateRequest(**merged).max_new_tokens if "max_new_tokens" in merged else None
+        request = GenerateRequest(**merged)
         self._model._check_adapter(used)
-        inputs, limit, left_out = self._fitted(turns, limit)
-        request = GenerateRequest(**{**merged, "max_new_tokens": limit})
+        inputs, room, left_out = self._fitted(turns, request.max_new_tokens)
+        request = request.within(room, most_tokens=room)
         self._model.check_tokens(request)
         timed = Timed(self._model, inputs, request)
         return self._pieces(timed, turns, used, left_out, keep=keep)

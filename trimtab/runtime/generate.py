@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import CheckpointError
-from trimtab.request import GenerateRequest
+from trimtab.request import DEFAULT_NEW_TOKENS, GenerateRequest
 from trimtab.runtime import hf_generate
-from trimtab.runtime.chat import Inputs, check_fits
+from trimtab.runtime.chat import Inputs, check_fits, fitted
 
 Finish = Literal["stop", "length", "cancelled"]
 
@@ -55,8 +55,8 @@ class Answer:
 
     text: without stop texts. token_ids: of the answer, its end token included. finish_reason: "stop", "length" or "cancelled".
     prompt_tokens: length of the prompt. cached_tokens: tokens of the prompt whose keys and values came from the prefix
-    cache. ttft_s: seconds to the first token; decode_s: seconds of the other tokens; tokens_per_s: their rate. logprobs:
-    one for each token, empty if not requested.
+    cache. max_new_tokens: the most that the answer could have. ttft_s: seconds to the first token; decode_s: seconds of
+    the other tokens; tokens_per_s: their rate. logprobs: one for each token, empty if not requested.
     """
 
     text: str
@@ -68,6 +68,7 @@ class Answer:
     tokens_per_s: float
     logprobs: tuple[TokenLogprob, ...] = ()
     cached_tokens: int = 0
+    max_new_tokens: int = DEFAULT_NEW_TOKENS
 
 
 class Detokenizer:
@@ -180,11 +181,14 @@ class _Stream:
 
 
 class Generation:
-    """One answer under way: iterate over its pieces, `close` to end it early. finish_reason is known at the end."""
+    """One answer under way: iterate over its pieces, `close` to end it early. finish_reason is known at the end.
+
+    request: with max_new_tokens as a number.
+    """
 
     def __init__(self, model: Any, inputs: Inputs, request: GenerateRequest) -> None:
-        check_fits(model, inputs, request.max_new_tokens)
-        self._model, self._inputs, self._request = model, inputs, request
+        self.request = fitted(model, inputs, request)
+        self._model, self._inputs = model, inputs
         self._stop = threading.Event()
         end_ids = {*hf_generate.end_token_ids(model.hf_model), *request.stop_token_ids}
         self._stream = _Stream(detokenizer_of(model, request.stop), frozenset(end_ids), self._stop)
@@ -221,10 +225,10 @@ class Generation:
                 self._run_rows(rows)
                 return
             _reset_request_state(self._model.hf_model)
-            if self._request.logprobs is not None:
-                self._stream.logprobs = hf_generate.Logprobs(self._request.logprobs)
+            if self.request.logprobs is not None:
+                self._stream.logprobs = hf_generate.Logprobs(self.request.logprobs)
             hf_generate.generate(
-                self._model.hf_model, dict(self._inputs.tensors), self._request, streamer=self._stream,
+                self._model.hf_model, dict(self._inputs.tensors), self.request, streamer=self._stream,
                 is_over=self._stream.is_over, prefill_chunk_tokens=self._chunk(), device=self._model.device,
                 adapter=getattr(getattr(self._model, "route", None), "name", None), logprobs=self._stream.logprobs,
                 kv=_kv_of(self._model),
@@ -237,7 +241,7 @@ class Generation:
     def _run_rows(self, batch: Any) -> None:
         """Answer as the only row of a batch: its steps are captured, transformers' generation is not."""
         prompt = batch.begin(
-            self._inputs, self._request, adapter=self._model.route.name, top_logprobs=self._request.logprobs
+            self._inputs, self.request, adapter=self._model.route.name, top_logprobs=self.request.logprobs
         )
         while not prompt.step():
             if self._stream.is_over():
@@ -331,7 +335,7 @@ class Timed:
             text="".join(self._texts), token_ids=tuple(self._token_ids), finish_reason=self._generation.finish_reason,
             prompt_tokens=self._prompt_tokens, ttft_s=self._first - self._start, decode_s=decode_s, tokens_per_s=rate,
             logprobs=tuple(self._logprobs),
-            cached_tokens=self._generation.cached_tokens,
+            cached_tokens=self._generation.cached_tokens, max_new_tokens=self._generation.request.answer_tokens,
         )  # fmt: skip
 
 

@@ -215,7 +215,7 @@ def generate(
     if prefill_chunk_tokens is not None:
         options["prefill_chunk_size"] = prefill_chunk_tokens
     config = transformers.GenerationConfig(
-        max_new_tokens=request.max_new_tokens, eos_token_id=[*ends, *request.stop_token_ids] or None,
+        max_new_tokens=request.answer_tokens, eos_token_id=[*ends, *request.stop_token_ids] or None,
         pad_token_id=pad if pad is not None else (ends[0] if ends else 0), bos_token_id=getattr(own, "bos_token_id", None),
         **options,
     )  # fmt: skip

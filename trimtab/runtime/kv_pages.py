@@ -229,4 +229,4 @@ class RowPages:
         return {} if pool is None else {"kv_tokens": pool.tokens, "kv_reserved_tokens": pool.tokens - pool.free_tokens}
 
     def _most_tokens(self, row: Row) -> int:
-        return min(row.prompt_tokens + row.request.max_new_tokens, self.context_tokens)
+        return min(row.prompt_tokens + row.request.answer_tokens, self.context_tokens)

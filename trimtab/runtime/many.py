@@ -37,6 +37,7 @@ class _Flight:
     end_ids: frozenset[int]
     prompt_tokens: int
     start: float
+    max_new_tokens: int
     first: float = 0.0
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -64,6 +65,7 @@ class _Flight:
             text="".join(self.texts), token_ids=tuple(self.token_ids),
             finish_reason="stop" if finish == "stop" or self.stopped else "length", prompt_tokens=self.prompt_tokens,
             ttft_s=self.first - self.start, decode_s=decode_s, tokens_per_s=rate, logprobs=tuple(self.logprobs),
+            max_new_tokens=self.max_new_tokens,
         )  # fmt: skip
 
 
@@ -188,7 +190,8 @@ def _join(model: Any, batch: Any, index: int, prompt: Any, start: float, flights
     while not prompt.step():
         pass
     sampled = batch.join(prompt)
-    flight = _Flight(index, detokenizer, batch.ends | set(request.stop_token_ids), prompt.inputs.prompt_tokens, start)
+    end_ids = batch.ends | set(request.stop_token_ids)
+    flight = _Flight(index, detokenizer, end_ids, prompt.inputs.prompt_tokens, start, request.answer_tokens)
     flights[sampled.row] = flight
     flight.take(sampled)
 

@@ -228,7 +228,7 @@ class LoadedEngine:
             return Answer(job, None, row, None, time.monotonic(), embedding=embedding)
         if job.fills_context:
             left = self.model.context_tokens - inputs.prompt_tokens
-            request = replace(job.request, max_new_tokens=max(1, min(job.request.max_new_tokens, left)))
+            request = replace(job.request, max_new_tokens=None).within(left, most_tokens=job.request.answer_tokens)
             job = replace(job, request=request)
         assert reading is not None
         scores = None
