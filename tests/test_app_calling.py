@@ -137,9 +137,54 @@ def test_what_is_wrong_is_named_and_asks_no_model(fields, param):
 
 def test_a_tools_answer_may_be_parts_and_carries_no_pictures_of_unknown_form():
     pool = MockPool()
-    messages = [{"role": "tool", "tool_call_id": "x", "content": [{"type": "text", "text": "12"}]}]
-    assert chat(client(pool), messages=messages).is_success
-    assert pool.jobs[0].prompt[0]["content"] == [{"type": "text", "text": "12"}]
+    result = {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "12"}]}
+    assert chat(client(pool), messages=[{"role": "assistant", "tool_calls": [CALL]}, result]).is_success
+    assert pool.jobs[0].prompt[1]["content"] == [{"type": "text", "text": "12"}]
+
+
+CALLS = {"role": "assistant", "tool_calls": [CALL, {**CALL, "id": "c2"}]}
+RESULTS = [{"role": "tool", "tool_call_id": name, "content": "12"} for name in ("c2", "c1")]
+ASK, SAID = {"role": "user", "content": "?"}, {"role": "assistant", "content": "It is."}
+
+
+@pytest.mark.parametrize(
+    "messages, param, words",
+    [
+        ([ASK, RESULTS[0]], "messages[1].tool_call_id", "no tool_calls come before this message"),
+        ([ASK, CALLS, *RESULTS, {**RESULTS[0], "tool_call_id": "c3"}], "messages[4].tool_call_id", "(choices: c1, c2)"),
+        ([CALLS, *RESULTS, SAID, RESULTS[0]], "messages[4].tool_call_id", "no tool_calls come before this message"),
+        ([CALLS, RESULTS[0], ASK], "messages[0].tool_calls", "no tool message answers c1."),
+        ([ASK, CALLS, ASK], "messages[1].tool_calls", "no tool message answers c1, c2."),
+        ([ASK, CALLS], "messages[1].tool_calls", "no tool message answers c1, c2."),
+    ],
+)  # fmt: skip
+def test_a_result_without_its_call_is_refused_and_a_call_without_its_result(messages, param, words):
+    pool = MockPool()
+    error = error_of(chat(client(pool), messages=messages), 400)
+    assert error["param"] == param and words in error["message"] and pool.jobs == []
+    found = chat(client(pool, lenient=True), messages=messages)
+    assert found.is_success and found.headers["x-trimtab-ignored"] == param
+
+
+def test_several_rounds_of_calls_are_accepted():
+    messages = [ASK, CALLS, *RESULTS, SAID, ASK, CALLS, *reversed(RESULTS), ASK]
+    assert chat(client(MockPool()), messages=messages).is_success
+
+
+def test_other_routes_name_their_own_fields_of_such_calls():
+    use = {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "f", "input": {}}]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c2", "content": "12"}]}
+    for path, body, field in (
+        ("messages", {"messages": [ASK, use, result], "max_tokens": 9}, "messages[2].content[0].tool_use_id"),
+        ("messages", {"messages": [ASK, use, ASK], "max_tokens": 9}, "messages[1].content"),
+        (
+            "responses",
+            {"input": [{"type": "function_call_output", "call_id": "c9", "output": "12"}]},
+            "input[0].call_id",
+        ),
+    ):
+        found = client(MockPool()).post(f"/v1/{path}", json={"model": "demo", **body})
+        assert found.status_code == 400 and field in found.json()["error"]["message"], found.text
 
 
 # Continuing a message ---------------------------------------------------------------------------------------------------

@@ -26,13 +26,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from trimtab.errors import TrimtabError
-from trimtab.serve import asking, beside, journal, messages_api, responses_api, wire
+from trimtab.serve import asking, beside, calling, journal, messages_api, responses_api, wire
 from trimtab.serve.answers import CLIENT_LEFT, Merged, answer
 from trimtab.serve.body import BodyLimits, BodyTooLargeError, Reader
 from trimtab.serve.door import Door, client_of
 from trimtab.serve.faults import error_json, error_response, http_error, plain_error, told_error, without_paths
 from trimtab.serve.fetch import Fetcher
-from trimtab.serve.field_names import Names, client_error
+from trimtab.serve.field_names import Names, client_error, client_field
 from trimtab.serve.job import Event, Job
 from trimtab.serve.live import Live
 from trimtab.serve.messages_shape import MessagesShape, error_object
@@ -324,6 +324,11 @@ class _Api:
         asking.check_shape(body)
         model, adapter = asking.voice_of(self.pool, body)
         messages = await self._read_messages(request, body, size, model)
+        broken: list[str] | None = [] if self.settings.lenient else None
+        calling.check_results(messages, broken)
+        if broken:
+            names = _names_of(request)
+            request.state.ignored = [*(request.state.ignored or ()), *(client_field(field, names) for field in broken)]
         # What stays for as long as the answer takes is each image once, decoded.
         body = body.model_copy(update={"messages": []})
         return await self._answer(request, body, model, adapter, [messages], shape(body), may_be_shorter=may_be_shorter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trimtab.errors import RequestError
@@ -115,3 +116,37 @@ def with_names(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names:
             message["name"] = names[message["tool_call_id"]]
     return messages
+
+
+def check_results(messages: Sequence[Mapping[str, Any]], ignored: list[str] | None = None) -> None:
+    """Check that each tool message has a call, and each call its tool messages before anybody else speaks, as at OpenAI.
+
+    ignored: the names of fields that break the rule are put there (None: the first one is refused). Errors: RequestError.
+    """
+    made: list[str] = []
+    waiting: set[str] = set()
+    caller = ""  # the field of the calls
+    for place, message in enumerate([*messages, {"role": ""}]):
+        if message["role"] == "tool":
+            if message.get("tool_call_id") not in made:
+                reason = "is not the id of a call" if made else "no tool_calls come before this message"
+                hint = "A tool message follows the assistant message whose tool_calls have its id"
+                error = RequestError(
+                    reason, field=f"messages[{place}].tool_call_id", value=message.get("tool_call_id"), allowed=made[:8],
+                    hint=hint,
+                )  # fmt: skip
+                _refuse(error, ignored)
+            waiting.discard(message.get("tool_call_id", ""))
+            continue
+        if waiting:
+            names = ", ".join(one for one in made if one in waiting)
+            hint = "Send a tool message for each call before the next message"
+            _refuse(RequestError(f"no tool message answers {names[:400]}", field=caller, hint=hint), ignored)
+        made = [call["id"] for call in message.get("tool_calls", ())]
+        waiting, caller = set(made), f"messages[{place}].tool_calls"
+
+
+def _refuse(error: RequestError, ignored: list[str] | None) -> None:
+    if ignored is None:
+        raise error
+    ignored.append(error.field)
