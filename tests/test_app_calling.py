@@ -48,6 +48,28 @@ def test_a_text_and_a_thought_stand_beside_calls():
     assert (message["content"], message["reasoning_content"], len(message["tool_calls"])) == ("I look.", "Hm.", 2)
 
 
+def tools_with_patterns(count, each):
+    parameters = {"type": "object", "patternProperties": {f"^x{i}_": {} for i in range(each)}}
+    return [
+        {"type": "function", "function": {"name": f"f{i}", "parameters": parameters, "strict": True}}
+        for i in range(count)
+    ]
+
+
+def test_many_strict_tools_with_a_pattern_each_are_taken_and_many_patterns_of_one_are_not():
+    assert chat(client(MockPool(called)), tools=tools_with_patterns(65, 1)).status_code == 200
+    refused = chat(client(MockPool(called)), tools=tools_with_patterns(2, 65))
+    assert "8450 pairs, the limit is 4096" in error_of(refused, 400)["message"]
+    # A call of one function compiles that function alone.
+    several = [
+        *tools_with_patterns(1, 1),
+        *({**one, "function": {**one["function"], "name": "g"}} for one in tools_with_patterns(1, 65)),
+    ]
+    for name, status in (("f0", 200), ("g", 400)):
+        chosen = {"type": "function", "function": {"name": name}}
+        assert chat(client(MockPool(called)), tools=several, tool_choice=chosen).status_code == status
+
+
 def test_a_stream_has_the_pieces_with_their_index():
     pool = MockPool(lambda job: called(job, thought="Hm."))
     chunks = [json.loads(data) for _, data in events_of(chat(client(pool), tools=[TOOL], stream=True))[:-1]]

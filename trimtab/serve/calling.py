@@ -52,7 +52,9 @@ def _tools_of(body: ChatRequest, limits: Limits) -> dict[str, Any]:
             check_ends(function["parameters"], field=f"{field}.parameters")
         function.pop("strict", None)
     if must_call is not None or is_strict:
-        check_patterns([tool["function"]["parameters"] for tool in tools], field="tools")
+        functions = [tool["function"] for tool in tools]
+        compiled = [one["parameters"] for one in functions if must_call in (None, "", one["name"])]
+        check_patterns(compiled, field="tools", are_tools=True)
     several = body.parallel_tool_calls is not False
     holds_calls = is_strict and must_call is None
     return {"tools": tools, "must_call": must_call, "holds_calls": holds_calls, "several_calls": several}

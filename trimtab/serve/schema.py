@@ -7,7 +7,7 @@ called endless only where that is certain; what this file does not know counts a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -15,24 +15,37 @@ from trimtab.errors import RequestError
 
 # Every schema that a person or a library writes stays far below it; it ends what is written to cost.
 MOST_VISITS = 50_000
-# llguidance compares every pair of `patternProperties`, again wherever their object is merged with another one (`allOf`, a
-# reference with other keywords, each branch of `anyOf` and `oneOf`), and has no limit on that: a thousand patterns would take it
-# many minutes.
+# llguidance compares every pair of a schema's `patternProperties`, again wherever their object is merged with another one (`allOf`,
+# a reference with other keywords, each branch of `anyOf` and `oneOf`), and has no limit on that: a thousand patterns would take it
+# many minutes. So many pairs take about a second, of one schema or of a request's tools together.
 MOST_PAIRS = 4096
 _MANY = 2**31
 
 
-def check_patterns(schemas: Iterable[Mapping[str, Any]], *, field: str) -> None:
-    """Raise RequestError if the schemas of one request together have too many `patternProperties`."""
+def check_patterns(schemas: Sequence[Mapping[str, Any]], *, field: str, are_tools: bool = False) -> None:
+    """Raise RequestError if too many pairs of `patternProperties` would be compared. Each schema is compiled by itself: patterns of
+    different ones are not compared.
+
+    are_tools: the schemas are of tools. Where a model writes each argument between tags, a definition is compiled again for each
+    argument that refers to it.
+    """
+    count = sum(_pairs(schema, are_tools=are_tools) for schema in schemas)
+    if count > MOST_PAIRS:
+        total = "the patternProperties of all tools are" if are_tools else "its patternProperties are"
+        raise RequestError(
+            f"{total} compared in {count} pairs, the limit is {MOST_PAIRS}", field=field,
+            hint="N patterns of one schema count N x N, and again for each allOf, each branch of anyOf or oneOf, and references",
+        )  # fmt: skip
+
+
+def _pairs(schema: Mapping[str, Any], *, are_tools: bool) -> int:
     patterns, merges = 0, 1
-    for schema in schemas:
-        for node in _nodes(schema):
-            named = node.get("patternProperties")
-            patterns += len(named) if isinstance(named, dict) else 0
-            merges += "allOf" in node or ("$ref" in node and len(node) > 1)
-            merges += sum(len(_list(node, name)) for name in ("anyOf", "oneOf"))
-    if patterns**2 * merges > MOST_PAIRS:
-        raise RequestError("has more patternProperties than this server compiles", field=field)
+    for node in _nodes(schema):
+        named = node.get("patternProperties")
+        patterns += len(named) if isinstance(named, dict) else 0
+        merges += "allOf" in node or ("$ref" in node and (are_tools or len(node) > 1))
+        merges += sum(len(_list(node, name)) for name in ("anyOf", "oneOf"))
+    return patterns**2 * merges
 
 
 def check_options(schema: Mapping[str, Any], *, field: str) -> None:
