@@ -721,3 +721,36 @@ def test_words_that_are_not_utf8_are_one_line(world, tmp_path, capsys):
         assert cli.main([text.format(**names) for text in arguments]) in (2, 3)
         err = capsys.readouterr().err
         assert err.startswith("trimtab: ") and err.count("\n") == 1 and "latin" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "chosen"),
+    [
+        (["chat", "MODEL"], "auto"), (["run", "MODEL", "Hello"], "auto"),
+        (["run", "MODEL", "--prompts", "PROMPTS", "--out", "OUT"], "auto"), (["models", "FOLDER"], "auto"),
+        (["tune", "MODEL"], "auto"), (["plan", "MODEL"], "auto"), (["serve", "MODEL"], "auto"),
+        (["verify", "MODEL", "--adapter", "ADAPTER"], None), (["bench", "MODEL"], None),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)  # fmt: skip
+def test_the_plan_chooses_head_and_dtype_where_the_help_says_so(arguments, chosen, tmp_path, monkeypatch, capsys):
+    paths = {
+        "MODEL": line.FOLDER / "base", "ADAPTER": line.FOLDER / "adapters" / "style", "FOLDER": line.FOLDER,
+        "OUT": tmp_path / "out.jsonl", "PROMPTS": tmp_path / "prompts.jsonl",
+    }  # fmt: skip
+    paths["PROMPTS"].write_text('{"prompt": "Hello"}\n')
+    asked = []
+
+    def request(**values):
+        asked.append((values.get("head"), values.get("dtype")))
+        raise RequestError("looked at", field="model")
+
+    monkeypatch.setattr(flags, "LoadRequest", request)
+    assert cli.main([str(paths.get(argument, argument)) for argument in arguments]) == 2
+    assert asked == [(chosen, chosen)]
+    with pytest.raises(SystemExit):
+        cli.main([arguments[0], "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("bfloat16; the plan decides on GPUs without it" in shown) == (chosen == "auto")
+    if "--head FORM" in shown:
+        assert ("(default: auto, 8 bits if" in shown) == (chosen == "auto") == ("(default: full)" not in shown)

@@ -2,18 +2,18 @@
 
 With `commands/` alone prints; alone exits and reads what the user's terminal is. Exit codes:
 
-    0  done
-    1  two routes to one answer do not agree (verify, merge --check); a server's adapter is ignored or wrong
-    2  the question is wrong (usage, RequestError)
-    3  a model or adapter is not there, or a file is not what it claims (CheckpointError)
-    4  no placement within the budgets (DoesNotFitError)
+    0  success
+    1  answers differ (verify, merge --check); a server's adapter is ignored or wrong
+    2  the request is invalid (usage, RequestError)
+    3  a model or adapter is missing, or a file is not what it claims to be (CheckpointError)
+    4  no placement fits the budgets (DoesNotFitError)
     5  adapter and model do not match (AdapterError)
-    6  the machine refused while running (DeviceError)
-    7  two routes differ (ParityError)
-    8  a known bug of another package is in the way (UpstreamError)
-    9  the answers of a server do not tell (verify --against a server)
+    6  the device failed while running (DeviceError)
+    7  a check of trimtab's own result failed (ParityError)
+    8  a known bug of another package prevents the run (UpstreamError)
+    9  a server's answers do not show whether its adapter is alive (verify --against a server)
     130  stopped by Ctrl-C
-    141  the reader of the output went away
+    141  the reader of the output closed it
 
 Anything else is a bug of trimtab and shows its traceback. Errors go to stderr; with --json to stdout, as one object.
 """

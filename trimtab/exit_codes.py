@@ -29,13 +29,13 @@ MISSING = 3
 # What each exit code means, for --help; docs/command-line.md has the same table.
 EXIT_TEXTS = {
     0: "success",
-    1: "two computations differ, or a server's adapter is ignored or wrong",
+    1: "answers differ, or a server's adapter is ignored or wrong",
     2: "the request is invalid",
     3: "a model or an adapter is missing, or a file is not what it claims to be",
     4: "no placement fits the budgets",
     5: "adapter and model do not match",
     6: "the device failed while running, for example out of memory",
-    7: "two computations differ by more than their noise floor",
+    7: "a check of trimtab's own result failed",
     8: "a known bug of another package prevents the run",
     9: "a server's answers do not show whether its adapter is alive",
     130: "stopped by Ctrl-C",

@@ -17,7 +17,7 @@ from trimtab.request import DECODE_MODES
 def add(command: Command) -> None:
     """Add the command."""
     timed = command("bench", run_bench, "measure the speed, compared with transformers + PEFT and the bandwidth limit")
-    add_placement(timed, model_help="a checkpoint folder, a hub id in the local cache, or a saved plan")
+    add_placement(timed, model_help="a checkpoint folder, a hub id in the local cache, or a saved plan", compares=True)
     ask, output = group_of(timed, "measurement"), group_of(timed, "output")
     ask.add_argument("--use", metavar="NAME", help="the adapter (default: the only one)")
     ask.add_argument(

@@ -42,6 +42,7 @@ def add(command: Command) -> None:
         parser,
         model_help="a checkpoint folder, a hub id in the local cache, or a saved plan",
         weights=True,
+        prefix_cache=f"{PREFIX_CACHE} where the budget allows it; off: no cache",
     )
     talk = group_of(parser, "conversation")
     talk.add_argument(
@@ -82,7 +83,7 @@ def _plan(options: argparse.Namespace, decode: str) -> tuple[Plan, Any]:
         options.prefix_cache = None
     elif is_default and decode != "eager" and not is_saved_plan(options):
         counted["prefix_cache_bytes"] = parse_bytes(PREFIX_CACHE, field_name="--prefix-cache") or 0
-    source = plan_or_request(options, **counted, head="auto", decode=decode)
+    source = plan_or_request(options, **counted, head="auto", dtype="auto", decode=decode)
     adapter = chosen(options, source, base_of_several=True)
     if isinstance(source, Plan):
         return source, adapter

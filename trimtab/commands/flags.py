@@ -27,10 +27,14 @@ MAX_MEMORY = '{"0": "4GiB", "cpu": "16GiB"}'
 
 
 def add_placement(
-    command: argparse.ArgumentParser, *, model_help: str, weights: bool = False, takes_plan: bool = True
-) -> None:
+    command: argparse.ArgumentParser, *, model_help: str, weights: bool = False, takes_plan: bool = True,
+    compares: bool = False, prefix_cache: str = "no cache",
+) -> None:  # fmt: skip
     """Add the flags that decide a plan. Every default is None, so that given flags are known; LoadRequest has the defaults.
-    takes_plan: whether a saved plan may replace all of them."""
+
+    takes_plan: whether a saved plan may replace all of them. compares: whether the command compares with another computation, so
+    that head and dtype are never chosen by the plan. prefix_cache: its default, for people.
+    """
     model = command.add_argument("model", metavar="MODEL", help=model_help)
     if takes_plan:
         command.add_argument(
@@ -47,9 +51,9 @@ def add_placement(
     group.add_argument(
         "--head", metavar="FORM",
         help=f"the output head: {', '.join(HEAD_CHOICES)} "
-        "(default: auto, which is 8 bits if that keeps more of the decoder on the GPU; bench and verify: full)",
+        + ("(default: full)" if compares else "(default: auto, 8 bits if that keeps more of the decoder on the GPU)"),
     )  # fmt: skip
-    add_dtype(group, "bfloat16; the plan decides on GPUs without it")
+    add_dtype(group, "bfloat16" if compares else "bfloat16; the plan decides on GPUs without it")
     group.add_argument("--context", type=int, metavar="N", help="most tokens of prompt plus answer (default: 4096)")
     group.add_argument(
         "--place", action="append", metavar="PATTERN=TIER",
@@ -64,7 +68,7 @@ def add_placement(
     )
     group.add_argument(
         "--prefix-cache", metavar="SIZE",
-        help="host memory for cached keys and values of prompt prefixes, such as 1GiB (default: no cache)",
+        help=f"host memory for cached keys and values of prompt prefixes, such as 1GiB (default: {prefix_cache})",
     )  # fmt: skip
     group.add_argument(
         "--batch-invariant", action="store_true", default=None,
@@ -72,7 +76,7 @@ def add_placement(
     )  # fmt: skip
     group.add_argument(
         "--kv-tokens", type=int, metavar="N",
-        help="tokens of all rows of a batch in total (default: the whole context for each row)",
+        help="tokens whose keys and values all rows hold together (default: the whole context for each row)",
     )  # fmt: skip
     group.add_argument(
         "--kv", metavar="FORM",

@@ -77,7 +77,7 @@ def run_models(options: argparse.Namespace) -> int:
         if getattr(options, name) is not None:
             raise RequestError("has no effect with --quick", field=f"--{name.replace('_', '-')}")
     options.model = ""
-    request = None if options.quick else load_request(options, head="auto")
+    request = None if options.quick else load_request(options, head="auto", dtype="auto")
     models = [_model(name, request) for name in _model_names(folder)]
     if options.json:
         print_json({"folder": str(folder), "models": models})

@@ -39,7 +39,7 @@ def run_many(options: argparse.Namespace) -> int:
     if not lines:
         raise RequestError("holds no prompt", field="--prompts", value=options.prompts)
     counted = {"images": max(images, 1), "batch": ROWS if options.rows is None else options.rows}
-    source = plan_or_request(options, **counted, head="auto", decode=decode)
+    source = plan_or_request(options, **counted, head="auto", dtype="auto", decode=decode)
     plan = source if isinstance(source, Plan) else plan_request(source)
     defaults = {"system": system, "adapter": chosen(options, plan, base_of_several=not has_unnamed), **answering}
     answers = AnswersFile(options.out, _header(plan, defaults, decode))

@@ -51,7 +51,9 @@ def add(command: Command) -> None:
     add_device(merged, "where --check computes: ")
 
     verified = command("verify", run_verify, "check that two computations of the same answers agree")
-    add_placement(verified, model_help="a checkpoint folder, a hub id in the local cache, or a saved plan")
+    add_placement(
+        verified, model_help="a checkpoint folder, a hub id in the local cache, or a saved plan", compares=True
+    )
     verified.add_argument("--use", metavar="NAME", help="the adapter (default: the only one)")
     verified.add_argument(
         "--against", metavar="ROUTE", default="resident",

@@ -124,7 +124,12 @@ def add(command: Command) -> None:
         help="share cached prefixes between API keys; clients can then detect by timing what others have sent",
     )  # fmt: skip
     limits.add_argument("--queue", type=int, metavar="N", help="most requests in the queue (default: 64)")
-    limits.add_argument("--timeout", type=float, metavar="S", help="most seconds of one answer (default: none)")
+    limits.add_argument(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="most seconds of one answer and its time in the queue (default: none)",
+    )
     limits.add_argument(
         "--grace", type=float, metavar="S", help="seconds for running answers at shutdown (default: 30)"
     )

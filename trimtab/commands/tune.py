@@ -19,7 +19,7 @@ MOST_ROWS = 8
 def add(command: Command) -> None:
     """Add the command."""
     tuned = command("tune", run_tune, "tune the launch configurations of the GPU kernels for this card")
-    add_placement(tuned, model_help="a checkpoint folder, a cached hub id, or a plan that `trimtab plan --save` wrote")
+    add_placement(tuned, model_help="a checkpoint folder, a hub id in the local cache, or a saved plan")
     tuned.add_argument("--rows", type=int, default=8, metavar="N", help="rows decoded together, 1 to 8 (default: 8)")
     tuned.add_argument("--export", metavar="FILE", help="write every tuned configuration of this card to a file")
 
@@ -31,7 +31,7 @@ def run_tune(options: argparse.Namespace) -> int:
 
     if not 1 <= options.rows <= MOST_ROWS:
         raise RequestError(f"must be between 1 and {MOST_ROWS}", field="--rows", value=options.rows)
-    source = plan_or_request(options, batch=options.rows, images=0, audio_s=0.0)
+    source = plan_or_request(options, batch=options.rows, images=0, audio_s=0.0, head="auto", dtype="auto")
     check_folder_of(options.export, "--export")
     plan = source if isinstance(source, Plan) else plan_request(source)
     if not plan.execution_device.startswith("cuda"):
