@@ -37,15 +37,23 @@ def line_reader(stream: TextIO) -> Reader:
 
 
 def _with_quotes(text: str, next_line: Callable[[], str]) -> str:
-    """Return a line, or all lines of a message that triple quotes enclose."""
+    """Return a line, or all lines of a message that triple quotes enclose.
+
+    Errors: RequestError for a message that is too long, once its last line is read: no line of it is taken for another message.
+    """
     if not text.lstrip().startswith(QUOTES):
         return text
-    text = text.lstrip()[len(QUOTES) :]
-    while QUOTES not in text:
-        text += "\n" + next_line()
-        if len(text) > LONGEST_LINE:
-            raise _too_long()
-    return text.replace(QUOTES, "", 1).strip("\n")
+    lines = [text.lstrip()[len(QUOTES) :]]
+    length = len(lines[0])
+    while QUOTES not in lines[-1]:  # each line is searched once
+        line = next_line()
+        length += 1 + len(line)
+        if length > LONGEST_LINE:
+            lines.clear()
+        lines.append(line)
+    if length > LONGEST_LINE:
+        raise _too_long()
+    return "\n".join(lines).replace(QUOTES, "", 1).strip("\n")
 
 
 def _line(stream: TextIO) -> str:
