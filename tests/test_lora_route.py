@@ -46,6 +46,21 @@ def test_a_saved_module_keeps_path_parameters_and_attributes(tmp_path: Path) -> 
     assert model.norm is original
 
 
+# Names
+
+
+def test_attached_adapters_are_in_one_registry() -> None:
+    route = Route()
+    for name in ("one", "two"):
+        route.attached(name, lora.Holders(None, []))
+    assert route.serials == {"one": 1, "two": 2} and list(route.names) == ["one", "two"]
+    route.detached("one")
+    route.attached("one", lora.Holders(None, []))
+    assert route.serials == {"two": 2, "one": 3} and route.serial_of("one") == route.last_serial == 3
+    route.holders.clear()  # as a model does that is closed
+    assert not route.serials and not route.names and route.serial_of("one") is None
+
+
 # Rows
 
 

@@ -410,12 +410,12 @@ class Batch:
             read.synchronize()
         token_ids: list[int] = self._read[:count].tolist()
         if outputs is not None:
-            serials = self.model.route.serials
+            holders = self.model.route.holders
             expected = {
                 row: (
                     row.number, len(row.token_ids) + (row in going),
                     token_ids[row.number] if row in going else row.token_ids[-1],
-                    None if row.adapter is None else (row.adapter, serials[row.adapter]),
+                    None if row.adapter is None else (row.adapter, holders[row.adapter].serial),
                 )
                 for row in self.active
             }  # fmt: skip
@@ -435,7 +435,7 @@ class Batch:
                 if row not in ahead.expected:
                     return False
                 continue
-            adapter = None if row.adapter is None else (row.adapter, self.model.route.serials.get(row.adapter))
+            adapter = None if row.adapter is None else (row.adapter, self.model.route.serial_of(row.adapter))
             if ahead.expected.get(row, (0, 0, 0, None))[1:] != (len(row.token_ids), row.token_ids[-1], adapter):
                 return False
         return not self.steps.has_placeholder()

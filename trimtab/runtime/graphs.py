@@ -265,7 +265,10 @@ class Steps:
             self._forget_smaller(slots.shape_key)
             key = (*key, _TABLE, slots.shape_key)
         elif has_adapters:  # captured with the adapters' own addresses
-            key = (*key, *((name, self.model.route.serials[name]) if name is not None else None for name in padded))
+            key = (
+                *key,
+                *((name, self.model.route.holders[name].serial) if name is not None else None for name in padded),
+            )
         self._stage(bucket)
         graph = self._graphs.get(key)
         if graph is None:
@@ -291,7 +294,7 @@ class Steps:
 
     def _has_adapters(self) -> bool:
         """Whether a table has layers to look up, of adapters that are there or were: from then on every step looks them up."""
-        if self._slots is None and not self.model.route.serials:
+        if self._slots is None and not self.model.route.names:
             return False
         return self._adapter_slots().shape_key[1] > 0
 
@@ -336,10 +339,10 @@ class Steps:
         names: list[str | None] = [None]
         expected = list(expected)
         is_invariant = self.batch.is_invariant
-        if self.kernels.has_lora and (self.model.route.serials or (is_invariant and expected)):
+        if self.kernels.has_lora and (self.model.route.names or (is_invariant and expected)):
             slots = self._adapter_slots()
             slots.cover(fitting for fitting in expected if not fitting.rest)  # the rest is seldom chosen by table
-            names += [name for name in self.model.route.serials if slots.why_not(name) is None][:1]
+            names += [name for name in self.model.route.names if slots.why_not(name) is None][:1]
         rows = list(self.batch.active)
         free = self._free_bytes()
         if is_invariant:

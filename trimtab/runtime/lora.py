@@ -38,10 +38,8 @@ class Route:
     """
 
     def __init__(self) -> None:
-        # A new number whenever an adapter is attached: the same name may stand for other tensors later.
-        self.serials: dict[str, int] = {}
         self._attached = 0
-        # The registry of attached adapters, and how often a module was exchanged for one with an adapter's own values.
+        # The one registry of attached adapters, and how often a module was exchanged for one with an adapter's own values.
         self.holders: dict[str, Holders] = {}
         self.exchanges = 0
         # Set while a step chooses adapters by a table on the device instead (`runtime/slots.py`).
@@ -91,7 +89,7 @@ class Route:
     def attached(self, name: str, holders: Holders) -> None:
         """Take up a name whose tensors are in place."""
         self._attached += 1
-        self.serials[name] = self._attached
+        holders.serial = self._attached
         self.holders[name] = holders
 
     @property
@@ -100,13 +98,22 @@ class Route:
         return self.holders.keys()
 
     @property
+    def serials(self) -> dict[str, int]:
+        """Name -> serial of the attached adapters, in the order in which they were attached. A copy."""
+        return {name: one.serial for name, one in list(self.holders.items())}
+
+    def serial_of(self, name: str) -> int | None:
+        """Return the serial of an attached adapter, None for a name that is not attached."""
+        holders = self.holders.get(name)
+        return None if holders is None else holders.serial
+
+    @property
     def last_serial(self) -> int:
         """The number of the adapter that was attached last, whether or not it still is."""
         return self._attached
 
     def detached(self, name: str) -> None:
         """Forget a name; rows that used it use the base from now on."""
-        self.serials.pop(name, None)
         self.holders.pop(name, None)
         if name in self.active():
             self.none()
@@ -388,13 +395,15 @@ class Holders:
     """The modules that hold one attached adapter: those of its fitting's plain places, and `rest` with their paths.
 
     address: of the piece that the plain places count from, 0 if there is none. about: what the model tells about it, None where it
-    was attached without a `LoadedModel`.
+    was attached without a `LoadedModel`. serial: a new number whenever an adapter is attached, because the same name may stand for
+    other tensors later.
     """
 
     fitting: Fitting
     rest: list[tuple[str, nn.Module]]
     address: int = 0
     about: AttachedAdapter | None = None
+    serial: int = 0
 
 
 def kind_of(module_path: str) -> str:

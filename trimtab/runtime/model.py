@@ -414,7 +414,7 @@ class LoadedModel(Asking):
         """Return a text that is equal for two loaded adapters only if they compute the same, whatever their names; "" for none."""
         one = None if name is None else self._attached.get(name)
         known = "" if one is None else one.content
-        return "" if name is None else known or f"attached {self.route.serials[name]}"
+        return "" if name is None else known or f"attached {self.route.holders[name].serial}"
 
     def tower_content(self, name: str | None) -> str:
         """Return the same for what an adapter changes in towers and connectors: "" if it changes nothing there."""

@@ -201,8 +201,8 @@ class Packs:
             return False
         name, route = prompt.row.adapter, self.prompts.model.route
         if name is None or not self.prompts.captures:
-            return name is None or name in route.serials
-        if name not in route.serials or route.holders[name].fitting.largest_rank > MOST_RANK:
+            return name is None or name in route.names
+        if name not in route.names or route.holders[name].fitting.largest_rank > MOST_RANK:
             return False
         table = self._table()
         return table is not None and table.why_not(name) is None
@@ -246,7 +246,7 @@ class Packs:
         forward = self._new_forward()
         padded = [*names, *[names[0]] * (rows - len(names))]
         # Once adapters are there a pass looks them up, whether its prompts have any or not: one graph for all.
-        table = self._table() if model.route.serials else None
+        table = self._table() if model.route.names else None
         key: Hashable = None
         if table is not None:
             table.set_rows(padded)

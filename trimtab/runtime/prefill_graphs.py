@@ -284,7 +284,7 @@ class Prompts:
         return self._media_of(prompt)
 
     def _serial_of(self, name: str | None) -> int | None:
-        return None if name is None else self.model.route.serials.get(name)
+        return None if name is None else self.model.route.serial_of(name)
 
     def step(self, prompt: Prompt, most_tokens: int | None = None) -> bool:
         """Compute the next chunk, of at most `most_tokens` where it can be cut. Returns True when the whole prompt is complete,

@@ -61,7 +61,7 @@ class Layouts:
         layout = self._layout_of(name)
         if layout is None:
             route.set(name)
-            serial = route.serials[name]
+            serial = route.holders[name].serial
             return (name, serial), serial
         _route_to(route, layout)
         return layout.name, None
@@ -75,7 +75,8 @@ class Layouts:
             return None, None
         layout = self._layout_of(name)
         if layout is None or not layout.has_towers:
-            return (name, route.serials[name]), route.serials[name]
+            serial = route.holders[name].serial
+            return (name, serial), serial
         _route_to(route, layout)
         return layout.name, None
 
@@ -85,8 +86,8 @@ class Layouts:
         planned = self.model.plan.execution.prompt
         if prompts.sizes == planned.chunks and "adapter_copy" not in planned.bytes:
             return None  # planned so: one adapter is read where it is
-        holders, serial = route.holders[name], route.serials[name]
-        fitting = holders.fitting
+        holders = route.holders[name]
+        serial, fitting = holders.serial, holders.fitting
         rest = {part_of(module, name) for _, module in holders.rest}
         if not fitting.plain or not rest <= set(lora.TOWERS):
             return None

@@ -104,7 +104,7 @@ class AdapterSlots:
         """Return why this adapter cannot be used by table, None if it can."""
         if name is None:
             return None
-        key = (name, self.route.serials[name])
+        key = (name, self.route.holders[name].serial)
         if key not in self._why:
             self._why[key] = self._examine(name)
         return self._why[key]
@@ -159,7 +159,7 @@ class AdapterSlots:
         Errors: RequestError for an adapter that `why_not` refuses.
         """
         self._cover_attached()
-        wanted = tuple(None if name is None else (name, self.route.serials[name]) for name in names)
+        wanted = tuple(None if name is None else (name, self.route.holders[name].serial) for name in names)
         if wanted == self._rows:
             return
         for key in dict.fromkeys(key for key in wanted if key is not None):
@@ -180,7 +180,7 @@ class AdapterSlots:
         why = self.why_not(name)
         if why is not None:
             raise RequestError(why, field="adapter", value=name)
-        for old in [old for old in self._held if self.route.serials.get(old[0]) != old[1]]:
+        for old in [old for old in self._held if self.route.serial_of(old[0]) != old[1]]:
             self._free(old)  # its tensors are gone
         slot = next((number for number in range(self.slots) if number not in self._held.values()), None)
         if slot is None:
