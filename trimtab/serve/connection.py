@@ -132,7 +132,7 @@ class GuardedProtocol(H11Protocol):
         self.conn: StrictConnection = StrictConnection(h11.SERVER, HEAD_BYTES)
         self.logger = _quiet
         self._guard, self._limits = guard, guard.limits
-        self._stage = "head"
+        self._stage = self._place = "head"  # what it has to do, and where the guard has it: there it may be "unread"
         self._timer: asyncio.TimerHandle | None = None
         self._reading_timer: asyncio.TimerHandle | None = None
         self._has_spoken = self._is_unread = False
@@ -180,9 +180,9 @@ class GuardedProtocol(H11Protocol):
     def _on_unread(self) -> None:
         left_s = self._limits.send_s - UNREAD_S
         if left_s <= 0:
-            self.cut()
+            self._cut_unread()
             return
-        self._reading_timer = self.loop.call_later(left_s, self.cut)
+        self._reading_timer = self.loop.call_later(left_s, self._cut_unread)
         self._is_unread = True
         self._look()
 
@@ -195,8 +195,8 @@ class GuardedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         if self.transport.is_closing():  # the client or this answer ends the connection
-            self._guard.move(self, self._stage, "drain")
-            self._stage = "drain"
+            self._guard.move(self, self._place, "drain")
+            self._stage = self._place = "drain"
             self._cut_later(self._limits.send_s)  # what it has not read yet is still on its way
         super().on_response_complete()
         self._end_if_many_wait()
@@ -221,19 +221,22 @@ class GuardedProtocol(H11Protocol):
     # Deadlines --------------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Record what this connection waits for now, and its deadline."""
+        """Record what this connection waits for now, and its deadline. An unread answer moves no deadline of what the client has to
+        send; a connection is idle only once its answer has been read."""
         now = self._stage_now()
-        if now == self._stage or self.transport.is_closing():
+        place = "unread" if self._is_unread else now
+        if (now, place) == (self._stage, self._place) or self.transport.is_closing():
             return
-        self._guard.move(self, self._stage, now)
-        self._stage = now
+        self._guard.move(self, self._place, place)
+        is_new, self._stage, self._place = now != self._stage, now, place
         limits = self._limits
-        times = {"head": limits.head_s, "body": limits.body_s, "drain": DRAIN_S, "idle": limits.idle_s}
-        self._set_deadline(times.get(now))
+        times = {"head": limits.head_s, "body": limits.body_s, "drain": DRAIN_S}
+        if now == "idle":
+            self._set_deadline(None if self._is_unread else limits.idle_s)
+        elif is_new:
+            self._set_deadline(times.get(now))
 
     def _stage_now(self) -> str:
-        if self._is_unread:
-            return "unread"
         is_answered = self.cycle is not None and self.cycle.response_complete
         if self.conn.their_state is h11.IDLE:
             return "head" if self.cycle is None or self.conn.has_data else "idle"
@@ -247,13 +250,22 @@ class GuardedProtocol(H11Protocol):
         self._timer = None if after_s is None else self.loop.call_later(after_s, self._on_late)
 
     def _on_late(self) -> None:
-        if self._stage == "drain" or not self._has_spoken:
+        if not self._has_spoken:
+            self.cut()
+        elif self._stage == "drain":
+            _tell("the client was still sending a request that was already answered", None, DRAIN_S)
             self.cut()
         elif self._stage == "idle":
             self.timeout_keep_alive_handler()
         elif not self.transport.is_closing():
-            limit_s = self._limits.head_s if self._stage == "head" else self._limits.body_s
-            self._refuse(408, f"The request's {self._stage} was not complete after {limit_s:g} seconds")
+            limit = f"{self._stage}_s"
+            limit_s = getattr(self._limits, limit)
+            _tell(f"the request's {self._stage} was not complete", limit, limit_s)
+            self._refuse(408, f"The request's {self._stage} was not complete after {limit_s:g} seconds ({limit})")
+
+    def _cut_unread(self) -> None:
+        _tell("the client did not read its answer", "send_s", self._limits.send_s)
+        self.cut()
 
     # Ends -------------------------------------------------------------------------------------------------------------
 
@@ -283,6 +295,13 @@ class GuardedProtocol(H11Protocol):
     def _cut_later(self, after_s: float) -> None:
         self._set_deadline(None)
         self._timer = self.loop.call_later(after_s, self.transport.abort)
+
+
+def _tell(why: str, limit: str | None, after_s: float) -> None:
+    """Write to the log which deadline ended a connection: its request has a line that says only that the client is gone. limit: the
+    field of `Limits`. Heads have no request, and anyone can send them: they are for debugging alone."""
+    level = logging.DEBUG if limit == "head_s" else logging.INFO
+    log.log(level, "a connection was ended: %s", why, extra={"fields": {"limit": limit, "after_s": after_s}})
 
 
 _CODES = {408: "too_slow", 431: "head_too_large", 501: "not_implemented"}

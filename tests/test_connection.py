@@ -1,0 +1,182 @@
+"""Which deadline ends a connection, and what the log says of it: on a clock of the test's own, without sockets."""
+
+from __future__ import annotations
+
+import json
+import logging
+import types
+from contextlib import suppress
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from trimtab.serve.connection import DRAIN_S, UNREAD_S, Guard, GuardedProtocol
+from trimtab.serve.settings import Limits
+
+LIMITS = Limits(head_s=20.0, body_s=30.0, idle_s=40.0, send_s=100.0)
+HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"
+GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+class Timer:
+    def __init__(self, at, call):
+        self.at, self.call = at, call
+
+    def cancel(self):
+        self.call = None
+
+
+@types.coroutine
+def client():
+    """Wait for a client that sends nothing more."""
+    yield
+
+
+class Task:
+    """A request that runs until it waits for the client."""
+
+    def __init__(self, coroutine):
+        self.coroutine = coroutine
+        with suppress(StopIteration):
+            coroutine.send(None)
+
+    def add_done_callback(self, call):
+        pass
+
+
+class Loop:
+    def __init__(self):
+        self.now, self.timers = 0.0, []
+
+    def call_later(self, after_s, call, *arguments):
+        self.timers.append(Timer(self.now + after_s, lambda: call(*arguments)))
+        return self.timers[-1]
+
+    def create_task(self, coroutine, **options):
+        return Task(coroutine)
+
+    def advance(self, by_s):
+        end = self.now + by_s
+        while due := [timer for timer in self.timers if timer.call is not None and timer.at <= end]:
+            timer = min(due, key=lambda timer: timer.at)
+            self.now, call, timer.call = timer.at, timer.call, None
+            call()
+        self.now = end
+
+
+class Transport:
+    def __init__(self):
+        self.written, self.was_aborted, self.was_closed = b"", False, False
+
+    def write(self, data):
+        self.written += data
+
+    def abort(self):
+        self.was_aborted = True
+
+    def close(self):
+        self.was_closed = True
+
+    def is_closing(self):
+        return self.was_closed or self.was_aborted
+
+    def get_extra_info(self, name):
+        return None
+
+    def pause_reading(self):
+        pass
+
+    resume_reading = pause_reading
+
+
+class Connection:
+    """A connection on a clock. answer: whether requests are answered at once, without their body."""
+
+    def __init__(self, *, answer):
+        async def app(scope, receive, send):
+            if not answer:
+                await client()
+            await send({"type": "http.response.start", "status": 400, "headers": [(b"content-length", b"2")]})
+            await send({"type": "http.response.body", "body": b"no"})
+
+        self.loop, self.transport, self.guard = Loop(), Transport(), Guard(LIMITS, most=4)
+        config = uvicorn.Config(app, log_config=None, timeout_keep_alive=1000, lifespan="off", interface="asgi3")
+        self.protocol = GuardedProtocol(config, ServerState(), {}, self.loop, guard=self.guard)
+        self.protocol.connection_made(self.transport)
+
+    def place(self):
+        return next(name for name, held in self.guard._stages.items() if self.protocol in held)
+
+    def leave_unread(self):
+        self.protocol.pause_writing()
+        self.loop.advance(UNREAD_S)
+        assert self.place() == "unread"
+
+
+@pytest.fixture
+def logged(caplog):
+    """Return the level, the message and the fields of what the log says."""
+    caplog.set_level(logging.DEBUG, "trimtab.serve")
+    return lambda: [(one.levelname, one.getMessage(), one.fields) for one in caplog.records]
+
+
+def test_an_unread_answer_does_not_move_the_deadline_of_a_request_that_is_still_sent(logged):
+    one = Connection(answer=True)
+    one.protocol.data_received(HEAD + b"{")
+    assert one.place() == "drain" and b"400" in one.transport.written
+    one.leave_unread()
+    one.loop.advance(DRAIN_S - UNREAD_S - 1)
+    one.protocol.resume_writing()
+    assert one.place() == "drain" and not one.transport.was_aborted
+    one.loop.advance(1)
+    assert one.transport.was_aborted
+    words = "a connection was ended: the client was still sending a request that was already answered"
+    assert logged() == [("INFO", words, {"limit": None, "after_s": DRAIN_S})]
+
+
+def test_a_body_that_does_not_come_while_an_answer_is_unread_ends_by_its_own_deadline(logged):
+    one = Connection(answer=False)
+    one.protocol.data_received(HEAD + b"{")
+    assert one.place() == "body"
+    one.leave_unread()
+    one.loop.advance(LIMITS.body_s - UNREAD_S)
+    assert one.transport.was_closed and one.transport.written.startswith(b"HTTP/1.1 408")
+    error = json.loads(one.transport.written.partition(b"\r\n\r\n")[2])["error"]
+    assert error["message"] == "The request's body was not complete after 30 seconds (body_s)"
+    fields = {"limit": "body_s", "after_s": LIMITS.body_s}
+    assert logged() == [("INFO", "a connection was ended: the request's body was not complete", fields)]
+
+
+def test_a_connection_is_idle_only_once_its_answer_has_been_read():
+    one = Connection(answer=True)
+    one.protocol.data_received(GET)
+    assert one.place() == "idle"
+    one.leave_unread()
+    one.loop.advance(LIMITS.idle_s)
+    one.protocol.resume_writing()
+    one.loop.advance(LIMITS.idle_s - 1)
+    assert one.place() == "idle" and not one.transport.is_closing()
+    one.loop.advance(1)
+    assert one.transport.was_closed and not one.transport.was_aborted
+
+
+def test_an_answer_that_is_not_read_ends_with_its_deadline_in_the_log(logged):
+    one = Connection(answer=True)
+    one.protocol.data_received(GET)
+    one.leave_unread()
+    one.loop.advance(LIMITS.send_s - UNREAD_S)
+    assert one.transport.was_aborted
+    fields = {"limit": "send_s", "after_s": LIMITS.send_s}
+    assert logged() == [("INFO", "a connection was ended: the client did not read its answer", fields)]
+
+
+def test_heads_that_do_not_come_are_in_the_log_for_debugging_alone(logged):
+    one = Connection(answer=True)
+    one.protocol.data_received(GET[:9])
+    one.loop.advance(LIMITS.head_s)
+    assert b"The request's head was not complete after 20 seconds (head_s)" in one.transport.written
+    assert [(level, fields["limit"]) for level, _, fields in logged()] == [("DEBUG", "head_s")]
+    silent = Connection(answer=True)
+    silent.loop.advance(LIMITS.head_s)
+    assert silent.transport.was_aborted and not silent.transport.written and len(logged()) == 1
