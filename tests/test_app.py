@@ -172,6 +172,21 @@ def test_tokens_whose_states_were_kept_are_told_once_a_prompt():
     assert found["prompt_tokens_details"] == {"cached_tokens": 5} and found["prompt_tokens"] == 7
 
 
+def test_requests_take_turns_by_key_and_without_keys_by_address():
+    chats = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}
+    pool = MockPool()
+    found = client(pool, api_keys=("one", "two"), share_prefixes=True)
+    for key in ("one", "two", "one"):
+        for path, asked in (("/v1/chat/completions", chats), ("/tokenize", {"model": "demo", "prompt": "a"})):
+            found.post(path, json=asked, headers={"authorization": f"Bearer {key}"})
+    senders = [job.sender for job in pool.jobs]
+    assert senders == [*senders[:1] * 2, *senders[2:3] * 2, *senders[:1] * 2]
+    assert senders[0] != senders[2] and not any(key in "".join(senders) for key in ("one", "two"))
+    pool = MockPool()
+    client(pool).post("/v1/chat/completions", json=chats)
+    assert [job.sender for job in pool.jobs] == ["testclient"]  # as TestClient calls its address
+
+
 def test_a_key_has_cached_prefixes_of_its_own_unless_they_are_shared():
     def post(found, key):
         asked = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}

@@ -128,6 +128,23 @@ def test_prompts_with_kept_beginnings_go_on_together_where_each_stopped(family, 
                 assert differ(found, wanted) < TOLERANCE
 
 
+def test_a_prompt_has_a_place_in_such_a_pass_if_what_is_not_kept_is_short(tmp_path):
+    with load("llama", tmp_path) as model:
+        model.keep_prefixes(2**20)
+        begin = [100 + number % 90 for number in range(64)]
+        batch = in_chunks(model, (8, 16), 9)
+        answered(batch, model.prepare(begin))
+        for ask, is_short in (
+            (ids(16), True),
+            (ids(17), False),
+            ([*begin, *ids(9)], True),
+            ([*begin, *ids(17)], False),
+        ):
+            prompt = batch.begin(model.prepare(ask), REQUEST)
+            assert batch.prompts.packs.has_place(prompt) == (is_short and batch.prompts.packs.why_not() is None)
+            assert prompt.row.reuse is None and prompt.row.cached_tokens == 0  # nothing is reused yet
+
+
 def test_each_prompt_of_a_pass_has_its_own_adapter(demo, monkeypatch):  # noqa: F811
     names = [None, *ADAPTERS, None, ADAPTERS[1]]
     counts = (9, 16, 12, 3, 14, 10)

@@ -65,6 +65,9 @@ class MockEngine:
     def has_room(self, answer):
         return self.pool is None or answer.tokens_left + sum(self.reserved.values()) <= self.pool
 
+    def goes_alone(self, answer):
+        return answer.job.prompt.get("pieces", 1) > 1 or "alone" in answer.job.prompt
+
     def choose(self, answer):
         self.chosen.append(answer)
         self.reserved[answer.job.id] = answer.tokens_left
@@ -147,10 +150,10 @@ class MockEngine:
                 rows.remove(answer)
 
 
-def job(name, *, adapter=None, pieces=1, tokens=3, deadline_s=None, **prompt):
+def job(name, *, adapter=None, pieces=1, tokens=3, deadline_s=None, sender="", **prompt):
     return Job(
         name, {"pieces": pieces, **prompt}, GenerateRequest(max_new_tokens=tokens), adapter=adapter,
-        deadline_s=deadline_s,
+        deadline_s=deadline_s, sender=sender,
     )  # fmt: skip
 
 
@@ -397,6 +400,101 @@ def test_adapters_take_turns_however_many_requests_one_of_them_has():
     order = [event.job_id for event in told if event.kind == "started"]
     assert order == ["greedy0", "late", *(f"greedy{number}" for number in range(1, 6))]
     assert scheduler.counts.by_adapter == {"greedy": 6, "modest": 1}
+
+
+def started(told):
+    return [event.job_id for event in told if event.kind == "started"]
+
+
+def test_long_prompts_of_a_client_delay_another_client_by_one_of_them():
+    scheduler, engine, told, _ = make(MockEngine(rows=16))
+    for number in range(8):
+        scheduler.submit(job(f"a{number}", sender="a", pieces=10))
+    scheduler.turn()
+    for name in ("b0", "b1"):
+        scheduler.submit(job(name, sender="b", pieces=2))
+    to_the_end(scheduler)
+    assert started(told) == ["a0", "b0", "a1", "b1", *(f"a{number}" for number in range(2, 8))]
+    pieces = [entry[1] for entry in engine.log if entry[0] == "prefill"]
+    assert pieces[:24] == ["a0"] * 10 + ["b0"] * 2 + ["a1"] * 10 + ["b1"] * 2
+
+
+def test_long_prompts_of_one_client_leave_a_row_to_another_that_comes_while_they_wait():
+    scheduler, _, told, _ = make(MockEngine(rows=3))
+    for number in range(6):
+        scheduler.submit(job(f"a{number}", sender="a", pieces=5, tokens=100))
+    scheduler.turn()
+    scheduler.submit(job("b0", sender="b"))
+    scheduler.turn()
+    assert scheduler.running < 3
+    to_the_end(scheduler)
+    assert started(told)[:2] == ["a0", "b0"]
+
+
+def test_a_client_alone_has_every_row_at_once():
+    scheduler, engine, _, _ = make(MockEngine(rows=4))
+    engine.together = 16
+    for number in range(6):
+        scheduler.submit(job(f"a{number}", sender="a"))
+    scheduler.turn()
+    assert engine.log[0] == ("together", ("a0", "a1", "a2", "a3"))
+    to_the_end(scheduler)
+
+
+def test_short_prompts_go_together_whichever_clients_they_are_of_and_whatever_long_one_is_among_them():
+    scheduler, engine, _, _ = make(MockEngine(rows=8))
+    engine.together = 16
+    for name in ("a0", "a1", "a2"):
+        scheduler.submit(job(name, sender="a"))
+    for name in ("b0", "b1"):
+        scheduler.submit(job(name, sender="b", pieces=4))
+    to_the_end(scheduler)
+    assert engine.log[0] == ("together", ("a0", "a1"))  # the second long one is not passed
+    passes = [entry for entry in engine.log if entry[0] != "step"]
+    assert passes == [("together", ("a0", "a1")), *[("prefill", "b0")] * 4, *[("prefill", "b1")] * 4, ("prefill", "a2")]
+
+
+@given(
+    jobs=st.lists(
+        st.tuples(st.sampled_from("abc"), st.sampled_from([None, "x", "y"]), st.integers(1, 4), st.integers(0, 3)),
+        max_size=25,
+    ),
+    rows=st.integers(1, 6),
+)
+@settings(deadline=None, max_examples=60)
+def test_a_client_with_a_waiting_prompt_is_passed_by_each_other_client_once_in_a_line(jobs, rows):
+    """jobs: (client, adapter, pieces of the prompt, turns before the next one comes). In the line of an adapter, between two of its
+    prompts that start, no other client starts two while it waits."""
+    scheduler, _, told, _ = make(MockEngine(rows=rows), queue_limit=100)
+    owner, waits_since, seen = {}, {}, 0
+
+    def look():
+        nonlocal seen
+        for event in told[seen:]:
+            if event.kind == "started":
+                line, client = owner[event.job_id][:2]
+                waits_since[line].pop(event.job_id)
+                others = {owner[name][1] for name in waits_since[line]} - {client}
+                passed[line].pop(client, None)
+                for other in others:
+                    passed[line].setdefault(other, []).append(client)
+                    assert len(set(passed[line][other])) == len(passed[line][other])
+        seen = len(told)
+
+    passed = {line: {} for line in (None, "x", "y")}
+    waits_since = {line: {} for line in passed}
+    for number, (client, adapter, pieces, turns) in enumerate(jobs):
+        name = str(number)
+        owner[name] = adapter, client
+        waits_since[adapter][name] = True
+        scheduler.submit(job(name, adapter=adapter, sender=client, pieces=pieces, tokens=2))
+        for _ in range(turns):
+            scheduler.turn()
+            look()
+    while scheduler.turn():
+        look()
+    look()
+    assert set(ends(told).values()) <= {"length"} and len(ends(told)) == len(jobs)
 
 
 def test_an_adapter_that_has_no_slot_waits_and_others_pass():

@@ -101,6 +101,22 @@ def test_mixed_adapters_answer_what_the_line_answers_with_one_on_the_model_at_a_
     assert found["style"][1].finish == expected["style"].finish_reason == "stop"
 
 
+def test_long_prompts_of_a_client_begin_one_after_the_other_so_that_another_client_precedes_the_rest(engine):
+    told = []
+    scheduler = Scheduler(engine, told.append)
+    for number in range(3):
+        scheduler.submit(replace(ask(f"a{number}", [10 + number] * 300, tokens=2), sender="a"))
+    while scheduler._arrived:  # however slow this machine is
+        scheduler._admit()
+    scheduler.turn()
+    assert scheduler.running == 1 and engine.goes_alone(scheduler._lines[None].first.answer)
+    scheduler.submit(replace(ask("b0", [7] * 5, tokens=2), sender="b"))
+    while scheduler.turn():
+        pass
+    assert [event.job_id for event in told if event.kind == "started"] == ["a0", "b0", "a1", "a2"]
+    assert sum(event.kind == "done" for event in told) == 4
+
+
 def test_an_answer_that_was_cut_goes_on_to_the_same_end(model, engine):
     """At temperature 0 the parts are the whole answer: the prompt ends with what the client already has."""
     whole = run(engine, ask("whole", adapter="style"))["whole"][0]

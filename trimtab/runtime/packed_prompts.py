@@ -193,6 +193,16 @@ class Packs:
                 return None
         return Together(tuple(prompt for prompt, _ in chosen), tuple(match for _, match in chosen), size, rows)
 
+    def has_place(self, prompt: Prompt) -> bool:
+        """Whether a waiting prompt is short enough for such a pass, whichever others and whichever adapters take part."""
+        if self.why_not() is not None or prompt.inputs.has_media or prompt.done_tokens:
+            return False
+        row = prompt.row
+        reuse, cached_tokens = row.reuse, row.cached_tokens
+        left_tokens = prompt.inputs.prompt_tokens - self.prompts.batch.prefixes.find(prompt).tokens
+        row.reuse, row.cached_tokens = reuse, cached_tokens  # nothing is reused yet
+        return left_tokens <= max(self.prompts.sizes)
+
     def _can(self, prompt: Prompt) -> bool:
         if prompt.inputs.has_media or prompt.done_tokens or prompt.logits is not None or prompt in self.prompts.jobs:
             return False

@@ -29,7 +29,7 @@ from trimtab.errors import TrimtabError
 from trimtab.serve import asking, beside, calling, journal, messages_api, responses_api, wire
 from trimtab.serve.answers import CLIENT_LEFT, Merged, answer
 from trimtab.serve.body import BodyLimits, BodyTooLargeError, Reader
-from trimtab.serve.door import Door, client_of
+from trimtab.serve.door import Door, client_of, sender_of
 from trimtab.serve.faults import error_json, error_response, http_error, plain_error, told_error, without_paths
 from trimtab.serve.fetch import Fetcher
 from trimtab.serve.field_names import Names, client_error, client_field
@@ -365,6 +365,7 @@ class _Api:
         jobs = await self.reader.run(self.settings.limits.body_bytes, make) if is_long else make()
         if may_be_shorter:
             jobs = [replace(job, fills_context=True) for job in jobs]
+        jobs = self._from_sender(request, jobs)
         seen = self._begin(request, model, adapter, choices=len(jobs))
         merged = Merged([self.pool.submit(model, job) for job in jobs], seen.started, names=_names_of(request))
         wants_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -425,11 +426,17 @@ class _Api:
         job = beside.ids_job(body, context_tokens=context_tokens, deadline_s=self.settings.timeout_s)
         return await self._result(request, model, None, [job], beside.TextShape(body))
 
+    def _from_sender(self, request: Request, jobs: Sequence[Job]) -> list[Job]:
+        """Return the jobs with the client that takes turns with others."""
+        address = "" if request.client is None else request.client.host
+        sender = sender_of(_authorization(request), address, self.settings)
+        return [replace(job, sender=sender) for job in jobs]
+
     async def _result(
         self, request: Request, model: str, adapter: str | None, jobs: Sequence[Job], shape: Shape
     ) -> Response:
         seen = self._begin(request, model, adapter, choices=1)
-        merged = Merged([beside.in_turn(self.pool, model, jobs)], names=_names_of(request))
+        merged = Merged([beside.in_turn(self.pool, model, self._from_sender(request, jobs))], names=_names_of(request))
         return await answer(
             request, merged, shape, seen, wants_usage=False, send_s=self.settings.limits.send_s, folders=self.folders
         )  # fmt: skip

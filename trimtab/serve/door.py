@@ -96,7 +96,20 @@ def client_of(authorization: str, settings: Settings) -> str:
     authorization: the header of an admitted request. Timing reveals nothing about other clients: a prefix is found only by the
     key that cached it.
     """
-    if not settings.api_keys or settings.share_prefixes:
+    return "" if settings.share_prefixes else _digest_of_key(authorization, settings)
+
+
+def sender_of(authorization: str, address: str, settings: Settings) -> str:
+    """Return the client that a request counts for in the queue: its key, or its address if there are no keys.
+
+    authorization: as in `client_of`. Behind a proxy, all requests without keys have the proxy's address.
+    """
+    return _digest_of_key(authorization, settings) or address
+
+
+def _digest_of_key(authorization: str, settings: Settings) -> str:
+    """Return what stands for the key of an admitted request, "" if there are no keys."""
+    if not settings.api_keys:
         return ""
     return _digest(b"client " + authorization.encode("latin-1").partition(b" ")[2].strip()).hex()
 

@@ -350,6 +350,11 @@ class LoadedEngine:
                 self.batch.pages.reserve(answer.row)
         self._chosen.append(answer)
 
+    def goes_alone(self, answer: Answer) -> bool:
+        return (
+            answer.prompt is None or answer.scores is not None or not self.batch.prompts.packs.has_place(answer.prompt)
+        )
+
     def prefill_together(self, candidates: Sequence[Answer], most_tokens: int) -> tuple[int, list[Answer]]:
         """Compute several prompts in one pass, each with its adapter, where that is faster (`packed_prompts.Packs`). Complete
         prompts have their places among the rows.

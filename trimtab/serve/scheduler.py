@@ -1,4 +1,4 @@
-"""The scheduler: a bounded queue, fair between adapters, prompts in chunks between the decode steps.
+"""The scheduler: a bounded queue, fair between adapters and clients, prompts in chunks between the decode steps.
 
 One thread calls `turn` again and again; each turn takes up what has been prepared, for `ADMIT_S` at most, decodes one step of all
 rows and puts pieces of the waiting prompts through the model behind it, as many as budget.py has time for: a long prompt delays
@@ -6,6 +6,10 @@ those who are being answered by little. Prompts of a turn are given to the devic
 join the rows in the next turn, so that the device always has work. Inputs are prepared on a thread of the engine's, so that
 images delay nobody. Imports no torch: the engine behind it does the work, and in the tests a mock one. No clock of its own: time
 comes from `now`.
+
+Adapters take turns, and within an adapter clients do (line.py). A prompt that has begun is computed to its end before the next one
+begins, because a batch has memory for one prompt on its way. So a long prompt is chosen only when the one before it is complete: a
+client that comes later waits for one prompt of another client, not for all that were sent before.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from trimtab.adapter_names import label_of, parts_of
 from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.serve.budget import Budget
 from trimtab.serve.job import Event, Job
+from trimtab.serve.line import Line
 
 # How long taking up what has been prepared may take of each turn; one job is taken up in any case.
 ADMIT_S = 0.02
@@ -85,6 +90,9 @@ class Engine(Protocol):
     def choose(self, answer: Any) -> None:
         """Prepare an answer's prompt, which is computed soon: its adapter is not taken off the model. Errors: TrimtabError."""
 
+    def goes_alone(self, answer: Any) -> bool:
+        """Whether a prompt is too long to be computed in one pass with others, or cannot be for another reason."""
+
     def prefill_together(self, answers: Sequence[Any], most_tokens: int) -> tuple[int, list[Any]]:
         """Compute several of these prompts at once, the first among them, where that is faster than one after the other. Return
         the size of the pass and the complete prompts; 0 and none if the first one is computed alone."""
@@ -122,6 +130,7 @@ class _Entry:
     answer: Any = None
     started: float | None = None
     overtaken: int = 0
+    goes_alone: bool = False
     inputs: Future[Any] | None = None
 
     @property
@@ -157,7 +166,7 @@ class Scheduler:
     ) -> None:  # fmt: skip
         self.engine, self._tell, self.queue_limit, self._now = engine, emit, queue_limit, now
         # One line for each adapter; the line that was served longest ago comes first.
-        self._lines: OrderedDict[str | None, deque[_Entry]] = OrderedDict()
+        self._lines: OrderedDict[str | None, Line[_Entry]] = OrderedDict()
         self._arrived: deque[_Entry] = deque()
         self._prefilling: _Entry | None = None
         self._chosen: deque[_Entry] = deque()  # those whose prompts go through next, each with a row to come
@@ -318,14 +327,14 @@ class Scheduler:
             else:
                 entry.inputs = None
                 self._arrived.remove(entry)
-                self._lines.setdefault(entry.job.adapter, deque()).append(entry)
+                self._lines.setdefault(entry.job.adapter, Line()).add(entry)
                 if getattr(entry.answer, "is_over", False):  # it needs no row
                     self._report([entry])
             if self._now() - start >= ADMIT_S:
                 return
 
     def _next(self) -> _Entry | None:
-        """Return the first job of the adapter whose turn it is, and put that adapter last.
+        """Return the job of the adapter and the client whose turn it is, and put both last. None if none can be chosen now.
 
         While an adapter waits for a slot, others pass. Once as many jobs as there are rows have passed its first job, only the
         base may pass, because it needs no slot. Otherwise the adapters that have the slots could keep them forever. An adapter that
@@ -337,19 +346,23 @@ class Scheduler:
             if not self.engine.is_prepared(adapter):
                 continue
             if (adapter is None or not is_barred) and self.engine.is_ready(adapter):
-                if not self.engine.has_room(line[0].answer):
+                if not self.engine.has_room(line.first.answer):
                     return (
                         None  # those that run will leave; a smaller one that passed it could keep it waiting for ever
                     )
-                entry = line.popleft()
+                goes_alone = self.engine.goes_alone(line.first.answer)
+                if goes_alone and any(entry.goes_alone for entry in self._chosen):
+                    return None  # it would be computed after that one; until then another client may come
+                entry = line.take()
+                entry.goes_alone = goes_alone
                 del self._lines[adapter]
                 if line:
                     self._lines[adapter] = line
                 for other in passed:
                     other.overtaken += adapter is not None
                 return entry
-            passed.append(line[0])
-            is_barred |= line[0].overtaken >= self.engine.rows
+            passed.append(line.first)
+            is_barred |= line.first.overtaken >= self.engine.rows
         return None
 
     def _prefill(self, most_tokens: int) -> int | None:
@@ -374,7 +387,7 @@ class Scheduler:
         return size
 
     def _choose(self) -> None:
-        """Take the next prompts out of their lines, as many as have a row to go to."""
+        """Take the next prompts out of their lines, as many as have a row to go to; one of those at most that go alone."""
         self._is_apart &= bool(self._chosen)
         while len(self._chosen) < MOST_CHOSEN and self.running < self.engine.rows:
             entry = self._next()
