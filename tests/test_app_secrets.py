@@ -184,7 +184,7 @@ def test_the_status_has_what_the_page_needs_of_a_plan_and_no_more(found):
     plan = found.get("/api/status").json()["models"][0]["plan"]
     assert set(plan) == {
         "model_class", "execution_device", "gpu", "host", "gpu_peak_bytes", "gpu_budget_bytes", "host_peak_bytes",
-        "host_budget_bytes", "disk_bytes", "held_adapters_limit_bytes", "placements", "request",
+        "host_budget_bytes", "disk_bytes", "held_adapters_limit_bytes", "media_reason", "placements", "request",
     }  # fmt: skip
     assert plan["request"] == {"quant": "nf4-dq", "context_tokens": 128, "batch": 2, "images": 1}
     assert all(set(block) == {"part", "tier", "gpu_bytes", "host_bytes", "disk_bytes"} for block in plan["placements"])

@@ -92,6 +92,29 @@ def test_samples_with_their_rate_are_resampled_as_a_file_is(rate, channels):
     assert np.array_equal(read_audio((samples, rate)), read_audio(file))
 
 
+@pytest.mark.parametrize("channels", [1, 2, 7, 16])
+def test_audio_that_is_mixed_in_blocks_is_that_of_the_whole(channels, monkeypatch):
+    samples = np.random.default_rng(0).standard_normal((2500, channels)).astype(np.float32)
+    file = io.BytesIO()
+    soundfile.write(file, samples, 8_000, format="WAV", subtype="FLOAT")
+    reads = []
+    read = soundfile.SoundFile.read
+    monkeypatch.setattr(
+        soundfile.SoundFile, "read", lambda *args, **named: (reads.append(named), read(*args, **named))[1]
+    )
+    monkeypatch.setattr(media, "BLOCK_FRAMES", 1000)
+    assert np.array_equal(read_audio(file.getvalue()), read_audio((samples, 8_000)))
+    assert max(named["frames"] for named in reads) == 1000  # never all channels of the whole clip
+    with pytest.raises(RequestError, match=r"the limit is 0.3 s"):
+        read_audio(file.getvalue(), max_s=0.3)
+
+
+@pytest.mark.parametrize("rate, form", [(44_100, "WAV"), (8_000, "FLAC"), (22_050, "OGG")])
+def test_the_rate_of_audio_is_known_before_it_is_decoded(rate, form):
+    assert media.sound_rate(talking.wav(rate=rate, form=form)) == rate
+    assert media.sound_rate(b"ID3\4" + bytes(60)) == media.MOST_MP3_RATE and media.sound_rate(b"nothing") == 0
+
+
 @pytest.mark.parametrize("form", ["OGG", "MP3"])
 def test_ogg_and_mp3_are_read_where_libsndfile_can(form, tmp_path):
     if form not in soundfile.available_formats():
@@ -199,7 +222,7 @@ if len(sys.argv) > 2:
     prepare = load_processor(Path(sys.argv[2])).image_processor
     prepare(Image.new("RGB", (64, 64)))
 data = Path(sys.argv[1]).read_bytes()
-said = media.picture_bytes(data)
+said = media.picture_bytes(data)[0]
 Path("/proc/self/clear_refs").write_text("5")
 before = kib("VmRSS")
 picture = media.read_image(data)
@@ -262,4 +285,4 @@ def test_decoding_takes_no_more_memory_than_is_counted_and_leaves_the_picture_al
 def test_the_largest_image_takes_no_more_memory_than_is_counted_until_it_is_patches(tmp_path):
     (tmp_path / "a.png").write_bytes(encoded(Image.new("RGB", (7000, 4500), (10, 200, 30)), "PNG"))
     said, peak, _ = measured(tmp_path / "a.png", DEMO / "base")
-    assert said * 3 // 4 < peak <= said
+    assert said * 2 // 3 < peak <= said

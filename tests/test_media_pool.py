@@ -109,6 +109,42 @@ def test_the_bytes_of_all_media_are_bounded_and_come_back(decoder):
         assert pool._changed.wait_for(lambda: pool.used_bytes == 0, WAIT_S)
 
 
+class Tensor:
+    """Stands for a tensor: something with bytes that can be dropped."""
+
+    nbytes = 6
+
+
+def test_what_media_became_counts_until_it_is_dropped(decoder):
+    pool = MediaPool(
+        decoder,
+        lambda job: len(image_of(job)),
+        most_bytes=10,
+        kept=lambda inputs: [one for one in inputs if isinstance(one, Tensor)],
+    )
+    prepared = Preparing(lambda job: [Tensor()] if job.id == "a" else job.id, pool)
+    inputs = prepared.submit(job("a", b"fast12345")).result(WAIT_S)
+    assert pool.used_bytes == 6
+    late = prepared.submit(job("b", b"12345"))  # 11 together
+    assert prepared.submit(job("c", b"1234")).result(WAIT_S) == "c"
+    assert not late.done() and decoder.seen == ["a", "c"]
+    inputs.clear()
+    assert late.result(WAIT_S) == "b"
+    with pool._changed:
+        assert pool._changed.wait_for(lambda: pool.used_bytes == 0, WAIT_S)
+
+
+def test_memory_that_was_freed_is_returned_before_other_media_need_its_room(decoder, monkeypatch):
+    """The process has freed memory until it is returned: beside new media it would be more than the budget."""
+    seen, pool = [], MediaPool(decoder, lambda job: len(image_of(job)), most_bytes=10)
+    monkeypatch.setattr(media_pool, "return_freed_pages", lambda: seen.append(list(decoder.seen)))
+    prepared = Preparing(lambda job: job.id, pool)
+    for name, image in (("a", b"1234"), ("b", b"123456"), ("c", b"1")):
+        assert prepared.submit(job(name, image)).result(WAIT_S) == name
+    assert seen == [["a", "b"]]  # 4 and 6 bytes have room together, another one has not
+    assert pool.freed_bytes == 1
+
+
 def test_a_request_whose_media_take_too_long_is_answered(decoder):
     prepared, pool = preparing(decoder, most_s=0.05)
     with pytest.raises(RequestError, match="take longer than 0.05 s to decode"):
@@ -163,7 +199,7 @@ def test_many_large_media_return_memory_once_in_a_while_and_once_after_the_last(
 
     monkeypatch.setattr(media_pool, "RETURN_AFTER_S", after_s)
     monkeypatch.setattr(media_pool, "return_freed_pages", return_pages)
-    pool = MediaPool(lambda job: (time.sleep(0.02), job)[1], lambda job: media_pool.RETURNED_BYTES)
+    pool = MediaPool(lambda job: (time.sleep(0.02), job)[1], lambda job: media_pool.RETURNED_BYTES, most_bytes=2**40)
     prepared = Preparing(lambda job: decoded.append(job.id), pool)
     for future in [prepared.submit(job(str(number), b"x")) for number in range(40)]:
         future.result(WAIT_S)

@@ -28,6 +28,7 @@ from trimtab.plan.card_machine import machine_of, rates_of
 from trimtab.plan.cards import check_budget, check_here, find_card
 from trimtab.plan.dtypes import choose_dtype, reason_of
 from trimtab.plan.max_memory import merged_budgets
+from trimtab.plan.media_memory import ServedMedia, media_memory
 from trimtab.plan.module_tree import ModuleTree
 from trimtab.plan.options import Option, options_of
 from trimtab.request import DEFAULT_QUANT, LoadRequest, parse_bytes
@@ -127,13 +128,14 @@ class PlanInputs:
 
 def plan_request(
     request: LoadRequest, *, later: Mapping[str, str] | None = None, inputs: PlanInputs | None = None,
-    is_advised: bool = True,
+    is_advised: bool = True, media: ServedMedia | None = None,
 ) -> Plan:  # fmt: skip
     """Return the plan of a request made elsewhere (the command line).
 
     later: adapters, name -> folder, that are loaded after the model: no memory of the device is counted for them, but one that
     changes the output head keeps it as it is; these and the request's stay in host memory, which is counted (None: none does).
-    inputs: of other plans of this model, made use of and added to. is_advised: as for `make_plan`.
+    inputs: of other plans of this model, made use of and added to. is_advised: as for `make_plan`. media: what the requests of a
+    server may hold, whose host memory is counted (None: nothing is).
 
     In a process that has not loaded torch it is made without torch where earlier processes kept what it needs: the module
     tree of this config and these releases, and the machine's rates.
@@ -169,7 +171,7 @@ def plan_request(
     inputs.machines[request.device, request.card] = here
     if given.dtype == "auto" and choose_dtype(model_type, machine.capability)[0] != request.dtype:
         # The card was not known before torch asked it.
-        return plan_request(given, later=later, inputs=replace(inputs, probe=None), is_advised=is_advised)
+        return plan_request(given, later=later, inputs=replace(inputs, probe=None), is_advised=is_advised, media=media)
     head_refused, head8 = "", None
     if request.head == "auto" and not machine.on_cpu:
         head_refused = head_change(specs, anatomy)
@@ -188,7 +190,7 @@ def plan_request(
         adapter_stamps={name: files[name].stamps for name in request.adapters}, head_refused=head_refused, machine=machine,
         rates=rates, checkpoint_stamps=checkpoint.stamps,
         disk_free_bytes=min(disk_bytes, request.disk_memory_bytes or disk_bytes),
-        held_bytes=0 if later is None else held_bytes(every.values()),
+        held_bytes=0 if later is None else held_bytes(every.values()), media=media_memory(request, anatomy, media),
     )  # fmt: skip
     try:
         made = make(head8=head8, is_advised=is_advised and head8 is not None)

@@ -67,7 +67,8 @@ def _devices(plan: Plan) -> list[str]:
         f"{items(plan.host.items())}{held_limit(plan)}"
     )
     disk = [f"disk: {gib(plan.disk_bytes)} in a spill file that ends with the process"] if plan.disk_bytes else []
-    return [line for text in (device, host, *disk) for line in _wrapped(text, hanging=4)]
+    media = [f"media: {plan.media_reason}"] if plan.media_reason else []
+    return [line for text in (device, host, *disk, *media) for line in _wrapped(text, hanging=4)]
 
 
 def _size(byte_count: int) -> str:

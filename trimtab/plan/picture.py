@@ -36,6 +36,7 @@ ITEM_COLORS = {
     "workspaces": "#d9d2e9", "prompt_graphs": "#7f6db0", "fragments": "#dfe3e6", "prompt_buffers": "#a99bd0",
     "adapter_copy": "#8f6bb8", "checks": "#e3dff0", "cuda_context": "#aab2bb", "allocator_reserve": "#cfd5db",
     "unpacked_weights": "#7d9cbf", "held_adapters": "#7b4fa3", "process": "#aab2bb", "fixed": "#45556b",
+    "media": "#d98e32", "media_files": "#e8c39a",
     "tower_graphs": "#6f5aa6", "tower_buffers": "#c3a0b8", "tower_activations": "#d3b8c9",
 }  # fmt: skip
 ITEM_NAMES = {
@@ -47,6 +48,8 @@ ITEM_NAMES = {
     "workspaces": "cuBLAS workspaces",
     "checks": "kernel checks",
     "fixed": "shared look-up tables",
+    "media": "decoding of media",
+    "media_files": "received media",
 }
 TIER_TINT = {"resident": 0.0, "gather": 0.25, "stream": 0.35, "host": 0.5, "disk": 0.2}
 

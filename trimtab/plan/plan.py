@@ -48,8 +48,9 @@ class Plan:
     checkpoint_stamps: (file, size, mtime in ns) of the planned files. rates: bytes per second of this machine or card.
     execution: how prompts and steps run, and the output head. adapter_bytes: name -> bytes on the execution device.
     adapter_stamps: name -> the stamps of its files. card: the profile that all figures were estimated from, None for this
-    machine's own. dtype_reason: why the dtype was chosen, or what a requested one costs; "" for a usual one. version: of the
-    file format. module_tree: what planning may leave to the first load; no part of the plan's value, not compared, not saved.
+    machine's own. dtype_reason: why the dtype was chosen, or what a requested one costs; "" for a usual one. media_reason:
+    what the host memory of a server's images and audio follows from; "" where none is counted. version: of the file format.
+    module_tree: what planning may leave to the first load; no part of the plan's value, not compared, not saved.
     """
 
     request: LoadRequest
@@ -76,6 +77,7 @@ class Plan:
     adapter_stamps: Mapping[str, Stamps] = field(default_factory=dict)
     card: Card | None = None
     dtype_reason: str = ""
+    media_reason: str = ""
     version: int = PLAN_VERSION
     module_tree: ModuleTree[Any] = field(default_factory=ModuleTree, compare=False, repr=False)
 

@@ -45,6 +45,7 @@ from trimtab.plan.execution import (
     step_s,
 )
 from trimtab.plan.kv_form import added_step_s
+from trimtab.plan.media_memory import NO_MEDIA, MediaMemory
 from trimtab.plan.options import ModeRefusedError, advised, choose_chunks_of, choose_plan
 from trimtab.plan.pipeline import evened
 from trimtab.plan.placing import Asked, resolve_device_map, resolve_place
@@ -108,19 +109,21 @@ def make_plan(
     head_refused: str = "",
     is_advised: bool = True,
     held_bytes: int = 0,
+    media: MediaMemory = NO_MEDIA,
 ) -> Plan:
     """Return the placement and the execution with the least expected seconds within the request's budgets.
 
     adapters: name -> bytes on the execution device. disk_free_bytes: of the spill folder, None if not known. head8: the
     anatomy with an 8-bit output head, for a request that leaves the head to the plan, and for advice; head_refused: why it must
     stay full. is_advised: whether an error names the changes that would fit, which takes other plans to know. held_bytes: of
-    adapters that stay in host memory, as a server keeps them.
+    adapters that stay in host memory, as a server keeps them. media: host memory of a server's images and audio.
     Errors: RequestError for placements that cannot be followed and executions that cannot be had, DoesNotFitError with the
     smallest budget that would do.
     """
     make = partial(
         _made, anatomy=anatomy, machine=machine, rates=rates, disk_free_bytes=disk_free_bytes,
         chunk_tokens=prefill_chunk_tokens, head8=head8, head_refused=head_refused, known=_Known(), held_bytes=held_bytes,
+        media=media,
     )  # fmt: skip
     try:
         plan = make(request, adapters=adapters)
@@ -136,7 +139,7 @@ def make_plan(
 def _made(
     request: LoadRequest, *, anatomy: Anatomy, adapters: Mapping[str, int], machine: Machine, rates: Rates,
     disk_free_bytes: int | None, chunk_tokens: int, head8: Anatomy | None, head_refused: str,
-    known: _Known, is_explained: bool = True, held_bytes: int = 0,
+    known: _Known, is_explained: bool = True, held_bytes: int = 0, media: MediaMemory = NO_MEDIA,
 ) -> Plan:  # fmt: skip
     """Return the plan without the stamps of its files. known: results of plans for other executions and requests. is_explained:
     whether an error names the sufficient budget, which takes a further search."""
@@ -145,7 +148,7 @@ def _made(
         def with_chunks(chunks: tuple[int, ...], captured: bool) -> Plan:
             return _Planner(
                 replace(request, head=head), one, adapters, machine, rates, disk_free_bytes, chunk_tokens, mode, reason,
-                chunks, captured, request.head, known, is_explained and not chunks, held_bytes,
+                chunks, captured, request.head, known, is_explained and not chunks, held_bytes, media,
             ).plan()  # fmt: skip
 
         is_captured = mode in CAPTURED and not machine.on_cpu and one.prompts_unsupported is None
@@ -176,8 +179,9 @@ class _Planner:
         self, request: LoadRequest, anatomy: Anatomy, adapters: Mapping[str, int], machine: Machine, rates: Rates,
         disk_free_bytes: int | None, chunk_tokens: int, mode: str, mode_reason: str, chunks: tuple[int, ...],
         captures_prompts: bool, asked_head: str, known: _Known, is_explained: bool, held_bytes: int = 0,
+        media: MediaMemory = NO_MEDIA,
     ) -> None:  # fmt: skip
-        self.held_bytes = held_bytes
+        self.held_bytes, self.media = held_bytes, media
         self.mode, self.mode_reason, self.adapter_sizes = mode, mode_reason, dict(adapters)
         self.asked_head, self.captures_prompts, self.is_explained = asked_head, captures_prompts, is_explained
         self.request = request = replace(request, quant=quant_of(anatomy, request.quant))
@@ -357,7 +361,8 @@ class _Planner:
             host_budget_bytes=request.host_memory_bytes or available,
             disk_budget_bytes=self.disk_free_bytes, total_budget_bytes=available if on_cpu else None,
             run_bytes=fixed + self.adapter_bytes + self.needs.kv_cache_bytes + self.needs.activation_bytes + inside,
-            load_bytes=fixed, host_bytes=machine.process_bytes + request.prefix_cache_bytes + self.held_bytes,
+            load_bytes=fixed,
+            host_bytes=machine.process_bytes + request.prefix_cache_bytes + self.held_bytes + self.media.nbytes,
             host_load_bytes=READ_BUFFER_BYTES,
             context_bytes=0 if on_cpu else machine.context_bytes + outside,
             reserve=(lambda peak_bytes: 0) if on_cpu else allocator_reserve_bytes,
@@ -389,6 +394,7 @@ class _Planner:
             host["prefix_cache"] = request.prefix_cache_bytes
         if self.held_bytes:
             host["held_adapters"] = self.held_bytes
+        host |= self.media.by_item
         reasons = Reasons(self.blocks, self.items, chosen, self.asked, limits, self.machine.execution_device)
         return Plan(
             request=request, model_class=self.anatomy.model_class, execution_device=self.machine.execution_device,
@@ -401,7 +407,7 @@ class _Planner:
             host_budget_bytes=limits.host_budget_bytes, disk_bytes=totals.disk_bytes, staging_slots=totals.slots,
             prefill_tokens=self.use.prefill_tokens, answer_tokens=self.use.answer_tokens, peak_phase=self.needs.phase,
             unquantized=self._unquantized(), checkpoint_stamps=(), rates=self.rates,
-            execution=self._execution(chosen, totals.slots), adapter_bytes=self.adapter_sizes,
+            execution=self._execution(chosen, totals.slots), adapter_bytes=self.adapter_sizes, media_reason=self.media.reason,
         )  # fmt: skip
 
     def _execution(self, chosen: Sequence[Choice], slots: int) -> Execution:

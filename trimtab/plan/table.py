@@ -33,7 +33,8 @@ def table(plan: Plan) -> str:
         ("block", "part", "tier", "home", "device", "host", "disk", "per request", "per token", "why")
     ]
     rows += [_line(name, group) for name, group in grouped(plan.placements)]
-    sections = [head, "", *_aligned(rows, right=range(4, 9)), "", *_devices(plan), "", *_execution(plan)]
+    sections = [head, "", *_aligned(rows, right=range(4, 9)), "", *_devices(plan)]
+    sections += [f"media: {plan.media_reason}"] * bool(plan.media_reason) + ["", *_execution(plan)]
     if plan.unquantized:
         sections += ["", *_unquantized(plan.unquantized)]
     return "\n".join(line.rstrip() for line in sections)

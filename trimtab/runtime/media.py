@@ -7,6 +7,7 @@ libsndfile reads of wav, flac, ogg and mp3, at any rate and channel count, mixed
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from trimtab.errors import RequestError
+from trimtab.plan.media_memory import MOST_RATE, PREPARED_PIXEL_BYTES, WEBP_PIXEL_BYTES
 from trimtab.request import MAX_SOUND_S, check_picture_size
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
@@ -26,14 +28,15 @@ MAX_PIXELS = 64 * 10**6
 # The longer side of an image that is requested in low detail, OpenAI's number.
 LOW_DETAIL_SIDE = 512
 ORIENTATION = 0x0112  # EXIF's tag
-# Bytes per pixel that an image takes at most until it is patches. 4 are the RGB picture in Pillow, and 10 more are what an image
-# processor of transformers makes of it (measured with Gemma 4's). That is more than decoding PNG or JPEG takes: 12 with a
-# progressive JPEG in four colors. libwebp keeps two frames beside Pillow's copies: 20.1 measured.
-PREPARED_PIXEL_BYTES, WEBP_PIXEL_BYTES = 15, 21
 # Transparent images are put on white in strips of so many pixels.
 STRIP_PIXELS = 2**18
 SAMPLE_RATE = 16_000
-RATES, MAX_CHANNELS = range(1_000, 768_001), 16
+RATES, MAX_CHANNELS = range(1_000, MOST_RATE + 1), 16
+# Frames of a file that are decoded and mixed at a time: all channels of a whole clip would be up to 16 times its samples.
+BLOCK_FRAMES = 2**16
+# No MP3 has a higher one, and learning the rate of a given one takes reading the whole file.
+MOST_MP3_RATE = 48_000
+_MP3 = re.compile(rb"ID3[\2-\4]|\xff[\xe2-\xff]")
 
 
 def _named(source: Any) -> str:
@@ -76,12 +79,29 @@ def read_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
         raise RequestError(f"cannot be decoded ({exc})", field="image", value=_named(source)) from exc
 
 
-def picture_bytes(data: bytes) -> int:
-    """Return how many bytes an image takes at most while it is decoded and prepared for a tower, by its header; 0 without one."""
+def picture_bytes(data: bytes) -> tuple[int, int]:
+    """Return how many bytes an image takes at most while it is decoded and prepared for a tower, and its pixels, by its header;
+    zeros without one."""
     try:
         with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
-            per_pixel = WEBP_PIXEL_BYTES if image.format == "WEBP" else PREPARED_PIXEL_BYTES
-            return per_pixel * image.width * image.height
+            per_pixel, pixels = (
+                WEBP_PIXEL_BYTES if image.format == "WEBP" else PREPARED_PIXEL_BYTES,
+                image.width * image.height,
+            )
+            return per_pixel * pixels, pixels
+    except Exception:  # whoever decodes it says what is wrong
+        return 0, 0
+
+
+def sound_rate(data: bytes) -> int:
+    """Return the rate of an audio file at most, by its header; 0 for a file that is not decoded."""
+    import soundfile
+
+    if _MP3.match(data):
+        return MOST_MP3_RATE
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            return min(int(file.samplerate), MOST_RATE)
     except Exception:  # whoever decodes it says what is wrong
         return 0
 
@@ -150,12 +170,24 @@ def read_audio(source: Any, *, max_s: float = MAX_SOUND_S) -> np.ndarray:
         raise RequestError(
             f"lasts {len(samples) / rate:.1f} s, the limit is {max_s:.1f} s", field="audio", value=_named(source)
         )
-    mono = samples.mean(axis=1) if samples.ndim == 2 else samples
+    mono = np.asarray(samples.mean(axis=1) if samples.ndim == 2 else samples, dtype=np.float32)
     if rate == SAMPLE_RATE:
-        return np.asarray(mono, dtype=np.float32)
+        return mono
     import soxr
 
-    return np.asarray(soxr.resample(mono.astype(np.float32), rate, SAMPLE_RATE), dtype=np.float32)
+    return np.asarray(soxr.resample(mono, rate, SAMPLE_RATE), dtype=np.float32)
+
+
+def _mixed(file: Any, most_frames: int) -> np.ndarray:
+    """Return up to so many frames of an open file as mono float32 [N], mixed block by block."""
+    blocks: list[np.ndarray] = []
+    while most_frames > 0:
+        block = file.read(frames=min(BLOCK_FRAMES, most_frames), dtype="float32", always_2d=True)
+        if not len(block):
+            break
+        blocks.append(block.mean(axis=1))
+        most_frames -= len(block)
+    return np.concatenate(blocks) if blocks else np.zeros(0, np.float32)
 
 
 def _given(source: tuple[Any, ...]) -> tuple[np.ndarray, int]:
@@ -181,7 +213,7 @@ def _given(source: tuple[Any, ...]) -> tuple[np.ndarray, int]:
 
 
 def _decoded(source: Any, max_s: float) -> tuple[np.ndarray, int]:
-    """Return the samples [N, channels] of a file. Errors: RequestError."""
+    """Return the samples [N] of a file at its rate, all channels mixed. Errors: RequestError."""
     import soundfile
 
     stream: Any = io.BytesIO(source) if isinstance(source, (bytes, bytearray, memoryview)) else source
@@ -205,7 +237,7 @@ def _decoded(source: Any, max_s: float) -> tuple[np.ndarray, int]:
                     f"lasts {file.frames / rate:.1f} s, the limit is {max_s:.1f} s", field="audio", value=_named(source)
                 )
             # A header may say less than there is: no more than one sample above the limit is decoded.
-            return file.read(frames=int(max_s * rate) + 1, dtype="float32", always_2d=True), rate
+            return _mixed(file, int(max_s * rate) + 1), rate
     except (soundfile.LibsndfileError, RuntimeError) as exc:
         # Its own text names Python's object where a path would stand.
         why = str(getattr(exc, "error_string", exc)).strip().rstrip(".")

@@ -254,6 +254,7 @@ def messages_of(
     Errors: RequestError.
     """
     messages: list[dict[str, Any]] = []
+    total = media.Total(limits)
     for place, message in enumerate(body.messages):
         role = "system" if message.role == "developer" else message.role
         head = {"role": role, **calling.beside(message, place, limits)}
@@ -261,7 +262,7 @@ def messages_of(
             messages.append({**head, "content": message.content})
             continue
         parts = [
-            _part(part, f"messages[{place}].content[{number}]", limits, fetched, cut or {})
+            _part(part, f"messages[{place}].content[{number}]", total, fetched, cut or {})
             for number, part in enumerate(message.content)
         ]
         messages.append({**head, "content": parts})
@@ -270,16 +271,16 @@ def messages_of(
     return calling.with_names(messages)
 
 
-def _part(part: Any, field: str, limits: Limits, fetched: Mapping[str, bytes], cut: Cut) -> dict[str, Any]:
+def _part(part: Any, field: str, total: media.Total, fetched: Mapping[str, bytes], cut: Cut) -> dict[str, Any]:
     if isinstance(part, TextPart):
         return {"type": "text", "text": part.text}
     if isinstance(part, ImagePart):
         url, field = part.image_url.url, f"{field}.image_url.url"
         data = fetched[url] if url in fetched else media.from_data_url(url, field=field, cut=cut)
-        return media.image_part(media.check_image(data, field=field, limits=limits), detail=part.image_url.detail)
+        return media.image_part(total.take_image(data, field=field), detail=part.image_url.detail)
     field = f"{field}.input_audio"
     data = media.from_text(part.input_audio.data, field=f"{field}.data", cut=cut)
-    return media.sound_part(media.check_sound(data, part.input_audio.format, field=field, limits=limits))
+    return media.sound_part(total.take_sound(data, part.input_audio.format, field=field))
 
 
 def prompts_of(body: CompletionRequest | EmbeddingsRequest, *, field: str = "prompt") -> list[Any]:

@@ -20,6 +20,7 @@ from PIL import Image
 
 from trimtab.adapter_names import parts_of
 from trimtab.errors import DeviceError, RequestError, TrimtabError
+from trimtab.plan.media_memory import LEAST_BUDGET_BYTES, MEDIA, patch_bytes, request_bytes, sound_bytes
 from trimtab.request import GenerateRequest
 from trimtab.runtime import chat
 from trimtab.runtime.batch import Batch
@@ -29,7 +30,7 @@ from trimtab.runtime.chunk_times import ChunkTimes
 from trimtab.runtime.embedding import Embedding
 from trimtab.runtime.generate import Detokenizer
 from trimtab.runtime.hf_generate import Sampler
-from trimtab.runtime.media import SAMPLE_RATE, picture_bytes
+from trimtab.runtime.media import SAMPLE_RATE, picture_bytes, sound_rate
 from trimtab.runtime.media_ahead import audio_ahead, images_ahead
 from trimtab.runtime.model import LoadedModel
 from trimtab.runtime.out_of_memory import is_out_of_memory
@@ -88,15 +89,14 @@ class Compiled:
     constraint: Constraint | None = None
 
 
-# Decoded samples are at 16 kHz; before that they may be stereo at 48 kHz, and compressed to a tenth of that in the file.
-SOUND_RATIO = 24
-
-
-def decoded_bytes(job: Job) -> int:
-    """Return about how many bytes the media of a job take while they are decoded."""
+def decoded_bytes(job: Job, *, model_type: str, audio_s: float) -> int:
+    """Return how many bytes the media of a job take at most until they are inputs. audio_s: no more is decoded of all its audio."""
     parts = [part for message in job.prompt for part in message["content"] or () if isinstance(part, dict)]
-    images = sum(picture_bytes(part["image"]) for part in parts if part["type"] == "image")
-    return images + SOUND_RATIO * sum(len(part["audio"]) for part in parts if part["type"] == "audio")
+    images = [picture_bytes(part["image"]) for part in parts if part["type"] == "image"]
+    rate = max((sound_rate(part["audio"]) for part in parts if part["type"] == "audio"), default=0)
+    audio_bytes = sound_bytes(audio_s, rate) if rate else 0
+    image_bytes = sum(nbytes for nbytes, _ in images) + patch_bytes(len(images), model_type)
+    return request_bytes(image_bytes, sum(pixels for _, pixels in images), audio_bytes)
 
 
 class LoadedEngine:
@@ -111,7 +111,13 @@ class LoadedEngine:
         model.forget_batch()
         self.batch = Batch(model, rows)
         self.shelf = AdapterShelf(model, kept=kept, resident_limit=resident_limit)
-        self._preparing = Preparing(self._inputs, MediaPool(self._decoded, decoded_bytes))
+        plan = model.plan
+        pool = MediaPool(
+            self._decoded,
+            partial(decoded_bytes, model_type=str(model.hf_model.config.model_type), audio_s=float(plan.request.audio_s)),
+            most_bytes=plan.host.get(MEDIA, LEAST_BUDGET_BYTES), kept=lambda inputs: inputs.tensors.values(),
+        )  # fmt: skip
+        self._preparing = Preparing(self._inputs, pool)
         self._compiling = Compiling()
         self._has_learned = threading.Event()
         self._has_learned.set()

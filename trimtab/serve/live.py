@@ -19,7 +19,9 @@ from trimtab.serve.settings import RELOAD, Settings
 
 # What the sockets, the workers and the page were made with.
 FIXED = ("host", "port", "cors_origins", "page", "grace_s", "retry", "otel")
-FIXED_LIMITS = ("connections", "head_s", "body_s", "idle_s", "all_body_bytes", "prompt_tokens")
+FIXED_LIMITS = (
+    "connections", "head_s", "body_s", "idle_s", "all_body_bytes", "prompt_tokens", "request_pixels", "request_audio_s",
+)  # fmt: skip
 
 # Models, settings, and the names of other keys of the file that have changed and wait for a restart.
 Reread = Callable[[], tuple[Sequence[ServedModel], Settings, Sequence[str]]]

@@ -56,13 +56,45 @@ def from_text(text: str, *, field: str, cut: Cut | None = None, start: int = 0) 
 # Pictures -------------------------------------------------------------------------------------------------------------
 
 
-def check_image(data: bytes, *, field: str, limits: Limits) -> bytes:
-    """Return the bytes if their header is an image's and its pixels are within the limit. Errors: RequestError."""
+@dataclass
+class Total:
+    """The images and audio of one request, counted from their headers in their order. limits: of each of them, and of all."""
+
+    limits: Limits
+    pixels: int = 0
+    audio_s: float = 0.0
+
+    def take_image(self, data: bytes, *, field: str) -> bytes:
+        """Return an image's bytes, its pixels counted in. Errors: RequestError, as `check_image` and for more than the limit."""
+        limit = self.limits.request_pixels
+        self.pixels += check_image(data, field=field, limits=self.limits)
+        if self.pixels > limit:
+            raise RequestError(
+                f"the images up to here have {self.pixels} pixels, the limit of a request is {limit}", field=field,
+                hint="Send smaller or fewer images",
+            )  # fmt: skip
+        return data
+
+    def take_sound(self, data: bytes, kind: str, *, field: str) -> bytes:
+        """Return an audio clip's bytes, its seconds counted in. Errors: RequestError, as `check_sound` and for more than the
+        limit."""
+        limit = self.limits.request_audio_s
+        self.audio_s += check_sound(data, kind, field=field, limits=self.limits)
+        if self.audio_s > limit:
+            raise RequestError(
+                f"the audio up to here has {self.audio_s:.1f} seconds, the limit of a request is {limit:g}", field=f"{field}.data",
+                hint="Send shorter or fewer clips",
+            )  # fmt: skip
+        return data
+
+
+def check_image(data: bytes, *, field: str, limits: Limits) -> int:
+    """Return the pixels of an image, by its header. Errors: RequestError if it is none, or larger than the limit."""
     width, height = _webp_size(data) or _pillow_size(data, field)
     if not width or not height:
         raise RequestError("has no pixels", field=field)
     check_picture_size(width, height, max_pixels=limits.image_pixels, field_name=field)
-    return data
+    return width * height
 
 
 def _pillow_size(data: bytes, field: str) -> tuple[int, int]:
@@ -113,10 +145,11 @@ class _Sound:
         return self.rate in RATES and self.channels in CHANNELS and self.frames > 0
 
 
-def check_sound(data: bytes, kind: str, *, field: str, limits: Limits) -> bytes:
-    """Return the bytes if they are audio of the declared kind, within the limits. Errors: RequestError.
+def check_sound(data: bytes, kind: str, *, field: str, limits: Limits) -> float:
+    """Return the seconds of audio of the declared kind. Errors: RequestError if it is none, or beyond the limits.
 
-    The length of ogg and mp3 is known only after decoding: the worker refuses audio that is longer than its plan counted.
+    The length of ogg and mp3 is known only after decoding, and counts 0 here: the worker refuses audio that is longer than its
+    plan counted.
     """
     if kind not in AUDIO_FORMATS:
         raise RequestError(
@@ -126,7 +159,7 @@ def check_sound(data: bytes, kind: str, *, field: str, limits: Limits) -> bytes:
     if kind in _BEGINNINGS:
         if not _BEGINNINGS[kind].match(data):
             raise RequestError(f"is not an {kind} file", field=field)
-        return data
+        return 0.0
     size = _wav(data) if kind == "wav" else _flac(data)
     if size is None or not size.is_plausible:
         raise RequestError(f"is not a {kind} file with audio", field=field)
@@ -136,7 +169,7 @@ def check_sound(data: bytes, kind: str, *, field: str, limits: Limits) -> bytes:
     decoded_bytes = size.frames * size.channels * SAMPLE_BYTES
     if decoded_bytes > limits.audio_bytes:
         raise RequestError(f"has {decoded_bytes} bytes decoded, the limit is {limits.audio_bytes}", field=field)
-    return data
+    return seconds
 
 
 def _wav(data: bytes) -> _Sound | None:

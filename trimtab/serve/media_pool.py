@@ -3,7 +3,7 @@
     MediaPool       the threads, and what they may hold
     MemoryReturner  the timer that gives freed memory back to the system
 
-Three budgets bound it: bytes of decoded media (being decoded, or waiting for their prompt), decodes of one client at
+Three budgets bound it: bytes of media (being decoded, or decoded until their prompt is computed), decodes of one client at
 once, and seconds of one request. A thread cannot be stopped: a request whose time is over is answered, and its thread is free
 again when the decoder returns; the limits on pixels and seconds of sound bound that.
 """
@@ -13,17 +13,19 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from trimtab.errors import RequestError
+from trimtab.plan.media_memory import LEAST_BUDGET_BYTES
 from trimtab.serve.client_turns import ClientTurns
 from trimtab.serve.job import Job
 
 THREADS = 2
-MEDIA_BYTES = 256 * 2**20
 MEDIA_S = 20.0
 # Media of so many bytes leave freed memory behind that is worth returning.
 RETURNED_BYTES = 32 * 2**20
@@ -36,7 +38,7 @@ class _Entry:
     job: Job
     future: Future[Any]
     nbytes: int
-    then: Callable[[Job, Callable[[], None]], None]
+    then: Callable[[Job, Callable[[Any], None]], None]
 
     @property
     def client(self) -> str:
@@ -46,24 +48,27 @@ class _Entry:
 class MediaPool:
     """The threads; clients take turns. decode: returns a job with its media decoded. size: how many bytes they will take.
 
-    most_bytes: of all media that are decoded or being decoded; a request that needs more is decoded alone. most_s: of one
-    request's decoding. No client has all threads: one is left for others, where clients have keys.
+    most_bytes: of all media that are decoded or being decoded; a request that needs more is decoded alone. kept: the tensors of
+    a prompt that was prepared; they count until they are dropped. most_s: of one request's decoding. No client has all threads:
+    one is left for others, where clients have keys.
     """
 
     def __init__(
         self, decode: Callable[[Job], Job], size: Callable[[Job], int], *, threads: int = THREADS,
-        most_bytes: int = MEDIA_BYTES, most_s: float = MEDIA_S,
+        most_bytes: int = LEAST_BUDGET_BYTES, most_s: float = MEDIA_S, kept: Callable[[Any], Iterable[Any]] = lambda _: (),
     ) -> None:  # fmt: skip
-        self._decode, self._size = decode, size
+        self._decode, self._size, self._kept = decode, size, kept
         self._most_bytes, self._most_s, self._count = most_bytes, most_s, threads
         self._turns: ClientTurns[_Entry] = ClientTurns()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
-        self._returner = MemoryReturner()
-        self.used_bytes = 0
+        self._returner = MemoryReturner(self._were_returned)
+        # Bytes in use, and bytes that were freed since the last return of memory: the process has them still.
+        self.used_bytes = self.freed_bytes = 0
 
-    def submit(self, job: Job, future: Future[Any], then: Callable[[Job, Callable[[], None]], None]) -> None:
-        """Decode a job's media and call `then` with the decoded job and what to call once its media are not needed any more.
+    def submit(self, job: Job, future: Future[Any], then: Callable[[Job, Callable[[Any], None]], None]) -> None:
+        """Decode a job's media and call `then` with the decoded job and what to call with its inputs (None for none) once the
+        decoded media are not needed any more.
 
         future: is given the error, if there is one; cancelling it before its turn is enough to forget the job.
         """
@@ -88,6 +93,9 @@ class MediaPool:
                 while (entry := self._turns.take(self._may_begin)) is None:
                     self._changed.wait()
                 self.used_bytes += entry.nbytes
+                is_short = self.freed_bytes > 0 and self.used_bytes + self.freed_bytes > self._most_bytes
+            if is_short:
+                self._returner.return_now()
             try:
                 is_wanted = self._work(entry)
             finally:
@@ -117,8 +125,15 @@ class MediaPool:
         timer.join()
         if is_late.is_set():
             return False
-        entry.then(decoded, lambda: self._release(entry.nbytes))
+        entry.then(decoded, partial(self._pass_on, entry.nbytes))
         return True
+
+    def _pass_on(self, nbytes: int, inputs: Any) -> None:
+        """Count the inputs that were made of decoded media, until each is dropped, in place of the media."""
+        for tensor in () if inputs is None else self._kept(inputs):
+            nbytes -= tensor.nbytes
+            weakref.finalize(tensor, self._release, tensor.nbytes).atexit = False
+        self._release(nbytes)
 
     def _end(self, future: Future[Any], is_late: threading.Event) -> None:
         is_late.set()
@@ -127,9 +142,14 @@ class MediaPool:
     def _release(self, nbytes: int) -> None:
         with self._changed:
             self.used_bytes -= nbytes
+            self.freed_bytes += max(nbytes, 0)
             self._changed.notify_all()
         if nbytes >= RETURNED_BYTES:
             self._returner.memory_was_freed()
+
+    def _were_returned(self) -> None:
+        with self._changed:
+            self.freed_bytes = 0
 
 
 class MemoryReturner:
@@ -140,8 +160,9 @@ class MemoryReturner:
     serves all media that end within a second, and the last one always gets its own.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, then: Callable[[], None] = lambda: None) -> None:
+        # Reentrant: a tensor may be dropped, and its bytes counted, wherever Python's collector runs.
+        self._lock, self._then = threading.RLock(), then
         self._is_due = False
 
     def memory_was_freed(self) -> None:
@@ -156,6 +177,11 @@ class MemoryReturner:
     def _return(self) -> None:
         with self._lock:
             self._is_due = False  # what is freed from now on is returned by the next one
+        self.return_now()
+
+    def return_now(self) -> None:
+        """Return freed memory on this thread."""
+        self._then()
         return_freed_pages()
 
 

@@ -80,9 +80,7 @@ def _copies(model: ServedModel, settings: Settings, arguments: Mapping[str, Any]
         target = {"min_replicas": low, "max_replicas": high, "target_ongoing_requests": model.expected_rows}
         scaling = {"autoscaling_config": target}
     # A copy has up to twice its rows, so that the next ones wait where the rows are; all others wait in the front.
-    settings_of_model = model.settings(
-        max(settings.queue_limit, model.expected_rows), prompt_tokens=settings.limits.prompt_tokens
-    )
+    settings_of_model = model.settings(max(settings.queue_limit, model.expected_rows), settings.limits)
     limit = model.resident_limit
     order = [*model.kept, *(name for name in model.adapters if name not in model.kept)]
     settings_of_model["adapters"] = {name: model.adapters[name] for name in order[:limit]}

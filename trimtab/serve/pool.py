@@ -98,7 +98,7 @@ class Pool:
         self._members: dict[str, _Member] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         for served in models:
-            worker_settings = served.settings(settings.queue_limit, prompt_tokens=settings.limits.prompt_tokens)
+            worker_settings = served.settings(settings.queue_limit, settings.limits)
             supervisor = make(worker_settings, retry=settings.retry, on_change=self._on_change)
             self._members[served.name] = _Member(served, supervisor, dict(served.adapters))
         self._created = int(time.time())
@@ -504,7 +504,7 @@ def _retry_after_s(member: _Member) -> float:
 
 SHOWN = (
     "model_class", "execution_device", "gpu", "host", "gpu_peak_bytes", "gpu_budget_bytes", "host_peak_bytes",
-    "host_budget_bytes", "disk_bytes", "held_adapters_limit_bytes",
+    "host_budget_bytes", "disk_bytes", "held_adapters_limit_bytes", "media_reason",
 )  # fmt: skip
 COUNTED = ("gpu_bytes", "host_bytes", "disk_bytes")
 

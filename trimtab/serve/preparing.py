@@ -28,7 +28,7 @@ class Preparing:
 
     def __init__(self, prepare: Callable[[Job], Any], media: MediaPool | None = None) -> None:
         self._prepare, self._media = prepare, media
-        self._waiting: queue.PriorityQueue[tuple[bool, int, Future[Any], Job, Callable[[], None] | None]]
+        self._waiting: queue.PriorityQueue[tuple[bool, int, Future[Any], Job, Callable[[Any], None] | None]]
         self._waiting = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
@@ -44,13 +44,13 @@ class Preparing:
         future: Future[Any] = Future()
         self.start()
         if self._media is not None and has_media(job.prompt):
-            self._media.submit(job, future, lambda decoded, release: self._put(decoded, future, release))
+            self._media.submit(job, future, lambda decoded, pass_on: self._put(decoded, future, pass_on))
         else:
             self._put(job, future)
         return future
 
-    def _put(self, job: Job, future: Future[Any], release: Callable[[], None] | None = None) -> None:
-        self._waiting.put((not is_short(job.prompt), next(self._numbers), future, job, release))
+    def _put(self, job: Job, future: Future[Any], pass_on: Callable[[Any], None] | None = None) -> None:
+        self._waiting.put((not is_short(job.prompt), next(self._numbers), future, job, pass_on))
 
     def _run(self, first: Callable[[], None] | None) -> None:
         try:
@@ -59,18 +59,25 @@ class Preparing:
         except Exception as exc:  # without this thread every later prompt would wait for ever
             write_traceback(exc, "before the first prompt")
         while True:
-            _, _, future, job, release = self._waiting.get()
-            # A job with media has been running since it was decoded.
-            if release is None and not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(self._prepare(job))
-            except BaseException as exc:
-                future.set_exception(exc)
-            finally:
-                del job  # its media, before their memory counts as free
-                if release is not None:
-                    release()
+            self._prepare_next()
+
+    def _prepare_next(self) -> None:
+        _, _, future, job, pass_on = self._waiting.get()
+        # A job with media has been running since it was decoded.
+        if pass_on is None and not future.set_running_or_notify_cancel():
+            return
+        inputs, problem = None, None
+        try:
+            inputs = self._prepare(job)
+        except BaseException as exc:
+            problem = exc
+        del job  # its media, before their memory counts as free
+        if pass_on is not None:
+            pass_on(inputs)
+        if problem is None:
+            future.set_result(inputs)
+        else:
+            future.set_exception(problem)
 
 
 def has_media(prompt: Any) -> bool:

@@ -36,6 +36,7 @@ from trimtab.checkpoint.names import near_names
 from trimtab.errors import CheckpointError, RequestError, TrimtabError
 from trimtab.request import DECODE_MODES, LoadRequest, check_choice, parse_bytes
 from trimtab.serve.row_count import PLANNED, check_rows
+from trimtab.serve.settings import Limits
 
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")
 MEDIA = ("image", "audio")
@@ -91,15 +92,19 @@ class ServedModel:
         """How many rows the workers will have at most, all copies together, before they have planned."""
         return self.copies * (PLANNED[0] if self.rows is None else self.rows)
 
-    def settings(self, queue_limit: int, *, prompt_tokens: int | None = None) -> dict[str, Any]:
-        """Return the settings of the worker. prompt_tokens: the longest accepted prompt (None: the context)."""
+    def settings(self, queue_limit: int, limits: Limits) -> dict[str, Any]:
+        """Return the settings of the worker. limits: of requests, some of which bound its memory."""
         # In full, so that what the worker says of a file can be told from the other words of a message.
         request = replace(self.request, model=in_full(self.request.model))
         adapters = {name: in_full(path) for name, path in self.adapters.items()}
         return {
             "request": request.to_json(), "adapters": adapters, "kept": list(self.kept),
             "rows": self.rows, "queue_limit": queue_limit, "resident_limit": self.resident_limit,
-            "prompt_tokens": prompt_tokens, "decode": self.decode,
+            "prompt_tokens": limits.prompt_tokens, "decode": self.decode,
+            "media": {
+                "kinds": self.supports, "request_pixels": limits.request_pixels, "request_audio_s": limits.request_audio_s,
+                "all_body_bytes": limits.all_body_bytes,
+            },
         }  # fmt: skip
 
 

@@ -29,8 +29,9 @@ class Limits:
 
     body_bytes: of a request; media_body_bytes: of one with images or audio, for models that take them. all_body_bytes: of
     all requests that are being received or answered. json_values, json_depth: how many values a body may hold (token ids of
-    prompts that fit the context are not counted), and in how many brackets. image_pixels: of one picture. audio_s: seconds
-    of one sound; audio_bytes: the same sound decoded. media_count: images and audio of one request. prompt_tokens: what
+    prompts that fit the context are not counted), and in how many brackets. image_pixels: of one picture;
+    request_pixels: of all pictures of one request. audio_s: seconds of one sound; audio_bytes: the same sound decoded;
+    request_audio_s: seconds of all sounds of one request. media_count: images and audio of one request. prompt_tokens: what
     the chat template and media add is counted (None: the context alone is the limit). n: choices of one request, prompts
     times `n`. tools: of one request, and calls of one message; tools_bytes: their definitions together.
     embeddings: texts of one request. fetch_s: for one
@@ -45,7 +46,10 @@ class Limits:
     json_values: int = 16_384
     json_depth: int = 64
     image_pixels: int = 32 * 10**6
+    # As many as one image may have, or 16 images of 2 million: a tower shrinks each image to fewer (Gemma 4 to 0.65 million).
+    request_pixels: int = 32 * 10**6
     audio_s: float = 300.0
+    request_audio_s: float = 300.0
     audio_bytes: int = 256 * 2**20
     media_count: int = 16
     messages: int = 512

@@ -39,6 +39,7 @@ from trimtab.serve.watching import Watcher, files_stamp
 if TYPE_CHECKING:
     from trimtab.api import PlanInputs
     from trimtab.plan import Plan
+    from trimtab.plan.media_memory import ServedMedia
 
 log = logging.getLogger("trimtab.serve")
 
@@ -65,7 +66,8 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
 
     settings: request (LoadRequest as JSON), adapters (name -> folder, those that are loaded at the start), kept, rows (None: as
     many as cost nothing), queue_limit, resident_limit, prompt_tokens (the longest prompt; None: what the context holds),
-    plan (of the worker before this one, as JSON; None: plan now).
+    media (the fields of `ServedMedia`; none: no memory is planned for images and audio), plan (of the worker before this one,
+    as JSON; None: plan now).
     """
     # Ctrl-C reaches every process of a terminal, and SIGTERM every process of a service; this one ends when the API process
     # is done with it.
@@ -116,7 +118,7 @@ class _Worker:
         self.plan = (
             before
             if is_same and before is not None
-            else _planned(request, rows, later, inputs, is_first=before is None)
+            else _planned(request, rows, later, inputs, media=_media(settings), is_first=before is None)
         )
         preload.make_context(self.plan.execution_device)  # while torch is imported
         self._told = 0.0
@@ -388,17 +390,25 @@ class _Worker:
 
 
 def _planned(
-    request: LoadRequest, rows: int | None, later: Mapping[str, str], inputs: PlanInputs, *, is_first: bool
-) -> Plan:
+    request: LoadRequest, rows: int | None, later: Mapping[str, str], inputs: PlanInputs, *, media: ServedMedia | None,
+    is_first: bool,
+) -> Plan:  # fmt: skip
     """Return the plan of a request. One client's adapter does not keep a model from coming back after its first start."""
     from trimtab.api import plan_request
 
     try:
-        return plan_rows(request, rows, partial(plan_request, later=later, inputs=inputs))
+        return plan_rows(request, rows, partial(plan_request, later=later, inputs=inputs, media=media))
     except TrimtabError:
         if is_first:
             raise
-        return plan_rows(request, rows, partial(plan_request, later={}, inputs=inputs))
+        return plan_rows(request, rows, partial(plan_request, later={}, inputs=inputs, media=media))
+
+
+def _media(settings: Mapping[str, Any]) -> ServedMedia | None:
+    from trimtab.plan.media_memory import ServedMedia
+
+    media = settings.get("media")
+    return None if media is None else ServedMedia(**{**media, "kinds": tuple(media["kinds"])})
 
 
 def _has_same_adapters(before: Plan, request: LoadRequest) -> bool:

@@ -1,0 +1,114 @@
+"""What the plan of a server counts for images and audio, and that the engine decodes within it."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image
+
+import trimtab
+from trimtab.api import PlanInputs, plan_request
+from trimtab.errors import DoesNotFitError, gib
+from trimtab.plan import Plan
+from trimtab.plan.media_memory import LEAST_BUDGET_BYTES, MOST_RATE, WEBP_PIXEL_BYTES
+from trimtab.plan.narrow import narrow_table
+from trimtab.request import GenerateRequest, LoadRequest
+from trimtab.serve.engine import LoadedEngine, decoded_bytes
+from trimtab.serve.job import Job
+from trimtab.serve.registry import ServedModel
+from trimtab.serve.settings import Limits
+from trimtab.serve.worker import _media
+
+DEMO = Path(trimtab.__file__).parent / "demo" / "base"
+REQUEST = LoadRequest(model=str(DEMO), device="cpu", quant="none", dtype="float32", context_tokens=128)
+LIMITS = Limits()
+INPUTS = PlanInputs()  # the model is read once
+
+
+def served(limits=LIMITS, **model):
+    """Return what a worker is told of media."""
+    return _media(ServedModel(name="demo", request=REQUEST, **model).settings(64, limits))
+
+
+def test_the_plan_of_a_server_counts_what_the_largest_request_needs():
+    alone, plan = (
+        plan_request(REQUEST, later={}, inputs=INPUTS),
+        plan_request(REQUEST, later={}, inputs=INPUTS, media=served()),
+    )
+    assert "media" not in alone.host and alone.media_reason == "" and "media" not in str(alone)
+    assert plan.host["media"] > WEBP_PIXEL_BYTES * LIMITS.request_pixels
+    assert plan.host["media_files"] == LIMITS.all_body_bytes * 3 // 4
+    counted = plan.host["media"] + plan.host["media_files"]
+    assert plan.host_peak_bytes - plan.host["process"] == alone.host_peak_bytes - alone.host["process"] + counted
+    for text in (str(plan), narrow_table(plan)):
+        text = " ".join(text.split())
+        assert f"media {gib(plan.host['media'])}" in text
+        assert (
+            f"{LIMITS.request_pixels} pixels in images=1 and audio_s=30 needs up to {gib(plan.host['media'])}" in text
+        )
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))).to_json() == plan.to_json()
+    less = plan_request(
+        REQUEST, later={}, inputs=INPUTS, media=served(replace(LIMITS, request_pixels=10**6, all_body_bytes=4 * 2**20))
+    )
+    assert (less.host["media"], less.host["media_files"]) == (LEAST_BUDGET_BYTES, 3 * 2**20)
+
+
+@pytest.mark.parametrize(
+    "request_, model", [(replace(REQUEST, images=0, audio_s=0.0), {}), (REQUEST, {"supports": ()})]
+)
+def test_a_model_that_takes_text_only_counts_nothing(request_, model):
+    plan = plan_request(request_, later={}, inputs=INPUTS, media=served(**model))
+    assert "media" not in plan.host and "media_files" not in plan.host and plan.media_reason == ""
+
+
+def test_a_host_budget_without_room_for_media_is_refused():
+    plan = plan_request(REQUEST, later={}, inputs=INPUTS, media=served())
+    small = replace(REQUEST, host_memory_bytes=plan.host_peak_bytes - plan.host["media"] // 2)
+    plan_request(small, later={}, inputs=INPUTS)
+    with pytest.raises(DoesNotFitError) as caught:
+        plan_request(small, later={}, inputs=INPUTS, media=served(), is_advised=False)
+    assert caught.value.device == "host"
+
+
+def job(*parts):
+    return Job("a", [{"role": "user", "content": list(parts)}], GenerateRequest())
+
+
+def image(width, height, kind="PNG"):
+    out = io.BytesIO()
+    Image.new("RGB", (width, height)).save(out, kind)
+    return {"type": "image", "image": out.getvalue()}
+
+
+def sound(rate, seconds=0.1, channels=1):
+    out = io.BytesIO()
+    soundfile.write(out, np.zeros((int(seconds * rate), channels)), rate, format="WAV")
+    return {"type": "audio", "audio": out.getvalue()}
+
+
+@pytest.mark.parametrize("images", [1, 16])
+def test_no_allowed_request_needs_more_than_the_budget(images):
+    """The largest requests of each kind: one image of all pixels, many images, the highest rate."""
+    request = replace(REQUEST, images=images)
+    limits = replace(LIMITS, request_pixels=400 * 300 * 16, all_body_bytes=2**20)
+    plan = plan_request(request, later={}, inputs=INPUTS, media=served(limits))
+    sizes = [(1600, 1200)] if images == 1 else [(400, 300)] * 16
+    for kind in ("PNG", "WEBP"):
+        parts = [image(*size, kind) for size in sizes]
+        for extra in ([], [sound(MOST_RATE)], [sound(48_000, channels=2)] * 3):
+            nbytes = decoded_bytes(job(*parts, *extra), model_type="gemma4", audio_s=request.audio_s)
+            assert 0 < nbytes <= plan.host["media"]
+
+
+def test_the_engine_decodes_within_the_planned_budget():
+    request = replace(REQUEST, images=16)
+    plan = plan_request(request, later={}, inputs=INPUTS, media=served())
+    with trimtab.load(plan) as model:
+        pool = LoadedEngine(model, rows=1)._preparing._media
+        assert pool._most_bytes == plan.host["media"]
