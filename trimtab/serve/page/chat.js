@@ -1,9 +1,10 @@
 // The conversation: what is sent, to one adapter or to two side by side, how answers come, and what is kept of them.
 
 import { stream } from "./api.js";
+import { addSlot, addVersion, chooseVersion } from "./branches.js";
 import { tokensOf } from "./chances.js";
 import { byId, counted, make, rate, seconds, tell } from "./dom.js";
-import { download } from "./backup.js";
+import { download, fileName } from "./backup.js";
 import { Attachments, Recorder, filesAsText, partOf } from "./media.js";
 import * as options from "./options.js";
 import * as store from "./store.js";
@@ -14,6 +15,7 @@ const DRAFT = "trimtab-draft", CURRENT = "trimtab-chat";
 const SPOKEN_EVERY_MS = 1500, KEPT_EVERY_MS = 2000, NEAR_END_PX = 80;
 const SHOWN_SHARE = 4; // between two looks at a growing answer: so many times what the last one took
 const TITLE_LETTERS = 60;
+const FULL_SHARE = 0.9; // of the context: little is left for the next message
 
 /** model(): the status of the model that is shown, or null. onKept(chat): called when a chat was kept. */
 export function startChat(model, onKept) {
@@ -26,8 +28,7 @@ export function startChat(model, onKept) {
   const acts = {
     edit: (turn, text) => resend(turn, text),
     again: (turn, slot) => {
-      slot.versions.push(versionFor(versionOf(slot).voice));
-      slot.at = slot.versions.length - 1;
+      addVersion(turn, slot, versionFor(versionOf(slot).voice), []);
       return answer(turn, [slot]);
     },
     goOn: (turn, slot) => {
@@ -35,12 +36,13 @@ export function startChat(model, onKept) {
       return answer(turn, [slot], true);
     },
     compare: (turn, voice) => {
-      turn.slots.push({ at: 0, versions: [versionFor(voice)] });
+      addSlot(turn, { at: 0, versions: [versionFor(voice)] });
       return answer(turn, [turn.slots.at(-1)]);
     },
-    change: (slot, text) => {
-      slot.versions.push({ ...versionOf(slot), text, tokens: [], facts: "edited", how: "edited", error: null });
-      slot.at = slot.versions.length - 1;
+    change: (turn, slot, text) => {
+      const edited = { ...versionOf(slot), text, tokens: [], facts: "edited", how: "edited", error: null, used: null };
+      addVersion(turn, slot, edited, chat.turns.slice(chat.turns.indexOf(turn) + 1));
+      showContext();
       return keep();
     },
     remove: async (turn) => {
@@ -50,7 +52,21 @@ export function startChat(model, onKept) {
       await store.forget(chat.id);
       onKept(chat);
     },
-    pick: () => keep(),
+    /** Show another version of an answer, with the turns that followed it. Returns whether that is possible now. */
+    pick: (turn, slot, at) => {
+      const mine = chat, before = slot.at, place = chat.turns.indexOf(turn) + 1, left = chat.turns.length - place;
+      if (running && left) return false;
+      endUndo();
+      chat.turns = [...chat.turns.slice(0, place), ...chooseVersion(turn, slot, at, chat.turns.slice(place))];
+      show(true);
+      if (left) {
+        offerUndo(`${counted(left, "later message")} stay${left === 1 ? "s" : ""} with version ${before + 1}`, () => {
+          if (mine === chat && slot.at === at) views.find((view) => view.turn === turn)?.turnTo(slot, before);
+        });
+      }
+      keep();
+      return true;
+    },
     voices: () => [...byId("voice-a").options].map(({ value }) => value),
   };
 
@@ -176,6 +192,7 @@ export function startChat(model, onKept) {
       if (leftOut) version.facts += `; ${leftOut}`;
       speaker.end(version.voice, version.how ?? "answer complete");
       answerView.end();
+      showContext();
     }));
     running = null;
     view.showBetween();
@@ -188,7 +205,7 @@ export function startChat(model, onKept) {
     const send = byId("send"), stop = byId("stop"), focused = document.activeElement;
     send.hidden = isRunning;
     stop.hidden = !isRunning;
-    for (const one of byId("turns").querySelectorAll("[data-idle]")) one.disabled = isRunning;
+    for (const one of byId("turns").querySelectorAll("[data-idle]")) one.disabled = isRunning || one.dataset.idle === "never";
     if (isRunning && (focused === send || focused === document.body)) stop.focus({ preventScroll: true });
     if (!isRunning && (focused === stop || document.activeElement === document.body)) question.focus({ preventScroll: true });
   }
@@ -208,7 +225,8 @@ export function startChat(model, onKept) {
 
   // What is seen ----------------------------------------------------------------------------------------------------
 
-  function show() {
+  /** isStill: what is in view stays there. */
+  function show(isStill = false) {
     byId("welcome").hidden = chat.turns.length > 0;
     byId("save-chat").hidden = !chat.turns.length;
     views = chat.turns.map((turn) => views.find((view) => view.turn === turn) ?? new TurnView(turn, acts));
@@ -216,7 +234,24 @@ export function startChat(model, onKept) {
     const wanted = views.map(({ element }) => element), shown = [...byId("turns").children];
     shown.filter((element) => !wanted.includes(element)).forEach((element) => element.remove());
     wanted.filter((element) => !element.isConnected).forEach((element) => byId("turns").append(element));
-    toEnd();
+    showContext();
+    if (isStill) noteEnd();
+    else toEnd();
+  }
+
+  /** Show how much of the context the last answer and its prompt take. */
+  function showContext() {
+    const most = model()?.plan?.request.context_tokens ?? 0, last = chat.turns.at(-1);
+    const used = chat.turns.map(({ slots }) => Math.max(...slots.map((slot) => versionOf(slot).used ?? 0)));
+    const known = used.findLast((count) => count > 0) ?? 0, isWhole = known > 0 && used.at(-1) > 0;
+    byId("context").hidden = !(last && known && most);
+    if (byId("context").hidden) return;
+    const words = `${isWhole ? "" : "more than "}${known} of ${most}`, meter = byId("context-meter");
+    meter.max = most;
+    meter.value = known;
+    byId("context").classList.toggle("is-full", known > FULL_SHARE * most);
+    if (byId("context-text").textContent !== words) byId("context-text").textContent = words;
+    meter.setAttribute("aria-valuetext", `${words} tokens`);
   }
 
   function toEnd(isForced = false) {
@@ -257,7 +292,7 @@ export function startChat(model, onKept) {
   }
 
   byId("save-chat").addEventListener("click", () => {
-    download(textOf(chat), `${chat.title.replaceAll(/[^\p{L}\p{N} _-]/gu, "").trim() || "chat"}.md`, "text/markdown");
+    download(textOf(chat), fileName(chat, "md"), "text/markdown");
   });
 
   for (const event of ["input", "change"]) {
@@ -292,6 +327,7 @@ export function startChat(model, onKept) {
     /** Follow what the model takes. */
     follow(status) {
       takeVoices();
+      showContext();
       byId("record").disabled = recorder.isMissing || !status.takes.includes("audio");
       const voices = acts.voices().join();
       if (voices === shownVoices || running) return;
@@ -383,6 +419,7 @@ async function run(version, body, signal, { grow, say }) {
     if (version.how === "failed") version.error = wordsOf(error);
   }
   if (version.isJson && version.how === null) version.text = indented(version.text);
+  version.used = usage ? usage.prompt_tokens + usage.completion_tokens : null;
   version.facts = factsOf({ began, first, usage, how: version.how, isContinued, isEmpty: !version.text && version.how === null });
   grow();
   version.isBusy = false;

@@ -1,6 +1,6 @@
 // The list of chats on the left, and the two drawers that open and close.
 
-import { readAll, saveAll } from "./backup.js";
+import { readAll, saveAll, saveOne } from "./backup.js";
 import { byId, counted, make, renew, tell, tool } from "./dom.js";
 import * as store from "./store.js";
 import { sure } from "./sure.js";
@@ -126,9 +126,13 @@ export function startChats(chat) {
               type: "button", class: "open", "data-held": head.id, title: head.title,
               "aria-current": head.id === current ? "page" : null, onclick: () => go(head.id),
             }, make("span", {}, head.title)));
-          row.append(
+          row.append(make("span", { class: "row-tools" },
+            tool("save", `Export ${head.title}`, () => said(async () => {
+              await saveOne(head);
+              return `“${head.title}” saved to a file`;
+            })),
             tool("edit", `Rename ${head.title}`, () => rename(row, head)),
-            tool("delete", `Delete ${head.title}`, () => remove(head)));
+            tool("delete", `Delete ${head.title}`, () => remove(head))));
           return row;
         })),
       ]));

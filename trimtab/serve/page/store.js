@@ -1,5 +1,7 @@
 // Chats, kept in this browser alone (IndexedDB): a list of heads {id, title, at}, and each chat whole, its images and sounds too.
 
+import { allTurns } from "./branches.js";
+
 const NAME = "trimtab", HEADS = "heads", CHATS = "chats";
 
 let opening = null;
@@ -50,7 +52,7 @@ export async function heads() {
 export async function saying(word) {
   const wanted = word.toLowerCase(), chats = await within("readonly", (store) => store(CHATS).getAll(), ({ chats: all }) => [...all.values()]);
   const has = (text) => text.toLowerCase().includes(wanted);
-  return new Set(chats.filter(({ turns }) => turns.some(({ text, slots }) => (
+  return new Set(chats.filter(({ turns }) => allTurns(turns).some(({ text, slots }) => (
     has(text) || slots.some(({ versions }) => versions.some((version) => has(version.text)))))).map(({ id }) => id));
 }
 

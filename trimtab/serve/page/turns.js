@@ -59,8 +59,8 @@ function editorOf({ name, text, hint = null, yes, isOneLine, mayBeEmpty = false,
   return form;
 }
 
-/** One turn. acts: {edit(turn, text), again(turn, slot), goOn(turn, slot), change(slot, text), remove(turn), compare(turn, voice), pick(turn),
- *  voices()}: what its buttons do. */
+/** One turn. acts: {edit(turn, text), again(turn, slot), goOn(turn, slot), change(turn, slot, text), remove(turn), compare(turn, voice),
+ *  pick(turn, slot, at), voices()}: what its buttons do. */
 export class TurnView {
   constructor(turn, acts) {
     this.turn = turn;
@@ -139,6 +139,11 @@ export class TurnView {
     );
   }
 
+  /** Show another version of one answer. */
+  turnTo(slot, at) {
+    this.answers.find((answer) => answer.slot === slot)?.turnTo(at);
+  }
+
   /** Show what only the last turn has, or take it away. */
   setLast(isLast) {
     this.isLast = isLast;
@@ -208,10 +213,13 @@ export class AnswerView {
     const { version, slot, turnView } = this, { turn, acts } = turnView;
     const parts = [];
     if (slot.versions.length > 1) {
+      const arrow = (name, label, at, isEnd) => tool(name, label, () => this.turnTo(at), {
+        disabled: isEnd, "data-held": name, "data-idle": turnView.isLast ? null : isEnd ? "never" : true,
+      });
       parts.push(make("span", { class: "versions" },
-        tool("left", "Earlier version", () => this.turnTo(slot.at - 1), { disabled: slot.at === 0, "data-held": "left" }),
+        arrow("left", "Earlier version", slot.at - 1, slot.at === 0),
         make("span", {}, `${slot.at + 1} of ${slot.versions.length}`),
-        tool("right", "Later version", () => this.turnTo(slot.at + 1), { disabled: slot.at === slot.versions.length - 1, "data-held": "right" })));
+        arrow("right", "Later version", slot.at + 1, slot.at === slot.versions.length - 1)));
     }
     if (!version.isBusy) {
       if (version.text) {
@@ -243,7 +251,7 @@ export class AnswerView {
       hint: turnView.isLast ? null : "Later answers stay as they are.",
       take: (text) => {
         if (text !== this.version.text) {
-          turnView.acts.change(slot, text);
+          turnView.acts.change(turnView.turn, slot, text);
           this.hasChances = false;
           this.show();
           turnView.showBetween();
@@ -282,11 +290,10 @@ export class AnswerView {
 
   turnTo(at) {
     const wasLeft = at < this.slot.at;
-    this.slot.at = at;
+    if (!this.turnView.acts.pick(this.turnView.turn, this.slot, at)) return;
     this.hasChances = false;
     this.show();
     this.turnView.showBetween();
-    this.turnView.acts.pick(this.turnView.turn);
     const [first, second] = wasLeft ? ["left", "right"] : ["right", "left"];
     const held = (side) => this.tools.querySelector(`[data-held=${side}]:not(:disabled)`);
     (held(first) ?? held(second))?.focus();
