@@ -238,9 +238,9 @@ def test_one_clients_schema_waits_for_one_of_another_clients(engine, monkeypatch
 
     monkeypatch.setattr(engine, "_compiled", compile_one)
     hello = [{"role": "user", "content": "Hello"}]
-    futures = [engine.prepare(replace(ask("a0", hello, schema=SCHEMA), client="a"))]
+    futures = [engine.prepare(replace(ask("a0", hello, schema=SCHEMA), sender="a"))]
     assert has_begun.wait(20)
-    futures += [engine.prepare(replace(ask(name, hello, schema=SCHEMA), client=name[0])) for name in ("a1", "a2", "b0")]
+    futures += [engine.prepare(replace(ask(name, hello, schema=SCHEMA), sender=name[0])) for name in ("a1", "a2", "b0")]
     long = engine.prepare(ask("long", {"text": "x" * 40_000}))
     assert long.exception(20)  # it is prepared after all short ones
     goes_on.set()

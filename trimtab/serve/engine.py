@@ -191,7 +191,7 @@ class LoadedEngine:
         if prepared.cancelled() or compiled.cancelled():
             return
         if (exc := prepared.exception()) is None:
-            self._compiling.submit(job.client, compiled, partial(self._compiled_aside, job, prepared.result()))
+            self._compiling.submit(job.sender, compiled, partial(self._compiled_aside, job, prepared.result()))
         elif compiled.set_running_or_notify_cancel():
             compiled.set_exception(exc)
 
