@@ -6,7 +6,7 @@ import pytest
 import trimtab
 from tests.test_vocabulary import BASE
 from trimtab.errors import RequestError
-from trimtab.request import parse_bytes
+from trimtab.request import GenerateRequest, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,27 @@ def test_a_value_of_another_kind_is_named(field, value):
 def test_numbers_of_numpy_are_numbers():
     assert parse_bytes(numpy.int64(2**31), field_name="gpu_memory") == 2**31
     assert trimtab.plan(BASE, device="cpu", audio_s=numpy.float32(5)).request.to_json()["audio_s"] == 5.0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", "hot"), ("temperature", None), ("temperature", True), ("top_k", 2.5), ("top_k", "5"), ("top_p", "x"),
+     ("min_p", [0.1]), ("repetition_penalty", {}), ("presence_penalty", "1"), ("frequency_penalty", None), ("seed", "a"),
+     ("seed", 2**63), ("max_new_tokens", "5"), ("max_new_tokens", True), ("logprobs", 1.5), ("stop", 5), ("stop", [5]),
+     ("stop", "end"), ("stop_token_ids", 5), ("stop_token_ids", ["a"]), ("logit_bias", 5), ("logit_bias", {"a": 1}),
+     ("logit_bias", {3: "b"}), ("logit_bias", [3])],
+)  # fmt: skip
+def test_an_option_of_an_answer_of_another_type_is_refused_by_name(field, value):
+    with pytest.raises(RequestError) as caught:
+        GenerateRequest(**{"temperature": 1.0, field: value})
+    assert caught.value.field == field
+
+
+def test_options_of_numpy_become_pythons():
+    request = GenerateRequest(
+        max_new_tokens=numpy.int64(3), temperature=numpy.float32(0.5), seed=numpy.uint8(7), stop_token_ids=[numpy.int64(5)],
+        logit_bias={numpy.int32(4): numpy.float64(1.5)},
+    )  # fmt: skip
+    expected = GenerateRequest(max_new_tokens=3, temperature=0.5, seed=7, stop_token_ids=(5,), logit_bias=((4, 1.5),))
+    assert request == expected
+    assert {type(value) for value in (request.max_new_tokens, request.temperature, request.seed)} == {int, float}

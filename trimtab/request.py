@@ -239,6 +239,24 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _whole(value: Any, field_name: str) -> int:
+    """Return an integer, numpy's as Python's. Errors: RequestError."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise RequestError("must be an integer", field=field_name, value=value)
+    return int(value)
+
+
+def _real(value: Any, field_name: str) -> float:
+    """Return a number, numpy's as Python's. Errors: RequestError."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise RequestError("must be a number", field=field_name, value=value)
+    return value if isinstance(value, (int, float)) else float(value)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
     """How to answer one prompt. Sampling names and meanings are those of transformers.
@@ -269,9 +287,8 @@ class GenerateRequest:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.logit_bias, Mapping):
-            object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
-        if self.max_new_tokens is not None and not (isinstance(self.max_new_tokens, int) and self.max_new_tokens >= 1):
+        self._check_types()
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise RequestError("must be at least 1", field="max_new_tokens", value=self.max_new_tokens)
         if self.temperature > MOST_TEMPERATURE:
             raise RequestError(f"must be at most {MOST_TEMPERATURE}", field="temperature", value=self.temperature)
@@ -303,12 +320,12 @@ class GenerateRequest:
                     value={token: bias},
                 )
         for token in self.stop_token_ids:
-            if not _is_whole(token) or token < 0:
+            if token < 0:
                 raise RequestError("a token id is an integer of at least 0", field="stop_token_ids", value=token)
-        if self.logprobs is not None and not (_is_whole(self.logprobs) and 0 <= self.logprobs <= MOST_LOGPROBS):
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise RequestError("must be an integer of 64 bits", field="seed", value=self.seed)
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
             raise RequestError(f"must be an integer from 0 to {MOST_LOGPROBS}", field="logprobs", value=self.logprobs)
-        if isinstance(self.stop, str):
-            raise RequestError("is a string; pass a list of strings", field="stop", value=self.stop)
         for text in self.stop:
             if len(text) > MOST_STOP_CHARACTERS:  # every token is compared with every beginning of it
                 raise RequestError(
@@ -325,6 +342,31 @@ class GenerateRequest:
                         value=getattr(self, name),
                         hint="Set temperature above 0, or omit the option",
                     )
+
+    def _check_types(self) -> None:
+        """Make numpy's numbers Python's. Errors: RequestError for a value of another type."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value is None and item.default is None:
+                continue
+            if item.name == "stop":
+                if isinstance(value, str):
+                    raise RequestError("is a string; pass a list of strings", field="stop", value=value)
+                if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) for text in value):
+                    raise RequestError("must be a list of strings", field="stop", value=value)
+            elif item.name == "stop_token_ids":
+                if not isinstance(value, (list, tuple, set, frozenset)):
+                    raise RequestError("must be a list of token ids", field=item.name, value=value)
+                object.__setattr__(self, item.name, tuple(_whole(token, item.name) for token in value))
+            elif item.name == "logit_bias":
+                pairs = tuple(value.items()) if isinstance(value, Mapping) else value
+                if not isinstance(pairs, (list, tuple)) or not all(_is_pair(pair) for pair in pairs):
+                    raise RequestError("must be a bias by token id", field=item.name, value=value)
+                pairs = tuple((_whole(token, item.name), _real(bias, item.name)) for token, bias in pairs)
+                object.__setattr__(self, item.name, pairs)
+            else:
+                check = _whole if item.name in ("max_new_tokens", "top_k", "seed", "logprobs") else _real
+                object.__setattr__(self, item.name, check(value, item.name))
 
     @property
     def answer_tokens(self) -> int:
