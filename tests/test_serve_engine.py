@@ -268,6 +268,26 @@ def test_a_compile_that_fails_unexpectedly_ends_its_own_job_alone(engine, monkey
     assert first.result(20).constraint and last.result(20).constraint
 
 
+def test_a_panic_while_a_prompt_is_prepared_or_a_token_is_taken_ends_its_own_job_alone(engine, monkeypatch):
+    prepare, take = chat.prepare, LoadedEngine._take
+
+    def prepared(model, prompt, **options):
+        if prompt == []:
+            raise PanicError("7 secret")
+        return prepare(model, prompt, **options)
+
+    def taken(self, answer, sampled):
+        if answer.job.id == "b":
+            raise PanicError("7 secret")
+        return take(self, answer, sampled)
+
+    monkeypatch.setattr(chat, "prepare", prepared)
+    monkeypatch.setattr(LoadedEngine, "_take", taken)
+    assert isinstance(engine.prepare(ask("a", [])).exception(20), MistakeError)
+    found = run(engine, ask("b"), ask("c"))
+    assert found["b"][1].error["class"] == "MistakeError" and found["c"][1].kind == "done"
+
+
 def test_a_prompt_that_cannot_be_prepared_waits_for_no_schema(engine, monkeypatch):
     has_begun, goes_on = threading.Event(), threading.Event()
     monkeypatch.setattr(engine, "_compiled", lambda job, inputs: has_begun.set() or goes_on.wait(20))

@@ -297,7 +297,7 @@ class LoadedEngine:
             raise for_client(exc, job) from exc
         except TrimtabError:
             raise
-        except Exception as exc:
+        except BaseException as exc:
             raise self._name_on_host(exc, "preparing a prompt") from exc
 
     def _decoded(self, job: Job) -> Job:
@@ -315,7 +315,7 @@ class LoadedEngine:
             raise for_client(exc, job) from exc
         except TrimtabError:
             raise
-        except Exception as exc:
+        except BaseException as exc:
             raise self._name_on_host(exc, "decoding images and audio") from exc
 
     def _made_grammar(self) -> Grammar:
@@ -484,7 +484,7 @@ class LoadedEngine:
                 raise
             raise named from exc
 
-    def _name(self, exc: Exception, what: str) -> TrimtabError:
+    def _name(self, exc: BaseException, what: str) -> TrimtabError:
         if isinstance(exc, DeviceError) and exc.planned_bytes is not None:
             # What was planned is for the log.
             write_traceback(exc, "the device has less memory than planned")
@@ -518,10 +518,10 @@ class LoadedEngine:
     def _told(self, answer: Answer, sampled: Drawn) -> None:
         try:
             self._take(answer, sampled)
-        except Exception as exc:
+        except BaseException as exc:
             self._break(answer, exc)
 
-    def _break(self, answer: Answer, exc: Exception) -> None:
+    def _break(self, answer: Answer, exc: BaseException) -> None:
         """End one answer with an error. The others continue."""
         answer.is_over = True
         answer.pending.append(error_event(answer.job.id, self._name(exc, "answering")))
