@@ -213,7 +213,32 @@ def on_ray():
     yield f"the second copy answers after {ray['autoscaling']['s']:.0f} s"
 
 
+def holds():
+    titles = {
+        "nothing": "none", "image of 640 x 480": "an image of 640 x 480", "29 s of audio": "29 s of audio",
+        "prompt of about 1,200 words": "a prompt of 1,200 words",
+        "schema with 40 patterns": "the first answer to a schema with 40 patterns",
+        "adapter that is loaded and used": "an adapter of 2.3 MB that is loaded, used and unloaded",
+    }  # fmt: skip
+    for name, case in results_of("holds")["cases"].items():
+        yield f"| {titles[name]} | {rounded(case['longest_s'], 2)} |"
+
+
+def holds_in_limits():
+    cases = results_of("holds")["cases"]
+    image, audio = (rounded(cases[name]["longest_s"], 1) for name in ("image of 640 x 480", "29 s of audio"))
+    yield f"an image of 640 x 480 by {image} s and 29 s of audio by {audio} s"
+
+
+def media_memory():
+    found = results_of("media_memory")
+    most = max(one["rise_bytes"] for one in found["requests"].values())
+    planned, grew = (rounded(count / 2**30, 2) for count in (found["planned_bytes"], most))
+    yield f"with 16 images the plan counts {planned} GiB, and the process grew by up to {grew} GiB"
+
+
 CASES = {
+    holds: "serve-many-adapters", holds_in_limits: "limits", media_memory: "serve-many-adapters",
     staging: "how-fast-and-why", prompts: "how-fast-and-why", towers: "how-fast-and-why", prompt_kernels: "how-fast-and-why",
     on_a_cpu: "how-fast-and-why", server_load: "server-under-load", attackers: "server-under-load",
     steps: "decisions/0007-adapters-by-table", kv8: "fit-a-model", kv_pages: "serve-many-adapters", head8: "8-bit-head",

@@ -1,0 +1,207 @@
+"""How long one request holds up a running answer on a CPU: the longest time between two pieces of a stream beside it.
+
+    python -m bench.holds --save bench/results/holds.json [--runs 3]
+
+The demo model in a server of its own. A stream runs; one second later the other request is sent, whose prompt, files or schema
+are new in each run. The longest gap is looked for from then until half a second after its end. Without another request it is
+the noise of the machine, whose load is recorded: a busy machine makes every figure longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import soundfile
+from PIL import Image
+
+from bench.client import ask, chat_body
+from trimtab.demo.line import FOLDER as DEMO
+from trimtab.proof.versions import versions
+
+START_S, WAIT_S, BEFORE_S, AFTER_S = 300, 180, 1.0, 0.5
+CONTEXT = 4096
+WORDS = ("red", "square", "left", "of", "a", "small", "circle", "and", "two", "green", "lines", "above", "it")
+
+
+@contextmanager
+def serving(log: Path) -> Iterator[str]:
+    """Serve the demo on a CPU; yield the host and the port."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    command = [sys.executable, "-m", "trimtab", "serve", str(DEMO / "base"), "--name", "demo", "--device", "cpu", "--rows", "4",
+               "--context", str(CONTEXT), "--port", str(port), "--adapter-root", str(DEMO / "adapters")]  # fmt: skip
+    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
+        try:
+            until = time.monotonic() + START_S
+            while True:
+                assert process.poll() is None and time.monotonic() < until, log.read_text(encoding="utf-8")[-2000:]
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5).close()
+                    break
+                except OSError:
+                    time.sleep(0.5)
+            yield f"127.0.0.1:{port}"
+        finally:
+            process.terminate()
+
+
+def post(address: str, path: str, body: dict[str, Any]) -> None:
+    """Send JSON and read the whole answer. Errors: urllib.error.HTTPError."""
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(f"http://{address}{path}", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+        answer.read()
+
+
+def chat(address: str, parts: Any, **more: Any) -> None:
+    messages = [{"role": "user", "content": parts}]
+    post(
+        address,
+        "/v1/chat/completions",
+        {"model": "demo", "messages": messages, "max_tokens": 2, "temperature": 0, **more},
+    )
+
+
+def text_of(seed: int, count: int) -> str:
+    chosen = random.Random(seed)
+    return " ".join(chosen.choice(WORDS) for _ in range(count))
+
+
+def send_image(address: str, seed: int) -> None:
+    out = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 255, (480, 640, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(out, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+    chat(address, [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}])
+
+
+def send_audio(address: str, seed: int) -> None:
+    out = io.BytesIO()
+    soundfile.write(out, np.random.default_rng(seed).standard_normal(29 * 16_000) / 8, 16_000, format="WAV")
+    data = base64.b64encode(out.getvalue()).decode()
+    chat(
+        address,
+        [{"type": "text", "text": "?"}, {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}],
+    )
+
+
+def send_long_prompt(address: str, seed: int) -> None:
+    chat(address, text_of(seed, 1200))
+
+
+def send_schema(address: str, seed: int) -> None:
+    fields = {f"field_{seed}_{number}": {"type": "string", "pattern": "^[a-z]{1,20}$"} for number in range(40)}
+    schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "fields", "schema": schema, "strict": True}}
+    chat(address, "Fill in the fields.", response_format=wanted)
+
+
+def send_adapter(address: str, seed: int) -> None:
+    """Load an adapter, and name it in a request."""
+    name = f"specialist-{seed}"
+    post(address, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": "specialist"})
+    messages = [{"role": "user", "content": "What helps?"}]
+    post(address, "/v1/chat/completions", {"model": name, "messages": messages, "max_tokens": 2})
+    post(address, "/v1/unload_lora_adapter", {"lora_name": name})
+
+
+CASES: dict[str, Callable[[str, int], None]] = {
+    "nothing": lambda address, seed: time.sleep(2.0),
+    "image of 640 x 480": send_image,
+    "29 s of audio": send_audio,
+    "prompt of about 1,200 words": send_long_prompt,
+    "schema with 40 patterns": send_schema,
+    "adapter that is loaded and used": send_adapter,
+}
+
+
+def run(address: str, send: Callable[[str, int], None], seed: int) -> dict[str, float]:
+    """Return the longest and the median gap of a stream in seconds, and how long the request took beside it."""
+    times: list[float] = []
+    is_over = threading.Event()
+
+    def seen(_: str) -> bool:
+        times.append(time.perf_counter())
+        return not is_over.is_set()
+
+    def stream() -> None:
+        number = 0
+        while not is_over.is_set():  # a stream of random tokens may end before the other request
+            body = chat_body("Go on.", model="demo", max_tokens=2000, seed=1000 * seed + number)
+            ended = ask(address, {**body, "temperature": 2}, timeout_s=WAIT_S, on_piece=seen)
+            assert ended.ended in ("complete", "left"), ended
+            number += 1
+
+    thread = threading.Thread(target=stream)
+    thread.start()
+    try:
+        until = time.perf_counter() + WAIT_S
+        while len(times) < 10 and thread.is_alive() and time.perf_counter() < until:
+            time.sleep(0.01)
+        time.sleep(BEFORE_S)
+        begun = time.perf_counter()
+        send(address, seed)
+        took_s = time.perf_counter() - begun
+        time.sleep(AFTER_S)
+    finally:
+        is_over.set()
+        thread.join()
+    gaps = [
+        later - earlier for earlier, later in zip(times, times[1:], strict=False)
+        if later > begun and earlier < begun + took_s + AFTER_S
+    ]  # fmt: skip
+    return {
+        "longest_s": round(max(gaps), 3),
+        "median_s": round(statistics.median(gaps), 4),
+        "request_s": round(took_s, 2),
+    }
+
+
+def measure(runs: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    loads = []
+    with tempfile.TemporaryDirectory() as folder, serving(Path(folder) / "log") as address:
+        for name, send in CASES.items():
+            made = []
+            for number in range(runs):
+                loads.append(os.getloadavg()[0])
+                made.append(run(address, send, seed=100 * len(found) + number + 1))
+            found[name] = {"longest_s": statistics.median(one["longest_s"] for one in made), "runs": made}
+            print(name, found[name], flush=True)
+    return {
+        "cases": found, "load_average": [round(min(loads), 1), round(max(loads), 1)], "cores": os.cpu_count(),
+        "versions": versions(),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--runs", type=int, default=3)
+    options = parser.parse_args()
+    result = measure(options.runs)
+    if options.save:
+        options.save.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
