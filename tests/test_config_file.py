@@ -154,7 +154,8 @@ def test_a_file_may_hold_several_models(tmp_path):
     [
         ("prot = 1", "unknown key 'prot' (did you mean port"), ("[limit]\nn = 1", "unknown key 'limit' (did you mean limits"),
         ("port = '1'", "port: must be an integer"), ("timeout = true", "timeout: must be a number"),
-        ("lenient = 1", "lenient: must be true or false"), ("keep = 'style'", "keep: must be a list of texts"),
+        ("lenient = 1", "lenient: must be true or false"), ("keep = 'style'", 'keep: must be a list of texts, such as ["..."]'),
+        ("place = 'host'", "place: must be a list of texts or a table"),
         ("name = []", "name: must be a text"), ("limits = 3", "limits: must be a table"),
         ("[limits]\nn = '3'", "limits.n: must be"), ("color = 'red'", "color: must be auto, always, never"),
         ("[keys.a]\nconcurrent = 1", "give either key or key_file"), ("[keys.a]\nkey = 'k'\nkeys = 1", "keys.a: "),

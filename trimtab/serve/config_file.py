@@ -112,7 +112,8 @@ def _value(action: argparse.Action, value: Any, folder: Path) -> Any:
             return [f"{key}={one}" for key, one in value.items()]
         if isinstance(value, list) and all(isinstance(one, str) for one in value):
             return value
-        return _Wrong("must be a list of texts, or a table where the flag has NAME=VALUE")
+        has_names = "=" in str(action.metavar)
+        return _Wrong("must be a list of texts or a table" if has_names else 'must be a list of texts, such as ["..."]')
     if action.type in (int, float):
         if (
             isinstance(value, bool)
