@@ -35,7 +35,7 @@ def main(port: int, keys: tuple[str, ...]) -> None:
 
     request = LoadRequest(
         model=str(DEMO / "base"), context_tokens=512, audio_s=1.0, device="cpu",
-        gpu_memory_bytes=116 * 2**20, host_memory_bytes=640 * 2**20,
+        gpu_memory_bytes=116 * 2**20, host_memory_bytes=2 * 2**30,
         place={"model.vision_tower*": "stream", "model.audio_tower*": "disk"},
     )  # fmt: skip
     adapters = {name: str(DEMO / "adapters" / name) for name in (KEPT, *OTHERS)}

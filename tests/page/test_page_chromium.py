@@ -308,7 +308,7 @@ def test_the_load_line_shows_every_device_and_the_same_in_numbers(opened):
     assert "budget 116.0 MiB" in heads[0]
     page.locator("#numbers summary").click()
     rows = dict(row.split("\t", 1) for row in page.locator("#tiers").inner_text().splitlines() if "\t" in row)
-    assert rows["budget"].split("\t")[:2] == ["116.0 MiB", "640.0 MiB"]
+    assert rows["budget"].split("\t")[:2] == ["116.0 MiB", "2.00 GiB"]
     assert {"resident", "gathered", "streamed", "from disk", "adapters", "activations"} <= rows.keys()
     assert page.locator(".load-disc").count() == 2
 
