@@ -125,14 +125,20 @@ class Anatomy:
 
     def __hash__(self) -> int:
         """A hash of a few fields: what is computed from thousands of rows is kept by anatomy, and hashing all of them costs as
-        much as computing it again."""
-        return hash((self.model_class, self.dtype, len(self.rows), self.vocab_size))
+        much as computing it again. A plan compares the two heads of one model: with equal hashes every look-up would compare
+        their rows."""
+        return hash((self.model_class, self.dtype, len(self.rows), self.vocab_size, self.has_head8))
 
     def by_path(self) -> dict[str, ModuleRow]:
         return {row.module_path: row for row in self.rows}
 
     def modules_of(self, part: Part) -> Iterator[ModuleRow]:
         return (row for row in self.rows if row.part == part)
+
+    @cached_property
+    def has_head8(self) -> bool:
+        """Whether the output head is held in 8 bits."""
+        return any(row.is_head8 for row in self.rows)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:

@@ -103,7 +103,7 @@ def answer_for(asking: Asking) -> Answer:
 
 
 def _by_trimtab(asking: Asking, kind: str, reason: str) -> Answer:
-    planned = _try(asking, asking.request)
+    planned = _try(asking, asking.request, is_advised=True)
     if isinstance(planned, Plan):
         tiers = sorted(set(planned.tiers().values()))
         words = f"{reason}; trimtab's plan needs {gib(planned.gpu_needed_bytes)} ({', '.join(tiers)})"
@@ -164,13 +164,15 @@ def _fitting_ways(asking: Asking) -> list[str]:
     return fits
 
 
-def _try(asking: Asking, request: LoadRequest) -> Plan | DoesNotFitError:
+def _try(asking: Asking, request: LoadRequest, *, is_advised: bool = False) -> Plan | DoesNotFitError:
+    """Return the plan of a request, or why there is none. is_advised: whether the error names what would fit, which takes a dozen
+    other plans to know."""
     spec = None if asking.adapter is None else asking.adapter.spec
     adapters = {} if spec is None else {next(iter(request.adapters), "adapter"): spec.nbytes("float32")}
     try:
         return make_plan(
             request, asking.shape.anatomy, adapters=adapters, machine=asking.machine, rates=asking.rates,
-            checkpoint_stamps=asking.checkpoint.stamps,
+            checkpoint_stamps=asking.checkpoint.stamps, is_advised=is_advised,
         )  # fmt: skip
     except DoesNotFitError as exc:
         return exc

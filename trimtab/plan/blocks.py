@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal
 
@@ -20,6 +21,8 @@ from trimtab.request import DEFAULT_QUANT, QUANTS, TIERS
 Paid = Literal["token", "image", "audio", "request"]
 LINEAR_TIERS = ("resident", "stream", "disk", "host")
 TABLE_TIERS = ("resident", "gather")
+# Anatomies whose blocks are kept: both heads of a model in two formats.
+KEPT = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +95,10 @@ class Block:
     def is_table(self) -> bool:
         return self.row_bytes > 0
 
+    @cached_property
+    def is_decoder_layer(self) -> bool:
+        return self.part == "language" and self.block_path.rpartition(".")[2].isdecimal()
+
 
 def quant_of(anatomy: Anatomy, quant: str) -> str:
     """Return the format of quantized weights; "auto" is the checkpoint's own if it is packed, else the default."""
@@ -131,6 +138,7 @@ def leaves_of(row: ModuleRow, quant: str, tied: Mapping[str, str], *, prequantiz
     )  # fmt: skip
 
 
+@lru_cache(maxsize=KEPT)
 def blocks_of(anatomy: Anatomy, quant: str) -> tuple[Block, ...]:
     """Return the blocks of a model in the order of its modules, every module in exactly one."""
     quant, tied = quant_of(anatomy, quant), tied_paths(anatomy)

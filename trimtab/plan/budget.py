@@ -131,6 +131,11 @@ class Limits:
         )
 
 
+def slots_of(chosen: Iterable[Choice], limits: Limits) -> int:
+    """Return how many staging buffers the blocks of a placement need: the `slots` of its totals, by themselves."""
+    return min(sum(choice.staged_bytes > 0 for choice in chosen), limits.slots)
+
+
 def totals_of(placed: Iterable[Placed], limits: Limits) -> Totals:
     """Return what a placement takes; placed: (choice, item, how many identical blocks)."""
     resident = host = disk = staged_blocks = staged = spilled_blocks = spilled = 0

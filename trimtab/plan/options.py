@@ -67,7 +67,7 @@ CAPTURES_BESIDE_COPIES = False
 
 
 def choose_chunks_of(
-    with_chunks: Callable[[tuple[int, ...], bool], Plan],
+    with_chunks: Callable[[tuple[int, ...], bool, bool], Plan],
     *,
     is_captured: bool,
     least_tokens: int = 0,
@@ -76,24 +76,26 @@ def choose_chunks_of(
     """Return the plan with the most sizes of captured chunks that keep the whole decoder on the device, else the one with the
     least expected seconds. least_tokens: what the largest chunk has to hold. most_tokens: of a chunk, but for that.
 
-    with_chunks: makes the plan of some sizes, captured or not; () for transformers' own pass. Where decoder layers are copied in
-    every step, the room that graphs take would be theirs, and chunks that are not captured leave them the most: a prompt then
-    needs no cache beside the row's own. Errors: as `with_chunks` raises for ().
+    with_chunks: makes the plan of some sizes, captured or not; () for transformers' own pass. Its last argument says whether only a
+    plan with the whole decoder on the device is of use; any other may be refused then. Where decoder layers are copied in every
+    step, the room that graphs take would be theirs, and chunks that are not captured leave them the most: a prompt then needs no
+    cache beside the row's own. Errors: as `with_chunks` raises for ().
     """
     if not is_captured:
-        return with_chunks((), False)
+        return with_chunks((), False, False)
     plans: list[Plan] = []
     most = min(size for size in CHUNKS if size >= max(most_tokens, least_tokens))
     for captured, choices in ((True, CAPTURED_CHUNKS), (False, UNCAPTURED_CHUNKS)):
+        only_whole = captured and not CAPTURES_BESIDE_COPIES
         for chunks in (tuple(size for size in sizes if size <= most) for sizes in choices):
             if max(chunks) < least_tokens:
                 continue
             with suppress(DoesNotFitError):
-                plan = with_chunks(chunks, captured)
+                plan = with_chunks(chunks, captured, only_whole)
                 if not _off_device(plan):
                     return plan
-                plans += [] if captured and not CAPTURES_BESIDE_COPIES else [plan]
-    return min(plans, key=lambda plan: plan.expected_s) if plans else with_chunks((), False)
+                plans += [] if only_whole else [plan]
+    return min(plans, key=lambda plan: plan.expected_s) if plans else with_chunks((), False, False)
 
 
 def _fastest(request: LoadRequest, anatomy: Anatomy, head: str, machine: Any, planned: Planned) -> Plan:

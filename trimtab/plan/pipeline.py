@@ -66,20 +66,21 @@ def evened(
     places = [
         place for place, block in enumerate(blocks) if block.part == "language" and _moves(items[place], block, is_free)
     ]
-    layers = [place for place in places if blocks[place].block_path.rpartition(".")[2].isdecimal()]
+    layers = [place for place in places if blocks[place].is_decoder_layer]
     away = sum(chosen[place].tier == "stream" for place in layers)
     if not away or any(chosen[place].tier not in ("stream", "resident") for place in places):
         return best
+    all_stay = list(chosen)
+    for place in places:
+        all_stay[place] = items[place].stay() or chosen[place]
     for cap in sorted(
         {choice.staged_bytes for place in layers for choice in items[place].choices if choice.staged_bytes}
     ):
-        small = [place for place in layers if items[place].leave(cap, far=False) is not None]
-        for leaving in _spread(small, away):
-            candidate = list(chosen)
-            for place in places:
-                choice = items[place].leave(cap, far=False) if place in leaving else items[place].stay()
-                assert choice is not None
-                candidate[place] = choice
+        leave = {place: choice for place in layers if (choice := items[place].leave(cap, far=False)) is not None}
+        for leaving in _spread(list(leave), away):
+            candidate = list(all_stay)
+            for place in leaving:
+                candidate[place] = leave[place]
             if (tried_s := seconds_of(candidate)) < best_s and is_allowed(candidate):
                 best, best_s = candidate, tried_s
     return best

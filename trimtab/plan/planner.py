@@ -20,12 +20,11 @@ from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.plan.activations import PREFILL_CHUNK_TOKENS, Use, needs_of, patches_of, smaller_needs, use_of
 from trimtab.plan.adapter_room import copies_bytes
 from trimtab.plan.blocks import Block, blocks_of, places_of, quant_of, tied_paths
-from trimtab.plan.budget import Choice, Item, Limits, Totals, totals_of
+from trimtab.plan.budget import Choice, Item, Limits, Totals, slots_of, totals_of
 from trimtab.plan.cost import (
     CODE_BYTES,
     Rates,
     Weights,
-    Work,
     allocated_bytes,
     allocator_reserve_bytes,
     packed_bytes,
@@ -55,7 +54,7 @@ from trimtab.plan.prompt_memory import prompt_bytes, uncaptured_bytes
 from trimtab.plan.reasons import Reasons
 from trimtab.plan.rows import OUTSIDE_PEAK, Placement, Unquantized
 from trimtab.plan.search import Search
-from trimtab.plan.step_work import prompt_linears, step_work
+from trimtab.plan.step_work import prompt_linears, step_work, works_of
 from trimtab.plan.tower_memory import with_towers
 from trimtab.plan.unpacked import with_unpacked
 from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, LoadRequest
@@ -145,10 +144,10 @@ def _made(
     whether an error names the sufficient budget, which takes a further search."""
 
     def planned(one: Anatomy, head: str, mode: str, reason: str) -> Plan:
-        def with_chunks(chunks: tuple[int, ...], captured: bool) -> Plan:
+        def with_chunks(chunks: tuple[int, ...], captured: bool, only_whole: bool) -> Plan:
             return _Planner(
                 replace(request, head=head), one, adapters, machine, rates, disk_free_bytes, chunk_tokens, mode, reason,
-                chunks, captured, request.head, known, is_explained and not chunks, held_bytes, media,
+                chunks, captured, request.head, known, is_explained and not chunks, held_bytes, media, only_whole,
             ).plan()  # fmt: skip
 
         is_captured = mode in CAPTURED and not machine.on_cpu and one.prompts_unsupported is None
@@ -167,10 +166,9 @@ def _made(
 
 @dataclass(frozen=True)
 class _Known:
-    """What plans of one machine share. blocks: of the anatomies, by their identity and format. items: what there is to choose from,
-    by use too, and by whether steps are captured."""
+    """What plans of one machine share. items: what there is to choose from, by the anatomy's identity, format and use, and by
+    whether steps are captured."""
 
-    blocks: dict[tuple[int, str], tuple[Block, ...]] = field(default_factory=dict)
     items: dict[tuple[int, str, Use, bool], list[Item]] = field(default_factory=dict)
 
 
@@ -178,19 +176,16 @@ class _Planner:
     def __init__(
         self, request: LoadRequest, anatomy: Anatomy, adapters: Mapping[str, int], machine: Machine, rates: Rates,
         disk_free_bytes: int | None, chunk_tokens: int, mode: str, mode_reason: str, chunks: tuple[int, ...],
-        captures_prompts: bool, asked_head: str, known: _Known, is_explained: bool, held_bytes: int = 0,
-        media: MediaMemory = NO_MEDIA,
+        captures_prompts: bool, asked_head: str, known: _Known, is_explained: bool, held_bytes: int, media: MediaMemory,
+        only_whole: bool,
     ) -> None:  # fmt: skip
-        self.held_bytes, self.media = held_bytes, media
+        self.held_bytes, self.media, self.only_whole = held_bytes, media, only_whole
         self.mode, self.mode_reason, self.adapter_sizes = mode, mode_reason, dict(adapters)
         self.asked_head, self.captures_prompts, self.is_explained = asked_head, captures_prompts, is_explained
         self.request = request = replace(request, quant=quant_of(anatomy, request.quant))
         self.anatomy, self.machine, self.rates = anatomy, machine, rates
         self.disk_free_bytes = disk_free_bytes
-        key = id(anatomy), request.quant
-        if key not in known.blocks:
-            known.blocks[key] = blocks_of(anatomy, request.quant)
-        self.blocks = known.blocks[key]
+        self.blocks = blocks_of(anatomy, request.quant)
         self.asked = _asked(request, anatomy, self.blocks, machine)
         self.use = use_of(request, anatomy, answer_tokens=ANSWER_TOKENS, chunk_tokens=chunk_tokens)
         self.is_captured = mode in CAPTURED and not machine.on_cpu
@@ -208,7 +203,8 @@ class _Planner:
             anatomy.kv_layers, anatomy.dtype, context_tokens=request.context_tokens,
             is_kept=bool(request.prefix_cache_bytes) and not machine.on_cpu,
         )  # fmt: skip
-        kept = *key, self.use, self.is_captured
+        self.works = works_of(self.use)
+        kept = id(anatomy), request.quant, self.use, self.is_captured
         self.items = (not self.asked and known.items.get(kept)) or [self._item(block) for block in self.blocks]
         if not self.asked:
             known.items[kept] = self.items
@@ -217,14 +213,15 @@ class _Planner:
     def plan(self) -> Plan:
         search = Search(self.items, self.limits)
         best = search.best() if search.may_fit() else None
-        if best is None and not self.is_explained:
-            raise DoesNotFitError(
-                "no placement", block=None, device=self.machine.execution_device, needed_bytes=0,
-                budget_bytes=self.limits.device_budget_bytes,
-            )  # fmt: skip
         if best is None:
-            raise self._does_not_fit(search)
+            raise self._does_not_fit(search) if self.is_explained else self._unexplained()
         return self._with_best_buffers(*best) if self.is_captured and self._copies(best[0]) else self._plan(*best)
+
+    def _unexplained(self) -> DoesNotFitError:
+        return DoesNotFitError(
+            "no placement", block=None, device=self.machine.execution_device, needed_bytes=0,
+            budget_bytes=self.limits.device_budget_bytes,
+        )  # fmt: skip
 
     def _copies(self, chosen: Sequence[Choice]) -> bool:
         """Whether a step copies blocks of the decoder."""
@@ -234,17 +231,20 @@ class _Planner:
     def _with_best_buffers(self, chosen: list[Choice], totals: Totals) -> Plan:
         """Return the plan of a captured step that copies blocks, with two staging buffers or with one: a second one hides more of
         the copies, and takes the room of a block."""
-        two, candidates = self.limits, [self._evened(chosen, totals)]
-        self.limits = replace(two, slots=1)
-        alone = Search(self.items, self.limits).best()
+        two, one = self.limits, replace(self.limits, slots=1)
+        alone = Search(self.items, one).best()
+        if self.only_whole and (alone is None or self._copies(alone[0])):
+            raise self._unexplained()  # evened layers are copied as well
+        candidates = [self._evened(chosen, totals)]
+        self.limits = one
         candidates += [] if alone is None else [self._evened(*alone)]
-        best = min(candidates, key=lambda one: self._seconds_of(*one))
+        best = min(candidates, key=lambda one: self._seconds_of(one[0], one[1].slots))
         if best is candidates[0]:
             self.limits = two
         return self._plan(*best)
 
-    def _seconds_of(self, chosen: Sequence[Choice], totals: Totals) -> float:
-        return sum(choice.request_s for choice in chosen) + self.use.answer_tokens * self._step_s(chosen, totals.slots)
+    def _seconds_of(self, chosen: Sequence[Choice], slots: int) -> float:
+        return sum(choice.request_s for choice in chosen) + self.use.answer_tokens * self._step_s(chosen, slots)
 
     def _evened(self, chosen: list[Choice], totals: Totals) -> tuple[list[Choice], Totals]:
         """Return the placement with the layers that a captured step copies spread over the decoder, and its totals."""
@@ -255,7 +255,7 @@ class _Planner:
         even = evened(
             self.blocks, self.items, chosen, is_free=lambda block: block.block_path not in self.asked,
             is_allowed=lambda choices: self.limits.allows(totals_with(choices)),
-            seconds_of=lambda choices: self._seconds_of(choices, totals_with(choices)),
+            seconds_of=lambda choices: self._seconds_of(choices, slots_of(choices, self.limits)),
         )  # fmt: skip
         return even, totals if even == chosen else totals_with(even)
 
@@ -295,21 +295,16 @@ class _Planner:
         )  # fmt: skip
 
     def _seconds(self, block: Block, tier: str, home: str) -> tuple[float, float]:
-        use, weights = self.use, Weights(
+        weights = Weights(
             nbytes=block.movable_bytes, flops=block.flops_per_token, leaves=len(block.leaves), row_bytes=block.row_bytes
-        )  # fmt: skip
-        works = {
-            "token": Work(passes=use.passes, prompt_rows=use.prompt_tokens * use.batch, step_rows=use.batch),
-            "image": Work(passes=bool(use.patches), prompt_rows=use.patches * use.batch, step_rows=0),
-            "audio": Work(passes=bool(use.sound_s), prompt_rows=use.sound_tokens * use.batch, step_rows=0),
-            "request": Work(passes=1, prompt_rows=use.prompt_tokens * use.batch, step_rows=0),
-        }
+        )
         pinned, on_cpu = self.machine.has_pinned, self.machine.on_cpu
         # A captured step launches its kernels all at once.
         launch_s = 0.0 if self.is_captured and block.paid == "token" else None
         return seconds(
-            tier, home, weights, works[block.paid], self.rates, pinned=pinned, on_cpu=on_cpu, step_launch_s=launch_s
-        )
+            tier, home, weights, self.works[block.paid], self.rates, pinned=pinned, on_cpu=on_cpu,
+            step_launch_s=launch_s,
+        )  # fmt: skip
 
     def _runs_in_mode(self, block: Block, tier: str) -> bool:
         """Return whether a captured step can run with the block in this tier: what it reads every token stays off the CPU."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import mul as _mul
 
 from trimtab.plan.budget import Choice, Item, Limits, Placed, Totals, totals_of
@@ -25,6 +26,8 @@ MOST_CAPS = 10
 # Placements whose seconds differ by less than this share are equal: which of ten like layers leaves is not worth a
 # look.
 TIE = 1e-9
+# Families kept: plans of one request differ in their limits, and ask for the same few.
+KEPT = 8
 
 Counts = tuple[int, ...]
 # The operator's own annotation returns Any; one for whole numbers and one for seconds keeps the sums typed.
@@ -38,11 +41,25 @@ class _Group:
     count: int
 
 
-class _Destinations:
-    """The tier of each group within a staging cap, with the bytes that it frees and its cost."""
+@dataclass(frozen=True)
+class _Prefix:
+    """How many of each group leave: the first blocks of an order. has_neighbours: whether no table is left to leave first.
+    least_s, least_device_bytes: lower bounds for the prefix and all its neighbours, of the seconds without the cost of a short
+    host, and of the blocks on the device without any buffer."""
 
-    def __init__(self, groups: Sequence[_Group], limits: Limits, cap: int) -> None:
-        self.groups, self.limits, self.cap = groups, limits, cap
+    leaving: Counts
+    order: tuple[int, ...]
+    has_neighbours: bool
+    least_s: float
+    least_device_bytes: int
+
+
+class _Destinations:
+    """The tier of each group within a staging cap, with the bytes that it frees and its cost. Never changed once made: searches
+    within other limits share it."""
+
+    def __init__(self, groups: Sequence[_Group], cap: int) -> None:
+        self.groups, self.cap = groups, cap
         self.stay = [group.item.stay() for group in groups]
         self.near = [group.item.leave(cap, far=False) for group in groups]
         self.far = [group.item.leave(cap, far=True) for group in groups]
@@ -64,6 +81,7 @@ class _Destinations:
         self.all_stay_bytes = sum(n * group.count for n, group in zip(stay_device, groups, strict=True))
         self.near_host = [0 if c is None else c.host_bytes for c in self.near]
         self.far_order = self._far_order()
+        self.walks = [self._walk(order) for order in self._orders()]
 
     def _far_order(self) -> list[tuple[float, int, int]]:
         """Return (seconds per byte, bytes freed, group) of the blocks that can move from the host to disk, cheapest first."""
@@ -78,27 +96,27 @@ class _Destinations:
         """Return a lower bound of the seconds, without the cost of a short host."""
         return self.all_stay_s + sum(map(_weigh, leaving, self.more_s))
 
-    def least_run_bytes(self, leaving: Counts) -> int:
+    def least_run_bytes(self, leaving: Counts, limits: Limits) -> int:
         """Return a lower bound of the device's running peak: exact unless near and far stage different sizes."""
         staged = blocks = 0
         for count, size in zip(leaving, self.leave_staged, strict=True):
             if count and size:
                 staged, blocks = max(staged, size), blocks + count
         freed = sum(map(_times, leaving, self.freed))
-        return self.limits.run_bytes + self.all_stay_bytes - freed + min(blocks, self.limits.slots) * staged
+        return limits.run_bytes + self.all_stay_bytes - freed + min(blocks, limits.slots) * staged
 
-    def least_host_bytes(self, leaving: Counts, disk_cap: int) -> int:
-        """Return a lower bound of the host's bytes with everything up to disk_cap on disk."""
-        host = self.limits.host_bytes + self.limits.host_load_bytes + sum(map(_times, leaving, self.near_host))
+    def least_host_bytes(self, leaving: Counts, disk_cap: int, limits: Limits) -> int:
+        """Return a lower bound of the host's bytes with everything up to disk_cap on disk. It falls as disk_cap rises."""
+        host = limits.host_bytes + limits.host_load_bytes + sum(map(_times, leaving, self.near_host))
         for _, freed, number in self.far_order:
             far = self.far[number]
             if far is not None and far.staged_bytes <= disk_cap:
                 host -= leaving[number] * freed
         return host
 
-    def least_far_s(self, leaving: Counts) -> float:
+    def least_far_s(self, leaving: Counts, limits: Limits) -> float:
         """Return a lower bound of the seconds that a short host adds: fractions of blocks to disk, without buffers."""
-        short = self.least_host_bytes(leaving, -1) - self.limits.host_budget_bytes
+        short = self.least_host_bytes(leaving, -1, limits) - limits.host_budget_bytes
         more_s = 0.0
         for rate, freed, number in self.far_order:
             if short <= 0:
@@ -107,12 +125,10 @@ class _Destinations:
             more_s, short = more_s + max(rate, 0.0) * moved_bytes, short - moved_bytes
         return more_s
 
-    def orders(self) -> Iterator[list[int]]:
-        """Yield the groups that may leave, in order: tables, then seconds a byte; by either destination."""
+    def _orders(self) -> list[list[int]]:
+        """Return the groups that may leave, in order: tables, then seconds a byte; by either destination."""
         by_near, by_far = self._order(self.near, self.far), self._order(self.far, self.near)
-        yield by_near
-        if by_far != by_near:
-            yield by_far
+        return [by_near] if by_far == by_near else [by_near, by_far]
 
     def _order(self, first: Sequence[Choice | None], second: Sequence[Choice | None]) -> list[int]:
         keyed = []
@@ -123,30 +139,27 @@ class _Destinations:
                 keyed.append((not group.item.is_table, rate, number))
         return [number for _, _, number in sorted(keyed)]
 
-    def prefixes(self, order: Sequence[int], is_hopeless: Callable[[float], bool]) -> Iterator[Counts]:
-        """Yield how many of each group leave: the prefixes of the order, each with one block more and one less.
-
-        Stops once even one block less than a prefix is hopeless: further prefixes cost more.
-        """
+    def _walk(self, order: Sequence[int]) -> tuple[_Prefix, ...]:
         leaving = list(self.must)
-        yield tuple(leaving)
-        if not self._table_waits(leaving, order):
-            yield from self._one_more_or_less(leaving, order)
+        left = [group.count - count for group, count in zip(self.groups, self.must, strict=True)]
         dearest_s = max((self.more_s[number] for number in order), default=0.0)
-        for place, number in enumerate(order):
-            for _ in range(self.groups[number].count):
-                leaving[number] += 1
-                if is_hopeless(self.least_s(tuple(leaving)) - dearest_s):
-                    return
-                yield tuple(leaving)
-                if not self._table_waits(leaving, order[place:]):
-                    yield from self._one_more_or_less(leaving, order)
-
-    def _table_waits(self, leaving: Sequence[int], rest: Sequence[int]) -> bool:
-        return any(self.groups[n].item.is_table and leaving[n] < self.groups[n].count for n in rest)
-
-    def _one_more_or_less(self, leaving: Sequence[int], order: Sequence[int]) -> Iterator[Counts]:
+        walk = [self._prefix(tuple(leaving), left, order, float("-inf"))]
         for number in order:
+            for _ in range(self.groups[number].count):
+                leaving[number], left[number] = leaving[number] + 1, left[number] - 1
+                walk.append(self._prefix(tuple(leaving), left, order, self.least_s(tuple(leaving)) - dearest_s))
+        return tuple(walk)
+
+    def _prefix(self, leaving: Counts, left: Sequence[int], order: Sequence[int], least_s: float) -> _Prefix:
+        freed = sum(map(_times, leaving, self.freed)) + max((self.freed[n] for n in order if left[n]), default=0)
+        table_waits = any(left[number] and self.groups[number].item.is_table for number in order)
+        return _Prefix(leaving, tuple(order), not table_waits, least_s, self.all_stay_bytes - freed)
+
+    def around(self, prefix: _Prefix) -> Iterator[Counts]:
+        """Yield a prefix and its neighbours: one block more leaves, or one less."""
+        leaving = prefix.leaving
+        yield leaving
+        for number in prefix.order if prefix.has_neighbours else ():
             group = self.groups[number]
             if leaving[number] < group.count:
                 yield (*leaving[:number], leaving[number] + 1, *leaving[number + 1 :])
@@ -156,7 +169,7 @@ class _Destinations:
     def far_must(self, leaving: Counts) -> Counts:
         return tuple(count if near is None else 0 for count, near in zip(leaving, self.near, strict=True))
 
-    def far_prefixes(self, leaving: Counts, disk_cap: int) -> Iterator[tuple[Counts, bool]]:
+    def far_prefixes(self, leaving: Counts, disk_cap: int, limits: Limits) -> Iterator[tuple[Counts, bool]]:
         """Yield how many of each group go to disk, and whether it is a plain prefix of the disk order.
 
         Prefixes come cheapest first, before each the previous one with one other block more; those that leave the host short
@@ -164,7 +177,7 @@ class _Destinations:
         """
         order = [(n, freed) for _, freed, n in self.far_order if leaving[n] and _staged(self.far[n]) <= disk_cap]
         counts = list(self.far_must(leaving))
-        short = self.least_host_bytes(leaving, -1) - self.limits.host_budget_bytes
+        short = self.least_host_bytes(leaving, -1, limits) - limits.host_budget_bytes
         for number, freed in order:
             for _ in range(leaving[number]):
                 for other, more in order:
@@ -203,19 +216,33 @@ def _staged(choice: Choice | None) -> int:
     return 0 if choice is None else choice.staged_bytes
 
 
+@dataclass(frozen=True)
+class _Family:
+    """What can be placed, whatever the limits. caps: sizes of staging buffers, ascending; destinations: for each cap in which
+    every block has a place."""
+
+    caps: tuple[int, ...]
+    destinations: tuple[_Destinations, ...]
+
+
+@lru_cache(maxsize=KEPT)
+def _family(items: tuple[Item, ...]) -> _Family:
+    counted: dict[Item, int] = {}
+    for item in items:
+        counted[item] = counted.get(item, 0) + 1
+    groups = [_Group(item, count) for item, count in counted.items()]
+    caps = _thinned(sorted({choice.staged_bytes for item in counted for choice in item.choices}))
+    destinations = (_Destinations(groups, cap) for cap in caps)
+    return _Family(tuple(caps), tuple(to for to in destinations if to.is_possible))
+
+
 class Search:
     """The family of placements of one request; `best` and the three `smallest` questions walk it."""
 
     def __init__(self, items: Sequence[Item], limits: Limits) -> None:
-        self.items, self.limits = list(items), limits
-        counted: dict[Item, int] = {}
-        for item in self.items:
-            counted[item] = counted.get(item, 0) + 1
-        self.groups = [_Group(item, count) for item, count in counted.items()]
-        sizes = sorted({choice.staged_bytes for item in counted for choice in item.choices})
-        self.caps = _thinned(sizes)
-        destinations = (_Destinations(self.groups, limits, cap) for cap in self.caps)
-        self.destinations = [to for to in destinations if to.is_possible]
+        self.items, self.limits = tuple(items), limits
+        family = _family(self.items)
+        self.caps, self.destinations = family.caps, family.destinations
 
     def may_fit(self) -> bool:
         """Return False where the device's budget is too small even for what stays when all that may leave has left."""
@@ -236,9 +263,9 @@ class Search:
         for to, leaving in self._leavings(is_hopeless):
             if is_hopeless(to.least_s(leaving)):
                 continue
-            if self.limits.device_need(to.least_run_bytes(leaving)) > self.limits.device_budget_bytes:
+            if not self._may_hold(to.least_run_bytes(leaving, self.limits)):
                 continue
-            if is_hopeless(to.least_s(leaving) + to.least_far_s(leaving)):
+            if is_hopeless(to.least_s(leaving) + to.least_far_s(leaving, self.limits)):
                 continue
             for placed, totals in self._filled(to, leaving):
                 if not is_hopeless(totals.cost_s) and self.limits.allows(totals):
@@ -247,23 +274,28 @@ class Search:
 
     def smallest_device_bytes(self) -> int | None:
         """Return the smallest device budget that has a placement within the host and disk budgets, None if none has."""
-        cuts = [
-            (to.least_run_bytes(leaving), place, to, leaving) for place, (to, leaving) in enumerate(self._leavings())
-        ]
+        prefixes = [(to, prefix) for to in self.destinations for walk in to.walks for prefix in walk]
         best: int | None = None
-        for run_bytes, _, to, leaving in sorted(cuts, key=lambda cut: cut[:2]):
-            if best is not None and self.limits.device_need(run_bytes) >= best:
+        seen: set[tuple[int, Counts]] = set()
+        for to, prefix in sorted(prefixes, key=lambda pair: pair[1].least_device_bytes):
+            if best is not None and self.limits.device_need(self.limits.run_bytes + prefix.least_device_bytes) >= best:
                 break
-            if min(to.least_host_bytes(leaving, cap) for cap in self.caps) > self.limits.host_budget_bytes:
-                continue
-            for _, totals in self._filled(to, leaving):
-                need = self.limits.device_need(totals.peak_bytes)
-                if (
-                    (best is None or need < best)
-                    and self.limits.allows_host(totals)
-                    and self.limits.allows_disk(totals)
-                ):
-                    best = need
+            for leaving in to.around(prefix):
+                if (to.cap, leaving) in seen:
+                    continue
+                seen.add((to.cap, leaving))
+                if best is not None and self.limits.device_need(to.least_run_bytes(leaving, self.limits)) >= best:
+                    continue
+                if to.least_host_bytes(leaving, self.caps[-1], self.limits) > self.limits.host_budget_bytes:
+                    continue
+                for _, totals in self._filled(to, leaving):
+                    need = self.limits.device_need(totals.peak_bytes)
+                    if (
+                        (best is None or need < best)
+                        and self.limits.allows_host(totals)
+                        and self.limits.allows_disk(totals)
+                    ):
+                        best = need
         return best
 
     def smallest_host_bytes(self) -> int | None:
@@ -280,10 +312,12 @@ class Search:
         # Each size of disk buffers needs least host memory when everything up to that size is on disk.
         best: int | None = None
         for to, leaving in self._leavings():
-            if self.limits.device_need(to.least_run_bytes(leaving)) > self.limits.device_budget_bytes:
+            if best is not None and to.least_host_bytes(leaving, self.caps[-1], self.limits) >= best:
+                continue
+            if not self._may_hold(to.least_run_bytes(leaving, self.limits)):
                 continue
             for cap in (-1, *self.caps):
-                if best is not None and to.least_host_bytes(leaving, cap) >= best:
+                if best is not None and to.least_host_bytes(leaving, cap, self.limits) >= best:
                     continue
                 totals = totals_of(to.placed(leaving, to.far_all(leaving, cap)), self.limits)
                 if (best is None or measure(totals) < best) and is_allowed(totals) and self.limits.allows_disk(totals):
@@ -293,14 +327,23 @@ class Search:
     def _leavings(
         self, is_hopeless: Callable[[float], bool] = lambda least_s: False
     ) -> Iterator[tuple[_Destinations, Counts]]:
-        """Yield every (destinations, how many of each group leave), each once."""
+        """Yield (destinations, how many of each group leave), each once: prefixes and their neighbours, but for prefixes around
+        which nothing is within the device's budget."""
         for to in self.destinations:
             seen: set[Counts] = set()
-            for order in to.orders():
-                for leaving in to.prefixes(order, is_hopeless):
-                    if leaving not in seen:
-                        seen.add(leaving)
-                        yield to, leaving
+            for walk in to.walks:
+                for prefix in walk:
+                    if is_hopeless(prefix.least_s):
+                        break  # further prefixes cost more
+                    if not self._may_hold(self.limits.run_bytes + prefix.least_device_bytes):
+                        continue
+                    for leaving in to.around(prefix):
+                        if leaving not in seen:
+                            seen.add(leaving)
+                            yield to, leaving
+
+    def _may_hold(self, run_bytes: int) -> bool:
+        return self.limits.device_need(run_bytes) <= self.limits.device_budget_bytes
 
     def _filled(self, to: _Destinations, leaving: Counts) -> Iterator[tuple[list[Placed], Totals]]:
         """Yield placements of what leaves: all of it near, then, while the host is short, more and more on disk."""
@@ -311,9 +354,9 @@ class Search:
             return
         has_room: dict[Counts, bool] = {}
         for cap in self.caps:
-            if cap > to.cap or to.least_host_bytes(leaving, cap) > self.limits.host_budget_bytes:
+            if cap > to.cap or to.least_host_bytes(leaving, cap, self.limits) > self.limits.host_budget_bytes:
                 continue
-            for far_counts, is_prefix in to.far_prefixes(leaving, cap):
+            for far_counts, is_prefix in to.far_prefixes(leaving, cap, self.limits):
                 if far_counts not in has_room:
                     placed = to.placed(leaving, far_counts)
                     totals = totals_of(placed, self.limits)

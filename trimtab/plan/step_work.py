@@ -1,4 +1,4 @@
-"""Reads, copies and kernel launches of one decode step of a placement, block by block in order; linears of a prompt."""
+"""Reads, copies and kernel launches of one decode step of a placement, block by block in order; rows and linears of a prompt."""
 
 from __future__ import annotations
 
@@ -6,10 +6,22 @@ from collections.abc import Sequence
 
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.plan.activations import Use
-from trimtab.plan.blocks import Block
+from trimtab.plan.blocks import Block, Paid
 from trimtab.plan.budget import STAGING_SLOTS, Choice
+from trimtab.plan.cost import Work
 from trimtab.plan.execution import BlockWork, StepWork, head_bytes, head_rows
 from trimtab.plan.tower_memory import PARTS
+
+
+def works_of(use: Use) -> dict[Paid, Work]:
+    """Return the work of a block in a request, by what its time is paid for."""
+    prompt_rows = use.prompt_tokens * use.batch
+    return {
+        "token": Work(passes=use.passes, prompt_rows=prompt_rows, step_rows=use.batch),
+        "image": Work(passes=bool(use.patches), prompt_rows=use.patches * use.batch, step_rows=0),
+        "audio": Work(passes=bool(use.sound_s), prompt_rows=use.sound_tokens * use.batch, step_rows=0),
+        "request": Work(passes=1, prompt_rows=prompt_rows, step_rows=0),
+    }
 
 
 def step_work(
@@ -27,7 +39,7 @@ def step_work(
         if block.is_table:
             other_s += choice.step_s
             continue
-        is_layer = block.part == "language" and block.block_path.rpartition(".")[2].isdecimal()
+        is_layer = block.is_decoder_layer
         linears, layers = linears + len(block.leaves), layers + is_layer
         if choice.tier == "host":
             other_s += choice.step_s
