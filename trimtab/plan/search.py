@@ -114,9 +114,9 @@ class _Destinations:
                 host -= leaving[number] * freed
         return host
 
-    def least_far_s(self, leaving: Counts, limits: Limits) -> float:
+    def least_far_s(self, leaving: Counts, limits: Limits, host_budget_bytes: int) -> float:
         """Return a lower bound of the seconds that a short host adds: fractions of blocks to disk, without buffers."""
-        short = self.least_host_bytes(leaving, -1, limits) - limits.host_budget_bytes
+        short = self.least_host_bytes(leaving, -1, limits) - host_budget_bytes
         more_s = 0.0
         for rate, freed, number in self.far_order:
             if short <= 0:
@@ -169,7 +169,9 @@ class _Destinations:
     def far_must(self, leaving: Counts) -> Counts:
         return tuple(count if near is None else 0 for count, near in zip(leaving, self.near, strict=True))
 
-    def far_prefixes(self, leaving: Counts, disk_cap: int, limits: Limits) -> Iterator[tuple[Counts, bool]]:
+    def far_prefixes(
+        self, leaving: Counts, disk_cap: int, limits: Limits, host_budget_bytes: int
+    ) -> Iterator[tuple[Counts, bool]]:
         """Yield how many of each group go to disk, and whether it is a plain prefix of the disk order.
 
         Prefixes come cheapest first, before each the previous one with one other block more; those that leave the host short
@@ -177,7 +179,7 @@ class _Destinations:
         """
         order = [(n, freed) for _, freed, n in self.far_order if leaving[n] and _staged(self.far[n]) <= disk_cap]
         counts = list(self.far_must(leaving))
-        short = self.least_host_bytes(leaving, -1, limits) - limits.host_budget_bytes
+        short = self.least_host_bytes(leaving, -1, limits) - host_budget_bytes
         for number, freed in order:
             for _ in range(leaving[number]):
                 for other, more in order:
@@ -263,11 +265,16 @@ class Search:
         for to, leaving in self._leavings(is_hopeless):
             if is_hopeless(to.least_s(leaving)):
                 continue
-            if not self._may_hold(to.least_run_bytes(leaving, self.limits)):
+            run_bytes = to.least_run_bytes(leaving, self.limits)
+            if not self._may_hold(run_bytes):
                 continue
-            if is_hopeless(to.least_s(leaving) + to.least_far_s(leaving, self.limits)):
+            host_budget_bytes = self.limits.host_budget_bytes
+            if self.limits.total_budget_bytes is not None:  # what the device leaves of a memory that both share
+                left_bytes = self.limits.total_budget_bytes - self.limits.device_need(run_bytes)
+                host_budget_bytes = min(host_budget_bytes, left_bytes)
+            if is_hopeless(to.least_s(leaving) + to.least_far_s(leaving, self.limits, host_budget_bytes)):
                 continue
-            for placed, totals in self._filled(to, leaving):
+            for placed, totals in self._filled(to, leaving, host_budget_bytes):
                 if not is_hopeless(totals.cost_s) and self.limits.allows(totals):
                     best_found = placed, totals
         return None if best_found is None else (self._spread(best_found[0]), best_found[1])
@@ -286,9 +293,7 @@ class Search:
                 seen.add((to.cap, leaving))
                 if best is not None and self.limits.device_need(to.least_run_bytes(leaving, self.limits)) >= best:
                     continue
-                if to.least_host_bytes(leaving, self.caps[-1], self.limits) > self.limits.host_budget_bytes:
-                    continue
-                for _, totals in self._filled(to, leaving):
+                for _, totals in self._filled(to, leaving, self.limits.host_budget_bytes):
                     need = self.limits.device_need(totals.peak_bytes)
                     if (
                         (best is None or need < best)
@@ -345,18 +350,24 @@ class Search:
     def _may_hold(self, run_bytes: int) -> bool:
         return self.limits.device_need(run_bytes) <= self.limits.device_budget_bytes
 
-    def _filled(self, to: _Destinations, leaving: Counts) -> Iterator[tuple[list[Placed], Totals]]:
-        """Yield placements of what leaves: all of it near, then, while the host is short, more and more on disk."""
-        placed = to.placed(leaving, to.far_must(leaving))
-        totals = totals_of(placed, self.limits)
-        yield placed, totals
-        if self._has_room(totals):
+    def _filled(
+        self, to: _Destinations, leaving: Counts, host_budget_bytes: int
+    ) -> Iterator[tuple[list[Placed], Totals]]:
+        """Yield placements of what leaves: all of it near, then, while the host is short, more and more on disk. Those that take
+        more of the host than its budget, whatever else is true of them, are passed over."""
+        if to.least_host_bytes(leaving, self.caps[-1], self.limits) > host_budget_bytes:
             return
+        if to.least_host_bytes(leaving, -1, self.limits) <= host_budget_bytes:
+            placed = to.placed(leaving, to.far_must(leaving))
+            totals = totals_of(placed, self.limits)
+            yield placed, totals
+            if self._has_room(totals):
+                return
         has_room: dict[Counts, bool] = {}
         for cap in self.caps:
-            if cap > to.cap or to.least_host_bytes(leaving, cap, self.limits) > self.limits.host_budget_bytes:
+            if cap > to.cap or to.least_host_bytes(leaving, cap, self.limits) > host_budget_bytes:
                 continue
-            for far_counts, is_prefix in to.far_prefixes(leaving, cap, self.limits):
+            for far_counts, is_prefix in to.far_prefixes(leaving, cap, self.limits, host_budget_bytes):
                 if far_counts not in has_room:
                     placed = to.placed(leaving, far_counts)
                     totals = totals_of(placed, self.limits)
