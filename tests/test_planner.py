@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.anatomies import e_series, small
 from trimtab.errors import CheckpointError, DoesNotFitError, RequestError, gib
-from trimtab.plan import Machine, Plan, Rates, blocks_of, make_plan
+from trimtab.plan import Machine, Plan, Rates, blocks_of, make_plan, search
 from trimtab.plan.budget import Choice, Item, Limits, totals_of
 from trimtab.plan.rows import OUTSIDE_PEAK
 from trimtab.plan.search import Search
@@ -318,6 +318,22 @@ def test_planning_takes_a_moment():
     began = time.process_time()
     plan(E4B, gpu=3.5, host=1.5)
     assert time.process_time() - began < 3
+
+
+def test_a_memory_that_both_devices_share_bounds_what_is_tried(monkeypatch):
+    """What does not fit beside the blocks that stay is passed over: with budgets taken one by one it is 76,000 placements."""
+    tried = []
+    monkeypatch.setattr(search, "totals_of", lambda placed, limits: tried.append(1) or totals_of(placed, limits))
+    made = plan(E2B, machine=Machine(execution_device="cpu", host_available_bytes=int(2.2 * GIB)))
+    assert made.disk_bytes > 0 and 100 < len(tried) < 10_000
+
+
+def test_budgets_bound_what_is_tried_on_a_gpu(monkeypatch):
+    """Of the placements around a prefix none is looked at where all together cannot be within the budget."""
+    looked_at = []
+    real = search._Destinations.least_run_bytes
+    monkeypatch.setattr(search._Destinations, "least_run_bytes", lambda *given: looked_at.append(1) or real(*given))
+    assert "stream" in tiers(plan(E4B, gpu=4), "language") and 10 < len(looked_at) < 10_000
 
 
 @st.composite

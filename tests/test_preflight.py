@@ -21,7 +21,7 @@ from tests.adapters import write_adapter as write_by_hand
 from tests.test_environment import read_only_environment
 from trimtab import cli
 from trimtab.checkpoint.adapter_patch import short_pattern
-from trimtab.doctor import peft_dispatch, preflight_second
+from trimtab.doctor import peft_dispatch, preflight_answer, preflight_second
 from trimtab.doctor import preflight as module
 from trimtab.doctor.environment import Environment, Package, read_environment
 from trimtab.doctor.preflight import Preflight, preflight, preflight_text
@@ -455,7 +455,12 @@ def test_answer_goes_down_the_tree_as_memory_shrinks(e2b, e2b_adapter):
     assert kinds[6.6] in (ALL_ON_GPU, TOWERS_OFF, SPLIT)
 
 
-def test_answer_that_does_not_fit_says_which_settings_would(e2b, e2b_adapter):
+def test_answer_that_does_not_fit_says_which_settings_would(e2b, e2b_adapter, monkeypatch):
+    advised = []
+    real = preflight_answer.make_plan
+    monkeypatch.setattr(
+        preflight_answer, "make_plan", lambda *a, **k: (advised.append(k["is_advised"]), real(*a, **k))[1]
+    )
     hopeless = judge(e2b, adapter=e2b_adapter, machine=gpu(0.2, 24)).answer
     assert hopeless.kind == DOES_NOT_FIT and "No smaller context, head or prompt fits." in hopeless.reason
     least = float(re.search(r"smallest placement needs ([\d.]+) GiB", hopeless.reason).group(1))
@@ -463,6 +468,8 @@ def test_answer_that_does_not_fit_says_which_settings_would(e2b, e2b_adapter):
     assert found.kind == DOES_NOT_FIT
     ways = re.findall(r"(--[^;(]+) \(([\d.]+) GiB\)", found.reason)
     assert ways and all(float(size) <= least for _, size in ways), found.reason
+    # Advice takes a dozen plans: it is asked for with the request itself, not with each setting that is tried.
+    assert advised.count(True) == 2 < len(advised)
 
 
 def test_towers_leave_only_where_that_is_enough(e2b, e2b_adapter):
