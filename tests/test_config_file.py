@@ -215,7 +215,7 @@ def test_a_log_of_json_has_no_other_lines_and_the_threads_of_the_file_are_used(t
 
     seen = {}
 
-    def serve(models, settings, *, together, say, reread, pool):
+    def serve(models, settings, *, together, say, reread, pool, listener):
         seen.update(together=together, threads=os.environ["OMP_NUM_THREADS"])
         say("demo: 0 adapters, 4 rows")
         file.write_text(text.replace("threads = 3", "threads = 2"))
