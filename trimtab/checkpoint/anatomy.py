@@ -136,6 +136,11 @@ class Anatomy:
         return (row for row in self.rows if row.part == part)
 
     @cached_property
+    def head_rows(self) -> tuple[ModuleRow, ...]:
+        """The modules of the output head, which a search asks for at every placement."""
+        return tuple(row for row in self.rows if row.part == "head" and row.weight is not None)
+
+    @cached_property
     def has_head8(self) -> bool:
         """Whether the output head is held in 8 bits."""
         return any(row.is_head8 for row in self.rows)

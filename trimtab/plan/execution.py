@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from typing import Any
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow
@@ -87,8 +86,6 @@ CAPTURED_CHUNKS = (CHUNKS, (128, 512), (256,))
 UNCAPTURED_CHUNKS = ((128, 512), (64, 256))
 # The largest chunk where answers have the same bits alone and beside others: chunks are not cut to what a step leaves time for.
 INVARIANT_CHUNK = 512
-# Anatomies whose head is kept: a search asks for the same one at every placement.
-KEPT = 16
 # A streamed step's copies run at this share of the link's rate.
 LINK_SHARE = 0.97
 
@@ -307,10 +304,9 @@ def prompt_launch_s(
     return entered * (CHUNK_LINEAR_S if is_captured else plain_s) + (0.0 if is_captured else towers * plain_s)
 
 
-@lru_cache(maxsize=KEPT)
 def head_rows(anatomy: Anatomy) -> tuple[ModuleRow, ...]:
     """Return the modules of the output head."""
-    return tuple(row for row in anatomy.rows if row.part == "head" and row.weight is not None)
+    return anatomy.head_rows
 
 
 def head_bytes(anatomy: Anatomy) -> int:

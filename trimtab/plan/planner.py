@@ -166,9 +166,10 @@ def _made(
 
 @dataclass(frozen=True)
 class _Known:
-    """What plans of one machine share. items: what there is to choose from, by the anatomy's identity, format and use, and by
-    whether steps are captured."""
+    """What plans of one machine share. blocks: of the anatomies, by their identity and format. items: what there is to choose from,
+    by use too, and by whether steps are captured."""
 
+    blocks: dict[tuple[int, str], tuple[Block, ...]] = field(default_factory=dict)
     items: dict[tuple[int, str, Use, bool], list[Item]] = field(default_factory=dict)
 
 
@@ -185,7 +186,10 @@ class _Planner:
         self.request = request = replace(request, quant=quant_of(anatomy, request.quant))
         self.anatomy, self.machine, self.rates = anatomy, machine, rates
         self.disk_free_bytes = disk_free_bytes
-        self.blocks = blocks_of(anatomy, request.quant)
+        key = id(anatomy), request.quant
+        if key not in known.blocks:
+            known.blocks[key] = blocks_of(anatomy, request.quant)
+        self.blocks = known.blocks[key]
         self.asked = _asked(request, anatomy, self.blocks, machine)
         self.use = use_of(request, anatomy, answer_tokens=ANSWER_TOKENS, chunk_tokens=chunk_tokens)
         self.is_captured = mode in CAPTURED and not machine.on_cpu
