@@ -16,9 +16,10 @@ import trimtab
 from trimtab.api import PlanInputs, plan_request
 from trimtab.errors import DoesNotFitError, gib
 from trimtab.plan import Plan
-from trimtab.plan.media_memory import LEAST_BUDGET_BYTES, MOST_RATE, WEBP_PIXEL_BYTES
+from trimtab.plan.media_memory import LEAST_BUDGET_BYTES, MOST_RATE, PREPARED_PIXEL_BYTES, WEBP_PIXEL_BYTES, sound_bytes
 from trimtab.plan.narrow import narrow_table
 from trimtab.request import GenerateRequest, LoadRequest
+from trimtab.runtime.media import picture_bytes, sound_rate
 from trimtab.serve.engine import LoadedEngine, decoded_bytes
 from trimtab.serve.job import Job
 from trimtab.serve.registry import ServedModel
@@ -104,6 +105,21 @@ def test_no_allowed_request_needs_more_than_the_budget(images):
         for extra in ([], [sound(MOST_RATE)], [sound(48_000, channels=2)] * 3):
             nbytes = decoded_bytes(job(*parts, *extra), model_type="gemma4", audio_s=request.audio_s)
             assert 0 < nbytes <= plan.host["media"]
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_what_media_take_is_counted_without_a_library_that_reads_the_file(kind, monkeypatch):
+    """It is counted on the thread that makes tokens: a file may be made so that a library walks through it for minutes."""
+    out = io.BytesIO()
+    soundfile.write(out, np.zeros(100), 16_000, format="OGG")
+    parts = [image(400, 300, kind), {"type": "audio", "audio": out.getvalue()}, sound(48_000)]
+    monkeypatch.setattr(Image, "open", None)
+    monkeypatch.setattr(soundfile, "SoundFile", None)
+    per_pixel = WEBP_PIXEL_BYTES if kind == "WEBP" else PREPARED_PIXEL_BYTES
+    assert picture_bytes(parts[0]["image"]) == (per_pixel * 120_000, 120_000)
+    assert sound_rate(out.getvalue()) == 16_000
+    audio_bytes = sound_bytes(30.0, 48_000)
+    assert audio_bytes < decoded_bytes(job(*parts), model_type="gemma4", audio_s=30.0) < audio_bytes + 10**6
 
 
 def test_the_engine_decodes_within_the_planned_budget():

@@ -12,6 +12,8 @@ import pytest
 from PIL import Image
 
 from trimtab.errors import RequestError
+from trimtab.runtime import media_headers
+from trimtab.runtime.media_headers import webp_size
 from trimtab.serve import media
 from trimtab.serve.settings import Limits
 
@@ -97,7 +99,7 @@ def test_a_picture_of_a_senseless_size_is_refused_by_its_header(width, height, w
 def test_a_lossless_and_an_extended_webp_are_measured():
     for options in ({"lossless": True}, {"exif": b"Exif\0\0x"}):
         data = picture("WEBP", (40, 30), **options)
-        assert media._webp_size(data) == (40, 30)
+        assert webp_size(data) == (40, 30)
 
 
 def test_a_header_of_a_huge_picture_is_refused_before_its_pixels():
@@ -216,6 +218,61 @@ def test_ogg_and_mp3_are_known_by_how_they_begin(kind):
     for other in (wav(), b"", b"Ogg", b"ID3", b"\xff"):
         error = refused(check_sound, other, kind)
         assert error.field == f"{FIELD}.data" and f"is not an {kind} file" in str(error)
+
+
+def ogg(subtype="VORBIS", seconds=0.1):
+    soundfile = pytest.importorskip("soundfile")
+    if "OGG" not in soundfile.available_formats():
+        pytest.skip("this libsndfile has none")
+    out = io.BytesIO()
+    noise = np.random.default_rng(0).standard_normal(int(48_000 * seconds)) / 10
+    soundfile.write(out, noise, 48_000, format="OGG", subtype=subtype)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("subtype", ["VORBIS", "OPUS"])
+def test_an_ogg_of_other_than_whole_pages_of_one_stream_is_refused(subtype, monkeypatch):
+    """libsndfile takes minutes to open a file of 44 MiB whose pages do not follow each other."""
+    data = ogg(subtype, 2.0)
+    places = [place for place in range(len(data)) if data[place : place + 5] == b"OggS\0"]
+    assert check_sound(data, "ogg") == 0.0 and len(places) > 3
+    last = places[-1]
+    for wrong in (
+        data + b"OggS" * 1000,
+        data[:last] + b"\0" + data[last:],
+        data[:-1],
+        data[:-1] + bytes([data[-1] ^ 1]),  # a wrong checksum, after which each byte may begin a page
+        data[:last] + ogg(subtype)[: places[1]],  # a second stream, unless its serial number is the same
+    ):
+        error = refused(check_sound, wrong, "ogg")
+        assert error.field == f"{FIELD}.data" and "one stream" in str(error)
+    monkeypatch.setattr(media_headers, "OGG_PAGES", len(places) - 1)
+    refused(check_sound, data, "ogg")
+
+
+def test_a_png_of_very_many_chunks_or_of_two_headers_is_refused(monkeypatch):
+    monkeypatch.setattr(media_headers, "PNG_CHUNKS", 9)
+    texts = [(b"tEXt", b"a\0b")] * 8
+    assert check_image(png(40, 30, *texts[:-1])) == 1200
+    assert "chunks" in str(refused(check_image, png(40, 30, *texts)))
+    second = struct.pack(">IIBBBBB", 4000, 3000, 8, 2, 0, 0, 0)
+    assert "several headers" in str(refused(check_image, png(4, 3, (b"IHDR", second))))
+
+
+def test_a_jpeg_is_measured_past_its_segments_but_not_past_very_many(monkeypatch):
+    data = picture("JPEG", (40, 30), exif=b"Exif\0\0" + b"\xff\xc0" * 500, progressive=True)
+    begin, comment = data[:2], b"\xff\xfe\0\4ab"
+    assert check_image(begin + b"\xff\xff" + comment * 100 + data[2:]) == 1200
+    assert check_image(begin + comment + b"junk" + data[2:]) == 1200
+    frame = data.index(b"\xff\xc2")
+    for wrong in (
+        begin + comment * media_headers.JPEG_SEGMENTS + data[2:],
+        begin + b"\xff" * 2 * media_headers.JPEG_JUNK_BYTES + data[2:],
+        begin + (b"x" * 99 + comment) * (media_headers.JPEG_JUNK_BYTES // 90) + data[2:],
+        data[:frame] + data[frame : frame + 19] + data[frame:],  # two sizes
+        data[: frame + 4],
+    ):
+        assert "png, jpeg or webp" in str(refused(check_image, wrong))
 
 
 @pytest.mark.parametrize("kind", ["m4a", "", "WAV", "wav "])

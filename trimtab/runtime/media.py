@@ -19,6 +19,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from trimtab.errors import RequestError
 from trimtab.plan.media_memory import MOST_RATE, PREPARED_PIXEL_BYTES, WEBP_PIXEL_BYTES
 from trimtab.request import MAX_SOUND_S, check_picture_size
+from trimtab.runtime.media_headers import flac_header, image_header, ogg_rate, wav_header
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
 # libsndfile's names of what is taken, and what users call it.
@@ -82,28 +83,21 @@ def read_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
 def picture_bytes(data: bytes) -> tuple[int, int]:
     """Return how many bytes an image takes at most while it is decoded and prepared for a tower, and its pixels, by its header;
     zeros without one."""
-    try:
-        with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
-            per_pixel, pixels = (
-                WEBP_PIXEL_BYTES if image.format == "WEBP" else PREPARED_PIXEL_BYTES,
-                image.width * image.height,
-            )
-            return per_pixel * pixels, pixels
-    except Exception:  # whoever decodes it says what is wrong
+    header = image_header(data)
+    if header is None:  # whoever decodes it says what is wrong
         return 0, 0
+    pixels = header.width * header.height
+    return (WEBP_PIXEL_BYTES if header.kind == "WEBP" else PREPARED_PIXEL_BYTES) * pixels, pixels
 
 
 def sound_rate(data: bytes) -> int:
     """Return the rate of an audio file at most, by its header; 0 for a file that is not decoded."""
-    import soundfile
-
     if _MP3.match(data):
         return MOST_MP3_RATE
-    try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
-            return min(int(file.samplerate), MOST_RATE)
-    except Exception:  # whoever decodes it says what is wrong
-        return 0
+    if data[:4] == b"OggS":
+        return min(ogg_rate(data) or MOST_RATE, MOST_RATE)
+    header = wav_header(data) or flac_header(data)
+    return 0 if header is None else min(header.rate, MOST_RATE)
 
 
 @dataclass(frozen=True)
