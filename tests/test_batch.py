@@ -211,6 +211,28 @@ def test_a_constraint_decides_which_tokens_can_be_drawn(model):
     assert to_the_end(batch, [row]) == [(7, 7, 7)]
 
 
+class PanicError(BaseException):
+    """As a panic of llguidance, which is no Exception."""
+
+
+@pytest.mark.parametrize("error", [PanicError("wrong"), KeyboardInterrupt()])
+def test_a_panic_of_a_constraint_ends_its_row_and_ctrl_c_ends_the_step(model, error):
+    batch = Batch(model, rows=2)
+    inputs, request = model.prepare("Hello"), GenerateRequest(max_new_tokens=4)
+    row, other = (through(batch, inputs, request).row for _ in range(2))
+
+    def fail(token_ids, logits):
+        raise error
+
+    row.constraint = fail
+    if isinstance(error, KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            batch.step()
+    else:
+        assert [drawn.row for drawn in batch.step()] == [other]
+        assert row.error is error and row.finish == "error" and other.error is None
+
+
 def test_a_poisoned_row_harms_no_other(model):
     """A row whose states are not numbers, and what it leaves behind, stay its own."""
     alone = model.answer("Hello", max_new_tokens=8).token_ids

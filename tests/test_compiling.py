@@ -12,6 +12,7 @@ from concurrent.futures import Future
 import pytest
 
 from trimtab.serve.compiling import Compiling
+from trimtab.serve.scheduler import MistakeError
 
 WAIT_S = 20.0
 
@@ -113,6 +114,49 @@ def test_an_exception_ends_its_own_compile_alone(compiler, error):
     compiler.let_go.set()
     assert failed.exception(WAIT_S) is error
     assert results([held, *after]) == ["A0", "A2", "B0"]
+
+
+def test_a_thread_that_does_not_start_once_ends_that_compile_alone(compiler, monkeypatch):
+    start = threading.Thread.start
+
+    def fail(thread):
+        monkeypatch.setattr(threading.Thread, "start", start)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    assert isinstance(compiler.submit("a0").exception(WAIT_S), MistakeError)
+    assert compiler.submit("a1").result(WAIT_S) == "A1" and compiler.order == ["a1"]
+
+
+class Inputs:
+    """Stands for the inputs of a request."""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_compile_was_made_of_is_dropped_with_its_future_without_a_collection(compiler, fails):
+    inputs, earlier = Inputs(), Future()
+    is_dropped = threading.Event()
+    weakref.finalize(inputs, is_dropped.set)
+
+    def work(inputs):
+        if fails:
+            raise ValueError("wrong")
+        return inputs
+
+    gc.disable()
+    try:
+        future = compiler.thread.after(earlier, "a", work)
+        earlier.set_result(inputs)
+        assert isinstance(future.exception(WAIT_S), ValueError) == fails
+        del inputs, earlier, future
+        assert is_dropped.wait(WAIT_S)
+    finally:
+        gc.enable()
+
+
+def test_cancelling_what_comes_after_cancels_what_comes_before(compiler):
+    earlier = Future()
+    assert compiler.thread.after(earlier, "a", str).cancel() and earlier.cancelled()
 
 
 ENDLESS = """

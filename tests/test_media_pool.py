@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from trimtab.serve import media_pool
 from trimtab.serve.job import Job
 from trimtab.serve.media_pool import MediaPool
 from trimtab.serve.preparing import Preparing
+from trimtab.serve.scheduler import MistakeError
 
 WAIT_S = 20.0
 
@@ -220,6 +222,34 @@ def test_futures_of_jobs_without_media_are_as_before():
     future: Future = Preparing(lambda job: 1 / 0).submit(Job("a", "text", GenerateRequest()))
     with pytest.raises(ZeroDivisionError):
         future.result(WAIT_S)
+
+
+def test_media_whose_bytes_cannot_be_counted_end_their_own_request_alone(decoder, monkeypatch):
+    prepared, pool = preparing(decoder)
+    monkeypatch.setattr(pool, "_pass_on", lambda nbytes, inputs: 1 / 0)
+    assert isinstance(prepared.submit(job("a", b"x")).exception(WAIT_S), MistakeError)
+    assert prepared.submit(Job("b", "a text", GenerateRequest())).result(WAIT_S) == "b"
+
+
+class Picture:
+    """A decoded image, which a weak reference can watch."""
+
+
+def test_a_prompt_that_fails_drops_its_media_before_their_bytes_are_free():
+    def prepare(job):
+        raise RequestError("is wrong", field="messages")
+
+    prepared, future, picture, alive = Preparing(prepare), Future(), Picture(), []
+    watched = weakref.ref(picture)
+    future.set_running_or_notify_cancel()
+    prepared._put(job("a", picture), future, lambda inputs: alive.append(watched() is not None))
+    del picture
+    gc.disable()
+    try:
+        prepared._prepare_next()
+    finally:
+        gc.enable()
+    assert alive == [False] and future.exception().reason == "is wrong"
 
 
 def test_what_fails_before_the_first_prompt_leaves_prompts_answered():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import logging
@@ -28,6 +29,7 @@ from trimtab.request import GenerateRequest
 from trimtab.runtime import chat, prefill_graphs
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.ends import with_likeliest
+from trimtab.serve import engine as engine_module
 from trimtab.serve.budget import TOWERS
 from trimtab.serve.engine import LoadedEngine
 from trimtab.serve.job import Job
@@ -217,12 +219,17 @@ def test_how_an_answer_is_read_is_worked_out_once(engine, monkeypatch, more):
 
 
 def test_a_forgotten_schema_is_not_compiled(engine, monkeypatch):
-    compiled, goes_on = [], threading.Event()
-    monkeypatch.setattr(engine, "_compiled", lambda job, inputs: compiled.append(job.id) or goes_on.wait(20))
+    compiled, has_begun, goes_on = [], threading.Event(), threading.Event()
+
+    def compile_one(job, inputs):
+        compiled.append(job.id)
+        has_begun.set()
+        return goes_on.wait(20)
+
+    monkeypatch.setattr(engine, "_compiled", compile_one)
     hello = [{"role": "user", "content": "Hello"}]  # images are decoded on several threads, in any order
     first, second, third = [engine.prepare(ask(name, hello, schema=SCHEMA)) for name in "abc"]
-    while not compiled:
-        time.sleep(0.001)
+    assert has_begun.wait(20)
     assert second.cancel()
     goes_on.set()
     assert third.result(20) and first.done() and compiled == ["a", "c"]
@@ -264,8 +271,31 @@ def test_a_compile_that_fails_unexpectedly_ends_its_own_job_alone(engine, monkey
     first, failed, last = [engine.prepare(ask(name, schema=SCHEMA)) for name in "abc"]
     told = failed.exception(20)
     assert isinstance(told, MistakeError) and "secret" not in str(told)
-    assert caplog.records[-1].exc_info[1] is error
+    assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [error]
     assert first.result(20).constraint and last.result(20).constraint
+
+
+@pytest.mark.parametrize("case", ["schema", "compile", "prefill", "refused"])
+def test_media_count_no_longer_than_their_request_without_a_collection(engine, monkeypatch, case):
+    """What a request with an image leaves behind when it ends is freed by itself, however it ends."""
+    options = {} if case == "prefill" else {"schema": SCHEMA}
+    place = {"compile": (Reading, "constraint"), "prefill": (Batch, "place")}.get(case)
+    if case == "refused":
+        options = {"schema": {"type": "no such type"}}
+    pool = engine._preparing._media
+    run(engine, ask("warm", tokens=1))  # what is made once
+    if place is not None:
+        monkeypatch.setattr(*place, lambda *arguments, **_: 1 / 0)
+        monkeypatch.setattr(engine_module, "write_traceback", lambda *_: "")  # pytest keeps the records of a log
+    gc.collect()
+    gc.disable()
+    try:
+        ended = run(engine, ask("a", tokens=3, **options))["a"][1].kind
+        assert ended == ("done" if case == "schema" else "error")
+        with pool._changed:  # a thread may be about to drop them
+            assert pool._changed.wait_for(lambda: pool.used_bytes == 0, 20)
+    finally:
+        gc.enable()
 
 
 def test_a_panic_while_a_prompt_is_prepared_or_a_token_is_taken_ends_its_own_job_alone(engine, monkeypatch):
@@ -506,10 +536,19 @@ def test_a_row_whose_scores_are_not_numbers_ends_alone(model, engine, monkeypatc
     assert engine.batch.active == [] and engine._by_row == {}
 
 
-@pytest.mark.parametrize("where", ["prepare", "sampler", "detokenizer"])
-def test_a_mistake_in_one_request_ends_it_alone(model, engine, monkeypatch, where):
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        *((where, KeyError("nobody thought of this")) for where in ("prepare", "sampler", "detokenizer")),
+        ("sampler", PanicError("nobody thought of this")), ("later", PanicError("nobody thought of this")),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_one_request_ends_it_alone(model, engine, monkeypatch, where, error):
     def fail(*args, **kwargs):
-        raise KeyError("nobody thought of this")
+        raise error
+
+    def fail_later(token_ids, logits):
+        return logits if len(token_ids) < 3 + fail_later.prompt_tokens else fail()
 
     if where == "prepare":
         prepare = chat.prepare
@@ -522,6 +561,9 @@ def test_a_mistake_in_one_request_ends_it_alone(model, engine, monkeypatch, wher
         answer = begin(self, job, compiled)
         if job.id == "bad" and where == "sampler":
             answer.row.constraint = fail
+        elif job.id == "bad" and where == "later":
+            fail_later.prompt_tokens = answer.row.prompt_tokens
+            answer.row.constraint = fail_later
         elif job.id == "bad":
             answer.detokenizer.push = fail
         return answer

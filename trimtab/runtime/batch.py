@@ -351,7 +351,9 @@ class Batch:
                 if row in failed:
                     raise failed[row]
                 sampled.append(self._draw(row, logits[places[row]], tokens[places[row]]))
-            except Exception as exc:
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as exc:  # a panic of llguidance, which masks tokens, is no Exception
                 row.error, row.finish = exc, "error"
         for one in sampled:
             self._commit(one)

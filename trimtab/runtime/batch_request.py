@@ -37,7 +37,7 @@ class Row:
     number: int = -1
     finish: str | None = None
     constraint: Constraint | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
     # Whose cached prefixes it may use (None: none), how many of its prompt's tokens it has used, and how many of its positions
     # have been written.
     client: str | None = None

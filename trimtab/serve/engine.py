@@ -181,19 +181,7 @@ class LoadedEngine:
         prepared = self._preparing.submit(job)
         if not _is_constrained(job):
             return prepared
-        compiled: Future[Compiled] = Future()
-        compiled.add_done_callback(lambda done: done.cancelled() and prepared.cancel())
-        prepared.add_done_callback(lambda _: self._compile_later(job, prepared, compiled))
-        return compiled
-
-    def _compile_later(self, job: Job, prepared: Future[Inputs], compiled: Future[Compiled]) -> None:
-        """Queue the compile of a job whose inputs are made. Without inputs there is nothing to compile."""
-        if prepared.cancelled() or compiled.cancelled():
-            return
-        if (exc := prepared.exception()) is None:
-            self._compiling.submit(job.sender, compiled, partial(self._compiled_aside, job, prepared.result()))
-        elif compiled.set_running_or_notify_cancel():
-            compiled.set_exception(exc)
+        return self._compiling.after(prepared, job.sender, partial(self._compiled_aside, job))
 
     def _compiled_aside(self, job: Job, inputs: Inputs) -> Compiled:
         """Return what `_compiled` returns. Errors: those of this job alone; the device is not used."""
@@ -478,11 +466,16 @@ class LoadedEngine:
             if job is None:
                 raise
             raise for_client(exc, job) from exc
-        except Exception as exc:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as exc:  # a panic of llguidance is no Exception
             named = self._name(exc, what)
-            if named is exc:
-                raise
-            raise named from exc
+            try:
+                if named is exc:
+                    raise
+                raise named from exc
+            finally:
+                del named  # it refers to this frame, and by its cause to those that have the inputs
 
     def _name(self, exc: BaseException, what: str) -> TrimtabError:
         if isinstance(exc, DeviceError) and exc.planned_bytes is not None:

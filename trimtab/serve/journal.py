@@ -77,6 +77,18 @@ def write_traceback(exc: BaseException, what: str) -> str:
     return error_id
 
 
+def drop_tracebacks(exc: BaseException) -> None:
+    """Remove the tracebacks of an exception that is kept, and of those that caused it: their frames hold a request's inputs."""
+    seen: set[int] = set()
+    found: list[BaseException | None] = [exc]
+    while found:
+        one = found.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            found += (one.__cause__, one.__context__)
+
+
 # How lines look -------------------------------------------------------------------------------------------------------
 
 

@@ -15,8 +15,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from trimtab.serve.job import Job
-from trimtab.serve.journal import write_traceback
+from trimtab.serve.journal import drop_tracebacks, write_traceback
 from trimtab.serve.media_pool import MediaPool
+from trimtab.serve.scheduler import MistakeError
 
 # A text of more characters waits with the media.
 SHORT_CHARACTERS = 32_768
@@ -36,8 +37,9 @@ class Preparing:
     def start(self, first: Callable[[], None] | None = None) -> None:
         """Start the thread. first: what it does before any prompt; if that fails, prompts are prepared all the same."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, args=(first,), name="trimtab-prepare", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, args=(first,), name="trimtab-prepare", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def submit(self, job: Job) -> Future[Any]:
         """Return the inputs to be; cancelling them is enough to forget the job."""
@@ -66,14 +68,19 @@ class Preparing:
         # A job with media has been running since it was decoded.
         if pass_on is None and not future.set_running_or_notify_cancel():
             return
-        inputs, problem = None, None
+        inputs: Any = None
+        problem: BaseException | None = None
         try:
             inputs = self._prepare(job)
         except BaseException as exc:
+            drop_tracebacks(exc)
             problem = exc
         del job  # its media, before their memory counts as free
         if pass_on is not None:
-            pass_on(inputs)
+            try:
+                pass_on(inputs)
+            except BaseException as exc:  # the thread goes on with the next prompt
+                problem = MistakeError(write_traceback(exc, "counting the memory of images and audio"))
         if problem is None:
             future.set_result(inputs)
         else:

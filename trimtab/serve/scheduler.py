@@ -322,6 +322,7 @@ class Scheduler:
                 entry.answer = self.engine.begin(entry.job, inputs)
             except TrimtabError as exc:
                 self.counts.refused += 1
+                entry.inputs = None  # the future has the exception, whose traceback has this frame
                 self._forget(entry)
                 self._tell(error_event(entry.job.id, exc))
             else:
