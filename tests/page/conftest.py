@@ -40,7 +40,7 @@ def opened(browser, url):
         context = browser.new_context(**{"viewport": {"width": 1366, "height": 768}, **options})
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(60_000)
         page.on("pageerror", lambda error: said.append(str(error)))
         page.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
         if key:

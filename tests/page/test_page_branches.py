@@ -162,3 +162,41 @@ def test_the_gauge_shows_what_the_last_prompt_and_answer_take_of_the_context(ope
     expect(page.locator("#context")).to_be_hidden()
     page.get_by_role("button", name="first", exact=True).click()
     expect(text).to_have_text("more than 6 of 512")
+
+
+def test_edits_from_the_last_answer_to_the_first_do_not_double_what_a_chat_holds(opened):
+    page = opened()
+    counts = page.evaluate(
+        """async () => {
+          const { addVersion, allTurns, hasBranches } = await import("/page/branches.js");
+          const turns = Array.from({ length: 14 }, (_, at) => ({ text: `${at}`, slots: [{ at: 0, versions: [{ text: "a" }] }] }));
+          for (let at = turns.length - 2; at >= 0; at -= 1) {
+            addVersion(turns[at], turns[at].slots[0], { text: "b" }, turns.slice(at + 1));
+          }
+          return [allTurns(turns).length, turns.filter(hasBranches).length];
+        }"""
+    )
+    assert counts == [14 + sum(range(1, 14)), 13]
+
+
+def test_an_edit_is_not_saved_while_an_answer_comes_and_later_counts_of_the_context_are_forgotten(opened):
+    page = opened()
+    stand_in(page, "Red.", "Blue.")
+    ask(page, "What color?")
+    answers(page)
+    ask(page, "And the sky?")
+    answers(page, 2)
+    expect(page.locator("#context-text")).not_to_contain_text("more than")
+    page.get_by_role("button", name="Edit this answer").first.click()
+    held = []
+    page.route("**/v1/chat/completions", lambda route: held.append(route))
+    ask(page, "And the sea?")
+    expect(page.locator("#stop")).to_be_visible()
+    page.get_by_label("Edited answer").fill("Green.")
+    page.get_by_role("button", name="Save", exact=True).click()
+    expect(page.locator("#ask-error")).to_contain_text("when the answer is complete")
+    expect(page.get_by_label("Edited answer")).to_have_value("Green.")
+    page.locator("#stop").click()
+    page.get_by_role("button", name="Save", exact=True).click()
+    expect(page.locator(".answer .text").first).to_have_text("Green.")
+    expect(page.locator("#context-text")).to_contain_text("more than")

@@ -69,7 +69,7 @@ def sound_bytes(seconds: float, rate: int) -> int:
 
 
 def patch_bytes(images: int, model_type: str) -> int:
-    """Return the bytes of the patches of images while a processor makes them, for the largest that the family's makes by default.
+    """Return the bytes of image patches while a processor makes them, for images of the largest size that it makes by default.
 
     Not covered: families with tiles that `PATCHES` does not name make up to twice as many.
     """

@@ -87,7 +87,7 @@ const number = (value) => (Number.isFinite(value) ? value : 0);
 
 function chatOf(found) {
   const turns = turnsOf(found?.turns, 0);
-  const id = /^[0-9a-f]{24}$/.test(found?.id) ? found.id : null;
+  const id = /^[0-9a-f]{24}$/.test(text(found?.id)) ? found.id : null;
   if (id === null || !turns.length) throw new Error("The file holds a chat that is not whole");
   return {
     id, title: text(found.title) || "Chat", at: number(found.at), isNamed: found.isNamed === true, turns,

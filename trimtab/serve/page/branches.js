@@ -13,9 +13,11 @@ export function chooseVersion(turn, slot, at, following) {
   return chosen;
 }
 
-/** Add a version and choose it. The turns that follow belong to it, and a copy of them to the version before. */
+/** Add a version and choose it. The turns that follow belong to it, and a copy of them to the version before; the copy has no
+ *  branches of its own, or edit after edit would double what the chat holds. */
 export function addVersion(turn, slot, version, following) {
-  if (following.length) turn.later = { ...turn.later, [nameOf(turn)]: structuredClone(following) };
+  const copy = following.map(({ later, ...shown }) => structuredClone(shown));
+  if (copy.length) turn.later = { ...turn.later, [nameOf(turn)]: copy };
   slot.versions.push(version);
   slot.at = slot.versions.length - 1;
 }
@@ -25,6 +27,9 @@ export function addSlot(turn, slot) {
   turn.slots.push(slot);
   turn.later = Object.fromEntries(Object.entries(turn.later ?? {}).map(([name, turns]) => [`${name},${slot.at}`, turns]));
 }
+
+/** Return whether a turn has branches that are not shown. */
+export const hasBranches = ({ later }) => Object.keys(later ?? {}).length > 0;
 
 /** Return the turns of all branches, one after the other. */
 export function allTurns(turns) {

@@ -1,7 +1,7 @@
 // The conversation: what is sent, to one adapter or to two side by side, how answers come, and what is kept of them.
 
 import { stream } from "./api.js";
-import { addSlot, addVersion, chooseVersion } from "./branches.js";
+import { addSlot, addVersion, chooseVersion, hasBranches } from "./branches.js";
 import { tokensOf } from "./chances.js";
 import { byId, counted, make, rate, seconds, tell } from "./dom.js";
 import { download, fileName } from "./backup.js";
@@ -39,14 +39,20 @@ export function startChat(model, onKept) {
       addSlot(turn, { at: 0, versions: [versionFor(voice)] });
       return answer(turn, [turn.slots.at(-1)]);
     },
+    /** Keep an edited answer. Returns whether that is possible now. */
     change: (turn, slot, text) => {
+      if (running) return false;
+      const later = chat.turns.slice(chat.turns.indexOf(turn) + 1);
       const edited = { ...versionOf(slot), text, tokens: [], facts: "edited", how: "edited", error: null, used: null };
-      addVersion(turn, slot, edited, chat.turns.slice(chat.turns.indexOf(turn) + 1));
+      addVersion(turn, slot, edited, later);
+      forgetUse(later);
       showContext();
-      return keep();
+      keep();
+      return true;
     },
     remove: async (turn) => {
       const left = chat.turns.filter((other) => other !== turn);
+      forgetUse(chat.turns.slice(chat.turns.indexOf(turn) + 1));
       setTurns(left, "Message and answer deleted", { isFocused: true });
       if (left.length) return keep();
       await store.forget(chat.id);
@@ -55,7 +61,7 @@ export function startChat(model, onKept) {
     /** Show another version of an answer, with the turns that followed it. Returns whether that is possible now. */
     pick: (turn, slot, at) => {
       const mine = chat, before = slot.at, place = chat.turns.indexOf(turn) + 1, left = chat.turns.length - place;
-      if (running && left) return false;
+      if (running && (left || hasBranches(turn))) return false;
       endUndo();
       chat.turns = [...chat.turns.slice(0, place), ...chooseVersion(turn, slot, at, chat.turns.slice(place))];
       show(true);
@@ -252,6 +258,11 @@ export function startChat(model, onKept) {
     byId("context").classList.toggle("is-full", known > FULL_SHARE * most);
     if (byId("context-text").textContent !== words) byId("context-text").textContent = words;
     meter.setAttribute("aria-valuetext", `${words} tokens`);
+  }
+
+  /** What comes before these turns has changed: how much of the context they take is not known any more. */
+  function forgetUse(turns) {
+    for (const { slots } of turns) slots.forEach((slot) => (versionOf(slot).used = null));
   }
 
   function toEnd(isForced = false) {

@@ -2,7 +2,7 @@
 
 import { chanceView, hideTip } from "./chances.js";
 import { markDifferences, unmark, wordCounts } from "./differ.js";
-import { counted, icon, make, tool } from "./dom.js";
+import { byId, counted, icon, make, tell, tool } from "./dom.js";
 import { codeOf, copyButton, showMarkdown } from "./markdown.js";
 import { shown } from "./media.js";
 
@@ -59,7 +59,7 @@ function editorOf({ name, text, hint = null, yes, isOneLine, mayBeEmpty = false,
   return form;
 }
 
-/** One turn. acts: {edit(turn, text), again(turn, slot), goOn(turn, slot), change(turn, slot, text), remove(turn), compare(turn, voice),
+/** One turn. acts: {edit(turn, text), again(turn, slot), goOn(turn, slot), change(turn, slot, text) -> whether it could, remove(turn), compare(turn, voice),
  *  pick(turn, slot, at), voices()}: what its buttons do. */
 export class TurnView {
   constructor(turn, acts) {
@@ -251,7 +251,7 @@ export class AnswerView {
       hint: turnView.isLast ? null : "Later answers stay as they are.",
       take: (text) => {
         if (text !== this.version.text) {
-          turnView.acts.change(turnView.turn, slot, text);
+          if (!turnView.acts.change(turnView.turn, slot, text)) return tell(byId("ask-error"), "Save it when the answer is complete");
           this.hasChances = false;
           this.show();
           turnView.showBetween();
