@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-import time
 import weakref
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 
 import pytest
 
@@ -47,9 +46,9 @@ def image_of(job):
     return job.prompt[0]["content"][0]["image"]
 
 
-def job(name, image=b"", client=""):
+def job(name, image=b"", sender=""):
     content = [{"type": "image", "image": image}, {"type": "text", "text": "?"}]
-    return Job(name, [{"role": "user", "content": content}], GenerateRequest(), client=client)
+    return Job(name, [{"role": "user", "content": content}], GenerateRequest(), sender=sender)
 
 
 @pytest.fixture
@@ -64,6 +63,12 @@ def preparing(decoder, **limits):
     return Preparing(lambda job: job.id, pool), pool
 
 
+def idle(pool, but=0):
+    """Wait until the threads have ended all but so many entries, and none of the others may begin."""
+    with pool._changed:
+        assert pool._changed.wait_for(lambda: sum(pool._turns._running.values()) == but, WAIT_S)
+
+
 def test_a_slow_image_of_one_client_delays_nobody_elses(decoder):
     prepared, _ = preparing(decoder)
     slow = prepared.submit(job("a", b"slow"))
@@ -75,22 +80,56 @@ def test_a_slow_image_of_one_client_delays_nobody_elses(decoder):
     assert slow.result(WAIT_S) == "a"
 
 
-def test_no_client_has_every_thread(decoder):
-    prepared, _ = preparing(decoder)
-    slow = [prepared.submit(job(f"a{number}", b"slow", client="a")) for number in range(4)]
+def test_no_client_has_every_thread_while_others_come(decoder):
+    now = [0.0]
+    prepared, pool = preparing(decoder, clock=lambda: now[0])
+    assert prepared.submit(job("c", b"fast", sender="c")).result(WAIT_S) == "c"
+    idle(pool)
+    slow = [prepared.submit(job(f"a{number}", b"slow", sender="a")) for number in range(4)]
     decoder.wait_for("a0")
-    assert prepared.submit(job("b", b"fast", client="b")).result(WAIT_S) == "b"
-    assert decoder.seen == ["a0", "b"]
+    assert prepared.submit(job("b", b"fast", sender="b")).result(WAIT_S) == "b"
+    assert decoder.seen == ["c", "a0", "b"]
+    # Those who came last came long ago.
+    now[0] = media_pool.LATELY_S + 1.0
+    with pool._changed:
+        pool._changed.notify_all()
+    decoder.wait_for("a1")
     decoder.let_go.set()
     assert [future.result(WAIT_S) for future in slow] == ["a0", "a1", "a2", "a3"]
 
 
+def test_a_client_alone_has_every_thread(decoder):
+    prepared, _ = preparing(decoder)
+    slow = [prepared.submit(job(f"a{number}", b"slow", sender="a")) for number in range(2)]
+    decoder.wait_for("a0")
+    decoder.wait_for("a1")
+    decoder.let_go.set()
+    assert [future.result(WAIT_S) for future in slow] == ["a0", "a1"]
+
+
+@pytest.mark.parametrize("small", ["a", "c"])
+def test_media_without_room_are_overtaken_a_few_times_only(decoder, small):
+    """By media of a client that always has others waiting, or of many clients."""
+    prepared, pool = preparing(decoder, threads=3, most_bytes=10)
+    first = prepared.submit(job("a", b"slow67", sender="a"))
+    decoder.wait_for("a")
+    large = prepared.submit(job("large", b"x" * 10, sender="b"))
+    names = [f"{small}{number}" for number in range(9)]
+    others = [prepared.submit(job(name, b"1", sender=name if small == "c" else "a")) for name in names]
+    assert [future.result(WAIT_S) for future in others[:3]] == names[:3]
+    idle(pool, but=1)
+    assert sorted(decoder.seen) == ["a", *names[:3]] and not large.done()
+    decoder.let_go.set()
+    assert [future.result(WAIT_S) for future in (first, large, *others)] == ["a", "large", *names]
+    assert decoder.seen[4] == "large"
+
+
 def test_clients_with_many_images_leave_a_later_client_its_turn(decoder):
     prepared, _ = preparing(decoder, threads=1)
-    first = prepared.submit(job("a0", b"slow", client="a"))
+    first = prepared.submit(job("a0", b"slow", sender="a"))
     decoder.wait_for("a0")
     names = ("a1", "a2", "b0", "b1", "b2", "c0")
-    others = [prepared.submit(job(name, b"fast", client=name[0])) for name in names]
+    others = [prepared.submit(job(name, b"fast", sender=name[0])) for name in names]
     decoder.let_go.set()
     assert [future.result(WAIT_S) for future in (first, *others)] == ["a0", *names]
     assert decoder.seen == ["a0", "b0", "c0", "a1", "b1", "a2", "b2"]
@@ -147,14 +186,93 @@ def test_memory_that_was_freed_is_returned_before_other_media_need_its_room(deco
     assert pool.freed_bytes == 1
 
 
+def test_memory_counts_as_freed_until_its_return_has_ended(monkeypatch):
+    counted, pool = [], MediaPool(lambda job: job, lambda job: 0)
+    pool.freed_bytes = 7
+
+    def return_pages():
+        counted.append(pool.freed_bytes)
+        pool.freed_bytes += 5  # freed meanwhile: no one knows whether it is returned with the rest
+
+    monkeypatch.setattr(media_pool, "return_freed_pages", return_pages)
+    pool._returner.return_now()
+    assert counted == [7] and pool.freed_bytes == 5
+
+
+def test_media_that_were_never_decoded_leave_no_freed_memory(decoder, monkeypatch):
+    _, pool = preparing(decoder)
+    gone: Future = Future()
+    # It is cancelled between its turn and its beginning.
+    monkeypatch.setattr(gone, "set_running_or_notify_cancel", lambda: not gone.cancel())
+    pool.submit(job("a", b"fast"), gone, lambda *_: None)
+    with pytest.raises(CancelledError):
+        gone.result(WAIT_S)
+    idle(pool)
+    assert (pool.used_bytes, pool.freed_bytes) == (0, 0) and not decoder.seen
+
+
+@pytest.mark.parametrize("fails", ["then", "kept", "return"])
+def test_what_fails_around_decoding_ends_neither_the_thread_nor_the_turn(decoder, fails, monkeypatch):
+    def then(decoded, pass_on):
+        if fails == "then" and decoded.id == "a":
+            raise MemoryError
+        pass_on("inputs of " + decoded.id)
+        done.set()
+
+    def kept(inputs):
+        return 1 / 0 if fails == "kept" and inputs == "inputs of a" else ()
+
+    def return_pages():
+        raise OSError
+
+    done, failed = threading.Event(), Future()
+    pool = MediaPool(decoder, lambda job: 5, threads=1, most_bytes=10, kept=kept)
+    if fails == "return":
+        pool.freed_bytes = 10
+        monkeypatch.setattr(media_pool, "return_freed_pages", return_pages)
+    pool.submit(job("a", b"fast"), failed, then)
+    assert isinstance(
+        failed.exception(WAIT_S), {"then": MemoryError, "kept": ZeroDivisionError, "return": OSError}[fails]
+    )
+    monkeypatch.undo()
+    pool.submit(job("b", b"fast"), Future(), then)
+    assert done.wait(WAIT_S)
+    idle(pool)
+    assert pool.used_bytes == 0 and len(pool._threads) == 1 and pool._threads[0].is_alive()
+
+
+def test_inputs_that_cannot_be_counted_are_the_requests_error_alone(decoder):
+    pool = MediaPool(decoder, lambda job: 5, kept=lambda inputs: 1 / 0 if inputs == "a" else ())
+    prepared = Preparing(lambda job: job.id, pool)
+    with pytest.raises(MistakeError):
+        prepared.submit(job("a", b"fast")).result(WAIT_S)
+    assert prepared.submit(job("b", b"fast")).result(WAIT_S) == "b" and pool.used_bytes == 0
+
+
+def test_a_thread_that_does_not_start_is_not_counted(decoder, monkeypatch):
+    prepared, pool = preparing(decoder)
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    prepared.start()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="new thread"):
+            prepared.submit(job("a", b"fast"))
+    assert prepared.submit(job("b", b"fast")).result(WAIT_S) == "b"
+    assert decoder.seen == ["b"] and len(pool._threads) == 1
+
+
 def test_a_request_whose_media_take_too_long_is_answered(decoder):
     prepared, pool = preparing(decoder, most_s=0.05)
     with pytest.raises(RequestError, match="take longer than 0.05 s to decode"):
         prepared.submit(job("a", b"slow")).result(WAIT_S)
-    assert prepared.submit(job("b", b"fast")).result(WAIT_S) == "b"
-    decoder.let_go.set()  # its thread and its bytes are free again
-    with pool._changed:
-        assert pool._changed.wait_for(lambda: pool.used_bytes == 0, WAIT_S)
+    assert pool.used_bytes == len(b"slow")  # until the decoder returns
+    decoder.let_go.set()
+    idle(pool)
+    assert pool.used_bytes == 0
+    assert preparing(decoder)[0].submit(job("b", b"fast")).result(WAIT_S) == "b"
 
 
 def test_an_error_is_the_requests_own_and_a_cancelled_request_is_forgotten(decoder):
@@ -171,46 +289,44 @@ def test_an_error_is_the_requests_own_and_a_cancelled_request_is_forgotten(decod
         assert pool._changed.wait_for(lambda: pool.used_bytes == 0, WAIT_S)
 
 
-def test_memory_of_large_media_goes_back_to_the_system_once_nothing_holds_them(decoder, monkeypatch):
-    held, returned = [], threading.Event()
+@pytest.fixture
+def due(monkeypatch):
+    """What timers would do, in their order."""
+    works = []
+    monkeypatch.setattr(media_pool, "call_later", lambda seconds, work: works.append(work))
+    return works
+
+
+def test_memory_of_large_media_goes_back_to_the_system_once_nothing_holds_them(due, monkeypatch):
+    held = []
 
     def decode(job):
         decoded = Job(job.id, "text", GenerateRequest())
         held.append(weakref.ref(decoded))
         return decoded
 
-    monkeypatch.setattr(media_pool, "RETURN_AFTER_S", 0.01)
-    monkeypatch.setattr(media_pool, "return_freed_pages", lambda: (held.append(held[-1]()), returned.set()))
-    for size, is_returned in ((media_pool.RETURNED_BYTES - 1, False), (media_pool.RETURNED_BYTES, True)):
+    monkeypatch.setattr(media_pool, "return_freed_pages", lambda: held.append(held[-1]()))
+    for size, returns in ((media_pool.RETURNED_BYTES - 1, 0), (media_pool.RETURNED_BYTES, 1)):
         pool = MediaPool(decode, lambda job, size=size: size)
         # The thread that decoded has let go before the prompt is prepared.
-        prepared = Preparing(lambda job: time.sleep(0.2) or job.id, pool).submit(job("a", b"x"))
+        prepared = Preparing(lambda job, pool=pool: idle(pool) or job.id, pool).submit(job("a", b"x"))
         assert prepared.result(WAIT_S) == "a"
-        assert returned.wait(WAIT_S if is_returned else 0.2) == is_returned
+        assert len(due) == returns
+    due.pop()()
     assert held[-1] is None  # the decoded media were gone by then
 
 
-def test_many_large_media_return_memory_once_in_a_while_and_once_after_the_last(monkeypatch):
-    returns, after_last, after_s = [], threading.Event(), 0.3
-    decoded = []
-
-    def return_pages():
-        returns.append((time.monotonic(), len(decoded)))
-        if len(decoded) == 40:
-            after_last.set()
-
-    monkeypatch.setattr(media_pool, "RETURN_AFTER_S", after_s)
-    monkeypatch.setattr(media_pool, "return_freed_pages", return_pages)
-    pool = MediaPool(lambda job: (time.sleep(0.02), job)[1], lambda job: media_pool.RETURNED_BYTES, most_bytes=2**40)
+def test_many_large_media_return_memory_once_in_a_while_and_once_after_the_last(due, monkeypatch):
+    returns, decoded = [], []
+    monkeypatch.setattr(media_pool, "return_freed_pages", lambda: returns.append(len(decoded)))
+    pool = MediaPool(lambda job: job, lambda job: media_pool.RETURNED_BYTES, most_bytes=2**40)
     prepared = Preparing(lambda job: decoded.append(job.id), pool)
-    for future in [prepared.submit(job(str(number), b"x")) for number in range(40)]:
-        future.result(WAIT_S)
-    assert after_last.wait(WAIT_S)
-    time.sleep(2 * after_s)
-    times = [at for at, _ in returns]
-    assert all(later - earlier >= after_s for earlier, later in zip(times, times[1:], strict=False))
-    # The last medium may end while the return before is due.
-    assert [count for _, count in returns].count(40) in (1, 2) and len(returns) < 20
+    for _ in range(2):
+        for future in [prepared.submit(job(str(number), b"x")) for number in range(20)]:
+            future.result(WAIT_S)
+        assert len(due) == 1
+        due.pop()()
+    assert returns == [20, 40] and not due and pool.freed_bytes == 0
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc has the resident memory")

@@ -1,13 +1,12 @@
 """The order of work that waits for a thread: clients take turns, so that many jobs of one client delay others by one at most.
 
-A client is an API key (`Job.client`). Without keys, or where keys share their prefixes, all requests are of one client, and their
-work is done in the order in which it came.
+A client is what a request's turn in the queue goes by too: an API key, or an address where there are no keys (`Job.sender`).
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -42,22 +41,36 @@ class ClientTurns(Generic[Entry]):
         self._drop_cancelled()
         self._waiting.setdefault(entry.client, []).append(entry)
 
-    def take(self, may_begin: Callable[[Entry], bool] = lambda entry: True) -> Entry | None:
-        """Return the next entry that may begin: of the client with the least running work, then of the one whose turn is longest
-        ago, the oldest. None if there is none. The caller reports its end with `end`."""
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def has_other_than(self, client: str) -> bool:
+        """Whether work of another client waits."""
+        return any(other != client for other in self._waiting)
+
+    def in_turn(self) -> Iterator[Entry]:
+        """Give what waits in its order: the client with the least running work first, of those the one whose turn is longest ago,
+        and the oldest of each first."""
         self._drop_cancelled()
         for client in sorted(self._waiting, key=self._running.__getitem__):
-            entry = next(filter(may_begin, self._waiting[client]), None)
-            if entry is not None:
-                self._waiting[client].remove(entry)
-                self._drop_if_empty(client)
-                self._running[client] += 1
-                self._put_last(client)
-                return entry
-        return None
+            yield from self._waiting[client]
+
+    def take(self) -> Entry | None:
+        """Begin the next entry and return it; None if nothing waits."""
+        entry = next(self.in_turn(), None)
+        if entry is not None:
+            self.begin(entry)
+        return entry
+
+    def begin(self, entry: Entry) -> None:
+        """Count an entry that waited as running. The caller reports its end with `end`."""
+        self._waiting[entry.client].remove(entry)
+        self._drop_if_empty(entry.client)
+        self._running[entry.client] += 1
+        self._put_last(entry.client)
 
     def end(self, client: str) -> None:
-        """Count the end of an entry that `take` returned."""
+        """Count the end of an entry that was begun."""
         self._running[client] -= 1
         self._running += Counter()  # clients without running work are dropped
         self._put_last(client)  # behind those who came while it ran

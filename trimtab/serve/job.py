@@ -24,7 +24,7 @@ class Job:
     has to be complete, None: no limit. top_logprobs: None for no logprobs, else how many of the most likely tokens to tell.
     fills_context: the answer may take what the prompt leaves of the context, if that is less than request.max_new_tokens.
     client: whose cached prefixes it may use, and is cached for; jobs of one client share them. sender: with whose other jobs it
-    shares a turn in the queue.
+    shares a turn in the queue, and where media are decoded and schemas compiled.
     schema: a JSON schema that the answer has to satisfy ({} is any JSON object); None: free text. tools: what the model may call,
     in OpenAI's form. must_call: None if it need not, "" for any of them, or the name of one. holds_calls: the arguments of calls
     that it makes of its own are held to their schemas. several_calls: whether more than one may follow. template_kwargs: what the
