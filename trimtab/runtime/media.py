@@ -37,7 +37,8 @@ RATES, MAX_CHANNELS = range(1_000, MOST_RATE + 1), 16
 BLOCK_FRAMES = 2**16
 # No MP3 has a higher one, and learning the rate of a given one takes reading the whole file.
 MOST_MP3_RATE = 48_000
-_MP3 = re.compile(rb"ID3[\2-\4]|\xff[\xe2-\xff]")
+_MP3_FRAME = re.compile(rb"\xff[\xe2-\xff]")
+_ID3_HEADER_BYTES, MOST_ID3_TAGS = 10, 8
 
 
 def _named(source: Any) -> str:
@@ -92,12 +93,27 @@ def picture_bytes(data: bytes) -> tuple[int, int]:
 
 def sound_rate(data: bytes) -> int:
     """Return the rate of an audio file at most, by its header; 0 for a file that is not decoded."""
-    if _MP3.match(data):
+    start = _after_tags(data)
+    if _MP3_FRAME.match(data, start):
         return MOST_MP3_RATE
+    if start:  # a tag may stand before other formats too, which libsndfile then decodes
+        return MOST_RATE
     if data[:4] == b"OggS":
         return min(ogg_rate(data) or MOST_RATE, MOST_RATE)
     header = wav_header(data) or flac_header(data)
     return 0 if header is None else min(header.rate, MOST_RATE)
+
+
+def _after_tags(data: bytes) -> int:
+    """Return where a file begins after its ID3 tags. Source: ID3v2.4 section 3.1; a size has 7 bits per byte."""
+    start = 0
+    for _ in range(MOST_ID3_TAGS):
+        head = data[start : start + _ID3_HEADER_BYTES]
+        if len(head) < _ID3_HEADER_BYTES or head[:3] != b"ID3":
+            break
+        size = sum((byte & 0x7F) << shift for byte, shift in zip(head[6:], (21, 14, 7, 0), strict=True))
+        start += _ID3_HEADER_BYTES + size + (_ID3_HEADER_BYTES if head[5] & 0x10 else 0)
+    return start
 
 
 @dataclass(frozen=True)
