@@ -462,9 +462,9 @@ def test_short_prompts_go_together_whichever_clients_they_are_of_and_whatever_lo
     rows=st.integers(1, 6),
 )
 @settings(deadline=None, max_examples=60)
-def test_a_client_with_a_waiting_prompt_is_passed_by_each_other_client_once_in_a_line(jobs, rows):
-    """jobs: (client, adapter, pieces of the prompt, turns before the next one comes). In the line of an adapter, between two of its
-    prompts that start, no other client starts two while it waits."""
+def test_a_client_with_a_waiting_prompt_is_passed_by_each_other_client_once(jobs, rows):
+    """jobs: (client, adapter, pieces of the prompt, turns before the next one comes). Between two of its prompts that start, no
+    other client starts two while it waits, whichever adapters they ask for."""
     scheduler, _, told, _ = make(MockEngine(rows=rows), queue_limit=100)
     owner, waits_since, seen = {}, {}, 0
 
@@ -472,21 +472,20 @@ def test_a_client_with_a_waiting_prompt_is_passed_by_each_other_client_once_in_a
         nonlocal seen
         for event in told[seen:]:
             if event.kind == "started":
-                line, client = owner[event.job_id][:2]
-                waits_since[line].pop(event.job_id)
-                others = {owner[name][1] for name in waits_since[line]} - {client}
-                passed[line].pop(client, None)
+                client = owner[event.job_id]
+                waits_since.pop(event.job_id)
+                others = {owner[name] for name in waits_since} - {client}
+                passed.pop(client, None)
                 for other in others:
-                    passed[line].setdefault(other, []).append(client)
-                    assert len(set(passed[line][other])) == len(passed[line][other])
+                    passed.setdefault(other, []).append(client)
+                    assert len(set(passed[other])) == len(passed[other])
         seen = len(told)
 
-    passed = {line: {} for line in (None, "x", "y")}
-    waits_since = {line: {} for line in passed}
+    passed = {}
     for number, (client, adapter, pieces, turns) in enumerate(jobs):
         name = str(number)
-        owner[name] = adapter, client
-        waits_since[adapter][name] = True
+        owner[name] = client
+        waits_since[name] = True
         scheduler.submit(job(name, adapter=adapter, sender=client, pieces=pieces, tokens=2))
         for _ in range(turns):
             scheduler.turn()
@@ -495,6 +494,34 @@ def test_a_client_with_a_waiting_prompt_is_passed_by_each_other_client_once_in_a
         look()
     look()
     assert set(ends(told).values()) <= {"length"} and len(ends(told)) == len(jobs)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_prompts_for_many_adapters_of_one_client_delay_another_client_by_one_of_them(own):
+    """own: the client with many adapters has a prompt in the other client's line, too, which came before."""
+    scheduler, _, told, _ = make(MockEngine(rows=1), queue_limit=100)
+    for number in range(40):
+        scheduler.submit(job(f"a{number}", adapter=f"x:0.{number:03}+y:0.5", sender="a", pieces=3, tokens=1))
+    if own:
+        scheduler.submit(job("a", sender="a", pieces=3, tokens=1))
+    scheduler.turn()
+    for number in range(2):
+        scheduler.submit(job(f"b{number}", sender="b", tokens=1))
+    to_the_end(scheduler)
+    assert started(told)[:5] == ["a0", "b0", "a1", "b1", "a2"]
+
+
+def test_many_adapters_of_one_client_that_wait_for_a_slot_keep_no_slot_from_another_client():
+    """One slot: each time as many prompts as there are rows have passed, one of the waiting adapters has it, not all of them."""
+    scheduler, _, told, _ = make(MockEngine(rows=2, slots=1), queue_limit=100)
+    for number in range(20):
+        scheduler.submit(job(f"b{number}", adapter="z", sender="b", tokens=3))
+    scheduler.turn()
+    for number in range(20):
+        scheduler.submit(job(f"a{number}", adapter=f"x{number}", sender="a", tokens=3))
+    to_the_end(scheduler)
+    order = "".join(name[0] for name in started(told))
+    assert order.index("a") <= 6 and "aaa" not in order[: order.rindex("b")], order
 
 
 def test_an_adapter_that_has_no_slot_waits_and_others_pass():
@@ -538,7 +565,7 @@ def test_an_adapter_that_is_not_prepared_yet_keeps_nobody_back():
     for _ in range(100):
         scheduler.turn()
     assert ends(told) == {f"a{number}": "length" for number in range(12)}
-    assert scheduler._known["first of new"].overtaken == 0
+    assert scheduler._lines.overtaken == {"new": 0}
     engine.unprepared.clear()
     to_the_end(scheduler)
     assert ends(told)["first of new"] == "length"

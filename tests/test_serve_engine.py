@@ -111,12 +111,23 @@ def test_long_prompts_of_a_client_begin_one_after_the_other_so_that_another_clie
     while scheduler._arrived:  # however slow this machine is
         scheduler._admit()
     scheduler.turn()
-    assert scheduler.running == 1 and engine.goes_alone(scheduler._lines[None].first.answer)
+    assert scheduler.running == 1 and engine.goes_alone(scheduler._lines.first([None]).answer)
     scheduler.submit(replace(ask("b0", [7] * 5, tokens=2), sender="b"))
     while scheduler.turn():
         pass
     assert [event.job_id for event in told if event.kind == "started"] == ["a0", "b0", "a1", "a2"]
     assert sum(event.kind == "done" for event in told) == 4
+
+
+def test_a_prompt_that_cannot_be_looked_up_goes_alone_and_ends_nobody_elses_answer(engine, monkeypatch):
+    hello = [{"role": "user", "content": "Hello"}]
+
+    def fail(prompt):
+        raise KeyError("nobody thought of this")
+
+    monkeypatch.setattr(engine.batch.prompts.packs, "has_place", fail)
+    found = run(engine, ask("a", hello, tokens=2), ask("b", hello, tokens=2))
+    assert found["a"][1].kind == found["b"][1].kind == "done"
 
 
 def test_an_answer_that_was_cut_goes_on_to_the_same_end(model, engine):

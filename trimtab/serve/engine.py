@@ -345,9 +345,15 @@ class LoadedEngine:
         self._chosen.append(answer)
 
     def goes_alone(self, answer: Answer) -> bool:
-        return (
-            answer.prompt is None or answer.scores is not None or not self.batch.prompts.packs.has_place(answer.prompt)
-        )
+        if answer.prompt is None or answer.scores is not None:
+            return True
+        try:
+            return not self.batch.prompts.packs.has_place(answer.prompt)
+        except (
+            Exception
+        ) as exc:  # behind a step it would end another's row; what is wrong is told where the prompt is computed
+            write_traceback(exc, "choosing a prompt")
+            return True
 
     def prefill_together(self, candidates: Sequence[Answer], most_tokens: int) -> tuple[int, list[Answer]]:
         """Compute several prompts in one pass, each with its adapter, where that is faster (`packed_prompts.Packs`). Complete

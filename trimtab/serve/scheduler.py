@@ -1,4 +1,4 @@
-"""The scheduler: a bounded queue, fair between adapters and clients, prompts in chunks between the decode steps.
+"""The scheduler: a bounded queue, fair between clients and adapters, prompts in chunks between the decode steps.
 
 One thread calls `turn` again and again; each turn takes up what has been prepared, for `ADMIT_S` at most, decodes one step of all
 rows and puts pieces of the waiting prompts through the model behind it, as many as budget.py has time for: a long prompt delays
@@ -7,7 +7,7 @@ join the rows in the next turn, so that the device always has work. Inputs are p
 images delay nobody. Imports no torch: the engine behind it does the work, and in the tests a mock one. No clock of its own: time
 comes from `now`.
 
-Adapters take turns, and within an adapter clients do (line.py). A prompt that has begun is computed to its end before the next one
+Clients take turns, and so do the adapters of one client (line.py). A prompt that has begun is computed to its end before another
 begins, because a batch has memory for one prompt on its way. So a long prompt is chosen only when the one before it is complete: a
 client that comes later waits for one prompt of another client, not for all that were sent before.
 """
@@ -15,7 +15,7 @@ client that comes later waits for one prompt of another client, not for all that
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from trimtab.adapter_names import label_of, parts_of
 from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.serve.budget import Budget
 from trimtab.serve.job import Event, Job
-from trimtab.serve.line import Line
+from trimtab.serve.line import Lines
 
 # How long taking up what has been prepared may take of each turn; one job is taken up in any case.
 ADMIT_S = 0.02
@@ -129,7 +129,6 @@ class _Entry:
     arrived: float
     answer: Any = None
     started: float | None = None
-    overtaken: int = 0
     goes_alone: bool = False
     inputs: Future[Any] | None = None
 
@@ -165,8 +164,7 @@ class Scheduler:
         now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.engine, self._tell, self.queue_limit, self._now = engine, emit, queue_limit, now
-        # One line for each adapter; the line that was served longest ago comes first.
-        self._lines: OrderedDict[str | None, Line[_Entry]] = OrderedDict()
+        self._lines: Lines[_Entry] = Lines()
         self._arrived: deque[_Entry] = deque()
         self._prefilling: _Entry | None = None
         self._chosen: deque[_Entry] = deque()  # those whose prompts go through next, each with a row to come
@@ -182,7 +180,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """How many jobs wait for a row."""
-        return len(self._arrived) + sum(len(line) for line in self._lines.values())
+        return len(self._arrived) + len(self._lines)
 
     @property
     def running(self) -> int:
@@ -237,11 +235,8 @@ class Scheduler:
             if entry.inputs is not None:
                 entry.inputs.cancel()
             return
-        line = self._lines.get(entry.job.adapter)
-        if line is not None and entry in line:
-            line.remove(entry)
-            if not line:
-                del self._lines[entry.job.adapter]
+        if entry in self._lines:
+            self._lines.remove(entry)
         if self._prefilling is entry:
             self._prefilling = None
         for others in (self._through, self._chosen):
@@ -328,43 +323,46 @@ class Scheduler:
             else:
                 entry.inputs = None
                 self._arrived.remove(entry)
-                self._lines.setdefault(entry.job.adapter, Line()).add(entry)
+                self._lines.add(entry)
                 if getattr(entry.answer, "is_over", False):  # it needs no row
                     self._report([entry])
             if self._now() - start >= ADMIT_S:
                 return
 
     def _next(self) -> _Entry | None:
-        """Return the job of the adapter and the client whose turn it is, and put both last. None if none can be chosen now.
+        """Return the job of the client and the adapter whose turn it is, and put both last. None if none can be chosen now.
 
-        While an adapter waits for a slot, others pass. Once as many jobs as there are rows have passed its first job, only the
-        base may pass, because it needs no slot. Otherwise the adapters that have the slots could keep them forever. An adapter that
-        is still being prepared waits for no slot: nobody passes it, and it keeps nobody back.
+        While an adapter waits for a slot, others pass. Once as many jobs as there are rows have passed it, only the base may pass,
+        because it needs no slot. Otherwise the adapters that have the slots could keep them forever. Of the adapters that a client
+        alone waits for, one at a time counts as passed: many of them would hold up other clients otherwise. One that is still
+        being prepared waits for no slot: nobody passes it, and it keeps nobody back.
         """
-        passed: list[_Entry] = []
+        passes: dict[str | None, int] = {}  # adapters that may begin -> how many of `passed` come before them
+        passed: list[str | None] = []
+        seen: set[str] = set()
         is_barred = False
-        for adapter, line in self._lines.items():
+        for adapter, clients in self._lines.adapters:
             if not self.engine.is_prepared(adapter):
                 continue
-            if (adapter is None or not is_barred) and self.engine.is_ready(adapter):
-                if not self.engine.has_room(line.first.answer):
-                    return (
-                        None  # those that run will leave; a smaller one that passed it could keep it waiting for ever
-                    )
-                goes_alone = self.engine.goes_alone(line.first.answer)
-                if goes_alone and any(entry.goes_alone for entry in self._chosen):
-                    return None  # it would be computed after that one; until then another client may come
-                entry = line.take()
-                entry.goes_alone = goes_alone
-                del self._lines[adapter]
-                if line:
-                    self._lines[adapter] = line
-                for other in passed:
-                    other.overtaken += adapter is not None
-                return entry
-            passed.append(line.first)
-            is_barred |= line.first.overtaken >= self.engine.rows
-        return None
+            may_begin = (adapter is None or not is_barred) and self.engine.is_ready(adapter)
+            if may_begin:
+                passes[adapter] = len(passed)
+            elif not clients <= seen:
+                passed.append(adapter)
+                seen |= clients
+            is_barred |= self._lines.overtaken[adapter] >= self.engine.rows
+        entry = self._lines.first(passes)
+        # Those that run will leave; a smaller one that passed it could keep it waiting for ever.
+        if entry is None or not self.engine.has_room(entry.answer):
+            return None
+        entry.goes_alone = self.engine.goes_alone(entry.answer)
+        if entry.goes_alone and any(other.goes_alone for other in self._chosen):
+            return None  # it would be computed after that one; until then another client may come
+        self._lines.take(entry)
+        if entry.job.adapter is not None:
+            for adapter in passed[: passes[entry.job.adapter]]:
+                self._lines.overtaken[adapter] += 1
+        return entry
 
     def _prefill(self, most_tokens: int) -> int | None:
         """Compute a chunk of one prompt, or several prompts at once. Return the size of the chunk, None if no prompt can be
