@@ -268,7 +268,7 @@ def test_a_jpeg_is_measured_past_its_segments_but_not_past_very_many(monkeypatch
     for wrong in (
         begin + comment * media_headers.JPEG_SEGMENTS + data[2:],
         begin + b"\xff" * 2 * media_headers.JPEG_JUNK_BYTES + data[2:],
-        begin + (b"x" * 99 + comment) * (media_headers.JPEG_JUNK_BYTES // 90) + data[2:],
+        begin + comment + (b"x" * 99 + comment) * (media_headers.JPEG_JUNK_BYTES // 90) + data[2:],
         data[:frame] + data[frame : frame + 19] + data[frame:],  # two sizes
         data[: frame + 4],
     ):

@@ -74,6 +74,18 @@ def test_limits_are_read_from_texts():
     assert refused(Limits.of, {"n": "many"}).field == "limit n"
 
 
+def test_a_limit_of_one_medium_raises_that_of_a_request_unless_it_is_given():
+    one = Limits.of({"image_pixels": "64000000", "audio_s": "600"})
+    assert (one.request_pixels, one.request_audio_s) == (64_000_000, 600.0)
+    assert Limits.of({"image_pixels": "100", "audio_s": "1"}).request_pixels == Limits().request_pixels
+    assert Limits.of({"request_pixels": "100"}).request_pixels == 100
+    both = Limits.of({"image_pixels": "64000000", "request_pixels": "64000000"})
+    assert both.image_pixels == both.request_pixels == 64_000_000
+    for single, total in (("image_pixels", "request_pixels"), ("audio_s", "request_audio_s")):
+        error = refused(Limits.of, {single: "400", total: "399"})
+        assert error.field == f"limit {single}" and f"{total}=399" in str(error)
+
+
 # Adapter folders ------------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,8 @@ RELOAD = "/admin/reload"
 ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/api/verify", RELOAD)
 # Which fields of a request a lenient server has not used.
 IGNORED_HEADER = "x-trimtab-ignored"
+# Limits of one image or audio clip, and those of all that a request has.
+TOTALS = {"image_pixels": "request_pixels", "audio_s": "request_audio_s"}
 _KEY = re.compile(r"[\x21-\x7e]+")
 _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", re.IGNORECASE)
 
@@ -81,7 +83,8 @@ class Limits:
 
     @classmethod
     def of(cls, texts: dict[str, str]) -> Limits:
-        """Return the limits with some of them given as text. Errors: RequestError for an unknown name or no number."""
+        """Return the limits with some of them given as text. A limit of all media of a request (`TOTALS`) that is not given is
+        at least that of one. Errors: RequestError for an unknown name or no number, or a single limit above its given total."""
         known = {item.name: item for item in fields(cls)}
         values: dict[str, float] = {}
         for name, text in texts.items():
@@ -93,6 +96,16 @@ class Limits:
                 values[name] = float(text) if isinstance(known[name].default, float) else int(text)
             except ValueError as exc:
                 raise RequestError("is not a number", field=f"limit {name}", value=text) from exc
+        for single, total in TOTALS.items():
+            if single not in values:
+                continue
+            if total not in values:
+                values[total] = max(values[single], getattr(cls, total))
+            elif values[single] > values[total]:
+                raise RequestError(
+                    f"is above {total}={texts[total]}, the limit of a whole request", field=f"limit {single}", value=texts[single],
+                    hint=f"Raise {total}, or leave it out",
+                )  # fmt: skip
         return cls(**values)  # type: ignore[arg-type]
 
 
