@@ -240,6 +240,8 @@ def test_a_lenient_server_says_in_a_header_what_it_did_not_use():
     found = chat(client(lenient=True), store=True, foo=1, **{"é\n": 2})
     assert found.status_code == 200
     assert sorted(found.headers["x-trimtab-ignored"].split(", ")) == ["\\xe9?", "foo", "store"]
+    many = chat(client(lenient=True), **{f"field{number}": 1 for number in range(50)}).headers["x-trimtab-ignored"]
+    assert many.count("field") == 20 and many.endswith(", and 30 more")
     assert "x-trimtab-ignored" not in chat(client(lenient=True)).headers
     assert "x-trimtab-ignored" in chat(client(lenient=True), foo=1, stream=True).headers
     error = error_of(chat(client(), foo=1), 400)

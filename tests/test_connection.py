@@ -132,7 +132,7 @@ def test_an_unread_answer_does_not_move_the_deadline_of_a_request_that_is_still_
     one.loop.advance(1)
     assert one.transport.was_aborted
     words = "a connection was ended: the client was still sending a request that was already answered"
-    assert logged() == [("INFO", words, {"limit": None, "after_s": DRAIN_S})]
+    assert logged() == [("DEBUG", words, {"limit": None, "after_s": DRAIN_S})]
 
 
 def test_a_body_that_does_not_come_while_an_answer_is_unread_ends_by_its_own_deadline(logged):

@@ -358,7 +358,7 @@ def test_a_client_may_send_a_few_requests_ahead_each_time(server, ahead):
             assert all(b"connection: close" not in answer(stream)[1] for _ in range(ahead + 1))
 
 
-@pytest.mark.parametrize("count", [10, 400])
+@pytest.mark.parametrize("count", [30, 400])
 def test_with_many_requests_ahead_the_answer_says_that_it_is_the_last(server, count):
     with asking(server) as (one, stream):
         one.sendall(HEALTH * count)

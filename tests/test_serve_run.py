@@ -18,7 +18,7 @@ import pytest
 
 from trimtab.commands import serve as commands_serve
 from trimtab.errors import RequestError
-from trimtab.serve import run
+from trimtab.serve import listener, run
 from trimtab.serve.listener import address_of, listen
 from trimtab.serve.pool import Pool
 from trimtab.serve.settings import Settings
@@ -357,20 +357,23 @@ def test_no_worker_starts_before_the_port_is_taken(monkeypatch):
 
 
 def test_connections_wait_from_the_start_of_the_workers_on_and_end_with_the_command(monkeypatch):
-    early = []
+    early, listening = [], []
+
+    def listen_here(host, port):
+        listening.append(listen(host, port))
+        return listening[0]
 
     def begin(pool):
-        early.append(socket.create_connection(("127.0.0.1", port), timeout=WAIT_S))
+        early.append(socket.create_connection(listening[0].getsockname(), timeout=WAIT_S))
         raise BeginError
 
     monkeypatch.setattr(Pool, "begin", begin)
-    with listen("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
+    monkeypatch.setattr(listener, "listen", listen_here)
     with pytest.raises(BeginError):
-        commands_serve._serve([], Settings(port=port, page=False), 1, print, reread=None)
+        commands_serve._serve([], Settings(port=0, page=False), 1, print, reread=None)
     with early[0], suppress(ConnectionResetError):
         assert early[0].recv(1) == b""
-    listen("127.0.0.1", port).close()
+    assert listening[0].fileno() == -1
 
 
 def without_tokenizer(tmp_path):

@@ -57,6 +57,8 @@ from trimtab.serve.settings import IGNORED_HEADER, Settings
 from trimtab.serve.shapes import ChatShape, CompletionShape, Shape
 
 ON_THE_WAY = ("loading", "restarting")
+# So many fields without effect are named in the answer's header; the others are counted.
+MOST_IGNORED = 20
 
 
 class Pool(Protocol):
@@ -107,6 +109,14 @@ def _names_of(request: Request) -> Names:
     """Return what the client of a request calls the fields of the chat that it became."""
     names: Names = getattr(request.state, "names", {})
     return names
+
+
+def _ignored_header(fields: Sequence[str]) -> str:
+    """Return the names of fields as the value of a header, `MOST_IGNORED` of them and at most 1,000 characters."""
+    names = list(dict.fromkeys(fields))
+    more = f", and {len(names) - MOST_IGNORED} more" if len(names) > MOST_IGNORED else ""
+    text = ", ".join(names[:MOST_IGNORED]).encode("ascii", "backslashreplace").decode()
+    return "".join(char if char.isprintable() else "?" for char in text)[: 1000 - len(more)] + more
 
 
 def _as_asked(request: Request, status: int, body: Mapping[str, Any]) -> Response:
@@ -225,10 +235,7 @@ class _Api:
             async def answered(request: Request) -> Response:
                 response = await endpoint(request)
                 if ignored := getattr(request.state, "ignored", None):
-                    names = ", ".join(dict.fromkeys(ignored)).encode("ascii", "backslashreplace").decode()
-                    response.headers[IGNORED_HEADER] = "".join(char if char.isprintable() else "?" for char in names)[
-                        :1000
-                    ]
+                    response.headers[IGNORED_HEADER] = _ignored_header(ignored)
                 return response
 
             return Route(path, answered, methods=["POST"])

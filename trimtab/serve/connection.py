@@ -299,8 +299,9 @@ class GuardedProtocol(H11Protocol):
 
 def _tell(why: str, limit: str | None, after_s: float) -> None:
     """Write to the log which deadline ended a connection: its request has a line that says only that the client is gone. limit: the
-    field of `Limits`. Heads have no request, and anyone can send them: they are for debugging alone."""
-    level = logging.DEBUG if limit == "head_s" else logging.INFO
+    field of `Limits`. Anyone can send heads, and requests that are answered before they are complete (401): these are for debugging
+    alone."""
+    level = logging.DEBUG if limit in (None, "head_s") else logging.INFO
     log.log(level, "a connection was ended: %s", why, extra={"fields": {"limit": limit, "after_s": after_s}})
 
 
