@@ -347,6 +347,19 @@ def test_media_whose_bytes_cannot_be_counted_end_their_own_request_alone(decoder
     assert prepared.submit(Job("b", "a text", GenerateRequest())).result(WAIT_S) == "b"
 
 
+def test_the_thread_that_prepares_is_started_again_where_it_did_not_start_once(monkeypatch):
+    prepared, start = Preparing(lambda job: job.id), threading.Thread.start
+
+    def fail(thread):
+        monkeypatch.setattr(threading.Thread, "start", start)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(RuntimeError):
+        prepared.start()
+    assert prepared.submit(Job("a", "a text", GenerateRequest())).result(WAIT_S) == "a"
+
+
 class Picture:
     """A decoded image, which a weak reference can watch."""
 
