@@ -79,7 +79,7 @@ test-page: $(NEWEST)
 	test -e .npm-page/made-from-$(AXE) || (rm -rf .npm-page && mkdir .npm-page && \
 		npm install --silent --no-audit --no-fund --ignore-scripts --prefix .npm-page $(subst axe-core-,axe-core@,$(AXE)) && \
 		touch .npm-page/made-from-$(AXE)) || echo "no npm or no network: the page is not looked through by axe-core"
-	$(ENV) .venv/bin/python -m pytest -q -m slow -n $(WORKERS) --maxprocesses 4 --dist loadfile $(RERUNS) tests/page || [ $$? -eq 5 ]  # 5: nothing to run here
+	$(ENV) .venv/bin/python -m pytest -q -m slow $(RERUNS) tests/page || [ $$? -eq 5 ]  # 5: nothing to run here
 
 # On a GPU machine the environment is its owner's: torch there is built for its CUDA.
 test-gpu:

@@ -124,6 +124,20 @@ def test_media_without_room_are_overtaken_a_few_times_only(decoder, small):
     assert decoder.seen[4] == "large"
 
 
+def test_media_that_waited_behind_a_client_who_left_begin_then(decoder):
+    prepared, _ = preparing(decoder, threads=3, most_bytes=10)
+    first = prepared.submit(job("a", b"slow67", sender="a"))
+    decoder.wait_for("a")
+    large = prepared.submit(job("large", b"x" * 10, sender="b"))
+    names = [f"a{number}" for number in range(4)]
+    others = [prepared.submit(job(name, b"1", sender="a")) for name in names]
+    assert [future.result(WAIT_S) for future in others[:3]] == names[:3] and not others[3].done()
+    assert large.cancel()
+    assert others[3].result(WAIT_S / 2) == "a3"  # without the news the threads look again after LATELY_S
+    decoder.let_go.set()
+    assert first.result(WAIT_S) == "a"
+
+
 def test_clients_with_many_images_leave_a_later_client_its_turn(decoder):
     prepared, _ = preparing(decoder, threads=1)
     first = prepared.submit(job("a0", b"slow", sender="a"))
@@ -231,9 +245,8 @@ def test_what_fails_around_decoding_ends_neither_the_thread_nor_the_turn(decoder
         pool.freed_bytes = 10
         monkeypatch.setattr(media_pool, "return_freed_pages", return_pages)
     pool.submit(job("a", b"fast"), failed, then)
-    assert isinstance(
-        failed.exception(WAIT_S), {"then": MemoryError, "kept": ZeroDivisionError, "return": OSError}[fails]
-    )
+    problem = failed.exception(WAIT_S)  # which the thread that makes tokens takes for the request's own
+    assert isinstance(problem, MistakeError) and problem.__traceback__ is None
     monkeypatch.undo()
     pool.submit(job("b", b"fast"), Future(), then)
     assert done.wait(WAIT_S)
@@ -258,8 +271,7 @@ def test_a_thread_that_does_not_start_is_not_counted(decoder, monkeypatch):
     prepared.start()
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", start)
-        with pytest.raises(RuntimeError, match="new thread"):
-            prepared.submit(job("a", b"fast"))
+        assert isinstance(prepared.submit(job("a", b"fast")).exception(WAIT_S), MistakeError)
     assert prepared.submit(job("b", b"fast")).result(WAIT_S) == "b"
     assert decoder.seen == ["b"] and len(pool._threads) == 1
 
@@ -282,8 +294,8 @@ def test_an_error_is_the_requests_own_and_a_cancelled_request_is_forgotten(decod
     gone, wrong = prepared.submit(job("b", b"fast")), prepared.submit(job("c", b"wrong"))
     assert gone.cancel()
     decoder.let_go.set()
-    with pytest.raises(RequestError, match="cannot be decoded"):
-        wrong.result(WAIT_S)
+    problem = wrong.exception(WAIT_S)
+    assert isinstance(problem, RequestError) and problem.__traceback__ is None  # its frames would keep the media
     assert slow.result(WAIT_S) == "a" and decoder.seen == ["a", "c"]
     with pool._changed:
         assert pool._changed.wait_for(lambda: pool.used_bytes == 0, WAIT_S)

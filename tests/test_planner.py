@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.anatomies import e_series, small
+from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import CheckpointError, DoesNotFitError, RequestError, gib
 from trimtab.plan import Machine, Plan, Rates, blocks_of, make_plan, search
 from trimtab.plan.budget import Choice, Item, Limits, totals_of
@@ -326,6 +327,15 @@ def test_a_memory_that_both_devices_share_bounds_what_is_tried(monkeypatch):
     monkeypatch.setattr(search, "totals_of", lambda placed, limits: tried.append(1) or totals_of(placed, limits))
     made = plan(E2B, machine=Machine(execution_device="cpu", host_available_bytes=int(2.2 * GIB)))
     assert made.disk_bytes > 0 and 100 < len(tried) < 10_000
+
+
+def test_an_equal_model_read_again_is_not_compared_at_every_look_up(monkeypatch):
+    compared, real = [], Anatomy.__eq__
+    anatomy = replace(E4B)
+    plan(anatomy, gpu=4)
+    monkeypatch.setattr(Anatomy, "__eq__", lambda one, other: compared.append(1) or real(one, other))
+    plan(replace(anatomy, rows=tuple(replace(row) for row in anatomy.rows)), gpu=3.5)
+    assert len(compared) < 10
 
 
 def test_budgets_bound_what_is_tried_on_a_gpu(monkeypatch):

@@ -275,6 +275,18 @@ def test_a_jpeg_is_measured_past_its_segments_but_not_past_very_many(monkeypatch
         assert "png, jpeg or webp" in str(refused(check_image, wrong))
 
 
+def test_bytes_between_the_segments_of_a_jpeg_are_read_once(monkeypatch):
+    monkeypatch.setattr(media_headers, "JPEG_JUNK_BYTES", 400_000)
+    data = picture("JPEG", (40, 30))
+    # To look at the rest of a run of equal bytes from each of them takes minutes.
+    assert check_image(data[:2] + b"\xff" * 399_990 + b"\0" + data[2:]) == 1200
+
+
+def test_a_webp_of_one_color_is_smaller_than_the_headers_of_others():
+    data = picture("WEBP", (8, 8), lossless=True, exact=True)
+    assert len(data) < 40 and media_headers.image_header(data[:25]) == media_headers.ImageHeader("WEBP", 8, 8)
+
+
 @pytest.mark.parametrize("kind", ["m4a", "", "WAV", "wav "])
 def test_other_sound_formats_are_refused_by_name(kind):
     error = refused(check_sound, wav(), kind)

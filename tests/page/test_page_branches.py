@@ -197,6 +197,7 @@ def test_an_edit_is_not_saved_while_an_answer_comes_and_later_counts_of_the_cont
     expect(page.locator("#ask-error")).to_contain_text("when the answer is complete")
     expect(page.get_by_label("Edited answer")).to_have_value("Green.")
     page.locator("#stop").click()
+    expect(page.locator("#send")).to_be_visible()
     page.get_by_role("button", name="Save", exact=True).click()
     expect(page.locator(".answer .text").first).to_have_text("Green.")
     expect(page.locator("#context-text")).to_contain_text("more than")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal
 
@@ -149,3 +149,14 @@ class Anatomy:
     def parts(self) -> tuple[Part, ...]:
         present = {row.part for row in self.rows}
         return tuple(part for part in PARTS if part in present)
+
+
+# Both heads of a few models.
+_FIRST_KEPT = 8
+
+
+@lru_cache(maxsize=_FIRST_KEPT)
+def first_equal(anatomy: Anatomy) -> Anatomy:
+    """Return the first anatomy of those equal to this one. What is kept by anatomy is looked up a thousand times in one plan; equal
+    ones that are not the same are compared row by row each time, and here once."""
+    return anatomy

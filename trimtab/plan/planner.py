@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.checkpoint.anatomy import Anatomy, first_equal
 from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.plan.activations import PREFILL_CHUNK_TOKENS, Use, needs_of, patches_of, smaller_needs, use_of
 from trimtab.plan.adapter_room import copies_bytes
@@ -119,6 +119,7 @@ def make_plan(
     Errors: RequestError for placements that cannot be followed and executions that cannot be had, DoesNotFitError with the
     smallest budget that would do.
     """
+    anatomy, head8 = first_equal(anatomy), None if head8 is None else first_equal(head8)
     make = partial(
         _made, anatomy=anatomy, machine=machine, rates=rates, disk_free_bytes=disk_free_bytes,
         chunk_tokens=prefill_chunk_tokens, head8=head8, head_refused=head_refused, known=_Known(), held_bytes=held_bytes,

@@ -105,14 +105,17 @@ def sound_rate(data: bytes) -> int:
 
 
 def _after_tags(data: bytes) -> int:
-    """Return where a file begins after its ID3 tags. Source: ID3v2.4 section 3.1; a size has 7 bits per byte."""
+    """Return where a file begins after its ID3 tags. Source: ID3v2.4 section 3.1; a size has 7 bits per byte.
+
+    Footers are not skipped, as libsndfile does not skip them.
+    """
     start = 0
     for _ in range(MOST_ID3_TAGS):
         head = data[start : start + _ID3_HEADER_BYTES]
         if len(head) < _ID3_HEADER_BYTES or head[:3] != b"ID3":
             break
         size = sum((byte & 0x7F) << shift for byte, shift in zip(head[6:], (21, 14, 7, 0), strict=True))
-        start += _ID3_HEADER_BYTES + size + (_ID3_HEADER_BYTES if head[5] & 0x10 else 0)
+        start += _ID3_HEADER_BYTES + size
     return start
 
 

@@ -23,7 +23,8 @@ JPEG_SEGMENTS, JPEG_JUNK_BYTES = 1_024, 4_096
 OGG_PAGES = 32_768
 OPUS_RATE = 48_000
 _PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
-_JPEG_MARKER = re.compile(rb"\xff+([^\x00\xff])")
+# The byte before the marker's own; those before it are fill bytes or junk, which count alike.
+_JPEG_MARKER = re.compile(rb"\xff([^\x00\xff])")
 # Markers without a length: of restarts, the image's begin and end, and extensions that Pillow passes over.
 _JPEG_BARE = {0xC8, *range(0xD0, 0xDA), *range(0xF0, 0xFE)}
 _JPEG_SIZES = {*range(0xC0, 0xD0), 0xDE} - {0xC4, 0xC8, 0xCC}
@@ -74,7 +75,7 @@ def _jpeg_size(data: bytes) -> tuple[int, int] | None:
         marker = _JPEG_MARKER.search(data, place, place + JPEG_JUNK_BYTES + 2)
         if marker is None:
             return None
-        junk_bytes += marker.start() - place + len(marker[0]) - 2
+        junk_bytes += marker.start() - place
         kind, place = marker[1][0], marker.end()
         if junk_bytes > JPEG_JUNK_BYTES or kind < 0xC0:
             return None
@@ -99,9 +100,11 @@ def webp_size(data: bytes) -> tuple[int, int] | None:
 
     Source: RFC 9649 (section 2.7 VP8X), RFC 6386 section 9.1 (VP8), WebP lossless specification section 3 (VP8L).
     """
-    if len(data) < 30 or data[:4] != b"RIFF" or data[8:12] != b"WEBP":
+    if len(data) < 25 or data[:4] != b"RIFF" or data[8:12] != b"WEBP":
         return None
     kind = data[12:16]
+    if kind in (b"VP8X", b"VP8 ") and len(data) < 30:
+        return None
     if kind == b"VP8X":
         return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
     if kind == b"VP8L" and data[20] == 0x2F:

@@ -22,10 +22,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from trimtab.errors import RequestError
+from trimtab.errors import RequestError, TrimtabError
 from trimtab.plan.media_memory import LEAST_BUDGET_BYTES
 from trimtab.serve.client_turns import ClientTurns
 from trimtab.serve.job import Job
+from trimtab.serve.journal import drop_tracebacks, write_traceback
+from trimtab.serve.scheduler import MistakeError
 
 THREADS = 2
 MEDIA_S = 20.0
@@ -58,6 +60,10 @@ class _Share:
 
     nbytes: int
     is_held: bool = True
+
+
+def _mistake(exc: BaseException) -> MistakeError:
+    return MistakeError(write_traceback(exc, "decoding images and audio"))
 
 
 class MediaPool:
@@ -96,11 +102,18 @@ class MediaPool:
         with self._changed:
             self._start_thread()
             self._turns.add(entry)
+            future.add_done_callback(self._is_done)
             self._came.pop(entry.client, None)
             self._came[entry.client] = self._clock()
             if len(self._came) > 2:
                 del self._came[next(iter(self._came))]
-            self._changed.notify()
+            self._changed.notify_all()
+
+    def _is_done(self, future: Future[Any]) -> None:
+        """Let others begin that waited behind a request whose client has left."""
+        if future.cancelled():
+            with self._changed:
+                self._changed.notify_all()
 
     def _start_thread(self) -> None:
         if len(self._threads) == self._count:
@@ -156,8 +169,9 @@ class MediaPool:
                 self._returner.return_now()
             self._work(entry, share)
         except BaseException as exc:
+            drop_tracebacks(problem := exc if isinstance(exc, TrimtabError) else _mistake(exc))
             with suppress(InvalidStateError):  # it was answered, or cancelled
-                entry.future.set_exception(exc)
+                entry.future.set_exception(problem)
             self._give_back(share)
         finally:
             with self._changed:

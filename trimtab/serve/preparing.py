@@ -44,11 +44,14 @@ class Preparing:
     def submit(self, job: Job) -> Future[Any]:
         """Return the inputs to be; cancelling them is enough to forget the job."""
         future: Future[Any] = Future()
-        self.start()
-        if self._media is not None and has_media(job.prompt):
-            self._media.submit(job, future, lambda decoded, pass_on: self._put(decoded, future, pass_on))
-        else:
-            self._put(job, future)
+        try:
+            self.start()
+            if self._media is not None and has_media(job.prompt):
+                self._media.submit(job, future, lambda decoded, pass_on: self._put(decoded, future, pass_on))
+            else:
+                self._put(job, future)
+        except RuntimeError as exc:  # the system starts no thread: this prompt's problem alone
+            future.set_exception(MistakeError(write_traceback(exc, "preparing a prompt")))
         return future
 
     def _put(self, job: Job, future: Future[Any], pass_on: Callable[[Any], None] | None = None) -> None:

@@ -29,7 +29,7 @@ export function addSlot(turn, slot) {
 }
 
 /** Return whether a turn has branches that are not shown. */
-export const hasBranches = ({ later }) => Object.keys(later ?? {}).length > 0;
+export const hasBranches = ({ later }) => Object.values(later ?? {}).some((turns) => turns.length);
 
 /** Return the turns of all branches, one after the other. */
 export function allTurns(turns) {

@@ -252,6 +252,7 @@ export class AnswerView {
       take: (text) => {
         if (text !== this.version.text) {
           if (!turnView.acts.change(turnView.turn, slot, text)) return tell(byId("ask-error"), "Save it when the answer is complete");
+          tell(byId("ask-error"), "");
           this.hasChances = false;
           this.show();
           turnView.showBetween();
