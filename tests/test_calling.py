@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,7 +88,8 @@ def writes(engine, monkeypatch, text):
         forced[ids[len(token_ids) - start[0]]] = 0.0
         return forced
 
-    monkeypatch.setattr(engine, "_constraint", lambda job, reading: held)
+    compiled = engine._compiled
+    monkeypatch.setattr(engine, "_compiled", lambda job, inputs: replace(compiled(job, inputs), constraint=held))
 
 
 # Calls that are demanded ----------------------------------------------------------------------------------------------
@@ -155,22 +157,22 @@ def test_arguments_of_strict_tools_are_held_once_the_model_opens_a_call(engine, 
     with_form(form)
     mark = CALL_MARKS[form][0]
     ids = engine._tokenizer(f"I look.{mark}", add_special_tokens=False)["input_ids"]
-    made = type(engine)._constraint
+    compiled = engine._compiled
 
-    def wishing(job, reading):
+    def wishing(job, inputs):
         """The model wants to say something, to open a call and to end at once."""
-        held, start = made(engine, job, reading), []
+        made, start = compiled(job, inputs), []
 
         def both(token_ids, scores):
             start.append(len(token_ids))
             wanted = scores.clone()
             place = len(token_ids) - start[0]
             wanted[ids[place] if place < len(ids) else 1] += 1e4
-            return held(token_ids, wanted)
+            return made.constraint(token_ids, wanted)
 
-        return both
+        return replace(made, constraint=both)
 
-    monkeypatch.setattr(engine, "_constraint", wishing)
+    monkeypatch.setattr(engine, "_compiled", wishing)
     text, _, calls, finish = gathered(run(engine, job_of(tools=[WEATHER], holds_calls=True, several_calls=False)))
     assert text == "I look." and finish == "tool_calls"
     ((name, arguments),) = calls
