@@ -49,7 +49,9 @@ def test_every_prompt_is_answered_exactly(quant):
 
 
 @pytest.mark.parametrize("place", [{"*": "stream", "table": "gather"}, {"*": "disk", "table": "gather"}, {"*": "host"}])
-@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize(
+    "quant", [quant if quant in ("nf4-dq", "int8") else pytest.param(quant, marks=pytest.mark.slow) for quant in QUANTS]
+)
 def test_every_tier_answers_exactly(quant, place):
     assert wrong_answers(first_of_each_kind(), quant=quant, place=place) == []
 

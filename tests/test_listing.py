@@ -86,9 +86,11 @@ def test_exit_codes_are_in_the_help(command, capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "environ", "has_color"),
-    [([], {}, False), (["--color", "always"], {}, True), (["--color", "always"], {"NO_COLOR": "1"}, True),
-     ([], {"FORCE_COLOR": "1"}, True), ([], {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
-     (["--color", "never"], {"FORCE_COLOR": "1"}, False)],
+    [(["--color", "always"], {"NO_COLOR": "1"}, True), ([], {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+     pytest.param([], {}, False, marks=pytest.mark.slow),
+     pytest.param(["--color", "always"], {}, True, marks=pytest.mark.slow),
+     pytest.param([], {"FORCE_COLOR": "1"}, True, marks=pytest.mark.slow),
+     pytest.param(["--color", "never"], {"FORCE_COLOR": "1"}, False, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_color_is_asked_for_or_refused(arguments, environ, has_color):
     kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}

@@ -473,7 +473,9 @@ def test_each_row_uses_its_own_adapter(modules, dtype, splits):
 
 
 @needs_gxx
-@pytest.mark.parametrize("ranks", [[64, 24, 0], [8, 4, 72], [33, 6, 64]])
+@pytest.mark.parametrize(
+    "ranks", [[64, 24, 0], *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in ([8, 4, 72], [33, 6, 64]))]
+)
 @pytest.mark.parametrize(
     "rows, cut",
     [
@@ -522,8 +524,9 @@ def test_high_ranks_take_several_values_a_block_and_several_threads_an_output(mo
 
 
 @needs_gxx
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize(
+    ("splits", "n"), [(1, 5), (2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 1), (2, 5)))]
+)
 @pytest.mark.parametrize("kind", fused.ACTIVATIONS)
 def test_gate_and_product_are_one_launch(modules, n, kind, splits):
     """act(gate) up of two layers, and act(product) other: the same bits as the product and the gate one after the other."""

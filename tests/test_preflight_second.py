@@ -146,7 +146,7 @@ def test_model_without_data_has_the_modules_and_sizes_of_the_real_peft_model(nam
     assert {value.device.type for value in (*mine.parameters(), *mine.buffers())} == {"meta"}
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", [ADAPTERS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in ADAPTERS[1:])])
 def test_budgets_map_and_log_line_are_accelerates(name, monkeypatch, caplog):
     model = real_model(name, "nf4-dq")
     assert set(demo_shape("nf4-dq").no_split) == set(model._no_split_modules)

@@ -98,6 +98,7 @@ def test_an_adapter_in_noise_is_not_called_alive_and_what_noise_hides_is_named(s
     assert "is the smallest fault that would have been detected" in report_html(report)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_questions")
 def test_a_server_with_an_older_version_is_not_called_alive_and_named_where_the_version_is_given(served, tmp_path):
     tensors = load_file(str(STYLE / "adapter_model.safetensors"))
