@@ -12,46 +12,18 @@ import argparse
 import json
 import os
 import resource
-import socket
 import subprocess
 import sys
-import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench.served import Served
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.proof.versions import versions
 
 STYLE = DEMO / "adapters" / "style"
-START_S = 300
-
-
-@contextmanager
-def serving(log: Path) -> Iterator[str]:
-    """Serve the demo with its adapter `style`; yield the address."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-    command = [sys.executable, "-m", "trimtab", "serve", str(DEMO / "base"), "--name", "demo", "--adapter", f"style={STYLE}",
-               "--quant", "none", "--context", "1024", "--port", str(port)]  # fmt: skip
-    url = f"http://127.0.0.1:{port}/v1"
-    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
-        try:
-            until = time.monotonic() + START_S
-            while True:
-                assert process.poll() is None and time.monotonic() < until, log.read_text(encoding="utf-8")[-2000:]
-                try:
-                    urllib.request.urlopen(f"{url}/models", timeout=5).close()
-                    break
-                except OSError:
-                    time.sleep(0.5)
-            yield url
-        finally:
-            process.terminate()
+SERVED = [str(DEMO / "base"), "--name", "demo", "--adapter", f"style={STYLE}", "--quant", "none", "--context", "1024"]
 
 
 def verify(url: str) -> dict[str, Any]:
@@ -74,11 +46,8 @@ def main() -> None:
     parser.add_argument("--save", type=Path, required=True)
     parser.add_argument("--runs", type=int, default=3)
     options = parser.parse_args()
-    with (
-        tempfile.TemporaryDirectory(prefix="trimtab-alive-time-", ignore_cleanup_errors=True) as work,
-        serving(Path(work) / "log.txt") as url,
-    ):
-        runs = [verify(url) for _ in range(options.runs)]
+    with Served(SERVED) as server:
+        runs = [verify(f"http://{server.address}/v1") for _ in range(options.runs)]
     result = {
         "what": "python -m bench.alive_time: `trimtab verify` of the demo's adapter style against `trimtab serve` of the demo",
         "versions": versions(), "runs": runs,

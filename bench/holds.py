@@ -15,16 +15,11 @@ import io
 import json
 import os
 import random
-import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,35 +28,15 @@ import soundfile
 from PIL import Image
 
 from bench.client import ask, chat_body
+from bench.served import Served
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.proof.versions import versions
 
-START_S, WAIT_S, BEFORE_S, AFTER_S = 300, 180, 1.0, 0.5
+WAIT_S, BEFORE_S, AFTER_S = 180, 1.0, 0.5
 CONTEXT = 4096
+SERVED = [str(DEMO / "base"), "--name", "demo", "--device", "cpu", "--rows", "4", "--context", str(CONTEXT), "--adapter-root",
+          str(DEMO / "adapters")]  # fmt: skip
 WORDS = ("red", "square", "left", "of", "a", "small", "circle", "and", "two", "green", "lines", "above", "it")
-
-
-@contextmanager
-def serving(log: Path) -> Iterator[str]:
-    """Serve the demo on a CPU; yield the host and the port."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-    command = [sys.executable, "-m", "trimtab", "serve", str(DEMO / "base"), "--name", "demo", "--device", "cpu", "--rows", "4",
-               "--context", str(CONTEXT), "--port", str(port), "--adapter-root", str(DEMO / "adapters")]  # fmt: skip
-    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
-        try:
-            until = time.monotonic() + START_S
-            while True:
-                assert process.poll() is None and time.monotonic() < until, log.read_text(encoding="utf-8")[-2000:]
-                try:
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5).close()
-                    break
-                except OSError:
-                    time.sleep(0.5)
-            yield f"127.0.0.1:{port}"
-        finally:
-            process.terminate()
 
 
 def post(address: str, path: str, body: dict[str, Any]) -> None:
@@ -177,18 +152,18 @@ def run(address: str, send: Callable[[str, int], None], seed: int) -> dict[str, 
 
 
 def measure(runs: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    cases: dict[str, Any] = {}
     loads = []
-    with tempfile.TemporaryDirectory() as folder, serving(Path(folder) / "log") as address:
+    with Served(SERVED) as server:
         for name, send in CASES.items():
             made = []
             for number in range(runs):
                 loads.append(os.getloadavg()[0])
-                made.append(run(address, send, seed=100 * len(found) + number + 1))
-            found[name] = {"longest_s": statistics.median(one["longest_s"] for one in made), "runs": made}
-            print(name, found[name], flush=True)
+                made.append(run(server.address, send, seed=100 * len(cases) + number + 1))
+            cases[name] = {"longest_s": statistics.median(one["longest_s"] for one in made), "runs": made}
+            print(name, cases[name], flush=True)
     return {
-        "cases": found, "load_average": [round(min(loads), 1), round(max(loads), 1)], "cores": os.cpu_count(),
+        "cases": cases, "load_average": [round(min(loads), 1), round(max(loads), 1)], "cores": os.cpu_count(),
         "versions": versions(),
     }  # fmt: skip
 

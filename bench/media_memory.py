@@ -105,11 +105,11 @@ def measure() -> dict[str, Any]:
         kinds = requests()
         prepared(engine, [kinds["29 s of audio at 768 kHz"]])  # libraries that the first request loads
         run: Callable[[list[list[dict[str, Any]]]], dict[str, Any]] = partial(prepared, engine)
-        found = {name: run([parts]) for name, parts in kinds.items()}
-        found["all of these at once"] = run(list(kinds.values()))
+        rises = {name: run([parts]) for name, parts in kinds.items()}
+        rises["all of these at once"] = run(list(kinds.values()))
     return {
-        "planned_bytes": plan.host["media"], "reason": plan.media_reason, "load": os.getloadavg()[0], "requests": found,
-        "most_share": max(one["rise_bytes"] for one in found.values()) / plan.host["media"],
+        "planned_bytes": plan.host["media"], "reason": plan.media_reason, "load": os.getloadavg()[0], "requests": rises,
+        "most_share": max(one["rise_bytes"] for one in rises.values()) / plan.host["media"],
     }  # fmt: skip
 
 

@@ -229,7 +229,9 @@ def test_how_an_answer_is_read_is_worked_out_once(engine, monkeypatch, more):
     assert made == ["a"]
 
 
-def test_a_forgotten_schema_is_not_compiled(engine, monkeypatch):
+@pytest.fixture
+def slow_compiles(engine, monkeypatch):
+    """The ids of the jobs whose schemas were compiled; that one has begun; and that all may go on."""
     compiled, has_begun, goes_on = [], threading.Event(), threading.Event()
 
     def compile_one(job, inputs):
@@ -238,6 +240,11 @@ def test_a_forgotten_schema_is_not_compiled(engine, monkeypatch):
         return goes_on.wait(20)
 
     monkeypatch.setattr(engine, "_compiled", compile_one)
+    return compiled, has_begun, goes_on
+
+
+def test_a_forgotten_schema_is_not_compiled(engine, slow_compiles):
+    compiled, has_begun, goes_on = slow_compiles
     hello = [{"role": "user", "content": "Hello"}]  # images are decoded on several threads, in any order
     first, second, third = [engine.prepare(ask(name, hello, schema=SCHEMA)) for name in "abc"]
     assert has_begun.wait(20)
@@ -246,15 +253,8 @@ def test_a_forgotten_schema_is_not_compiled(engine, monkeypatch):
     assert third.result(20) and first.done() and compiled == ["a", "c"]
 
 
-def test_one_clients_schema_waits_for_one_of_another_clients(engine, monkeypatch):
-    compiled, has_begun, goes_on = [], threading.Event(), threading.Event()
-
-    def compile_one(job, inputs):
-        compiled.append(job.id)
-        has_begun.set()
-        return goes_on.wait(20)
-
-    monkeypatch.setattr(engine, "_compiled", compile_one)
+def test_one_clients_schema_waits_for_one_of_another_clients(engine, slow_compiles):
+    compiled, has_begun, goes_on = slow_compiles
     hello = [{"role": "user", "content": "Hello"}]
     futures = [engine.prepare(replace(ask("a0", hello, schema=SCHEMA), sender="a"))]
     assert has_begun.wait(20)

@@ -15,16 +15,25 @@ def texts(page):
     return page.locator(".asked .bubble, .answer .text").all_inner_texts()
 
 
-def test_each_version_of_an_answer_keeps_the_messages_that_followed_it(opened):
+def branched(opened, question, *later):
+    """Open a chat with two versions of its answer, the second followed by a question, and show the first one again.
+
+    Returns the page and the list of what is sent. later: the answers that come next.
+    """
     page = opened()
-    sent = stand_in(page, "Red.", "Blue.", "Because.", "Hm.", "Yes.")
+    sent = stand_in(page, "Red.", "Blue.", "Because.", *later)
     ask(page, "What color?")
     answers(page)
     page.get_by_role("button", name="Regenerate").click()
     expect(page.locator(".text")).to_have_text("Blue.")
-    ask(page, "Why blue?")
+    ask(page, question)
     answers(page, 2)
     page.get_by_role("button", name="Earlier version").click()
+    return page, sent
+
+
+def test_each_version_of_an_answer_keeps_the_messages_that_followed_it(opened):
+    page, sent = branched(opened, "Why blue?", "Hm.", "Yes.")
     expect(page.locator(".text")).to_have_text(["Red."])
     expect(page.locator("#undo-text")).to_have_text("1 later message stays with version 2")
     ask(page, "Why red?")
@@ -71,15 +80,7 @@ def test_an_edited_answer_and_the_one_before_both_keep_what_followed(opened):
 
 
 def test_branches_stay_while_an_answer_comes_and_beside_a_second_adapter(opened):
-    page = opened()
-    stand_in(page, "Red.", "Blue.", "Because.", "Mauve.")
-    ask(page, "What color?")
-    answers(page)
-    page.get_by_role("button", name="Regenerate").click()
-    expect(page.locator(".text")).to_have_text("Blue.")
-    ask(page, "Why?")
-    answers(page, 2)
-    page.get_by_role("button", name="Earlier version").click()
+    page, _ = branched(opened, "Why?", "Mauve.")
     page.get_by_label("Compare with another adapter").select_option(index=1)
     assert answers(page, 2) == ["Red.", "Mauve."]
     page.get_by_role("button", name="Later version").click()

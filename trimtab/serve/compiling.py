@@ -89,5 +89,5 @@ def _do(entry: _Entry) -> None:
 
 
 def _cancel_too(earlier: weakref.ref[Future[Any]], future: Future[Any]) -> None:
-    if future.cancelled() and (found := earlier()) is not None:
-        found.cancel()
+    if future.cancelled() and (prepared := earlier()) is not None:
+        prepared.cancel()

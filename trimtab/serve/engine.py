@@ -200,10 +200,10 @@ class LoadedEngine:
         """Check a job and return its answer. Errors: RequestError and what `chat.prepare` raises; MistakeError."""
         with self._named("preparing a prompt"):
             try:
-                found = self._inputs(job) if prepared is None else prepared
-                if not isinstance(found, Compiled):
-                    found = self._compiled(job, found) if job.kind == "answer" else Compiled(found)
-                return self._begin(job, found)
+                given = self._inputs(job) if prepared is None else prepared
+                if not isinstance(given, Compiled):
+                    given = self._compiled(job, given) if job.kind == "answer" else Compiled(given)
+                return self._begin(job, given)
             except RequestError as exc:
                 raise for_client(exc, job) from exc
 

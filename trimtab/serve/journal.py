@@ -80,13 +80,13 @@ def write_traceback(exc: BaseException, what: str) -> str:
 def drop_tracebacks(exc: BaseException) -> None:
     """Remove the tracebacks of an exception that is kept, and of those that caused it: their frames hold a request's inputs."""
     seen: set[int] = set()
-    found: list[BaseException | None] = [exc]
-    while found:
-        one = found.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            one.__traceback__ = None
-            found += (one.__cause__, one.__context__)
+    left: list[BaseException | None] = [exc]
+    while left:
+        error = left.pop()
+        if error is not None and id(error) not in seen:
+            seen.add(id(error))
+            error.__traceback__ = None
+            left += (error.__cause__, error.__context__)
 
 
 # How lines look -------------------------------------------------------------------------------------------------------
