@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import struct
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import soundfile
-from PIL import Image
+from PIL import Image, ImageOps
 
 from tests import talking
 from trimtab.demo.line import FOLDER as DEMO
@@ -38,6 +39,21 @@ def test_a_picture_is_turned_upright(tmp_path):
     exif[0x0112] = 6  # rotate by 90 degrees
     Image.open(io.BytesIO(talking.png())).save(tmp_path / "a.jpg", exif=exif)
     assert read_image(tmp_path / "a.jpg").size == (100, 150)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 10))
+def test_an_image_is_turned_once_and_as_pillow_turns_it(orientation, kind):
+    """Also where another tag has a value that Pillow reads and cannot write: a resolution as text."""
+    picture = Image.fromarray(np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3) * 3)
+    exif = Image.Exif()
+    exif[media.ORIENTATION] = orientation
+    plain = ImageOps.exif_transpose(Image.open(io.BytesIO(encoded(picture, kind, exif=exif))))
+    tags = struct.pack("<HHHIIHHI4sI", 2, media.ORIENTATION, 3, 1, orientation, 0x011A, 2, 4, b"abc\0", 0)
+    data = encoded(picture, kind, exif=b"Exif\0\0II*\0" + struct.pack("<I", 8) + tags)
+    turned = read_image(data)
+    assert np.array_equal(np.asarray(turned), np.asarray(plain.convert("RGB")))
+    assert np.array_equal(np.asarray(read_image(turned)), np.asarray(turned))
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,12 @@ MAX_PIXELS = 64 * 10**6
 # The longer side of an image that is requested in low detail, OpenAI's number.
 LOW_DETAIL_SIDE = 512
 ORIENTATION = 0x0112  # EXIF's tag
+# What makes an image upright, by the value of that tag. Source: EXIF 2.32, section 4.6.4.
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}  # fmt: skip
 # Transparent images are put on white in strips of so many pixels.
 STRIP_PIXELS = 2**18
 SAMPLE_RATE = 16_000
@@ -146,7 +152,11 @@ def _upright(image: Image.Image, max_pixels: int, name: str) -> Image.Image:
     check_picture_size(*image.size, max_pixels=max_pixels, field_name="image", value=name)  # before pixels are decoded
     # Each copy of a large picture is 128 MB: none is made that changes nothing.
     image.load()
-    turned = ImageOps.exif_transpose(image) if image.getexif().get(ORIENTATION, 1) != 1 else image
+    # Not by Pillow's exif_transpose: it writes the other tags again, and fails where one of them is no valid value.
+    turn = TURNS.get(image.getexif().get(ORIENTATION, 1))
+    turned = image if turn is None else image.transpose(turn)
+    if turn is not None:  # the result may be read again: the tag, from EXIF or XMP, must not turn it twice
+        turned.info = {name: value for name, value in turned.info.items() if name == "transparency"}
     if turned.mode in ("RGBA", "LA", "PA") or "transparency" in turned.info:
         return _on_white(turned)
     if turned.mode != "RGB":
