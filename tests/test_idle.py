@@ -1,5 +1,7 @@
 """Tuning in idle time: only when it is quiet, a candidate at a time, given up at once, and never an end of the worker."""
 
+import threading
+
 import pytest
 
 from trimtab.serve.idle import QUIET_S, IdleTuning
@@ -103,6 +105,17 @@ def test_an_error_ends_the_tuning_and_nothing_else(broken, capsys, caplog):
     assert card.log.count("keep") == broken[0]
     # A test before may have set up the server's log, whose lines go to stderr and no farther.
     assert "out of memory" in caplog.text + capsys.readouterr().err
+
+
+def test_a_thread_that_does_not_start_ends_the_tuning_and_nothing_else(monkeypatch):
+    def no_thread(thread):
+        raise RuntimeError("can't start new thread")
+
+    card = Card()
+    card.wait()
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    card.tuning.step()
+    assert card.tuning.is_over and card.log == ["close"]
 
 
 def test_the_end_of_the_worker_gives_back_what_was_taken_once():

@@ -393,7 +393,15 @@ def test_a_prompt_that_fails_drops_its_media_before_their_bytes_are_free():
     assert alive == [False] and future.exception().reason == "is wrong"
 
 
-def test_what_fails_before_the_first_prompt_leaves_prompts_answered():
+class Panic(BaseException):
+    """What a library in Rust raises when it panics."""
+
+
+@pytest.mark.parametrize("problem", [ZeroDivisionError, Panic])
+def test_what_fails_before_the_first_prompt_leaves_prompts_answered(problem):
+    def fail():
+        raise problem
+
     prepared = Preparing(lambda job: job.id)
-    prepared.start(lambda: 1 / 0)
+    prepared.start(fail)
     assert prepared.submit(Job("a", "text", GenerateRequest())).result(WAIT_S) == "a"

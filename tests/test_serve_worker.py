@@ -114,7 +114,7 @@ def test_what_cannot_be_loaded_is_refused_and_the_worker_goes_on(running, monkey
     running.call("load_adapter", name="bad", path=str(tmp_path))
     assert running.hear("reply")["error"]["class"] in ("AdapterError", "CheckpointError")
     shelf = running.worker.engine.shelf
-    monkeypatch.setattr(shelf, "read", lambda path: {}["nobody thought of this"])
+    monkeypatch.setattr(shelf, "read", lambda path, name: {}["nobody thought of this"])
     running.call("load_adapter", name="odd", path=str(tmp_path))
     assert running.hear("reply")["error"]["class"] == "MistakeError"
     running.call("no such call")
@@ -123,6 +123,25 @@ def test_what_cannot_be_loaded_is_refused_and_the_worker_goes_on(running, monkey
     assert running.hear("reply")["value"]["adapters"] == ["style"]
     running.ask("after", adapter="style")
     assert running.end_of("after").kind == "done"
+
+
+def test_an_adapter_whose_reading_gets_no_thread_is_that_calls_error_alone(running, monkeypatch):
+    start = threading.Thread.start
+
+    def no_thread(thread):
+        if thread.name == "trimtab-read":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    path = str(DEMO / "adapters" / "specialist")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        running.call("load_adapter", name="specialist", path=path)
+        assert running.hear("reply")["error"]["class"] == "MistakeError"
+    running.call("load_adapter", name="specialist", path=path)  # the name is free again
+    assert running.hear("reply")["value"]["adapters"] == ["specialist", "style"]
+    running.call("unload_adapter", name="specialist")
+    assert running.hear("reply")["value"]["adapters"] == ["style"]
 
 
 def test_a_worker_comes_back_with_its_plan_and_without_adapters_whose_files_are_gone(tmp_path):

@@ -71,10 +71,11 @@ class IdleTuning:
             if self._number == len(self._trials):
                 self.end()
             return
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._compile, args=(self._number, candidate), name="trimtab-compile", daemon=True
         )
-        self._thread.start()
+        thread.start()
+        self._thread = thread  # `end` joins it: one that could not be started cannot be joined
 
     def end(self) -> None:
         """Stop for good and give back what trying took."""

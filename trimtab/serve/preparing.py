@@ -61,7 +61,9 @@ class Preparing:
         try:
             if first is not None:
                 first()
-        except Exception as exc:  # without this thread every later prompt would wait for ever
+        except (
+            BaseException
+        ) as exc:  # a panic of a library in Rust too: without this thread every later prompt would wait for ever
             write_traceback(exc, "before the first prompt")
         while True:
             self._prepare_next()

@@ -304,7 +304,10 @@ class _Worker:
             self._reply(call_id, partial(_throw, exc))
             return
         self._reading[call_id] = name, path
-        threading.Thread(target=read, name="trimtab-read", daemon=True).start()
+        try:
+            threading.Thread(target=read, name="trimtab-read", daemon=True).start()
+        except RuntimeError as no_thread:  # the system has no thread left: this call's problem alone
+            self._loaded(call_id, partial(_throw, no_thread))
 
     def _take_read(self) -> None:
         with suppress(queue.Empty):
