@@ -6,7 +6,8 @@ A second process holds all of the device but `card_gib`, so that context, code, 
 to fit as well. Each case is a fresh process and uses the public API: plan, load, one answer to a picture and a sound, then timed
 text with a rank-8 adapter on text, vision and audio. `tok_s` is taken between an answer of 33 and one of 801 tokens.
 `process_gib` is the device's free memory before the process began less the free memory after its last answer; `planned_gib` is
-what the plan asks of the device, context and reserve included. copies 4: every copy to the device is issued four times, as a
+what the plan asks of the device, context and reserve included; `process_peak_gib` is `process_gib` with the most that torch's
+allocator held in place of what it holds at the end. copies 4: every copy to the device is issued four times, as a
 link of a quarter of the rate takes (PCIe 4.0 x8). Rows that FILE has already stay in it (`merged`); with `--missing` their cases
 are not run again, and the exit code is 3 while rows are missing.
 """
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -50,15 +50,11 @@ CASES: tuple[dict[str, Any], ...] = (
     {"model": "e4b", "card_gib": 4, "head": "full", "copies": 4},
     {"model": "e4b", "card_gib": 4, "head": "auto", "copies": 4, "mixed": True},
     {"model": "e4b", "card_gib": 0, "head": "full", "engine": "stock"},
-    # What is not decided yet: prompts captured beside copied layers, with torch's segments as they are, or such as can grow.
-    {"model": "e4b", "card_gib": 4, "head": "full", "trial": "captured-growing"},
-    {"model": "e4b", "card_gib": 3.5, "head": "auto", "trial": "captured-growing"},
-    {"model": "e4b", "card_gib": 4, "head": "full", "trial": "growing"},
 )
 
 
 def name_of(case: dict[str, Any]) -> str:
-    extra = "".join(f":{key}{case[key]}" for key in ("copies", "engine", "trial") if key in case)
+    extra = "".join(f":{key}{case[key]}" for key in ("copies", "engine") if key in case)
     return f"{case['model']}:{case['card_gib']}:{case['head']}{extra}"
 
 
@@ -131,14 +127,11 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
 
     import trimtab
     from bench.checkpoints import media_inputs, text_inputs
-    from trimtab.plan import options
     from trimtab.request import GenerateRequest
     from trimtab.runtime.chat import Inputs
 
     if case.get("copies"):
         slow_link(case["copies"])
-    if "captured" in case.get("trial", ""):
-        options.CAPTURES_BESIDE_COPIES = True
     start = time.perf_counter()
     plan = trimtab.plan(
         work / case["model"], adapters={"a": work / f"{case['model']}-r8"}, context=CONTEXT, head=case["head"], quant="nf4-dq"
@@ -198,11 +191,13 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
     torch.cuda.synchronize()
     shares["after"] = shares_of(torch)
     free, _ = torch.cuda.mem_get_info()
+    unused = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
     memory = model.memory()
     row |= {
         "process_gib": round((case["free_bytes"] - free) / GIB, 3), "driver_says_gib": round(memory["gpu_process_bytes"] / GIB, 3),
         "tensors_peak_gib": round(memory["gpu_peak_bytes"] / GIB, 3),
         "reserved_peak_gib": round(torch.cuda.max_memory_reserved() / GIB, 3),
+        "process_peak_gib": round((case["free_bytes"] - free + unused) / GIB, 3),
         "planned_measured_mib": {
             one.name: [round(one.planned_bytes / MIB), None if one.measured_bytes is None else round(one.measured_bytes / MIB)]
             for one in model.memory_shares()
@@ -274,11 +269,8 @@ def prepare(model: str, work: Path) -> None:
 def run_case(case: dict[str, Any], work: Path, timeout_s: float) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench.cards", "--work", str(work), "--case", json.dumps(case)]
     label = {key: value for key, value in case.items() if key != "free_bytes"}
-    growing = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if "growing" in case.get("trial", "") else {}
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, env=os.environ | growing, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         return {**label, "error": f"longer than {timeout_s:.0f} s"}
     rows = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
@@ -344,7 +336,7 @@ def main() -> int:
     unknown = sorted(set(filter(None, given.cases.split(","))) - set(known))
     if unknown:
         parser.error(f"--cases: {unknown}, known are {sorted(known)}")
-    wanted = [known[name] for name in given.cases.split(",")] if given.cases else [c for c in CASES if "trial" not in c]
+    wanted = [known[name] for name in given.cases.split(",")] if given.cases else list(CASES)
     wanted = missing(wanted, before) if given.missing else wanted
     if given.mixed:
         wanted = [case if case.get("engine") else {**case, "mixed": True} for case in wanted]

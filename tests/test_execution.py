@@ -166,6 +166,16 @@ def test_images_that_may_be_cut_let_smaller_chunks_be_captured():
     assert max(whole.execution.prompt.chunks) >= 280 and whole.execution.prompt.mode == "eager"
 
 
+def test_prompts_are_captured_beside_copied_layers_where_segments_grow():
+    fixed = plan(4, context_tokens=4096)
+    growing = plan(4, context_tokens=4096, machine=card(4, grows_segments=True))
+    assert fixed.blocks_off_device and fixed.execution.prompt.mode == "eager" and not fixed.grows_segments
+    assert growing.blocks_off_device and growing.execution.prompt.mode == "graph" and growing.grows_segments
+    assert growing.expected_s < fixed.expected_s and growing.gpu_needed_bytes <= growing.gpu_budget_bytes
+    whole = plan(8, context_tokens=4096, machine=card(8, grows_segments=True))
+    assert whole.execution.prompt.mode == "graph" and not whole.blocks_off_device and not whole.grows_segments
+
+
 def test_chunks_that_are_not_captured_count_what_stays_beside_towers():
     made = plan(4, images=1)
     largest = max(row.weight.numel for row in E4B.rows if row.part == "language" and row.quantized and row.weight)

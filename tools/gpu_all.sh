@@ -89,13 +89,10 @@ tests steps 240 6 test_prefill.py test_generate.py test_batch.py test_chat.py te
 wait
 tests memory 90 1 test_memory.py test_devices.py
 
-plan cards cards-trial prompts prompts-4gib start tune-e4b tune-e2b
+plan cards prompts prompts-4gib start tune-e4b tune-e2b
 # 2. Small cards: every row of the table, after 200 mixed requests too, the stock stack beside them.
 step cards 900 $py -m bench.cards --work "$work" --save "$out/cards.json" --missing --mixed --total-s "{S}" --cases \
   e4b:4:auto,e4b:3.7:auto,e4b:4:full,e4b:3.2:auto,e4b:6:full,e4b:0:full,e4b:3.8:auto,e4b:3.5:auto,e2b:2.5:auto,e2b:2:auto,e2b:3:full,e2b:0:full,e4b:4:full:copies4,e4b:4:auto:copies4,e4b:0:full:enginestock
-# Prompts captured beside copied layers, with segments that grow: whether they fit (docs/decisions/0020).
-step cards-trial 200 $py -m bench.cards --work "$work" --save "$out/cards-trial.json" --missing --mixed --total-s "{S}" --cases \
-  e4b:4:full:trialcaptured-growing,e4b:3.5:auto:trialcaptured-growing,e4b:4:full:trialgrowing
 # 3. Prompts, an image among them, beside the stock stack and on a small card.
 step prompts 240 $py -m bench.prompts --work "$work" --models "$size,e2b" --save "$out/prompts.json"
 step prompts-4gib 150 $py -m bench.prompts --work "$work" --models "$size" --engines trimtab --card-gib 4 --save "$out/prompts-4gib.json"

@@ -48,7 +48,7 @@ def choose_plan(
     plans: dict[str, Plan] = {}
     errors: list[DoesNotFitError] = []
     for head, anatomy in heads.items():
-        if plans and not _off_device(next(iter(plans.values()))):
+        if plans and not next(iter(plans.values())).blocks_off_device:
             break
         try:
             plans[head] = _fastest(request, anatomy, head, machine, planned)
@@ -61,15 +61,11 @@ def choose_plan(
     return replace(plan, execution=replace(plan.execution, head_reason=reason))
 
 
-# Whether prompts may be captured beside layers that are copied in every step. By its tensors a captured chunk of 256 takes as much
-# as one that is not captured; what the pool of its graphs holds beyond them is not counted (decision 20; bench/cards.py tries it).
-CAPTURES_BESIDE_COPIES = False
-
-
 def choose_chunks_of(
     with_chunks: Callable[[tuple[int, ...], bool, bool], Plan],
     *,
     is_captured: bool,
+    beside_copies: bool,
     least_tokens: int = 0,
     most_tokens: int = max(CHUNKS),
 ) -> Plan:
@@ -77,22 +73,23 @@ def choose_chunks_of(
     least expected seconds. least_tokens: what the largest chunk has to hold. most_tokens: of a chunk, but for that.
 
     with_chunks: makes the plan of some sizes, captured or not; () for transformers' own pass. Its last argument says whether only a
-    plan with the whole decoder on the device is of use; any other may be refused then. Where decoder layers are copied in every
-    step, the room that graphs take would be theirs, and chunks that are not captured leave them the most: a prompt then needs no
-    cache beside the row's own. Errors: as `with_chunks` raises for ().
+    plan with the whole decoder on the device is of use; any other may be refused then. beside_copies: whether chunks are also
+    captured where decoder layers are copied in every step (decision 20): not where torch cannot grow its segments, as the
+    pool of the graphs then takes more than is counted. Chunks that are not captured leave the layers the most room: a
+    prompt needs no cache beside the row's own. Errors: as `with_chunks` raises for ().
     """
     if not is_captured:
         return with_chunks((), False, False)
     plans: list[Plan] = []
     most = min(size for size in CHUNKS if size >= max(most_tokens, least_tokens))
     for captured, choices in ((True, CAPTURED_CHUNKS), (False, UNCAPTURED_CHUNKS)):
-        only_whole = captured and not CAPTURES_BESIDE_COPIES
+        only_whole = captured and not beside_copies
         for chunks in (tuple(size for size in sizes if size <= most) for sizes in choices):
             if max(chunks) < least_tokens:
                 continue
             with suppress(DoesNotFitError):
                 plan = with_chunks(chunks, captured, only_whole)
-                if not _off_device(plan):
+                if not plan.blocks_off_device:
                     return plan
                 plans += [] if only_whole else [plan]
     return min(plans, key=lambda plan: plan.expected_s) if plans else with_chunks((), False, False)
@@ -118,7 +115,7 @@ def _fastest(request: LoadRequest, anatomy: Anatomy, head: str, machine: Any, pl
         if why is None:
             try:
                 plans.append(planned(anatomy, head, mode, _mode_reason(mode, requested, refused, plans, machine)))
-                if not _off_device(plans[-1]):
+                if not plans[-1].blocks_off_device:
                     break
             except ModeRefusedError as exc:
                 why = str(exc)
@@ -159,11 +156,6 @@ def _cpu_may_pay(plan: Plan) -> bool:
     return 2 * plan.rates.host_matmul_Bps > plan.rates.pinned_h2d_Bps
 
 
-def _off_device(plan: Plan) -> int:
-    """Return how many blocks that every token reads are not resident."""
-    return sum(row.part in ("language", "head") and row.tier != "resident" for row in plan.placements)
-
-
 def _chosen_head(request: LoadRequest, plans: Mapping[str, Plan], machine: Any, refused: str) -> tuple[str, str]:
     """Return which head is taken, and why."""
     first = next(iter(plans))
@@ -176,11 +168,11 @@ def _chosen_head(request: LoadRequest, plans: Mapping[str, Plan], machine: Any, 
     if len(plans) == 1:
         if first == "int8":
             return first, f"the full head does not fit; {_cost()}"
-        return first, "the whole decoder stays on the device" if not _off_device(
-            plans[first]
-        ) else "8 bits do not fit either"
+        if plans[first].blocks_off_device:
+            return first, "8 bits do not fit either"
+        return first, "the whole decoder stays on the device"
     whole, small = plans["full"], plans["int8"]
-    kept = _off_device(whole) - _off_device(small)
+    kept = whole.blocks_off_device - small.blocks_off_device
     if kept > 0 and small.expected_s < whole.expected_s:
         rates = f"{small.execution.tokens_per_s:.0f} instead of {whole.execution.tokens_per_s:.0f} tokens/s predicted"
         return "int8", f"keeps {kept} more decoder blocks on the device, {rates}; {_cost()}"

@@ -20,7 +20,7 @@ from trimtab.files import write_whole
 from trimtab.plan import picture
 from trimtab.plan.cards import Card, marked
 from trimtab.plan.cost import Rates
-from trimtab.plan.execution import MODES, Execution
+from trimtab.plan.execution import CAPTURED, MODES, Execution
 from trimtab.plan.kv_pool import pool_tokens
 from trimtab.plan.module_tree import ModuleTree
 from trimtab.plan.reading import read_row
@@ -111,6 +111,17 @@ class Plan:
         """How many tokens all rows hold together in pages; None where every row has its whole context."""
         request = self.request
         return pool_tokens(request.kv_tokens, rows=request.batch, context_tokens=request.context_tokens)
+
+    @property
+    def blocks_off_device(self) -> int:
+        """How many blocks that every token reads are not resident."""
+        return sum(row.part in ("language", "head") and row.tier != "resident" for row in self.placements)
+
+    @property
+    def grows_segments(self) -> bool:
+        """Whether torch's allocator has to add memory to segments that it has: where prompts are captured beside layers that are
+        copied in every step, the pool of their graphs takes more than is counted otherwise."""
+        return self.execution.prompt.mode in CAPTURED and self.blocks_off_device > 0
 
     @property
     def request_s(self) -> float:

@@ -75,7 +75,8 @@ class Machine:
     execution_device: "cuda:0" or "cpu". gpu_*: of the execution device, 0 without one. *_free_bytes, *_available_bytes:
     what can still be taken beside context_bytes, the driver's own share of the device that is not in torch's count, and
     process_bytes, the host memory of the process before any weight. Budgets include these two. capability: the compute
-    capability, multiprocessors: their number; None and 0 where nobody asked.
+    capability, multiprocessors: their number; None and 0 where nobody asked. grows_segments: whether torch's allocator can add
+    memory of the device to a segment that it has.
     """
 
     execution_device: str
@@ -87,6 +88,7 @@ class Machine:
     has_pinned: bool = True
     capability: tuple[int, int] | None = None
     multiprocessors: int = 0
+    grows_segments: bool = False
 
     @property
     def on_cpu(self) -> bool:
@@ -156,8 +158,9 @@ def _made(
         least = patches_of(one.model_type)[1] if has_wholes else 0  # such an image goes through in one chunk
         most = INVARIANT_CHUNK if request.batch_invariant else max(CHUNKS)
         return choose_chunks_of(
-            with_chunks, is_captured=is_captured, least_tokens=min(least, max(CHUNKS)), most_tokens=most
-        )
+            with_chunks, is_captured=is_captured, beside_copies=machine.grows_segments, least_tokens=min(least, max(CHUNKS)),
+            most_tokens=most,
+        )  # fmt: skip
 
     heads = {"full" if request.head == "auto" else request.head: anatomy}
     if request.head == "auto" and not machine.on_cpu and not head_refused and head8 is not None:
