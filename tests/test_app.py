@@ -496,8 +496,15 @@ def drive(app, body, leaves=None, **options):
     return asyncio.run(drive_raw(app, json.dumps(body).encode(), leaves, **options))
 
 
-async def soon():
-    await asyncio.sleep(0.1)
+def once_begun(pool, choices):
+    """Return how a client leaves in the midst of its answer: bodies are read on threads, which may take a while to begin."""
+
+    async def leaves():
+        while len(pool.jobs) < choices:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.05)
+
+    return leaves
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -506,7 +513,7 @@ def test_a_client_that_leaves_cancels_its_jobs(stream, choices):
     pool, metrics = MockPool(forever), Metrics()
     app = make_app(pool, Settings(page=False), metrics)
 
-    drive(app, {**CHAT, "stream": stream, "n": choices}, soon)
+    drive(app, {**CHAT, "stream": stream, "n": choices}, once_begun(pool, choices))
     assert len(pool.jobs) == choices and sorted(pool.left) == sorted(job.id for job in pool.jobs)
     assert [seen["ended"] for seen in metrics.recent()] == ["cancelled"]
 
@@ -518,7 +525,7 @@ def test_a_client_that_leaves_before_the_first_text_cancels_its_job():
 
     pool, metrics = MockPool(nothing), Metrics()
 
-    drive(make_app(pool, Settings(page=False), metrics), {**CHAT, "stream": True}, soon)
+    drive(make_app(pool, Settings(page=False), metrics), {**CHAT, "stream": True}, once_begun(pool, 1))
     assert len(pool.left) == 1 and metrics.recent()[0]["ended"] == "cancelled"
 
 

@@ -175,9 +175,12 @@ def test_a_worker_that_hangs_in_a_call_is_killed():
     supervisor.wait_ready(WAIT_S)
     try:
         time.sleep(0.3)  # quiet with nothing to do is no hanging
+        supervisor.hang_s = WAIT_S  # however slow this machine is
         assert supervisor.call("numbers").result(WAIT_S)
+        supervisor.hang_s = 0.2
         with pytest.raises(WorkerDiedError):
             supervisor.call("hang").result(WAIT_S)
+        supervisor.hang_s = WAIT_S
         assert ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "done"
         assert supervisor.restarts == 1
     finally:
@@ -235,10 +238,12 @@ def test_draining_lets_the_worker_end_by_itself(supervisor):
 
 
 def test_the_exit_code_is_known_though_another_thread_stores_it_late(supervisor):
+    process = supervisor._life.process  # the number of its sentinel is another file's once nobody has the process
+
     class Late:
         """A process whose exit status another thread was given, and stores after three looks."""
 
-        sentinel, looks = supervisor._life.process.sentinel, 0
+        sentinel, looks = process.sentinel, 0
 
         @property
         def exitcode(self):
