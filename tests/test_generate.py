@@ -18,7 +18,7 @@ from trimtab.proof import forced
 from trimtab.proof.compare import NoiseFloor, noise_between
 from trimtab.request import LEAST_TEMPERATURE, PENALTIES, GenerateRequest
 from trimtab.runtime.batch import Batch
-from trimtab.runtime.generate import Detokenizer, Generation
+from trimtab.runtime.generate import Detokenizer, Generation, hidden_ids
 from trimtab.runtime.hf_generate import AnswerPenalties, Sampler
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
@@ -455,3 +455,44 @@ def test_the_demo_tokenizer_round_trips_through_pieces():
     ids = tokenizer(TEXT, add_special_tokens=False).input_ids
     detokenizer = Detokenizer(tokenizer)
     assert "".join(detokenizer.push(token) for token in ids) + detokenizer.finish() == tokenizer.decode(ids)
+
+
+class Counting(Pieces):
+    """A tokenizer with a token without text, which counts what it decodes."""
+
+    def __init__(self):
+        self.most = 0
+
+    def decode(self, ids, **options):
+        self.most = max(self.most, len(ids))
+        return "".join("" if token == 9 else WORDS[token] for token in ids).removeprefix(" ")
+
+
+def test_tokens_without_a_text_are_not_decoded_again_at_every_step():
+    tokenizer = Counting()
+    detokenizer = Detokenizer(tokenizer)
+    shown = [detokenizer.push(token) for token in [0, 1, *[9] * 1000, 2, 9, 3]]
+    assert "".join(shown) + detokenizer.finish() == "It is reddish"
+    assert tokenizer.most < 100
+
+
+@pytest.mark.parametrize("hides_all", [True, False])
+def test_a_fast_tokenizer_is_asked_directly_and_says_what_decode_says(hides_all, monkeypatch):
+    tokenizer = talking._tokenizer()
+    ids = [*tokenizer(TEXT, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    hidden = None if hides_all else hidden_ids(tokenizer, [tokenizer.eos_token])
+    expected = tokenizer.decode(ids, skip_special_tokens=hides_all)
+    assert (tokenizer.eos_token in expected) is not hides_all
+    detokenizer = Detokenizer(tokenizer, hidden=hidden)
+    monkeypatch.setattr(type(tokenizer), "decode", None)
+    assert "".join(detokenizer.push(token) for token in ids) + detokenizer.finish() == expected
+
+
+def test_a_tokenizer_with_a_decoder_of_its_own_is_asked_through_it():
+    class Own(type(talking._tokenizer())):
+        def decode(self, token_ids, **options):
+            return "own"
+
+    tokenizer = talking._tokenizer()
+    tokenizer.__class__ = Own
+    assert Detokenizer(tokenizer).push(7) == "own"

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import Tensor
 
 from trimtab.errors import CheckpointError
@@ -75,20 +77,21 @@ class Detokenizer:
     """Turns token ids into text as they come: `push` gives what is sure, `finish` the rest.
 
     A piece is held back while it ends in an incomplete character (the tokenizer shows U+FFFD) or in what may become a
-    stop text. stopped: a stop text was met; it and what follows are not part of the text. shown: control tokens that are part
-    of the text; others are left out. before: the tokens that the answer continues; its first token is decoded after them.
+    stop text. stopped: a stop text was met; it and what follows are not part of the text. hidden: ids of the control tokens that
+    are left out (`hidden_ids`); None leaves out all. before: the tokens that the answer continues; its first token is decoded
+    after them.
     """
 
     # A character is at most 4 bytes, one token each at worst: a U+FFFD that stays longer is the model's own.
     LONGEST_CHARACTER_TOKENS = 6
+    # Tokens without a text, such as control tokens, of which so many are decoded together with the next one.
+    MOST_EMPTY_TOKENS = 64
 
     def __init__(
-        self, tokenizer: Any, stop: Sequence[str] = (), *, shown: Collection[str] = (), before: Sequence[int] = ()
+        self, tokenizer: Any, stop: Sequence[str] = (), *, hidden: Collection[int] | None = None, before: Sequence[int] = ()
     ) -> None:
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
-        added = tokenizer.added_tokens_decoder.items() if shown else ()
-        self._hidden = {token_id for token_id, token in added if token.special and token.content not in shown}
-        self._hides_all = not shown
+        self._stop, self._hidden = tuple(stop), hidden or ()
+        self._text_of = _decoder(tokenizer, hides_all=hidden is None)
         self._ids = list(before[-self.LONGEST_CHARACTER_TOKENS :])
         self._from, self._to = 0, len(self._ids)
         self._held = ""
@@ -96,9 +99,7 @@ class Detokenizer:
         self.stop_text: str | None = None
 
     def _decode(self, ids: Sequence[int]) -> str:
-        kept = [token for token in ids if token not in self._hidden]
-        options = {"skip_special_tokens": self._hides_all, "clean_up_tokenization_spaces": False}
-        return str(self._tokenizer.decode(kept, **options))
+        return self._text_of([token for token in ids if token not in self._hidden])
 
     def push(self, token_id: int) -> str:
         """Return the text that is now sure."""
@@ -107,6 +108,8 @@ class Detokenizer:
         before, now = self._decode(self._ids[self._from : self._to]), self._decode(self._ids[self._from :])
         waits = now.endswith("\ufffd") and len(self._ids) - self._to < self.LONGEST_CHARACTER_TOKENS
         if len(now) <= len(before) or waits:
+            if len(self._ids) - self._to > self.MOST_EMPTY_TOKENS:
+                del self._ids[self._to :]  # every step would decode all of them again
             return ""
         self._from, self._to = self._to, len(self._ids)
         return self._release(now[len(before) :])
@@ -137,6 +140,30 @@ class Detokenizer:
             return rest
         rest, self._held = rest + self._held, ""
         return rest
+
+
+def hidden_ids(tokenizer: Any, shown: Collection[str]) -> frozenset[int]:
+    """Return the ids of the tokenizer's control tokens that are not `shown`. Takes milliseconds for thousands of them."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(token_id for token_id, token in added if token.special and token.content not in shown)
+
+
+def _decoder(tokenizer: Any, *, hides_all: bool) -> Callable[[list[int]], str]:
+    """Return the function from token ids to their text.
+
+    `decode` of a fast tokenizer is that of its `tokenizers` object behind checks of its arguments, which take ten times as long.
+    """
+    fast = transformers.PreTrainedTokenizerFast
+    is_plain = isinstance(tokenizer, fast) and all(
+        getattr(type(tokenizer), name) is getattr(fast, name) for name in ("decode", "_decode")
+    )
+    if is_plain:
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=hides_all)
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=hides_all, clean_up_tokenization_spaces=False))
+
+    return decode
 
 
 @dataclass

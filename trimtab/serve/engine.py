@@ -28,7 +28,7 @@ from trimtab.runtime.batch_request import Constraint, Drawn, Prompt, Row
 from trimtab.runtime.chat import Inputs
 from trimtab.runtime.chunk_times import ChunkTimes
 from trimtab.runtime.embedding import Embedding
-from trimtab.runtime.generate import Detokenizer
+from trimtab.runtime.generate import Detokenizer, hidden_ids
 from trimtab.runtime.hf_generate import Sampler
 from trimtab.runtime.media import SAMPLE_RATE, picture_bytes, sound_rate
 from trimtab.runtime.media_ahead import audio_ahead, images_ahead
@@ -126,6 +126,7 @@ class LoadedEngine:
         self._chosen: list[Answer] = []  # whose prompts go through next
         self._times = ChunkTimes(model.device)
         self._grammar: Grammar | None = None
+        self._hidden: dict[tuple[str, ...], frozenset[int]] = {}  # of each form of answers: as many as a template has
         # Whether the adapter of this name is still being prepared between steps.
         self.is_unprepared: Callable[[str], bool] = lambda name: False
 
@@ -218,7 +219,7 @@ class LoadedEngine:
             )
         if job.kind == "embedding":
             row = empty_row(self.model, job.adapter, job.request)
-            embedding = Embedding(self.model, inputs.to(self.model.device), adapter=job.adapter, pooling=job.pooling)
+            embedding = Embedding(self.model, inputs, adapter=job.adapter, pooling=job.pooling)
             return Answer(job, None, row, None, time.monotonic(), embedding=embedding)
         if job.fills_context:
             left = self.model.context_tokens - inputs.prompt_tokens
@@ -227,9 +228,9 @@ class LoadedEngine:
         assert reading is not None
         scores = None
         if job.prompt_logprobs is not None:
-            plain = inputs.to(self.model.device)
-            scores = PromptScores(self.model, plain, adapter=job.adapter, top=job.prompt_logprobs)
-        inputs = inputs.to(self.model.device)
+            scores = PromptScores(self.model, inputs, adapter=job.adapter, top=job.prompt_logprobs)
+        if inputs.has_media:  # tokens are copied with their chunk: a copy of their own waits for what the device computes
+            inputs = inputs.to(self.model.device)
         prompt = self.batch.begin(
             inputs,
             job.request,
@@ -240,7 +241,8 @@ class LoadedEngine:
         )
         prompt.row.adapter = job.adapter  # it may be in host memory until its turn comes
         before = inputs.token_ids if job.continues else ()
-        detokenizer = Detokenizer(self._tokenizer, job.request.stop, shown=reading.shown, before=before)
+        hidden = self._hidden_ids(reading.shown)
+        detokenizer = Detokenizer(self._tokenizer, job.request.stop, hidden=hidden, before=before)
         return Answer(job, prompt, prompt.row, detokenizer, time.monotonic(), reading=reading, scores=scores)
 
     def _told_at_once(self, job: Job, inputs: Inputs) -> Answer:
@@ -256,6 +258,14 @@ class LoadedEngine:
         usage = {"prompt_tokens": len(ids), "completion_tokens": 0}
         answer.pending.append(Event(job.id, "done", finish="stop", usage=usage, result=result))
         return answer
+
+    def _hidden_ids(self, shown: tuple[str, ...]) -> frozenset[int] | None:
+        """Return what a `Detokenizer` leaves out where these control tokens are part of the text; None if none is."""
+        if not shown:
+            return None
+        if shown not in self._hidden:
+            self._hidden[shown] = hidden_ids(self._tokenizer, shown)
+        return self._hidden[shown]
 
     @property
     def _tokenizer(self) -> Any:
