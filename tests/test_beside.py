@@ -9,7 +9,7 @@ import trimtab
 from tests import stock
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.request import GenerateRequest
-from trimtab.runtime.prompt_scores import PIECE_TOKENS
+from trimtab.runtime.prompt_scores import PIECE_TOKENS, PromptScores
 from trimtab.serve.engine import LoadedEngine
 from trimtab.serve.job import Job
 from trimtab.serve.scheduler import Scheduler
@@ -125,6 +125,18 @@ def test_the_stop_text_that_ended_an_answer_is_told(engine):
     )
     done = run(engine, stops)["b"][-1]
     assert done.usage["stop_text"] == whole[3:6] and done.finish == "stop"
+
+
+def test_the_probabilities_of_a_piece_are_read_at_once(monkeypatch):
+    """Each read waits for the device, and one of each number takes longer than a step."""
+    scores = object.__new__(PromptScores)
+    scores._top, scores.scores = 2, []
+    logprobs = torch.tensor([[-1.0, -3.0, -2.0, -3.0], [-1.0, -1.5, -5.0, -0.5]])
+    for name in ("__int__", "__float__", "item"):
+        monkeypatch.setattr(torch.Tensor, name, lambda self: pytest.fail("a number was read by itself"))
+    scores._add(logprobs, (3, 2))
+    scores._add(logprobs[:0], ())
+    assert scores.scores == [{3: (-3.0, 3), 0: (-1.0, 1), 2: (-2.0, 2)}, {2: (-5.0, 4), 3: (-0.5, 1), 0: (-1.0, 2)}]
 
 
 @pytest.mark.parametrize("adapter", [None, "style"])

@@ -78,6 +78,27 @@ def test_the_text_route_equals_the_processors_own(model):
     assert list(model.prepare("Hello").token_ids) == list(expected)
 
 
+def test_tokens_of_a_text_are_read_at_once_and_nothing_looks_at_each(model, monkeypatch):
+    """Python runs one thread at a time: what preparing a prompt takes is taken from the thread that makes tokens."""
+    expected = model.prepare("Hello you")
+    asked = []
+    real = type(model.processor).__call__
+
+    def noted(self, *arguments, **options):
+        asked.append(options)
+        return real(self, *arguments, **options)
+
+    def one_by_one(self):
+        raise AssertionError("a token was read by itself")
+
+    monkeypatch.setattr(type(model.processor), "__call__", noted)
+    monkeypatch.setattr(torch.Tensor, "__int__", one_by_one)
+    found = model.prepare("Hello you")
+    assert found.token_ids == expected.token_ids and list(found.tensors) == list(expected.tensors)
+    assert all(torch.equal(found.tensors[name], value) for name, value in expected.tensors.items())
+    assert ["return_tensors" in options for options in asked] == [False]  # it looks at every number before it makes tensors
+
+
 def test_a_system_text_comes_first(model):
     tokenizer = model.processor.tokenizer
     text = tokenizer.decode(model.prepare("Hello", system="Be brief").token_ids)

@@ -26,7 +26,7 @@ from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, RequestError, TrimtabError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import chat, prefill_graphs
+from trimtab.runtime import chat, hf_slots, prefill_graphs
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.ends import with_likeliest
 from trimtab.serve import engine as engine_module
@@ -101,6 +101,19 @@ def test_mixed_adapters_answer_what_the_line_answers_with_one_on_the_model_at_a_
     assert usage["output_head"] == model.plan.execution.head == "full"
     assert usage["kv"] == model.plan.request.kv == "full"
     assert found["style"][1].finish == expected["style"].finish_reason == "stop"
+
+
+def test_taking_up_a_text_builds_nothing_and_copies_nothing_that_a_captured_prompt_does_not_need(engine, monkeypatch):
+    """It happens between the steps of those who are answered, and a copy to a GPU waits for the step that runs there."""
+    copied = []
+    real = chat.Inputs.to
+    monkeypatch.setattr(chat.Inputs, "to", lambda self, device: copied.append(self.has_media) or real(self, device))
+    monkeypatch.setattr(hf_slots, "prompt_cache", lambda *_: pytest.fail("a cache for transformers' own pass was built"))
+    told = ask("a", [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}])
+    seen = ask("b")
+    for job in (told, seen):
+        engine.begin(job, engine._inputs(job))
+    assert copied == [True]
 
 
 def test_long_prompts_of_a_client_begin_one_after_the_other_so_that_another_client_precedes_the_rest(engine):

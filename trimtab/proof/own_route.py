@@ -84,7 +84,7 @@ def _run_item(
 ) -> list[int]:  # fmt: skip
     """Answer one item, write its logits, and return the continuation that they are of."""
     inputs = forced.read_inputs(item["file"], model.device)
-    ids = tuple(int(token) for token in inputs["input_ids"][0])
+    ids = tuple(inputs["input_ids"][0].tolist())
     prepared = Inputs(inputs, item["prompt_tokens"], ids, item["has_media"])
     greedy = GenerateRequest(max_new_tokens=request["new_tokens"])
     answer = model.answer_inputs(prepared, greedy, adapter=item["adapter"])

@@ -127,7 +127,7 @@ class Batch:
     ) -> Prompt:  # fmt: skip
         """Return a prompt to be computed. Nothing is computed yet, and no row is taken.
 
-        inputs: of `LoadedModel.prepare`. top_logprobs: how many of the most likely tokens to report with each token (0:
+        inputs: of `LoadedModel.prepare`; those of a text may be on the host. top_logprobs: how many of the most likely tokens to report with each token (0:
         only the token itself; None: none). constraint: (token ids so far, logits [V]) -> logits, applied before sampling.
         client: the owner of cached prefixes, where the model has a prefix cache; None uses no cache. group: requests with
         the same prompt, media and adapter share the first one's computation.
@@ -143,7 +143,7 @@ class Batch:
             adapter, request, sampler, list(inputs.token_ids), inputs.prompt_tokens, constraint=constraint, client=client,
             group=group,
         )  # fmt: skip
-        return Prompt(self, inputs, row, top_logprobs, hf_slots.prompt_cache(self.model.hf_model, self.cache.kv))
+        return Prompt(self, inputs, row, top_logprobs)
 
     def _fork(self, prompt: Prompt) -> bool:
         """Use the prompt of a row of the same group, if its states are complete. Returns whether there is one."""
@@ -174,13 +174,15 @@ class Batch:
             return True
         # A picture or sound has to be in one piece with its tokens.
         is_whole = prompt.inputs.has_media and not start
+        if prompt.cache is None:
+            prompt.cache = hf_slots.prompt_cache(self.model.hf_model, self.cache.kv)
         chunk = min(chunk, most_tokens or chunk)
         end = count if is_whole else min(count, start + chunk, self.prefixes.border(prompt))
         prompt.chunk_tokens = end - start
         if not is_whole:
             positions = hf_slots.prompt_positions(self.model.hf_model, start, end, self.model.device, offset)
             tensors = {
-                "input_ids": tensors["input_ids"][:, start:end],
+                "input_ids": tensors["input_ids"][:, start:end].to(self.model.device),
                 "attention_mask": torch.ones(1, end, dtype=torch.long, device=self.model.device), **positions,
             }  # fmt: skip
         self.model.route.set(prompt.row.adapter)

@@ -19,7 +19,7 @@ from trimtab.runtime.chat import Inputs, check_fits
 class Embedding:
     """One text on its way: `step` until it returns True, then `pooled`, `unit` or `vector`.
 
-    inputs: without media, on the model's device. Errors: RequestError for a text longer than the context.
+    inputs: without media. Errors: RequestError for a text longer than the context.
     """
 
     def __init__(self, model: Any, inputs: Inputs, *, adapter: str | None = None, pooling: str = "last") -> None:
@@ -35,7 +35,7 @@ class Embedding:
         model, count = self._model, self._inputs.prompt_tokens
         start = self._done
         end = min(count, start + (getattr(model, "prefill_tokens", None) or count))
-        ids = self._inputs.tensors["input_ids"][:, start:end]
+        ids = self._inputs.tensors["input_ids"][:, start:end].to(model.device)
         mask = torch.ones(1, end, dtype=torch.long, device=ids.device)
         model.route.set(self.adapter)
         hf_slots.reset_offset(model.hf_model)

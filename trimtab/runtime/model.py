@@ -177,7 +177,7 @@ class LoadedModel(Asking):
         """The object that copies streamed blocks, None if there are none or the model is closed."""
         return None if self._loaded is None else self._loaded.streamer
 
-    @property
+    @cached_property
     def processor_folder(self) -> Path:
         """The checkpoint folder with the tokenizer and processor files."""
         return find_folder(self.plan.request.model)

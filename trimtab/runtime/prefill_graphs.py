@@ -345,7 +345,7 @@ class Prompts:
         if owner is None or owner is but or row != self.batch.cache.prompt_row:
             return
         self.release(owner)
-        owner.cache, owner.done_tokens = hf_slots.prompt_cache(self.model.hf_model, self.batch.cache.kv), 0
+        owner.cache, owner.done_tokens = None, 0
 
     # One chunk -------------------------------------------------------------------------------------------------------
 

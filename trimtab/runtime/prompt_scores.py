@@ -38,7 +38,7 @@ class PromptScores:
         """Put the next piece through the model; True when it was the last. Errors: DeviceError for logits that are no numbers."""
         model, count, start = self._model, self._inputs.prompt_tokens, self._done
         end = min(count, start + PIECE_TOKENS)
-        ids = self._inputs.tensors["input_ids"][:, start:end]
+        ids = self._inputs.tensors["input_ids"][:, start:end].to(model.device)
         model.route.set(self.adapter)
         hf_slots.reset_offset(model.hf_model)
         with torch.no_grad():
@@ -54,10 +54,11 @@ class PromptScores:
         return end == count
 
     def _add(self, logprobs: Tensor, following: tuple[int, ...]) -> None:
-        for row, token in zip(logprobs, following, strict=True):
-            values, ids = row.topk(self._top) if self._top else (row[:0], row[:0].long())
-            own = row[token]
-            top = {
-                int(one): (float(value), rank + 1) for rank, (one, value) in enumerate(zip(ids, values, strict=True))
-            }
-            self.scores.append({token: (float(own), int((row > own).sum()) + 1), **top})
+        # The numbers of all rows are read at once: each read waits for the device.
+        own = logprobs.gather(1, torch.tensor(following, dtype=torch.long, device=logprobs.device)[:, None])
+        ranks = (logprobs > own).sum(dim=1) + 1
+        values, ids = logprobs.topk(self._top) if self._top else (logprobs[:, :0], logprobs[:, :0].long())
+        rows = zip(following, own[:, 0].tolist(), ranks.tolist(), values.tolist(), ids.tolist(), strict=True)
+        for token, logprob, rank, top_values, top_ids in rows:
+            top = {one: (value, place + 1) for place, (one, value) in enumerate(zip(top_ids, top_values, strict=True))}
+            self.scores.append({token: (logprob, rank), **top})

@@ -262,12 +262,13 @@ class Matcher:
     def masked(self, scores: Tensor) -> Tensor:
         """Return logits [V] with minus infinity for each token that may not come next. Errors: as `look`."""
         self.look()
-        mask = torch.frombuffer(bytearray(self._mask), dtype=torch.uint8)
-        bits = (mask[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-        allowed = torch.zeros(len(scores), dtype=torch.bool)
+        # The bits are copied as they are, an eighth of a mask of bytes.
+        mask = torch.frombuffer(bytearray(self._mask), dtype=torch.uint8).to(scores.device)
+        bits = (mask[:, None] >> torch.arange(8, dtype=torch.uint8, device=scores.device)) & 1
+        allowed = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
         known = bits.flatten()[: len(scores)].bool()
         allowed[: len(known)] = known
-        return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
+        return scores.masked_fill(~allowed, float("-inf"))
 
     def _failed(self) -> RequestError:
         reason = self._matcher.get_error().partition("\n")[0]

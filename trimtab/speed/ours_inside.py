@@ -88,7 +88,7 @@ def steps_of(model: Any) -> dict[str, Any]:
 
 def _answer(model: Any, item: Mapping[str, Any], adapter: str | None, new_tokens: int) -> dict[str, Any]:
     inputs = forced.read_inputs(item["file"], model.device)
-    ids = tuple(int(token) for token in inputs["input_ids"][0])
+    ids = tuple(inputs["input_ids"][0].tolist())
     prepared = Inputs(inputs, item["prompt_tokens"], ids, item["has_media"])
     model.route.set(adapter)
     wait(model.device)
