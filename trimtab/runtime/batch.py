@@ -127,10 +127,10 @@ class Batch:
     ) -> Prompt:  # fmt: skip
         """Return a prompt to be computed. Nothing is computed yet, and no row is taken.
 
-        inputs: of `LoadedModel.prepare`; those of a text may be on the host. top_logprobs: how many of the most likely tokens to report with each token (0:
-        only the token itself; None: none). constraint: (token ids so far, logits [V]) -> logits, applied before sampling.
-        client: the owner of cached prefixes, where the model has a prefix cache; None uses no cache. group: requests with
-        the same prompt, media and adapter share the first one's computation.
+        inputs: of `LoadedModel.prepare`; those of a text may be on the host. top_logprobs: how many of the most likely tokens to
+        report with each token (0: only the token itself; None: none). constraint: (token ids so far, logits [V]) -> logits,
+        applied before sampling. client: the owner of cached prefixes, where the model has a prefix cache; None uses no cache.
+        group: requests with the same prompt, media and adapter share the first one's computation.
         Errors: RequestError if prompt and answer exceed the context, or for an adapter that is not loaded.
         """
         request = fitted(self.model, inputs, request)

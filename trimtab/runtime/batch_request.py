@@ -85,8 +85,8 @@ class Prompt:
 
     inputs: of `LoadedModel.prepare`. row: its request. top_logprobs: as in `Batch.begin`. done_tokens: tokens computed so
     far; chunk_tokens: length of the next chunk. logits: of its last token [V], once complete. cache, offset: where its keys
-    and values are; no cache where captured chunks write them into the batch's own, and before transformers' pass. first: its first token on the way to the host. source: the row with the same prompt whose results it
-    copies.
+    and values are; no cache where captured chunks write them into the batch's own, and before transformers' pass. first: its
+    first token on the way to the host. source: the row with the same prompt whose results it copies.
     """
 
     batch: Batch
