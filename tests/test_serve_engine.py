@@ -108,7 +108,9 @@ def test_taking_up_a_text_builds_nothing_and_copies_nothing_that_a_captured_prom
     copied = []
     real = chat.Inputs.to
     monkeypatch.setattr(chat.Inputs, "to", lambda self, device: copied.append(self.has_media) or real(self, device))
-    monkeypatch.setattr(hf_slots, "prompt_cache", lambda *_: pytest.fail("a cache for transformers' own pass was built"))
+    monkeypatch.setattr(
+        hf_slots, "prompt_cache", lambda *_: pytest.fail("a cache for transformers' own pass was built")
+    )
     told = ask("a", [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}])
     seen = ask("b")
     for job in (told, seen):

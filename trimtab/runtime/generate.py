@@ -88,7 +88,12 @@ class Detokenizer:
     MOST_EMPTY_TOKENS = 64
 
     def __init__(
-        self, tokenizer: Any, stop: Sequence[str] = (), *, hidden: Collection[int] | None = None, before: Sequence[int] = ()
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        *,
+        hidden: Collection[int] | None = None,
+        before: Sequence[int] = (),
     ) -> None:
         self._stop, self._hidden = tuple(stop), hidden or ()
         self._text_of = _decoder(tokenizer, hides_all=hidden is None)

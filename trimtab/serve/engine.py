@@ -229,7 +229,8 @@ class LoadedEngine:
         scores = None
         if job.prompt_logprobs is not None:
             scores = PromptScores(self.model, inputs, adapter=job.adapter, top=job.prompt_logprobs)
-        if inputs.has_media:  # tokens are copied with their chunk: a copy of their own waits for what the device computes
+        # Tokens are copied with their chunk: a copy of their own waits for what the device computes.
+        if inputs.has_media:
             inputs = inputs.to(self.model.device)
         prompt = self.batch.begin(
             inputs,
