@@ -15,7 +15,7 @@ from PIL import Image
 
 import trimtab
 from trimtab.api import PlanInputs, plan_request
-from trimtab.errors import DoesNotFitError, gib
+from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.plan import Plan
 from trimtab.plan.media_memory import LEAST_BUDGET_BYTES, MOST_RATE, PREPARED_PIXEL_BYTES, WEBP_PIXEL_BYTES, sound_bytes
 from trimtab.plan.narrow import narrow_table
@@ -88,9 +88,9 @@ def image(width, height, kind="PNG"):
     return {"type": "image", "image": out.getvalue()}
 
 
-def sound(rate, seconds=0.1, channels=1):
+def sound(rate, seconds=0.1, channels=1, kind="WAV"):
     out = io.BytesIO()
-    soundfile.write(out, np.zeros((int(seconds * rate), channels)), rate, format="WAV")
+    soundfile.write(out, np.zeros((int(seconds * rate), channels)), rate, format=kind)
     return {"type": "audio", "audio": out.getvalue()}
 
 
@@ -139,3 +139,21 @@ def test_the_engine_decodes_within_the_planned_budget():
     with trimtab.load(plan) as model:
         pool = LoadedEngine(model, rows=1)._preparing._media
         assert pool._most_bytes == plan.host["media"]
+
+
+def test_audio_whose_header_tells_no_length_is_within_the_limit_of_a_request():
+    """The plan counts no more than that limit: an ogg is measured while it is decoded."""
+    request = replace(REQUEST, audio_s=600.0)
+    plan = plan_request(request, later={}, inputs=INPUTS, media=served(replace(LIMITS, request_audio_s=0.5)))
+    with trimtab.load(plan) as model:
+        engine = LoadedEngine(model, rows=1, audio_s=0.5)
+        allowed = job(sound(48_000, 0.4, kind="OGG"))
+        assert engine._preparing._media._size(allowed) <= plan.host["media"]
+        assert len(engine._decoded(allowed).prompt[0]["content"][0]["audio"]) == 6_400
+        for parts, words in (
+            ([sound(48_000, 0.6, kind="OGG")], "lasts 0.6 s, the limit is 0.5 s"),
+            ([sound(48_000, 0.3, kind="OGG")] * 2, "has 0.6 seconds, the limit of a request is 0.5"),
+        ):
+            with pytest.raises(RequestError, match=words) as caught:
+                engine._decoded(job(*parts))
+            assert caught.value.field == f"messages[0].content[{len(parts) - 1}].input_audio"

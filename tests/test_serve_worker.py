@@ -272,7 +272,9 @@ def test_a_draining_worker_answers_loads_under_way_and_ends_though_their_files_c
 
 def test_what_is_in_the_pipe_when_a_draining_worker_ends_is_answered():
     here, there = multiprocessing.Pipe()
-    channel, served = Channel(here), _Worker(Channel(there), settings_of({}))
+    media = {"kinds": ["text", "audio"], "request_pixels": 1, "request_audio_s": 0.25, "all_body_bytes": 2**20}
+    channel, served = Channel(here), _Worker(Channel(there), settings_of({}, media=media))
+    assert (served.engine._audio_s, served.plan.request.audio_s) == (0.25, 1.0)
     channel.send({"do": "drain"})
     channel.send({"do": "call", "id": 1, "what": "numbers"})
     channel.send({"do": "call", "id": 2, "what": "load_adapter", "name": "a", "path": str(DEMO / "adapters" / "style")})

@@ -95,10 +95,13 @@ def prepare(
     )  # fmt: skip
 
 
-def decode_media(model: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def decode_media(
+    model: Any, messages: Sequence[Mapping[str, Any]], *, audio_s: float | None = None
+) -> list[dict[str, Any]]:
     """Return chat messages with their images and audio decoded: Pillow images, samples at 16 kHz. Needs no tokenizer.
 
-    Errors: as `prepare` for media.
+    audio_s: most seconds of all audio together, where that is less than planned. Errors: as `prepare` for media; RequestError for
+    more audio than that.
     """
     checked, pictures, sounds = _messages(messages, (), (), None)
     _check_modalities(model, pictures, sounds)
@@ -108,7 +111,7 @@ def decode_media(model: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict
         raise CheckpointError("its processor has no feature extractor for audio", path=model.processor_folder)
     decoded = {
         "image": iter([_numbered(number, read_image, picture) for number, picture in enumerate(pictures)]),
-        "audio": iter(_read_sounds(model, feature, sounds)),
+        "audio": iter(_read_sounds(model, feature, sounds, most_s=audio_s)),
     }
     for message in checked:
         message["content"] = [
@@ -477,14 +480,22 @@ def _numbered(number: int, read: Callable[..., Any], *arguments: Any, **options:
         raise
 
 
-def _read_sounds(model: Any, feature: Any, sounds: Sequence[Any]) -> list[Any]:
-    """Return the samples of every sound, of which no more are decoded than were planned."""
-    limit_s = float(model.plan.request.audio_s)
+def _read_sounds(model: Any, feature: Any, sounds: Sequence[Any], *, most_s: float | None = None) -> list[Any]:
+    """Return the samples of every sound, of which no more are decoded than were planned. most_s: as `audio_s` of `decode_media`."""
+    planned_s = float(model.plan.request.audio_s)
+    limit_s = planned_s if most_s is None else min(most_s, planned_s)
     read: list[Any] = []
     for number, sound in enumerate(sounds):
         read.append(_numbered(number, read_audio, sound, max_s=limit_s))
         seconds = sum(len(samples) for samples in read) / SAMPLE_RATE
         _check_planned(model, "audio", seconds, "audio_s", "seconds of audio")
+        if seconds > limit_s:
+            problem = RequestError(
+                f"the audio of the prompt has {seconds:.1f} seconds, the limit of a request is {limit_s:g}", field="audio",
+                hint="Send shorter or fewer clips",
+            )  # fmt: skip
+            problem.number = number
+            raise problem
     check_sound_lengths(feature, read, SAMPLE_RATE)
     return read
 

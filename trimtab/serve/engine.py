@@ -101,20 +101,22 @@ def decoded_bytes(job: Job, *, model_type: str, audio_s: float) -> int:
 
 class LoadedEngine:
     """The scheduler's engine on a loaded model. rows: requests decoded together. prompt_limit: the most tokens of a prompt
-    (None: what the context holds)."""
+    (None: what the context holds). audio_s: most seconds of all audio of a request (None, or more than planned: those planned)."""
 
     def __init__(
         self, model: LoadedModel, *, rows: int, kept: Iterable[str] = (), resident_limit: int | None = None,
-        prompt_limit: int | None = None,
+        prompt_limit: int | None = None, audio_s: float | None = None,
     ) -> None:  # fmt: skip
         self.model, self.rows, self.prompt_limit = model, rows, prompt_limit
         model.forget_batch()
         self.batch = Batch(model, rows)
         self.shelf = AdapterShelf(model, kept=kept, resident_limit=resident_limit)
         plan = model.plan
+        planned_s = float(plan.request.audio_s)
+        self._audio_s = planned_s if audio_s is None else min(audio_s, planned_s)
         pool = MediaPool(
             self._decoded,
-            partial(decoded_bytes, model_type=str(model.hf_model.config.model_type), audio_s=float(plan.request.audio_s)),
+            partial(decoded_bytes, model_type=str(model.hf_model.config.model_type), audio_s=self._audio_s),
             most_bytes=plan.host.get(MEDIA, LEAST_BUDGET_BYTES), kept=lambda inputs: inputs.tensors.values(),
         )  # fmt: skip
         self._preparing = Preparing(self._inputs, pool)
@@ -302,7 +304,7 @@ class LoadedEngine:
     def _decoded(self, job: Job) -> Job:
         """Return a job with its media decoded, its images resized and its audio turned into features, on a thread of the pool."""
         try:
-            decoded = chat.decode_media(self.model, job.prompt)
+            decoded = chat.decode_media(self.model, job.prompt, audio_s=self._audio_s)
             parts = [part for message in decoded for part in message["content"]]
             self._has_learned.wait(LEARN_S)
             for kind, ahead_of in (("image", images_ahead), ("audio", audio_ahead)):

@@ -109,8 +109,8 @@ def check_image(data: bytes, *, field: str, limits: Limits) -> int:
 def check_sound(data: bytes, kind: str, *, field: str, limits: Limits) -> float:
     """Return the seconds of audio of the declared kind. Errors: RequestError if it is none, or beyond the limits.
 
-    The length of ogg and mp3 is known only after decoding, and counts 0 here: the worker refuses audio that is longer than its
-    plan counted.
+    The length of ogg and mp3 is known only after decoding, and counts 0 here: the worker refuses audio that is longer than a
+    request may have, or than its plan counted.
     """
     if kind not in AUDIO_FORMATS:
         raise RequestError(

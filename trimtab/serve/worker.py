@@ -66,8 +66,8 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
 
     settings: request (LoadRequest as JSON), adapters (name -> folder, those that are loaded at the start), kept, rows (None: as
     many as cost nothing), queue_limit, resident_limit, prompt_tokens (the longest prompt; None: what the context holds),
-    media (the fields of `ServedMedia`; none: no memory is planned for images and audio), plan (of the worker before this one,
-    as JSON; None: plan now).
+    media (the fields of `ServedMedia`, of which the seconds of audio bound each request; none: no memory is planned for images and
+    audio), plan (of the worker before this one, as JSON; None: plan now).
     """
     # Ctrl-C reaches every process of a terminal, and SIGTERM every process of a service; this one ends when the API process
     # is done with it.
@@ -128,6 +128,7 @@ class _Worker:
         self.engine = LoadedEngine(
             self.model, rows=self.plan.request.batch, kept=settings.get("kept", ()),
             resident_limit=settings.get("resident_limit"), prompt_limit=settings.get("prompt_tokens"),
+            audio_s=(settings.get("media") or {}).get("request_audio_s"),
         )  # fmt: skip
         self.engine.shelf.lost.update(lost)
         self.watcher = Watcher(self.engine.shelf.read)
