@@ -22,7 +22,7 @@ import hashlib
 import heapq
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -200,8 +200,9 @@ class PrefixStore:
             if item.offset is None and (number + 1) * size >= known_from:
                 item.offset = offset
         blocks: list[tuple[int, int]] = []
+        kept = {id(item) for item in path}
         while len(path) < count:
-            pages = self._take(1, path)
+            pages = self._take(1, kept, kept_pages=len(path))
             if pages is None:
                 break
             parent = path[-1] if path else None
@@ -209,12 +210,13 @@ class PrefixStore:
             digest = key.digest(parent.key if parent else key.scope, number * size, (number + 1) * size)
             item = _Item(digest, parent, pages, offset if (number + 1) * size >= known_from else None)
             path.append(self._put(item))
+            kept.add(id(item))
             blocks.append((number, pages[0]))
         self._use(path)
         offset = offset if len(key.token_ids) >= known_from else None
-        kept = self._add_snapshot(key, path, offset) if snapshot and path and len(path) == count else ()
-        self.counts.added += len(blocks) + bool(kept)
-        return Added(tuple(blocks), kept)
+        taken = self._add_snapshot(key, path, offset) if snapshot and path and len(path) == count else ()
+        self.counts.added += len(blocks) + bool(taken)
+        return Added(tuple(blocks), taken)
 
     def _add_snapshot(self, key: PrefixKey, path: list[_Item], offset: int | None) -> tuple[int, ...]:
         if not self.snapshot_pages:
@@ -225,7 +227,7 @@ class PrefixStore:
         if known is not None:
             self._use([*path, known])
             return ()
-        pages = self._take(self.snapshot_pages, path)
+        pages = self._take(self.snapshot_pages, {id(item) for item in path}, kept_pages=len(path))
         if pages is None:
             return ()
         item = self._put(_Item(digest, block, pages, offset, tail=end - start))
@@ -251,7 +253,7 @@ class PrefixStore:
 
     def add_blob(self, key: bytes, pages: int, note: Any = None) -> tuple[int, ...] | None:
         """Return this many pages to fill for a blob that is not cached yet, None if there is no room."""
-        page_numbers = self._take(pages, ()) if key not in self._items else None
+        page_numbers = self._take(pages) if key not in self._items else None
         if page_numbers is not None:
             self._put(_Item(key, None, page_numbers, note=note))
             self.counts.added += 1
@@ -259,10 +261,11 @@ class PrefixStore:
 
     # Room -------------------------------------------------------------------------------------------------------------
 
-    def _take(self, count: int, path: Sequence[_Item]) -> tuple[int, ...] | None:
-        """Return free pages, after evicting the least recently used items but none of `path`; None if there are too few."""
-        kept = {id(item) for item in path}
-        kept_pages = sum(len(item.pages) for item in path)
+    def _take(self, count: int, kept: Set[int] = frozenset(), *, kept_pages: int = 0) -> tuple[int, ...] | None:
+        """Return free pages, after evicting the least recently used items but none of `kept`; None if there are too few.
+
+        kept: ids of blocks, which have `kept_pages` pages.
+        """
         if count > self.pages - kept_pages:
             return None
         while self.pages - self.used_pages < count:
