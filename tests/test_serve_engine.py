@@ -667,9 +667,9 @@ def test_media_are_decoded_by_the_pool_before_the_thread_that_tokenizes(engine, 
     seen = []
     decode, prepare = chat.decode_media, chat.prepare
 
-    def decoded(*arguments):
+    def decoded(*arguments, **options):
         seen.append(("decode", threading.current_thread().name.rstrip("01")))
-        return decode(*arguments)
+        return decode(*arguments, **options)
 
     def prepared(model, prompt, **options):
         kinds = {isinstance(part["image"], Image.Image) for part in prompt[0]["content"] if part["type"] == "image"}
