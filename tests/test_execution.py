@@ -305,6 +305,24 @@ def test_a_request_that_does_not_fit_names_the_head_among_what_would_help():
     assert "head=" not in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    "asked", [{"decode": "fused"}, {"decode": "graph", "context_tokens": 32768}, {"context_tokens": 131072}]
+)
+def test_the_budget_that_an_error_names_is_the_smallest_of_all_ways_to_run(asked):
+    """Prompts in static chunks need no cache beside the row's own: captured steps may need less than what was tried last."""
+
+    def made(budget_bytes):
+        request = LoadRequest(model="m", quant="nf4-dq", gpu_memory_bytes=budget_bytes, **asked)
+        return make_plan(request, E4B, adapters=ADAPTER, machine=card(80), rates=H200, is_advised=False)
+
+    with pytest.raises(DoesNotFitError) as caught:
+        made(GIB)
+    assert made(caught.value.needed_bytes).gpu_needed_bytes <= caught.value.needed_bytes
+    for fewer in (1, 100 * MIB, 400 * MIB):
+        with pytest.raises(DoesNotFitError):
+            made(caught.value.needed_bytes - fewer)
+
+
 def _refusals():
     """Return (gib, head, rows, error) of budgets from far too small to nearly enough."""
     found = []

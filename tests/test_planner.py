@@ -454,6 +454,23 @@ def test_the_smallest_budgets_are_those_at_which_a_search_succeeds(case):
             assert Search(items, replace(limits, **{name: smallest - 1})).best() is None
 
 
+@pytest.mark.parametrize("name", ["host_budget_bytes", "total_budget_bytes"])
+def test_a_disk_that_holds_some_blocks_but_not_all_lowers_the_smallest_budget(name):
+    sizes = (20, 14, 20, 20, 20)
+    limits = Limits(
+        device_budget_bytes=50, host_budget_bytes=10**6 if name == "total_budget_bytes" else 33, disk_budget_bytes=89,
+        total_budget_bytes=60 if name == "total_budget_bytes" else None, run_bytes=5, load_bytes=3, host_bytes=3,
+        host_load_bytes=2, context_bytes=1, reserve=lambda peak: peak * 3 // 100, held_bytes=2,
+    )  # fmt: skip
+    for count in range(2, len(sizes) + 1):
+        items = [_layer(size, 1.0) for size in sizes[:count]]
+        search = Search(items, limits)
+        smallest = search.smallest_host_bytes() if name == "host_budget_bytes" else search.smallest_total_bytes()
+        assert smallest is not None
+        assert Search(items, replace(limits, **{name: smallest})).best() is not None
+        assert Search(items, replace(limits, **{name: smallest - 1})).best() is None
+
+
 def test_planning_imports_neither_torch_nor_a_drawing_library():
     code = "import sys, trimtab.plan.picture; print({'torch', 'transformers', 'matplotlib'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import DoesNotFitError, RequestError, TrimtabError, gib
@@ -29,7 +29,16 @@ LEAST_CONTEXT = 256
 # Sizes of cards that are sold.
 CARD_GIB = (4, 6, 8, 10, 12, 16, 24, 32, 48, 80)
 
+# What the hint of an error names where no single larger budget would do.
+BOTH_BUDGETS = "gpu_memory and host_memory"
+
 Planned = Callable[[Anatomy, str, str, str], Plan]
+
+
+class WithChunks(Protocol):
+    """Makes the plan of chunks of some sizes (`choose_chunks_of`)."""
+
+    def __call__(self, chunks: tuple[int, ...], captured: bool, *, only_whole: bool, is_last: bool) -> Plan: ...
 
 
 class ModeRefusedError(Exception):
@@ -55,14 +64,14 @@ def choose_plan(
         except DoesNotFitError as exc:
             errors.append(exc)
     if not plans:
-        raise min(errors, key=lambda error: error.needed_bytes or 0)
+        raise _nearest(errors)
     chosen, reason = _chosen_head(request, plans, machine, head_refused)
     plan = plans[chosen]
     return replace(plan, execution=replace(plan.execution, head_reason=reason))
 
 
 def choose_chunks_of(
-    with_chunks: Callable[[tuple[int, ...], bool, bool], Plan],
+    with_chunks: WithChunks,
     *,
     is_captured: bool,
     beside_copies: bool,
@@ -72,27 +81,46 @@ def choose_chunks_of(
     """Return the plan with the most sizes of captured chunks that keep the whole decoder on the device, else the one with the
     least expected seconds. least_tokens: what the largest chunk has to hold. most_tokens: of a chunk, but for that.
 
-    with_chunks: makes the plan of some sizes, captured or not; () for transformers' own pass. Its last argument says whether only a
-    plan with the whole decoder on the device is of use; any other may be refused then. beside_copies: whether chunks are also
-    captured where decoder layers are copied in every step (decision 20): not where torch cannot grow its segments, as the
-    pool of the graphs then takes more than is counted. Chunks that are not captured leave the layers the most room: a
-    prompt needs no cache beside the row's own. Errors: as `with_chunks` raises for ().
+    with_chunks: makes the plan of some sizes, captured or not; () for transformers' own pass. only_whole: whether only a plan with
+    the whole decoder on the device is of use; any other may be refused then. is_last: whether no other sizes are tried, so that an
+    error has to name the budget that would do. beside_copies: whether chunks are also captured where decoder layers are copied in
+    every step (decision 20): not where torch cannot grow its segments, as the pool of the graphs then takes more than is counted.
+    Chunks that are not captured leave the layers the most room: a prompt needs no cache beside the row's own. Errors: as
+    `with_chunks` raises for the sizes that need the least.
     """
     if not is_captured:
-        return with_chunks((), False, False)
+        return with_chunks((), False, only_whole=False, is_last=True)
     plans: list[Plan] = []
+    refused: list[tuple[tuple[int, ...], bool]] = []
     most = min(size for size in CHUNKS if size >= max(most_tokens, least_tokens))
     for captured, choices in ((True, CAPTURED_CHUNKS), (False, UNCAPTURED_CHUNKS)):
         only_whole = captured and not beside_copies
         for chunks in (tuple(size for size in sizes if size <= most) for sizes in choices):
             if max(chunks) < least_tokens:
                 continue
-            with suppress(DoesNotFitError):
-                plan = with_chunks(chunks, captured, only_whole)
-                if not plan.blocks_off_device:
-                    return plan
-                plans += [] if only_whole else [plan]
-    return min(plans, key=lambda plan: plan.expected_s) if plans else with_chunks((), False, False)
+            try:
+                plan = with_chunks(chunks, captured, only_whole=only_whole, is_last=False)
+            except DoesNotFitError:
+                refused += [] if only_whole else [(chunks, captured)]
+                continue
+            if not plan.blocks_off_device:
+                return plan
+            plans += [] if only_whole else [plan]
+    if plans:
+        return min(plans, key=lambda plan: plan.expected_s)
+    errors = []
+    for chunks, captured in (((), False), *refused):
+        try:
+            return with_chunks(chunks, captured, only_whole=False, is_last=True)
+        except DoesNotFitError as exc:
+            errors.append(exc)
+    raise _nearest(errors)
+
+
+def _nearest(errors: Sequence[DoesNotFitError]) -> DoesNotFitError:
+    """Return the error of the plan that lacks the least memory: its budget is the smallest that would do. One that needs a larger
+    budget of two devices comes last."""
+    return min(errors, key=lambda error: (BOTH_BUDGETS in error.hint, error.needed_bytes - error.budget_bytes))
 
 
 def _fastest(request: LoadRequest, anatomy: Anatomy, head: str, machine: Any, planned: Planned) -> Plan:
@@ -103,7 +131,7 @@ def _fastest(request: LoadRequest, anatomy: Anatomy, head: str, machine: Any, pl
     """
     requested = request.decode if request.decode in MODES else None
     refused: dict[str, str] = {}
-    error: DoesNotFitError | None = None
+    errors: list[DoesNotFitError] = []
     plans: list[Plan] = []
     for mode in FASTEST_FIRST if requested is None else (requested,):
         # On a CPU the plain counterpart of our own kernels can be requested, to compare with.
@@ -120,14 +148,14 @@ def _fastest(request: LoadRequest, anatomy: Anatomy, head: str, machine: Any, pl
             except ModeRefusedError as exc:
                 why = str(exc)
             except DoesNotFitError as exc:
-                error = exc
+                errors.append(exc)
                 why = f"needs {gib(exc.needed_bytes)}" if exc.needed_bytes else "does not fit"
         if why is not None:
             refused[mode] = why
     if plans:
         return min(plans, key=lambda plan: plan.expected_s)
-    if error is not None:
-        raise error
+    if errors:
+        raise _nearest(errors)
     facts: dict[str, Any] = {
         "quant": quant_of(anatomy, request.quant), "on_cpu": machine.on_cpu, "capability": machine.capability,
     }  # fmt: skip

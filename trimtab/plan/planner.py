@@ -45,7 +45,7 @@ from trimtab.plan.execution import (
 )
 from trimtab.plan.kv_form import added_step_s
 from trimtab.plan.media_memory import NO_MEDIA, MediaMemory
-from trimtab.plan.options import ModeRefusedError, advised, choose_chunks_of, choose_plan
+from trimtab.plan.options import BOTH_BUDGETS, ModeRefusedError, advised, choose_chunks_of, choose_plan
 from trimtab.plan.pipeline import evened
 from trimtab.plan.placing import Asked, resolve_device_map, resolve_place
 from trimtab.plan.plan import Plan, Stamps
@@ -147,10 +147,10 @@ def _made(
     whether an error names the sufficient budget, which takes a further search."""
 
     def planned(one: Anatomy, head: str, mode: str, reason: str) -> Plan:
-        def with_chunks(chunks: tuple[int, ...], captured: bool, only_whole: bool) -> Plan:
+        def with_chunks(chunks: tuple[int, ...], captured: bool, *, only_whole: bool, is_last: bool) -> Plan:
             return _Planner(
                 replace(request, head=head), one, adapters, machine, rates, disk_free_bytes, chunk_tokens, mode, reason,
-                chunks, captured, request.head, known, is_explained and not chunks, held_bytes, media, only_whole,
+                chunks, captured, request.head, known, is_explained and is_last, held_bytes, media, only_whole,
             ).plan()  # fmt: skip
 
         is_captured = mode in CAPTURED and not machine.on_cpu and one.prompts_unsupported is None
@@ -219,6 +219,9 @@ class _Planner:
         self.limits = self._limits()
 
     def plan(self) -> Plan:
+        disk_bytes = self.limits.disk_budget_bytes
+        if disk_bytes is not None and self._spilled_bytes() > disk_bytes:
+            raise self._disk_error()
         search = Search(self.items, self.limits)
         best = search.best() if search.may_fit() else None
         if best is None:
@@ -528,18 +531,27 @@ class _Planner:
         open_host = replace(limits, host_budget_bytes=UNLIMITED_BYTES, total_budget_bytes=None)
         device_bytes = Search(self.items, open_host).smallest_device_bytes()
         if device_bytes is None:
-            needed = sum(block.buffer_bytes for block in self.blocks if self._is_spilled(block))
-            why = "the disk has too little space for the spill file"
-            return self._error("disk", needed, limits.disk_budget_bytes or 0, why, argument="offload_dir")
+            return self._disk_error()
         on_device = replace(limits, device_budget_bytes=device_bytes, total_budget_bytes=None)
         host_bytes = Search(self.items, on_device).smallest_host_bytes()
         why = f"and at that budget the host needs {host_bytes} B, its budget is {limits.host_budget_bytes} B"
-        device, both = self.machine.execution_device, "gpu_memory and host_memory"
-        return self._error(device, device_bytes, limits.device_budget_bytes, why, argument=both)
+        device = self.machine.execution_device
+        return self._error(device, device_bytes, limits.device_budget_bytes, why, argument=BOTH_BUDGETS)
 
-    def _is_spilled(self, block: Block) -> bool:
-        requested = self.asked.get(block.block_path)
-        return requested is not None and requested.tier == "disk"
+    def _disk_error(self) -> DoesNotFitError:
+        why = "the disk has too little space for the spill file"
+        return self._error(
+            "disk", self._spilled_bytes(), self.limits.disk_budget_bytes or 0, why, argument="offload_dir"
+        )
+
+    def _spilled_bytes(self) -> int:
+        """Return the bytes of the blocks that the request puts on disk."""
+        asked = (self.asked.get(block.block_path) for block in self.blocks)
+        return sum(
+            block.buffer_bytes
+            for block, requested in zip(self.blocks, asked, strict=True)
+            if requested is not None and requested.tier == "disk"
+        )
 
     def _error(
         self, device: str, needed_bytes: int, budget_bytes: int, reason: str, argument: str = ""

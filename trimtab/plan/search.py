@@ -15,7 +15,7 @@ Identical blocks (the same choices) form groups, so that a search sees ten kinds
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import mul as _mul
 
@@ -305,17 +305,26 @@ class Search:
 
     def smallest_host_bytes(self) -> int | None:
         """Return the smallest host budget that has a placement within the device and disk budgets, None if none has."""
-        return self._smallest_far(lambda totals: totals.host_bytes, self.limits.allows_device)
+        return self._smallest_far(
+            lambda budget_bytes: replace(self.limits, host_budget_bytes=budget_bytes), lambda totals: totals.host_bytes,
+            self.limits.allows_device,
+        )  # fmt: skip
 
     def smallest_total_bytes(self) -> int | None:
         """Return the smallest sum of both, where device and host are one memory."""
         return self._smallest_far(
-            self.limits.total_need, lambda totals: self.limits.allows_device(totals) and self.limits.allows_host(totals)
-        )
+            lambda budget_bytes: replace(self.limits, total_budget_bytes=budget_bytes), self.limits.total_need,
+            lambda totals: self.limits.allows_device(totals) and self.limits.allows_host(totals),
+        )  # fmt: skip
 
-    def _smallest_far(self, measure: Callable[[Totals], int], is_allowed: Callable[[Totals], bool]) -> int | None:
+    def _smallest_far(
+        self, within: Callable[[int], Limits], measure: Callable[[Totals], int], is_allowed: Callable[[Totals], bool]
+    ) -> int | None:
+        """Return the smallest budget with a placement. within: the limits with this budget; measure: what a placement takes of it;
+        is_allowed: whether the other budgets hold, but for the disk's."""
         # Each size of disk buffers needs least host memory when everything up to that size is on disk.
         best: int | None = None
+        is_disk_short = False
         for to, leaving in self._leavings():
             if best is not None and to.least_host_bytes(leaving, self.caps[-1], self.limits) >= best:
                 continue
@@ -325,8 +334,14 @@ class Search:
                 if best is not None and to.least_host_bytes(leaving, cap, self.limits) >= best:
                     continue
                 totals = totals_of(to.placed(leaving, to.far_all(leaving, cap)), self.limits)
-                if (best is None or measure(totals) < best) and is_allowed(totals) and self.limits.allows_disk(totals):
-                    best = measure(totals)
+                if (best is None or measure(totals) < best) and is_allowed(totals):
+                    if self.limits.allows_disk(totals):
+                        best = measure(totals)
+                    else:
+                        is_disk_short = True
+        while best is not None and is_disk_short:  # some of what may go there
+            less = Search(self.items, within(best - 1)).best()
+            best, is_disk_short = (best, False) if less is None else (measure(less[1]), True)
         return best
 
     def _leavings(
