@@ -75,6 +75,21 @@ def test_an_embedding_is_stocks_last_hidden_state(model, engine, adapter, poolin
     assert not any(event.kind == "text" for event in events)
 
 
+def test_an_embedding_goes_through_in_chunks_that_running_answers_have_time_for(engine):
+    whole = result(run(engine, job("a", {"text": TEXT}, kind="embedding"))["a"])["embedding"]
+    asked = job("b", {"text": TEXT}, kind="embedding")
+    answer = engine.begin(asked, engine._inputs(asked))
+    engine.choose(answer)
+    chunks, is_through = 0, False
+    while not is_through:
+        size, is_through = engine.prefill(answer, 7)
+        chunks += 1
+        assert size == 7
+    events = list(engine.news(answer))
+    assert chunks == -(-events[-1].usage["prompt_tokens"] // 7) > 1
+    assert result(events)["embedding"] == pytest.approx(whole, abs=2e-5)  # float32 sums in another order
+
+
 def test_an_embedding_between_answers_changes_neither(engine):
     ask = [{"role": "user", "content": "Who rules Ivarra?"}]
     alone = run(engine, job("a", ask, tokens=12))["a"]

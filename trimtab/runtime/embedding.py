@@ -30,11 +30,13 @@ class Embedding:
         self._done = 0
         self._sum: Tensor | None = None  # [D] float32
 
-    def step(self) -> bool:
-        """Put the next chunk through the model; True when it was the last. Errors: DeviceError for states that are no numbers."""
+    def step(self, most_tokens: int | None = None) -> bool:
+        """Put the next chunk through the model, of at most `most_tokens`; True when it was the last. Errors: DeviceError for
+        states that are no numbers."""
         model, count = self._model, self._inputs.prompt_tokens
         start = self._done
-        end = min(count, start + (getattr(model, "prefill_tokens", None) or count))
+        chunk = getattr(model, "prefill_tokens", None) or count
+        end = min(count, start + min(chunk, most_tokens or chunk))
         ids = self._inputs.tensors["input_ids"][:, start:end].to(model.device)
         mask = torch.ones(1, end, dtype=torch.long, device=ids.device)
         model.route.set(self.adapter)

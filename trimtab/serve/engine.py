@@ -405,7 +405,8 @@ class LoadedEngine:
         with self._named("reading a prompt", answer.job):
             self._begin_adapter(answer)
             if answer.embedding is not None:
-                return self.model.prefill_tokens, self._embedded(answer, answer.embedding)
+                most_tokens = self._most_embedded(most_tokens)
+                return most_tokens, self._embedded(answer, answer.embedding, most_tokens)
             if answer.scores is not None:
                 return PIECE_TOKENS, self._score(answer, answer.scores)
             assert answer.prompt is not None
@@ -462,8 +463,14 @@ class LoadedEngine:
             answer.scores = None
         return False
 
-    def _embedded(self, answer: Answer, embedding: Embedding) -> bool:
-        if not embedding.step():
+    def _most_embedded(self, most_tokens: int) -> int:
+        """Return the most tokens of a chunk of an embedding. On a GPU its kernels are launched one by one, which takes as long for
+        few tokens as for many. Batch-invariant answers depend on no load, and their embeddings neither."""
+        is_whole = self.model.device.type == "cuda" or self.batch.is_invariant
+        return self.model.prefill_tokens if is_whole else min(most_tokens, self.model.prefill_tokens)
+
+    def _embedded(self, answer: Answer, embedding: Embedding, most_tokens: int) -> bool:
+        if not embedding.step(most_tokens):
             return False
         self._prefilling, answer.embedding, answer.is_over = None, None, True
         usage = {"prompt_tokens": embedding.prompt_tokens, "completion_tokens": 0}
