@@ -15,7 +15,7 @@ from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import DeviceError, RequestError
 from trimtab.plan import Plan
 from trimtab.plan.card_machine import machine_of, rates_of
-from trimtab.plan.cards import LANE_BPS, Card, check_here, find_card, known_cards, sources
+from trimtab.plan.cards import LANE_BPS, Card, check_here, find_card, known_cards, larger_cards, sources
 from trimtab.request import LoadRequest
 from trimtab.runtime import devices
 
@@ -294,6 +294,40 @@ def test_options_read_the_model_once(monkeypatch, tmp_path):
     api.plan_request(request, inputs=inputs)
     options = api.plan_options(request, 2**30, inputs=inputs)
     assert len(options) > 4 and (len(seen), len(asked)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("card", "names"),
+    [
+        ("RTX 4060 8GB", ["GeForce RTX 4070 12GB", "GeForce RTX 4060 Ti 16GB"]),
+        ("RTX 4060 laptop", ["GeForce RTX 4080 Laptop GPU 12GB", "GeForce RTX 4090 Laptop GPU 16GB"]),
+        ("8GiB", ["10GiB", "12GiB"]),
+        ("B200", []),
+    ],
+)  # fmt: skip
+def test_the_next_larger_cards_are_no_older_and_of_the_same_kind(card, names):
+    assert larger_cards(find_card(card)) == names
+
+
+def test_every_larger_card_has_a_profile_with_more_memory():
+    for card in known_cards():
+        assert all(find_card(title).memory_bytes > card.memory_bytes for title in larger_cards(card))
+
+
+def test_options_of_a_card_name_larger_cards_and_no_budget_that_the_card_does_not_have(capsys):
+    assert cli.main(["plan", str(BASE), "--card", "RTX 4060 8GB", "--options", "--json"]) == 0
+    options = {one["what"]: one for one in json.loads(capsys.readouterr().out)["options"]}
+    assert all(one["tokens_per_s"] for one in options.values()), options
+    assert {'--card "GeForce RTX 4070 12GB"', '--card "GeForce RTX 4060 Ti 16GB"'} <= options.keys()
+    assert not any("--gpu-memory" in what for what in options)
+    assert cli.main(["plan", str(BASE), "--card", "RTX 4060 8GB", "--gpu-memory", "5GiB", "--options", "--json"]) == 0
+    assert "--gpu-memory 6GiB" in {one["what"] for one in json.loads(capsys.readouterr().out)["options"]}
+
+
+def test_a_cpu_has_no_option_of_a_larger_card(capsys):
+    assert cli.main(["plan", str(BASE), "--device", "cpu", "--context", "256", "--options", "--json"]) == 0
+    named = [one["what"] for one in json.loads(capsys.readouterr().out)["options"]]
+    assert "--audio-s 0" in named and not any("gpu-memory" in what or "--place" in what for what in named)
 
 
 def test_any_card_of_its_size_is_an_unknown_card():

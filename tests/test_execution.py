@@ -14,7 +14,7 @@ from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.plan import Machine, Plan, Rates, make_plan
 from trimtab.plan.activations import needs_of, row_cache_bytes, use_of
 from trimtab.plan.execution import StepWork, graph_count, prompt_launch_s, step_s, unsupported_reason
-from trimtab.plan.options import options_of, options_text
+from trimtab.plan.options import Option, options_of, options_text
 from trimtab.plan.prompt_memory import uncaptured_bytes
 from trimtab.plan.rows import OUTSIDE_PEAK
 from trimtab.plan.tower_memory import BUFFERS, GRAPHS, POOL
@@ -105,8 +105,9 @@ def test_the_cpu_takes_no_part_in_captured_steps():
 def test_a_decoder_placed_on_the_host_by_hand_runs_eagerly_and_says_why():
     step = plan(place={"language": "host"}).execution.step
     assert step.mode == "eager" and "the CPU takes part in every step" in step.reason
-    with pytest.raises(RequestError, match="the CPU takes part in every step"):
+    with pytest.raises(RequestError, match="the CPU takes part in every step") as caught:
         plan(place={"language": "host"}, decode="fused")
+    assert caught.value.allowed == ("auto", "eager")  # no captured step is had with that placement
 
 
 def test_unsupported_reasons_name_what_stands_in_the_way():
@@ -369,6 +370,12 @@ def test_changes_that_fit_only_together_are_named_together():
     assert "together" in caught.value.hint and "head='int8'" in caught.value.hint
 
 
+def test_a_prefix_cache_that_the_host_has_no_room_for_is_named():
+    with pytest.raises(DoesNotFitError) as caught:
+        plan(8, prefix_cache_bytes=200 * GIB)
+    assert caught.value.device == "host" and "This fits: no prefix cache;" in caught.value.hint
+
+
 @pytest.mark.parametrize("kv, value_bytes, scale_bytes", [("full", 2, 0), ("int8", 1, 4)])
 def test_sliding_windows_are_counted_for_every_row_beside_pages(kv, value_bytes, scale_bytes):
     """Four full layers of E4B have pages, twenty sliding ones a window for every row: as bench/kv_pages.py found it on a GPU."""
@@ -405,6 +412,19 @@ def test_options_say_what_each_change_gives():
     lines = options_text(list(options.values())).splitlines()
     assert len(lines) == 2 + len(options)  # a first line of names, a last one about the rate that is an estimate
     assert lines[0].split() == ["option", "device", "memory", "tokens/s", "head", "decode", "steps"]
+
+
+def test_the_reason_of_an_option_that_cannot_be_planned_stands_in_the_last_column():
+    error = "quant='nf5': unknown choice (choices: " + ", ".join(["nf4"] * 20) + ")"
+    options = [
+        Option(what="as asked", needed_bytes=GIB, tokens_per_s=100.0, head="full", mode="fused"),
+        Option(what="batch=1", needed_bytes=None, tokens_per_s=None, error="needs 4.00 GiB"),
+        Option(what="head='int8'", needed_bytes=None, tokens_per_s=None, error=error),
+    ]
+    lines = options_text(options).splitlines()
+    assert lines[2].split() == ["batch=1", "needs", "4.00", "GiB", "-", "-", "-"]
+    assert lines[3].endswith(f"-  -     {error}") and lines[1].endswith("full  fused")
+    assert lines[1].index("fused") == lines[3].index("quant") == lines[0].index("decode steps")
 
 
 # Towers --------------------------------------------------------------------------------------------------------------------

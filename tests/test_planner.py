@@ -339,6 +339,15 @@ def test_an_equal_model_read_again_is_not_compared_at_every_look_up(monkeypatch)
     assert len(compared) < 10
 
 
+def test_a_host_that_cannot_even_hold_the_process_is_refused_without_a_search(monkeypatch):
+    looked_at: list[int] = []
+    real = search._Destinations.least_run_bytes
+    monkeypatch.setattr(search._Destinations, "least_run_bytes", lambda *given: looked_at.append(1) or real(*given))
+    with pytest.raises(DoesNotFitError) as caught:
+        plan(E4B, gpu=6, host=1, context_tokens=8192)
+    assert caught.value.device == "host" and len(looked_at) < 1000
+
+
 def test_budgets_bound_what_is_tried_on_a_gpu(monkeypatch):
     """Of the placements around a prefix none is looked at where all together cannot be within the budget."""
     looked_at = []

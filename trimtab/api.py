@@ -255,8 +255,11 @@ def plan_options(request: LoadRequest, budget_bytes: int, *, inputs: PlanInputs 
 
     inputs: of the plan as it was requested. The model is read once for all options.
     """
+    inputs = inputs or PlanInputs()
+    here = inputs.machines.get((request.device, request.card))
+    on_cpu = request.device == "cpu" if here is None else here[0].on_cpu
     return options_of(
-        request, partial(plan_request, inputs=inputs or PlanInputs(), is_advised=False), budget_bytes=budget_bytes
+        request, partial(plan_request, inputs=inputs, is_advised=False), budget_bytes=budget_bytes, on_cpu=on_cpu
     )
 
 

@@ -182,6 +182,8 @@ def _as_flags(change: str) -> str:
     """Return a changed argument as it is written on the command line."""
     if change.startswith("place="):
         return " ".join(f"--place {part}={tier}" for part, tier in ast.literal_eval(change[6:]).items())
+    if change.startswith("card="):
+        return f'--card "{ast.literal_eval(change[5:])}"'
     names = ("head", "kv", "context", "batch", "images", "audio_s", "gpu_memory")
     return in_flags(change, None, {name: f"--{name.replace('_', '-')}" for name in names})
 

@@ -56,7 +56,8 @@ _DROPPED = frozenset(
     )
     + ("design", "with", "q", "blackwell", "sxm", "sxm2", "sxm3", "sxm4", "sxm5", "hbm2", "hbm2e", "hbm3", "hbm3e")
 )
-_SAME_WORD = {"mobile": "laptop", "notebook": "laptop", "max": "laptop", "s": "super"}
+_LAPTOP = "laptop"
+_SAME_WORD = {"mobile": _LAPTOP, "notebook": _LAPTOP, "max": _LAPTOP, "s": "super"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +87,7 @@ class Card:
         """The card's name with its memory, as `--card` takes it."""
         if self.source == UNKNOWN:
             return self.name
-        size = self.memory_mib / 1024
-        return f"{self.name} {next((box for box in BOX_GB if box + 0.1 >= size), round(size))}GB"
+        return f"{self.name} {_box_gb(self.memory_mib)}GB"
 
     @property
     def link_Bps(self) -> float:
@@ -182,6 +182,37 @@ def _named(text: str) -> Card:
     raise RequestError(
         "there is no profile of this card", field="card", value=text, allowed=_near(text, words), hint=_HINT
     )
+
+
+def larger_cards(card: Card, count: int = 2) -> list[str]:
+    """Return names, as `find_card` takes them, of cards with the next larger sizes of memory: no older ones, laptops for a laptop;
+    of each size the one that is nearest in bandwidth. An unknown card has unknown ones."""
+
+    def is_alike(one: Card) -> bool:
+        is_newer = _number(one.capability) >= _number(card.capability)
+        return is_newer and (_LAPTOP in _words(one.name)) == (_LAPTOP in _words(card.name))
+
+    larger = [
+        one for one in known_cards()
+        if one.memory_bytes > card.memory_bytes * (1 + MEMORY_TOLERANCE) and is_alike(one)
+    ]  # fmt: skip
+    boxes = sorted({_box_gb(one.memory_mib) for one in larger})
+    titles = []
+    for box in boxes[:count]:
+        alike = [one for one in larger if _box_gb(one.memory_mib) == box]
+        nearest = min(alike, key=lambda one: (abs(one.bandwidth_GBps - card.bandwidth_GBps), one.name))
+        titles.append(f"{box}GiB" if card.source == UNKNOWN else nearest.title)
+    return titles
+
+
+def _number(capability: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in capability.split("."))
+
+
+def _box_gb(memory_mib: int) -> int:
+    """Return the size that is written on a card's box."""
+    size = memory_mib / 1024
+    return next((box for box in BOX_GB if box + 0.1 >= size), round(size))
 
 
 _HINT = 'A bare size, such as "8GiB", plans for an unknown card of that size'

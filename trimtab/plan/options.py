@@ -14,7 +14,8 @@ from typing import Any, Protocol
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import DoesNotFitError, RequestError, TrimtabError, gib
 from trimtab.plan.blocks import quant_of
-from trimtab.plan.execution import CAPTURED_CHUNKS, CHUNKS, MODES, UNCAPTURED_CHUNKS, unsupported_reason
+from trimtab.plan.cards import find_card, larger_cards
+from trimtab.plan.execution import CAPTURED, CAPTURED_CHUNKS, CHUNKS, MODES, UNCAPTURED_CHUNKS, unsupported_reason
 from trimtab.plan.kv_form import check_kv, why_not_int8
 from trimtab.plan.plan import Plan
 from trimtab.request import LoadRequest
@@ -26,6 +27,8 @@ FASTEST_FIRST = ("fused", "graph", "eager")
 HEAD8_KL = 1.5e-4
 # The shortest context that is offered.
 LEAST_CONTEXT = 256
+# How the error of an option begins that does not fit.
+NEEDS = "needs "
 # Sizes of cards that are sold.
 CARD_GIB = (4, 6, 8, 10, 12, 16, 24, 32, 48, 80)
 
@@ -131,6 +134,7 @@ def _fastest(request: LoadRequest, anatomy: Anatomy, head: str, machine: Any, pl
     """
     requested = request.decode if request.decode in MODES else None
     refused: dict[str, str] = {}
+    excluded: tuple[str, ...] = ()  # by the user's placement
     errors: list[DoesNotFitError] = []
     plans: list[Plan] = []
     for mode in FASTEST_FIRST if requested is None else (requested,):
@@ -146,7 +150,7 @@ def _fastest(request: LoadRequest, anatomy: Anatomy, head: str, machine: Any, pl
                 if not plans[-1].blocks_off_device:
                     break
             except ModeRefusedError as exc:
-                why = str(exc)
+                why, excluded = str(exc), CAPTURED
             except DoesNotFitError as exc:
                 errors.append(exc)
                 why = f"needs {gib(exc.needed_bytes)}" if exc.needed_bytes else "does not fit"
@@ -161,7 +165,7 @@ def _fastest(request: LoadRequest, anatomy: Anatomy, head: str, machine: Any, pl
     }  # fmt: skip
     raise RequestError(
         f"decode steps cannot run this way: {refused[requested or 'eager']}", field="decode", value=request.decode,
-        allowed=("auto", *(mode for mode in MODES if unsupported_reason(mode, anatomy, **facts) is None)),
+        allowed=("auto", *(mode for mode in MODES if mode not in excluded and unsupported_reason(mode, anatomy, **facts) is None)),
         hint="Omit it to use an available mode",
     )  # fmt: skip
 
@@ -228,16 +232,18 @@ class Option:
     is_rate_estimate: bool = False
 
 
-def options_of(request: LoadRequest, plan: Callable[[LoadRequest], Plan], *, budget_bytes: int) -> list[Option]:
+def options_of(
+    request: LoadRequest, plan: Callable[[LoadRequest], Plan], *, budget_bytes: int, on_cpu: bool = False
+) -> list[Option]:
     """Return the plan of the request, and the plan after each single change. plan: makes the plan of a request. budget_bytes:
-    of the execution device."""
+    of the execution device. on_cpu: whether that is the CPU, which no larger card and no tower in host memory would help."""
     options = []
-    for what, changed in _changes(request, budget_bytes):
+    for what, changed in _changes(request, budget_bytes, on_cpu=on_cpu):
         try:
             changed_plan = plan(changed)
         except DoesNotFitError as exc:
             options.append(
-                Option(what=what, needed_bytes=None, tokens_per_s=None, error=f"needs {gib(exc.needed_bytes)}")
+                Option(what=what, needed_bytes=None, tokens_per_s=None, error=f"{NEEDS}{gib(exc.needed_bytes)}")
             )
         except TrimtabError as exc:
             if changed.kv != request.kv and isinstance(exc, RequestError) and exc.field == "kv":
@@ -254,7 +260,7 @@ def options_of(request: LoadRequest, plan: Callable[[LoadRequest], Plan], *, bud
     return options
 
 
-def _changes(request: LoadRequest, budget_bytes: int) -> Iterator[tuple[str, LoadRequest]]:
+def _changes(request: LoadRequest, budget_bytes: int, *, on_cpu: bool) -> Iterator[tuple[str, LoadRequest]]:
     yield "as asked", request
     for head in ("full", "int8"):
         if request.head != head:
@@ -271,11 +277,25 @@ def _changes(request: LoadRequest, budget_bytes: int) -> Iterator[tuple[str, Loa
         yield "images=0", replace(request, images=0)
     if request.audio_s:
         yield "audio_s=0", replace(request, audio_s=0.0)
+    if on_cpu:
+        return
     if not request.place and request.device_map is None:
         yield "place={'vision': 'host', 'audio': 'host'}", replace(request, place={"vision": "host", "audio": "host"})
-    larger = [size for size in CARD_GIB if size * 2**30 > budget_bytes * 1.02][:2]
-    for size in larger:
-        yield f"gpu_memory='{size}GiB'", replace(request, gpu_memory_bytes=size * 2**30)
+    yield from _larger(request, budget_bytes)
+
+
+def _larger(request: LoadRequest, budget_bytes: int) -> Iterator[tuple[str, LoadRequest]]:
+    """Yield the request with more memory: of this card, then, in a plan for a card that is not here, on larger cards."""
+    card = None if request.card is None else find_card(request.card)
+    if card is not None and request.gpu_memory_bytes is None:
+        budget_bytes = card.memory_bytes  # the driver's share is no reason to buy another one
+    sizes = [size * 2**30 for size in CARD_GIB if size * 2**30 > budget_bytes * 1.02]
+    if card is not None:
+        sizes = [size for size in sizes if size <= card.memory_bytes]
+    for size in sizes[:2]:
+        yield f"gpu_memory='{size // 2**30}GiB'", replace(request, gpu_memory_bytes=size)
+    for title in [] if card is None else larger_cards(card):
+        yield f"card={title!r}", replace(request, card=title, gpu_memory_bytes=None)
 
 
 def fitting_changes(request: LoadRequest, anatomy: Anatomy, fits: Callable[[LoadRequest], bool]) -> list[str]:
@@ -322,6 +342,8 @@ def _smaller(request: LoadRequest, anatomy: Anatomy) -> list[list[tuple[str, Loa
         kinds.append([("kv='int8'", replace(request, kv="int8"))])
     if request.decode not in ("auto", "repacked"):
         kinds.append([("decode='auto'", replace(request, decode="auto"))])
+    if request.prefix_cache_bytes:
+        kinds.append([("no prefix cache", replace(request, prefix_cache_bytes=0))])
     if request.place or request.device_map is not None:
         kinds.append([("no manual placements", replace(request, place={}, device_map=None))])
     if request.adapters:
@@ -333,9 +355,11 @@ def options_text(options: Sequence[Option]) -> str:
     """Return the options as an aligned table."""
     rows = [("option", "device memory", "tokens/s", "head", "decode steps")]
     for one in options:
-        needed = gib(one.needed_bytes) if one.needed_bytes is not None else one.error
+        has_bytes = one.needed_bytes is not None
+        needed = gib(one.needed_bytes or 0) if has_bytes else one.error if one.error.startswith(NEEDS) else "-"
         rate = "-" if one.tokens_per_s is None else f"{'~' if one.is_rate_estimate else ''}{one.tokens_per_s:.0f}"
-        rows.append((one.what, needed, rate, one.head or "-", one.mode or "-"))
+        why = one.error if one.error and needed == "-" else one.mode or "-"
+        rows.append((one.what, needed, rate, one.head or "-", why))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  ".join(

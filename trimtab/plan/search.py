@@ -247,7 +247,10 @@ class Search:
         self.caps, self.destinations = family.caps, family.destinations
 
     def may_fit(self) -> bool:
-        """Return False where the device's budget is too small even for what stays when all that may leave has left."""
+        """Return False where the device's budget is too small even for what stays when all that may leave has left, and where the
+        host's is too small without any block."""
+        if not self._may_hold_on_host():
+            return False
         for to in self.destinations:
             freed = sum(max(each, 0) * group.count for each, group in zip(to.freed, to.groups, strict=True))
             least = self.limits.run_bytes + to.all_stay_bytes - freed
@@ -281,8 +284,10 @@ class Search:
 
     def smallest_device_bytes(self) -> int | None:
         """Return the smallest device budget that has a placement within the host and disk budgets, None if none has."""
-        prefixes = [(to, prefix) for to in self.destinations for walk in to.walks for prefix in walk]
         best: int | None = None
+        if not self._may_hold_on_host():
+            return best
+        prefixes = [(to, prefix) for to in self.destinations for walk in to.walks for prefix in walk]
         seen: set[tuple[int, Counts]] = set()
         for to, prefix in sorted(prefixes, key=lambda pair: pair[1].least_device_bytes):
             if best is not None and self.limits.device_need(self.limits.run_bytes + prefix.least_device_bytes) >= best:
@@ -361,6 +366,9 @@ class Search:
                         if leaving not in seen:
                             seen.add(leaving)
                             yield to, leaving
+
+    def _may_hold_on_host(self) -> bool:
+        return self.limits.host_bytes + self.limits.host_load_bytes <= self.limits.host_budget_bytes
 
     def _may_hold(self, run_bytes: int) -> bool:
         return self.limits.device_need(run_bytes) <= self.limits.device_budget_bytes
