@@ -362,9 +362,8 @@ class LoadedEngine:
             return True
         try:
             return not self.batch.prompts.packs.has_place(answer.prompt)
-        except (
-            Exception
-        ) as exc:  # behind a step it would end another's row; what is wrong is told where the prompt is computed
+        except Exception as exc:
+            # Behind a step it would end another's row; what is wrong is told where the prompt is computed.
             write_traceback(exc, "choosing a prompt")
             return True
 
