@@ -6,7 +6,8 @@ WORKERS ?= logical
 # line counts it ("1 rerun") and the summary names it. Such a test has a defect, or found one: see CONTRIBUTING.md.
 RERUNS ?= --reruns 1 -rR
 TIDY = trimtab tests tools bench
-ENV = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 PYTHONPATH=.
+# Bytecode is written even where the environment says not to: the tests start many processes, and each would compile every module.
+ENV = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 PYTHONPATH=. PYTHONDONTWRITEBYTECODE=
 
 # A stamp is named after what an environment was made from, so that a changed lock makes a new one and a touched file does not.
 NEWEST := .venv/made-from-$(shell cat locks/newest.txt pyproject.toml | cksum | cut -d ' ' -f 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from functools import cache
@@ -351,7 +352,9 @@ def test_a_quantization_config_is_taken_out_of_the_config_and_its_parts(tmp_path
 def test_the_process_is_as_before(built, capfd):
     logging = transformers.utils.logging
     before = (torch.get_default_dtype(), logging.get_verbosity(), logging.is_progress_bar_enabled())
-    hf.probe(read_checkpoint(built("gemma4")))
+    checkpoint = read_checkpoint(built("gemma4"))
+    capfd.readouterr()  # of the first test that builds it
+    hf.probe(checkpoint)
     assert (torch.get_default_dtype(), logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
     assert not torch.empty_like(torch.empty(2, device="meta"), device="cpu").is_meta
     assert "".join(capfd.readouterr()) == ""
@@ -371,6 +374,23 @@ def test_probes_of_two_threads_do_not_mix(built):
         thread.join()
     assert [found[place].model.dtype for place in range(4)] == [torch.float16, torch.bfloat16] * 2
     assert [type(found[place].model).__name__ for place in range(2)] == ["LlamaForCausalLM", "Qwen3ForCausalLM"]
+
+
+def test_a_probe_starts_no_thread_and_fills_no_parameter(built, tmp_path, monkeypatch):
+    """Tensors without data have nothing to read in parallel, and random numbers for them go nowhere."""
+    filled = []
+
+    def refuse(thread):
+        raise AssertionError(f"{thread} is started")
+
+    (tmp_path / "config.json").write_text((built("llama") / "config.json").read_text())
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for name in ("normal_", "ones_", "zeros_"):
+        monkeypatch.setitem(transformers.initialization.TORCH_INIT_FUNCTIONS, name, lambda *a, **k: filled.append(a))
+    for folder in (built("llama"), tmp_path):
+        hf.probe(read_checkpoint(folder))
+    assert not filled
+    assert hf.NO_THREADS not in os.environ
 
 
 def test_declared_shapes_are_those_of_the_files(built, tmp_path):

@@ -6,6 +6,7 @@ casts are stock's in every release, with no weight read and accelerate untouched
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Iterable, Iterator
@@ -33,6 +34,8 @@ with late_imports.importing_transformers():
 # from_pretrained sets process-wide state while it runs (default dtype, patched constructors): one at a time.
 _ONE_PROBE = threading.Lock()
 
+# transformers' switch for its loading threads. Source: transformers 5.6.2 to 5.23.0, core_model_loading.py.
+NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
 AUTO_CLASSES = ("AutoModelForMultimodalLM", "AutoModelForImageTextToText", "AutoModelForCausalLM")
 
 
@@ -143,6 +146,20 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+@contextmanager
+def _without_threads() -> Iterator[None]:
+    """Make transformers' loader work in the calling thread: for tensors without data, a thread pool only adds time."""
+    before = os.environ.get(NO_THREADS)
+    os.environ[NO_THREADS] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(NO_THREADS, None)
+        else:
+            os.environ[NO_THREADS] = before
+
+
 # The probe ------------------------------------------------------------------------------------------------------------
 
 
@@ -160,7 +177,7 @@ def probe(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Probe:
     compared: list[bool] = []
     trace = Trace(lambda a, b: compared.append(True) or _equal_in_files(plain, a, b))  # type: ignore[func-returns-value]
     tensors = _trace(trace, plain, packed, torch_dtype)
-    with _ONE_PROBE, _quiet():
+    with _ONE_PROBE, _quiet(), _without_threads():
         model, info = _load_traced(checkpoint, kind, config, tensors, torch_dtype, trace)
         if not checkpoint.has_weights:
             tensors = _declared(trace, model)

@@ -225,8 +225,9 @@ class NoAllocation(TorchFunctionMode):
     """While active, a parameter that no file holds costs nothing, and a buffer without a value can be told.
 
     A loader replaces a missing parameter by `torch.empty_like(parameter, device="cpu")` and fills it at random; here it
-    stays on meta. Buffers made that way are real, filled with a value that `is_undefined` knows. Should a loader do it
-    in another way, memory is spent and nothing else changes.
+    stays on meta and is marked as filled, so that no random numbers are drawn for it. Buffers made that way are real,
+    filled with a value that `is_undefined` knows. Should a loader do it in another way, memory is spent and nothing else
+    changes.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -234,7 +235,9 @@ class NoAllocation(TorchFunctionMode):
         if func is not torch.empty_like or not args or isinstance(args[0], Traced) or not args[0].is_meta:
             return func(*args, **kwargs)
         if isinstance(args[0], nn.Parameter):
-            return func(*args, **(kwargs | {"device": "meta"}))
+            empty = nn.Parameter(func(*args, **(kwargs | {"device": "meta"})), requires_grad=args[0].requires_grad)
+            empty._is_hf_initialized = True  # type: ignore[attr-defined]
+            return empty
         result = func(*args, **kwargs)
         if not result.is_meta and result.dtype != torch.bool:
             result.fill_(_undefined(result.dtype))
