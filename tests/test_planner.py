@@ -220,6 +220,19 @@ def test_a_cpu_without_enough_memory_names_the_sum_that_would_do():
 # What does not fit
 
 
+@pytest.mark.parametrize(("machine", "budgets"), [(CPU, {}), (CPU, {"host": 80}), (GPU, {"gpu": 8, "host": 80})])
+def test_a_prefix_cache_that_does_not_fit_is_named(machine, budgets):
+    with pytest.raises(DoesNotFitError) as caught:
+        plan(machine=machine, prefix_cache_bytes=900 * GIB, **budgets)
+    error = caught.value
+    assert error.device in ("memory", "host") and error.needed_bytes > 900 * GIB
+    assert "host memory beside blocks: prefix cache 900.00 GiB" in str(error)
+    assert "no prefix cache saves 900.00 GiB" in error.hint
+    with pytest.raises(DoesNotFitError) as caught:
+        plan(machine=CPU, host=1)
+    assert "prefix cache" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("gpu", "host", "asked"),
     [(1, 16, {}), (1, 1.3, {}), (2, 1.2, {"context_tokens": 65536}), (2, 16, {"place": {"*": "resident"}})],

@@ -561,12 +561,23 @@ class _Planner:
         if device not in ("host", "disk"):
             reason = f"{reason}; {self._taken()}"
             advice += [f"{what} saves {gib(saved)}" for what, saved in self._savings()]
+        if device in ("host", "memory") and any(self._host_taken().values()):
+            taken = (f"{what} {gib(nbytes)}" for what, nbytes in self._host_taken().items() if nbytes)
+            reason = f"{reason}; host memory beside blocks: {', '.join(taken)}"
+            if self.request.prefix_cache_bytes:
+                advice.append(f"no prefix cache saves {gib(self.request.prefix_cache_bytes)}")
         if self.asked:
             advice.append("fewer manual placements")
         hint = f"Allow more memory or reduce the request: {'; '.join(advice)}" if advice else ""
         return DoesNotFitError(
             reason, block=None, device=device, needed_bytes=needed_bytes, budget_bytes=budget_bytes, hint=hint
         )
+
+    def _host_taken(self) -> dict[str, int]:
+        """Return the bytes of host memory that are no blocks, by what takes them."""
+        return {
+            "prefix cache": self.request.prefix_cache_bytes, "held adapters": self.held_bytes, "media": self.media.nbytes,
+        }  # fmt: skip
 
     def _taken(self) -> str:
         limits, needs = self.limits, self.needs
