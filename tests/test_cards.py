@@ -15,7 +15,8 @@ from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import DeviceError, RequestError
 from trimtab.plan import Plan
 from trimtab.plan.card_machine import machine_of, rates_of
-from trimtab.plan.cards import LANE_BPS, Card, check_here, find_card, known_cards, larger_cards, sources
+from trimtab.plan.cards import LANE_BPS, Card, check_here, find_card, known_cards, larger_cards, marked, sources
+from trimtab.plan.narrow import WIDTH, narrow_table
 from trimtab.request import LoadRequest
 from trimtab.runtime import devices
 
@@ -155,9 +156,12 @@ def test_a_plan_for_a_card_says_in_every_figure_that_it_is_an_estimate(tmp_path)
         "ESTIMATE for GeForce RTX 4060 8GB: 8188 MiB, 272 GB/s, PCIe 4.0 x8, compute capability 8.9"
     )
     assert "nothing was measured" in first
-    body = table.split("\n", 2)[2]
-    assert re.findall(r"(?<![\d.~])\d+(?:\.\d+)? (?:GiB|MiB|KiB|ms)\b", body) == []
-    assert "~" in body
+    for text in (table, marked(narrow_table(plan), plan.card).partition("\n")[2]):
+        asked, _, body = text.strip().partition("\n\n")
+        assert "~" not in asked and re.search(r"audio\s30 s", asked)
+        figures = re.findall(r"(?<![\d.])(~?)\d+(?:\.\d+)?\s+(?:GiB|MiB|KiB|ms|s|tokens/s)\b", body)
+        assert set(figures) == {"~"} and len(figures) > 20
+        assert re.search(r"~\d+ tokens/s", body)
     values = plan.to_json()
     assert values["card"]["estimated"] is True and values["request"]["card"] == "RTX 4060 8GB"
     assert values["rates"]["pinned_h2d_Bps"] == rates_of(plan.card).pinned_h2d_Bps
@@ -322,6 +326,23 @@ def test_options_of_a_card_name_larger_cards_and_no_budget_that_the_card_does_no
     assert not any("--gpu-memory" in what for what in options)
     assert cli.main(["plan", str(BASE), "--card", "RTX 4060 8GB", "--gpu-memory", "5GiB", "--options", "--json"]) == 0
     assert "--gpu-memory 6GiB" in {one["what"] for one in json.loads(capsys.readouterr().out)["options"]}
+
+
+def test_the_narrow_form_of_an_estimate_has_80_columns_and_the_options_have_marks(capsys):
+    for card in ("RTX 4060 8GB", "T4"):
+        assert cli.main(["plan", str(BASE), "--card", card, "--options"]) == 0
+        first, _, rest = capsys.readouterr().out.partition("\n\n")
+        table, options = rest.split("\noption", 1)
+        assert first.startswith("ESTIMATE for") and max(map(len, table.splitlines())) <= WIDTH
+        rows = [re.split(r"  +", line) for line in options.splitlines()[1:-1]]
+        assert len(rows) > 8 and all(row[1].startswith("~") and row[2].startswith("~") for row in rows)
+        assert "nothing was measured" in options.splitlines()[-1]
+
+
+def test_a_chart_of_an_estimate_says_so(tmp_path):
+    for card, is_said in (("RTX 4060 8GB", True), (None, False)):
+        trimtab.plan(BASE, card=card, context=256).draw(tmp_path / "plan.svg")
+        assert ("ESTIMATE for GeForce RTX 4060 8GB" in (tmp_path / "plan.svg").read_text()) == is_said
 
 
 def test_a_cpu_has_no_option_of_a_larger_card(capsys):

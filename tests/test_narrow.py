@@ -1,6 +1,7 @@
 """The plan in 80 columns says what the wide table says."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.test_execution import card, plan
 from trimtab import cli
 from trimtab.demo import BASE
 from trimtab.plan.narrow import WIDTH, narrow_table
+from trimtab.plan.table import time_text
 
 
 @pytest.mark.parametrize("gib", [3.2, 4, 8])
@@ -22,6 +24,21 @@ def test_no_line_is_wider_than_80_columns(gib):
     for name in {row.block_path for row in made.placements if not row.block_path.rpartition(".")[2].isdecimal()}:
         assert name.removeprefix("model.") in flat
     assert all(re.sub(r"\s+", " ", row.reason) in flat for row in made.placements)
+
+
+@pytest.mark.parametrize("gib", [4, 8])
+def test_both_forms_have_every_line_of_the_execution(gib):
+    made = replace(plan(gib, head="auto"), dtype_reason="bfloat16 is emulated here")
+    flat, execution = re.sub(r"\s+", " ", narrow_table(made)), made.execution
+    wide = [re.sub(r"\s+", " ", line) for line in str(made).splitlines()]
+    phases = {"prompt": execution.prompt, "towers": execution.towers, "decode step": execution.step}
+    for name, phase in phases.items():
+        assert f" {name}: {phase.mode}" in flat and phase.reason in flat
+        assert any(line.startswith(f"{name} {phase.mode} ") and line.endswith(phase.reason) for line in wide)
+    assert f"{time_text(execution.prompt.seconds)} for a full context" in flat
+    assert "type: bfloat16: bfloat16 is emulated here" in flat and "type bfloat16 - - bfloat16 is emulated here" in wide
+    is_small = execution.head == "int8"
+    assert is_small == (gib == 4) == ("8-bit head, " in flat) == ("8-bit head, " in wide[0])
 
 
 def test_layers_that_leave_are_all_named():

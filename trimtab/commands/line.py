@@ -122,6 +122,7 @@ def add(command: Command) -> None:
 
 def run_plan(options: argparse.Namespace) -> int:
     from trimtab.api import PlanInputs, plan_options, plan_request
+    from trimtab.plan.cards import find_card
     from trimtab.plan.options import options_text
     from trimtab.plan.picture import check_path
 
@@ -144,7 +145,8 @@ def run_plan(options: argparse.Namespace) -> int:
         plan = plan_request(request, inputs=inputs)
     except DoesNotFitError as exc:
         if options.options and not options.json:
-            print(options_text(changes(exc.budget_bytes or 0)), end="\n\n")
+            card = None if request.card is None else find_card(request.card)
+            print(options_text(changes(exc.budget_bytes or 0), card=card), end="\n\n")
         raise
     helpful = changes(plan.gpu_budget_bytes) if options.options else []
     if options.save:
@@ -158,7 +160,7 @@ def run_plan(options: argparse.Namespace) -> int:
         return 0
     print(plan if options.wide else _narrow(plan))
     if helpful:
-        print(f"\n{options_text(helpful)}")
+        print(f"\n{options_text(helpful, card=plan.card)}")
     for path in (options.save, options.picture):
         if path:
             print(f"written: {path}", file=sys.stderr)

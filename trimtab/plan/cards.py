@@ -281,12 +281,13 @@ def _is_card(card: Card, name: str, total_bytes: int) -> bool:
 
 
 def marked(table: str, card: Card) -> str:
-    """Return a plan's table with every figure of bytes and seconds marked "~", and what the card is above it."""
-    figure = re.compile(r"(?P<gap>  )?(?P<figure>(?<![\w.~-])\d+(?:\.\d+)? (?:GiB|MiB|KiB|B|s|ms)\b)")
-    head, *lines = table.split("\n")
-    body = [figure.sub(lambda m: (" ~" if m["gap"] else "~") + m["figure"], line) for line in lines]
+    """Return a plan's table with every figure of bytes, seconds and rates marked "~", and what the card is above it. What is asked
+    for, above the first empty line, has no mark."""
+    figure = re.compile(r"(?P<gap>  )?(?P<figure>(?<![\w.~-])\d+(?:\.\d+)?\s+(?:GiB|MiB|KiB|B|s|ms|tokens/s)(?!\w))")
+    asked, empty, body = table.partition("\n\n")
+    body = figure.sub(lambda m: (" ~" if m["gap"] else "~") + m["figure"], body)
     about = (
         f"ESTIMATE for {card.title}: {card.memory_mib} MiB, {card.bandwidth_GBps:g} GB/s, PCIe {card.pcie}, compute capability "
         f"{card.capability}, {card.tflops:g} TFLOPS in 16 bits. From {sources()[card.source]}; nothing was measured."
     )
-    return "\n".join([about, "", head, *body])
+    return f"{about}\n\n{asked}{empty}{body}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from trimtab.errors import gib
 from trimtab.plan.plan import Plan
@@ -11,6 +11,8 @@ from trimtab.plan.rows import OUTSIDE_PEAK
 from trimtab.plan.table import grouped, held_limit, keys_and_values, predicted_rate, time_text
 
 WIDTH = 80
+# Marks of estimates that one line may get (`cards.marked`).
+MOST_MARKS = 5
 _NAME = 34
 _SIZES = 9
 
@@ -18,8 +20,10 @@ _SIZES = 9
 def narrow_table(plan: Plan) -> str:
     """Return the plan as text of at most WIDTH columns. The wide form (`table`) says the same in one line per row."""
     request, execution = plan.request, plan.execution
-    lines = _wrapped(
+    wrapped = _wrapping(plan)
+    lines = wrapped(
         f"{plan.model_class} on {plan.execution_device}: {request.quant}, {request.dtype}, "
+        f"{'8-bit head, ' if execution.head == 'int8' else ''}"
         f"{'8-bit keys and values, ' if request.kv == 'int8' else ''}context {request.context_tokens}, "
         f"batch {request.batch}, {'batch-invariant, ' if request.batch_invariant else ''}"
         f"images {request.images}, audio {request.audio_s:g} s"
@@ -33,22 +37,25 @@ def narrow_table(plan: Plan) -> str:
         host = sum(row.host_bytes + row.disk_bytes for row in rows)
         sizes = (_size(sum(row.gpu_bytes for row in rows)), _size(host), time_text(sum(row.token_s for row in rows)))
         lines += _named(shown, rows[0].tier, sizes)
-        lines += _wrapped(rows[0].reason, indent=4)
+        lines += wrapped(rows[0].reason, indent=4)
     lines += ["", *_devices(plan), ""]
-    for title, phase in (("prompt", execution.prompt), ("decode step", execution.step)):
+    phases = [("prompt", execution.prompt, f"{time_text(execution.prompt.seconds)} for a full context")]
+    phases.append(("decode step", execution.step, f"{predicted_rate(execution)} predicted"))
+    if execution.towers is not None:
+        phases.append(("towers", execution.towers, f"{time_text(execution.towers.seconds)} for all media"))
+    for title, phase, speed in phases:
         took = sum(phase.bytes.values())
-        speed = "" if title == "prompt" else f", {predicted_rate(execution)} predicted"
         size = f", {gib(took)}" if took else ""
-        lines += _wrapped(f"{title}: {phase.mode}{size}{speed}: {phase.reason}", hanging=4)
+        lines += wrapped(f"{title}: {phase.mode}{size}, {speed}: {phase.reason}", hanging=4)
     if plan.dtype_reason:
-        lines += _wrapped(f"type: {request.dtype}: {plan.dtype_reason}", hanging=4)
-    lines += _wrapped(f"output head: {execution.head}: {execution.head_reason}", hanging=4)
+        lines += wrapped(f"type: {request.dtype}: {plan.dtype_reason}", hanging=4)
+    lines += wrapped(f"output head: {execution.head}: {execution.head_reason}", hanging=4)
     for what, form, size, _, why in keys_and_values(plan):
-        lines += _wrapped(f"{what}: {form}, {size}: {why}", hanging=4)
+        lines += wrapped(f"{what}: {form}, {size}: {why}", hanging=4)
     if plan.unquantized:
         total = sum(row.bytes for row in plan.unquantized)
         reasons = "; ".join(dict.fromkeys(row.reason or "not quantized" for row in plan.unquantized))
-        lines += ["", *_wrapped(f"not quantized: {len(plan.unquantized)} modules, {gib(total)}: {reasons}", hanging=4)]
+        lines += ["", *wrapped(f"not quantized: {len(plan.unquantized)} modules, {gib(total)}: {reasons}", hanging=4)]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -66,9 +73,10 @@ def _devices(plan: Plan) -> list[str]:
         f"host: peak {gib(plan.host_peak_bytes)} of a budget of {gib(plan.host_budget_bytes)}: "
         f"{items(plan.host.items())}{held_limit(plan)}"
     )
+    wrapped = _wrapping(plan)
     disk = [f"disk: {gib(plan.disk_bytes)} in a spill file that ends with the process"] if plan.disk_bytes else []
     media = [f"media: {plan.media_reason}"] if plan.media_reason else []
-    return [line for text in (device, host, *disk, *media) for line in _wrapped(text, hanging=4)]
+    return [line for text in (device, host, *disk, *media) for line in wrapped(text, hanging=4)]
 
 
 def _size(byte_count: int) -> str:
@@ -87,10 +95,16 @@ def _named(name: str, tier: str, sizes: Sequence[str]) -> list[str]:
     return [*(line.replace(", ", ",") for line in broken), _row("", tier, sizes)]
 
 
-def _wrapped(text: str, *, indent: int = 0, hanging: int = 0) -> list[str]:
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=" " * indent, subsequent_indent=" " * (indent + hanging), break_on_hyphens=False
-    )
+def _wrapping(plan: Plan) -> Callable[..., list[str]]:
+    """Return what wraps a text (indent and hanging: columns), with room for the marks of a plan from estimates."""
+    width = WIDTH if plan.card is None else WIDTH - MOST_MARKS
+
+    def wrapped(text: str, *, indent: int = 0, hanging: int = 0) -> list[str]:
+        return textwrap.wrap(
+            text, width, initial_indent=" " * indent, subsequent_indent=" " * (indent + hanging), break_on_hyphens=False
+        )
+
+    return wrapped
 
 
 def _shared_prefix(paths: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import DoesNotFitError, RequestError, TrimtabError, gib
 from trimtab.plan.blocks import quant_of
-from trimtab.plan.cards import find_card, larger_cards
+from trimtab.plan.cards import Card, find_card, larger_cards
 from trimtab.plan.execution import CAPTURED, CAPTURED_CHUNKS, CHUNKS, MODES, UNCAPTURED_CHUNKS, unsupported_reason
 from trimtab.plan.kv_form import check_kv, why_not_int8
 from trimtab.plan.plan import Plan
@@ -351,13 +351,15 @@ def _smaller(request: LoadRequest, anatomy: Anatomy) -> list[list[tuple[str, Loa
     return [tries for tries in kinds if tries]
 
 
-def options_text(options: Sequence[Option]) -> str:
-    """Return the options as an aligned table."""
+def options_text(options: Sequence[Option], *, card: Card | None = None) -> str:
+    """Return the options as an aligned table. card: the profile that all figures are estimated from."""
     rows = [("option", "device memory", "tokens/s", "head", "decode steps")]
+    mark = "" if card is None else "~"
     for one in options:
-        has_bytes = one.needed_bytes is not None
-        needed = gib(one.needed_bytes or 0) if has_bytes else one.error if one.error.startswith(NEEDS) else "-"
-        rate = "-" if one.tokens_per_s is None else f"{'~' if one.is_rate_estimate else ''}{one.tokens_per_s:.0f}"
+        needed = "-" if one.needed_bytes is None else f"{mark}{gib(one.needed_bytes)}"
+        if one.error.startswith(NEEDS):
+            needed = one.error.replace(NEEDS, NEEDS + mark, 1)
+        rate = "-" if one.tokens_per_s is None else f"{'~' if one.is_rate_estimate else mark}{one.tokens_per_s:.0f}"
         why = one.error if one.error and needed == "-" else one.mode or "-"
         rows.append((one.what, needed, rate, one.head or "-", why))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -368,7 +370,9 @@ def options_text(options: Sequence[Option]) -> str:
         ).rstrip()
         for row in rows
     ]
-    if any(one.is_rate_estimate for one in options):
+    if card is not None:
+        lines.append("~: an estimate from the data sheet of the card; nothing was measured")
+    elif any(one.is_rate_estimate for one in options):
         lines.append("~ of keys and values in 8 bits: an estimate, never measured")
     return "\n".join(lines)
 

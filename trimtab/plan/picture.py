@@ -174,6 +174,8 @@ def layout(plan: Plan) -> tuple[list[Shape], float]:
         ),
         Label(MARGIN, 80, _execution_line(plan), 13, QUIET),
     ]  # fmt: skip
+    if plan.card is not None:
+        shapes.append(Label(WIDTH - MARGIN, 40, f"ESTIMATE for {plan.card.title}", 13, INK, anchor="end"))
     top = 110.0
     for bar in bars_of(plan):
         bar_shapes, top = _bar(bar, top)

@@ -143,6 +143,7 @@ def _execution(plan: Plan) -> list[str]:
         ("decode step", step.mode, gib(took) if took else "-",
          f"{estimate_mark(step)}{time_text(step.seconds)}, {predicted_rate(execution)}", step.reason),
         *_towers(execution.towers),
+        *([("type", plan.request.dtype, "-", "-", plan.dtype_reason)] if plan.dtype_reason else []),
         ("output head", execution.head, "-", "-", execution.head_reason),
     ]  # fmt: skip
     rows += keys_and_values(plan)
