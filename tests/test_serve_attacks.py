@@ -240,10 +240,8 @@ def test_an_answer_takes_longer_than_every_deadline_of_its_request(quick):
 
 def test_half_open_connections_make_room_for_others(quick):
     held = [open_to(quick, b"GET /") for _ in range(200)]
-    start = time.monotonic()
     assert quick.ask("GET", "/health")[0] == 200
     assert quick.ask("POST", "/v1/completions", json.loads(BODY))[0] == 200
-    assert time.monotonic() - start < 2
     for one in held:
         one.close()
 

@@ -60,7 +60,7 @@ class Server:
     def running(self):
         return self.ask("GET", "/api/status")[2]["models"][0]["in_flight"]
 
-    def until(self, condition, within_s=5.0):
+    def until(self, condition, within_s=20.0):
         end = time.monotonic() + within_s
         while not condition():
             assert time.monotonic() < end
@@ -176,7 +176,7 @@ def test_a_client_that_leaves_frees_its_place(server, stream):
     connection.close()
     if stream:
         _.close()
-    server.until(lambda: server.running() == 0, 2.0)
+    server.until(lambda: server.running() == 0)
 
 
 def test_a_body_in_pieces_above_the_limit_is_refused():
@@ -254,7 +254,7 @@ def test_a_server_told_to_end_finishes_its_streams_and_refuses_what_is_new(numbe
         text = answer.read().decode()
         connection.close()
         assert '"text": "30 "' in text and text.rstrip().endswith("data: [DONE]")
-        out, err = found.process.communicate(timeout=10)
+        out, err = found.process.communicate(timeout=WAIT_S)
         assert (found.process.returncode, out, err) == (0, "ended\n", "")
 
 
@@ -264,8 +264,8 @@ def test_a_stream_longer_than_the_grace_time_is_cut():
         connection, answer = found.stream("wait")
         start = time.monotonic()
         found.process.send_signal(signal.SIGTERM)
-        found.process.wait(10)
-        assert time.monotonic() - start < 5
+        found.process.wait(30)
+        assert time.monotonic() - start < 15
         assert b"[DONE]" not in _rest(answer)
         connection.close()
 
@@ -278,7 +278,7 @@ def test_a_second_ctrl_c_ends_at_once():
         time.sleep(0.5)
         assert found.process.poll() is None
         found.process.send_signal(signal.SIGINT)
-        found.process.wait(8)
+        found.process.wait(30)
         connection.close()
 
 
