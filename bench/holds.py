@@ -1,6 +1,6 @@
 """How long one request holds up a running answer on a CPU: the longest time between two pieces of a stream beside it.
 
-    python -m bench.holds --save bench/results/holds.json [--runs 3]
+    python -m bench.holds --save bench/results/holds.json [--runs 3] [--only "29 s of audio"]
 
 The demo model in a server of its own. A stream runs; one second later the other request is sent, whose prompt, files or schema
 are new in each run. The longest gap is looked for from then until half a second after its end. Without another request it is
@@ -19,7 +19,7 @@ import statistics
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ WAIT_S, BEFORE_S, AFTER_S = 180, 1.0, 0.5
 CONTEXT = 4096
 SERVED = [str(DEMO / "base"), "--name", "demo", "--device", "cpu", "--rows", "4", "--context", str(CONTEXT), "--adapter-root",
           str(DEMO / "adapters")]  # fmt: skip
+ENDS = (1, 16)  # tokens that end an answer of the demo model: the next one would wait for the other request's prompt
 WORDS = ("red", "square", "left", "of", "a", "small", "circle", "and", "two", "green", "lines", "above", "it")
 
 
@@ -120,9 +121,10 @@ def run(address: str, send: Callable[[str, int], None], seed: int) -> dict[str, 
 
     def stream() -> None:
         number = 0
-        while not is_over.is_set():  # a stream of random tokens may end before the other request
+        while not is_over.is_set():  # the context ends it, or the most tokens
             body = chat_body("Go on.", model="demo", max_tokens=2000, seed=1000 * seed + number)
-            ended = ask(address, {**body, "temperature": 2}, timeout_s=WAIT_S, on_piece=seen)
+            body |= {"temperature": 2, "logit_bias": dict.fromkeys(map(str, ENDS), -100)}
+            ended = ask(address, body, timeout_s=WAIT_S, on_piece=seen)
             assert ended.ended in ("complete", "left"), ended
             number += 1
 
@@ -151,30 +153,35 @@ def run(address: str, send: Callable[[str, int], None], seed: int) -> dict[str, 
     }
 
 
-def measure(runs: int) -> dict[str, Any]:
+def measure(runs: int, names: Collection[str]) -> dict[str, Any]:
     cases: dict[str, Any] = {}
-    loads = []
     with Served(SERVED) as server:
-        for name, send in CASES.items():
-            made = []
+        for place, name in enumerate(CASES):
+            if name not in names:
+                continue
+            made, loads = [], []
             for number in range(runs):
                 loads.append(os.getloadavg()[0])
-                made.append(run(server.address, send, seed=100 * len(cases) + number + 1))
-            cases[name] = {"longest_s": statistics.median(one["longest_s"] for one in made), "runs": made}
+                made.append(run(server.address, CASES[name], seed=100 * place + number + 1))
+            cases[name] = {
+                "longest_s": statistics.median(one["longest_s"] for one in made), "runs": made,
+                "load_average": [round(min(loads), 1), round(max(loads), 1)],
+            }  # fmt: skip
             print(name, cases[name], flush=True)
-    return {
-        "cases": cases, "load_average": [round(min(loads), 1), round(max(loads), 1)], "cores": os.cpu_count(),
-        "versions": versions(),
-    }  # fmt: skip
+    return {"cases": cases, "cores": os.cpu_count(), "versions": versions()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", type=Path)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--only", choices=CASES, action="append", help="this case alone; the others of the file stay")
     options = parser.parse_args()
-    result = measure(options.runs)
+    result = measure(options.runs, options.only or CASES)
     if options.save:
+        if options.only and options.save.exists():
+            before = json.loads(options.save.read_text(encoding="utf-8"))
+            result["cases"] = {**before["cases"], **result["cases"]}
         options.save.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -6,6 +6,7 @@ On a CPU nothing is captured: the layers run through the same buffers. tests/gpu
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +15,10 @@ import torch
 import trimtab
 from tests import pico
 from tests.test_encoder_cache import asked, tensors_of
-from tests.test_prefill import WITH_PICTURES, differ, ids, in_chunks, load, picture, through
+from tests.test_prefill import WITH_PICTURES, differ, eager, ids, in_chunks, load, picture, through
 from trimtab.errors import RequestError
 from trimtab.runtime import prefill_graphs, tower_graphs, tower_pieces
+from trimtab.runtime.batch import Batch
 from trimtab.runtime.hf_prefill import covered
 from trimtab.runtime.tower_forms import UnknownFormError, filled, form_of
 from trimtab.runtime.tower_graphs import MOST_CREDIT, MOST_SHAPES, Towers, padded_frames
@@ -142,10 +144,11 @@ def test_few_layers_are_captured_at_once_while_rows_are_answered(tmp_path, monke
 # Pieces --------------------------------------------------------------------------------------------------------------
 
 
-def answering(model, monkeypatch, positions, rows=3):
+def answering(model, monkeypatch, positions, rows=3, make=None):
     """Return a batch that answers one text, whose towers go through in pieces of so many positions."""
     monkeypatch.setattr(prefill_graphs, "PIECE_POSITIONS", positions)
-    batch = in_chunks(model, (16, 64), rows)
+    monkeypatch.setattr(prefill_graphs, "PIECE_S", 3600.0)
+    batch = in_chunks(model, (16, 64), rows) if make is None else make()
     request = trimtab.GenerateRequest(max_new_tokens=60)
     text = batch.begin(model.prepare(ids(9)), request)
     while not text.step():
@@ -181,6 +184,40 @@ def test_a_pass_that_is_cut_between_layers_is_the_pass(family, mode, tmp_path, m
         # One layer in each piece; those that were captured are.
         assert counts[0] == len(towers.all_layers) and set(counts) == {counts[0]}
         assert not towers.layers or towers.replayed >= 2
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU runs these prompts in chunks of fixed shapes")
+@pytest.mark.parametrize("family", WITH_PICTURES)
+def test_on_a_cpu_the_towers_are_cut_before_transformers_own_pass(family, tmp_path, monkeypatch):
+    with load(family, tmp_path) as model:
+        inputs = picture(model, family, 9)
+        expected = through(eager(model), inputs).logits
+        batch, _ = answering(model, monkeypatch, 1, make=lambda: Batch(model, rows=3))
+        assert not batch.prompts.sizes
+        prompt, pieces = batch.begin(inputs, trimtab.GenerateRequest(max_new_tokens=4)), 0
+        while not prompt.step():
+            assert prompt.needs_towers and prompt.chunk_tokens == 0 and prompt.done_tokens == 0
+            batch.step()
+            pieces += 1
+        assert torch.equal(prompt.logits, expected)
+        assert pieces == len(batch.prompts.towers.all_layers) >= 2 and not batch.steps.fallbacks
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU runs these prompts in chunks of fixed shapes")
+def test_transformers_own_pass_goes_through_whole_where_it_cannot_be_cut(tmp_path, monkeypatch):
+    with load("gemma3", tmp_path) as model:
+        inputs = picture(model, "gemma3", 9)
+        expected = through(eager(model), inputs).logits
+        batch, _ = answering(model, monkeypatch, 1, make=lambda: Batch(model, rows=3))
+        again = tower_pieces._Output.again
+
+        def lost(output):
+            output.tensors = None
+            return again(output)
+
+        monkeypatch.setattr(tower_pieces._Output, "again", lost)
+        assert torch.equal(through(batch, inputs).logits, expected)
+        assert [one.what for one in batch.steps.fallbacks] == ["towers in pieces"]
 
 
 def test_pieces_are_as_large_as_they_may_be_and_whole_where_nobody_waits(tmp_path, monkeypatch):
@@ -318,6 +355,34 @@ def test_a_cut_pass_that_goes_on_with_other_inputs_begins_anew():
         pieces.begin(None)
         x = torch.ones(3, 4)  # one of two images is cached by now, say
         assert torch.equal(passed(x), layers[1](layers[0](x)))
+
+
+def test_a_piece_also_ends_after_a_time():
+    clock = [0.0]
+    layers = [torch.nn.Linear(4, 4) for _ in range(6)]
+    pieces, x, ran = TowerPieces(None, lambda: clock[0]), torch.randn(2, 4), []
+
+    def passed():
+        clock[0] += 5.0  # what runs again before the first layer counts for nothing
+        result = x
+        for number, layer in enumerate(layers):
+
+            def compute(value, layer=layer, number=number):
+                clock[0] += 0.4
+                ran[-1].append(number)
+                return layer(value)
+
+            result = pieces.run(compute, (result,), {})
+        return result
+
+    with torch.no_grad():
+        expected = torch.nn.Sequential(*layers)(x)
+        for _ in range(2):
+            ran.append([])
+            pieces.begin(10**6, 1.0)
+            with pytest.raises(PausedError) if not ran[:-1] else nullcontext():
+                found = passed()
+    assert ran == [[0, 1, 2], [3, 4, 5]] and torch.equal(found, expected)
 
 
 # Shapes --------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ reads a fixed number of places, where a growing cache has exactly as many as the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ from trimtab.runtime.capture_ahead import CaptureAhead
 from trimtab.runtime.chat import Inputs, fitted
 from trimtab.runtime.ends import with_likeliest
 from trimtab.runtime.kv_pages import RowPages
+from trimtab.runtime.tower_pieces import PausedError
 
 if TYPE_CHECKING:
     from trimtab.runtime.held_adapter import HeldAdapter
@@ -167,12 +168,13 @@ class Batch:
             return self.prompts.step(prompt, most_tokens)
         tensors, count = dict(prompt.inputs.tensors), prompt.inputs.prompt_tokens
         chunk = getattr(self.model, "prefill_tokens", None) or count
-        offset = 0 if prompt.done_tokens else self.prefixes.resume(prompt)
+        is_between = self.prompts.is_between_pieces(prompt)
+        offset = 0 if prompt.done_tokens or is_between else self.prefixes.resume(prompt)
         start = prompt.done_tokens
         if start == count:  # the same prompt went through before
             prompt.offset = offset
             return True
-        # A picture or sound has to be in one piece with its tokens.
+        # A picture or sound has to be in one piece with its tokens, but its towers go through before.
         is_whole = prompt.inputs.has_media and not start
         if prompt.cache is None:
             prompt.cache = hf_slots.prompt_cache(self.model.hf_model, self.cache.kv)
@@ -187,10 +189,18 @@ class Batch:
             }  # fmt: skip
         self.model.route.set(prompt.row.adapter)
         hf_slots.reset_offset(self.model.hf_model)
-        with torch.no_grad(), self.prefixes.encoders(prompt) if is_whole else nullcontext():
-            output = self.model.hf_model(
+
+        def compute() -> Any:
+            return self.model.hf_model(
                 **tensors, past_key_values=prompt.cache, use_cache=True, logits_to_keep=1, return_dict=True
             )
+
+        with torch.no_grad():
+            try:
+                output = self.prompts.with_towers(prompt, compute) if is_whole else compute()
+            except PausedError:
+                prompt.chunk_tokens = 0
+                return False
         prompt.done_tokens = end
         if end == count:
             prompt.logits = output.logits[0, -1].float()

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from trimtab.runtime import hf_slots
 from trimtab.runtime.prefix_store import scope_of
-from trimtab.runtime.tower_pieces import PausedError
+from trimtab.runtime.tower_pieces import PausedError, TowersDoneError
 
 if TYPE_CHECKING:
     from trimtab.runtime.chat import Inputs
@@ -46,8 +46,11 @@ class EncoderCounts:
 
 
 @contextmanager
-def encoders(hf_model: Any, cache: PrefixCache, scope: bytes, inputs: Inputs) -> Iterator[None]:
-    """While the block runs, the towers return cached outputs, and new outputs are cached."""
+def encoders(
+    hf_model: Any, cache: PrefixCache, scope: bytes, inputs: Inputs, *, is_counted: bool = True
+) -> Iterator[None]:  # fmt: skip
+    """While the block runs, the towers return cached outputs, and new outputs are cached. is_counted: False for a pass that
+    an earlier one has been counted for."""
     owner = getattr(hf_model, "model", None)
     names = [name for name in FUNCTIONS if hasattr(owner, name)]
     kinds = hf_slots.media_ids(hf_model)
@@ -59,6 +62,10 @@ def encoders(hf_model: Any, cache: PrefixCache, scope: bytes, inputs: Inputs) ->
                 tower = _Tower(getattr(owner, name), cache, scope_of(scope, name), digests, name == FUNCTIONS[0])
                 vars(owner)[name] = tower
         yield
+        if not is_counted:
+            vars(cache.encoder_counts).update(vars(before))
+    except TowersDoneError:
+        raise
     except PausedError:  # the rest of the pass looks everything up again
         vars(cache.encoder_counts).update(vars(before))
         raise

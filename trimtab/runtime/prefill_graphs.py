@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,7 +33,7 @@ from trimtab.runtime import hf_prefill, hf_slots, prompt_kernels, short_ops, tab
 from trimtab.runtime.capturing import side_stream
 from trimtab.runtime.devices import outside_torch
 from trimtab.runtime.graph_cache import GraphCache
-from trimtab.runtime.hf_prefill import Chunk, Form, Media
+from trimtab.runtime.hf_prefill import Chunk, Form, Media, covered
 from trimtab.runtime.leaves import Leaf
 from trimtab.runtime.many_rows import PAYING_ROWS, covering
 from trimtab.runtime.out_of_memory import is_out_of_memory, memory_error
@@ -45,7 +45,14 @@ from trimtab.runtime.step_capture import check_replay, in_pass
 from trimtab.runtime.step_choice import Fallback
 from trimtab.runtime.step_memory import extra_bytes
 from trimtab.runtime.tower_graphs import Towers
-from trimtab.runtime.tower_pieces import PIECE_POSITIONS, PausedError, TowerPieces
+from trimtab.runtime.tower_pieces import (
+    PIECE_POSITIONS,
+    PIECE_S,
+    NotKeptError,
+    OtherInputsError,
+    PausedError,
+    TowerPieces,
+)
 
 if TYPE_CHECKING:
     from trimtab.runtime.batch import Batch
@@ -253,11 +260,7 @@ class Prompts:
 
         Errors: PausedError if the towers continue in the next chunk, because rows are being decoded.
         """
-        is_busy, serial = bool(self.batch.active), self._serial_of(prompt.row.adapter)
-        pieces = self._paused.pop(prompt, None)
-        if pieces is None or pieces.serial != serial:
-            pieces = TowerPieces(serial)
-        pieces.begin(PIECE_POSITIONS if is_busy and self.towers.may_cut else None)
+        is_busy, pieces = bool(self.batch.active), self._begin_pieces(prompt)
         key = self.layouts.set_towers(prompt.row.adapter)
         hf_slots.reset_offset(self.model.hf_model)
         try:
@@ -282,6 +285,53 @@ class Prompts:
         else:
             return media
         return self._media_of(prompt)
+
+    def _begin_pieces(self, prompt: Prompt) -> TowerPieces:
+        """Return what cuts the next piece of a prompt's towers: nothing while no row is being decoded."""
+        serial, pieces = self._serial_of(prompt.row.adapter), self._paused.pop(prompt, None)
+        if pieces is None or pieces.serial != serial:
+            pieces = TowerPieces(serial)
+        if self.batch.active and self.towers.may_cut:
+            pieces.begin(PIECE_POSITIONS, PIECE_S if self.device.type == "cpu" else None)
+        else:
+            pieces.begin(None)
+        return pieces
+
+    def is_between_pieces(self, prompt: Prompt) -> bool:
+        """Whether a prompt's towers have begun and are not complete."""
+        return prompt in self._paused
+
+    def with_towers(self, prompt: Prompt, compute: Callable[[], Any]) -> Any:
+        """Return what `compute` returns: transformers' pass of a whole prompt with media. On a CPU the towers go through in
+        pieces before the decoder while rows are being decoded.
+
+        Errors: PausedError if the pass continues in the next piece; then nothing of the decoder has run.
+        """
+        if self.device.type != "cpu" or not self.towers.may_cut:
+            with self.batch.prefixes.encoders(prompt):
+                return compute()
+        pieces, decoder = self._begin_pieces(prompt), self.model.hf_model.get_decoder()
+        inner = decoder.forward
+
+        def decode(*args: Any, **kwargs: Any) -> Any:
+            pieces.end()
+            return inner(*args, **kwargs)
+
+        try:
+            with (
+                self.towers.running(None, pieces.serial, is_busy=bool(self.batch.active), pieces=pieces),
+                self.batch.prefixes.encoders(prompt, is_counted=not pieces.is_done),
+                covered({decoder: decode}),
+            ):
+                return compute()
+        except PausedError:
+            self._paused[prompt] = pieces
+            raise
+        except (NotKeptError, OtherInputsError) as exc:
+            self.towers.may_cut = False
+            self.fall_back(f"{type(exc).__name__}: {exc}", "towers in pieces")
+        prompt.cache = hf_slots.prompt_cache(self.model.hf_model, self.batch.cache.kv)
+        return self.with_towers(prompt, compute)
 
     def _serial_of(self, name: str | None) -> int | None:
         return None if name is None else self.model.route.serial_of(name)

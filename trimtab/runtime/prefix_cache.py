@@ -434,8 +434,9 @@ class Prefixes:
         first = max(tokens - (window - 1), 0)
         return torch.arange(first, tokens, device=self.model.device) % places
 
-    def encoders(self, prompt: Prompt) -> AbstractContextManager[None]:
-        """Return a context in which the towers answer from what is kept of a prompt's images and audio."""
+    def encoders(self, prompt: Prompt, *, is_counted: bool = True) -> AbstractContextManager[None]:
+        """Return a context in which the towers answer from what is kept of a prompt's images and audio. is_counted: False where
+        their look-ups have been counted."""
         cache, inputs, row = self.cache, prompt.inputs, prompt.row
         if (
             cache is None
@@ -447,7 +448,7 @@ class Prefixes:
             return nullcontext()
         cache.learn(self.batch.cache)
         scope = cache.scope(row.client, self.model.tower_content(row.adapter))
-        return encoder_cache.encoders(self.model.hf_model, cache, scope, inputs)
+        return encoder_cache.encoders(self.model.hf_model, cache, scope, inputs, is_counted=is_counted)
 
     # Keeping ----------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,9 @@
     pieces.begin(PIECE_POSITIONS)
     hf_model(**tensors)                # from the start again, but layers that have run return what they returned
 
+On a CPU a piece also ends once it has computed for `PIECE_S`, and a module with slow convolutions is cut within: `run_in_parts`
+runs it, and `run` each slice of its convolutions (tower_convs.py). Once it is complete, only its own output is kept.
+
 What lies between the layers runs again in every piece: a few small operations. Of what layers returned, a pause keeps what no other
 layer was given, and what somebody still holds; of the rest nothing is there but the shape. Code that reads it after all gets an
 error, never a wrong number (`NotKeptError`); whoever runs the pass then runs it again, uncut.
@@ -16,6 +19,7 @@ What is not covered: models that write into a layer's output; their passes are n
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -28,10 +32,21 @@ from trimtab.runtime.tower_forms import UnknownFormError, filled, form_of
 # Positions times layers of one piece. E4B's vision tower takes 43 ms for 16 layers of 2,520 positions (NVIDIA H200,
 # bench/results/prompts.json): 11 ms, between one and two steps of 32 rows.
 PIECE_POSITIONS = 10_080
+# Seconds after which a piece ends on a CPU. What runs again in each piece comes on top, and the layer or slice that is not
+# complete by then.
+PIECE_S = 0.1
 
 
 class PausedError(Exception):
     """A pass of the towers has stopped between two layers."""
+
+
+class TowersDoneError(PausedError):
+    """The towers are complete, and the pass has stopped before the decoder."""
+
+
+class OtherInputsError(RuntimeError):
+    """A layer is given other inputs than when an earlier piece computed it."""
 
 
 class NotKeptError(RuntimeError):
@@ -97,36 +112,56 @@ class _Output:
         return True
 
 
-class TowerPieces:
-    """A pass of one prompt's towers and how far it has come. serial: of the adapter that it began with."""
+class _Begun:
+    """Stands for the output of a module that runs in parts, before it is complete. given: the form of its inputs."""
 
-    def __init__(self, serial: int | None) -> None:
-        self.serial = serial
+    def __init__(self, given: Hashable) -> None:
+        self.given = given
+
+    def given_on(self, tensors: Sequence[Tensor]) -> None:
+        """There is nothing to let go of."""
+
+    def keep(self) -> bool:
+        """Nothing has to be kept but the outputs of its parts."""
+        return True
+
+
+class TowerPieces:
+    """A pass of one prompt's towers and how far it has come. serial: of the adapter that it began with. now: a clock in
+    seconds."""
+
+    def __init__(self, serial: int | None, now: Callable[[], float] = time.perf_counter) -> None:
+        self.serial, self._now = serial, now
         self.is_cut = False  # whether a pause has happened
-        self._outputs: list[_Output] = []
+        self.is_done = False  # whether one has happened behind the last layer
+        # Of layers and parts in their order; the parts of a complete module have been replaced by its own output.
+        self._outputs: list[_Output | _Begun] = []
         self._number, self._left, self._has_run = 0, 0, False
+        self._may_end = True  # whether a piece may end before the pass does
+        self._seconds: float | None = None
+        self._until: float | None = None
         self._kept = 0  # layers whose outputs are from earlier pieces
 
-    def begin(self, positions: int | None) -> None:
-        """Begin the next piece, of at most this many positions times layers, at least one layer; None for the rest."""
+    def begin(self, positions: int | None, seconds: float | None = None) -> None:
+        """Begin the next piece, of at most this many positions times layers, at least one layer; None for the rest. seconds:
+        it also ends before the next layer once it has computed for so long."""
         self._number, self._has_run = 0, False
-        self._left = 2**62 if positions is None else positions
+        self._left, self._may_end = positions or 0, positions is not None
+        self._seconds, self._until = seconds, None
 
     def run(self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a layer returns. Errors: PausedError where this piece ends before it."""
         number, self._number = self._number, self._number + 1
         given = _given(args, kwargs)
-        if number < self._kept:
-            if self._outputs[number].given == given:
-                self._give_on(args, kwargs, number)
-                return self._outputs[number].again()
-            if number:
-                raise RuntimeError("a pass of the towers that was cut goes on with other inputs")
-            self._outputs.clear()  # another pass: one of the images is cached, or no longer
-            self._kept = 0
-        if self._has_run and self._left <= 0 and self._may_pause():
+        known = self._known(number, given)
+        if isinstance(known, _Output):
+            self._give_on(args, kwargs, number)
+            return known.again()
+        if self._has_run and self._may_end and self._is_over() and self._may_pause(number):
             self.is_cut = True
             raise PausedError
+        if self._until is None and self._seconds is not None:
+            self._until = self._now() + self._seconds
         self._give_on(args, kwargs, len(self._outputs))
         output = compute(*args, **kwargs)
         self._has_run = True
@@ -134,12 +169,51 @@ class TowerPieces:
         self._add(given, output)
         return output
 
+    def run_in_parts(self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a module returns whose parts are run by `run`. Errors: PausedError where this piece ends before one."""
+        number, self._number = self._number, self._number + 1
+        given = ("in parts", _given(args, kwargs))
+        known = self._known(number, given)
+        if isinstance(known, _Output):
+            self._give_on(args, kwargs, number)
+            return known.again()
+        if known is None:
+            self._outputs.append(_Begun(given))
+        output = compute(*args, **kwargs)
+        # Only now: each piece before computed the inputs of its parts from these arguments again.
+        self._give_on(args, kwargs, number)
+        del self._outputs[number:]
+        self._kept, self._number = min(self._kept, number), number + 1
+        self._add(given, output)
+        return output
+
+    def end(self) -> None:
+        """Tell that only the decoder is left. Errors: TowersDoneError if this piece has computed a layer and may end."""
+        if self._has_run and self._may_end and self._may_pause(self._number):
+            self.is_cut = self.is_done = True
+            raise TowersDoneError
+
+    def _known(self, number: int, given: Hashable) -> _Output | _Begun | None:
+        """Return what earlier pieces know of a layer; None for one that they did not come to."""
+        if number >= self._kept:
+            return None
+        if self._outputs[number].given == given:
+            return self._outputs[number]
+        if number:
+            raise OtherInputsError("a pass of the towers that was cut goes on with other inputs")
+        self._outputs.clear()  # another pass: one of the images is cached, or no longer
+        self._kept = 0
+        return None
+
+    def _is_over(self) -> bool:
+        return self._left <= 0 or (self._until is not None and self._now() >= self._until)
+
     def _add(self, given: Hashable, output: Any) -> None:
         tensors: list[Tensor] = []
         try:
             form = form_of(output, tensors, lambda one: ())
         except UnknownFormError:
-            self._left = 2**62
+            self._may_end = False
             return
         self._outputs.append(_Output(given, form, tensors))
 
@@ -148,15 +222,15 @@ class TowerPieces:
         for output in self._outputs[:before]:
             output.given_on(tensors)
 
-    def _may_pause(self) -> bool:
-        """Keep what has to be kept; False, and no pause any more, where that is not possible."""
-        if len(self._outputs) != self._number - 1:
-            self._left = 2**62
+    def _may_pause(self, number: int) -> bool:
+        """Keep what has to be kept of the layers before this one; False, and no pause any more, where that is not possible."""
+        if len(self._outputs) != number:
+            self._may_end = False
             return False
         if all(one.keep() for one in self._outputs):
             self._kept = len(self._outputs)
             return True
-        self._left = 2**62
+        self._may_end = False
         return False
 
 
