@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import signal
+import threading
 import time
+from multiprocessing.context import SpawnProcess
 from types import SimpleNamespace
 
 import pytest
@@ -168,6 +171,32 @@ def test_what_no_worker_was_given_yet_outlives_those_that_die_while_loading(tmp_
         assert ends(told, 1)["1"].kind == "done"
     finally:
         supervisor.stop()
+
+
+@pytest.mark.parametrize("refused", ["process", "thread"])
+def test_a_worker_that_the_system_does_not_start_at_once_is_started_later(supervisor, refused, monkeypatch):
+    owner = SpawnProcess if refused == "process" else threading.Thread
+    start, processes = owner.start, []
+
+    def fail_once(self):
+        if refused == "process":
+            monkeypatch.setattr(owner, "start", start)
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        if self.name == "trimtab-hear":
+            processes.append(self._args[0].process)
+            monkeypatch.setattr(owner, "start", start)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    pid = supervisor.pid
+    monkeypatch.setattr("trimtab.serve.supervisor.PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(owner, "start", fail_once)
+    os.kill(pid, KILL)
+    while supervisor.state == "ready":
+        time.sleep(0.001)
+    assert ends(ask(supervisor, job("1", "echo")), 1)["1"].kind == "done"
+    assert supervisor.pid != pid and owner.start is start
+    assert all(exit_code_of(process, WAIT_S) == -KILL for process in processes)  # nobody would end it
 
 
 def test_a_worker_that_hangs_in_a_call_is_killed():

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import Any
 
 from trimtab.errors import DeviceError, RequestError, TrimtabError
@@ -162,6 +163,7 @@ class Supervisor:
             self._start_life()
 
     def _start_life(self) -> None:
+        """Start a worker. Errors: OSError or RuntimeError if the system gives no pipe, process or thread; nothing of it is left."""
         spawn = multiprocessing.get_context("spawn")
         here, there = spawn.Pipe()
         # A worker that comes back loads the plan that the first one had, whatever is free or has been loaded since.
@@ -169,10 +171,17 @@ class Supervisor:
         process = spawn.Process(target=self._target, args=(there, settings), name="trimtab-worker", daemon=True)
         process.start()
         there.close()
-        life = _Life(process, Channel(here))
+        life, before = _Life(process, Channel(here)), self._life
         self._life, self.loading = life, (0, 0)
-        threading.Thread(target=self._hear, args=(life,), name="trimtab-hear", daemon=True).start()
-        threading.Thread(target=self._send, args=(life,), name="trimtab-send", daemon=True).start()
+        try:
+            threading.Thread(target=self._send, args=(life,), name="trimtab-send", daemon=True).start()
+            threading.Thread(target=self._hear, args=(life,), name="trimtab-hear", daemon=True).start()
+        except RuntimeError:
+            self._life = before
+            process.kill()
+            life.outbox.put(None)
+            life.channel.close()
+            raise
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Wait until the worker answers. Errors: WorkerError with what it failed with; RequestError when time is over."""
@@ -388,11 +397,22 @@ class Supervisor:
         if is_over:
             self._ready.set()
             return
-        time.sleep(PAUSES_S[self._failures])
-        with self._lock:
-            # It may have been stopped, and even started again, during the pause.
-            if self._life is life:
-                self._start_life()
+        self._start_again(life)
+
+    def _start_again(self, life: _Life) -> None:
+        """Start a worker in place of one that ended. What the system refuses now it may give later: requests wait for that."""
+        for pause_s in chain(PAUSES_S[self._failures :], repeat(PAUSES_S[-1])):
+            time.sleep(pause_s)
+            with self._lock:
+                # It may have been stopped, and even started again, during the pause.
+                if self._life is not life:
+                    return
+                try:
+                    self._start_life()
+                except (OSError, RuntimeError) as exc:
+                    log.error("a worker cannot be started, which is tried again: %s", exc)
+                else:
+                    return
 
     def _end_all(self, error: TrimtabError) -> None:
         with self._lock:
