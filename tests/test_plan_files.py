@@ -113,3 +113,13 @@ def test_cards_of_a_file_are_checked_too():
             Card.from_json(find_card("T4").to_json() | {name: value})
         assert caught.value.field == f"plan.card.{name}"
     assert machine_of(find_card("T4"), host_available_bytes=1).capability == (7, 5)
+
+
+@pytest.mark.parametrize("name", ["adapter_bytes", "adapter_stamps"])
+@pytest.mark.parametrize("named", [(), ("b",)])
+def test_an_adapter_without_its_bytes_or_its_stamps_is_refused(name, named):
+    """Its memory would not be counted, and a changed file would load."""
+    values = {**WHOLE, name: dict.fromkeys(named, WHOLE[name]["a"])}
+    with pytest.raises(RequestError) as caught:
+        Plan.from_json(values)
+    assert caught.value.field == f"plan.{name}" and caught.value.allowed == ("a",)

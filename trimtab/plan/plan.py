@@ -222,10 +222,12 @@ class Plan:
         for name, value in least:
             if value <= 0:
                 raise RequestError("must be above zero", field=f"plan.{name}", value=value)
-        if set(self.adapter_bytes) != set(self.request.adapters) and self.adapter_bytes and self.request.adapters:
-            raise RequestError(
-                "must name the adapters of the request", field="plan.adapter_bytes", value=", ".join(self.adapter_bytes)
-            )
+        for name, named in (("adapter_bytes", self.adapter_bytes), ("adapter_stamps", self.adapter_stamps)):
+            if self.request.adapters and set(named) != set(self.request.adapters):
+                raise RequestError(
+                    "must name the adapters of the request", field=f"plan.{name}", value=", ".join(named),
+                    allowed=tuple(self.request.adapters),
+                )  # fmt: skip
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all. Errors: RequestError if the place cannot be written."""
