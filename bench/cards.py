@@ -145,6 +145,9 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
         "predicted_tok_s": round(plan.execution.tokens_per_s, 1), "planned_gib": round(plan.gpu_needed_bytes / GIB, 3),
         "items_mib": {name: round(count / MIB) for name, count in plan.gpu.items()},
     }  # fmt: skip
+    print(
+        "PLAN " + json.dumps(row | {"prompt_chunks": list(plan.execution.prompt.chunks)}), file=sys.stderr, flush=True
+    )
     start = time.perf_counter()
     model = trimtab.load(plan)
     row["load_s"] = round(time.perf_counter() - start, 1)
@@ -271,11 +274,12 @@ def run_case(case: dict[str, Any], work: Path, timeout_s: float) -> dict[str, An
     label = {key: value for key, value in case.items() if key != "free_bytes"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as exc:
+        print((exc.stderr or b"").decode()[:2000], flush=True)
         return {**label, "error": f"longer than {timeout_s:.0f} s"}
     rows = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
     if done.returncode or not rows:
-        print(done.stderr[-9000:], flush=True)
+        print(done.stderr[:2000], done.stderr[-9000:], sep="\n", flush=True)
         return {**label, "error": (done.stderr.strip().splitlines() or ["?"])[-1][:400]}
     return {**label, **json.loads(rows[-1][4:])}
 

@@ -38,7 +38,7 @@ from trimtab.doctor.preflight_findings import FAILS, NOTE, SEVERITIES, WASTES, W
 from trimtab.doctor.preflight_map import device_text
 from trimtab.doctor.preflight_shape import ModelShape, read_shape, shape_of
 from trimtab.errors import AdapterError, CheckpointError, RequestError
-from trimtab.plan.planner import Machine
+from trimtab.plan.machine import Machine
 
 DEMO = Path(__file__).parents[1] / "trimtab" / "demo"
 BASE, SPECIALIST, STYLE = DEMO / "base", DEMO / "adapters" / "specialist", DEMO / "adapters" / "style"

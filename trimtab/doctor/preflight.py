@@ -25,8 +25,8 @@ from trimtab.doctor.preflight_second import Device, SecondPlan, arithmetic_text,
 from trimtab.doctor.preflight_shape import ModelShape, read_shape
 from trimtab.errors import gib
 from trimtab.plan.cost import Rates
+from trimtab.plan.machine import Machine
 from trimtab.plan.max_memory import merged_budgets
-from trimtab.plan.planner import Machine
 from trimtab.request import LoadRequest, parse_bytes
 
 FORMAT = 1

@@ -23,7 +23,7 @@ from trimtab.doctor.preflight_stock import quantized_paths, stock_bytes, stock_k
 from trimtab.errors import DoesNotFitError, TrimtabError, gib
 from trimtab.plan import Plan, make_plan
 from trimtab.plan.cost import Rates
-from trimtab.plan.planner import Machine
+from trimtab.plan.machine import Machine
 from trimtab.request import LoadRequest
 
 ALL_ON_GPU, TOWERS_OFF, SPLIT, ON_CPU, DOES_NOT_FIT = (

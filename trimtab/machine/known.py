@@ -20,7 +20,7 @@ from trimtab.machine.memory import cpu_name, host_available_bytes, process_bytes
 from trimtab.machine.own_folder import hashed, own_folder, read_own, write_own
 from trimtab.plan.card_machine import context_bytes
 from trimtab.plan.cost import Rates
-from trimtab.plan.planner import Machine
+from trimtab.plan.machine import Machine
 
 # Host memory that the first forward on a GPU adds for good: code of cuBLAS, cuDNN and bitsandbytes, and the driver's
 # tables. 0.85 GiB with torch 2.11, CUDA 13 on an H200 (bench/results/memory.json: resident, host peak over base).

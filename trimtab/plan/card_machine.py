@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from trimtab.plan.cards import MIB, Card
 from trimtab.plan.cost import Rates
-from trimtab.plan.planner import Machine
+from trimtab.plan.machine import Machine
 
 # What the driver keeps of an idle card.
 DRIVER_BYTES = 256 * MIB

@@ -82,7 +82,8 @@ def choose_chunks_of(
     most_tokens: int = max(CHUNKS),
 ) -> Plan:
     """Return the plan with the most sizes of captured chunks that keep the whole decoder on the device, else the one with the
-    least expected seconds. least_tokens: what the largest chunk has to hold. most_tokens: of a chunk, but for that.
+    least expected seconds (but one that keeps the whole decoder, where chunks may not be captured otherwise). least_tokens: what
+    the largest chunk has to hold. most_tokens: of a chunk, but for that.
 
     with_chunks: makes the plan of some sizes, captured or not; () for transformers' own pass. only_whole: whether only a plan with
     the whole decoder on the device is of use; any other may be refused then. is_last: whether no other sizes are tried, so that an
@@ -106,7 +107,7 @@ def choose_chunks_of(
             except DoesNotFitError:
                 refused += [] if only_whole else [(chunks, captured)]
                 continue
-            if not plan.blocks_off_device:
+            if not plan.blocks_off_device and (captured or not beside_copies):
                 return plan
             plans += [] if only_whole else [plan]
     if plans:

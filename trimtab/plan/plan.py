@@ -20,7 +20,7 @@ from trimtab.files import write_whole
 from trimtab.plan import picture
 from trimtab.plan.cards import Card, marked
 from trimtab.plan.cost import Rates
-from trimtab.plan.execution import CAPTURED, MODES, Execution
+from trimtab.plan.execution import MODES, Execution
 from trimtab.plan.kv_pool import pool_tokens
 from trimtab.plan.module_tree import ModuleTree
 from trimtab.plan.reading import read_row
@@ -119,9 +119,8 @@ class Plan:
 
     @property
     def grows_segments(self) -> bool:
-        """Whether torch's allocator has to add memory to segments that it has: where prompts are captured beside layers that are
-        copied in every step, the pool of their graphs takes more than is counted otherwise."""
-        return self.execution.prompt.mode in CAPTURED and self.blocks_off_device > 0
+        """Whether torch's allocator has to add memory to segments that it has: the pool of the prompts' graphs is counted so."""
+        return "graph_pool" in self.execution.prompt.bytes
 
     @property
     def request_s(self) -> float:

@@ -44,6 +44,7 @@ from trimtab.plan.execution import (
     step_s,
 )
 from trimtab.plan.kv_form import added_step_s
+from trimtab.plan.machine import Machine
 from trimtab.plan.media_memory import NO_MEDIA, MediaMemory
 from trimtab.plan.options import BOTH_BUDGETS, ModeRefusedError, advised, choose_chunks_of, choose_plan
 from trimtab.plan.pipeline import evened
@@ -66,33 +67,6 @@ ANSWER_TOKENS = DEFAULT_NEW_TOKENS
 READ_BUFFER_BYTES = 128 * 2**20
 HELD_BYTES = 128 * 2**20
 UNLIMITED_BYTES = 2**62
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """The machine a plan is for.
-
-    execution_device: "cuda:0" or "cpu". gpu_*: of the execution device, 0 without one. *_free_bytes, *_available_bytes:
-    what can still be taken beside context_bytes, the driver's own share of the device that is not in torch's count, and
-    process_bytes, the host memory of the process before any weight. Budgets include these two. capability: the compute
-    capability, multiprocessors: their number; None and 0 where nobody asked. grows_segments: whether torch's allocator can add
-    memory of the device to a segment that it has.
-    """
-
-    execution_device: str
-    gpu_total_bytes: int = 0
-    gpu_free_bytes: int = 0
-    host_available_bytes: int
-    context_bytes: int = 300 * 2**20
-    process_bytes: int = 2**30
-    has_pinned: bool = True
-    capability: tuple[int, int] | None = None
-    multiprocessors: int = 0
-    grows_segments: bool = False
-
-    @property
-    def on_cpu(self) -> bool:
-        return self.execution_device == "cpu"
 
 
 def make_plan(
@@ -158,8 +132,8 @@ def _made(
         least = patches_of(one.model_type)[1] if has_wholes else 0  # such an image goes through in one chunk
         most = INVARIANT_CHUNK if request.batch_invariant else max(CHUNKS)
         return choose_chunks_of(
-            with_chunks, is_captured=is_captured, beside_copies=machine.grows_segments, least_tokens=min(least, max(CHUNKS)),
-            most_tokens=most,
+            with_chunks, is_captured=is_captured, beside_copies=machine.grows_within(request.gpu_memory_bytes),
+            least_tokens=min(least, max(CHUNKS)), most_tokens=most,
         )  # fmt: skip
 
     heads = {"full" if request.head == "auto" else request.head: anatomy}
@@ -346,6 +320,7 @@ class _Planner:
         return prompt_bytes(
             self.anatomy, self.use, self.chunks, quant=self.request.quant,
             has_adapters=bool(sizes), adapter_copy_bytes=copies_bytes(sizes) if is_switched else 0,
+            grows_segments=self.machine.grows_within(self.request.gpu_memory_bytes),
         )  # fmt: skip
 
     def _fixed_bytes(self) -> int:

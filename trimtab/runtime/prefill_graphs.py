@@ -28,10 +28,11 @@ from torch import Tensor
 from trimtab.errors import RequestError, gib
 from trimtab.plan.activations import use_of
 from trimtab.plan.execution import CAPTURED
-from trimtab.plan.prompt_memory import LEAST_LARGEST, choose_chunks, planned_graphs, prompt_graph_bytes
+from trimtab.plan.prompt_memory import GROWN_LAYOUTS, LEAST_LARGEST, choose_chunks, planned_graphs, prompt_graph_bytes
 from trimtab.runtime import hf_prefill, hf_slots, prompt_kernels, short_ops, tables, tiers
 from trimtab.runtime.capturing import side_stream
 from trimtab.runtime.devices import outside_torch
+from trimtab.runtime.form_uses import FormUses
 from trimtab.runtime.graph_cache import GraphCache
 from trimtab.runtime.hf_prefill import Chunk, Form, Media, covered
 from trimtab.runtime.leaves import Leaf
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
 
 # Graphs that are kept; beyond, what was used longest ago goes.
 MOST_GRAPHS = 40
+# Places that later chunks read at least where few graphs have room: all of a context of up to so many tokens.
+PLACES_OF_FEW_FORMS = 4096
 # Graphs that prompts need which are cut: first, later and last chunks of two sizes, and some lasts that are smaller.
 CUT_GRAPHS = 9
 
@@ -107,7 +110,7 @@ class Prompts:
         self._kernels: prompt_kernels.PromptKernels | None = None
         self.four_bit: list[Leaf] = []
         self._graphs: GraphCache[_Captured] = GraphCache()
-        self._met: set[tuple[Hashable, ...]] = set()
+        self._uses = FormUses()
         self.layouts = Layouts(self)
         # Towers are captured while others are answered: batch-invariant ones always run as they are.
         self.towers = Towers(self.model, "eager" if batch.is_invariant else mode, self.fall_back)
@@ -196,6 +199,7 @@ class Prompts:
         return prompt_graph_bytes(
             anatomy, use, self.sizes if sizes is None else sizes, quant=plan.request.quant,
             has_adapters=bool(plan.request.adapters), adapter_bytes=max(value_bytes, default=0),
+            grows_segments=plan.grows_segments,
         )  # fmt: skip
 
     # One prompt ------------------------------------------------------------------------------------------------------
@@ -222,6 +226,10 @@ class Prompts:
     def _new_forward(self) -> hf_prefill.ChunkForward:
         if self._forward is None:
             self._forward = hf_prefill.ChunkForward(self.model.hf_model, self.batch.cache, self.model.dtype)
+            if (
+                not self.may_be_cut
+            ):  # few graphs have room: reading masked places costs less than a pass that is not captured
+                self._forward.smallest_places = PLACES_OF_FEW_FORMS
         return self._forward
 
     def forget(self, key: Hashable) -> None:
@@ -420,6 +428,7 @@ class Prompts:
         assert isinstance(form, Form)
         self.is_steady = not self.captures
         captured = self._graphs.get(key)
+        self._uses.note(key)
         if captured is None and (at_once or self._may_capture(key)):
             captured = self._captured(key, serial, rows, stage)
             if captured is not None:
@@ -442,10 +451,10 @@ class Prompts:
     def _may_capture(self, key: tuple[Hashable, ...]) -> bool:
         if not self.captures:
             return False
-        if key in self._met or self.model.plan.request.batch_invariant:
+        if self.model.plan.request.batch_invariant:
             return True
-        self._met.add(key)
-        return False
+        oldest = next(iter(self._graphs), None) if len(self._graphs) >= self._most_graphs() else None
+        return self._uses.pays(key, oldest)
 
     def _static(self, form: Form) -> Tensor:
         """Return what a graph of this form computes, kernel by kernel."""
@@ -497,13 +506,25 @@ class Prompts:
             if not self.captures:
                 return
             forward = self._new_forward()
-            chunk = Chunk(0, min(size, (self.batch.context_tokens or size) - 1), size, is_last=True)
-            forward.begin(self.batch.cache.prompt_row)
-            forward.load(chunk, [token] * size)
-            key, serial = self.layouts.set_adapter(adapter)
-            whole = (forward.form_of(chunk), key)
-            if whole not in self._graphs:
-                self._captured(whole, serial, [forward.row], partial(self._stage, chunk, [token] * size))
+            for chunk in self._expected(size):
+                forward.begin(self.batch.cache.prompt_row)
+                ids = [token] * (chunk.start + chunk.count)
+                forward.load(chunk, ids)
+                key, serial = self.layouts.set_adapter(adapter)
+                whole = (forward.form_of(chunk), key)
+                if whole not in self._graphs and self.captures:
+                    self._captured(whole, serial, [forward.row], partial(self._stage, chunk, ids))
+
+    def _expected(self, size: int) -> list[Chunk]:
+        """Return the chunks of one size whose graphs are captured ahead: of a prompt of one chunk and, where few graphs have room,
+        of a longer one."""
+        tokens = self.batch.context_tokens or size
+        chunks = [Chunk(0, min(size, tokens - 1), size, is_last=True)]
+        if not self.may_be_cut and size == max(self.sizes) and tokens > 2 * size:
+            chunks += [
+                Chunk(0, size, size, is_last=False), Chunk(size, size, size, is_last=False), Chunk(2 * size, 1, size, is_last=True),
+            ]  # fmt: skip
+        return chunks
 
     def _captured(
         self, key: tuple[Hashable, ...], serial: int | None, rows: Sequence[int], stage: Callable[[], None]
@@ -550,7 +571,9 @@ class Prompts:
         planned = self.model.plan.execution.prompt
         if self.sizes != planned.chunks or not self.sizes:
             return MOST_GRAPHS
-        counted = planned_graphs(self.sizes, self.batch.context_tokens or 0)
+        is_double = self.model.plan.grows_segments and bool(self.model.plan.request.adapters)
+        layouts = GROWN_LAYOUTS if is_double else 1
+        counted = planned_graphs(self.sizes, self.batch.context_tokens or 0, layouts=layouts)
         each = max(planned.bytes.get("prompt_graphs", 0) // counted, 1)
         return min(counted + max(self.left_bytes(), 0) // each, MOST_GRAPHS)
 
