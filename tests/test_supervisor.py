@@ -199,6 +199,23 @@ def test_a_worker_that_the_system_does_not_start_at_once_is_started_later(superv
     assert all(exit_code_of(process, WAIT_S) == -KILL for process in processes)  # nobody would end it
 
 
+def test_a_worker_that_the_system_does_not_start_can_be_started_again(monkeypatch):
+    def fail(self):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    supervisor = Supervisor({"adapters": {}}, target=toy_worker.main)
+    with monkeypatch.context() as patched:
+        patched.setattr(SpawnProcess, "start", fail)
+        with pytest.raises(BlockingIOError):
+            supervisor.start()
+    assert supervisor.state == "stopped"  # a pool starts what is stopped and asked for
+    supervisor.start()
+    try:
+        supervisor.wait_ready(WAIT_S)
+    finally:
+        supervisor.stop()
+
+
 def test_a_worker_that_hangs_in_a_call_is_killed():
     supervisor = started(hang_s=0.2)
     supervisor.wait_ready(WAIT_S)

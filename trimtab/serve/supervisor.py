@@ -152,7 +152,10 @@ class Supervisor:
     # Life -------------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the worker and return at once; `wait_ready` waits for it. A second call does nothing."""
+        """Start the worker and return at once; `wait_ready` waits for it. A second call does nothing.
+
+        Errors: OSError or RuntimeError if the system gives no process or thread; it is stopped then, and can be started again.
+        """
         with self._lock:
             if self._life is not None:
                 return
@@ -160,7 +163,11 @@ class Supervisor:
             if self.state == "failed":
                 self.plan = None  # its files may have been changed to mend it
             self._become("loading")
-            self._start_life()
+            try:
+                self._start_life()
+            except (OSError, RuntimeError):
+                self._become("stopped")
+                raise
 
     def _start_life(self) -> None:
         """Start a worker. Errors: OSError or RuntimeError if the system gives no pipe, process or thread; nothing of it is left."""
