@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import threading
+import time
 from dataclasses import asdict
 
 import pytest
@@ -10,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.request import GenerateRequest
-from trimtab.serve.channel import Channel, event_from_message, event_to_message, job_from_message, job_to_message
+from trimtab.serve.channel import Channel, Inbox, event_from_message, event_to_message, job_from_message, job_to_message
 from trimtab.serve.job import Event, Job, Token
 
 values = st.recursive(
@@ -38,8 +41,6 @@ def test_any_message_comes_out_as_it_went_in(message):
 
 
 def test_a_large_blob_goes_beside_the_json(ends):
-    import threading
-
     picture = bytes(range(256)) * 40_000
     sender = threading.Thread(target=ends[0].send, args=({"a": [{"image": picture}], "b": 1},))
     sender.start()
@@ -78,3 +79,38 @@ def test_an_event_keeps_every_field():
     here, there = multiprocessing.Pipe()
     Channel(here).send(event_to_message(event))
     assert asdict(event_from_message(Channel(there).receive())) == asdict(event)
+
+
+WAIT_S = 60.0
+HEAD = json.dumps({"message": {"picture": None}, "blobs": [["picture"]]}).encode()
+
+
+def test_an_inbox_has_a_message_when_all_of_it_has_come(ends):
+    inbox = Inbox(ends[1])
+    inbox.start()
+    assert not inbox.poll(0)
+    ends[0].send({"a": 1})
+    assert inbox.poll(WAIT_S)
+    ends[0]._connection.send_bytes(HEAD)
+    assert inbox.receive() == {"a": 1}
+    assert not inbox.poll(0.05)
+    ends[0]._connection.send_bytes(b"x")
+    assert inbox.poll(WAIT_S) and inbox.receive() == {"picture": b"x"}
+    ends[0].send({"last": 1})
+    ends[0].close()
+    assert inbox.poll(WAIT_S) and inbox.receive() == {"last": 1}
+    for _ in range(2):
+        assert inbox.poll(WAIT_S)
+        with pytest.raises(EOFError):
+            inbox.receive()
+    assert list(inbox.rest()) == []
+
+
+def test_the_rest_of_an_inbox_has_what_is_on_its_way(ends):
+    inbox = Inbox(ends[1])
+    ends[0].send({"first": 1})
+    ends[0]._connection.send_bytes(HEAD)
+    inbox.start()
+    threading.Thread(target=lambda: (time.sleep(0.05), ends[0]._connection.send_bytes(b"x"))).start()
+    assert list(inbox.rest()) == [{"first": 1}, {"picture": b"x"}]
+    assert list(inbox.rest()) == [] and not inbox.poll(0)

@@ -120,6 +120,16 @@ def test_an_answer_goes_on_while_the_files_of_an_adapter_or_their_dates_cannot_b
     assert running.hear("reply")["value"]["adapters"] == ["style"]
 
 
+def test_an_answer_goes_on_while_an_image_comes_through_the_pipe(running):
+    running.ask("long", tokens=NEVER_ENDS)
+    running.wait_for_steps(2)
+    connection = running.channel._connection
+    connection.send_bytes(json.dumps({"message": {"do": "cancel", "id": None}, "blobs": [["id"]]}).encode())
+    running.wait_for_steps(10)
+    connection.send_bytes(b"all of it")
+    running.wait_for_steps(2)
+
+
 def test_an_answer_goes_on_while_the_vocabulary_is_read_for_the_first_answer_to_a_schema(running, monkeypatch):
     may_go_on, grammar = threading.Event(), engine.Grammar
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, fields
 from multiprocessing.connection import Connection
 from typing import Any
@@ -50,6 +52,61 @@ class Channel:
 
     def close(self) -> None:
         self._connection.close()
+
+
+class Inbox:
+    """The messages of a channel, received on a separate thread: images of a request take longer than a decode step to come through
+    a pipe. `poll`, `receive` and `rest` are called from one thread, and nobody else receives from the channel after `start`."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel, self._came = channel, threading.Condition()
+        self._messages: deque[dict[str, Any] | Exception] = deque()
+        self._is_receiving = False
+
+    def start(self) -> None:
+        """Start the thread; it ends with the channel."""
+        threading.Thread(target=self._run, name="trimtab-receive", daemon=True).start()
+
+    def _run(self) -> None:
+        message: dict[str, Any] | Exception = {}
+        while not isinstance(message, Exception):
+            try:
+                self._channel.poll(None)
+                self._is_receiving = True  # before anything is taken out of the pipe, where `rest` looks
+                message = self._channel.receive()
+            except Exception as exc:  # raised where the message is taken
+                message = exc
+            with self._came:
+                self._messages.append(message)
+                self._is_receiving = False
+                self._came.notify()
+
+    def poll(self, timeout_s: float) -> bool:
+        """Whether a whole message has come, within a time."""
+        with self._came:
+            return bool(self._messages or (timeout_s and self._came.wait_for(lambda: self._messages, timeout_s)))
+
+    def receive(self) -> dict[str, Any]:
+        """Return the next message, once `poll` has said that there is one. Errors: as `Channel.receive`, again at every call."""
+        with self._came:
+            message = self._messages[0]
+            if isinstance(message, Exception):
+                raise message
+            return self._messages.popleft()  # type: ignore[return-value]
+
+    def rest(self) -> Iterator[dict[str, Any]]:
+        """Yield what has been sent until now, also what is on its way; nothing more once the channel is closed."""
+        while True:
+            is_sent = False
+            with suppress(OSError):
+                is_sent = self._channel.poll(0)
+            with self._came:
+                if not (is_sent or self._is_receiving or self._messages):
+                    return
+                self._came.wait_for(lambda: self._messages)
+                if isinstance(self._messages[0], Exception):
+                    return
+            yield self.receive()
 
 
 def _without_blobs(value: Any, path: list[str | int], blobs: list[bytes], paths: list[list[str | int]]) -> Any:

@@ -27,7 +27,7 @@ from trimtab.machine import late_imports, preload
 from trimtab.machine.memory import process_bytes
 from trimtab.request import LoadRequest
 from trimtab.serve.adapter_queue import AdapterQueue, Unprepared, Urgency
-from trimtab.serve.channel import Channel, event_to_message, job_from_message
+from trimtab.serve.channel import Channel, Inbox, event_to_message, job_from_message
 from trimtab.serve.idle import LOOK_S, IdleTuning, idle_tuning
 from trimtab.serve.job import Event
 from trimtab.serve.journal import set_up_as_parent, write_traceback
@@ -107,7 +107,7 @@ class _Worker:
         inputs = PlanInputs(process_bytes=process_bytes())
         preload.load_libraries()  # while the plan is made
 
-        self.channel = channel
+        self.channel, self.inbox = channel, Inbox(channel)
         self.events: list[Event] = []
         before = None if not settings.get("plan") else Plan.from_json(settings["plan"])
         lost = {} if before is None else _lost_adapters(settings)
@@ -185,9 +185,10 @@ class _Worker:
     def _answer(self) -> None:
         with suppress(TrimtabError):  # what cannot be tuned is used as it is
             self.idle = idle_tuning(self.model, self.engine.batch)
+        self.inbox.start()
         while not (self.is_draining and self.scheduler.is_idle):
-            while self.channel.poll(self._patience_s()):
-                self._obey(self.channel.receive())
+            while self.inbox.poll(self._patience_s()):
+                self._obey(self.inbox.receive())
                 if self.is_draining and self.scheduler.is_idle:
                     break
             self._take_read()
@@ -202,8 +203,7 @@ class _Worker:
 
     def _refuse_rest(self) -> None:
         """Answer what came after the last job ended: nobody is left without an answer."""
-        while self.channel.poll(0):
-            message = self.channel.receive()
+        for message in self.inbox.rest():
             if message["do"] == "call":
                 self._reply(message["id"], partial(_throw, StoppingError()))
             elif message["do"] == "submit":
