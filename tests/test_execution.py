@@ -1,6 +1,7 @@
 """The execution in a plan: which mode, which head and which prompts are chosen, what they take, and what refuses them."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -329,6 +330,7 @@ def test_the_budget_that_an_error_names_is_the_smallest_of_all_ways_to_run(asked
 
     with pytest.raises(DoesNotFitError) as caught:
         made(GIB)
+    assert re.search(r"buffers of steps and prompts \d+\.\d MiB, driver and libraries \d+\.\d MiB", str(caught.value))
     assert made(caught.value.needed_bytes).gpu_needed_bytes <= caught.value.needed_bytes
     for fewer in (1, 100 * MIB, 400 * MIB):
         with pytest.raises(DoesNotFitError):

@@ -9,6 +9,7 @@ from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import rows as cpu_module
 from trimtab.runtime import many_rows, matvec
+from trimtab.runtime.fused_check import relative_error
 from trimtab.runtime.quant import dequantize, quantize
 
 on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
@@ -40,7 +41,7 @@ def test_a_product_of_many_rows_is_that_of_the_unpacked_weights(quant, order):
         whole = torch.cat([dequantize(one) for one in weights]).double()
         added = torch.cat([torch.zeros(count) if one is None else one for one, count in zip(bias, rows)]).double()
         # The weights are bitsandbytes' own bits: what is left is one rounding of the sum.
-        assert many_rows.relative_error(made, x.double() @ whole.T + added) < torch.finfo(dtype).eps / 2
+        assert relative_error(made, x.double() @ whole.T + added) < torch.finfo(dtype).eps / 2
 
 
 @on_cpu

@@ -70,6 +70,15 @@ def test_a_budget_given_twice_is_refused(others, field):
     assert merged_budgets({0: GIB}, gpu_memory_bytes=None, host_memory_bytes=None, device="cuda")["device"] == "cuda:0"
 
 
+@pytest.mark.parametrize("none", [0, "0", "0GB", " 0.0 GiB"])
+def test_a_gpu_that_is_given_nothing_is_left_out_by_the_user(none):
+    """accelerate's way to skip a GPU: which one is meant stays the user's decision."""
+    with pytest.raises(RequestError, match="Omit a GPU that is not used") as caught:
+        read_max_memory({0: none, 1: "8GiB"})
+    assert caught.value.field == "max_memory[0]"
+    assert read_max_memory({1: "8GiB"}).device == "cuda:1"
+
+
 names = st.sampled_from(["cpu", "disk", "cuda", "cuda:0", "0", "mps", "xpu:0", ""])
 sizes = st.sampled_from(["4GiB", "10GB", "3Gb", "0"])
 keys = st.one_of(st.integers(-2, 12), names, st.text(max_size=9))

@@ -556,10 +556,12 @@ class _Planner:
 
     def _taken(self) -> str:
         limits, needs = self.limits, self.needs
+        counted = self.execution_bytes | self.prompt_bytes | self.prefix_bytes
+        buffers = sum(count for name, count in counted.items() if name not in OUTSIDE_PEAK)
         return (
             f"cannot move {gib(limits.load_bytes)}, adapters {gib(self.adapter_bytes)}, "
             f"KV cache {gib(needs.kv_cache_bytes)}, activations {gib(needs.activation_bytes)} ({needs.phase}), "
-            f"driver and libraries {gib(limits.context_bytes)}"
+            f"buffers of steps and prompts {gib(buffers)}, driver and libraries {gib(limits.context_bytes)}"
         )
 
     def _savings(self) -> Iterable[tuple[str, int]]:

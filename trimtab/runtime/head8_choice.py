@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trimtab.errors import DeviceError
 from trimtab.runtime import head8, nvrtc, tuning
+from trimtab.runtime.fused_check import relative_error
 from trimtab.runtime.kept_checks import KeptChecks
 from trimtab.runtime.out_of_memory import is_out_of_memory
 
@@ -46,18 +47,13 @@ def check(module: nvrtc.Module, head: head8.Head, *, counts: Iterable[int] = (1,
         x = torch.randn(n, q.shape[1], device=q.device, generator=generator).bfloat16()
         out = torch.full((n, q.shape[0]), math.nan, dtype=x.dtype, device=x.device)
         head8.launched(x, q, scale, bias, module, out=out)
-        if (error := _relative_error(out.float(), head8.plain(x, q, scale, bias).float())) > LARGEST_ERROR:
+        if (error := relative_error(out.float(), head8.plain(x, q, scale, bias).float())) > LARGEST_ERROR:
             return f"{n} rows over {list(q.shape)}: relative error {error:.1e} against torch"
         exact = (x.double() @ q[some].double().T) * scale[some].double()
         exact = exact if bias is None else exact + bias[some].double()
-        if (error := _relative_error(out[:, some], exact)) > LARGEST_ERROR:
+        if (error := relative_error(out[:, some], exact)) > LARGEST_ERROR:
             return f"{n} rows over {list(q.shape)}: relative error {error:.1e}"
     return None
-
-
-def _relative_error(y: Tensor, wanted: Tensor) -> float:
-    difference = float((y - wanted).norm() / wanted.norm().clamp_min(1e-30))
-    return difference if math.isfinite(difference) else math.inf
 
 
 def measure(

@@ -230,11 +230,6 @@ def _base(leaf: Leaf, module: Any, least: int, most: int) -> Callable[[Tensor], 
 # At load: is it right, does it pay ------------------------------------------------------------------------------------
 
 
-def relative_error(actual: Tensor, wanted: Tensor) -> float:
-    """Return the norm of the difference over the norm of what is wanted."""
-    return float((actual.double() - wanted).norm() / wanted.norm())
-
-
 def wrong(
     weights: Sequence[Packed], module: Any, dtype: torch.dtype, *, counts: Sequence[int] = (9, 27, 64)
 ) -> str | None:
