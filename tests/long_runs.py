@@ -15,7 +15,7 @@ from tests import pico
 _MARKS = (pytest.mark.slow,) if os.environ.get("TRIMTAB_TEST_DEVICE", "cpu") == "cpu" else ()
 # Of each build: keys and values shared with earlier layers, several streams of states, positions in three dimensions, none of
 # these, experts.
-_FIRST = ("gemma4", "gemma3n", "qwen3_vl", "llama", "qwen3_moe")
+FIRST = ("gemma4", "gemma3n", "qwen3_vl", "llama", "qwen3_moe")
 
 
 def slow_on_cpu(*values: Any) -> Any:
@@ -23,4 +23,4 @@ def slow_on_cpu(*values: Any) -> Any:
     return pytest.param(*values, marks=_MARKS)
 
 
-FAMILIES = [name if name in _FIRST else slow_on_cpu(name) for name in pico.FAMILIES]
+FAMILIES = [name if name in FIRST else slow_on_cpu(name) for name in pico.FAMILIES]

@@ -222,7 +222,7 @@ def test_second_plan_that_spills_to_disk_fails_for_want_of_a_folder(e4b, e2b_ada
 
 def partly_offloaded(e2b: Path, adapter: Path, versions: dict[str, str], quant: str = "nf4-dq") -> Preflight:
     """Free memory for a part of the model only, once the base is there."""
-    whole = judge(e2b, versions=versions, adapter=adapter, device_map=REPORTED, machine=gpu(30), quant=quant)
+    whole = judge(e2b, versions=versions, device_map=REPORTED, machine=gpu(30), quant=quant)
     base = whole.map.bytes_on["0"] / 2**30
     return judge(e2b, versions=versions, adapter=adapter, device_map=REPORTED, machine=gpu(base + 6), quant=quant)
 
@@ -390,7 +390,7 @@ def test_versions_decide_by_the_catalogue(bug, versions, met):
 
 def test_every_finding_names_an_entry_of_the_catalogue(e2b, e2b_adapter):
     found = [
-        judge(e2b, versions=OLD, adapter=e2b_adapter, device_map=REPORTED, machine=gpu(7)),
+        judge(e2b, versions=OLD, adapter=e2b_adapter, device_map=REPORTED, machine=gpu(7.5)),
         judge(device_map={"model.vision_tower": "disk", "": 0}, adapter=SPECIALIST, versions=OLD),
     ]
     for one in (one for report in found for one in report.findings):

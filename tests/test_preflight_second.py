@@ -22,7 +22,7 @@ from bench.checkpoints import config_of, empty_model
 from tests import stock
 from tests.adapters import pair
 from tests.adapters import write_adapter as write_by_hand
-from trimtab.doctor import peft_dispatch
+from trimtab.doctor import peft_dispatch, preflight_second
 from trimtab.doctor.peft_dispatch import plan_of
 from trimtab.doctor.preflight_adapter import AdapterReading, read_adapter_for
 from trimtab.doctor.preflight_map import MapReading, read_map
@@ -256,7 +256,8 @@ def second(model: Path, adapter: AdapterReading, shape: ModelShape, reading: Map
     return second_plan(shape, reading, adapter, free, model=model, dtype="bfloat16")
 
 
-def test_log_line_of_e4b_is_the_table_and_the_first_thing_tried(e4b, tmp_path):
+def test_log_line_of_e4b_is_the_table_and_the_first_thing_tried(e4b, tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight_second, "run_peft", lambda request, python: plan_of(request))
     device_map = {"model.vision_tower": "cpu", "model.audio_tower": "cpu", "": 0}
     shape = read_shape(e4b, device_map, quant="nf4-dq", dtype="bfloat16")
     adapter = write_by_hand(

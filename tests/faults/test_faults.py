@@ -52,7 +52,7 @@ def check_killed(found):
 
 
 def test_a_worker_killed_under_load_loses_no_answer_without_a_name():
-    found = faults.killed(2, 8)
+    found = faults.killed(1, 8)
     check_killed(found)
     assert found["error"] > 0
 
