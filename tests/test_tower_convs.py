@@ -190,7 +190,7 @@ def test_steps_run_between_the_slices_of_a_sound(monkeypatch):
             request = trimtab.GenerateRequest(max_new_tokens=4)
             prompt, pieces = batch.begin(inputs, request, client=f"{batch.active}"), 0
             while not prompt.step():
-                assert prompt.needs_towers and not prompt.chunk_tokens and not prompt.done_tokens
+                assert not prompt.chunk_tokens and not prompt.done_tokens
                 batch.step()
                 pieces += 1
             return prompt, prompt.logits, pieces

@@ -26,6 +26,8 @@ from trimtab.runtime.tower_pieces import NotKeptError, PausedError, TowerPieces
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 ON_GPU = DEVICE != "cpu"
+# Families here in whose decoder no token looks ahead, positions count up and later layers add nothing.
+CHUNKED = ("gemma4", "mistral3")
 MODE = "auto" if ON_GPU else "static"
 
 
@@ -196,11 +198,48 @@ def test_on_a_cpu_the_towers_are_cut_before_transformers_own_pass(family, tmp_pa
         assert not batch.prompts.sizes
         prompt, pieces = batch.begin(inputs, trimtab.GenerateRequest(max_new_tokens=4)), 0
         while not prompt.step():
-            assert prompt.needs_towers and prompt.chunk_tokens == 0 and prompt.done_tokens == 0
+            assert prompt.chunk_tokens == 0 and prompt.done_tokens == 0
             batch.step()
             pieces += 1
         assert torch.equal(prompt.logits, expected)
         assert pieces == len(batch.prompts.towers.all_layers) >= 2 and not batch.steps.fallbacks
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU runs these prompts in chunks of fixed shapes")
+@pytest.mark.parametrize("family", WITH_PICTURES)
+def test_on_a_cpu_a_prompt_is_cut_behind_its_towers_where_no_token_looks_ahead(family, tmp_path, monkeypatch):
+    with load(family, tmp_path) as model:
+        inputs = picture(model, family, 9)
+        expected = through(eager(model), inputs).logits
+        batch, _ = answering(model, monkeypatch, 10**6, make=lambda: Batch(model, rows=3))
+        prompt, sizes = batch.begin(inputs, trimtab.GenerateRequest(max_new_tokens=4)), []
+        while not prompt.step(5):
+            sizes.append(prompt.chunk_tokens)
+            assert prompt.needs_towers is (family not in CHUNKED)
+            batch.step()
+        sizes.append(prompt.chunk_tokens)
+        count = inputs.prompt_tokens
+        chunks = [*[5] * ((count - 1) // 5), (count - 1) % 5 + 1]
+        assert sizes == [0, *(chunks if family in CHUNKED else [count])]
+        assert differ(prompt.logits, expected) < 2e-5
+        batch.join(prompt)
+        assert len(batch.step()) == 2 and not batch.steps.fallbacks
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU runs these prompts in chunks of fixed shapes")
+def test_a_prompt_whose_adapter_goes_behind_its_towers_is_refused(tmp_path, monkeypatch):
+    base = pico.build("gemma4", tmp_path / "base")
+    folder = pico.adapter(base, tmp_path / "a")
+    plan = trimtab.plan(base, adapters={"a": folder}, quant="none", dtype="float32", context=96, device="cpu")
+    with trimtab.load(plan) as model:
+        batch, _ = answering(model, monkeypatch, 10**6, make=lambda: Batch(model, rows=3))
+        inputs = picture(model, "gemma4", 9)
+        prompt = batch.begin(inputs, trimtab.GenerateRequest(max_new_tokens=4), adapter="a")
+        assert prompt.step(5) is False and not prompt.needs_towers
+        model.unload_adapter("a")
+        model.load_adapter("a", folder)
+        with pytest.raises(RequestError, match="unloaded while"):
+            prompt.step(5)
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU runs these prompts in chunks of fixed shapes")

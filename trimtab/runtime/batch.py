@@ -20,7 +20,7 @@ reads a fixed number of places, where a growing cache has exactly as many as the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -174,8 +174,9 @@ class Batch:
         if start == count:  # the same prompt went through before
             prompt.offset = offset
             return True
-        # A picture or sound has to be in one piece with its tokens, but its towers go through before.
-        is_whole = prompt.inputs.has_media and not start
+        # A picture or sound is in one pass with its tokens, unless its towers have gone through before.
+        is_embedded = self.prompts.has_embeddings(prompt)
+        is_whole = prompt.inputs.has_media and not start and not is_embedded
         if prompt.cache is None:
             prompt.cache = hf_slots.prompt_cache(self.model.hf_model, self.cache.kv)
         chunk = min(chunk, most_tokens or chunk)
@@ -197,7 +198,11 @@ class Batch:
 
         with torch.no_grad():
             try:
-                output = self.prompts.with_towers(prompt, compute) if is_whole else compute()
+                if is_whole:
+                    output = self.prompts.with_towers(prompt, compute)
+                else:
+                    with self.prompts.embedded(prompt, start, end) if is_embedded else nullcontext():
+                        output = compute()
             except PausedError:
                 prompt.chunk_tokens = 0
                 return False

@@ -104,7 +104,13 @@ class Prompt:
     @property
     def needs_towers(self) -> bool:
         """Whether its next chunk is a pass of the towers, whose time does not depend on a number of tokens."""
-        return self.inputs.has_media and not self.done_tokens and self not in self.batch.prompts.jobs
+        prompts = self.batch.prompts
+        return (
+            self.inputs.has_media
+            and not self.done_tokens
+            and self not in prompts.jobs
+            and not prompts.has_embeddings(self)
+        )
 
     def step(self, most_tokens: int | None = None) -> bool:
         """Compute the next chunk. Returns True when the whole prompt is complete.

@@ -327,6 +327,17 @@ def media_of(hf_model: Any, tensors: Mapping[str, Any]) -> Media:
     return Media(embeddings, _dense(inputs, embeddings), positions, masks, reach)
 
 
+def may_be_chunked(inputs: Mapping[str, Any]) -> bool:
+    """Whether the inputs of a decoder's pass of a whole prompt with media can be given in chunks as embeddings alone: no token
+    looks ahead, positions count up, and later layers add nothing."""
+    positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    if inputs.get("inputs_embeds") is None or inputs.get("deepstack_visual_embeds") is not None:
+        return False
+    if (isinstance(positions, Tensor) and positions.dim() == 3) or (isinstance(mask, Tensor) and mask.dim() != 2):
+        return False
+    return not _looking_ahead(mask)[0]
+
+
 def _dense(inputs: Mapping[str, Any], embeddings: Tensor) -> tuple[Tensor, ...]:
     """Return what later layers add at some positions as tensors of all positions."""
     deep, where = inputs.get("deepstack_visual_embeds"), inputs.get("visual_pos_masks")

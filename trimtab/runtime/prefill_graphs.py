@@ -53,6 +53,7 @@ from trimtab.runtime.tower_pieces import (
     OtherInputsError,
     PausedError,
     TowerPieces,
+    TowersDoneError,
 )
 
 if TYPE_CHECKING:
@@ -104,6 +105,8 @@ class Prompts:
         self.is_steady = True  # whether the last chunk took as long as the next one of its form will
         self.jobs: WeakKeyDictionary[Prompt, _Job] = WeakKeyDictionary()
         self._paused: WeakKeyDictionary[Prompt, TowerPieces] = WeakKeyDictionary()
+        # Of prompts whose towers are complete: the adapter's serial, and embeddings [1, S, D].
+        self._embeddings: WeakKeyDictionary[Prompt, tuple[int | None, Tensor]] = WeakKeyDictionary()
         self._owner: weakref.ref[Prompt] | None = None
         self._forward: hf_prefill.ChunkForward | None = None
         self._short: short_ops.ShortOps | None = None
@@ -306,8 +309,32 @@ class Prompts:
         return pieces
 
     def is_between_pieces(self, prompt: Prompt) -> bool:
-        """Whether a prompt's towers have begun and are not complete."""
-        return prompt in self._paused
+        """Whether a prompt's towers have begun, and nothing of its decoder."""
+        return prompt in self._paused or (self.has_embeddings(prompt) and not prompt.done_tokens)
+
+    def has_embeddings(self, prompt: Prompt) -> bool:
+        """Whether a prompt's towers are complete, and transformers' passes of its chunks take their embeddings from here."""
+        return prompt in self._embeddings
+
+    @contextmanager
+    def embedded(self, prompt: Prompt, start: int, end: int) -> Iterator[None]:
+        """Let transformers' pass of a chunk decode the embeddings that the towers' pass has made of its tokens.
+
+        Errors: RequestError if the prompt's adapter was unloaded since then.
+        """
+        serial, embeddings = self._embeddings[prompt]
+        if serial != self._serial_of(prompt.row.adapter):
+            raise _unloaded(prompt, self.model.adapters)
+        decoder = self.model.hf_model.get_decoder()
+        inner = decoder.forward
+
+        def decode(**kwargs: Any) -> Any:
+            return inner(**kwargs | {"inputs_embeds": embeddings[:, start:end]})
+
+        with covered({decoder: decode}):
+            yield
+        if end == embeddings.shape[1]:
+            del self._embeddings[prompt]
 
     def with_towers(self, prompt: Prompt, compute: Callable[[], Any]) -> Any:
         """Return what `compute` returns: transformers' pass of a whole prompt with media. On a CPU the towers go through in
@@ -322,7 +349,12 @@ class Prompts:
         inner = decoder.forward
 
         def decode(*args: Any, **kwargs: Any) -> Any:
-            pieces.end()
+            try:
+                pieces.end()
+            except TowersDoneError:
+                if not args and not self.batch.is_invariant and hf_prefill.may_be_chunked(kwargs):
+                    self._embeddings[prompt] = (pieces.serial, kwargs["inputs_embeds"])
+                raise
             return inner(*args, **kwargs)
 
         try:
@@ -333,7 +365,8 @@ class Prompts:
             ):
                 return compute()
         except PausedError:
-            self._paused[prompt] = pieces
+            if prompt not in self._embeddings:
+                self._paused[prompt] = pieces
             raise
         except (NotKeptError, OtherInputsError) as exc:
             self.towers.may_cut = False
@@ -357,10 +390,7 @@ class Prompts:
         job, forward = self.jobs[prompt], self._forward
         assert forward is not None
         if job.serial != self._serial_of(prompt.row.adapter):
-            raise RequestError(
-                "this adapter was unloaded while a prompt was running", field="adapter", value=prompt.row.adapter,
-                allowed=self.model.adapters, hint="Send the request again",
-            )  # fmt: skip
+            raise _unloaded(prompt, self.model.adapters)
         if job.media is not None and not job.has_begun:  # its towers have run just now: a piece by itself
             job.has_begun, prompt.chunk_tokens = True, 0
             return False
@@ -628,3 +658,10 @@ class Prompts:
 
     def _replay(self, graph: torch.cuda.CUDAGraph, order: Sequence[tiers.Group]) -> None:
         tiers.replay(self.model.streamer, order, graph)
+
+
+def _unloaded(prompt: Prompt, adapters: Sequence[str]) -> RequestError:
+    return RequestError(
+        "this adapter was unloaded while a prompt was running", field="adapter", value=prompt.row.adapter,
+        allowed=adapters, hint="Send the request again",
+    )  # fmt: skip
