@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from trimtab.errors import DeviceError, RequestError
+from trimtab.errors import RequestError
 from trimtab.machine import memory, own_folder, rates_file
 from trimtab.plan import Rates
 from trimtab.runtime import devices
@@ -247,44 +247,3 @@ def test_a_disk_that_cannot_be_written_leaves_the_assumed_rate(tmp_path, monkeyp
     assumed = Rates()
     assert (measured.disk_Bps, measured.disk_access_s) == (assumed.disk_Bps, assumed.disk_access_s)
     assert replace(measured, host_Bps=1.0) != replace(assumed, host_Bps=1.0)
-
-
-def test_segments_grow_beside_the_settings_that_the_environment_gives(monkeypatch):
-    settings = []
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append, raising=False)
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    monkeypatch.setattr(devices.gpus, "grows_segments", lambda device: device == "cuda:1")
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:200")
-    devices.grow_segments("cuda:1")
-    assert settings == ["max_split_size_mb:200,expandable_segments:True"]
-    with pytest.raises(DeviceError, match="cannot grow") as caught:
-        devices.grow_segments("cuda:0")
-    assert caught.value.device == "cuda:0" and len(settings) == 1
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-    with pytest.raises(DeviceError):
-        devices.grow_segments("cuda:1")
-
-
-@pytest.mark.parametrize(
-    ("platform", "attributes", "grows"),
-    [("linux", {102: 1, 103: 1}, True), ("linux", {102: 1, 103: 0}, False), ("linux", {102: 0, 103: 1}, False),
-     ("win32", {102: 1, 103: 1}, False)],
-)  # fmt: skip
-def test_segments_grow_where_the_driver_maps_memory_and_gives_files(monkeypatch, platform, attributes, grows):
-    class Driver:
-        def cuInit(self, flags):
-            return 0
-
-        def cuDeviceGet(self, out, index):
-            out._obj.value = 40 + index.value
-            return 0
-
-        def cuDeviceGetAttribute(self, out, which, device):
-            assert device.value == 41
-            out._obj.value = attributes[which.value]
-            return 0
-
-    monkeypatch.setattr(devices.gpus.ctypes, "CDLL", lambda name: Driver())
-    monkeypatch.setattr(devices.gpus.sys, "platform", platform)
-    assert devices.gpus.grows_segments("cuda:1") is grows

@@ -168,27 +168,6 @@ def test_images_that_may_be_cut_let_smaller_chunks_be_captured():
     assert max(whole.execution.prompt.chunks) >= 280 and whole.execution.prompt.mode == "eager"
 
 
-def test_prompts_are_captured_beside_copied_layers_where_segments_grow():
-    fixed = plan(4, context_tokens=4096)
-    growing = plan(4, context_tokens=4096, machine=card(4, grows_segments=True))
-    assert fixed.blocks_off_device and fixed.execution.prompt.mode == "eager" and not fixed.grows_segments
-    assert growing.blocks_off_device and growing.execution.prompt.mode == "graph" and growing.grows_segments
-    assert growing.expected_s < fixed.expected_s and growing.gpu_needed_bytes <= growing.gpu_budget_bytes
-    # Of the whole decoder too, within small budgets: the pool of the graphs is then counted by itself.
-    whole, large = (plan(gib, context_tokens=4096, machine=card(gib, grows_segments=True)) for gib in (8, 80))
-    assert whole.grows_segments and not whole.blocks_off_device and whole.execution.prompt.bytes["graph_pool"] > 0
-    assert large.execution.prompt.mode == "graph" and not large.grows_segments
-
-
-def test_captured_prompts_beside_copies_are_weighed_against_a_whole_decoder():
-    """A whole decoder with prompts whose kernels are launched one by one is slower than a few copies in each step."""
-    cards = [card(3.7, grows_segments=one) for one in (False, True)]
-    fixed, growing = (plan(3.7, context_tokens=4096, head="auto", machine=one) for one in cards)
-    assert fixed.execution.prompt.mode == "eager" and not fixed.blocks_off_device
-    assert growing.execution.prompt.mode == "graph" and growing.blocks_off_device
-    assert growing.expected_s < fixed.expected_s and growing.token_s > fixed.token_s
-
-
 def test_chunks_that_are_not_captured_count_what_stays_beside_towers():
     made = plan(4, images=1)
     largest = max(row.weight.numel for row in E4B.rows if row.part == "language" and row.quantized and row.weight)

@@ -25,7 +25,7 @@ from trimtab.runtime import devices, hf
 
 GIB, MIB = 2**30, 2**20
 BASE = DEMO / "base"
-CARD = Gpu("NVIDIA L4", (8, 9), 58, 24 * GIB, 20 * GIB, (13, 0), grows_segments=True)
+CARD = Gpu("NVIDIA L4", (8, 9), 58, 24 * GIB, 20 * GIB, (13, 0))
 
 
 @pytest.fixture
@@ -217,13 +217,7 @@ def without_torch(folder, monkeypatch):
     monkeypatch.setattr(known.gpus, "read_gpus", lambda: (CARD,))
     rates_file.write(CARD.name, "2.9", 4, Rates(host_Bps=5e9))
     here = known.gpu_machine(
-        "cuda:0",
-        total_bytes=1,
-        free_bytes=1,
-        process=700 * MIB,
-        capability=(8, 9),
-        multiprocessors=58,
-        grows_segments=True,
+        "cuda:0", total_bytes=1, free_bytes=1, process=700 * MIB, capability=(8, 9), multiprocessors=58
     )
     known.remember(here, bytes_before=100 * MIB, threads=4)
 
@@ -236,7 +230,7 @@ def test_a_gpu_is_known_from_the_driver(without_torch, monkeypatch):
         assert machine == Machine(
             execution_device="cuda:0", gpu_total_bytes=24 * GIB, gpu_free_bytes=20 * GIB - known.context_bytes(58),
             host_available_bytes=machine.host_available_bytes, context_bytes=known.context_bytes(58),
-            process_bytes=650 * MIB + known.FIRST_FORWARD_BYTES, capability=(8, 9), multiprocessors=58, grows_segments=True,
+            process_bytes=650 * MIB + known.FIRST_FORWARD_BYTES, capability=(8, 9), multiprocessors=58,
         )  # fmt: skip
 
 

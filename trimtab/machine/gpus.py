@@ -11,17 +11,14 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# cuda.h: CUDA_ERROR_NO_DEVICE, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, ..._COMPUTE_CAPABILITY_MAJOR and _MINOR,
-# ..._VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, ..._HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED.
+# cuda.h: CUDA_ERROR_NO_DEVICE, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, ..._COMPUTE_CAPABILITY_MAJOR and _MINOR.
 _NO_DEVICE = 100
 _MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76
-_VIRTUAL_MEMORY, _FILE_HANDLES = 102, 103
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. free_bytes: of the device, before this process has a context there. driver: the CUDA release it knows.
-    grows_segments: whether torch's allocator can add memory to a segment that it has."""
+    """One GPU. free_bytes: of the device, before this process has a context there. driver: the CUDA release it knows."""
 
     name: str
     capability: tuple[int, int]
@@ -29,7 +26,6 @@ class Gpu:
     total_bytes: int
     free_bytes: int
     driver: tuple[int, int]
-    grows_segments: bool = False
 
 
 class _Memory(ctypes.Structure):
@@ -87,25 +83,8 @@ def _gpu(cuda: ctypes.CDLL, nvml: ctypes.CDLL, index: int, driver: tuple[int, in
 
     return Gpu(
         name.value.decode(errors="replace"), (attribute(_MAJOR), attribute(_MINOR)), attribute(_MULTIPROCESSORS),
-        total.value, _free_bytes(cuda, nvml, device), driver, _grows_segments(attribute),
+        total.value, _free_bytes(cuda, nvml, device), driver,
     )  # fmt: skip
-
-
-def grows_segments(device: str) -> bool:
-    """Whether torch's allocator can add memory to a segment that it has on "cuda:N"; False where the driver does not tell."""
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-        _check(cuda.cuInit(0))
-        handle = ctypes.c_int(_int(cuda.cuDeviceGet, ctypes.c_int(int(device.partition(":")[2] or 0))))
-        return _grows_segments(lambda which: _int(cuda.cuDeviceGetAttribute, ctypes.c_int(which), handle))
-    except (OSError, AttributeError, _UnknownError):
-        return False
-
-
-def _grows_segments(attribute: Callable[[int], int]) -> bool:
-    # torch reserves addresses and maps memory to them on Linux only, with handles that are files: a GPU under Windows' Linux
-    # subsystem has none.
-    return sys.platform == "linux" and bool(attribute(_VIRTUAL_MEMORY)) and bool(attribute(_FILE_HANDLES))
 
 
 def _free_bytes(cuda: ctypes.CDLL, nvml: ctypes.CDLL, device: ctypes.c_int) -> int:

@@ -79,10 +79,6 @@ def first_adapter_bytes(plan: Plan, anatomy: Anatomy) -> int:
             )  # fmt: skip
             total += sum(counted.values())
         if plan.execution.prompt.mode in CAPTURED:
-            total += sum(
-                prompt_bytes(
-                    anatomy, use, chunks, quant=quant, has_adapters=has_adapters, grows_segments=plan.grows_segments
-                ).values()
-            )
+            total += sum(prompt_bytes(anatomy, use, chunks, quant=quant, has_adapters=has_adapters).values())
         totals.append(total)
     return max(totals[0] - totals[1], 0)

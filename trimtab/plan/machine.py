@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.plan.prompt_memory import GROWING_BUDGET_BYTES
-
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -14,8 +12,7 @@ class Machine:
     execution_device: "cuda:0" or "cpu". gpu_*: of the execution device, 0 without one. *_free_bytes, *_available_bytes:
     what can still be taken beside context_bytes, the driver's own share of the device that is not in torch's count, and
     process_bytes, the host memory of the process before any weight. Budgets include these two. capability: the compute
-    capability, multiprocessors: their number; None and 0 where nobody asked. grows_segments: whether torch's allocator can add
-    memory of the device to a segment that it has.
+    capability, multiprocessors: their number; None and 0 where nobody asked.
     """
 
     execution_device: str
@@ -27,12 +24,7 @@ class Machine:
     has_pinned: bool = True
     capability: tuple[int, int] | None = None
     multiprocessors: int = 0
-    grows_segments: bool = False
 
     @property
     def on_cpu(self) -> bool:
         return self.execution_device == "cpu"
-
-    def grows_within(self, budget_bytes: int | None) -> bool:
-        """Whether torch's allocator is to grow its segments for a plan of this budget; None: for what is free."""
-        return self.grows_segments and (budget_bytes or self.gpu_free_bytes + self.context_bytes) < GROWING_BUDGET_BYTES

@@ -77,20 +77,17 @@ def choose_chunks_of(
     with_chunks: WithChunks,
     *,
     is_captured: bool,
-    beside_copies: bool,
     least_tokens: int = 0,
     most_tokens: int = max(CHUNKS),
 ) -> Plan:
     """Return the plan with the most sizes of captured chunks that keep the whole decoder on the device, else the one with the
-    least expected seconds (but one that keeps the whole decoder, where chunks may not be captured otherwise). least_tokens: what
-    the largest chunk has to hold. most_tokens: of a chunk, but for that.
+    least expected seconds. least_tokens: what the largest chunk has to hold. most_tokens: of a chunk, but for that.
 
     with_chunks: makes the plan of some sizes, captured or not; () for transformers' own pass. only_whole: whether only a plan with
     the whole decoder on the device is of use; any other may be refused then. is_last: whether no other sizes are tried, so that an
-    error has to name the budget that would do. beside_copies: whether chunks are also captured where decoder layers are copied in
-    every step (decision 20): not where torch cannot grow its segments, as the pool of the graphs then takes more than is counted.
-    Chunks that are not captured leave the layers the most room: a prompt needs no cache beside the row's own. Errors: as
-    `with_chunks` raises for the sizes that need the least.
+    error has to name the budget that would do. Where decoder layers are copied in every step, the room that graphs take would be
+    theirs (decision 20), and chunks that are not captured leave them the most: a prompt needs no cache beside the row's own.
+    Errors: as `with_chunks` raises for the sizes that need the least.
     """
     if not is_captured:
         return with_chunks((), False, only_whole=False, is_last=True)
@@ -98,18 +95,17 @@ def choose_chunks_of(
     refused: list[tuple[tuple[int, ...], bool]] = []
     most = min(size for size in CHUNKS if size >= max(most_tokens, least_tokens))
     for captured, choices in ((True, CAPTURED_CHUNKS), (False, UNCAPTURED_CHUNKS)):
-        only_whole = captured and not beside_copies
         for chunks in (tuple(size for size in sizes if size <= most) for sizes in choices):
             if max(chunks) < least_tokens:
                 continue
             try:
-                plan = with_chunks(chunks, captured, only_whole=only_whole, is_last=False)
+                plan = with_chunks(chunks, captured, only_whole=captured, is_last=False)
             except DoesNotFitError:
-                refused += [] if only_whole else [(chunks, captured)]
+                refused += [] if captured else [(chunks, captured)]
                 continue
-            if not plan.blocks_off_device and (captured or not beside_copies):
+            if not plan.blocks_off_device:
                 return plan
-            plans += [] if only_whole else [plan]
+            plans += [] if captured else [plan]
     if plans:
         return min(plans, key=lambda plan: plan.expected_s)
     errors = []

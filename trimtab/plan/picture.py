@@ -33,7 +33,7 @@ PART_COLORS = {
 ITEM_COLORS = {
     "adapters": "#7b4fa3", "kv_cache": "#6fa8dc", "kv_copies": "#8cb8e0", "activations": "#9fc5e8", "staging": "#b7b7a4",
     "buffers": "#b7b7a4", "kernels": "#8fa3b0", "graphs": "#8e7cc3", "logits": "#b4a7d6", "scratch": "#c9c2dd",
-    "workspaces": "#d9d2e9", "prompt_graphs": "#7f6db0", "graph_pool": "#d8d3e8", "fragments": "#dfe3e6",
+    "workspaces": "#d9d2e9", "prompt_graphs": "#7f6db0", "fragments": "#dfe3e6",
     "prompt_buffers": "#a99bd0", "adapter_copy": "#8f6bb8", "checks": "#e3dff0", "cuda_context": "#aab2bb",
     "allocator_reserve": "#cfd5db", "unpacked_weights": "#7d9cbf", "held_adapters": "#7b4fa3", "process": "#aab2bb",
     "fixed": "#45556b", "media": "#d98e32", "media_files": "#e8c39a",
@@ -45,7 +45,6 @@ ITEM_NAMES = {
     "cuda_context": "driver context",
     "kernels": "libraries and kernels",
     "graphs": "graph nodes",
-    "graph_pool": "pool of the graphs",
     "workspaces": "cuBLAS workspaces",
     "checks": "kernel checks",
     "fixed": "shared look-up tables",

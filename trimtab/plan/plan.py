@@ -118,11 +118,6 @@ class Plan:
         return sum(row.part in ("language", "head") and row.tier != "resident" for row in self.placements)
 
     @property
-    def grows_segments(self) -> bool:
-        """Whether torch's allocator has to add memory to segments that it has: the pool of the prompts' graphs is counted so."""
-        return "graph_pool" in self.execution.prompt.bytes
-
-    @property
     def request_s(self) -> float:
         """Expected seconds of one request before its first token: images, audio and a prompt that fills the context."""
         return self.execution.prompt.seconds

@@ -132,8 +132,7 @@ def _made(
         least = patches_of(one.model_type)[1] if has_wholes else 0  # such an image goes through in one chunk
         most = INVARIANT_CHUNK if request.batch_invariant else max(CHUNKS)
         return choose_chunks_of(
-            with_chunks, is_captured=is_captured, beside_copies=machine.grows_within(request.gpu_memory_bytes),
-            least_tokens=min(least, max(CHUNKS)), most_tokens=most,
+            with_chunks, is_captured=is_captured, least_tokens=min(least, max(CHUNKS)), most_tokens=most,
         )  # fmt: skip
 
     heads = {"full" if request.head == "auto" else request.head: anatomy}
@@ -320,7 +319,6 @@ class _Planner:
         return prompt_bytes(
             self.anatomy, self.use, self.chunks, quant=self.request.quant,
             has_adapters=bool(sizes), adapter_copy_bytes=copies_bytes(sizes) if is_switched else 0,
-            grows_segments=self.machine.grows_within(self.request.gpu_memory_bytes),
         )  # fmt: skip
 
     def _fixed_bytes(self) -> int:

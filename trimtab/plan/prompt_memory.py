@@ -21,12 +21,6 @@ POOL_SLACK_BYTES = 3 * 2**10
 # What a plan counts for a kernel in a captured graph: its node, which is in the driver's memory, and its share of the slack, which
 # is in torch's. Both are in the item "prompt graphs" (or "tower graphs"), beside the peak of the tensors.
 KERNEL_BYTES = NODE_BYTES + POOL_SLACK_BYTES
-# Where torch grows its segments (`Plan.grows_segments`), which is within budgets below this: graphs of both the base and an adapter
-# are counted. A kernel takes as much as the largest that graphs of prompts of E4B and E2B took on one H200 (`captured` in
-# bench/results/cards.json). Memory is added in steps of 20 MiB: one for the pool of the graphs, one for each of the two streams.
-GROWING_BUDGET_BYTES = 16 * 2**30
-GROWN_KERNEL_BYTES, GRAPH_POOL_BYTES = 832, 60 * 2**20
-GROWN_LAYOUTS = 2
 # A prompt of 512 tokens in smaller chunks than this takes as long as one that is not captured: a chunk unpacks every weight.
 LEAST_LARGEST = 128
 # Kernels of one pass: for a 4-bit weight two of its scales, one of the weight, the product; for an adapter the input in
@@ -40,13 +34,11 @@ INDEX_BYTES = 8
 
 
 def prompt_graph_bytes(
-    anatomy: Anatomy, use: Use, chunks: Sequence[int], *, quant: str, has_adapters: bool, adapter_bytes: int = 0,
-    grows_segments: bool = False,
-) -> int:  # fmt: skip
+    anatomy: Anatomy, use: Use, chunks: Sequence[int], *, quant: str, has_adapters: bool, adapter_bytes: int = 0
+) -> int:
     """Return what prompts captured in chunks of these sizes take on the device, beside keys and values.
 
-    adapter_bytes: of the largest adapter; captured passes read it from a place of their own. grows_segments: whether torch's
-    allocator adds memory to segments that it has. The activations of one chunk of
+    adapter_bytes: of the largest adapter; captured passes read it from a place of their own. The activations of one chunk of
     the largest size are kept for good, and shared by all sizes: a plan that counts them for prompts that are not captured
     may count the larger of the two. 0 without chunks.
     """
@@ -55,48 +47,35 @@ def prompt_graph_bytes(
     piece = max(chunks)
     one = replace(use, prefill_tokens=piece, batch=1, patches=0, soft_tokens=0, sound_s=0.0)
     activations = needs_of(anatomy, one, quant=quant, has_adapters=has_adapters).phases["prompt"][1]
-    graphs = sum(_graph_bytes(anatomy, use, chunks, has_adapters=has_adapters, grows_segments=grows_segments).values())
+    graphs = planned_graphs(chunks, use.context_tokens)
+    kernels = kernels_of(anatomy, has_adapters=has_adapters, kv=use.kv)
     # Chunks that read more and more places are captured one after the other: what a smaller copy lay in holds no larger one, and
     # each is half of the next.
     activations += copy_bytes(
         anatomy.kv_layers, anatomy.dtype, use.kv, rows=1, context_tokens=use.context_tokens, new_tokens=piece
     )
-    return graphs + activations + adapter_bytes + _input_bytes(anatomy, chunks)
+    return graphs * kernels * KERNEL_BYTES + activations + adapter_bytes + _input_bytes(anatomy, chunks)
 
 
-def _graph_bytes(
-    anatomy: Anatomy, use: Use, chunks: Sequence[int], *, has_adapters: bool, grows_segments: bool
-) -> dict[str, int]:
-    kernels = kernels_of(anatomy, has_adapters=has_adapters, kv=use.kv)
-    layouts = GROWN_LAYOUTS if grows_segments and has_adapters else 1
-    graphs = planned_graphs(chunks, use.context_tokens, layouts=layouts)
-    if grows_segments:
-        return {"prompt_graphs": graphs * kernels * GROWN_KERNEL_BYTES, "graph_pool": GRAPH_POOL_BYTES}
-    return {"prompt_graphs": graphs * kernels * KERNEL_BYTES}
-
-
-def planned_graphs(chunks: Sequence[int], context_tokens: int, *, layouts: int = 1) -> int:
-    """Return how many graphs are counted; the runtime keeps so many and drops the one used longest ago. layouts: of adapters, the
-    base among them."""
-    return layouts * (len(chunks) + (GRAPHS_OF_LONG_PROMPTS if context_tokens > max(chunks) else 0))
+def planned_graphs(chunks: Sequence[int], context_tokens: int) -> int:
+    """Return how many graphs are counted; the runtime keeps so many and drops the one used longest ago."""
+    return len(chunks) + (GRAPHS_OF_LONG_PROMPTS if context_tokens > max(chunks) else 0)
 
 
 def prompt_bytes(
-    anatomy: Anatomy, use: Use, chunks: Sequence[int], *, quant: str, has_adapters: bool, adapter_copy_bytes: int = 0,
-    grows_segments: bool = False,
-) -> dict[str, int]:  # fmt: skip
-    """Return the bytes of `prompt_graph_bytes` by item: nodes with the slack of the graphs' pool, which no tensor uses (an item by
-    itself where segments grow), and what tensors take.
+    anatomy: Anatomy, use: Use, chunks: Sequence[int], *, quant: str, has_adapters: bool, adapter_copy_bytes: int = 0
+) -> dict[str, int]:
+    """Return the bytes of `prompt_graph_bytes` by item: nodes with the slack of the graphs' pool, which no tensor uses, and what
+    tensors take.
 
     adapter_copy_bytes: 0 where graphs read adapters where they are.
     """
     if not chunks:
         return {}
-    whole = prompt_graph_bytes(
-        anatomy, use, chunks, quant=quant, has_adapters=has_adapters, grows_segments=grows_segments
-    )
-    counted = _graph_bytes(anatomy, use, chunks, has_adapters=has_adapters, grows_segments=grows_segments)
-    counted |= {"prompt_buffers": whole - sum(counted.values())}
+    whole = prompt_graph_bytes(anatomy, use, chunks, quant=quant, has_adapters=has_adapters)
+    graphs = planned_graphs(chunks, use.context_tokens)
+    beside_peak = graphs * kernels_of(anatomy, has_adapters=has_adapters, kv=use.kv) * KERNEL_BYTES
+    counted = {"prompt_graphs": beside_peak, "prompt_buffers": whole - beside_peak}
     return counted | ({"adapter_copy": adapter_copy_bytes} if adapter_copy_bytes else {})
 
 

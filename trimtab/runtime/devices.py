@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import DeviceError, gib
-from trimtab.machine import gpu_process, gpus, known, rates_file
+from trimtab.machine import gpu_process, known, rates_file
 from trimtab.machine.known import resolve
 from trimtab.machine.memory import (
     cpu_name,
@@ -37,7 +37,7 @@ from trimtab.plan import Machine, Plan, Rates
 from trimtab.plan.card_machine import THREAD_STACK_BYTES, context_bytes
 
 __all__ = [
-    "bound_stacks", "bound_workspaces", "device_name", "disk_free_bytes", "gpu_names", "gpu_process_bytes", "grow_segments",
+    "bound_stacks", "bound_workspaces", "device_name", "disk_free_bytes", "gpu_names", "gpu_process_bytes",
     "host_available_bytes", "measure_rates", "outside_torch", "peak_host_bytes", "process_bytes", "process_on_gpu",
     "read_machine", "resolve_device", "spill_folder",
 ]  # fmt: skip
@@ -83,7 +83,7 @@ def read_machine(device: str = "auto", *, budget_bytes: int | None = None) -> Ma
     multiprocessors = int(properties.multi_processor_count)
     return known.gpu_machine(
         resolved, total_bytes=total, free_bytes=max(available - context_bytes(multiprocessors), 0), process=process_bytes(),
-        capability=(properties.major, properties.minor), multiprocessors=multiprocessors, grows_segments=_can_grow(resolved),
+        capability=(properties.major, properties.minor), multiprocessors=multiprocessors,
     )  # fmt: skip
 
 
@@ -91,28 +91,6 @@ def bound_workspaces(budget_bytes: int) -> None:
     """Make cuBLAS use smaller workspaces where the budget is small; has no effect after the first matmul of the process."""
     if budget_bytes < SMALL_BUDGET_BYTES:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE_CONFIG)
-
-
-def grow_segments(device: str) -> None:
-    """Make torch's allocator add memory to segments that it has, from now on, in the whole process.
-
-    Segments of a fixed size leave parts that no larger tensor can use; a plan that captures prompts beside copied layers does
-    not count them. Errors: DeviceError if torch cannot do so here.
-    """
-    if not _can_grow(device):
-        raise DeviceError(
-            "the plan captures prompts beside copied layers, and torch's allocator cannot grow its segments here", device=device,
-            hint="Make the plan on this machine",
-        )  # fmt: skip
-    # Settings replace those of the environment, which are repeated.
-    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-    settings = ",".join([*([given] if given else []), "expandable_segments:True"])
-    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
-    change(settings)
-
-
-def _can_grow(device: str) -> bool:
-    return torch.cuda.get_allocator_backend() == "native" and gpus.grows_segments(device)
 
 
 def bound_stacks(device: str | torch.device) -> bool:

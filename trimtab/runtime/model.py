@@ -36,7 +36,7 @@ from trimtab.runtime.asking import Asking, Chosen
 from trimtab.runtime.attached_adapter import AttachedAdapter
 from trimtab.runtime.base_values import BaseValues, base_values
 from trimtab.runtime.capturing import wait_for_all
-from trimtab.runtime.devices import bound_stacks, bound_workspaces, grow_segments
+from trimtab.runtime.devices import bound_stacks, bound_workspaces
 from trimtab.runtime.held_adapter import ADAPTER_DTYPE, HeldAdapter
 from trimtab.runtime.load import Loaded, Progress, fill
 from trimtab.runtime.media import several
@@ -97,8 +97,6 @@ class LoadedModel(Asking):
         if self.device.type == "cuda":
             bound_workspaces(plan.gpu_budget_bytes)
             bound_stacks(self.device)
-            if plan.grows_segments:
-                grow_segments(plan.execution_device)
             torch.cuda.reset_peak_memory_stats(self.device)
             self._baseline_bytes = torch.cuda.memory_allocated(self.device)
         with ExitStack() as undo:

@@ -28,7 +28,7 @@ from torch import Tensor
 from trimtab.errors import RequestError, gib
 from trimtab.plan.activations import use_of
 from trimtab.plan.execution import CAPTURED
-from trimtab.plan.prompt_memory import GROWN_LAYOUTS, LEAST_LARGEST, choose_chunks, planned_graphs, prompt_graph_bytes
+from trimtab.plan.prompt_memory import LEAST_LARGEST, choose_chunks, planned_graphs, prompt_graph_bytes
 from trimtab.runtime import hf_prefill, hf_slots, prompt_kernels, short_ops, tables, tiers
 from trimtab.runtime.capturing import side_stream
 from trimtab.runtime.devices import outside_torch
@@ -202,7 +202,6 @@ class Prompts:
         return prompt_graph_bytes(
             anatomy, use, self.sizes if sizes is None else sizes, quant=plan.request.quant,
             has_adapters=bool(plan.request.adapters), adapter_bytes=max(value_bytes, default=0),
-            grows_segments=plan.grows_segments,
         )  # fmt: skip
 
     # One prompt ------------------------------------------------------------------------------------------------------
@@ -601,9 +600,7 @@ class Prompts:
         planned = self.model.plan.execution.prompt
         if self.sizes != planned.chunks or not self.sizes:
             return MOST_GRAPHS
-        is_double = self.model.plan.grows_segments and bool(self.model.plan.request.adapters)
-        layouts = GROWN_LAYOUTS if is_double else 1
-        counted = planned_graphs(self.sizes, self.batch.context_tokens or 0, layouts=layouts)
+        counted = planned_graphs(self.sizes, self.batch.context_tokens or 0)
         each = max(planned.bytes.get("prompt_graphs", 0) // counted, 1)
         return min(counted + max(self.left_bytes(), 0) // each, MOST_GRAPHS)
 

@@ -22,7 +22,7 @@ LEFT_BYTES = 32 * 2**20
 # Less than this is not worth a segment.
 LEAST_BYTES = 16 * 2**20
 # What the plan counts of the driver's own memory, which torch does not hold.
-_DRIVER = tuple(name for name in OUTSIDE_PEAK if name not in ("allocator_reserve", "fragments", "graph_pool"))
+_DRIVER = tuple(name for name in OUTSIDE_PEAK if name not in ("allocator_reserve", "fragments"))
 
 
 def torch_bytes(plan: Plan) -> int:
