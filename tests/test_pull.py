@@ -174,7 +174,7 @@ def test_a_download_that_breaks_off_goes_on_where_it_was(hub, trimtab_, tmp_path
 
 
 def test_run_pulls_once_when_it_is_asked_to_and_never_otherwise(hub, trimtab_):
-    question = ["Who are you?", "--device", "cpu", "--context", "64", "--max-new-tokens", "4"]
+    question = ["Who are you?", "--device", "cpu", "--context", "64", "--max-new-tokens", "4", "--quant", "none"]
     refused = trimtab_("run", "someone/demo", *question)
     assert refused.returncode == 3 and "trimtab pull someone/demo" in refused.stderr and hub.asked == []
     first = trimtab_("run", "someone/demo", "--pull", *question)

@@ -18,7 +18,6 @@ from queue import SimpleQueue
 from typing import Any, Literal
 
 import torch
-import transformers
 from torch import Tensor
 
 from trimtab.errors import CheckpointError
@@ -158,11 +157,7 @@ def _decoder(tokenizer: Any, *, hides_all: bool) -> Callable[[list[int]], str]:
 
     `decode` of a fast tokenizer is that of its `tokenizers` object behind checks of its arguments, which take ten times as long.
     """
-    fast = transformers.PreTrainedTokenizerFast
-    is_plain = isinstance(tokenizer, fast) and all(
-        getattr(type(tokenizer), name) is getattr(fast, name) for name in ("decode", "_decode")
-    )
-    if is_plain:
+    if hf_generate.decodes_plainly(tokenizer):
         return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=hides_all)
 
     def decode(ids: list[int]) -> str:

@@ -15,6 +15,14 @@ from trimtab.request import GenerateRequest
 from trimtab.runtime import finite, hf_slots
 
 
+def decodes_plainly(tokenizer: Any) -> bool:
+    """Return whether this is a fast tokenizer with transformers' own `decode`, so that its backend's may be called instead."""
+    fast = transformers.PreTrainedTokenizerFast
+    return isinstance(tokenizer, fast) and all(
+        getattr(type(tokenizer), name) is getattr(fast, name) for name in ("decode", "_decode")
+    )
+
+
 def end_token_ids(model: Any) -> tuple[int, ...]:
     """Return every token id that ends an answer, from the generation config or else the model's config."""
     ids = getattr(model.generation_config, "eos_token_id", None)
