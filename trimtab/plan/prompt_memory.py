@@ -46,7 +46,9 @@ def prompt_graph_bytes(
         return 0
     piece = max(chunks)
     one = replace(use, prefill_tokens=piece, batch=1, patches=0, soft_tokens=0, sound_s=0.0)
-    activations = needs_of(anatomy, one, quant=quant, has_adapters=has_adapters).phases["prompt"][1]
+    # The room that weights are unpacked into stays; the pool of the graphs holds the rest of a pass at its worst.
+    needs = needs_of(anatomy, one, quant=quant, has_adapters=has_adapters, is_unpacked_elsewhere=True)
+    activations = needs.phases["prompt"][1] + _unpacked_bytes(anatomy, quant)
     graphs = planned_graphs(chunks, use.context_tokens)
     kernels = kernels_of(anatomy, has_adapters=has_adapters, kv=use.kv)
     # Chunks that read more and more places are captured one after the other: what a smaller copy lay in holds no larger one, and
@@ -84,9 +86,7 @@ def uncaptured_bytes(anatomy: Anatomy, chunks: Sequence[int], *, quant: str) -> 
     unpacked into, which stay while towers run. A chunk's activations are in `activations.needs_of`."""
     if not chunks:
         return {}
-    is_packed = quant_of(anatomy, quant) in ("nf4", "nf4-dq", "fp4")
-    unpacked = _largest_weight(anatomy) * DTYPE_BYTES[anatomy.dtype] if is_packed else 0
-    return {"prompt_buffers": unpacked + _input_bytes(anatomy, chunks)}
+    return {"prompt_buffers": _unpacked_bytes(anatomy, quant) + _input_bytes(anatomy, chunks)}
 
 
 def choose_chunks(sizes: Sequence[int], bytes_of: Callable[[Sequence[int]], int], left: int) -> tuple[int, ...]:
@@ -118,6 +118,12 @@ def kernels_of(anatomy: Anatomy, *, has_adapters: bool, kv: str = "full") -> int
         layers.add(row.block)
     added = sum(layer.shares is None for layer in anatomy.kv_layers) * KV8_KERNELS if kv == "int8" else 0
     return total + LAYER_KERNELS * len(layers) + added
+
+
+def _unpacked_bytes(anatomy: Anatomy, quant: str) -> int:
+    """Return the room that the largest 4-bit weight is unpacked into."""
+    is_packed = quant_of(anatomy, quant) in ("nf4", "nf4-dq", "fp4")
+    return _largest_weight(anatomy) * DTYPE_BYTES[anatomy.dtype] if is_packed else 0
 
 
 @lru_cache(maxsize=KEPT)

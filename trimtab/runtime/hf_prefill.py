@@ -394,8 +394,6 @@ class ChunkForward:
         self._kinds = self._kinds_of_layers()
         self.first_shared = self._first_shared()
         self.row = 0
-        # A form for every doubling of the places that are read; fewer forms where this is larger.
-        self.smallest_places = SMALLEST_PLACES
         self.form = Form(0, 0, is_last=False)
         self._ring_sources: dict[int, Tensor] = {}
         self._paged_places: Tensor | None = None
@@ -430,7 +428,7 @@ class ChunkForward:
         """Return the form of a chunk's pass."""
         places = 0
         if chunk.start:
-            places = self.smallest_places
+            places = SMALLEST_PLACES
             while places < chunk.start + chunk.count:
                 places *= 2
             places = min(places, self.cache.context_tokens)

@@ -62,8 +62,6 @@ if TYPE_CHECKING:
 
 # Graphs that are kept; beyond, what was used longest ago goes.
 MOST_GRAPHS = 40
-# Places that later chunks read at least where few graphs have room: all of a context of up to so many tokens.
-PLACES_OF_FEW_FORMS = 4096
 # Graphs that prompts need which are cut: first, later and last chunks of two sizes, and some lasts that are smaller.
 CUT_GRAPHS = 9
 
@@ -228,10 +226,6 @@ class Prompts:
     def _new_forward(self) -> hf_prefill.ChunkForward:
         if self._forward is None:
             self._forward = hf_prefill.ChunkForward(self.model.hf_model, self.batch.cache, self.model.dtype)
-            if (
-                not self.may_be_cut
-            ):  # few graphs have room: reading masked places costs less than a pass that is not captured
-                self._forward.smallest_places = PLACES_OF_FEW_FORMS
         return self._forward
 
     def forget(self, key: Hashable) -> None:
@@ -535,25 +529,13 @@ class Prompts:
             if not self.captures:
                 return
             forward = self._new_forward()
-            for chunk in self._expected(size):
-                forward.begin(self.batch.cache.prompt_row)
-                ids = [token] * (chunk.start + chunk.count)
-                forward.load(chunk, ids)
-                key, serial = self.layouts.set_adapter(adapter)
-                whole = (forward.form_of(chunk), key)
-                if whole not in self._graphs and self.captures:
-                    self._captured(whole, serial, [forward.row], partial(self._stage, chunk, ids))
-
-    def _expected(self, size: int) -> list[Chunk]:
-        """Return the chunks of one size whose graphs are captured ahead: of a prompt of one chunk and, where few graphs have room,
-        of a longer one."""
-        tokens = self.batch.context_tokens or size
-        chunks = [Chunk(0, min(size, tokens - 1), size, is_last=True)]
-        if not self.may_be_cut and size == max(self.sizes) and tokens > 2 * size:
-            chunks += [
-                Chunk(0, size, size, is_last=False), Chunk(size, size, size, is_last=False), Chunk(2 * size, 1, size, is_last=True),
-            ]  # fmt: skip
-        return chunks
+            chunk = Chunk(0, min(size, (self.batch.context_tokens or size) - 1), size, is_last=True)
+            forward.begin(self.batch.cache.prompt_row)
+            forward.load(chunk, [token] * size)
+            key, serial = self.layouts.set_adapter(adapter)
+            whole = (forward.form_of(chunk), key)
+            if whole not in self._graphs:
+                self._captured(whole, serial, [forward.row], partial(self._stage, chunk, [token] * size))
 
     def _captured(
         self, key: tuple[Hashable, ...], serial: int | None, rows: Sequence[int], stage: Callable[[], None]
