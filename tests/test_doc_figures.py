@@ -226,8 +226,8 @@ def holds():
 
 def holds_in_limits():
     cases = results_of("holds")["cases"]
-    image, audio = (rounded(cases[name]["longest_s"], 1) for name in ("image of 640 x 480", "29 s of audio"))
-    yield f"an image of 640 x 480 by {image} s and 29 s of audio by {audio} s"
+    image, audio = (rounded(cases[name]["longest_s"], 2) for name in ("image of 640 x 480", "29 s of audio"))
+    yield f"for {image} s beside an image of 640 x 480 and for {audio} s beside 29 s of audio"
 
 
 def media_memory():

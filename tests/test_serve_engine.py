@@ -26,7 +26,7 @@ from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, RequestError, TrimtabError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import chat, hf_slots, prefill_graphs
+from trimtab.runtime import chat, hf_slots, prefill_graphs, tower_passes
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.ends import with_likeliest
 from trimtab.serve import engine as engine_module
@@ -461,7 +461,7 @@ def test_texts_go_on_between_the_pieces_of_an_image(model, engine, monkeypatch):
         for n in range(8)
     ]  # fmt: skip
     expected = {name: found[0] for name, found in run(engine, *jobs).items()}
-    monkeypatch.setattr(prefill_graphs, "PIECE_POSITIONS", 1)
+    monkeypatch.setattr(tower_passes, "PIECE_POSITIONS", 1)
     engine = LoadedEngine(model, rows=4, resident_limit=1)
     engine.batch.prompts = prompts = prefill_graphs.Prompts(engine.batch, "static", (64, 128))
     pieces, prefill = [], engine.prefill

@@ -16,7 +16,7 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4AudioModel
 
 import trimtab
 from trimtab.demo.line import FOLDER as DEMO
-from trimtab.runtime import prefill_graphs, tower_convs
+from trimtab.runtime import tower_convs, tower_passes
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.hf_prefill import covered
 from trimtab.runtime.tower_convs import slow_convolutions
@@ -177,7 +177,7 @@ def test_an_audio_tower_that_is_cut_within_its_convolutions_is_the_tower(make, f
 
 def test_steps_run_between_the_slices_of_a_sound(monkeypatch):
     """Nobody's next token waits for a whole convolution."""
-    monkeypatch.setattr(prefill_graphs, "PIECE_S", 0.0)
+    monkeypatch.setattr(tower_passes, "PIECE_S", 0.0)
     monkeypatch.setattr(tower_convs, "SLICE_PRODUCTS", 2**22)
     out = io.BytesIO()
     soundfile.write(out, np.random.default_rng(1).standard_normal(16_000) / 8, 16_000, format="WAV")

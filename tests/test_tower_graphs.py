@@ -17,7 +17,7 @@ from tests import pico
 from tests.test_encoder_cache import asked, tensors_of
 from tests.test_prefill import WITH_PICTURES, differ, eager, ids, in_chunks, load, picture, through
 from trimtab.errors import RequestError
-from trimtab.runtime import prefill_graphs, tower_graphs, tower_pieces
+from trimtab.runtime import tower_graphs, tower_passes, tower_pieces
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.hf_prefill import covered
 from trimtab.runtime.tower_forms import UnknownFormError, filled, form_of
@@ -148,8 +148,8 @@ def test_few_layers_are_captured_at_once_while_rows_are_answered(tmp_path, monke
 
 def answering(model, monkeypatch, positions, rows=3, make=None):
     """Return a batch that answers one text, whose towers go through in pieces of so many positions."""
-    monkeypatch.setattr(prefill_graphs, "PIECE_POSITIONS", positions)
-    monkeypatch.setattr(prefill_graphs, "PIECE_S", 3600.0)
+    monkeypatch.setattr(tower_passes, "PIECE_POSITIONS", positions)
+    monkeypatch.setattr(tower_passes, "PIECE_S", 3600.0)
     batch = in_chunks(model, (16, 64), rows) if make is None else make()
     request = trimtab.GenerateRequest(max_new_tokens=60)
     text = batch.begin(model.prepare(ids(9)), request)
@@ -273,7 +273,7 @@ def test_pieces_are_as_large_as_they_may_be_and_whole_where_nobody_waits(tmp_pat
     with load("gemma3", tmp_path) as model:
         batch, row = answering(model, monkeypatch, 10**6)
         assert pieces(batch) == 1
-        monkeypatch.setattr(prefill_graphs, "PIECE_POSITIONS", 1)
+        monkeypatch.setattr(tower_passes, "PIECE_POSITIONS", 1)
         assert pieces(batch) == len(batch.prompts.towers.all_layers) == 2
         batch.leave(row)
         assert pieces(batch) == 1
@@ -286,7 +286,7 @@ def test_a_prompt_whose_adapter_goes_between_the_pieces_is_refused(tmp_path, mon
     with trimtab.load(plan, decode="auto") as model:
         batch, _ = answering(model, monkeypatch, 1)
         prompt = batch.begin(picture(model, "gemma3", 9), trimtab.GenerateRequest(max_new_tokens=4), adapter="a")
-        assert prompt.step() is False and prompt in batch.prompts._paused
+        assert prompt.step() is False and prompt in batch.prompts.tower_passes.paused
         model.unload_adapter("a")
         with pytest.raises(RequestError, match="adapter"):
             prompt.step()

@@ -168,14 +168,14 @@ class Batch:
             return self.prompts.step(prompt, most_tokens)
         tensors, count = dict(prompt.inputs.tensors), prompt.inputs.prompt_tokens
         chunk = getattr(self.model, "prefill_tokens", None) or count
-        is_between = self.prompts.is_between_pieces(prompt)
+        is_between = self.prompts.tower_passes.is_between_pieces(prompt)
         offset = 0 if prompt.done_tokens or is_between else self.prefixes.resume(prompt)
         start = prompt.done_tokens
         if start == count:  # the same prompt went through before
             prompt.offset = offset
             return True
         # A picture or sound is in one pass with its tokens, unless its towers have gone through before.
-        is_embedded = self.prompts.has_embeddings(prompt)
+        is_embedded = self.prompts.tower_passes.has_embeddings(prompt)
         is_whole = prompt.inputs.has_media and not start and not is_embedded
         if prompt.cache is None:
             prompt.cache = hf_slots.prompt_cache(self.model.hf_model, self.cache.kv)
@@ -199,9 +199,9 @@ class Batch:
         with torch.no_grad():
             try:
                 if is_whole:
-                    output = self.prompts.with_towers(prompt, compute)
+                    output = self.prompts.tower_passes.with_towers(prompt, compute)
                 else:
-                    with self.prompts.embedded(prompt, start, end) if is_embedded else nullcontext():
+                    with self.prompts.tower_passes.embedded(prompt, start, end) if is_embedded else nullcontext():
                         output = compute()
             except PausedError:
                 prompt.chunk_tokens = 0

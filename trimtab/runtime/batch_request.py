@@ -109,7 +109,7 @@ class Prompt:
             self.inputs.has_media
             and not self.done_tokens
             and self not in prompts.jobs
-            and not prompts.has_embeddings(self)
+            and not prompts.tower_passes.has_embeddings(self)
         )
 
     def step(self, most_tokens: int | None = None) -> bool:

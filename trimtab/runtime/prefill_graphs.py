@@ -19,13 +19,13 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from trimtab.errors import RequestError, gib
+from trimtab.errors import gib
 from trimtab.plan.activations import use_of
 from trimtab.plan.execution import CAPTURED
 from trimtab.plan.prompt_memory import LEAST_LARGEST, choose_chunks, planned_graphs, prompt_graph_bytes
@@ -34,7 +34,7 @@ from trimtab.runtime.capturing import side_stream
 from trimtab.runtime.devices import outside_torch
 from trimtab.runtime.form_uses import FormUses
 from trimtab.runtime.graph_cache import GraphCache
-from trimtab.runtime.hf_prefill import Chunk, Form, Media, covered
+from trimtab.runtime.hf_prefill import Chunk, Form, Media
 from trimtab.runtime.leaves import Leaf
 from trimtab.runtime.many_rows import PAYING_ROWS, covering
 from trimtab.runtime.out_of_memory import is_out_of_memory, memory_error
@@ -46,14 +46,9 @@ from trimtab.runtime.step_capture import check_replay, in_pass
 from trimtab.runtime.step_choice import Fallback
 from trimtab.runtime.step_memory import extra_bytes
 from trimtab.runtime.tower_graphs import Towers
+from trimtab.runtime.tower_passes import TowerPasses, unloaded_error
 from trimtab.runtime.tower_pieces import (
-    PIECE_POSITIONS,
-    PIECE_S,
-    NotKeptError,
-    OtherInputsError,
     PausedError,
-    TowerPieces,
-    TowersDoneError,
 )
 
 if TYPE_CHECKING:
@@ -102,9 +97,7 @@ class Prompts:
         self.sizes: tuple[int, ...] = ()
         self.is_steady = True  # whether the last chunk took as long as the next one of its form will
         self.jobs: WeakKeyDictionary[Prompt, _Job] = WeakKeyDictionary()
-        self._paused: WeakKeyDictionary[Prompt, TowerPieces] = WeakKeyDictionary()
         # Of prompts whose towers are complete: the adapter's serial, and embeddings [1, S, D].
-        self._embeddings: WeakKeyDictionary[Prompt, tuple[int | None, Tensor]] = WeakKeyDictionary()
         self._owner: weakref.ref[Prompt] | None = None
         self._forward: hf_prefill.ChunkForward | None = None
         self._short: short_ops.ShortOps | None = None
@@ -116,7 +109,7 @@ class Prompts:
         # Towers are captured while others are answered: batch-invariant ones always run as they are.
         self.towers = Towers(self.model, "eager" if batch.is_invariant else mode, self.fall_back)
         self._outputs: dict[tuple[bool, int], Tensor] = {}
-        self._takes_media = True
+        self.tower_passes = TowerPasses(self)
         self.staged_tables = [
             module for module in self.model.hf_model.modules()
             if isinstance(module, tables.GatheredTable) and module.seen is None
@@ -243,9 +236,9 @@ class Prompts:
     def _begin(self, prompt: Prompt) -> _Job | None:
         inputs, media, offset = prompt.inputs, None, 0
         if inputs.has_media:
-            if not self._takes_media:
+            if not self.tower_passes.takes_media:
                 return None
-            media = self._media_of(prompt)
+            media = self.tower_passes.media_of(prompt)
             if media is None:
                 return None
             offset = hf_slots.read_offset(self.model.hf_model)
@@ -257,117 +250,10 @@ class Prompts:
                 inputs.prompt_tokens, self.sizes, may_end_at=may_end_at, start=kept.tokens,
                 border=self.batch.prefixes.border(prompt),
             )  # fmt: skip
-        return None if chunks is None else _Job(chunks, media, offset, self._serial_of(prompt.row.adapter), kept)
+        return None if chunks is None else _Job(chunks, media, offset, self.serial_of(prompt.row.adapter), kept)
 
-    def _media_of(self, prompt: Prompt) -> Media | None:
-        """Return the inputs of a prompt with media after its towers have run; None where this is unknown for the family.
-
-        Errors: PausedError if the towers continue in the next chunk, because rows are being decoded.
-        """
-        is_busy, pieces = bool(self.batch.active), self._begin_pieces(prompt)
-        key = self.layouts.set_towers(prompt.row.adapter)
-        hf_slots.reset_offset(self.model.hf_model)
-        try:
-            with (
-                torch.no_grad(),
-                self.towers.running(*key, is_busy=is_busy, pieces=pieces),
-                self.batch.prefixes.encoders(prompt),
-            ):
-                media = hf_prefill.media_of(self.model.hf_model, prompt.inputs.tensors)
-        except PausedError:
-            self._paused[prompt] = pieces
-            raise
-        except (RuntimeError, KeyError) as exc:
-            if is_out_of_memory(exc):
-                raise
-            if not pieces.is_cut:
-                self._takes_media = False
-                self.fall_back(f"{type(exc).__name__}: {exc}", "captured prompts with media")
-                return None
-            self.towers.may_cut = False
-            self.fall_back(f"{type(exc).__name__}: {exc}", "towers in pieces")
-        else:
-            return media
-        return self._media_of(prompt)
-
-    def _begin_pieces(self, prompt: Prompt) -> TowerPieces:
-        """Return what cuts the next piece of a prompt's towers: nothing while no row is being decoded."""
-        serial, pieces = self._serial_of(prompt.row.adapter), self._paused.pop(prompt, None)
-        if pieces is None or pieces.serial != serial:
-            pieces = TowerPieces(serial)
-        if self.batch.active and self.towers.may_cut:
-            pieces.begin(PIECE_POSITIONS, PIECE_S if self.device.type == "cpu" else None)
-        else:
-            pieces.begin(None)
-        return pieces
-
-    def is_between_pieces(self, prompt: Prompt) -> bool:
-        """Whether a prompt's towers have begun, and nothing of its decoder."""
-        return prompt in self._paused or (self.has_embeddings(prompt) and not prompt.done_tokens)
-
-    def has_embeddings(self, prompt: Prompt) -> bool:
-        """Whether a prompt's towers are complete, and transformers' passes of its chunks take their embeddings from here."""
-        return prompt in self._embeddings
-
-    @contextmanager
-    def embedded(self, prompt: Prompt, start: int, end: int) -> Iterator[None]:
-        """Let transformers' pass of a chunk decode the embeddings that the towers' pass has made of its tokens.
-
-        Errors: RequestError if the prompt's adapter was unloaded since then.
-        """
-        serial, embeddings = self._embeddings[prompt]
-        if serial != self._serial_of(prompt.row.adapter):
-            raise _unloaded(prompt, self.model.adapters)
-        decoder = self.model.hf_model.get_decoder()
-        inner = decoder.forward
-
-        def decode(**kwargs: Any) -> Any:
-            return inner(**kwargs | {"inputs_embeds": embeddings[:, start:end]})
-
-        with covered({decoder: decode}):
-            yield
-        if end == embeddings.shape[1]:
-            del self._embeddings[prompt]
-
-    def with_towers(self, prompt: Prompt, compute: Callable[[], Any]) -> Any:
-        """Return what `compute` returns: transformers' pass of a whole prompt with media. On a CPU the towers go through in
-        pieces before the decoder while rows are being decoded.
-
-        Errors: PausedError if the pass continues in the next piece; then nothing of the decoder has run.
-        """
-        if self.device.type != "cpu" or not self.towers.may_cut:
-            with self.batch.prefixes.encoders(prompt):
-                return compute()
-        pieces, decoder = self._begin_pieces(prompt), self.model.hf_model.get_decoder()
-        inner = decoder.forward
-
-        def decode(*args: Any, **kwargs: Any) -> Any:
-            try:
-                pieces.end()
-            except TowersDoneError:
-                if not args and not self.batch.is_invariant and hf_prefill.may_be_chunked(kwargs):
-                    self._embeddings[prompt] = (pieces.serial, kwargs["inputs_embeds"])
-                raise
-            return inner(*args, **kwargs)
-
-        try:
-            with (
-                self.towers.running(None, pieces.serial, is_busy=bool(self.batch.active), pieces=pieces),
-                self.batch.prefixes.encoders(prompt, is_counted=not pieces.is_done),
-                covered({decoder: decode}),
-            ):
-                return compute()
-        except PausedError:
-            if prompt not in self._embeddings:
-                self._paused[prompt] = pieces
-            raise
-        except (NotKeptError, OtherInputsError) as exc:
-            self.towers.may_cut = False
-            self.fall_back(f"{type(exc).__name__}: {exc}", "towers in pieces")
-        prompt.cache = hf_slots.prompt_cache(self.model.hf_model, self.batch.cache.kv)
-        return self.with_towers(prompt, compute)
-
-    def _serial_of(self, name: str | None) -> int | None:
+    def serial_of(self, name: str | None) -> int | None:
+        """Return the serial of an attached adapter, None for the base."""
         return None if name is None else self.model.route.serial_of(name)
 
     def step(self, prompt: Prompt, most_tokens: int | None = None) -> bool:
@@ -377,13 +263,13 @@ class Prompts:
         Errors: RequestError if the prompt's adapter was unloaded since the prompt began, even if another adapter has its name
         now.
         """
-        if prompt in self._paused:  # in the middle of its towers
+        if prompt in self.tower_passes.paused:  # in the middle of its towers
             prompt.chunk_tokens = 0
             return False
         job, forward = self.jobs[prompt], self._forward
         assert forward is not None
-        if job.serial != self._serial_of(prompt.row.adapter):
-            raise _unloaded(prompt, self.model.adapters)
+        if job.serial != self.serial_of(prompt.row.adapter):
+            raise unloaded_error(prompt, self.model.adapters)
         if job.media is not None and not job.has_begun:  # its towers have run just now: a piece by itself
             job.has_begun, prompt.chunk_tokens = True, 0
             return False
@@ -637,10 +523,3 @@ class Prompts:
 
     def _replay(self, graph: torch.cuda.CUDAGraph, order: Sequence[tiers.Group]) -> None:
         tiers.replay(self.model.streamer, order, graph)
-
-
-def _unloaded(prompt: Prompt, adapters: Sequence[str]) -> RequestError:
-    return RequestError(
-        "this adapter was unloaded while a prompt was running", field="adapter", value=prompt.row.adapter,
-        allowed=adapters, hint="Send the request again",
-    )  # fmt: skip

@@ -1,0 +1,161 @@
+"""The towers of a prompt with media: run before its chunks, or cut into pieces that go between the steps of other rows.
+
+passes = TowerPasses(prompts)
+media = passes.media_of(prompt)              # for captured prompts
+output = passes.with_towers(prompt, compute) # around transformers' own pass of the whole prompt
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import RequestError
+from trimtab.runtime import hf_prefill, hf_slots
+from trimtab.runtime.hf_prefill import Media, covered
+from trimtab.runtime.out_of_memory import is_out_of_memory
+from trimtab.runtime.tower_pieces import (
+    PIECE_POSITIONS,
+    PIECE_S,
+    NotKeptError,
+    OtherInputsError,
+    PausedError,
+    TowerPieces,
+    TowersDoneError,
+)
+
+if TYPE_CHECKING:
+    from trimtab.runtime.batch_request import Prompt
+    from trimtab.runtime.prefill_graphs import Prompts
+
+
+class TowerPasses:
+    """The towers' passes of one batch's prompts. takes_media: whether captured prompts know this family's media. paused: prompts in
+    the middle of their towers."""
+
+    def __init__(self, prompts: Prompts) -> None:
+        self.prompts, self.takes_media = prompts, True
+        self.paused: WeakKeyDictionary[Prompt, TowerPieces] = WeakKeyDictionary()
+        self._embeddings: WeakKeyDictionary[Prompt, tuple[int | None, Tensor]] = WeakKeyDictionary()
+
+    def media_of(self, prompt: Prompt) -> Media | None:
+        """Return the inputs of a prompt with media after its towers have run; None where this is unknown for the family.
+
+        Errors: PausedError if the towers continue in the next chunk, because rows are being decoded.
+        """
+        is_busy, pieces = bool(self.prompts.batch.active), self._begin_pieces(prompt)
+        key = self.prompts.layouts.set_towers(prompt.row.adapter)
+        hf_slots.reset_offset(self.prompts.model.hf_model)
+        try:
+            with (
+                torch.no_grad(),
+                self.prompts.towers.running(*key, is_busy=is_busy, pieces=pieces),
+                self.prompts.batch.prefixes.encoders(prompt),
+            ):
+                media = hf_prefill.media_of(self.prompts.model.hf_model, prompt.inputs.tensors)
+        except PausedError:
+            self.paused[prompt] = pieces
+            raise
+        except (RuntimeError, KeyError) as exc:
+            if is_out_of_memory(exc):
+                raise
+            if not pieces.is_cut:
+                self.takes_media = False
+                self.prompts.fall_back(f"{type(exc).__name__}: {exc}", "captured prompts with media")
+                return None
+            self.prompts.towers.may_cut = False
+            self.prompts.fall_back(f"{type(exc).__name__}: {exc}", "towers in pieces")
+        else:
+            return media
+        return self.media_of(prompt)
+
+    def _begin_pieces(self, prompt: Prompt) -> TowerPieces:
+        """Return what cuts the next piece of a prompt's towers: nothing while no row is being decoded."""
+        serial, pieces = self.prompts.serial_of(prompt.row.adapter), self.paused.pop(prompt, None)
+        if pieces is None or pieces.serial != serial:
+            pieces = TowerPieces(serial)
+        if self.prompts.batch.active and self.prompts.towers.may_cut:
+            pieces.begin(PIECE_POSITIONS, PIECE_S if self.prompts.device.type == "cpu" else None)
+        else:
+            pieces.begin(None)
+        return pieces
+
+    def is_between_pieces(self, prompt: Prompt) -> bool:
+        """Whether a prompt's towers have begun, and nothing of its decoder."""
+        return prompt in self.paused or (self.has_embeddings(prompt) and not prompt.done_tokens)
+
+    def has_embeddings(self, prompt: Prompt) -> bool:
+        """Whether a prompt's towers are complete, and transformers' passes of its chunks take their embeddings from here."""
+        return prompt in self._embeddings
+
+    @contextmanager
+    def embedded(self, prompt: Prompt, start: int, end: int) -> Iterator[None]:
+        """Let transformers' pass of a chunk decode the embeddings that the towers' pass has made of its tokens.
+
+        Errors: RequestError if the prompt's adapter was unloaded since then.
+        """
+        serial, embeddings = self._embeddings[prompt]
+        if serial != self.prompts.serial_of(prompt.row.adapter):
+            raise unloaded_error(prompt, self.prompts.model.adapters)
+        decoder = self.prompts.model.hf_model.get_decoder()
+        inner = decoder.forward
+
+        def decode(**kwargs: Any) -> Any:
+            return inner(**kwargs | {"inputs_embeds": embeddings[:, start:end]})
+
+        with covered({decoder: decode}):
+            yield
+        if end == embeddings.shape[1]:
+            del self._embeddings[prompt]
+
+    def with_towers(self, prompt: Prompt, compute: Callable[[], Any]) -> Any:
+        """Return what `compute` returns: transformers' pass of a whole prompt with media. On a CPU the towers go through in
+        pieces before the decoder while rows are being decoded.
+
+        Errors: PausedError if the pass continues in the next piece; then nothing of the decoder has run.
+        """
+        if self.prompts.device.type != "cpu" or not self.prompts.towers.may_cut:
+            with self.prompts.batch.prefixes.encoders(prompt):
+                return compute()
+        pieces, decoder = self._begin_pieces(prompt), self.prompts.model.hf_model.get_decoder()
+        inner = decoder.forward
+
+        def decode(*args: Any, **kwargs: Any) -> Any:
+            try:
+                pieces.end()
+            except TowersDoneError:
+                if not args and not self.prompts.batch.is_invariant and hf_prefill.may_be_chunked(kwargs):
+                    self._embeddings[prompt] = (pieces.serial, kwargs["inputs_embeds"])
+                raise
+            return inner(*args, **kwargs)
+
+        try:
+            with (
+                self.prompts.towers.running(
+                    None, pieces.serial, is_busy=bool(self.prompts.batch.active), pieces=pieces
+                ),
+                self.prompts.batch.prefixes.encoders(prompt, is_counted=not pieces.is_done),
+                covered({decoder: decode}),
+            ):
+                return compute()
+        except PausedError:
+            if prompt not in self._embeddings:
+                self.paused[prompt] = pieces
+            raise
+        except (NotKeptError, OtherInputsError) as exc:
+            self.prompts.towers.may_cut = False
+            self.prompts.fall_back(f"{type(exc).__name__}: {exc}", "towers in pieces")
+        prompt.cache = hf_slots.prompt_cache(self.prompts.model.hf_model, self.prompts.batch.cache.kv)
+        return self.with_towers(prompt, compute)
+
+
+def unloaded_error(prompt: Prompt, adapters: Sequence[str]) -> RequestError:
+    return RequestError(
+        "this adapter was unloaded while a prompt was running", field="adapter", value=prompt.row.adapter,
+        allowed=adapters, hint="Send the request again",
+    )  # fmt: skip
