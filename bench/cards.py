@@ -275,7 +275,8 @@ def run_case(case: dict[str, Any], work: Path, timeout_s: float) -> dict[str, An
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired as exc:
-        print((exc.stderr or b"").decode()[:2000], flush=True)
+        said = exc.stderr or b""
+        print(said[:2000] if isinstance(said, str) else said[:2000].decode(errors="replace"), flush=True)
         return {**label, "error": f"longer than {timeout_s:.0f} s"}
     rows = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
     if done.returncode or not rows:

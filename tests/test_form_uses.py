@@ -1,6 +1,48 @@
 """Which forms of a prompt's pass are captured where few graphs have room."""
 
+from types import SimpleNamespace
+
+import pytest
+
 from trimtab.runtime.form_uses import PERIOD, FormUses
+from trimtab.runtime.graph_cache import GraphCache
+from trimtab.runtime.prefill_graphs import Prompts
+
+
+@pytest.fixture
+def prompts(monkeypatch):
+    """Prompts with room for two graphs, both there: of the base, and of an adapter with the serial 7."""
+    made = object.__new__(Prompts)
+    made.captures, made._uses, made._graphs = True, FormUses(), GraphCache()
+    made._graphs[("first", None)] = SimpleNamespace(serial=None)
+    made._graphs[("second", "a")] = SimpleNamespace(serial=7)
+    plan = SimpleNamespace(request=SimpleNamespace(batch_invariant=False))
+    made.model = SimpleNamespace(plan=plan, route=SimpleNamespace(serials={"a": 7}))
+    monkeypatch.setattr(Prompts, "_most_graphs", lambda self: 2)
+    return made
+
+
+def may_capture(prompts, key, times):
+    for _ in range(times):
+        prompts._uses.note(key)
+    return prompts._may_capture(key)
+
+
+def test_a_graph_goes_for_a_form_that_is_needed_more_often(prompts):
+    for _ in range(3):
+        prompts._uses.note(("first", None))
+    assert not may_capture(prompts, ("new", None), 3)
+    assert may_capture(prompts, ("new", None), 1)
+
+
+def test_the_graph_of_an_unloaded_adapter_keeps_no_other_out(prompts):
+    for _ in range(9):
+        prompts._uses.note(("first", None))
+        prompts._uses.note(("second", "a"))
+    prompts.model.route.serials = {}
+    assert not may_capture(prompts, ("new", None), 1)
+    assert may_capture(prompts, ("new", None), 1)
+    assert list(prompts._graphs) == [("first", None)]
 
 
 def test_a_form_is_captured_when_it_is_needed_again():

@@ -84,13 +84,14 @@ class CheckpointError(TrimtabError):
 
 
 class DoesNotFitError(TrimtabError):
-    """No placement keeps every device within its budget."""
+    """No placement keeps every device within its budget. needs_both: whether no larger budget of one device alone would do."""
 
     def __init__(
-        self, reason: str, *, block: str | None, device: str, needed_bytes: int, budget_bytes: int, hint: str = ""
-    ) -> None:
+        self, reason: str, *, block: str | None, device: str, needed_bytes: int, budget_bytes: int, hint: str = "",
+        needs_both: bool = False,
+    ) -> None:  # fmt: skip
         self.reason, self.block, self.device = reason, block, device
-        self.needed_bytes, self.budget_bytes = needed_bytes, budget_bytes
+        self.needed_bytes, self.budget_bytes, self.needs_both = needed_bytes, budget_bytes, needs_both
         where = f"{block} on {device}" if block else device
         super().__init__(
             f"{where} needs {gib(needed_bytes)} ({needed_bytes} B), the budget is {gib(budget_bytes)} "

@@ -41,7 +41,7 @@ Planned = Callable[[Anatomy, str, str, str], Plan]
 class WithChunks(Protocol):
     """Makes the plan of chunks of some sizes (`choose_chunks_of`)."""
 
-    def __call__(self, chunks: tuple[int, ...], captured: bool, *, only_whole: bool, is_last: bool) -> Plan: ...
+    def __call__(self, chunks: tuple[int, ...], captured: bool, *, only_whole: bool, explains: bool) -> Plan: ...
 
 
 class ModeRefusedError(Exception):
@@ -84,34 +84,36 @@ def choose_chunks_of(
     least expected seconds. least_tokens: what the largest chunk has to hold. most_tokens: of a chunk, but for that.
 
     with_chunks: makes the plan of some sizes, captured or not; () for transformers' own pass. only_whole: whether only a plan with
-    the whole decoder on the device is of use; any other may be refused then. is_last: whether no other sizes are tried, so that an
-    error has to name the budget that would do. Where decoder layers are copied in every step, the room that graphs take would be
-    theirs (decision 20), and chunks that are not captured leave them the most: a prompt needs no cache beside the row's own.
+    the whole decoder on the device is of use; any other may be refused then. explains: whether an error has to name the budget
+    that would do. Where decoder layers are copied in every step, graphs would take their room (decision 20). Chunks that are not
+    captured leave them the most, because a prompt needs no cache beside the row's own.
     Errors: as `with_chunks` raises for the sizes that need the least.
     """
     if not is_captured:
-        return with_chunks((), False, only_whole=False, is_last=True)
+        return with_chunks((), False, only_whole=False, explains=True)
     plans: list[Plan] = []
-    refused: list[tuple[tuple[int, ...], bool]] = []
+    refused: list[tuple[int, ...]] = [()]
     most = min(size for size in CHUNKS if size >= max(most_tokens, least_tokens))
     for captured, choices in ((True, CAPTURED_CHUNKS), (False, UNCAPTURED_CHUNKS)):
         for chunks in (tuple(size for size in sizes if size <= most) for sizes in choices):
             if max(chunks) < least_tokens:
                 continue
             try:
-                plan = with_chunks(chunks, captured, only_whole=captured, is_last=False)
+                plan = with_chunks(chunks, captured, only_whole=captured, explains=False)
             except DoesNotFitError:
-                refused += [] if captured else [(chunks, captured)]
+                if not captured:
+                    refused.append(chunks)
                 continue
             if not plan.blocks_off_device:
                 return plan
-            plans += [] if captured else [plan]
+            if not captured:
+                plans.append(plan)
     if plans:
         return min(plans, key=lambda plan: plan.expected_s)
     errors = []
-    for chunks, captured in (((), False), *refused):
+    for chunks in refused:
         try:
-            return with_chunks(chunks, captured, only_whole=False, is_last=True)
+            return with_chunks(chunks, False, only_whole=False, explains=True)
         except DoesNotFitError as exc:
             errors.append(exc)
     raise _nearest(errors)
@@ -120,7 +122,7 @@ def choose_chunks_of(
 def _nearest(errors: Sequence[DoesNotFitError]) -> DoesNotFitError:
     """Return the error of the plan that lacks the least memory: its budget is the smallest that would do. One that needs a larger
     budget of two devices comes last."""
-    return min(errors, key=lambda error: (BOTH_BUDGETS in error.hint, error.needed_bytes - error.budget_bytes))
+    return min(errors, key=lambda error: (error.needs_both, error.needed_bytes - error.budget_bytes))
 
 
 def _fastest(request: LoadRequest, anatomy: Anatomy, head: str, machine: Any, planned: Planned) -> Plan:

@@ -121,10 +121,10 @@ def _made(
     whether an error names the sufficient budget, which takes a further search."""
 
     def planned(one: Anatomy, head: str, mode: str, reason: str) -> Plan:
-        def with_chunks(chunks: tuple[int, ...], captured: bool, *, only_whole: bool, is_last: bool) -> Plan:
+        def with_chunks(chunks: tuple[int, ...], captured: bool, *, only_whole: bool, explains: bool) -> Plan:
             return _Planner(
                 replace(request, head=head), one, adapters, machine, rates, disk_free_bytes, chunk_tokens, mode, reason,
-                chunks, captured, request.head, known, is_explained and is_last, held_bytes, media, only_whole,
+                chunks, captured, request.head, known, is_explained and explains, held_bytes, media, only_whole,
             ).plan()  # fmt: skip
 
         is_captured = mode in CAPTURED and not machine.on_cpu and one.prompts_unsupported is None
@@ -543,8 +543,9 @@ class _Planner:
             advice.append("fewer manual placements")
         hint = f"Allow more memory or reduce the request: {'; '.join(advice)}" if advice else ""
         return DoesNotFitError(
-            reason, block=None, device=device, needed_bytes=needed_bytes, budget_bytes=budget_bytes, hint=hint
-        )
+            reason, block=None, device=device, needed_bytes=needed_bytes, budget_bytes=budget_bytes, hint=hint,
+            needs_both=argument == BOTH_BUDGETS,
+        )  # fmt: skip
 
     def _host_taken(self) -> dict[str, int]:
         """Return the bytes of host memory that are no blocks, by what takes them."""

@@ -19,7 +19,7 @@ MOST_FORMS = 4096
 
 
 class FormUses:
-    """Counts of forms, the older ones less and less."""
+    """Counts of forms: what was counted before the last passes counts half, but never less than once."""
 
     def __init__(self) -> None:
         self._counts: Counter[Hashable] = Counter()

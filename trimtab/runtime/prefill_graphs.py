@@ -5,10 +5,11 @@
         is_through = prompts.step(prompt)
 
 A prompt's kernels are launched one by one from Python unless they are a graph. There is one for each form of a chunk
-(`hf_prefill.Form`) and each layout of adapters: the second time that one is needed it is captured, the first time the same
-pass runs as it is. Adapters of one layout (the same layers and ranks, at the same places of one piece of memory) share a
-graph, which reads a copy of the piece: changing the adapter is one copy on the device. An adapter of another kind (DoRA,
-embeddings, whole modules) has graphs of its own. All graphs share one memory pool and one set of inputs.
+(`hf_prefill.Form`) and each layout of adapters. The first time that one is needed, the pass runs as it is. The second time it
+is captured, and where another would have to go for it, once it is needed more often (form_uses.py). Adapters of one layout (the
+same layers and ranks, at the same places of one piece of memory) share a graph, which reads a copy of the piece: changing the
+adapter is one copy on the device. An adapter of another kind (DoRA, embeddings, whole modules) has graphs of its own. All graphs
+share one memory pool and one set of inputs.
 """
 
 from __future__ import annotations
@@ -47,9 +48,7 @@ from trimtab.runtime.step_choice import Fallback
 from trimtab.runtime.step_memory import extra_bytes
 from trimtab.runtime.tower_graphs import Towers
 from trimtab.runtime.tower_passes import TowerPasses, unloaded_error
-from trimtab.runtime.tower_pieces import (
-    PausedError,
-)
+from trimtab.runtime.tower_pieces import PausedError
 
 if TYPE_CHECKING:
     from trimtab.runtime.batch import Batch
@@ -97,7 +96,6 @@ class Prompts:
         self.sizes: tuple[int, ...] = ()
         self.is_steady = True  # whether the last chunk took as long as the next one of its form will
         self.jobs: WeakKeyDictionary[Prompt, _Job] = WeakKeyDictionary()
-        # Of prompts whose towers are complete: the adapter's serial, and embeddings [1, S, D].
         self._owner: weakref.ref[Prompt] | None = None
         self._forward: hf_prefill.ChunkForward | None = None
         self._short: short_ops.ShortOps | None = None
@@ -362,6 +360,7 @@ class Prompts:
             return False
         if self.model.plan.request.batch_invariant:
             return True
+        self._forget_unloaded()  # what is dropped anyway keeps no other out
         oldest = next(iter(self._graphs), None) if len(self._graphs) >= self._most_graphs() else None
         return self._uses.pays(key, oldest)
 
@@ -429,7 +428,7 @@ class Prompts:
         """Return the graph of a form, captured and run; None, and no further captures, where that turns out impossible."""
         form = key[0]
         assert isinstance(form, Form)
-        self._forget(serial)
+        self._make_room()
         start = time.perf_counter()
         before = self.batch.cache.rings(rows)
         torch.cuda.empty_cache()  # what passes that were not captured left has no place in the graphs' pool
@@ -455,11 +454,15 @@ class Prompts:
         self.capture_s += time.perf_counter() - start
         return captured
 
-    def _forget(self, serial: int | None) -> None:
-        """Drop graphs of unloaded adapters, and the least recently used one if there are too many."""
-        serials = {None, serial, *self.model.route.serials.values()}
+    def _forget_unloaded(self) -> None:
+        """Drop the graphs of unloaded adapters."""
+        serials = {None, *self.model.route.serials.values()}
         for key in [key for key, one in self._graphs.items() if one.serial not in serials]:
             del self._graphs[key]
+
+    def _make_room(self) -> None:
+        """Drop the graphs of unloaded adapters, and those used longest ago if there are too many."""
+        self._forget_unloaded()
         while len(self._graphs) >= self._most_graphs():
             self._graphs.popitem(last=False)
 

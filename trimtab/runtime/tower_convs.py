@@ -1,7 +1,7 @@
 """Convolutions of towers that a CPU computes without oneDNN, cut into slices, so that answers go on in between.
 
     for unit in slow_convolutions(hf_model, blocks, layers): ...
-    output = sliced(convolution, x, compute_slice)       # the bits of `convolution(x)`
+    output = sliced(convolution, x, compute)       # the bits of `convolution(x)`
 
 A CPU without instructions for bfloat16 or float16 computes such a convolution as copies of its windows and one dot product for
 each output, about 1e9 multiplications per second. The first two convolutions of Gemma 4's audio tower take most of the tower's

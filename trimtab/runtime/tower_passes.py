@@ -1,8 +1,8 @@
 """The towers of a prompt with media: run before its chunks, or cut into pieces that go between the steps of other rows.
 
 passes = TowerPasses(prompts)
-media = passes.media_of(prompt)              # for captured prompts
-output = passes.with_towers(prompt, compute) # around transformers' own pass of the whole prompt
+media = passes.media_of(prompt)                 # for captured prompts
+output = passes.with_towers(prompt, compute)    # around transformers' own pass of the whole prompt
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class TowerPasses:
     def __init__(self, prompts: Prompts) -> None:
         self.prompts, self.takes_media = prompts, True
         self.paused: WeakKeyDictionary[Prompt, TowerPieces] = WeakKeyDictionary()
+        # Of prompts whose towers are complete: the adapter's serial, and embeddings [1, S, D].
         self._embeddings: WeakKeyDictionary[Prompt, tuple[int | None, Tensor]] = WeakKeyDictionary()
 
     def media_of(self, prompt: Prompt) -> Media | None:
@@ -155,6 +156,7 @@ class TowerPasses:
 
 
 def unloaded_error(prompt: Prompt, adapters: Sequence[str]) -> RequestError:
+    """Return the error of a prompt whose adapter was unloaded since it began."""
     return RequestError(
         "this adapter was unloaded while a prompt was running", field="adapter", value=prompt.row.adapter,
         allowed=adapters, hint="Send the request again",
