@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import initialization
 
 from tests import pico, stock
 from trimtab.checkpoint.folder import read_checkpoint
@@ -386,7 +387,7 @@ def test_a_probe_starts_no_thread_and_fills_no_parameter(built, tmp_path, monkey
     (tmp_path / "config.json").write_text((built("llama") / "config.json").read_text())
     monkeypatch.setattr(threading.Thread, "start", refuse)
     for name in ("normal_", "ones_", "zeros_"):
-        monkeypatch.setitem(transformers.initialization.TORCH_INIT_FUNCTIONS, name, lambda *a, **k: filled.append(a))
+        monkeypatch.setitem(initialization.TORCH_INIT_FUNCTIONS, name, lambda *a, **k: filled.append(a))
     for folder in (built("llama"), tmp_path):
         hf.probe(read_checkpoint(folder))
     assert not filled

@@ -54,6 +54,10 @@ class Channel:
         self._connection.close()
 
 
+# How often the thread that receives looks whether its channel was closed.
+LOOK_S = 0.2
+
+
 class Inbox:
     """The messages of a channel, received on a separate thread: images of a request take longer than a decode step to come through
     a pipe. `poll`, `receive` and `rest` are called from one thread, and nobody else receives from the channel after `start`."""
@@ -71,7 +75,8 @@ class Inbox:
         message: dict[str, Any] | Exception = {}
         while not isinstance(message, Exception):
             try:
-                self._channel.poll(None)
+                while not self._channel.poll(LOOK_S):  # a wait without an end would keep a closed pipe open
+                    pass
                 self._is_receiving = True  # before anything is taken out of the pipe, where `rest` looks
                 message = self._channel.receive()
             except Exception as exc:  # raised where the message is taken

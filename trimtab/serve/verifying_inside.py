@@ -12,9 +12,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from trimtab.checkpoint.adapter_file import read_adapter
 from trimtab.errors import DoesNotFitError
 from trimtab.plan import Plan
 
@@ -64,15 +66,20 @@ def _give_way() -> None:
 def _plan(request: Mapping[str, Any]) -> Plan:
     """Return the running plan with the adapters that are compared, and keys and values in full: its placements depend on neither.
 
-    Errors: DoesNotFitError if full keys and values have no room; those of `plan_request`.
+    Errors: DoesNotFitError if full keys and values have no room; those of `plan_request`; AdapterError for an adapter that clients
+    loaded, if its files cannot be read.
     """
     plan, adapters = Plan.from_json(request["plan"]), dict(request["adapters"])
-    # One that clients loaded is not in the plan: what each takes is then counted again.
-    counted = plan.adapter_bytes if adapters.keys() <= plan.adapter_bytes.keys() else {}
+    # One that clients loaded is not in the plan: it is counted and stamped now, by the tensors of its file in float32.
+    later = {
+        name: read_adapter(path, values=False) for name, path in adapters.items() if name not in plan.adapter_bytes
+    }
+    counted = {name: sum(4 * prod(entry.shape) for entry in file.tensors.values()) for name, file in later.items()}
+    stamps = {name: file.stamps for name, file in later.items()}
     plan = replace(
         plan, request=replace(plan.request, adapters=adapters),
-        adapter_bytes={name: counted[name] for name in adapters if name in counted},
-        adapter_stamps={name: plan.adapter_stamps[name] for name in adapters if name in plan.adapter_stamps},
+        adapter_bytes={name: plan.adapter_bytes.get(name, counted.get(name, 0)) for name in adapters},
+        adapter_stamps={name: plan.adapter_stamps.get(name, stamps.get(name, ())) for name in adapters},
     )  # fmt: skip
     return plan if plan.request.kv == "full" else _with_full_kv(plan)
 
