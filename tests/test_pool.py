@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import os
 import time
@@ -457,6 +458,29 @@ def test_a_mistake_of_the_keeper_does_not_end_it(monkeypatch, caplog):
 
     assert run(model("a"), model("b"), work=work)
     assert "oops" in caplog.text
+
+
+def test_what_the_system_refuses_is_tried_again_after_a_pause(monkeypatch):
+    """A start in vain changes the state twice, and each change wakes the keeper."""
+    starts = []
+
+    def refused():
+        starts.append(time.monotonic())
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    async def work(pool):
+        await ask(pool, "a", job("1"))
+        supervisor = pool._members["a"].supervisor
+        with monkeypatch.context() as patched:
+            patched.setattr(supervisor, "_start_life", refused)
+            await asyncio.to_thread(supervisor.stop)
+            waiting = asyncio.create_task(ask(pool, "a", job("2")))
+            await until(lambda: starts)
+            await asyncio.sleep(0.3)
+            assert 1 <= len(starts) <= 2
+        return await waiting
+
+    assert run(work=work)
 
 
 def test_the_pool_leaves_no_process_behind():

@@ -261,6 +261,8 @@ class Pool:
                 self._ask_numbers()
             except Exception:
                 log.exception("internal error while models were swapped")
+                # What failed has changed a state, which would wake this loop at once.
+                await asyncio.sleep(TICK_S)
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(changed.wait(), TICK_S)
 
