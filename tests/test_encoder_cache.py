@@ -17,6 +17,7 @@ from trimtab.runtime import encoder_cache
 from trimtab.runtime.chat import Inputs
 from trimtab.runtime.encoder_cache import encoders
 from trimtab.runtime.prefix_store import Mark, scope_of
+from trimtab.runtime.tower_pieces import NotKeptError, PausedError, TowersDoneError
 
 
 def asked(model, family, pictures):
@@ -151,6 +152,34 @@ def test_a_chat_with_pictures_and_sounds_sees_and_hears_each_once():
     with trimtab.load(replace(plan, request=replace(plan.request, prefix_cache_bytes=0))) as model:
         for number, (media, answer) in enumerate(zip(questions, answers, strict=True)):
             assert model.answer(f"{number} What is it?", **media, max_new_tokens=16).text == answer
+
+
+def test_what_runs_again_is_counted_once(tmp_path):
+    with load("gemma3", tmp_path) as model:
+        cache = keeping(model)
+        scores(eager(model), model.prepare(ids(9)))
+        counts = cache.encoder_counts
+
+        def look_up(error=None, **options):
+            with torch.no_grad(), encoders(model.hf_model, cache, scope_of("a"), inputs_of([1]), **options):
+                model.hf_model.model.get_image_features(**asked(model, "gemma3", [1]))
+                if error is not None:
+                    raise error
+
+        for error in (PausedError(), NotKeptError(), KeyboardInterrupt()):
+            with pytest.raises(type(error)):
+                look_up(error)
+            assert (counts.lookups, counts.hits, counts.passes) == (0, 0, 0)
+        cache.store.clear()
+        with pytest.raises(TowersDoneError):
+            look_up(TowersDoneError())
+        assert (counts.lookups, counts.hits, counts.passes) == (1, 0, 1)
+        with pytest.raises(NotKeptError):
+            look_up(NotKeptError(), is_counted=False)
+        look_up(is_counted=False)
+        assert (counts.lookups, counts.hits, counts.passes) == (1, 0, 1)
+        look_up()
+        assert (counts.lookups, counts.hits, counts.passes) == (2, 1, 1)
 
 
 def test_an_output_of_another_form_is_not_kept(tmp_path):

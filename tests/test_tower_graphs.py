@@ -16,6 +16,7 @@ import trimtab
 from tests import pico
 from tests.test_encoder_cache import asked, tensors_of
 from tests.test_prefill import WITH_PICTURES, differ, eager, ids, in_chunks, load, picture, through
+from tests.test_prefix_cache import keeping, seen
 from trimtab.errors import RequestError
 from trimtab.runtime import tower_graphs, tower_passes, tower_pieces
 from trimtab.runtime.batch import Batch
@@ -257,6 +258,34 @@ def test_transformers_own_pass_goes_through_whole_where_it_cannot_be_cut(tmp_pat
         monkeypatch.setattr(tower_pieces._Output, "again", lost)
         assert torch.equal(through(batch, inputs).logits, expected)
         assert [one.what for one in batch.steps.fallbacks] == ["towers in pieces"]
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU runs these prompts in chunks of fixed shapes")
+@pytest.mark.parametrize("whose", ["its own", "another prompt's"])
+def test_a_pass_that_is_not_cut_any_more_behind_its_towers_is_counted_once(whose, tmp_path, monkeypatch):
+    """The cache has no room, so that every pass computes the towers."""
+    with load("gemma3", tmp_path) as model:
+        inputs = seen(model, "gemma3", 9)
+        expected = through(eager(model), inputs).logits
+        cache = keeping(model)
+        monkeypatch.setattr(cache, "put_blob", lambda key, value: None)
+        batch, _ = answering(model, monkeypatch, 10**6, make=lambda: Batch(model, rows=3))
+        prompt, counts = batch.begin(inputs, trimtab.GenerateRequest(max_new_tokens=4)), cache.encoder_counts
+        assert prompt.step() is False and prompt in batch.prompts.tower_passes.paused
+        assert (counts.lookups, counts.hits, counts.passes) == (1, 0, 1)
+        if whose == "its own":
+            again = tower_pieces._Output.again
+
+            def lost(output):
+                output.tensors = None
+                return again(output)
+
+            monkeypatch.setattr(tower_pieces._Output, "again", lost)
+        else:
+            batch.prompts.towers.may_cut = False
+        assert prompt.step() is True and not batch.prompts.towers.may_cut
+        assert torch.equal(prompt.logits, expected) and prompt not in batch.prompts.tower_passes.paused
+        assert (counts.lookups, counts.hits, counts.passes) == (1, 0, 1)
 
 
 def test_pieces_are_as_large_as_they_may_be_and_whole_where_nobody_waits(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from trimtab.runtime import hf_slots
 from trimtab.runtime.prefix_store import scope_of
-from trimtab.runtime.tower_pieces import PausedError, TowersDoneError
+from trimtab.runtime.tower_pieces import TowersDoneError
 
 if TYPE_CHECKING:
     from trimtab.runtime.chat import Inputs
@@ -50,11 +50,12 @@ def encoders(
     hf_model: Any, cache: PrefixCache, scope: bytes, inputs: Inputs, *, is_counted: bool = True
 ) -> Iterator[None]:  # fmt: skip
     """While the block runs, the towers return cached outputs, and new outputs are cached. is_counted: False for a pass that
-    an earlier one has been counted for."""
+    an earlier one has been counted for. What ends by an error is not counted, because it runs again, except where only the
+    decoder is left (TowersDoneError)."""
     owner = getattr(hf_model, "model", None)
     names = [name for name in FUNCTIONS if hasattr(owner, name)]
     kinds = hf_slots.media_ids(hf_model)
-    before = replace(cache.encoder_counts)
+    before, is_complete = replace(cache.encoder_counts), False
     try:
         for name, ids in zip(FUNCTIONS, kinds, strict=True):
             if name in names:
@@ -62,14 +63,13 @@ def encoders(
                 tower = _Tower(getattr(owner, name), cache, scope_of(scope, name), digests, name == FUNCTIONS[0])
                 vars(owner)[name] = tower
         yield
-        if not is_counted:
-            vars(cache.encoder_counts).update(vars(before))
+        is_complete = True
     except TowersDoneError:
-        raise
-    except PausedError:  # the rest of the pass looks everything up again
-        vars(cache.encoder_counts).update(vars(before))
+        is_complete = True
         raise
     finally:
+        if not (is_complete and is_counted):
+            vars(cache.encoder_counts).update(vars(before))
         for name in names:
             vars(owner).pop(name, None)
 

@@ -114,16 +114,20 @@ class TowerPasses:
         if end == embeddings.shape[1]:
             del self._embeddings[prompt]
 
-    def with_towers(self, prompt: Prompt, compute: Callable[[], Any]) -> Any:
+    def with_towers(self, prompt: Prompt, compute: Callable[[], Any], *, is_counted: bool = True) -> Any:
         """Return what `compute` returns: transformers' pass of a whole prompt with media. On a CPU the towers go through in
-        pieces before the decoder while rows are being decoded.
+        pieces before the decoder while rows are being decoded. is_counted: False where an earlier pass has counted the
+        look-ups of its media.
 
         Errors: PausedError if the pass continues in the next piece; then nothing of the decoder has run.
         """
         if self.prompts.device.type != "cpu" or not self.prompts.towers.may_cut:
-            with self.prompts.batch.prefixes.encoders(prompt):
+            paused = self.paused.pop(prompt, None)  # not None if another prompt has ended the cutting in between
+            is_counted = is_counted and not (paused is not None and paused.is_done)
+            with self.prompts.batch.prefixes.encoders(prompt, is_counted=is_counted):
                 return compute()
         pieces, decoder = self._begin_pieces(prompt), self.prompts.model.hf_model.get_decoder()
+        is_counted = is_counted and not pieces.is_done
         inner = decoder.forward
 
         def decode(*args: Any, **kwargs: Any) -> Any:
@@ -140,7 +144,7 @@ class TowerPasses:
                 self.prompts.towers.running(
                     None, pieces.serial, is_busy=bool(self.prompts.batch.active), pieces=pieces
                 ),
-                self.prompts.batch.prefixes.encoders(prompt, is_counted=not pieces.is_done),
+                self.prompts.batch.prefixes.encoders(prompt, is_counted=is_counted),
                 covered({decoder: decode}),
             ):
                 return compute()
@@ -152,7 +156,7 @@ class TowerPasses:
             self.prompts.towers.may_cut = False
             self.prompts.fall_back(f"{type(exc).__name__}: {exc}", "towers in pieces")
         prompt.cache = hf_slots.prompt_cache(self.prompts.model.hf_model, self.prompts.batch.cache.kv)
-        return self.with_towers(prompt, compute)
+        return self.with_towers(prompt, compute, is_counted=is_counted)
 
 
 def unloaded_error(prompt: Prompt, adapters: Sequence[str]) -> RequestError:
