@@ -31,6 +31,7 @@ from trimtab.serve.openapi import BESIDE, description
 from trimtab.serve.scheduler import QueueFullError
 from trimtab.serve.settings import ADMIN_PATHS, Limits, Settings
 
+WAIT_S = 10.0
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -488,7 +489,7 @@ async def drive_raw(app, body, leaves=None, *, path="/v1/chat/completions", send
         "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "scheme": "http",
         "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")], "client": None, "server": None,
     }  # fmt: skip
-    await asyncio.wait_for(app(scope, receive, send), 10)
+    await asyncio.wait_for(app(scope, receive, send), 2 * WAIT_S)
     return sent
 
 
@@ -499,9 +500,12 @@ def drive(app, body, leaves=None, **options):
 def once_begun(pool, choices):
     """Return how a client leaves in the midst of its answer: bodies are read on threads, which may take a while to begin."""
 
-    async def leaves():
+    async def all_begun():
         while len(pool.jobs) < choices:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
+
+    async def leaves():
+        await asyncio.wait_for(all_begun(), WAIT_S)
         await asyncio.sleep(0.05)
 
     return leaves

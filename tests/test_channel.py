@@ -111,6 +111,8 @@ def test_the_rest_of_an_inbox_has_what_is_on_its_way(ends):
     ends[0].send({"first": 1})
     ends[0]._connection.send_bytes(HEAD)
     inbox.start()
-    threading.Thread(target=lambda: (time.sleep(0.05), ends[0]._connection.send_bytes(b"x"))).start()
+    sender = threading.Thread(target=lambda: (time.sleep(0.05), ends[0]._connection.send_bytes(b"x")))
+    sender.start()
     assert list(inbox.rest()) == [{"first": 1}, {"picture": b"x"}]
     assert list(inbox.rest()) == [] and not inbox.poll(0)
+    sender.join(WAIT_S)
