@@ -156,7 +156,7 @@ def _upright(image: Image.Image, max_pixels: int, name: str) -> Image.Image:
     turn = TURNS.get(image.getexif().get(ORIENTATION, 1))
     turned = image if turn is None else image.transpose(turn)
     if turn is not None:  # the result may be read again: the tag, from EXIF or XMP, must not turn it twice
-        turned.info = {name: value for name, value in turned.info.items() if name == "transparency"}
+        turned.info = {key: value for key, value in turned.info.items() if key == "transparency"}
     if turned.mode in ("RGBA", "LA", "PA") or "transparency" in turned.info:
         return _on_white(turned)
     if turned.mode != "RGB":

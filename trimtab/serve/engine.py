@@ -464,7 +464,7 @@ class LoadedEngine:
 
     def _most_embedded(self, most_tokens: int) -> int:
         """Return the most tokens of a chunk of an embedding. On a GPU its kernels are launched one by one, which takes as long for
-        few tokens as for many. Batch-invariant answers depend on no load, and their embeddings neither."""
+        few tokens as for many. Batch-invariant answers do not depend on the load, and neither do their embeddings."""
         is_whole = self.model.device.type == "cuda" or self.batch.is_invariant
         return self.model.prefill_tokens if is_whole else min(most_tokens, self.model.prefill_tokens)
 

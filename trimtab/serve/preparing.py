@@ -61,9 +61,8 @@ class Preparing:
         try:
             if first is not None:
                 first()
-        except (
-            BaseException
-        ) as exc:  # a panic of a library in Rust too: without this thread every later prompt would wait for ever
+        except BaseException as exc:
+            # A panic of a library in Rust too: without this thread every later prompt would wait for ever.
             write_traceback(exc, "before the first prompt")
         while True:
             self._prepare_next()
