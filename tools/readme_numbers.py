@@ -394,7 +394,7 @@ def above_plan(results: Mapping[str, Any]) -> str:
     above = [row for row in rows if row["process_gib"] - row["planned_gib"] >= 2**-10]
     note = ""
     if any(row["prompt"] == "graph" and row["run"] <= 7 for row in rows):
-        note = "\nRows of captured prompts are of plans that did not count the room that weights are unpacked into."
+        note = " Rows of captured prompts are of plans that did not count the room that weights are unpacked into."
     if not above:
         return f"No process took more memory than its plan.{note}\n"
     named = "; ".join(
