@@ -77,8 +77,8 @@ def test_an_embedding_is_stocks_last_hidden_state(model, engine, adapter, poolin
 
 def test_an_embedding_goes_through_in_chunks_that_running_answers_have_time_for(engine):
     whole = result(run(engine, job("a", {"text": TEXT}, kind="embedding"))["a"])["embedding"]
-    asked = job("b", {"text": TEXT}, kind="embedding")
-    answer = engine.begin(asked, engine._inputs(asked))
+    embedding = job("b", {"text": TEXT}, kind="embedding")
+    answer = engine.begin(embedding, engine._inputs(embedding))
     engine.choose(answer)
     chunks, is_through = 0, False
     while not is_through:

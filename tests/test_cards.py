@@ -157,8 +157,8 @@ def test_a_plan_for_a_card_says_in_every_figure_that_it_is_an_estimate(tmp_path)
     )
     assert "nothing was measured" in first
     for text in (table, marked(narrow_table(plan), plan.card).partition("\n")[2]):
-        asked, _, body = text.strip().partition("\n\n")
-        assert "~" not in asked and re.search(r"audio\s30 s", asked)
+        request, _, body = text.strip().partition("\n\n")
+        assert "~" not in request and re.search(r"audio\s30 s", request)
         figures = re.findall(r"(?<![\d.])(~?)\d+(?:\.\d+)?\s+(?:GiB|MiB|KiB|ms|s|tokens/s)\b", body)
         assert set(figures) == {"~"} and len(figures) > 20
         assert re.search(r"~\d+ tokens/s", body)

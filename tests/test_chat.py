@@ -81,11 +81,11 @@ def test_the_text_route_equals_the_processors_own(model):
 def test_tokens_of_a_text_are_read_at_once_and_nothing_looks_at_each(model, monkeypatch):
     """Python runs one thread at a time: what preparing a prompt takes is taken from the thread that makes tokens."""
     expected = model.prepare("Hello you")
-    asked = []
+    calls = []
     real = type(model.processor).__call__
 
     def noted(self, *arguments, **options):
-        asked.append(options)
+        calls.append(options)
         return real(self, *arguments, **options)
 
     def one_by_one(self):
@@ -97,7 +97,7 @@ def test_tokens_of_a_text_are_read_at_once_and_nothing_looks_at_each(model, monk
     assert found.token_ids == expected.token_ids and list(found.tensors) == list(expected.tensors)
     assert all(torch.equal(found.tensors[name], value) for name, value in expected.tensors.items())
     # With tensors requested, the processor would look at every number first.
-    assert all("return_tensors" not in options for options in asked) and len(asked) == 1
+    assert all("return_tensors" not in options for options in calls) and len(calls) == 1
 
 
 def test_a_system_text_comes_first(model):

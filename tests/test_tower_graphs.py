@@ -189,13 +189,20 @@ def test_a_pass_that_is_cut_between_layers_is_the_pass(family, mode, tmp_path, m
         assert not towers.layers or towers.replayed >= 2
 
 
+def beside_a_text(model, family, monkeypatch, positions):
+    """Return a prompt with an image, its logits in transformers' own pass, and a batch that answers a text. Towers go through in
+    pieces of so many positions."""
+    inputs = picture(model, family, 9)
+    expected = through(eager(model), inputs).logits
+    batch, _ = answering(model, monkeypatch, positions, make=lambda: Batch(model, rows=3))
+    return inputs, expected, batch
+
+
 @pytest.mark.skipif(ON_GPU, reason="a GPU runs these prompts in chunks of fixed shapes")
 @pytest.mark.parametrize("family", WITH_PICTURES)
 def test_on_a_cpu_the_towers_are_cut_before_transformers_own_pass(family, tmp_path, monkeypatch):
     with load(family, tmp_path) as model:
-        inputs = picture(model, family, 9)
-        expected = through(eager(model), inputs).logits
-        batch, _ = answering(model, monkeypatch, 1, make=lambda: Batch(model, rows=3))
+        inputs, expected, batch = beside_a_text(model, family, monkeypatch, 1)
         assert not batch.prompts.sizes
         prompt, pieces = batch.begin(inputs, trimtab.GenerateRequest(max_new_tokens=4)), 0
         while not prompt.step():
@@ -210,9 +217,7 @@ def test_on_a_cpu_the_towers_are_cut_before_transformers_own_pass(family, tmp_pa
 @pytest.mark.parametrize("family", WITH_PICTURES)
 def test_on_a_cpu_a_prompt_is_cut_behind_its_towers_where_no_token_looks_ahead(family, tmp_path, monkeypatch):
     with load(family, tmp_path) as model:
-        inputs = picture(model, family, 9)
-        expected = through(eager(model), inputs).logits
-        batch, _ = answering(model, monkeypatch, 10**6, make=lambda: Batch(model, rows=3))
+        inputs, expected, batch = beside_a_text(model, family, monkeypatch, 10**6)
         prompt, sizes = batch.begin(inputs, trimtab.GenerateRequest(max_new_tokens=4)), []
         while not prompt.step(5):
             sizes.append(prompt.chunk_tokens)

@@ -284,10 +284,10 @@ def marked(table: str, card: Card) -> str:
     """Return a plan's table with every figure of bytes, seconds and rates marked "~", and what the card is above it. What is asked
     for, above the first empty line, has no mark."""
     figure = re.compile(r"(?P<gap>  )?(?P<figure>(?<![\w.~-])\d+(?:\.\d+)?\s+(?:GiB|MiB|KiB|B|s|ms|tokens/s)(?!\w))")
-    asked, empty, body = table.partition("\n\n")
+    request, empty, body = table.partition("\n\n")
     body = figure.sub(lambda m: (" ~" if m["gap"] else "~") + m["figure"], body)
     about = (
         f"ESTIMATE for {card.title}: {card.memory_mib} MiB, {card.bandwidth_GBps:g} GB/s, PCIe {card.pcie}, compute capability "
         f"{card.capability}, {card.tflops:g} TFLOPS in 16 bits. From {sources()[card.source]}; nothing was measured."
     )
-    return f"{about}\n\n{asked}{empty}{body}"
+    return f"{about}\n\n{request}{empty}{body}"

@@ -323,19 +323,8 @@ def media_of(hf_model: Any, tensors: Mapping[str, Any]) -> Media:
         positions = positions[-3:, 0].cpu()
     else:
         positions = None
-    masks, reach = _looking_ahead(inputs.get("attention_mask"))
+    masks, reach = looking_ahead(inputs.get("attention_mask"))
     return Media(embeddings, _dense(inputs, embeddings), positions, masks, reach)
-
-
-def may_be_chunked(inputs: Mapping[str, Any]) -> bool:
-    """Whether the inputs of a decoder's pass of a whole prompt with media can be given in chunks as embeddings alone: no token
-    looks ahead, positions count up, and later layers add nothing."""
-    positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
-    if inputs.get("inputs_embeds") is None or inputs.get("deepstack_visual_embeds") is not None:
-        return False
-    if (isinstance(positions, Tensor) and positions.dim() == 3) or (isinstance(mask, Tensor) and mask.dim() != 2):
-        return False
-    return not _looking_ahead(mask)[0]
 
 
 def _dense(inputs: Mapping[str, Any], embeddings: Tensor) -> tuple[Tensor, ...]:
@@ -351,7 +340,7 @@ def _dense(inputs: Mapping[str, Any], embeddings: Tensor) -> tuple[Tensor, ...]:
     return tuple(arguments)
 
 
-def _looking_ahead(masks: Any) -> tuple[dict[str, Tensor], tuple[int, ...]]:
+def looking_ahead(masks: Any) -> tuple[dict[str, Tensor], tuple[int, ...]]:
     """Return (kind -> [S, S], True where a token looks, of every kind; the last that each looks at) if any looks ahead."""
     if not isinstance(masks, dict):
         return {}, ()

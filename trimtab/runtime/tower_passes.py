@@ -7,7 +7,7 @@ output = passes.with_towers(prompt, compute)    # around transformers' own pass 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -134,7 +134,7 @@ class TowerPasses:
             try:
                 pieces.end()
             except TowersDoneError:
-                if not args and not self.prompts.batch.is_invariant and hf_prefill.may_be_chunked(kwargs):
+                if not args and not self.prompts.batch.is_invariant and _may_be_chunked(kwargs):
                     self._embeddings[prompt] = (pieces.serial, kwargs["inputs_embeds"])
                 raise
             return inner(*args, **kwargs)
@@ -165,3 +165,14 @@ def unloaded_error(prompt: Prompt, adapters: Sequence[str]) -> RequestError:
         "this adapter was unloaded while a prompt was running", field="adapter", value=prompt.row.adapter,
         allowed=adapters, hint="Send the request again",
     )  # fmt: skip
+
+
+def _may_be_chunked(inputs: Mapping[str, Any]) -> bool:
+    """Whether the inputs of a decoder's pass of a whole prompt with media can be given in chunks as embeddings alone: no token
+    looks ahead, positions count up, and later layers add nothing."""
+    positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    if inputs.get("inputs_embeds") is None or inputs.get("deepstack_visual_embeds") is not None:
+        return False
+    if (isinstance(positions, Tensor) and positions.dim() == 3) or (isinstance(mask, Tensor) and mask.dim() != 2):
+        return False
+    return not hf_prefill.looking_ahead(mask)[0]

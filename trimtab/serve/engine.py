@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from trimtab.plan.media_memory import LEAST_BUDGET_BYTES, MEDIA, patch_bytes, re
 from trimtab.request import GenerateRequest
 from trimtab.runtime import chat
 from trimtab.runtime.batch import Batch
-from trimtab.runtime.batch_request import Constraint, Drawn, Prompt, Row
+from trimtab.runtime.batch_request import Drawn, Row
 from trimtab.runtime.chat import Inputs
 from trimtab.runtime.chunk_times import ChunkTimes
 from trimtab.runtime.embedding import Embedding
@@ -45,6 +45,7 @@ from trimtab.serve.media_pool import MediaPool
 from trimtab.serve.preparing import Preparing
 from trimtab.serve.prompt_length import check_first_tokens
 from trimtab.serve.reading import Reading, is_chat, template_kwargs
+from trimtab.serve.running_answer import Answer, Compiled
 from trimtab.serve.scheduler import MistakeError, error_event
 from trimtab.serve.shelf import AdapterShelf
 
@@ -53,40 +54,6 @@ LEARN_SIDE, LEARN_S = 64, 10.0
 LESS_HINT = "Send a smaller request, or try again later"
 # What torch's allocator for host memory says, which has no error class of its own, and oneDNN when it gets none.
 HOST_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "could not create a primitive")
-
-
-@dataclass(eq=False)
-class Answer:
-    """One running job: first a prompt, then a row. pending: events that were not sent yet. is_begun: its adapter is on the
-    model, under the key that `row` has."""
-
-    job: Job
-    prompt: Prompt | None
-    row: Row
-    detokenizer: Detokenizer | None
-    began: float
-    first_token: float | None = None
-    is_over: bool = False
-    is_begun: bool = False
-    pending: list[Event] = field(default_factory=list)
-    reading: Reading | None = None
-    embedding: Embedding | None = None
-    scores: PromptScores | None = None
-    scored: list[dict[str, Any] | None] | None = None
-
-    @property
-    def needs_towers(self) -> bool:
-        """Whether the next piece of its prompt is a pass of the towers."""
-        return self.prompt is not None and self.scores is None and self.prompt.needs_towers
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """The inputs of a job, how its answer is read (None: it is no text), and what the answer is held to."""
-
-    inputs: Inputs
-    reading: Reading | None = None
-    constraint: Constraint | None = None
 
 
 def decoded_bytes(job: Job, *, model_type: str, audio_s: float) -> int:

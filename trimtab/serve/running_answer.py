@@ -1,0 +1,48 @@
+"""A running job of the engine: its prompt, then its row, and what was not sent yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trimtab.runtime.batch_request import Constraint, Prompt, Row
+from trimtab.runtime.chat import Inputs
+from trimtab.runtime.embedding import Embedding
+from trimtab.runtime.generate import Detokenizer
+from trimtab.runtime.prompt_scores import PromptScores
+from trimtab.serve.job import Event, Job
+from trimtab.serve.reading import Reading
+
+
+@dataclass(eq=False)
+class Answer:
+    """One running job: first a prompt, then a row. pending: events that were not sent yet. is_begun: its adapter is on the
+    model, under the key that `row` has."""
+
+    job: Job
+    prompt: Prompt | None
+    row: Row
+    detokenizer: Detokenizer | None
+    began: float
+    first_token: float | None = None
+    is_over: bool = False
+    is_begun: bool = False
+    pending: list[Event] = field(default_factory=list)
+    reading: Reading | None = None
+    embedding: Embedding | None = None
+    scores: PromptScores | None = None
+    scored: list[dict[str, Any] | None] | None = None
+
+    @property
+    def needs_towers(self) -> bool:
+        """Whether the next piece of its prompt is a pass of the towers."""
+        return self.prompt is not None and self.scores is None and self.prompt.needs_towers
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The inputs of a job, how its answer is read (None: it is no text), and what the answer is held to."""
+
+    inputs: Inputs
+    reading: Reading | None = None
+    constraint: Constraint | None = None
