@@ -39,7 +39,7 @@ ERRORS = [
     (CheckpointError("why", path="p", tensor_name="t"), 3, {"path": "p", "tensor_name": "t"}),
     (
         DoesNotFitError("why", block="b", device="cuda:0", needed_bytes=2, budget_bytes=1), 4,
-        {"reason": "why", "block": "b", "device": "cuda:0", "needed_bytes": 2, "budget_bytes": 1},
+        {"reason": "why", "block": "b", "device": "cuda:0", "needed_bytes": 2, "budget_bytes": 1, "needs_both": False},
     ),
     (AdapterError(".", ["one", "two"]), 5, {"path": ".", "problems": ["one", "two"]}),
     (

@@ -3,7 +3,7 @@
     TrimtabError
       RequestError      the question is wrong              field, value, allowed
       CheckpointError   a file is not what it claims       path, tensor_name
-      DoesNotFitError   no placement within the budgets    block, device, needed_bytes, budget_bytes
+      DoesNotFitError   no placement within the budgets    block, device, needed_bytes, budget_bytes, needs_both
       AdapterError      adapter and model do not match     path, problems (all of them, with both shapes)
       DeviceError       the machine refused at run time    device, block, planned_bytes, free_bytes
       ParityError       two routes differ too much         position, max_abs, mean_abs, tolerance
