@@ -14,6 +14,7 @@ from trimtab import cli
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import DeviceError, RequestError
 from trimtab.plan import Plan
+from trimtab.plan import options as plan_options
 from trimtab.plan.card_machine import machine_of, rates_of
 from trimtab.plan.cards import LANE_BPS, Card, check_here, find_card, known_cards, larger_cards, marked, sources
 from trimtab.plan.narrow import WIDTH, narrow_table
@@ -326,6 +327,25 @@ def test_options_of_a_card_name_larger_cards_and_no_budget_that_the_card_does_no
     assert not any("--gpu-memory" in what for what in options)
     assert cli.main(["plan", str(BASE), "--card", "RTX 4060 8GB", "--gpu-memory", "5GiB", "--options", "--json"]) == 0
     assert "--gpu-memory 6GiB" in {one["what"] for one in json.loads(capsys.readouterr().out)["options"]}
+
+
+def test_a_refused_plan_gives_its_options_as_json_too(capsys, monkeypatch):
+    # The changes beside it need no plan for this; the budget of the GPU is the request's, though the host's is short.
+    real, kept = plan_options._changes, ("as asked", "gpu_memory=")
+    monkeypatch.setattr(
+        plan_options,
+        "_changes",
+        lambda *given, **named: [one for one in real(*given, **named) if one[0].startswith(kept)],
+    )
+    refused = ["plan", str(BASE), "--card", "12GiB", "--gpu-memory", "8GiB", "--host-memory", "1MiB", "--json"]
+    assert cli.main([*refused, "--options"]) == 4
+    answer = json.loads(capsys.readouterr().out)
+    error = answer["error"]
+    assert (error["class"], error["fields"]["device"]) == ("DoesNotFitError", "host") and "options" not in error[
+        "fields"
+    ]
+    assert [one["what"] for one in answer["options"]] == ["as asked", "--gpu-memory 10GiB", "--gpu-memory 12GiB"]
+    assert all(one["error"].startswith("needs ") and one["needed_bytes"] is None for one in answer["options"])
 
 
 def test_the_narrow_form_of_an_estimate_has_80_columns_and_the_options_have_marks(capsys):

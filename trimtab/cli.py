@@ -37,7 +37,7 @@ from trimtab.commands.examples import examples_text
 from trimtab.commands.flags import give_model, group_of
 from trimtab.commands.saying import COLORS, print_json, use_color
 from trimtab.commands.wording import flags_of, in_flags
-from trimtab.errors import AdapterError, RequestError, TrimtabError
+from trimtab.errors import AdapterError, DoesNotFitError, RequestError, TrimtabError
 from trimtab.exit_codes import exit_code, exit_codes_text
 from trimtab.machine import late_imports
 from trimtab.packages import versions_of
@@ -151,7 +151,8 @@ def _prepare_terminal() -> None:
 
 def _print_error(exc: BaseException, as_json: bool, flags: Mapping[str, str]) -> None:
     if as_json:
-        print_json({"error": error_json(exc, flags)})
+        options = {"options": exc.options} if isinstance(exc, DoesNotFitError) and exc.options else {}
+        print_json({"error": error_json(exc, flags), **options})
     elif isinstance(exc, UsageError):
         print(f"{exc.usage}\ntrimtab: {exc}", file=sys.stderr)
     else:
@@ -173,7 +174,8 @@ def _check_readable(given: Sequence[str]) -> None:
 def error_json(exc: BaseException, flags: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
     """Return an error as class, message and the fields that code reads. flags: argument -> flag, for the message."""
     kind = RequestError if isinstance(exc, UsageError) else type(exc)
-    fields = {name: value for name, value in vars(exc).items() if not name.startswith("_") and name != "usage"}
+    shown_apart = ("usage", "options")
+    fields = {name: value for name, value in vars(exc).items() if not name.startswith("_") and name not in shown_apart}
     if fields.get("hint"):
         fields["hint"] = in_flags(fields["hint"], None, flags)
     return {"class": kind.__name__, "message": _text(exc, flags), "fields": fields}

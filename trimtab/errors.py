@@ -84,7 +84,12 @@ class CheckpointError(TrimtabError):
 
 
 class DoesNotFitError(TrimtabError):
-    """No placement keeps every device within its budget. needs_both: whether no larger budget of one device alone would do."""
+    """No placement keeps every device within its budget. needs_both: whether no larger budget of one device alone would do.
+
+    options: the table of `trimtab plan --options --json`: what changed requests would give, as `plan.options.Option` in JSON.
+    """
+
+    options: tuple[Mapping[str, Any], ...] = ()
 
     def __init__(
         self, reason: str, *, block: str | None, device: str, needed_bytes: int, budget_bytes: int, hint: str = "",

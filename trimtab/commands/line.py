@@ -121,7 +121,7 @@ def add(command: Command) -> None:
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    from trimtab.api import PlanInputs, plan_options, plan_request
+    from trimtab.api import PlanInputs, device_budget_bytes, plan_options, plan_request
     from trimtab.plan.cards import find_card
     from trimtab.plan.options import options_text
     from trimtab.plan.picture import check_path
@@ -144,9 +144,14 @@ def run_plan(options: argparse.Namespace) -> int:
     try:
         plan = plan_request(request, inputs=inputs)
     except DoesNotFitError as exc:
-        if options.options and not options.json:
-            card = None if request.card is None else find_card(request.card)
-            print(options_text(changes(exc.budget_bytes or 0), card=card), end="\n\n")
+        if options.options:
+            is_of_gpu = exc.device.startswith("cuda")
+            helpful = changes(exc.budget_bytes if is_of_gpu else device_budget_bytes(request, inputs))
+            if options.json:
+                exc.options = tuple(asdict(one) for one in helpful)
+            else:
+                card = None if request.card is None else find_card(request.card)
+                print(options_text(helpful, card=card), end="\n\n")
         raise
     helpful = changes(plan.gpu_budget_bytes) if options.options else []
     if options.save:
