@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.test_execution import E4B, GIB, card, off_device, plan, with_int8_head
+from trimtab.errors import DoesNotFitError
 from trimtab.plan.blocks import blocks_of
-from trimtab.plan.budget import Choice, Item
+from trimtab.plan.budget import STAGING_SLOTS, Choice, Item
+from trimtab.plan.cost import Rates, Weights, Work, unhidden_s
 from trimtab.plan.pipeline import Stage, evened, pipeline_s
 
 BLOCKS = [
@@ -120,3 +122,24 @@ def test_one_buffer_is_chosen_where_the_copies_of_a_step_fit_behind_it():
     assert made.staging_slots == 1 and 0 < off_device(made) <= 4
     assert made.gpu["staging"] == max(row.host_bytes for row in made.placements if row.tier == "stream")
     assert made.execution.tokens_per_s > 300
+
+
+def test_one_buffer_is_taken_where_two_do_not_fit():
+    with pytest.raises(DoesNotFitError) as refused:
+        plan(8, decode="fused", gpu_memory_bytes=int(2.3 * GIB), is_advised=False)
+    least = refused.value.needed_bytes
+    made = plan(8, decode="fused", gpu_memory_bytes=least)
+    assert made.staging_slots == 1 and made.gpu_needed_bytes <= least
+    assert made.gpu["staging"] == max(row.host_bytes for row in made.placements if row.tier == "stream")
+    wider = plan(8, decode="fused", gpu_memory_bytes=least + 150 * 2**20)
+    assert wider.staging_slots == STAGING_SLOTS and wider.execution.tokens_per_s > made.execution.tokens_per_s
+
+
+def test_with_one_buffer_a_prompt_copies_and_computes_in_turn():
+    rates = Rates(pinned_h2d_Bps=100, device_Bps=1000, launch_s=1e-9, transfer_s=1e-9)
+    work = Work(passes=3, prompt_rows=6, step_rows=1)
+    for nbytes, flops, shorter_s in ((1000, 0, 1.0), (100, 10 * rates.device_flops, 1.0)):
+        added_s = unhidden_s(Weights(nbytes=nbytes, flops=flops, leaves=1), work, rates, pinned=True)
+        assert added_s == pytest.approx(3 * shorter_s)
+    idle = Work(passes=0, prompt_rows=0, step_rows=0)
+    assert unhidden_s(Weights(nbytes=1000, flops=0, leaves=1), idle, rates, pinned=True) == 0

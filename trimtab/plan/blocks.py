@@ -15,7 +15,8 @@ from typing import Literal
 
 from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, Part, TensorRow
 from trimtab.errors import gib
-from trimtab.plan.cost import HEAD8, HEAD_PIECE_BYTES, allocated_bytes, buffer_bytes, packed_parts
+from trimtab.plan.cost import HEAD8, HEAD_PIECE_BYTES, allocated_bytes, buffer_bytes, packed_bytes, packed_parts
+from trimtab.plan.rows import Unquantized
 from trimtab.request import DEFAULT_QUANT, QUANTS, TIERS
 
 Paid = Literal["token", "image", "audio", "request"]
@@ -246,3 +247,18 @@ def places_of(block: Block) -> list[tuple[str, str]]:
     }
     places = [(tier, home) for tier in block.allowed_tiers for home in homes[tier]]
     return places if block.is_in_file else [place for place in places if place != ("gather", "file")]
+
+
+def unquantized_of(anatomy: Anatomy, quant: str) -> tuple[Unquantized, ...]:
+    """Return the linears and experts that stay in full precision, with the reason; none where no format was chosen."""
+    if quant == "none" and anatomy.prequantized is None:
+        return ()
+    tied = tied_paths(anatomy)
+    kept = []
+    for row in anatomy.rows:
+        if row.kind in ("linear", "experts") and not row.quantized and not row.is_head8:
+            weights = [row.weight] if row.weight is not None else [t for t in row.tensors if len(t.shape) == 3]
+            nbytes = sum(packed_bytes(t.shape, "none", t.dtype) for t in weights if t is not None)
+            shared = "" if not any(t and t.tensor_path in tied for t in weights) else "shared with another module"
+            kept.append(Unquantized(module_path=row.module_path, bytes=nbytes, reason=row.why_unquantized or shared))
+    return tuple(kept)

@@ -177,6 +177,16 @@ def seconds(
     return work.passes * _pass_s(tier, weights, rows, rates, copy_Bps), step
 
 
+def unhidden_s(weights: Weights, work: Work, rates: Rates, *, pinned: bool) -> float:
+    """Return the seconds that a block copied to a GPU adds to a prompt if nothing is copied while it is computed: the shorter of
+    both, in each pass."""
+    if not work.passes:
+        return 0.0
+    device_s = _pass_s("resident", weights, ceil(work.prompt_rows / work.passes), rates, 1.0)
+    copied_s = rates.transfer_s + weights.nbytes / rates.copy_Bps(pinned=pinned, on_cpu=False)
+    return work.passes * min(device_s, copied_s)
+
+
 def _rows_s(tier: str, home: str, weights: Weights, rows: int, rates: Rates, copy_Bps: float) -> float:
     nbytes = rows * weights.row_bytes
     if tier == "resident" or not rows:

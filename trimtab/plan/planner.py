@@ -19,7 +19,7 @@ from trimtab.checkpoint.anatomy import Anatomy, first_equal
 from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.plan.activations import PREFILL_CHUNK_TOKENS, Use, needs_of, patches_of, smaller_needs, use_of
 from trimtab.plan.adapter_room import copies_bytes
-from trimtab.plan.blocks import Block, blocks_of, places_of, quant_of, tied_paths
+from trimtab.plan.blocks import Block, blocks_of, places_of, quant_of, unquantized_of
 from trimtab.plan.budget import Choice, Item, Limits, Totals, slots_of, totals_of
 from trimtab.plan.cost import (
     CODE_BYTES,
@@ -29,6 +29,7 @@ from trimtab.plan.cost import (
     allocator_reserve_bytes,
     packed_bytes,
     seconds,
+    unhidden_s,
 )
 from trimtab.plan.execution import (
     CAPTURED,
@@ -53,7 +54,7 @@ from trimtab.plan.plan import Plan, Stamps
 from trimtab.plan.prefix_memory import prefix_bytes
 from trimtab.plan.prompt_memory import prompt_bytes, uncaptured_bytes
 from trimtab.plan.reasons import Reasons
-from trimtab.plan.rows import OUTSIDE_PEAK, Placement, Unquantized
+from trimtab.plan.rows import OUTSIDE_PEAK, Placement
 from trimtab.plan.search import Search
 from trimtab.plan.step_work import prompt_linears, step_work, works_of
 from trimtab.plan.tower_memory import with_towers
@@ -197,6 +198,10 @@ class _Planner:
             raise self._disk_error()
         search = Search(self.items, self.limits)
         best = search.best() if search.may_fit() else None
+        if best is None and self.is_captured:  # two staging buffers may be what does not fit; an error counts one too
+            self.limits = replace(self.limits, slots=1)
+            search = Search(self.items, self.limits)
+            best = search.best() if search.may_fit() else None
         if best is None:
             raise self._does_not_fit(search) if self.is_explained else self._unexplained()
         return self._with_best_buffers(*best) if self.is_captured and self._copies(best[0]) else self._plan(*best)
@@ -215,20 +220,29 @@ class _Planner:
     def _with_best_buffers(self, chosen: list[Choice], totals: Totals) -> Plan:
         """Return the plan of a captured step that copies blocks, with two staging buffers or with one: a second one hides more of
         the copies, and takes the room of a block."""
-        two, one = self.limits, replace(self.limits, slots=1)
-        alone = Search(self.items, one).best()
+        given, one = self.limits, replace(self.limits, slots=1)
+        alone = (chosen, totals) if given == one else Search(self.items, one).best()
         if self.only_whole and (alone is None or self._copies(alone[0])):
             raise self._unexplained()  # evened layers are copied as well
         candidates = [self._evened(chosen, totals)]
         self.limits = one
-        candidates += [] if alone is None else [self._evened(*alone)]
+        candidates += [] if alone is None or given == one else [self._evened(*alone)]
         best = min(candidates, key=lambda one: self._seconds_of(one[0], one[1].slots))
         if best is candidates[0]:
-            self.limits = two
+            self.limits = given
         return self._plan(*best)
 
     def _seconds_of(self, chosen: Sequence[Choice], slots: int) -> float:
-        return sum(choice.request_s for choice in chosen) + self.use.answer_tokens * self._step_s(chosen, slots)
+        prompt_s = sum(choice.request_s for choice in chosen) + self._waits_s(chosen, slots)
+        return prompt_s + self.use.answer_tokens * self._step_s(chosen, slots)
+
+    def _waits_s(self, chosen: Sequence[Choice], slots: int) -> float:
+        """Return what the passes of a prompt take longer with one staging buffer, which copies and computes in turn."""
+        staged = [block for block, choice in zip(self.blocks, chosen, strict=True) if choice.staged_bytes]
+        if slots != 1 or len(staged) < 2:
+            return 0.0
+        weighed = ((self._weights(block), self.works[block.paid]) for block in staged)
+        return sum(unhidden_s(*pair, self.rates, pinned=self.machine.has_pinned) for pair in weighed)
 
     def _evened(self, chosen: list[Choice], totals: Totals) -> tuple[list[Choice], Totals]:
         """Return the placement with the layers that a captured step copies spread over the decoder, and its totals."""
@@ -279,16 +293,18 @@ class _Planner:
         )  # fmt: skip
 
     def _seconds(self, block: Block, tier: str, home: str) -> tuple[float, float]:
-        weights = Weights(
-            nbytes=block.movable_bytes, flops=block.flops_per_token, leaves=len(block.leaves), row_bytes=block.row_bytes
-        )
         pinned, on_cpu = self.machine.has_pinned, self.machine.on_cpu
         # A captured step launches its kernels all at once.
         launch_s = 0.0 if self.is_captured and block.paid == "token" else None
         return seconds(
-            tier, home, weights, self.works[block.paid], self.rates, pinned=pinned, on_cpu=on_cpu,
+            tier, home, self._weights(block), self.works[block.paid], self.rates, pinned=pinned, on_cpu=on_cpu,
             step_launch_s=launch_s,
         )  # fmt: skip
+
+    def _weights(self, block: Block) -> Weights:
+        return Weights(
+            nbytes=block.movable_bytes, flops=block.flops_per_token, leaves=len(block.leaves), row_bytes=block.row_bytes
+        )
 
     def _runs_in_mode(self, block: Block, tier: str) -> bool:
         """Return whether a captured step can run with the block in this tier: what it reads every token stays off the CPU."""
@@ -385,7 +401,7 @@ class _Planner:
             gpu_budget_bytes=limits.device_budget_bytes, host_peak_bytes=totals.host_bytes,
             host_budget_bytes=limits.host_budget_bytes, disk_bytes=totals.disk_bytes, staging_slots=totals.slots,
             prefill_tokens=self.use.prefill_tokens, answer_tokens=self.use.answer_tokens, peak_phase=self.needs.phase,
-            unquantized=self._unquantized(), checkpoint_stamps=(), rates=self.rates,
+            unquantized=unquantized_of(self.anatomy, request.quant), checkpoint_stamps=(), rates=self.rates,
             execution=self._execution(chosen, totals.slots), adapter_bytes=self.adapter_sizes, media_reason=self.media.reason,
         )  # fmt: skip
 
@@ -401,6 +417,7 @@ class _Planner:
             counts = prompt_linears(self.anatomy, self.blocks, use, is_cut=bool(self.chunks))
             options = {"is_captured": self.captures_prompts, "has_adapters": has_adapters}
             launch_s = prompt_launch_s(*counts, passes=passes, launch_s=rates.launch_s, **options)
+            prompt_s += self._waits_s(chosen, slots)
             prompt_s = prompt_s + launch_s if self.captures_prompts else max(prompt_s, launch_s)
             one_s = self._step_s(chosen, slots)
             counted = self.execution_bytes
@@ -451,21 +468,6 @@ class _Planner:
             gpu_bytes=choice.device_bytes + fixed, host_bytes=choice.host_bytes, disk_bytes=choice.disk_bytes,
             request_s=choice.request_s, token_s=choice.step_s, reason=reason,
         )  # fmt: skip
-
-    def _unquantized(self) -> tuple[Unquantized, ...]:
-        if self.request.quant == "none" and self.anatomy.prequantized is None:
-            return ()
-        tied = tied_paths(self.anatomy)
-        kept = []
-        for row in self.anatomy.rows:
-            if row.kind in ("linear", "experts") and not row.quantized and not row.is_head8:
-                weights = [row.weight] if row.weight is not None else [t for t in row.tensors if len(t.shape) == 3]
-                nbytes = sum(packed_bytes(t.shape, "none", t.dtype) for t in weights if t is not None)
-                shared = "" if not any(t and t.tensor_path in tied for t in weights) else "shared with another module"
-                kept.append(
-                    Unquantized(module_path=row.module_path, bytes=nbytes, reason=row.why_unquantized or shared)
-                )
-        return tuple(kept)
 
     # What would fit ---------------------------------------------------------------------------------------------------
 
