@@ -6,7 +6,7 @@ import ipaddress
 
 import pytest
 
-from trimtab.serve.addresses import is_public
+from trimtab.serve.addresses import client_network, is_public
 
 # Of the registries, with what stands directly around each that is public.
 PRIVATE = (
@@ -60,3 +60,33 @@ def test_what_stands_beside_them_is_public(address):
 )  # fmt: skip
 def test_loopback_and_metadata_are_not_public_in_any_form(address):
     assert not is_public(address)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("2001:db8:1:2::1", "2001:db8:1:2:ffff:ffff:ffff:ffff"),
+        ("fe80::1%eth0", "fe80::2%eth0"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("::ffff:c000:207", "64:ff9b::192.0.2.7"),
+        ("127.0.0.1", "127.255.3.9"),
+        ("::1", "127.0.0.1"),
+        ("::ffff:127.0.0.2", "127.0.0.1"),
+    ],
+)
+def test_addresses_that_one_client_can_take_are_one_client(one, other):
+    assert client_network(one) == client_network(other)
+
+
+def test_addresses_of_two_networks_are_two_clients():
+    addresses = [
+        "2001:db8:1:2::1",
+        "2001:db8:1:3::1",
+        "192.0.2.7",
+        "192.0.2.8",
+        "::ffff:192.0.2.9",
+        "127.0.0.1",
+        "a.socket",
+    ]
+    assert len({client_network(address) for address in addresses}) == len(addresses)
+    assert client_network("a.socket") == "a.socket"

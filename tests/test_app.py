@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from starlette.testclient import TestClient
 
 from tests.serving import MockPool, client, failed, forever, token, words
 from trimtab import errors
@@ -186,6 +187,16 @@ def test_requests_take_turns_by_key_and_without_keys_by_address():
     pool = MockPool()
     client(pool).post("/v1/chat/completions", json=chats)
     assert [job.sender for job in pool.jobs] == ["testclient"]  # as TestClient calls its address
+
+
+def test_without_keys_a_client_with_a_network_of_ipv6_addresses_has_one_turn():
+    pool = MockPool()
+    app = client(pool).app
+    for address in ("2001:db8::1", "2001:db8::dead:beef", "2001:db8:0:1::1"):
+        found = TestClient(app, base_url="http://127.0.0.1", client=(address, 50000))
+        found.post("/v1/chat/completions", json={"model": "demo", "messages": [{"role": "user", "content": "Hello"}]})
+    one, same, other = [job.sender for job in pool.jobs]
+    assert one == same != other
 
 
 def test_a_key_has_cached_prefixes_of_its_own_unless_they_are_shared():

@@ -1,4 +1,4 @@
-"""Whether an IP address is public: by IANA's registries, the same on every Python.
+"""Whether an IP address is public, by IANA's registries and the same on every Python; and which addresses are one client's.
 
 What `ipaddress` calls global differs between Python releases, and it does not know every form in which an IPv6 address
 carries an IPv4 one. So both have to agree: `ipaddress`, and the networks below. Of IPv6 only global unicast (2000::/3) is public,
@@ -51,6 +51,9 @@ _V6 = tuple(
 )
 _MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+# What one IPv6 host can take addresses from. RFC 4291 section 2.5.1, RFC 6177.
+_OF_ONE_CLIENT = 64
+THIS_MACHINE = "this machine"
 # Upper half of an interface identifier that carries an IPv4 address.
 _ISATAP = (0x00005EFE, 0x02005EFE)
 
@@ -66,3 +69,22 @@ def is_public(address: str) -> bool:
     if int(ip) >> 32 & 0xFFFFFFFF in _ISATAP and not is_public(inner):
         return False
     return ip in _V6_PUBLIC and ip.is_global and not any(ip in network for network in _V6)
+
+
+def client_network(address: str) -> str:
+    """Return what stands for the client at an address: one client has many addresses, and would have as many turns.
+
+    An IPv6 client is its /64, in which a host takes any address; one that carries an IPv4 address (IPv4-mapped, NAT64) is that.
+    All of loopback is this machine. What is no IP address is returned unchanged.
+    """
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(ip, ipaddress.IPv6Address) and (ip in _MAPPED or ip in _NAT64):
+        ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+    if ip.is_loopback:
+        return THIS_MACHINE
+    if isinstance(ip, ipaddress.IPv4Address):
+        return str(ip)
+    return str(ipaddress.IPv6Network((int(ip), _OF_ONE_CLIENT), strict=False))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from trimtab.serve.addresses import client_network
 from trimtab.serve.body import BodyLimits, Budget, Incoming
 from trimtab.serve.faults import http_error
 from trimtab.serve.live import Live
@@ -100,11 +101,11 @@ def client_of(authorization: str, settings: Settings) -> str:
 
 
 def sender_of(authorization: str, address: str, settings: Settings) -> str:
-    """Return the client that a request counts for in the queue: its key, or its address if there are no keys.
+    """Return the client that a request counts for in the queue: its key, or where it comes from if there are no keys.
 
     authorization: as in `client_of`. Behind a proxy, all requests without keys have the proxy's address.
     """
-    return _digest_of_key(authorization, settings) or address
+    return _digest_of_key(authorization, settings) or client_network(address)
 
 
 def _digest_of_key(authorization: str, settings: Settings) -> str:
