@@ -1,7 +1,9 @@
 """Which launch configuration a product gets before anything is tuned, and that none is timed in front of a first answer."""
 
 import dataclasses
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,3 +154,29 @@ def test_what_was_tuned_is_known_to_the_next_process(module, product, tmp_path, 
     assert launch_configs.kept(TARGET) == {
         product.key: dataclasses.replace(module.products.chosen[product.key], estimated_us=0.0)
     }
+
+
+def test_a_graph_of_several_calls_is_timed_by_the_call(monkeypatch):
+    runs = []
+
+    class Event(SimpleNamespace):
+        def record(self):
+            runs.append("event")
+
+        def synchronize(self):
+            return None
+
+        def elapsed_time(self, end):
+            return 0.02 * runs.count("call")
+
+    graph = SimpleNamespace(replay=lambda: None)
+    monkeypatch.setattr(
+        tuning, "GraphCache", {object: lambda: SimpleNamespace(record=lambda side, run: (graph, run()))}
+    )
+    monkeypatch.setattr(tuning, "side_stream", nullcontext)
+    for name, stand_in in {"device": nullcontext, "synchronize": lambda: None, "Event": lambda **_: Event()}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    device = torch.device("cuda", 0)
+    # One call before the capture, and four in the graph: five took 0.1 ms.
+    assert tuning.graph_us(lambda: runs.append("call"), device, calls=4) == pytest.approx(100 / 4)
+    assert runs.count("call") == 5 and runs.count("event") == 6

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 from trimtab.checkpoint.adapter_file import DIVERGED
+from trimtab.columns import aligned
 from trimtab.errors import gib
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def adapter_text(report: Mapping[str, Any]) -> str:
         f"config    {', '.join(f'{name} {value}' for name, value in report['config'].items()) or 'all defaults'}",
         f"targets   {_target_text(report['target_modules'])}",
         "",
-        *_aligned([("part", "tensors"), *((part, str(count)) for part, count in report["parts"].items())]),
+        *aligned([("part", "tensors"), *((part, str(count)) for part, count in report["parts"].items())], right=(1,)),
     ]
     spoiled = report.get("not_finite") or []
     if spoiled:
@@ -77,11 +78,6 @@ _KINDS = {
 def _some(names: Sequence[str]) -> list[str]:
     rest = [f"            and {len(names) - SHOWN_PATHS} more (--json has all)"] if len(names) > SHOWN_PATHS else []
     return [*(f"            {name}" for name in names[:SHOWN_PATHS]), *rest]
-
-
-def _aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
-    left, right = (max(len(row[column]) for row in rows) for column in (0, 1))
-    return [f"{name:<{left}}  {value:>{right}}" for name, value in rows]
 
 
 def answer_json(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab import interrupts
 from trimtab.adapter_names import MIX_FORM, is_mix, parse_mix
+from trimtab.columns import aligned
 from trimtab.commands import chat_file
 from trimtab.commands.chat_input import Reader
 from trimtab.commands.opening import end_text
@@ -191,8 +192,7 @@ class Session:
     # Commands ---------------------------------------------------------------------------------------------------------
 
     def _help(self, rest: str) -> None:
-        width = max(len(form) for form, _ in HELP)
-        self._say("\n".join([*(f"{form:<{width}}  {what}" for form, what in HELP), "", KEYS]))
+        self._say("\n".join([*aligned(HELP), "", KEYS]))
 
     def _adapter(self, rest: str) -> None:
         if not rest:

@@ -16,6 +16,7 @@ import shtab
 from trimtab.api import plan_request
 from trimtab.checkpoint.adapter import describe, match_adapter, read_adapter
 from trimtab.checkpoint.folder import CONFIG, hub_cache, read_checkpoint
+from trimtab.columns import aligned
 from trimtab.commands.flags import add_budgets, add_device, add_dtype, load_request
 from trimtab.commands.saying import Command, print_json
 from trimtab.errors import AdapterError, RequestError, TrimtabError, gib
@@ -234,9 +235,8 @@ def _below(folder: Path, name: str) -> list[Path]:
 
 
 def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
-    for row in rows:
-        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    for line in aligned(rows):
+        print(line)
 
 
 # Completion -----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.columns import aligned
 from trimtab.errors import DoesNotFitError, RequestError, TrimtabError, gib
 from trimtab.plan.blocks import quant_of
 from trimtab.plan.cards import Card, find_card, larger_cards
@@ -361,14 +362,7 @@ def options_text(options: Sequence[Option], *, card: Card | None = None) -> str:
         rate = "-" if one.tokens_per_s is None else f"{'~' if one.is_rate_estimate else mark}{one.tokens_per_s:.0f}"
         why = one.error if one.error and needed == "-" else one.mode or "-"
         rows.append((one.what, needed, rate, one.head or "-", why))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column in (1, 2) else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = aligned(rows, right=(1, 2))
     if card is not None:
         lines.append("~: an estimate from the data sheet of the card; nothing was measured")
     elif any(one.is_rate_estimate for one in options):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from trimtab.checkpoint.adapter_file import TENSORS_NAME
+from trimtab.columns import aligned
 from trimtab.errors import gib
 from trimtab.plan.cost import HELD_OBJECT_BYTES
 from trimtab.plan.execution import Execution, Phase
@@ -33,7 +34,7 @@ def table(plan: Plan) -> str:
         ("block", "part", "tier", "home", "device", "host", "disk", "per request", "per token", "why")
     ]
     rows += [_line(name, group) for name, group in grouped(plan.placements)]
-    sections = [head, "", *_aligned(rows, right=range(4, 9)), "", *_devices(plan)]
+    sections = [head, "", *aligned(rows, right=range(4, 9)), "", *_devices(plan)]
     sections += [f"media: {plan.media_reason}"] * bool(plan.media_reason) + ["", *_execution(plan)]
     if plan.unquantized:
         sections += ["", *_unquantized(plan.unquantized)]
@@ -81,18 +82,6 @@ def time_text(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
 
 
-def _aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
-    numbers = set(right)
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.rjust(width) if place in numbers else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-
-
 def _devices(plan: Plan) -> list[str]:
     def items(named: Iterable[tuple[str, int]]) -> str:
         return ", ".join(f"{name.replace('_', ' ')} {gib(count)}" for name, count in named if count)
@@ -109,7 +98,7 @@ def _devices(plan: Plan) -> list[str]:
     ]  # fmt: skip
     if plan.disk_bytes:
         rows.append(("disk", gib(plan.disk_bytes), "", "a spill file that ends with the process"))
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def held_limit(plan: Plan) -> str:
@@ -147,7 +136,7 @@ def _execution(plan: Plan) -> list[str]:
         ("output head", execution.head, "-", "-", execution.head_reason),
     ]  # fmt: skip
     rows += keys_and_values(plan)
-    return _aligned(rows, right=(2,))
+    return aligned(rows, right=(2,))
 
 
 def keys_and_values(plan: Plan) -> list[tuple[str, ...]]:
@@ -197,4 +186,4 @@ def _unquantized(rows: Sequence[Unquantized]) -> list[str]:
         (reason, str(len(placements)), gib(sum(row.bytes for row in placements)), placements[0].module_path)
         for reason, placements in by_reason.items()
     ]
-    return _aligned(lines, right=(1, 2))
+    return aligned(lines, right=(1, 2))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trimtab.columns import aligned
+
 
 def number(value: float | None) -> str:
     """Return a number for people: 0 only if it is exactly 0."""
@@ -17,11 +19,7 @@ def yes(value: bool | None) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, indent: str = "") -> list[str]:
     """Return lines of aligned columns."""
-    widths = [max(len(row[at]) for row in [head, *rows]) for at in range(len(head))]
-    return [
-        (indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
-        for row in [head, *rows]
-    ]
+    return aligned([head, *rows], indent=indent)
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -292,11 +292,11 @@ class Kernels:
         gate = None if kind is None else matvec.Gate(kind)
         ours = partial(matvec.matvec4, x, packed, out, gate=gate, module=self.matvec)
         # In a step they overlap where the card can do that, and fill the time in which another one ends.
-        best = graph_us(ours)
+        best = tuning.graph_us(ours, calls=_CALLS)
         if self.matvec.capability >= (9, 0):
             with self.overlapping(True):
-                best = min(best, graph_us(ours))
-        pair = best, graph_us(partial(_own_layers, group, x))
+                best = min(best, tuning.graph_us(ours, calls=_CALLS))
+        pair = best, tuning.graph_us(partial(_own_layers, group, x), calls=_CALLS)
         self.measured_us[shape_of(group)] = pair
         self.checks.keep({"ours": pair[0], "theirs": pair[1]}, *key)
         return pair
@@ -433,7 +433,8 @@ def _wrong_small(
             return why
     if (why := fused_check.check(module, widths=widths, attention=attention, dtype=dtype, rows=_ROWS)) is not None:
         return why
-    times = fused_check.measure(module, graph_us, width=widths[0], mlp=widths[-1], attention=attention, dtype=dtype)
+    time_us = partial(tuning.graph_us, calls=_CALLS)
+    times = fused_check.measure(module, time_us, width=widths[0], mlp=widths[-1], attention=attention, dtype=dtype)
     measured.update(times)
     ours, theirs = (sum(pair[side] for pair in times.values()) for side in (0, 1))
     return None if ours < theirs else f"slower here: {ours:.0f} µs against torch's {theirs:.0f} for one layer"
@@ -446,7 +447,8 @@ def _wrong_ends(
     why = ends.why_not(sizes, dtype) or ends.check(module, sizes, dtype=dtype, rows=_ROWS)
     if why is not None:
         return why
-    times = ends.measure(module, graph_us, sizes, dtype=dtype)
+    time_us = partial(tuning.graph_us, calls=_CALLS)
+    times = ends.measure(module, time_us, sizes, dtype=dtype)
     measured.update(times)
     ours, theirs = (sum(pair[side] for pair in times.values()) for side in (0, 1))
     return None if ours < theirs else f"slower here: {ours:.0f} µs against torch's {theirs:.0f} for both ends"
@@ -487,7 +489,8 @@ def _wrong_rows(
             return why
         x = torch.randn(n, leaf.in_features, device=module.device).to(dtype)
         out = torch.empty(n, leaf.out_features, dtype=dtype, device=module.device)
-        pair = graph_us(partial(many_rows.linear, x, [packed], out, module=module)), graph_us(partial(leaf.base, x))
+        both = partial(many_rows.linear, x, [packed], out, module=module), partial(leaf.base, x)
+        pair = tuning.graph_us(both[0], calls=_CALLS), tuning.graph_us(both[1], calls=_CALLS)
         measured[f"{n} rows: {shape_of([leaf])}"] = pair
         ours, theirs = ours + pair[0], theirs + pair[1]
     if theirs == 0.0:
@@ -525,13 +528,3 @@ def _wrong_lora(module: Any, dtype: torch.dtype) -> str | None:
 def _own_layers(group: Sequence[Leaf], x: Tensor) -> None:
     for leaf in group:
         leaf.base(x)
-
-
-def graph_us(call: Callable[[], Any]) -> float:
-    """Return the microseconds of one call inside a CUDA graph, where launching costs next to nothing."""
-
-    def several() -> None:
-        for _ in range(_CALLS):
-            call()
-
-    return tuning.graph_us(several, torch.device("cuda", torch.cuda.current_device())) / _CALLS

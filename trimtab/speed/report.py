@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trimtab.columns import aligned
 from trimtab.doctor.environment import Environment, scrubbed
 from trimtab.errors import RequestError, TrimtabError, gib
 from trimtab.files import write_whole
@@ -154,7 +155,7 @@ def text_of(report: Report) -> str:
     if at is not None and any(side.limit for side in sides):
         rows.insert(at + 1, ("  limit", *(_limit_cell(side) for side in sides), ""))
         rows.insert(at + 2, ("  share of it", *(_share_cell(side) for side in sides), ""))
-    return "\n".join([head, "", *_aligned(rows), "", *_notes(report)])
+    return "\n".join([head, "", *aligned(rows), "", *_notes(report)])
 
 
 def _has(sides: Sequence[Side], name: str) -> bool:
@@ -188,11 +189,6 @@ def _share_cell(side: Side) -> str:
 
 def _count(count: int, word: str) -> str:
     return f"{count} {word}{'' if count == 1 else 's'}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _notes(report: Report) -> list[str]:

@@ -13,6 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from trimtab.columns import aligned
 from trimtab.files import write_whole
 from trimtab.proof.remote.channels import Channel
 from trimtab.proof.remote.client import plain
@@ -109,8 +110,7 @@ class RemoteReport:
 
     def __str__(self) -> str:
         rows = [HEAD, *(_fault_row(one, self.verdict) for one in self.verdict.weighed)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        table = aligned(rows)
         return "\n".join([headline(self), *facts(self), *(["", *table] if self.verdict.weighed else [])])
 
     def save(self, path: str | os.PathLike[str]) -> None:

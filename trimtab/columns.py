@@ -1,0 +1,19 @@
+"""Tables of a screen: rows of texts become lines of aligned columns."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+
+def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), indent: str = "") -> list[str]:
+    """Return one line for each row, without spaces at its end. right: the columns whose cells end at the same place.
+
+    Errors: ValueError if the rows are not of one length.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        pairs = zip(row, widths, strict=True)
+        cells = [cell.rjust(width) if at in right else cell.ljust(width) for at, (cell, width) in enumerate(pairs)]
+        lines.append((indent + "  ".join(cells)).rstrip())
+    return lines
