@@ -242,3 +242,43 @@ def test_what_cannot_be_continued_is_refused(fields, param):
     pool = MockPool()
     assert error_of(chat(client(pool), **{**ON, **fields}), 400)["param"] == param
     assert not pool.jobs
+
+
+# A number beyond float64: Python reads it, llguidance does not.
+LONG = "9" * 400
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("NaN", "number"), ("1e999", "number"), ("-Infinity", "number"), (LONG, "number"), ('"\\ud800"', "surrogate")],
+)
+def test_arguments_of_a_call_that_json_cannot_hold_are_refused_by_field(value, words):
+    asked = {
+        "role": "assistant",
+        "tool_calls": [CALL | {"function": {"name": "f", "arguments": f'{{"a": [{value}]}}'}}],
+    }
+    answer = {"role": "tool", "tool_call_id": "c1", "content": "r"}
+    pool = MockPool()
+    response = chat(client(pool), messages=[{"role": "user", "content": "q"}, asked, answer], tools=[TOOL])
+    error = error_of(response, 400)
+    assert error["param"] == "messages[1].tool_calls[0].function.arguments" and words in error["message"]
+    assert not pool.jobs
+
+
+@pytest.mark.parametrize("value", ["NaN", "1e999", LONG])
+def test_a_schema_with_a_number_that_json_cannot_hold_is_refused_by_field(value):
+    pool = MockPool()
+    schema = {"properties": {"a": {"const": "?"}}}
+    for fields, param in (
+        ({"tools": [TOOL | {"function": {"name": "f", "parameters": schema}}]}, "tools"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}},
+            "response_format.json_schema.schema",
+        ),
+    ):
+        body = json.dumps({**CHAT, **fields}).replace('"?"', value)
+        headers = {"content-type": "application/json"}
+        response = client(pool).post("/v1/chat/completions", content=body, headers=headers)
+        error = error_of(response, 400)
+        assert error["param"] == param and "number" in error["message"]
+    assert not pool.jobs

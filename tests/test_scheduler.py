@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
+from trimtab.serve import scheduler as scheduler_module
 from trimtab.serve.budget import RATIO, TOWERS
 from trimtab.serve.job import Event, Job
 from trimtab.serve.scheduler import DeadlineError, QueueFullError, Scheduler
@@ -808,3 +809,22 @@ def test_whatever_happens_every_job_ends_once_and_nothing_is_left(steps, rows, s
     for name in endings:
         mine = [event.kind for event in told if event.job_id == name]
         assert mine[-1] in ("done", "error") and mine.count("started") <= 1
+
+
+@pytest.mark.parametrize("what", ["prepare", "parts_of"])
+def test_a_job_that_cannot_be_taken_leaves_nothing_behind(what, monkeypatch):
+    scheduler, engine, told, _ = make(queue_limit=1)
+
+    def fail(job):
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine if what == "prepare" else scheduler_module, what, fail)
+        for _ in range(8):  # more than there are places
+            with pytest.raises(ZeroDivisionError):
+                scheduler.submit(job("a", adapter="x"))
+    assert scheduler.is_idle and scheduler.uses("x") == 0
+    scheduler.cancel("a")
+    scheduler.submit(job("a"))
+    to_the_end(scheduler)
+    assert told[-1].kind == "done"

@@ -218,6 +218,34 @@ def test_other_steps_are_captured_after_that_while_nothing_is_asked_and_an_error
     assert captured == ([] if fails else [("steps", [4]), ("steps", [2])])
 
 
+def test_a_request_that_fails_while_it_is_taken_is_answered_and_the_others_go_on(monkeypatch):
+    running = Running(settings_of({}))
+    engine = running.worker.engine
+    prepare = engine.prepare
+
+    def fail(job):
+        if job.id == "odd":
+            raise ZeroDivisionError("a header nobody thought of")
+        return prepare(job)
+
+    monkeypatch.setattr(engine, "prepare", fail)
+    running.ask("before")
+    running.ask("odd")
+    error = running.end_of("odd").error
+    assert error["class"] == "MistakeError" and "header" not in error["message"]
+    # What cannot be read as a job is answered too.
+    job = job_to_message(Job("unread", {"text": "a"}, GenerateRequest(max_new_tokens=2)))
+    running.channel.send({"do": "submit", "job": {**job, "unknown": 1}})
+    assert running.end_of("unread").error["class"] == "MistakeError"
+    running.channel.send({"do": "cancel", "id": "odd"})
+    assert running.end_of("before").kind == "done"
+    scheduler = running.worker.scheduler
+    running.ask("after", tokens=2)
+    assert running.end_of("after").kind == "done"
+    assert scheduler.is_idle and not scheduler.uses(None) and scheduler.waiting == 0
+    running.close()
+
+
 def messages_of(channel):
     """Return what a worker said until it hung up, as events and as replies by call."""
     events, replies = [], {}

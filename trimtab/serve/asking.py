@@ -14,6 +14,7 @@ from trimtab.runtime.content_parts import empty_place
 from trimtab.serve import calling, media
 from trimtab.serve.cut_media import Cut
 from trimtab.serve.job import Job
+from trimtab.serve.plain_values import check_values
 from trimtab.serve.schema import check_ends, check_options, check_patterns
 from trimtab.serve.settings import Limits
 from trimtab.serve.wire import (
@@ -159,11 +160,8 @@ def schema_of(body: ChatRequest, limits: Limits) -> Mapping[str, Any] | None:
     if response_format.json_schema is None:
         raise RequestError("is missing", field="response_format.json_schema")
     field = "response_format.json_schema.schema"
-    try:
-        size = len(json.dumps(response_format.json_schema.schema_, allow_nan=False))
-    except ValueError as exc:  # numbers that are none, or longer than Python writes
-        raise RequestError("contains a number that JSON does not allow", field=field) from exc
-    if size > limits.schema_bytes:
+    check_values(response_format.json_schema.schema_, field=field)
+    if len(json.dumps(response_format.json_schema.schema_)) > limits.schema_bytes:
         raise RequestError(f"is larger than {limits.schema_bytes} bytes", field=field)
     check_options(response_format.json_schema.schema_, field=field)
     check_ends(response_format.json_schema.schema_, field=field)

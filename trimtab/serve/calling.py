@@ -9,6 +9,7 @@ from typing import Any
 from trimtab.errors import RequestError
 from trimtab.serve.body import BodyLimits, JsonCounter
 from trimtab.serve.call_grammar import NO_PARAMETERS
+from trimtab.serve.plain_values import check_values
 from trimtab.serve.schema import check_ends, check_options, check_patterns
 from trimtab.serve.settings import Limits
 from trimtab.serve.wire import ChatRequest, ToolChosen
@@ -28,11 +29,8 @@ def _tools_of(body: ChatRequest, limits: Limits) -> dict[str, Any]:
     if len(body.tools) > limits.tools:
         raise RequestError(f"has more than {limits.tools} tools", field="tools")
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
-    try:
-        size = len(json.dumps(tools, allow_nan=False))
-    except ValueError as exc:  # numbers that are none, or longer than Python writes
-        raise RequestError("contains a number that JSON does not allow", field="tools") from exc
-    if size > limits.tools_bytes:
+    check_values(tools, field="tools")
+    if len(json.dumps(tools)) > limits.tools_bytes:
         raise RequestError(f"is larger than {limits.tools_bytes} bytes", field="tools")
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
@@ -107,6 +105,7 @@ def arguments_of(text: str, field: str, limits: Limits) -> dict[str, Any]:
         raise RequestError("is not JSON", field=field) from exc
     if not isinstance(arguments, dict):
         raise RequestError("is not a JSON object", field=field)
+    check_values(arguments, field=field)
     return arguments
 
 

@@ -15,6 +15,7 @@ from pydantic import Discriminator, Field, Tag
 from trimtab.errors import RequestError
 from trimtab.serve import wire
 from trimtab.serve.field_names import Names
+from trimtab.serve.plain_values import check_values
 from trimtab.serve.wire import (
     FIRST_ERROR,
     Adapter,
@@ -325,7 +326,5 @@ def _assistant(blocks: Sequence[Any], field: str) -> tuple[dict[str, Any], dict[
 
 
 def _written(value: dict[str, Any], field: str) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except ValueError as exc:  # numbers that are none, or longer than Python writes
-        raise RequestError("contains a number that JSON does not allow", field=field) from exc
+    check_values(value, field=field)
+    return json.dumps(value, ensure_ascii=False)

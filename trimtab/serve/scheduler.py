@@ -201,14 +201,18 @@ class Scheduler:
         return self._uses[adapter]
 
     def submit(self, job: Job) -> None:
-        """Take a job. Errors: QueueFullError; RequestError for an id in use. Problems of the job itself become events."""
+        """Take a job. Errors: QueueFullError; RequestError for an id in use; what the engine raises before it begins to prepare the
+        job, which is forgotten then. Problems of its inputs become events."""
         if job.id in self._known:
             raise RequestError("a job of this id is being answered", field="id", value=job.id)
         if self.waiting >= self.queue_limit + self.engine.rows - self.running:
             self.counts.refused += 1
             raise QueueFullError(self.waiting, self._retry_after_s())
-        self._known[job.id] = entry = _Entry(job, self._now(), inputs=self.engine.prepare(job))
-        self._uses.update(parts_of(job.adapter) or (None,))
+        parts = parts_of(job.adapter) or (None,)
+        # From here on nothing fails: an entry that is known in part could neither be answered nor cancelled.
+        entry = _Entry(job, self._now(), inputs=self.engine.prepare(job))
+        self._known[job.id] = entry
+        self._uses.update(parts)
         self._arrived.append(entry)
 
     def _retry_after_s(self) -> float:

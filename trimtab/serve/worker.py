@@ -252,11 +252,7 @@ class _Worker:
     def _obey(self, message: Mapping[str, Any]) -> None:
         match message["do"]:
             case "submit":
-                job = job_from_message(message["job"])
-                try:
-                    self.scheduler.submit(job)
-                except TrimtabError as exc:
-                    self.events.append(error_event(job.id, exc))
+                self._submit(message["job"])
                 self._tell()
             case "cancel":
                 self.scheduler.cancel(message["id"])
@@ -266,6 +262,17 @@ class _Worker:
                 self._begin_reading(message)
             case "call":
                 self._reply(message["id"], lambda: self._call(message))
+
+    def _submit(self, plain: Mapping[str, Any]) -> None:
+        """Hand a job to the scheduler, or answer it with what is wrong."""
+        try:
+            self.scheduler.submit(job_from_message(plain))
+        except TrimtabError as exc:
+            self.events.append(error_event(plain["id"], exc))
+        except Exception as exc:
+            # A request can be wrong in ways that nobody thought of; nothing was computed, so the others go on.
+            error = MistakeError(write_traceback(exc, "internal error while taking a request"))
+            self.events.append(error_event(plain["id"], error))
 
     def _drain(self) -> None:
         """Take nothing new from now on. An adapter that is being loaded is of no use to anybody, and its files may be slow."""

@@ -1,0 +1,37 @@
+"""Numbers and texts in schemas, tools and arguments of calls that JSON cannot hold: they are refused.
+
+Python reads `NaN`, `1e999`, half a surrogate pair and integers of thousands of digits. The tokenizer and llguidance do not, and a
+request with them would fail there.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from trimtab.errors import RequestError
+
+# The largest number of a parser that keeps float64, as most do. RFC 8259 section 6.
+LARGEST = sys.float_info.max
+
+
+def check_values(value: Any, *, field: str) -> None:
+    """Raise RequestError for a number that is none or beyond float64, and for half a surrogate pair, also in the name of a field.
+
+    value: as a JSON parser gives it, of bounded depth and size.
+    """
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            waiting.extend(item)
+            waiting.extend(item.values())
+        elif isinstance(item, (list, tuple)):
+            waiting.extend(item)
+        elif isinstance(item, str):
+            try:
+                item.encode()
+            except UnicodeEncodeError as exc:
+                raise RequestError("contains half of a surrogate pair, which is not a character", field=field) from exc
+        elif isinstance(item, (int, float)) and not abs(item) <= LARGEST:  # NaN is below nothing
+            raise RequestError("contains a number that JSON does not allow", field=field)
