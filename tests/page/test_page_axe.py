@@ -37,6 +37,10 @@ print("a long line", "a long line", "a long line", "a long line", "a long line",
 ```
 
 > quoted
+
+A formula $x^2$, and $\\frac{1$ that is none:
+
+$$\\int_0^1 x\\,dx$$
 """
 
 
