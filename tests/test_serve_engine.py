@@ -103,6 +103,34 @@ def test_mixed_adapters_answer_what_the_line_answers_with_one_on_the_model_at_a_
     assert found["style"][1].finish == expected["style"].finish_reason == "stop"
 
 
+def test_the_choices_of_one_request_decode_its_image_once(engine, monkeypatch):
+    """As `n` makes them: as many jobs, of one group. Each has the answer that it would have alone."""
+    decoded, may_decode, decode = [], threading.Event(), chat.decode_media
+
+    def counted(*arguments, **options):
+        decoded.append(1)
+        assert may_decode.wait(20.0)
+        return decode(*arguments, **options)
+
+    monkeypatch.setattr(chat, "decode_media", counted)
+    told = []
+    scheduler = Scheduler(engine, told.append)
+    for number in range(3):
+        scheduler.submit(replace(ask(f"c{number}", tokens=4), group="g"))
+    scheduler.cancel("c0")
+    scheduler.submit(replace(ask("other", tokens=4), group="h"))
+    may_decode.set()
+    while scheduler.turn():
+        pass
+    texts = {
+        name: "".join(event.text for event in told if event.job_id == name) for name in ("c0", "c1", "c2", "other")
+    }
+    assert texts["c0"] == "" and texts["c1"] == texts["c2"] == texts["other"] != ""
+    assert len(decoded) == 2
+    gc.collect()
+    assert engine._preparing._media.used_bytes == 0
+
+
 def test_taking_up_a_text_builds_nothing_and_copies_nothing_that_a_captured_prompt_does_not_need(engine, monkeypatch):
     """It happens between the steps of those who are answered, and a copy to a GPU waits for the step that runs there."""
     copied = []

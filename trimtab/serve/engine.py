@@ -47,6 +47,7 @@ from trimtab.serve.prompt_length import check_first_tokens
 from trimtab.serve.reading import Reading, is_chat, template_kwargs
 from trimtab.serve.running_answer import Answer, Compiled
 from trimtab.serve.scheduler import MistakeError, error_event
+from trimtab.serve.shared_inputs import SharedInputs
 from trimtab.serve.shelf import AdapterShelf
 
 # What the processor is shown when the engine starts, and how long an image waits for that.
@@ -87,6 +88,7 @@ class LoadedEngine:
             most_bytes=plan.host.get(MEDIA, LEAST_BUDGET_BYTES), kept=lambda inputs: inputs.tensors.values(),
         )  # fmt: skip
         self._preparing = Preparing(self._inputs, pool)
+        self._shared = SharedInputs(self._preparing.submit)
         self._compiling = Compiling()
         self._has_learned = threading.Event()
         self._has_learned.set()
@@ -148,7 +150,7 @@ class LoadedEngine:
         """
         if chat.is_token_ids(job.prompt):
             return None
-        prepared = self._preparing.submit(job)
+        prepared = self._shared.submit(job)
         if not _is_constrained(job):
             return prepared
         return self._compiling.after(prepared, job.sender, partial(self._compiled_aside, job))
