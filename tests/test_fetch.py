@@ -179,6 +179,63 @@ def test_several_are_fetched_side_by_side(monkeypatch):
     assert found["http://pictures.example/3"] == b"/3" and time.monotonic() - start < 1.0
 
 
+class Slow:
+    """Reads of addresses whose path holds "slow" wait until they are let go."""
+
+    def __init__(self, monkeypatch):
+        self.let_go, self.begun = threading.Event(), []
+        monkeypatch.setattr(Fetcher, "_read", lambda _, parts, field: self.read(parts))
+
+    def read(self, parts):
+        self.begun.append(parts.path)
+        if "slow" in parts.path:
+            assert self.let_go.wait(10)
+        elif "wrong" in parts.path:
+            raise RequestError("cannot be fetched", field=FIELD)
+        return b"picture"
+
+
+def urls(*names):
+    return {f"http://pictures.example/{name}": FIELD for name in names}
+
+
+def test_slow_addresses_of_one_client_leave_threads_to_others(monkeypatch):
+    slow, found = Slow(monkeypatch), fetcher()
+
+    async def ask():
+        waiting = [
+            asyncio.create_task(found.get_all(urls(*(f"slow{request}{i}" for i in range(16))), sender="a"))
+            for request in range(2)
+        ]
+        try:
+            while len(slow.begun) < fetch.OF_ONE_CLIENT:
+                await asyncio.sleep(0.005)
+            assert await asyncio.wait_for(found.get_all(urls("b"), sender="b"), 5)
+            # A request that ends frees no thread that still reads for it, and what it had not begun is not read.
+            waiting.pop(0).cancel()
+            await asyncio.sleep(0.05)
+            assert len(slow.begun) == fetch.OF_ONE_CLIENT + 1
+        finally:
+            slow.let_go.set()
+        await asyncio.wait_for(waiting[0], 5)
+        assert not any(f"slow0{i}" in path for path in slow.begun for i in range(fetch.OF_ONE_CLIENT, 16))
+
+    asyncio.run(ask())
+
+
+def test_the_first_address_that_fails_ends_the_others(monkeypatch):
+    slow, found = Slow(monkeypatch), fetcher()
+
+    async def ask():
+        with pytest.raises(RequestError, match="cannot be fetched"):
+            await found.get_all(urls("wrong", *(f"slow{i}" for i in range(15))))
+        slow.let_go.set()
+        assert await asyncio.wait_for(found.get_all(urls("after")), 5)
+
+    asyncio.run(ask())
+    assert len(slow.begun) <= 2 * fetch.OF_ONE_CLIENT + 1
+
+
 def test_a_name_that_never_resolves_does_not_hold_the_client(monkeypatch):
     done = threading.Event()
     monkeypatch.setattr(Fetcher, "_read", lambda *_: done.wait(10))

@@ -347,7 +347,7 @@ class _Api:
         asking.check_media(body, takes=self.pool.takes(model), limits=limits)
         if size > limits.body_bytes and len(self.pool.takes(model)) == 1:
             raise BodyTooLargeError(limits.body_bytes, hint="This model supports text only")
-        fetched = await self.fetcher.get_all(asking.urls_of(body))
+        fetched = await self.fetcher.get_all(asking.urls_of(body), sender=self._sender(request))
         read = partial(asking.messages_of, body, limits=limits, fetched=fetched, cut=request.state.cut)
         return await self.reader.run(size, read)
 
@@ -435,9 +435,12 @@ class _Api:
 
     def _from_sender(self, request: Request, jobs: Sequence[Job]) -> list[Job]:
         """Return the jobs with the client that takes turns with others."""
-        address = "" if request.client is None else request.client.host
-        sender = sender_of(_authorization(request), address, self.settings)
+        sender = self._sender(request)
         return [replace(job, sender=sender) for job in jobs]
+
+    def _sender(self, request: Request) -> str:
+        address = "" if request.client is None else request.client.host
+        return sender_of(_authorization(request), address, self.settings)
 
     async def _result(
         self, request: Request, model: str, adapter: str | None, jobs: Sequence[Job], shape: Shape

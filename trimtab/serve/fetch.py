@@ -16,14 +16,17 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 from urllib.parse import SplitResult, quote, urlsplit
+from weakref import WeakValueDictionary
 
 from trimtab.errors import RequestError
 from trimtab.serve.addresses import is_public
 from trimtab.serve.settings import Settings
 
 CHUNK_BYTES = 64 * 2**10
-AT_ONCE = 8
+# Fetches at once, of all clients and of one: addresses that answer slowly hold up the client that sent them first.
+AT_ONCE, OF_ONE_CLIENT = 8, 4
 
 
 class Fetcher:
@@ -34,20 +37,41 @@ class Fetcher:
         self._limits = settings.limits
         # Of its own: fetches that hang must not hold up what else waits for threads.
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="trimtab-fetch")
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
-    async def get_all(self, urls: Mapping[str, str]) -> dict[str, bytes]:
-        """Return the bytes at each address. urls: address -> the field that holds it. Errors: RequestError, which reveals
-        nothing about the internal network."""
+    async def get_all(self, urls: Mapping[str, str], *, sender: str = "") -> dict[str, bytes]:
+        """Return the bytes at each address. urls: address -> the field that holds it. sender: the client, as `Job.sender`. Errors:
+        RequestError, which reveals nothing about the internal network; the first one ends all of them."""
         checked = {url: self._check(url, field) for url, field in urls.items()}
-        bodies = await asyncio.gather(*(self._get(parts, urls[url]) for url, parts in checked.items()))
+        turns = self._turns.get(sender)
+        if turns is None:
+            self._turns[sender] = turns = asyncio.Semaphore(OF_ONE_CLIENT)
+        tasks = [asyncio.create_task(self._get(turns, parts, urls[url])) for url, parts in checked.items()]
+        try:
+            bodies = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # what has not begun never does: nobody waits for it
+                task.cancel()
         return dict(zip(checked, bodies, strict=True))
 
-    async def _get(self, parts: SplitResult, field: str) -> bytes:
+    async def _get(self, turns: asyncio.Semaphore, parts: SplitResult, field: str) -> bytes:
+        await turns.acquire()
         loop = asyncio.get_running_loop()
-        reading = loop.run_in_executor(self._threads, self._read, parts, field)
+
+        def end_turn(_: Any) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(turns.release)
+
+        try:
+            reading = self._threads.submit(self._read, parts, field)
+        except BaseException:
+            turns.release()
+            raise
+        # The turn ends with the thread's work, not with the request: that may be over before.
+        reading.add_done_callback(end_turn)
         try:
             # Resolving a name has no clock of its own.
-            return await asyncio.wait_for(reading, self._limits.fetch_s + 1)
+            return await asyncio.wait_for(asyncio.wrap_future(reading), self._limits.fetch_s + 1)
         except asyncio.TimeoutError as exc:
             raise self._late(field) from exc
 
