@@ -245,7 +245,7 @@ def test_every_placement_field_of_a_request_has_a_flag():
         (["--place", "v=stream", "--place", "v=disk"], "--place"), (["--place", "v=strm"], "place['v']"),
         (["--gpu-memory", "4 apples"], "--gpu-memory"), (["--gpu-memory", "4"], "--gpu-memory"),
         (["--host-memory", "0"], "--host-memory"),
-        (["--context", "0"], "context_tokens"), (["--device", "tpu"], "device"),
+        (["--context", "0"], "context"), (["--device", "tpu"], "device"),
         (["--device-map", "missing.json"], "--device-map"),
     ],
 )  # fmt: skip

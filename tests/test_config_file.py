@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trimtab.cli import parser
+from trimtab.cli import main, parser
 from trimtab.commands.serve import configured, served_models, settings_of
 from trimtab.errors import CheckpointError, RequestError
 
@@ -240,3 +240,53 @@ def test_a_log_of_json_has_no_other_lines_and_the_threads_of_the_file_are_used(t
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert [line["message"] for line in lines] == ["demo: 0 adapters, 4 rows"] and lines[0]["level"] == "info"
     assert seen == {"together": 1, "threads": "3", "waiting": ["threads"]}
+
+
+def said(capsys, tmp_path, text, *flags):
+    """Return what the command prints of an error, its exit code, and the file."""
+    file = tmp_path / "serve.toml"
+    file.write_text(text, encoding="utf-8")
+    code = main(["serve", "--config", str(file), *flags])
+    return capsys.readouterr().err.removeprefix("trimtab: ").strip(), code, str(file)
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ('gpu_memory = "4"', "FILE: gpu_memory = 4: needs a unit"), ("context = 0", "FILE: context = 0: must be an integer"),
+        ("timeout = -1", "FILE: timeout = -1.0: must be above zero"), ("queue = 0", "FILE: queue = 0: must be at least 1"),
+        ("[limits]\nimage_pixels = -1", "FILE: limits.image_pixels = -1: must be above zero"),
+        ('[adapters]\n"a b" = "x"', "FILE: adapters = a b: an adapter name"),
+        ('decode = "graph"\neager = true', "FILE: decode = graph: cannot be combined with eager: both"),
+        ('host = "1.2.3.4"', "Give api_key (or TRIMTAB_API_KEY)"), ("gpus_per_replica = 0.5", "has no effect without ray"),
+    ],
+)  # fmt: skip
+def test_an_error_names_the_key_of_the_file(tmp_path, capsys, monkeypatch, lines, expected):
+    monkeypatch.delenv("TRIMTAB_API_KEY", raising=False)
+    text, code, file = said(capsys, tmp_path, f'model = "{DEMO / "base"}"\n{lines}')
+    assert expected.replace("FILE", file) in text and code == 2
+    assert "--" not in text
+
+
+def test_an_error_of_a_flag_beside_the_file_names_the_flag(tmp_path, capsys):
+    text, _, _ = said(capsys, tmp_path, f'model = "{DEMO / "base"}"\ngpu_memory = "4GiB"', "--gpu-memory", "5")
+    assert text.startswith("--gpu-memory 5: needs a unit")
+
+
+def test_an_error_in_a_models_table_names_its_key(tmp_path, capsys):
+    table = f'[models.m]\npath = "{DEMO / "base"}"\n'
+    for line, expected in [
+        ('gpu_memory = "4"', "models.m: gpu_memory='4': needs a unit"),
+        ("context = 0", "models.m: context=0: "),
+    ]:
+        text, code, _ = said(capsys, tmp_path, table + line)
+        assert expected in text and "--" not in text and code == 3
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--timeout", "-1.0"), ("--queue", "0"), ("--grace", "-1.0"), ("--idle-unload", "-1.0"), ("--limit", "n=-1")],
+)
+def test_an_error_of_a_setting_names_the_flag(capsys, flag, value):
+    assert main(["serve", str(DEMO / "base"), flag, value]) == 2
+    assert capsys.readouterr().err.startswith(f"trimtab: {flag} {value}: must be ")

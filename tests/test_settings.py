@@ -71,7 +71,10 @@ def test_limits_are_read_from_texts():
         image_pixels=100, audio_s=1.5, prompt_tokens=7
     )
     assert "image_pixels" in refused(Limits.of, {"image_pixel": "1"}).allowed
-    assert refused(Limits.of, {"n": "many"}).field == "limit n"
+    error = refused(Limits.of, {"n": "many"})
+    assert (error.field, error.value) == ("limit", "n=many")
+    error = refused(Limits.of, {"n": "-1"})
+    assert (error.field, error.value) == ("limit", "n=-1")
 
 
 def test_a_limit_of_one_medium_raises_that_of_a_request_unless_it_is_given():
@@ -83,7 +86,7 @@ def test_a_limit_of_one_medium_raises_that_of_a_request_unless_it_is_given():
     assert both.image_pixels == both.request_pixels == 64_000_000
     for single, total in (("image_pixels", "request_pixels"), ("audio_s", "request_audio_s")):
         error = refused(Limits.of, {single: "400", total: "399"})
-        assert error.field == f"limit {single}" and f"{total}=399" in str(error)
+        assert (error.field, error.value) == ("limit", f"{single}=400") and f"{total}=399" in str(error)
 
 
 # Adapter folders ------------------------------------------------------------------------------------------------------

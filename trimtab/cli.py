@@ -25,9 +25,8 @@ import errno
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import trimtab
@@ -36,8 +35,8 @@ from trimtab.commands import bench, chat, doctor, line, listing, merging, pull, 
 from trimtab.commands.examples import examples_text
 from trimtab.commands.flags import give_model, group_of
 from trimtab.commands.saying import COLORS, print_json, use_color
-from trimtab.commands.wording import flags_of, in_flags
-from trimtab.errors import AdapterError, DoesNotFitError, RequestError, TrimtabError
+from trimtab.commands.wording import Words, words_of
+from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, TrimtabError
 from trimtab.exit_codes import exit_code, exit_codes_text
 from trimtab.machine import late_imports
 from trimtab.packages import versions_of
@@ -49,6 +48,7 @@ RUNNING = ("plan", "run", "chat", "demo")
 # What a disk says that takes no more, also of standard output.
 FULL_DISK = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 JSON_HELP = {"": "print one JSON object and nothing else", "chat": "print each answer as one line of JSON"}
+NO_WORDS = Words()
 STOPPED, READER_GONE = interrupts.STOPPED, 141
 
 
@@ -93,14 +93,14 @@ def _main(arguments: Sequence[str] | None) -> int:
     given = _color_behind_command(list(sys.argv[1:] if arguments is None else arguments))
     as_json = "--json" in given
     _prepare_terminal()
-    flags: dict[str, str] = {}
+    words = Words()
     try:
         _check_readable(given)
         if set(given) == {"--version", "--json"}:
             print_json(versions())
             return 0
         options = parser().parse_args(given)
-        flags = flags_of(options.parser)
+        words = words_of(options)
         give_model(options)
         use_color(options.color)
         if options.name_of_command not in WITHOUT_THREADS:
@@ -113,13 +113,13 @@ def _main(arguments: Sequence[str] | None) -> int:
         return code
     except TrimtabError as exc:
         if interrupts.was_raised():
-            _print_error(KeyboardInterrupt(), as_json, flags)
+            _print_error(KeyboardInterrupt(), as_json, words)
             return STOPPED
-        _print_error(exc, as_json, flags)
+        _print_error(exc, as_json, words)
         return exit_code(exc)
     except KeyboardInterrupt as exc:
         interrupts.end_at_once()
-        _print_error(exc, as_json, flags)
+        _print_error(exc, as_json, words)
         return STOPPED
     except BrokenPipeError:
         _close_output()
@@ -149,19 +149,21 @@ def _prepare_terminal() -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
-def _print_error(exc: BaseException, as_json: bool, flags: Mapping[str, str]) -> None:
+def _print_error(exc: BaseException, as_json: bool, words: Words) -> None:
     if as_json:
         options = {"options": exc.options} if isinstance(exc, DoesNotFitError) and exc.options else {}
-        print_json({"error": error_json(exc, flags), **options})
+        print_json({"error": error_json(exc, words), **options})
     elif isinstance(exc, UsageError):
         print(f"{exc.usage}\ntrimtab: {exc}", file=sys.stderr)
     else:
-        print(f"trimtab: {_text(exc, flags)}", file=sys.stderr)
+        print(f"trimtab: {_text(exc, words)}", file=sys.stderr)
 
 
-def _text(exc: BaseException, flags: Mapping[str, str]) -> str:
+def _text(exc: BaseException, words: Words) -> str:
     text = str(exc).replace("(`problems` has all)", "(--json has all)") if isinstance(exc, AdapterError) else str(exc)
-    return in_flags(text, getattr(exc, "field", None), flags) or "stopped"
+    if isinstance(exc, CheckpointError) and exc.path.endswith(".toml"):
+        return text  # it names the keys of that file
+    return words.of(text, getattr(exc, "field", None)) or "stopped"
 
 
 def _check_readable(given: Sequence[str]) -> None:
@@ -171,14 +173,14 @@ def _check_readable(given: Sequence[str]) -> None:
             raise RequestError("is not UTF-8 text", field="command line", value=ascii(word).strip("'"))
 
 
-def error_json(exc: BaseException, flags: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-    """Return an error as class, message and the fields that code reads. flags: argument -> flag, for the message."""
+def error_json(exc: BaseException, words: Words = NO_WORDS) -> dict[str, Any]:
+    """Return an error as class, message and the fields that code reads. words: of the command, for the message."""
     kind = RequestError if isinstance(exc, UsageError) else type(exc)
     shown_apart = ("usage", "options")
     fields = {name: value for name, value in vars(exc).items() if not name.startswith("_") and name not in shown_apart}
     if fields.get("hint"):
-        fields["hint"] = in_flags(fields["hint"], None, flags)
-    return {"class": kind.__name__, "message": _text(exc, flags), "fields": fields}
+        fields["hint"] = words.of(fields["hint"], None)
+    return {"class": kind.__name__, "message": _text(exc, words), "fields": fields}
 
 
 PACKAGES = (

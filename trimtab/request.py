@@ -163,7 +163,8 @@ class LoadRequest:
         for name, low in (("context_tokens", 1), ("batch", 1), ("images", 0), ("prefix_cache_bytes", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise RequestError(f"must be an integer of at least {low}", field=name, value=value)
+                argument = "context" if name == "context_tokens" else name  # as `plan` and a registry call it
+                raise RequestError(f"must be an integer of at least {low}", field=argument, value=value)
         if not isinstance(self.batch_invariant, bool):
             raise RequestError("must be True or False", field="batch_invariant", value=self.batch_invariant)
         if self.kv_tokens is not None and (not _is_whole(self.kv_tokens) or self.kv_tokens < self.context_tokens):

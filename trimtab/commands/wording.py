@@ -1,19 +1,44 @@
-"""Library errors on the command line: arguments become the flags of the command that was run."""
+"""Library errors on the command line: arguments become the flags of the command that was run, or the keys of its file."""
 
 from __future__ import annotations
 
 import argparse
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 # Arguments and fields whose flag is called otherwise; the first one that the command has.
 _OTHERWISE = {
     "context_tokens": ("--context",), "gpu_memory_bytes": ("--gpu-memory",), "host_memory_bytes": ("--host-memory",),
     "adapters": ("--adapter",), "adapter": ("--use", "--adapter"), "new_tokens": ("--new-tokens", "--max-new-tokens"),
-    "max_tokens": ("--max-new-tokens",),
+    "max_tokens": ("--max-new-tokens",), "timeout_s": ("--timeout",), "grace_s": ("--grace",), "queue_limit": ("--queue",),
+    "idle_unload_s": ("--idle-unload",),
 }  # fmt: skip
 _POSITIONAL = ("model", "out", "prompt")
 _BUDGETS = ("--gpu-memory", "--host-memory")
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a command's user calls its arguments. flags: argument -> flag. keys: flag -> key of the TOML file `file`."""
+
+    flags: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    file: str = ""
+
+    def of(self, text: str, field: object) -> str:
+        """Return an error's text in these words. field: the error's own, which begins the text; None: it does not."""
+        return in_keys(in_flags(text, field, self.flags), self.keys, self.file)
+
+
+def words_of(options: argparse.Namespace) -> Words:
+    """Return the words of a command line that was read."""
+    flags = flags_of(options.parser)
+    if getattr(options, "config", None) is None:
+        return Words(flags)
+    from trimtab.serve.config_file import keys_of
+
+    return Words(flags, keys_of(options), options.config)
 
 
 def flags_of(command: argparse.ArgumentParser) -> dict[str, str]:
@@ -31,7 +56,23 @@ def flags_of(command: argparse.ArgumentParser) -> dict[str, str]:
 
 def as_typed(text: str) -> str:
     """Return an error's text with the flag, or the command of a chat, that begins it as users type it: `/save x.txt`."""
-    return re.sub(r"\A((?:--|/)[a-z][a-z-]*)=(?:'([^'\n]+)'|\"([^\"\n]+)\")(?=:)", r"\1 \2\3", text)
+    named = r"\A(--[a-z][a-z-]*)\['([^'\n]+)'\]='([^'\n]*)'(?=:)"  # one value of a table: --place v=host
+    given = r"\A((?:--|/)[a-z][a-z-]*|[A-Z]+)=(?:\['([^'\n]+)'\](?=:)|'([^'\n]+)'(?=:)|\"([^\"\n]+)\"(?=:)|(-?\d[\d.]*)(?=:))"
+    return re.sub(given, r"\1 \2\3\4\5", re.sub(named, r"\1 \2=\3", text))
+
+
+def in_keys(text: str, keys: Mapping[str, str], file: str) -> str:
+    """Return a text of `in_flags` for who wrote a file: `--gpu-memory 4: ...` becomes `FILE: gpu_memory = 4: ...`.
+
+    keys: flag -> key of the file, of those that were not given as flags.
+    """
+    first = re.match(r"(--[a-z][a-z-]*|MODEL)(?=[ =:])", text)
+    if first and first[1] in keys:
+        key, rest = keys[first[1]], text[first.end() :]
+        if key == "limits" and (limit := re.match(r" ([a-z_]+)(?==)", rest)):
+            key, rest = f"limits.{limit[1]}", rest[limit.end() :]
+        text = f"{file}: {key}" + re.sub(r"\A[ =]", " = ", rest)
+    return re.sub(r"(?<![\w`-])--[a-z][a-z-]*(?<!-)", lambda match: keys.get(match[0], match[0]), text)
 
 
 def in_flags(text: str, field: object, flags: Mapping[str, str]) -> str:

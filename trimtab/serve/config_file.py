@@ -98,6 +98,23 @@ def apply_config(options: argparse.Namespace, parser: argparse.ArgumentParser) -
     return made
 
 
+def keys_of(options: argparse.Namespace) -> dict[str, str]:
+    """Return flag -> key of the file of --config, MODEL included, for every flag that was not given on the command line.
+
+    None of a command that has no such file, or was given none.
+    """
+    if getattr(options, "config", None) is None:
+        return {}
+    tables = {"adapter": "adapters", "limit": "limits"}
+    keys = {}
+    for action in options.parser._actions:
+        is_in_file = action.dest in tables or action.dest not in (*NOT_HERE, argparse.SUPPRESS)
+        if is_in_file and getattr(options, action.dest, None) == action.default:
+            names = [name for name in action.option_strings if name.startswith("--")] or [action.dest.upper()]
+            keys |= dict.fromkeys(names, tables.get(action.dest, action.dest))
+    return keys
+
+
 class _Wrong:
     def __init__(self, why: str) -> None:
         self.why = why

@@ -95,7 +95,7 @@ class Limits:
             try:
                 values[name] = float(text) if isinstance(known[name].default, float) else int(text)
             except ValueError as exc:
-                raise RequestError("is not a number", field=f"limit {name}", value=text) from exc
+                raise RequestError("is not a number", field="limit", value=f"{name}={text}") from exc
         for single, total in TOTALS.items():
             if single not in values:
                 continue
@@ -103,10 +103,15 @@ class Limits:
                 values[total] = max(values[single], getattr(cls, total))
             elif values[single] > values[total]:
                 raise RequestError(
-                    f"is above {total}={texts[total]}, the limit of a whole request", field=f"limit {single}", value=texts[single],
-                    hint=f"Raise {total}, or leave it out",
+                    f"is above {total}={texts[total]}, the limit of a whole request", field="limit",
+                    value=f"{single}={texts[single]}", hint=f"Raise {total}, or leave it out",
                 )  # fmt: skip
-        return cls(**values)  # type: ignore[arg-type]
+        try:
+            return cls(**values)  # type: ignore[arg-type]
+        except RequestError as exc:
+            raise RequestError(
+                exc.reason, field="limit", value=f"{exc.field}={texts.get(exc.field, exc.value)}"
+            ) from exc
 
 
 @dataclass(frozen=True, kw_only=True)
