@@ -106,7 +106,7 @@ def keys_of(options: argparse.Namespace) -> dict[str, str]:
     if getattr(options, "config", None) is None:
         return {}
     tables = {"adapter": "adapters", "limit": "limits"}
-    keys = {}
+    keys: dict[str, str] = {}
     for action in options.parser._actions:
         is_in_file = action.dest in tables or action.dest not in (*NOT_HERE, argparse.SUPPRESS)
         if is_in_file and getattr(options, action.dest, None) == action.default:
