@@ -140,6 +140,15 @@ def use_of(
     )  # fmt: skip
 
 
+def repeated_tokens(batch: int, all_tokens: int) -> int:
+    """Return the tokens whose keys and values are counted as repeated to every query head in a chunk of a prompt.
+
+    Nothing repeats those of one sequence where torch's kernels read them in place (runtime/hf_attention.py). They stay counted
+    until the peak without them has been measured on a GPU: a plan is never below the process. Then one sequence is 0 here.
+    """
+    return batch * all_tokens
+
+
 def kv_cache_bytes(
     layers: tuple[KVLayer, ...], dtype: str, *, batch: int, tokens: int, new_tokens: int, kv: str = "full"
 ) -> int:  # fmt: skip
@@ -425,7 +434,7 @@ class _Counter:
         fixed = rows * self.d("hidden.held", hidden) + COEFFICIENTS["attention.mask"][0] * pairs
         largest_kv = max((layer.kv_heads * layer.head_dim for layer in self.anatomy.kv_layers), default=0)
         repeats = many and largest_kv < wide.query
-        repeated = self.use.batch * all_tokens if repeats else 0
+        repeated = repeated_tokens(self.use.batch, all_tokens) if repeats else 0
         layer = self.layer(wide, rows, pairs, masked=many, repeated=repeated) + rows * self.d("ple.held", self.ple)
         first = rows * max(
             self.d("ple.norm", self.ple) + self.f("ple.norm_float", self.ple),

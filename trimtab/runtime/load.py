@@ -24,7 +24,7 @@ from trimtab.checkpoint.packed import PackedEntry, split_packed
 from trimtab.errors import CheckpointError, TrimtabError
 from trimtab.plan import Plan
 from trimtab.plan.cost import HEAD8, HEAD_PIECE_VALUES, buffer_bytes, packed_parts
-from trimtab.runtime import head8, head8_choice, hf, leaves, lora, tables, tiers
+from trimtab.runtime import head8, head8_choice, hf, hf_attention, leaves, lora, tables, tiers
 from trimtab.runtime.devices import spill_folder
 from trimtab.runtime.quant import CodeTables, Packed, dequantize, keep, prequantized, quantize
 from trimtab.runtime.read import Reader, Wanted
@@ -138,6 +138,8 @@ class _Filler:
         left_out = {}
         if self.head is not None and self.device.type == "cuda" and (why := head8_choice.choose(self.head)) is not None:
             left_out[head8.NAME] = why
+        if (why := hf_attention.use_in(self.probe.model, self.device, self.dtype)) is not None:
+            left_out[hf_attention.WHAT] = why
         return Loaded(self.probe.model, streamer, self.file_rows, left_out)
 
     def _blocks(self) -> list[tuple[str, list[ModuleRow]]]:

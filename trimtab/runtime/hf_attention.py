@@ -1,0 +1,180 @@
+"""Attention of one sequence that reads grouped keys and values in place, with the bits of transformers' repeated form.
+
+    why = use_in(hf_model, device, dtype)    # the decoder's attention modules, once, while a model is loaded
+
+transformers' `sdpa` form copies keys and values to every query head (`repeat_kv`) wherever several tokens have a mask or heads are
+wider than 256 (transformers 5.23.0, integrations/sdpa_attention.py): 64 MiB for 4,096 places of Gemma 4 E4B. Here the query
+[1, KV x G, T, D] is viewed as a batch of G with KV heads, and keys and values [1, KV, S, D] are expanded to that batch with a
+stride of 0. Torch's kernels compute each head of each sequence alone and read through strides, so every head goes through the same
+operations. The output is copied once into the layout that the next layer reads; transformers' form needs no such copy.
+
+Why the groups are the batch and not the heads: torch's memory-efficient kernel takes a last block of one query for a decode step if
+the head stride of the keys is 0 (`advance_to_block` in mem_eff_attention/kernel_forward.h, torch 2.13.0), and computes other heads
+instead (pytorch/pytorch#191937). A batch stride of 0 does not meet that branch.
+
+Which kernel computes is asked of torch for the very tensors (`_fused_sdp_choice`), and only the named one per device counts: it
+takes no copy and never stores scores. For anything else (cuDNN's attention, torch's plain form, several sequences, one token) the
+call goes to transformers unchanged. `use_in` also compares both forms on this device before one is replaced.
+
+What is not covered: several sequences. Their keys cannot be expanded along the batch, and along the heads they meet that branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+# Under this name transformers finds the function; no model of anyone else asks for it.
+NAME = "trimtab_grouped"
+# What `LoadedModel.fallbacks` calls it.
+WHAT = "attention without repeated keys"
+# By device, the implementation whose bits do not depend on how heads and batch are divided. On a CPU torch's flash attention splits
+# by lengths; on a GPU it takes no mask, and groups by itself without one.
+_KERNELS = {"cpu": SDPBackend.FLASH_ATTENTION.value, "cuda": SDPBackend.EFFICIENT_ATTENTION.value}
+# CPUs with AVX512 may pack keys of 16 bits first where one sequence has so many heads, and sum in another order then
+# (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, `need_pack`).
+_PACKED_HEADS = 4
+# Wider heads of a query without a mask are repeated too (transformers 5.23.0, `use_gqa_in_sdpa`).
+WIDEST_GROUPED = 256
+# Arguments that change the computation, of which nothing is known here.
+_UNKNOWN = ("position_bias", "cache", "softcap", "s_aux")
+# Lengths of a trial: a last block of one query, keys on both sides of torch's padding of masks.
+_TRIAL_TOKENS, _TRIAL_PLACES = 33, (33, 96)
+
+
+def attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, is_causal: bool | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Return ([B, T, H, D] contiguous, None), as `sdpa_attention_forward` of transformers with the same arguments.
+
+    Shapes: query [B, H, T, D], key and value [B, KV, S, D], attention_mask [B or 1, 1 or H, T, S] or None.
+    """
+    if dropout == 0.0 and not any(kwargs.get(name) is not None for name in _UNKNOWN):
+        is_masked_causally = attention_mask is None and (
+            is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        )
+        attended = grouped(query, key, value, attention_mask, scaling=scaling, is_causal=bool(is_masked_causally))
+        if attended is not None:
+            return attended, None
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+    )  # type: ignore[no-any-return]
+
+
+def grouped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float | None, is_causal: bool
+) -> Tensor | None:
+    """Return [1, T, H, D] contiguous without repeating keys, None where transformers' form is the one to take.
+
+    Shapes: query [1, H, T, D], key and value [1, KV, S, D], mask [1, 1, T, S] or None. is_causal: without a mask, T = S.
+    """
+    batch, heads, tokens, width = query.shape
+    kv_heads, places = key.shape[1], key.shape[2]
+    if batch != 1 or tokens == 1 or heads == kv_heads or heads % kv_heads or value.shape[:3] != key.shape[:3]:
+        return None
+    if mask is None and ((width <= WIDEST_GROUPED and value.shape[3] == width) or (is_causal and tokens != places)):
+        return None
+    if mask is not None and mask.shape != (1, 1, tokens, places):
+        return None
+    if packs_otherwise(query, kv_heads):
+        return None
+    group = heads // kv_heads
+    by_group = query[0].unflatten(0, (kv_heads, group)).transpose(0, 1)
+    keys, values = key.expand(group, -1, -1, -1), value.expand(group, -1, -1, -1)
+    kernel = torch._fused_sdp_choice(by_group, keys, values, mask, 0.0, is_causal, scale=scaling)
+    if kernel != _KERNELS.get(query.device.type):
+        return None
+    attended = scaled_dot_product_attention(by_group, keys, values, attn_mask=mask, is_causal=is_causal, scale=scaling)
+    return attended.permute(2, 1, 0, 3).reshape(1, tokens, heads, value.shape[3])
+
+
+def packs_otherwise(query: Tensor, kv_heads: int) -> bool:
+    """Return whether a CPU may pack keys for all heads of a query [1, H, T, D] and not for so many."""
+    has_step = kv_heads < _PACKED_HEADS <= query.shape[1] and query.element_size() == 2
+    return query.device.type == "cpu" and has_step and "AVX512" in torch.backends.cpu.get_cpu_capability()
+
+
+# A model -------------------------------------------------------------------------------------------------------------
+
+
+def use_in(hf_model: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Let the decoder's attention modules compute so. Return why they stay as they are, None if nothing differs.
+
+    Model and decoder keep their config: masks are made as before. What attention modules read is a view of it in which only
+    the name of the attention differs, and that only while it is "sdpa".
+    """
+    modules = list(_modules(hf_model))
+    for group, width in dict.fromkeys((module.num_key_value_groups, module.head_dim) for module in modules):
+        why = why_other(group, width, device, dtype)
+        if why is not None:
+            return why
+    views: dict[int, Any] = {}
+    for module in modules:
+        if id(module.config) not in views:
+            views[id(module.config)] = _view(module.config)
+        module.config = views[id(module.config)]
+    return None
+
+
+def _modules(hf_model: Any) -> Iterator[Any]:
+    for module in hf_model.get_decoder().modules():
+        config = getattr(module, "config", None)
+        groups, width = getattr(module, "num_key_value_groups", 1), getattr(module, "head_dim", None)
+        if isinstance(groups, int) and groups > 1 and isinstance(width, int):
+            if getattr(config, "_attn_implementation", None) == "sdpa":
+                yield module
+
+
+def _view(config: Any) -> Any:
+    """Return a config with the same attributes, also later ones, that names this attention where the other says "sdpa"."""
+    kind = type(config)
+
+    def named(self: Any) -> str | None:
+        name: str | None = kind._attn_implementation.fget(self)
+        return NAME if name == "sdpa" else name
+
+    covered = type(kind.__name__, (kind,), {"_attn_implementation": property(named, kind._attn_implementation.fset)})
+    view: Any = object.__new__(covered)
+    object.__setattr__(view, "__dict__", vars(config))
+    return view
+
+
+@torch.no_grad()
+def why_other(group: int, width: int, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return where this form's bits differ from transformers' on random values, None where all are equal.
+
+    group: query heads of a head of keys. width: of a head.
+    """
+    generator = torch.Generator(device=device).manual_seed(width)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+    module = SimpleNamespace(num_key_value_groups=group, is_causal=True)
+    for kv_heads in (1, 2):
+        for places, has_mask in ((_TRIAL_TOKENS, False), *((places, True) for places in _TRIAL_PLACES)):
+            query = random(1, _TRIAL_TOKENS, group * kv_heads, width).transpose(1, 2)
+            states = random(1, kv_heads, places, width), random(1, kv_heads, places, width)
+            hidden = random(1, 1, _TRIAL_TOKENS, places) > 1
+            hidden[..., 0] = False
+            mask = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, float("-inf")) if has_mask else None
+            found, _ = attention(module, query, *states, mask)
+            expected, _ = sdpa_attention_forward(module, query, *states, mask)
+            if not torch.equal(found, expected):
+                most = float((found.float() - expected.float()).abs().max())
+                return (
+                    f"{group} query heads of width {width} on {places} places: up to {most:.2g} away from repeated keys"
+                )
+    return None
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
