@@ -33,9 +33,9 @@ ASSETS = {
     "page.css": "text/css; charset=utf-8", "chat.css": "text/css; charset=utf-8",
     "icon.svg": "image/svg+xml",
     **dict.fromkeys(
-        ("api.js", "backup.js", "branches.js", "chances.js", "chat.js", "chats.js", "code.js", "differ.js", "dom.js", "formulas.js",
-         "markdown.js", "media.js", "mixes.js", "options.js", "page.js", "panel.js", "picture.js", "recorder.js", "store.js",
-         "sure.js", "theme.js", "turns.js", "undo.js", *VENDORED, *MODES),
+        ("api.js", "backup.js", "branches.js", "chances.js", "chat.js", "chats.js", "code.js", "differ.js", "dom.js", "foreign.js",
+         "formulas.js", "markdown.js", "media.js", "mixes.js", "options.js", "page.js", "panel.js", "picture.js", "recorder.js",
+         "store.js", "sure.js", "theme.js", "turns.js", "undo.js", *VENDORED, *MODES),
         "text/javascript; charset=utf-8",
     ),
     "markdown-it.LICENSE.txt": "text/plain; charset=utf-8", "temml.LICENSE.txt": "text/plain; charset=utf-8",

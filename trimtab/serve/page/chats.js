@@ -20,7 +20,7 @@ export function startChats(chat) {
   byId("read-all").addEventListener("click", () => byId("read-file").click());
   byId("read-file").addEventListener("change", async ({ target }) => {
     const [file] = target.files;
-    if (file) await said(async () => `${counted(await readAll(file), "chat")} added`);
+    if (file) await said(() => readAll(file));
     target.value = "";
     show();
   });
