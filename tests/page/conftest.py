@@ -9,13 +9,14 @@ import pytest
 from tests.page import reading, serving
 
 
-@pytest.fixture(scope="module")
+# One server and one browser for all files: each starts in seconds, on a busy machine in a minute. A test has a context of its own.
+@pytest.fixture(scope="session")
 def url():
     with serving.running(reading.KEY) as found:
         yield found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser():
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if reading.EXECUTABLE is None:
