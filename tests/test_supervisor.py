@@ -66,6 +66,19 @@ def test_a_job_is_told_what_the_worker_says(supervisor):
     assert (supervisor.state, supervisor.loading, supervisor.restarts) == ("ready", (1, 2), 0)
 
 
+def test_a_job_that_cannot_be_written_is_answered_and_the_next_one_is_sent(supervisor):
+    endless = []
+    endless.append(endless)
+    for prompt in ([10**5000], endless):  # a number that Python does not write, and a list that contains itself
+        told = ask(supervisor, job("odd", prompt), job("next", "echo"))
+        found = ends(told, 2)
+        assert found["odd"].error["class"] == "MistakeError" and found["next"].kind == "done"
+    call = supervisor.call("numbers", odd=10**5000)
+    with pytest.raises(WorkerError):
+        call.result(WAIT_S)
+    assert supervisor.in_flight == 0 and not supervisor._calls and supervisor.restarts == 0
+
+
 def test_jobs_wait_while_the_worker_loads():
     supervisor = started()
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
 from multiprocessing.connection import Connection
@@ -27,14 +27,13 @@ class Channel:
         self._connection, self._lock = connection, threading.Lock()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        blobs: list[bytes] = []
-        paths: list[list[str | int]] = []
-        plain = _without_blobs(message, [], blobs, paths)
-        head = json.dumps({"message": plain, "blobs": paths}, separators=(",", ":"), default=str).encode()
+        self.send_frames(frames_of(message))
+
+    def send_frames(self, frames: Sequence[bytes]) -> None:
+        """Send what `frames_of` returned."""
         with self._lock:
-            self._connection.send_bytes(head)
-            for blob in blobs:
-                self._connection.send_bytes(blob)
+            for frame in frames:
+                self._connection.send_bytes(frame)
 
     def receive(self) -> dict[str, Any]:
         head = json.loads(self._connection.recv_bytes())
@@ -112,6 +111,14 @@ class Inbox:
                 if isinstance(self._messages[0], Exception):
                     return
             yield self.receive()
+
+
+def frames_of(message: Mapping[str, Any]) -> list[bytes]:
+    """Return the frames of a message. Errors: ValueError and others for what JSON cannot hold."""
+    blobs: list[bytes] = []
+    paths: list[list[str | int]] = []
+    plain = _without_blobs(message, [], blobs, paths)
+    return [json.dumps({"message": plain, "blobs": paths}, separators=(",", ":"), default=str).encode(), *blobs]
 
 
 def _without_blobs(value: Any, path: list[str | int], blobs: list[bytes], paths: list[list[str | int]]) -> Any:

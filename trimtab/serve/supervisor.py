@@ -17,16 +17,17 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from typing import Any
 
 from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.serve import worker
-from trimtab.serve.channel import Channel, event_from_message, job_to_message
+from trimtab.serve.channel import Channel, event_from_message, frames_of, job_to_message
 from trimtab.serve.client_words import for_clients
 from trimtab.serve.job import SPOKEN, Event, Job
-from trimtab.serve.scheduler import StoppingError, error_event
+from trimtab.serve.journal import write_traceback
+from trimtab.serve.scheduler import MistakeError, StoppingError, error_event
 
 Emit = Callable[[Event], None]
 # A worker that died is put back at once, and then after longer and longer pauses while it keeps dying without an answer.
@@ -285,9 +286,22 @@ class Supervisor:
     def _send(self, life: _Life) -> None:
         while (message := life.outbox.get()) is not None:
             try:
-                life.channel.send(message)
+                frames = frames_of(message)
+            except Exception as exc:  # this message cannot be written, the next one can
+                self._not_sent(message, MistakeError(write_traceback(exc, "internal error while a request is sent")))
+                continue
+            try:
+                life.channel.send_frames(frames)
             except (OSError, ValueError):
                 return  # the hearing thread meets the same end and tells it
+
+    def _not_sent(self, message: Mapping[str, Any], error: TrimtabError) -> None:
+        """Answer what the worker will never hear of."""
+        event = error_event("", error)
+        if message["do"] == "submit":
+            self._pass_on(replace(event, job_id=message["job"]["id"]))
+        elif message["do"] == "call":
+            self._replied({"id": message["id"], "error": event.error})
 
     def _hear(self, life: _Life) -> None:
         try:
