@@ -27,13 +27,25 @@ DEPLOY = ROOT / "deploy"
 UNIT = (DEPLOY / "trimtab.service").read_text("utf-8")
 
 
+# What Prometheus adds to every series, and what a histogram's buckets have.
+SCRAPED, BUCKET = {"instance", "job"}, {"le"}
+
+
 def exposed():
-    """Return every name that a server's metrics may have."""
-    names = set()
-    for family in Metrics().registry.collect():
-        ends = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))
-        names |= {family.name + end for end in ends} | {sample.name for sample in family.samples}
+    """Return the labels of every name that a server's metrics may have."""
+    names = {}
+    for collector in Metrics().registry._collector_to_names:
+        labels = set(getattr(collector, "_labelnames", ()))
+        for family in collector.collect():
+            ends = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))
+            names |= {family.name + end: labels for end in ends}
     return names
+
+
+def queries():
+    """Return every query of the dashboard's panels with its legend."""
+    board = json.loads((DEPLOY / "grafana.json").read_text("utf-8"))
+    return [(target["expr"], target["legendFormat"]) for panel in board["panels"] for target in panel["targets"]]
 
 
 def test_every_metric_of_the_dashboard_is_one_of_the_servers():
@@ -41,9 +53,37 @@ def test_every_metric_of_the_dashboard_is_one_of_the_servers():
     texts = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     texts += [one["definition"] for one in board["templating"]["list"] if "definition" in one]
     named = {name for text in texts for name in re.findall(r"\b((?:trimtab|process)_\w+)", text)}
-    assert len(named) > 18 and named <= exposed() | {"process_resident_memory_bytes"}
+    assert len(named) > 18 and named <= exposed().keys() | {"process_resident_memory_bytes"}
+    variables = {one["name"] for one in board["templating"]["list"]}
+    assert {name for text in texts for name in re.findall(r"\$(\w+)", text)} <= variables | {"__rate_interval"}
     places = [tuple(panel["gridPos"][side] for side in "xy") for panel in board["panels"]]
     assert len(set(places)) == len(places) and len({panel["id"] for panel in board["panels"]}) == len(places)
+
+
+@pytest.mark.parametrize("query, legend", queries())
+def test_every_label_of_the_dashboard_is_one_of_its_metric(query, legend):
+    known = {"process_resident_memory_bytes": set()} | exposed()
+    metrics = set(re.findall(r"\b((?:trimtab|process)_\w+)", query))
+    for metric, matchers in re.findall(r"\b(\w+)\{([^}]*)\}", query):
+        assert set(re.findall(r"(\w+)=~", matchers)) <= known[metric] | SCRAPED
+        metrics.remove(metric)
+    assert not metrics, "a metric without matchers shows the series of other jobs and servers"
+    labels = set.union(*(known[metric] for metric in re.findall(r"\b(\w+)\{", query))) | SCRAPED
+    kept = labels
+    for names in re.findall(r"\bby \(([^)]*)\)", query):
+        kept = set(names.split(", "))
+        assert kept <= labels | (BUCKET if "_bucket" in query else set())
+    assert set(re.findall(r"\{\{(\w+)\}\}", legend)) <= kept - BUCKET
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="Prometheus is not here")
+def test_prometheus_reads_every_query_of_the_dashboard(tmp_path):
+    texts = [query.replace("$__rate_interval", "1m") for query, _ in queries()]
+    rules = [{"record": f"query:{number}", "expr": text} for number, text in enumerate(texts)]
+    file = tmp_path / "rules.json"  # JSON is YAML
+    file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+    found = subprocess.run(["promtool", "check", "rules", str(file)], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0 and f"{len(rules)} rules found" in found.stdout, found.stderr
 
 
 def test_the_unit_starts_a_command_that_there_is():
@@ -98,3 +138,14 @@ def test_compose_builds_both_images_and_its_yaml_is_read():
         assert (ROOT / one["build"]["dockerfile"]).is_file()
         assert one["read_only"] and one["cap_drop"] == ["ALL"] and one["ports"] == ["127.0.0.1:8000:8000"]
         assert int(one["stop_grace_period"].removesuffix("s")) > DEFAULTS["grace"]
+        # An image in OCI's format has no health check of its own.
+        (check,) = re.findall(r"^HEALTHCHECK .*\n +CMD (\[.+\])$", (DEPLOY / "Dockerfile").read_text("utf-8"), re.M)
+        assert one["healthcheck"]["test"] == ["CMD", *json.loads(check)]
+
+
+def test_a_build_is_sent_what_it_copies_and_nothing_else():
+    text = (DEPLOY / "Dockerfile").read_text("utf-8")
+    copied = {name for line in re.findall(r"^COPY (?!--from)(.+)$", text, re.M) for name in line.split()[:-1]}
+    lines = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
+    assert {line[1:] for line in lines if line.startswith("!")} == copied
+    assert lines.index("*") < lines.index("**/__pycache__")
