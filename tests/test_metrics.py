@@ -99,6 +99,21 @@ def test_series_of_a_name_that_is_gone_are_dropped():
     assert {dict(labels).get("adapter") for _, labels in found} - {None} == {"kept", "(unloaded)"}
 
 
+def test_every_loaded_adapter_is_shown_at_zero_before_its_first_request():
+    # Prometheus' `increase` of a series that begins at 1 is 0: the first request would be missing.
+    metrics = Metrics()
+    found = samples(metrics, {**MODEL, "adapters": ["style", "unused"]})
+    for adapter in ("", "style", "unused"):
+        assert found["trimtab_requests_total", label(model="demo", adapter=adapter, ended="done")] == 0
+        for kind in ("prompt", "cached", "completion"):
+            assert found["trimtab_tokens_total", label(model="demo", adapter=adapter, kind=kind)] == 0
+    answer(metrics)
+    metrics.forget("unused", "demo")
+    found = samples(metrics, {**MODEL, "adapters": ["style"]})
+    assert found["trimtab_requests_total", label(model="demo", adapter="style", ended="done")] == 1
+    assert "unused" not in {dict(labels).get("adapter") for _, labels in found}
+
+
 def test_no_sum_over_adapters_goes_down_when_one_is_unloaded():
     metrics = Metrics()
     for name in ("a", "b", "a"):

@@ -209,6 +209,7 @@ class _Api:
         # The description as bytes, by whether it asks for a key.
         self._described: dict[bool, Any] = {}
         self.quotas = Quotas(settings.key_limits)
+        metrics.expect_keys(limits.name for limits in settings.key_limits.values())
         self.fetcher, self.reader = Fetcher(settings), Reader(settings.limits, lenient=settings.lenient)
         models = [entry["id"] for entry in pool.models() if entry["parent"] is None]
         self._takes_media = any(len(pool.takes(model)) > 1 for model in models)
@@ -219,6 +220,7 @@ class _Api:
         self.settings, self.fetcher = settings, Fetcher(settings)
         self.reader.use(settings.limits, lenient=settings.lenient)
         self.quotas.use(settings.key_limits)
+        self.metrics.expect_keys(limits.name for limits in settings.key_limits.values())
 
     def body_limits(self, path: str) -> BodyLimits:
         """Return what the body of a path may hold, whatever model it names."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ BETWEEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2
 QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 RECENT = 50
+TOKEN_KINDS = ("prompt", "cached", "completion")
 # What stands in the place of an adapter that is no longer loaded: its counts are added to these, so that no sum goes down.
 UNLOADED = "(unloaded)"
 # What `PrefixCache.numbers` says.
@@ -140,10 +141,23 @@ class Metrics:
             unloaded = (labels[0], UNLOADED)
             for how in self._endings.pop(labels):
                 _fold(self.requests, (*labels, how), (*unloaded, how))
-            for kind in ("prompt", "cached", "completion"):
+            for kind in TOKEN_KINDS:
                 _fold(self.tokens, (*labels, kind), (*unloaded, kind))
             for histogram in (self.ttft, self.between, self.queued, self.whole):
                 _fold(histogram, labels, unloaded)
+
+    def expect_keys(self, names: Iterable[str]) -> None:
+        """Show named keys at zero, so that Prometheus' `increase` counts their first request too."""
+        for name in names:
+            self.key_requests.labels(name, "done")
+            self.key_tokens.labels(name)
+
+    def _expect(self, model: str, adapter: str) -> None:
+        """Show an adapter ("": the base) at zero, as `expect_keys`."""
+        self._endings.setdefault((model, adapter), set()).add("done")
+        self.requests.labels(model, adapter, "done")
+        for kind in TOKEN_KINDS:
+            self.tokens.labels(model, adapter, kind)
 
     def responded(self, path: str, status: int) -> None:
         """Count one HTTP response. path: of its route, as `journal.named` gives it."""
@@ -171,6 +185,8 @@ class Metrics:
 
     def _set(self, model: Mapping[str, Any]) -> None:
         numbers, name = model.get("numbers") or {}, model["name"]
+        for adapter in ("", *model.get("adapters", ())):
+            self._expect(name, adapter)
         memory, kept = numbers.get("memory", {}), numbers.get("prefix_cache") or {}
         values = {
             "queue_length": numbers.get("waiting", 0), "running": numbers.get("running", 0),
