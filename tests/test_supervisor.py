@@ -36,7 +36,7 @@ def started(settings=None, **options):
 
 @pytest.fixture
 def supervisor():
-    found = started()
+    found = started({"name": "demo"})
     found.wait_ready(WAIT_S)
     yield found
     found.stop()
@@ -87,7 +87,8 @@ def test_jobs_wait_while_the_worker_loads():
         supervisor.stop()
 
 
-def test_a_killed_worker_is_told_at_once_and_comes_back(supervisor):
+def test_a_killed_worker_is_told_at_once_and_comes_back(supervisor, caplog):
+    caplog.set_level("INFO", logger="trimtab.serve")
     pid = supervisor.pid
     told = ask(supervisor, job("1", "wait"), job("2", "speak, then wait"))
     assert told.get(timeout=WAIT_S).text == "so far"
@@ -101,6 +102,12 @@ def test_a_killed_worker_is_told_at_once_and_comes_back(supervisor):
         assert "SIGKILL" in event.error["message"] or os.name != "posix"
     assert ends(ask(supervisor, job("3", "echo")), 1)["3"].kind == "done"
     assert supervisor.restarts == 1 and supervisor.pid != pid
+    ended, ready = caplog.records
+    assert ended.levelname == "ERROR" and ended.getMessage().endswith(", and starts again")
+    assert ended.fields == {"model": "demo", "worker_pid": pid, "lost_requests": 2}
+    assert (ready.levelname, ready.fields) == ("INFO", {"model": "demo"})
+    supervisor.stop()
+    assert len(caplog.records) == 2  # a stop is not a death
 
 
 def test_with_retry_what_has_said_nothing_yet_is_answered_by_the_next_worker():

@@ -352,6 +352,8 @@ class Supervisor:
                 return
             self.failure = None
             self._become("ready")
+            if self.restarts:
+                log.info("a worker is ready again", extra={"fields": {"model": self.settings.get("name", "")}})
             for flight in self._flights.values():
                 life.outbox.put(flight.message())
         self._ready.set()
@@ -396,6 +398,7 @@ class Supervisor:
             self._failures = 0 if life.answered else self._failures + 1
             never_ready = self.state == "loading" and self.plan is None
             is_over = self._is_stopping or never_ready or self._failures >= len(PAUSES_S)
+            has_said_why = never_ready and self.failure is not None
             if is_over:
                 self._life = None
                 lost += kept.values()
@@ -405,6 +408,14 @@ class Supervisor:
             else:
                 self.restarts += 1
                 self._become("restarting")
+        if not self._is_stopping and not has_said_why:
+            fields = {
+                "model": self.settings.get("name", ""),
+                "worker_pid": life.process.pid,
+                "lost_requests": len(lost),
+            }
+            end = "and does not start again" if is_over else "and starts again"
+            log.error("%s, %s", _how_it_ended(exit_code), end, extra={"fields": fields})
         error: TrimtabError = died
         if self._is_stopping:
             error = died if exit_code else StoppingError()

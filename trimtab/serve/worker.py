@@ -64,8 +64,9 @@ FOR_OPERATORS = (RequestError, CheckpointError, DoesNotFitError, AdapterError)
 def main(connection: Connection, settings: dict[str, Any]) -> None:
     """Load and answer until the other end of the pipe is gone.
 
-    settings: request (LoadRequest as JSON), adapters (name -> folder, those that are loaded at the start), kept, rows (None: as
-    many as cost nothing), queue_limit, resident_limit, prompt_tokens (the longest prompt; None: what the context holds),
+    settings: name (of the model, for the log), request (LoadRequest as JSON), adapters (name -> folder, those that are loaded at
+    the start), kept, rows (None: as many as cost nothing), queue_limit, resident_limit, prompt_tokens (the longest prompt;
+    None: what the context holds),
     media (the fields of `ServedMedia`, of which the seconds of audio bound each request; none: no memory is planned for images and
     audio), plan (of the worker before this one, as JSON; None: plan now).
     """
