@@ -17,7 +17,7 @@ from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.runtime import chat
 from trimtab.serve.client_errors import for_client
 from trimtab.serve.client_words import HIDDEN, RENAMED
-from trimtab.serve.faults import error_json, raised_error
+from trimtab.serve.faults import error_json, error_response, raised_error
 from trimtab.serve.job import Job
 from trimtab.serve.request_kinds import REQUESTS
 from trimtab.serve.supervisor import ModelFailedError
@@ -143,3 +143,9 @@ def test_a_text_to_embed_that_is_too_long_hears_nothing_of_an_answer():
 def test_an_error_names_the_field_that_the_route_has(job, field, expected):
     made = Job("a", job.pop("prompt"), GenerateRequest(max_new_tokens=1), **job)
     assert for_client(RequestError("is wrong", field=field), made).field == expected
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_for_which_json_has_no_number_is_text(value):
+    answer = error_response(*error_json("RequestError", "is too large", {"field": "n", "value": value}))
+    assert answer.status_code == 400 and json.loads(answer.body)["error"]["fields"]["value"] == str(value)

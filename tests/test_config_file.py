@@ -228,7 +228,7 @@ def test_a_log_of_json_has_no_other_lines_and_the_threads_of_the_file_are_used(t
     loggers = [logging.getLogger(name) for name in ("trimtab", "uvicorn")]
     before = [(one.handlers[:], one.propagate, one.level) for one in loggers]
     count, file = torch.get_num_threads(), tmp_path / "serve.toml"
-    text = f'model = "{DEMO / "base"}"\nlog_format = "json"\nthreads = 3'
+    text = f'model = "{DEMO / "base"}"\nlog_format = "json"\nthreads = 3\nport = 0'
     file.write_text(text)
     try:
         assert main(["serve", "--config", str(file)]) == 0

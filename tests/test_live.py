@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -45,6 +46,7 @@ def server(reread):
     def post(path, key, body=None):
         return found.post(path, json=body or {}, headers={"authorization": f"Bearer {key}"})
 
+    post.get = lambda path, key: found.get(path, headers={"authorization": f"Bearer {key}"})
     return pool, post
 
 
@@ -90,6 +92,38 @@ def test_a_file_that_is_wrong_changes_nothing():
     assert post("/v1/chat/completions", "old", CHAT).status_code == 200 and pool.settings is BEFORE
 
 
+@pytest.mark.parametrize("value", [-4, float("nan")])
+def test_a_value_that_is_wrong_is_the_files_fault_and_not_the_requests(value):
+    def wrong():
+        raise RequestError("must be above zero", field="send_s", value=value)
+
+    pool, post = server(wrong)
+    found = post("/admin/reload", "root")
+    assert (
+        found.status_code == 422 and found.json()["error"]["message"] == f"the file: send_s={value}: must be above zero"
+    )
+    assert pool.settings is BEFORE
+
+
+def test_an_open_server_on_all_addresses_is_refused_also_where_the_file_names_another_host():
+    # `host` waits for a restart: without keys the address that it listens on now would be open.
+    pool, live = Reloaded(), Live(replace(BEFORE, host="0.0.0.0"))
+    after = replace(BEFORE, host="127.0.0.1", api_keys=(), admin_keys=())
+    reloader = Reloader(pool, live, lambda: ([model("demo")], after, ()), Metrics().forget)
+    with pytest.raises(RequestError, match="an API key is required"):
+        asyncio.run(reloader.reload())
+    assert live.settings.api_keys == ("old",)
+
+
+def test_a_key_that_a_reload_names_is_in_the_metrics_before_its_first_request():
+    limits = {"old": KeyLimits(name="batch")}
+    _, post = server(lambda: ([model("demo")], replace(BEFORE, key_limits=limits), ()))
+    post("/admin/reload", "root")
+    text = post.get("/metrics", "root").text
+    assert 'trimtab_key_tokens_total{key="batch"} 0.0' in text
+    assert 'trimtab_key_requests_total{ended="done",key="batch"} 0.0' in text
+
+
 def test_what_needs_a_restart_is_named_and_stays():
     after = replace(BEFORE, port=9, grace_s=1.0, limits=Limits(connections=3, n=2))
     pool, post = server(lambda: ([model("demo")], after, ()))
@@ -128,6 +162,31 @@ def test_a_model_gets_the_adapters_that_its_file_names_now():
         with pytest.raises(RequestError):
             await pool.load_adapter("a", "mine", "again")
         assert (await pool.use(model("b")))["needs_restart"] == ["models.b"]
+
+    run(first, work=work, make=partial(Supervisor, target=toy_worker.main))
+
+
+def test_other_weights_and_adapters_to_keep_are_told_and_an_adapter_in_use_keeps_its_weight():
+    first = model("a", adapters={"one": "x", "busy": "y"}, weights={"one": 0.5, "busy": 0.5}, kept=("busy",))
+
+    def weights(pool):
+        return {name: pool.resolve(name)[1] for name in ("one", "busy")}
+
+    async def work(pool):
+        assert weights(pool) == {"one": "one:0.5", "busy": "busy:0.5"}
+        # Which adapters stay on the model waits for a restart; one that is removed need not be kept.
+        for kept, needs in (((), ["models.a"]), (("busy", "one"), ["models.a"]), (("busy",), [])):
+            assert (await pool.use(replace(first, kept=kept)))["needs_restart"] == needs
+        found = await pool.use(replace(first, adapters={"one": "x"}, weights={"one": 0.5}, kept=()))
+        assert (found["changed"], found["needs_restart"], len(found["problems"])) == ([], [], 1)
+        found = await pool.use(replace(first, adapters={"one": "x", "busy": "z"}, weights={"one": 0.7}))
+        assert (found["changed"], found["loaded"], found["unloaded"]) == (["a:one"], [], [])
+        assert len(found["problems"]) == 1 and "is in use" in found["problems"][0]
+        assert weights(pool) == {"one": "one:0.7", "busy": "busy:0.5"}
+        found = await pool.use(replace(first, adapters={"busy": "y"}, weights={"busy": 0.5}))
+        assert (found["changed"], found["unloaded"], found["problems"]) == ([], ["a:one"], [])
+        found = await pool.use(replace(first, adapters={"busy": "y", "one": "w"}, weights={"busy": 0.5}))
+        assert found["loaded"] == ["a:one"] and weights(pool) == {"one": "one", "busy": "busy:0.5"}
 
     run(first, work=work, make=partial(Supervisor, target=toy_worker.main))
 

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 
 import trimtab
 from trimtab.demo.line import FOLDER as DEMO
-from trimtab.errors import CheckpointError, RequestError
+from trimtab.errors import AdapterError, CheckpointError, RequestError
 from trimtab.request import LoadRequest
 from trimtab.serve import registry
-from trimtab.serve.registry import ServedModel, read_registry
+from trimtab.serve.registry import ServedModel, check_present, read_registry
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -251,3 +251,14 @@ def test_a_file_for_another_machine_asks_for_no_folder_here(write, capsys):
     file = write('[models.a]\npath = "org/not-cached"\n')
     pytest.importorskip("ray")
     assert main(["serve", str(file), "--ray", "--print-config", "-"]) == 0
+
+
+def test_an_adapter_that_none_can_use_is_named_without_its_path(write, tmp_path):
+    # A client's message has no paths: the name alone says which adapter it is about.
+    write_checkpoint(tmp_path / "model")
+    (tmp_path / "broken").mkdir()
+    models = read_registry(write('[models.a]\npath = "model"\n[models.a.adapters]\nlegal = "broken"\n'))
+    with pytest.raises(AdapterError) as caught:
+        check_present(models)
+    assert caught.value.path == str(tmp_path / "broken")
+    assert caught.value.problems[0] == "adapter legal of a: adapter_config.json is missing"

@@ -120,6 +120,13 @@ def test_what_is_no_folder_below_the_root_is_refused_in_the_same_words(root, giv
     assert str(error) == "lora_path: is not a folder below the server's adapter folder"
 
 
+@pytest.mark.parametrize(
+    "name, text, words", [("n", "1.5", "must be an integer"), ("send_s", "soon", "must be a number")]
+)
+def test_a_limit_of_another_kind_says_which_it_must_be(name, text, words):
+    assert words in str(refused(Limits.of, {name: text}))
+
+
 @pytest.mark.skipif(os.name == "nt", reason="making links needs a right on Windows")
 def test_links_out_of_the_root_are_refused(root):
     settings = Settings(adapter_root=root)

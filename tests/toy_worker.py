@@ -44,7 +44,10 @@ def _obey(channel, message):
     elif message["do"] == "call":
         if message["what"] == "hang":
             time.sleep(600)
-        if message["what"] == "bad":
+        if message["what"] == "unload_adapter" and message["name"] == "busy":
+            error = {"class": "RequestError", "message": "is in use", "fields": {"field": "lora_name"}}
+            channel.send({"say": "reply", "id": message["id"], "error": error})
+        elif message["what"] == "bad":
             error = {"class": "RequestError", "message": "no such call", "fields": {"field": "what"}}
             channel.send({"say": "reply", "id": message["id"], "error": error})
         else:

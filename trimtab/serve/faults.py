@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -133,12 +134,17 @@ def error_json(
         )
     message, fields = for_clients(name, message, fields)
     known = str(fields.get("path") or "")
-    shown = {key: fields[key] for key in SHOWN_FIELDS if fields.get(key) not in (None, "", (), [])}
+    shown = {key: _as_json(fields[key]) for key in SHOWN_FIELDS if fields.get(key) not in (None, "", (), [])}
     return status, _object(
         without_paths(message, known, folders=folders), kind, code,
         param=None if name in OF_NO_FIELD else fields.get("field"), name=name,
         fields=without_paths(shown, known, folders=folders),
     )  # fmt: skip
+
+
+def _as_json(value: Any) -> Any:
+    """Return a field's value; NaN and infinity, for which JSON has no number, as text."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _object(

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import CheckpointError, RequestError, TrimtabError
 from trimtab.serve import wire
 from trimtab.serve.registry import ServedModel
 from trimtab.serve.settings import RELOAD, Settings
@@ -55,7 +55,8 @@ class Pool(Protocol):
         """The names of the models."""
 
     async def use(self, served: ServedModel) -> Mapping[str, Sequence[str]]:
-        """Load and unload adapters; returns names under "loaded", "unloaded", "needs_restart" and texts under "problems"."""
+        """Load and unload adapters; returns names under "changed", "loaded", "unloaded" and "needs_restart", and texts under
+        "problems"."""
 
 
 class Reloader:
@@ -66,7 +67,8 @@ class Reloader:
         self._lock = asyncio.Lock()
 
     async def reload(self) -> dict[str, Any]:
-        """Return the changes: settings by name, adapters as "model:adapter". If the file is wrong, nothing changes.
+        """Return the changes: settings by name, adapters as "model:adapter" (under "changed": those with another weight). If the
+        file is wrong, nothing changes.
 
         Errors: RequestError, CheckpointError as at the start of the server.
         """
@@ -76,8 +78,8 @@ class Reloader:
             settings, needs = _allowed(before, requested)
             gone = [f"models.{name}" for name in self._pool.names if name not in {served.name for served in models}]
             needs = [*needs, *waiting, *gone]
-            report: dict[str, list[str]] = {"loaded": [], "unloaded": [], "needs_restart": needs, "problems": []}
-            changed = _changed(before, settings)
+            report: dict[str, list[str]] = {"changed": _changed(before, settings)}
+            report |= {"loaded": [], "unloaded": [], "needs_restart": needs, "problems": []}
             self._live.replace(settings)
             self._pool.settings = settings
             for served in models:
@@ -86,10 +88,8 @@ class Reloader:
             for name in report["unloaded"]:
                 model, _, adapter = name.partition(":")
                 self._forget(adapter, model)
-            answer = {"status": "reloaded", "changed": changed, **report}
-            log.info("reloaded", extra={"fields": {name: ",".join(value) for name, value in report.items() if value} | {
-                "changed": ",".join(changed)}})  # fmt: skip
-            return answer
+            log.info("reloaded", extra={"fields": {name: ",".join(value) for name, value in report.items() if value}})
+            return {"status": "reloaded", **report}
 
     async def reload_quietly(self) -> None:
         """Reload, and log a failure: no client waits for the result."""
@@ -102,7 +102,10 @@ class Reloader:
         async def answer(request: Request) -> Response:
             if body := await request.body():
                 wire.read(wire.ReloadRequest, body)
-            return JSONResponse(await self.reload())
+            try:
+                return JSONResponse(await self.reload())
+            except RequestError as exc:  # the file is wrong, not this request
+                raise CheckpointError(str(exc), path="the configuration") from exc
 
         return [Route(RELOAD, answer, methods=["POST"])]
 

@@ -403,19 +403,29 @@ class Pool:
     async def use(self, served: ServedModel) -> dict[str, list[str]]:
         """Load and unload adapters until a model has those that its file names now. What clients have loaded stays.
 
-        Returns "model:adapter" under "loaded" and "unloaded", names under "needs_restart" for what else differs, and under
-        "problems" why an adapter stays as it is.
+        Returns "model:adapter" under "changed" (another weight), "loaded" and "unloaded", names under "needs_restart" for what
+        else differs, and under "problems" why an adapter stays as it is.
         """
-        report: dict[str, list[str]] = {"loaded": [], "unloaded": [], "needs_restart": [], "problems": []}
+        report: dict[str, list[str]] = {
+            "changed": [],
+            "loaded": [],
+            "unloaded": [],
+            "needs_restart": [],
+            "problems": [],
+        }
         member = self._members.get(served.name)
-        if member is None or _fixed(served) != _fixed(member.served):
+        if member is None or _fixed(served) != _fixed(member.served) or _keeps_others(served, member.served):
             report["needs_restart"].append(f"models.{served.name}")
         if member is None:
             return report
-        member.served = replace(member.served, weights=served.weights)
-        named = dict(member.served.adapters)
+        named, weights = dict(member.served.adapters), dict(member.served.weights)
         removed = [name for name, path in named.items() if served.adapters.get(name) != path]
         new = [name for name, path in served.adapters.items() if named.get(name) != path]
+        for name in sorted(named.keys() - removed):
+            if weights.get(name, 1.0) != served.weights.get(name, 1.0):
+                weights[name] = served.weights.get(name, 1.0)
+                report["changed"].append(f"{served.name}{SEPARATOR}{name}")
+        member.served = replace(member.served, weights=dict(weights))
         for what, names in (("unload_adapter", removed), ("load_adapter", new)):
             for name in names:
                 shown = f"{served.name}{SEPARATOR}{name}"
@@ -424,19 +434,22 @@ class Pool:
                         await self._call(member, what, name=name)
                         member.adapters.pop(name, None)
                         del named[name]
+                        weights.pop(name, None)
                         report["unloaded"].append(shown)
+                    elif name in named:  # the one from before could not be unloaded: its problem is told
+                        continue
                     elif name in member.adapters:
                         raise RequestError("an adapter of this name is loaded", field="adapters", value=name)
                     else:
                         await self.load_adapter(served.name, name, in_full(served.adapters[name]))
-                        named[name] = served.adapters[name]
+                        named[name], weights[name] = served.adapters[name], served.weights.get(name, 1.0)
                         report["loaded"].append(shown)
                 except TrimtabError as exc:
                     report["problems"].append(
                         f"{shown}: {told_error(plain_error(exc), self.folders)[1]['error']['message']}"
                     )
                 kept = tuple(name for name in member.served.kept if name in named)
-                member.served = replace(member.served, adapters=dict(named), kept=kept)
+                member.served = replace(member.served, adapters=dict(named), kept=kept, weights=dict(weights))
         return report
 
     async def _call(self, member: _Member, what: str, **arguments: Any) -> Any:
@@ -488,6 +501,11 @@ def _adapter_of(member: _Member, text: str, field: str) -> str:
 def _fixed(served: ServedModel) -> ServedModel:
     """Return what of a model no reload changes."""
     return replace(served, adapters={}, kept=(), weights={})
+
+
+def _keeps_others(served: ServedModel, before: ServedModel) -> bool:
+    """Whether a model's file names other adapters to keep on the model than before, those apart that it no longer has."""
+    return set(served.kept) != {name for name in before.kept if name in served.adapters}
 
 
 def folders_of(models: Sequence[ServedModel], settings: Settings) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ from trimtab.adapter_names import split_weight
 from trimtab.checkpoint.adapter import read_adapter
 from trimtab.checkpoint.folder import read_loadable
 from trimtab.checkpoint.names import near_names
-from trimtab.errors import CheckpointError, RequestError, TrimtabError
+from trimtab.errors import AdapterError, CheckpointError, RequestError, TrimtabError
 from trimtab.request import DECODE_MODES, LoadRequest, check_choice, parse_bytes
 from trimtab.serve.row_count import PLANNED, check_rows
 from trimtab.serve.settings import Limits
@@ -98,7 +98,7 @@ class ServedModel:
         request = replace(self.request, model=in_full(self.request.model))
         adapters = {name: in_full(path) for name, path in self.adapters.items()}
         return {
-            "request": request.to_json(), "adapters": adapters, "kept": list(self.kept),
+            "name": self.name, "request": request.to_json(), "adapters": adapters, "kept": list(self.kept),
             "rows": self.rows, "queue_limit": queue_limit, "resident_limit": self.resident_limit,
             "prompt_tokens": limits.prompt_tokens, "decode": self.decode,
             "media": {
@@ -198,8 +198,13 @@ def check_present(models: Sequence[ServedModel]) -> None:
         raise CheckpointError(
             "nothing is served\n" + "\n".join(f"  - {text}" for text in problems), path="trimtab serve"
         )
-    for path in dict.fromkeys(path for model in models for path in model.adapters.values()):
-        read_adapter(path)
+    first_uses = {path: (name, model.name) for model in reversed(models) for name, path in model.adapters.items()}
+    for path, (name, model_name) in first_uses.items():
+        try:
+            read_adapter(path)
+        except AdapterError as exc:  # over HTTP an error has no path: the name says which adapter it is about
+            told = [f"adapter {name} of {model_name}: {problem}" for problem in exc.problems]
+            raise AdapterError(path, told, hint=exc.hint) from exc
 
 
 def _model(name: str, table: Any, folder: Path) -> tuple[ServedModel | None, list[str]]:

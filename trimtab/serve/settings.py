@@ -92,10 +92,12 @@ class Limits:
                 raise RequestError(
                     "is not a limit", field="limit", value=name, allowed=near_names(name, list(known)) or list(known)
                 )
+            is_float = isinstance(known[name].default, float)
             try:
-                values[name] = float(text) if isinstance(known[name].default, float) else int(text)
+                values[name] = float(text) if is_float else int(text)
             except ValueError as exc:
-                raise RequestError("is not a number", field="limit", value=f"{name}={text}") from exc
+                must = "must be a number" if is_float else "must be an integer"
+                raise RequestError(must, field="limit", value=f"{name}={text}") from exc
         for single, total in TOTALS.items():
             if single not in values:
                 continue
