@@ -172,7 +172,8 @@ def test_a_reader_that_went_away_is_not_a_traceback(tmp_path, monkeypatch):
         (["plan", "{base}", "--gpu-memory", "1MiB", "--device", "cpu"], 4),
         (["plan", "{base}", "--quant", "nf5"], 2),
         (["inspect", "{tmp}/missing"], 3),
-        (["inspect", "{tmp}"], 5),
+        (["inspect", "{tmp}"], 3),
+        (["plan", "{base}", "--adapter", "a={base}"], 3),
         (["plan", "{base}", "--adapter", "{tmp}/missing"], 3),
         (["run", "{base}", "hi", "--image", "{tmp}/missing.png"], 2),
     ],
@@ -695,8 +696,8 @@ def test_what_can_be_known_beforehand_is_found_before_anything_is_read(arguments
     assert json.loads(capsys.readouterr().out)["error"]["fields"].get("field") == field
 
 
-def test_five_mismatches_are_shown_with_their_count_and_all_with_json(monkeypatch, capsys):
-    error = AdapterError(".", [f"problem {number}" for number in range(96)])
+def test_five_mismatches_are_shown_with_their_count_and_all_with_json(world, monkeypatch, capsys):
+    error = AdapterError(str(world / "adapters" / "style"), [f"problem {number}" for number in range(96)])
     monkeypatch.setattr(commands, "run_inspect", failing(error))
     assert cli.main(["inspect", "a"]) == 5
     err = capsys.readouterr().err

@@ -74,6 +74,21 @@ def test_each_run_draws_into_a_file_of_its_own(tmp_path, monkeypatch):
     assert all(path.suffix == ".svg" for path in drawn)
 
 
+def test_the_plan_of_the_demo_fits_80_columns(monkeypatch):
+    class BeforeLoading(Exception):
+        pass
+
+    def loads(*_):
+        raise BeforeLoading
+
+    said: list[str] = []
+    monkeypatch.setattr(line, "_answers", loads)
+    with pytest.raises(BeforeLoading):
+        line.run(said.append)
+    plan = next(text for text in said if "language_model.layers" in text or "block" in text.split())
+    assert "per token" in plan and max(map(len, plan.splitlines())) <= 80
+
+
 def test_the_adapters_really_change_the_answer():
     for prompt in PROMPTS:
         answers = prompt["answers"]

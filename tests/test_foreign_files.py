@@ -58,7 +58,7 @@ def test_a_gguf_adapter_is_called_that_too(
     for given, words in ((gguf, "is a GGUF file"), (gguf.parent, "has GGUF files and no adapter of PEFT")):
         if command == "doctor" and given.is_dir():
             continue  # its report names it; a process is started for that
-        assert cli.main([*command_line(command, BASE, tmp_path), "--adapter", f"a={given}", *beside]) == 5
+        assert cli.main([*command_line(command, BASE, tmp_path), "--adapter", f"a={given}", *beside]) == 3
         err = capsys.readouterr().err
         assert words in err and "the folder that PEFT wrote" in err
 
@@ -66,7 +66,7 @@ def test_a_gguf_adapter_is_called_that_too(
 def test_a_folder_of_gguf_files_lists_no_models_and_says_why(gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["models", str(gguf.parent)]) == 0
     assert "it has GGUF files (model-Q4_K_M.gguf)" in capsys.readouterr().err
-    assert cli.main(["inspect", str(gguf)]) == 5 and "is a GGUF file" in capsys.readouterr().err
+    assert cli.main(["inspect", str(gguf)]) == 3 and "is a GGUF file" in capsys.readouterr().err
 
 
 # Text that is not UTF-8 ------------------------------------------------------------------------------------------------

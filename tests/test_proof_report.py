@@ -139,7 +139,9 @@ def test_a_merge_report_shows_its_three_booleans():
     row = parity(base_kl=0.75, base_is_adapter=False, base_is_merged=True, same_text=False)
     rows = (Survival("layers.0.q", 0.25, 3.0, 1.0, 0.01), Survival("layers.1.q", 1.0, 0.0, 1.0, 0.01))
     text = str(report(prompts=(row,), survival=rows))
-    assert re.search(r"p1 +BASE +yes +no +yes +\S+ +0\.75", text)
+    assert re.search(r"p1 +BASE +yes +no +yes", text) and re.search(
+        r"prompt +(KL +)?KL base\np1 +(\S+ +)?0\.75\n", text
+    )
     assert "62.5 % of the adapter's change is in the merged weights of 2 modules" in text
     assert "minimum: layers.0.q 25.0 %" in text
 
@@ -208,10 +210,11 @@ def test_markdown_cells_hold_any_text():
 
 def test_lanes_are_shown_with_labels_counts_and_what_was_raised():
     text = str(report(lanes=lane_report()))
-    assert re.search(
-        r"direct_4bit_merge +DIRECT_4BIT_MERGE_STILL_DIVERGES +0 of 1 +525 +0\.25 +0\.5 +- +25\.0 % +3", text
-    )
-    assert re.search(r"p1 +DIRECT_4BIT_MERGED_MATCHES_NEITHER +yes +no +no", text)
+    cells = re.findall(r"^direct_4bit_merge +(\S.*)", text, re.MULTILINE)
+    words = " ".join(" ".join(cells).split())
+    assert words.startswith("DIRECT_4BIT_MERGE_STILL_DIVERGES 0 of 1 525 0.25 0.5 - 25.0 % 3")
+    assert re.search(r"p1 +DIRECT_4BIT_MERGED_MATCHES_NEITHER +yes +no\n", text)
+    assert re.search(r"prompt +base == merged\n +p1 +no\n", text)
     assert "dequantize_then_merge raised at stage merge: AttributeError" in text and "(peft 0.1)" in text
 
 
@@ -283,3 +286,31 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(tmp_path, nam
     assert caught.value.field == "save"
     with pytest.raises(RequestError):
         report().save(tmp_path / name)
+
+
+def test_a_table_wider_than_a_terminal_goes_on_below():
+    from trimtab.proof.cells import table
+
+    head = ("prompt", "verdict", *(f"column {number}" for number in range(8)))
+    rows = [
+        ("text_1", "same within noise", *(f"v{number}" for number in range(8))),
+        ("image_1", "differs", *"abcdefgh"),
+    ]
+    lines = table(head, rows, indent="  ")
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines if line] == ["prompt", "text_1", "image_1"] * 2
+    words = " ".join(lines).split()
+    assert all(words.count(cell) == 1 for cell in ("v0", "v7", "a", "h")) and words.count("column") == 8
+    assert table(head[:2], [row[:2] for row in rows])[1] == "text_1   same within noise"
+
+
+def test_a_table_with_one_long_cell_keeps_all_its_columns():
+    from trimtab.proof.cells import table
+
+    lines = table(("prompt", "a", "b"), [("x" * 90, "1", "2")])
+    assert [line.split() for line in lines if line] == [
+        ["prompt", "a"],
+        ["x" * 90, "1"],
+        ["prompt", "b"],
+        ["x" * 90, "2"],
+    ]

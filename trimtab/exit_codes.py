@@ -24,7 +24,7 @@ EXIT_CODES: tuple[tuple[type[TrimtabError], int], ...] = (
     (ParityError, 7),
     (UpstreamError, 8),
 )
-# Of a model or adapter that is not there.
+# Of a model or adapter that is not there, or is none.
 MISSING = 3
 # What each exit code means, for --help; docs/command-line.md has the same table.
 EXIT_TEXTS = {
@@ -50,7 +50,13 @@ def exit_codes_text() -> str:
 
 
 def exit_code(error: TrimtabError) -> int:
-    """Return the exit code of an error; an adapter that is not there has the code of a model that is not there."""
-    if isinstance(error, AdapterError) and not os.path.exists(error.path):
+    """Return the exit code of an error; what is no adapter, or not there, has the code of what is no model."""
+    if isinstance(error, AdapterError) and not _is_adapter(error.path):
         return MISSING
     return next(code for kind, code in EXIT_CODES if isinstance(error, kind))
+
+
+def _is_adapter(path: str) -> bool:
+    """Whether a path is one of PEFT's adapter folders, or a file of one; a GGUF file is neither."""
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    return os.path.exists(path) and os.path.isfile(os.path.join(folder, "adapter_config.json"))

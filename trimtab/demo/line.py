@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import trimtab
 from trimtab import demo, show
 from trimtab.errors import CheckpointError, DoesNotFitError, ParityError, gib
+from trimtab.plan.narrow import narrow_table
 from trimtab.plan.picture import draw
 from trimtab.proof.criterion import DRAWS, FALSE_ALARM_RATE
 from trimtab.request import LoadRequest
@@ -89,7 +90,7 @@ def _run(say: Say, placed: LoadRequest) -> dict[str, Any]:
     split = _split_plan(whole, options, placed)
     peaks = [gib(plan.gpu_peak_bytes) for plan in (whole, split)]
     say(f"1. plan: peak on {whole.execution_device} with every weight resident {peaks[0]}, split {peaks[1]}\n")
-    say(str(split))
+    say(narrow_table(split))
     picture = new_picture()
     draw(split, picture)
     say(f"\nchart of the plan: {picture}\n")

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from trimtab.columns import aligned
 
+WIDTH = 80
+
 
 def number(value: float | None) -> str:
     """Return a number for people: 0 only if it is exactly 0."""
@@ -18,8 +20,20 @@ def yes(value: bool | None) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, indent: str = "") -> list[str]:
-    """Return lines of aligned columns."""
-    return aligned([head, *rows], indent=indent)
+    """Return lines of aligned columns; what does not fit WIDTH follows below, beside the first column again."""
+    rows = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    parts, taken = [[0]], len(indent) + widths[0]
+    for column, width in enumerate(widths[1:], 1):
+        if taken + 2 + width > WIDTH and len(parts[-1]) > 1:
+            parts.append([0])
+            taken = len(indent) + widths[0]
+        parts[-1].append(column)
+        taken += 2 + width
+    lines: list[str] = []
+    for part in parts:
+        lines += ([""] if lines else []) + aligned([[row[column] for column in part] for row in rows], indent=indent)
+    return lines
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
