@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -20,7 +21,8 @@ from transformers import initialization
 from tests import pico, stock
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.checkpoint.packed import split_packed
-from trimtab.errors import CheckpointError
+from trimtab.demo.line import FOLDER
+from trimtab.errors import CheckpointError, RequestError
 from trimtab.runtime import hf, hf_processor
 from trimtab.runtime.probe import Traced
 from trimtab.runtime.read import read_small
@@ -493,3 +495,16 @@ def test_special_ids_are_computed_once_not_for_each_token(tmp_path):
     tokenizer = CountedTokenizer()
     hf_processor.check_tokenizer(tokenizer, tmp_path, 1000)
     assert tokenizer.computed == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed")
+def test_without_torchvision_a_processor_reads_its_tokenizer_once(monkeypatch):
+    """A vocabulary of 262,144 tokens takes seconds, and transformers asks for torchvision after it has read it."""
+    base, loads = transformers.PreTrainedTokenizerBase, []
+    read = base._from_pretrained.__func__
+    counted = classmethod(lambda kind, *given, **named: (loads.append(kind), read(kind, *given, **named))[1])
+    monkeypatch.setattr(base, "_from_pretrained", counted)
+    processor = hf_processor.load_processor(FOLDER / "base")
+    assert len(loads) == 1 and processor.tokenizer.vocab_size > 1000
+    with pytest.raises(RequestError, match="videos need torchvision"):
+        processor.video_processor("video")

@@ -31,16 +31,38 @@ def load_processor(folder: Path) -> Any:
     Errors: CheckpointError, also for a tokenizer that is empty or has more tokens than the model.
     """
     _add_once(logging.getLogger("transformers.image_utils"), _NotAmbiguous())
-    try:
-        processor = hf.load_processor(folder)
-    except CheckpointError as exc:
-        if "orchvision" not in str(exc):
-            raise
-        processor = _without_video(folder, exc)
+    lacking = _lacking(folder)
+    if lacking is not None:  # found out at the end, when all other parts are read: a large tokenizer takes a second
+        processor = _without_video(folder, lacking)
+    else:
+        try:
+            processor = hf.load_processor(folder)
+        except CheckpointError as exc:
+            if "orchvision" not in str(exc):
+                raise
+            processor = _without_video(folder, exc)
     tokenizer = getattr(processor, "tokenizer", processor)
     check_tokenizer(tokenizer, folder, _vocabulary(folder))
     check_named_ids(tokenizer, folder)
     return processor
+
+
+def _lacking(folder: Path) -> ImportError | None:
+    """Return what transformers' own processor of the folder will fail with if its video part lacks torchvision.
+
+    Transformers exports such a class as a stand-in, each of whose attributes raises ImportError (utils/import_utils.py,
+    DummyObject). None where that cannot be told from the folder's files.
+    """
+    try:
+        config, _ = transformers.ProcessorMixin.get_processor_dict(folder, local_files_only=True)
+        kind = getattr(transformers, config["video_processor"]["video_processor_type"])
+    except Exception:  # whatever the files hold: whoever loads the processor names it
+        return None
+    try:
+        _ = kind.from_pretrained
+    except ImportError as exc:
+        return exc if "orchvision" in str(exc) else None
+    return None
 
 
 class _NotAmbiguous(logging.Filter):
@@ -133,7 +155,7 @@ def _word(tokenizer: Any, number: int) -> str:
     return token
 
 
-def _without_video(folder: Path, first: CheckpointError) -> Any:
+def _without_video(folder: Path, first: Exception) -> Any:
     try:
         config, _ = transformers.ProcessorMixin.get_processor_dict(folder, local_files_only=True)
         kind = getattr(transformers, config.pop("processor_class"))
