@@ -66,7 +66,20 @@ def test_a_gguf_adapter_is_called_that_too(
 def test_a_folder_of_gguf_files_lists_no_models_and_says_why(gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["models", str(gguf.parent)]) == 0
     assert "it has GGUF files (model-Q4_K_M.gguf)" in capsys.readouterr().err
+    assert cli.main(["adapters", str(gguf.parent)]) == 0
+    assert "it has GGUF files (model-Q4_K_M.gguf), and trimtab reads PEFT's folders" in capsys.readouterr().err
     assert cli.main(["inspect", str(gguf)]) == 3 and "is a GGUF file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_path_to_compare_with_that_is_no_model_is_called_that(
+    missing: bool, gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given, words = (tmp_path / "gone", "no such folder") if missing else (gguf, "is a GGUF file")
+    assert cli.main(["verify", BASE, "--adapter", STYLE, "--against", str(given), "--device", "cpu"]) == 3
+    assert words in capsys.readouterr().err
+    assert cli.main(["verify", BASE, "--adapter", STYLE, "--against", "gone", "--device", "cpu"]) == 2
+    assert "unknown comparison" in capsys.readouterr().err
 
 
 # Text that is not UTF-8 ------------------------------------------------------------------------------------------------

@@ -160,7 +160,9 @@ def run_adapters(options: argparse.Namespace) -> int:
         print_json({"folder": str(folder), "adapters": adapters})
         return 0
     if not adapters:
-        print(f"no adapters below {folder}", file=sys.stderr)
+        packed = sorted(file.name for file in folder.rglob("*.gguf"))
+        note = f"; it has GGUF files ({packed[0]}), and trimtab reads PEFT's folders" if packed else ""
+        print(f"no adapters below {folder}{note}", file=sys.stderr)
         return 0
     heads = ("adapter", "made for", "rank", "size", *options.model)
     _print_table([heads, *(_adapter_row(one, options.model) for one in adapters)])

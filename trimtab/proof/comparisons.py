@@ -213,8 +213,13 @@ def _folder_case(
 
 
 def _merged_folder(word: str, checkpoint: Checkpoint) -> Path:
-    """Return the folder of a merged model. Errors: RequestError if it is none, or one of another architecture."""
-    if not Path(word).is_dir():
+    """Return the folder of a merged model.
+
+    Errors: RequestError if it is no word and no path, or a model of another architecture; CheckpointError for a path without one.
+    """
+    path = Path(word)
+    is_path = path.exists() or path.is_absolute() or word.startswith(("./", "../"))
+    if not is_path:
         raise RequestError("unknown comparison", field="against", value=word, allowed=(*AGAINST, FOLDER_HINT))
     merged = read_checkpoint(word)
     wrong = [
