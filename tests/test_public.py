@@ -28,7 +28,18 @@ PSUTIL = (
     "trimtab/machine/memory.py", "trimtab/process.py", "trimtab/doctor/environment.py",
     "trimtab/doctor/environment_inside.py", "trimtab/merge/measure.py",
 )  # fmt: skip
-HEAVY = {"torch", "transformers", "bitsandbytes", "numpy", "accelerate", "peft", "safetensors", "psutil"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "bitsandbytes",
+    "numpy",
+    "accelerate",
+    "peft",
+    "safetensors",
+    "psutil",
+    "http.client",
+    "urllib.request",
+}
 
 
 def name_of(file):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
-from xml.sax.saxutils import escape
 
 from trimtab.errors import RequestError, gib
 from trimtab.files import write_whole
@@ -287,7 +287,7 @@ def svg(shapes: Sequence[Shape], height: float) -> str:
         else:
             place = f'x="{shape.left:.2f}" y="{shape.base:.2f}" font-size="{shape.size:g}" text-anchor="{shape.anchor}"'
             weight = ' font-weight="bold"' if shape.bold else ""
-            lines.append(f'<text {place} fill="{shape.color}"{weight}>{escape(shape.text)}</text>')
+            lines.append(f'<text {place} fill="{shape.color}"{weight}>{escape(shape.text, quote=False)}</text>')
     return "\n".join([*lines, "</svg>", ""])
 
 
