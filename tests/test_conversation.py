@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 
 import pytest
 
@@ -148,3 +149,52 @@ def test_an_adapter_whose_files_changed_is_read_again(tmp_path):
     )
     with trimtab.load(specialist) as model:
         assert model.answer(QUESTION, adapter="own", max_new_tokens=12).text == after != before
+
+
+@pytest.fixture
+def changed(tmp_path):
+    """A model with an adapter whose files have changed since it was loaded."""
+    folder = tmp_path / "own"
+    shutil.copytree(demo.ADAPTERS["style"], folder)
+    plan = trimtab.plan(demo.BASE, adapters={"own": folder}, context=128, device="cpu", head="full")
+    with trimtab.load(plan) as model:
+        for file in demo.ADAPTERS["specialist"].iterdir():
+            shutil.copy(file, folder / file.name)
+        yield model
+
+
+@pytest.mark.parametrize("adapter", ["own", {"own": 0.5}])
+def test_a_question_that_comes_while_its_adapter_is_exchanged_waits(changed, adapter, monkeypatch):
+    attach, refused = changed._attach, []
+
+    def ask():
+        try:
+            changed.question(QUESTION, {"adapter": adapter})
+        except RequestError as error:
+            refused.append(error)
+
+    asking = threading.Thread(target=ask)
+
+    def attach_while_asked(name, held):
+        assert "own" not in changed.adapters
+        asking.start()
+        asking.join(0.3)  # a question that does not wait has been refused by now
+        attach(name, held)
+
+    monkeypatch.setattr(changed, "_attach", attach_while_asked)
+    assert changed.reload_adapter("own") is True
+    asking.join(60)
+    assert not asking.is_alive() and refused == []
+
+
+def test_an_adapter_unloaded_while_its_new_files_are_read_stays_unloaded(changed, monkeypatch):
+    read = changed.read_adapter
+
+    def read_and_unload(path):
+        changed.unload_adapter("own")
+        return read(path)
+
+    monkeypatch.setattr(changed, "read_adapter", read_and_unload)
+    with pytest.raises(RequestError) as caught:
+        changed.reload_adapter("own")
+    assert caught.value.field == "adapter" and changed.adapters == ()

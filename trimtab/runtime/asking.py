@@ -158,17 +158,30 @@ class Asking:
         if tuple(read_adapter(before.folder, values=False).stamps) == tuple(before.stamps):
             return False
         held = self.read_adapter(before.folder)
-        free = self.free_adapter_bytes() + self.adapter_sizes[name]
-        if held.device_bytes > free:
-            raise DoesNotFitError(
-                f"the plan leaves {gib(max(free, 0))} for this adapter", block=f"adapter {name}", device=str(self.device),
-                needed_bytes=held.device_bytes, budget_bytes=max(free, 0), hint="Plan again with the new files",
-            )  # fmt: skip
-        with self.turns.hold("reload_adapter"), self._out_of_memory_named(f"loading adapter {name}"):
+        with self.turns.hold("reload_adapter"), self.exchanging, self._out_of_memory_named(f"loading adapter {name}"):
+            self._check_adapter(name)  # it may have been unloaded meanwhile
+            free = self.free_adapter_bytes() + self.adapter_sizes[name]
+            if held.device_bytes > free:
+                raise DoesNotFitError(
+                    f"the plan leaves {gib(max(free, 0))} for this adapter", block=f"adapter {name}",
+                    device=str(self.device), needed_bytes=held.device_bytes, budget_bytes=max(free, 0),
+                    hint="Plan again with the new files",
+                )  # fmt: skip
             self.mixes.forget(name)
             lora.detach(self.hf_model, name, route=self.route)
             self._attach(name, held)
         return True
+
+    def _check_adapter(self: Any, name: Chosen) -> None:
+        with self.exchanging:
+            if isinstance(name, Mapping):
+                self.mixes.check(name)
+            elif isinstance(name, str):
+                self.adapter_spec(name)
+            elif name is not None:
+                raise RequestError(
+                    "must be a name, {name: weight} for a mix, or None for the base", field="adapter", value=name
+                )
 
     def check_tokens(self: Any, request: GenerateRequest) -> None:
         """Raise RequestError for a stop token that the vocabulary does not have: it would end no answer."""

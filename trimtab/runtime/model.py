@@ -83,6 +83,8 @@ class LoadedModel(Asking):
         self._fittings: WeakKeyDictionary[HeldAdapter, lora.Fitting] = WeakKeyDictionary()
         self._base_values: WeakKeyDictionary[HeldAdapter, BaseValues] = WeakKeyDictionary()
         self.turns = Turns()
+        # Held while an adapter is exchanged, when its name is attached to nothing for a moment.
+        self.exchanging = threading.RLock()
         self.mixes = mixes.Mixes(self)
         self._preparing = threading.Lock()
         self._single: Batch | None = None
@@ -387,16 +389,6 @@ class LoadedModel(Asking):
         with self.turns.hold("unload_adapter"):
             self.mixes.forget(name)
             lora.detach(self.hf_model, name, route=self.route)
-
-    def _check_adapter(self, name: Chosen) -> None:
-        if isinstance(name, Mapping):
-            self.mixes.check(name)
-        elif isinstance(name, str):
-            self.adapter_spec(name)
-        elif name is not None:
-            raise RequestError(
-                "must be a name, {name: weight} for a mix, or None for the base", field="adapter", value=name
-            )
 
     # Prefix cache -----------------------------------------------------------------------------------------------------
 
