@@ -64,7 +64,7 @@ def test_the_bits_are_those_of_repeated_keys(shape, dtype, uses):
         assert torch.equal(found, expected)
         assert found.is_contiguous() and found.shape == (1, tokens, query.shape[1], query.shape[3])
     is_wide_and_square = shape[4] > hf_attention.WIDEST_GROUPED and tokens == places
-    assert len(uses) == (0 if hf_attention.packs_otherwise(query, shape[0]) else 3 + is_wide_and_square)
+    assert len(uses) == (0 if hf_attention.may_pack(query) else 3 + is_wide_and_square)
 
 
 # Sums of up to 304 products of values of order 1 in float32, in another order than float64's; in 16 bits one rounding of the
@@ -83,7 +83,7 @@ def test_each_head_is_softmax_of_its_own_scores(shape, dtype, tolerance, uses):
         key, value = keys[0, head // group].double(), values[0, head // group].double()
         weights = torch.softmax(query[0, head].double() @ key.T * 0.125 + mask[0, 0].double(), dim=-1)
         assert float((found[0, :, head].double() - weights @ value).abs().max()) < tolerance
-    assert uses or hf_attention.packs_otherwise(query, kv_heads)
+    assert uses or hf_attention.may_pack(query)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
@@ -123,15 +123,12 @@ def test_what_torch_would_not_compute_alike_is_left_to_transformers():
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a CPU's question")
-def test_a_cpu_that_packs_keys_by_the_number_of_heads_is_left_to_transformers(monkeypatch):
+def test_a_cpu_that_may_pack_keys_is_left_to_transformers(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     options = {"scaling": None, "is_causal": False}
-    for kv_heads, group, dtype, is_left in (
-        (2, 4, torch.bfloat16, True), (2, 4, torch.float16, True), (2, 4, torch.float32, False),
-        (4, 2, torch.bfloat16, False), (1, 3, torch.bfloat16, False),
-    ):  # fmt: skip
-        found = grouped(*states(kv_heads, group, 16, 64, 64, dtype), **options)
-        assert (found is None) == is_left, (kv_heads, group, dtype)
+    for dtype, is_left in ((torch.bfloat16, True), (torch.float16, True), (torch.float32, False)):
+        found = grouped(*states(2, 4, 16, 64, 64, dtype), **options)
+        assert (found is None) == is_left, dtype
 
 
 def test_arguments_that_change_the_computation_reach_transformers(uses):
@@ -183,9 +180,7 @@ def test_a_prompt_has_the_bits_of_repeated_keys(family, dtype, tmp_path, uses, m
         uses.clear()
         found = scores(model)
         layers = sum(1 for module in model.hf_model.get_decoder().modules() if hasattr(module, "num_key_value_groups"))
-        assert len(uses) >= layers or hf_attention.packs_otherwise(
-            torch.empty(1, 4, 1, 1, dtype=model.dtype, device=DEVICE), 2
-        )
+        assert len(uses) >= layers or hf_attention.may_pack(torch.empty(1, 4, 1, 1, dtype=model.dtype, device=DEVICE))
         monkeypatch.setattr(hf_attention, "grouped", lambda *args, **options: None)
         assert torch.equal(found, scores(model))
 

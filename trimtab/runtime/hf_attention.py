@@ -39,9 +39,6 @@ WHAT = "attention without repeated keys"
 # By device, the implementation whose bits do not depend on how heads and batch are divided. On a CPU torch's flash attention splits
 # by lengths; on a GPU it takes no mask, and groups by itself without one.
 _KERNELS = {"cpu": SDPBackend.FLASH_ATTENTION.value, "cuda": SDPBackend.EFFICIENT_ATTENTION.value}
-# CPUs with AVX512 may pack keys of 16 bits first where one sequence has so many heads, and sum in another order then
-# (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, `need_pack`).
-_PACKED_HEADS = 4
 # Wider heads of a query without a mask are repeated too (transformers 5.23.0, `use_gqa_in_sdpa`).
 WIDEST_GROUPED = 256
 # Arguments that change the computation, of which nothing is known here.
@@ -85,7 +82,7 @@ def grouped(
         return None
     if mask is not None and mask.shape != (1, 1, tokens, places):
         return None
-    if packs_otherwise(query, kv_heads):
+    if may_pack(query):
         return None
     group = heads // kv_heads
     by_group = query[0].unflatten(0, (kv_heads, group)).transpose(0, 1)
@@ -97,10 +94,11 @@ def grouped(
     return attended.permute(2, 1, 0, 3).reshape(1, tokens, heads, value.shape[3])
 
 
-def packs_otherwise(query: Tensor, kv_heads: int) -> bool:
-    """Return whether a CPU may pack keys for all heads of a query [1, H, T, D] and not for so many."""
-    has_step = kv_heads < _PACKED_HEADS <= query.shape[1] and query.element_size() == 2
-    return query.device.type == "cpu" and has_step and "AVX512" in torch.backends.cpu.get_cpu_capability()
+def may_pack(query: Tensor) -> bool:
+    """Return whether torch may pack keys for a query before it multiplies, and sum in another order then: in 16 bits on a CPU with
+    AVX512, by the number of heads (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, `need_pack`)."""
+    is_short = query.device.type == "cpu" and query.element_size() == 2
+    return is_short and "AVX512" in torch.backends.cpu.get_cpu_capability()
 
 
 # A model -------------------------------------------------------------------------------------------------------------
