@@ -34,6 +34,7 @@ from trimtab.request import LoadRequest
 from trimtab.runtime.generate import Generation, Piece
 from trimtab.runtime.model import LoadedModel
 
+STYLE = str(line.FOLDER / "adapters" / "style")
 ERRORS = [
     (RequestError("why", field="f", value=1, allowed=("a",)), 2, {"reason": "why", "field": "f", "value": 1, "allowed": ["a"]}),
     (CheckpointError("why", path="p", tensor_name="t"), 3, {"path": "p", "tensor_name": "t"}),
@@ -41,7 +42,7 @@ ERRORS = [
         DoesNotFitError("why", block="b", device="cuda:0", needed_bytes=2, budget_bytes=1), 4,
         {"reason": "why", "block": "b", "device": "cuda:0", "needed_bytes": 2, "budget_bytes": 1, "needs_both": False},
     ),
-    (AdapterError(".", ["one", "two"]), 5, {"path": ".", "problems": ["one", "two"]}),
+    (AdapterError(STYLE, ["one", "two"]), 5, {"path": STYLE, "problems": ["one", "two"]}),
     (
         DeviceError("why", device="cuda:0", block="b", planned_bytes=2, free_bytes=1), 6,
         {"device": "cuda:0", "block": "b", "planned_bytes": 2, "free_bytes": 1},

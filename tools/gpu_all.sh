@@ -87,7 +87,7 @@ tests new 280 6 test_capturing.py test_kv8.py test_paged_rows.py test_batch_inva
 tests kernels 240 6 test_kernels.py test_ends.py test_head8.py test_short_ops.py test_many_rows.py test_prompt_kernels.py &
 tests steps 240 6 test_prefill.py test_generate.py test_batch.py test_chat.py test_load.py test_known.py
 wait
-tests memory 90 1 test_memory.py test_devices.py
+tests memory 90 1 test_memory.py test_devices.py test_attention.py
 
 plan cards prompts prompts-4gib start tune-e4b tune-e2b
 # 2. Small cards: every row of the table, after 200 mixed requests too, the stock stack beside them.
