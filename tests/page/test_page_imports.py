@@ -77,9 +77,10 @@ def test_a_chat_of_chatgpt_is_read_as_it_was_shown_there(opened, tmp_path):
     expect(page.locator("#backup-said")).to_contain_text("0 chats added")
 
 
-def test_a_chat_of_open_webui_goes_on_here(opened, tmp_path):
+@pytest.mark.parametrize("more", [{}, {"mapping": None}], ids=["as exported", "with a mapping of nothing"])
+def test_a_chat_of_open_webui_goes_on_here(opened, tmp_path, more):
     page = opened()
-    read(page, tmp_path, [open_webui()])
+    read(page, tmp_path, [open_webui() | more])
     expect(page.locator("#backup-said")).to_have_text("1 chat added")
     page.get_by_role("button", name="From Open WebUI", exact=True).click()
     expect(page.locator(".answer .text")).to_have_text("Hello <img src=x onerror=1>")

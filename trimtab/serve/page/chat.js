@@ -107,10 +107,10 @@ export function startChat(model, onKept) {
     question.focus({ preventScroll: true });
   });
 
-  /** Choose the voices of the chat that was opened, as soon as the server has named its own. */
   /** Return who answers again or goes on: for another program's answer the selected adapter. */
   const voiceHere = ({ voice }) => (isImported(voice) ? byId("voice-a").value : voice);
 
+  /** Choose the voices of the chat that was opened, as soon as the server has named its own. */
   function takeVoices() {
     if (!byId("voice-a").options.length) return;
     ["voice-a", "voice-b"].forEach((id, at) => wish[at] && choose(id, wish[at]));

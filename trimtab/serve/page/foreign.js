@@ -15,7 +15,7 @@ export function foreignChats(held) {
   if (held.length > MOST_CHATS) throw new Error(`The file holds ${held.length} chats; ${MOST_CHATS} are read at most`);
   const found = { chats: [], empty: [], parts: 0 };
   for (const one of held) {
-    const chat = "mapping" in one ? ofChatGpt(one, found) : ofOpenWebUi(one, found);
+    const chat = isTree(one.mapping) ? ofChatGpt(one, found) : ofOpenWebUi(one, found);
     if (chat.turns.length) found.chats.push(chat);
     else found.empty.push(chat.title);
   }
