@@ -416,7 +416,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [f"{'model':12} {'what':18} {'tokens':>6} {'adapter':7} {names}"]
     groups: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in rows:
-        if "way" in row:
+        if "way" in row and "tokens" in row:
             key = row["model"], row["what"], row["tokens"], row["adapter"]
             groups.setdefault(key, {})[row["way"]] = row
     for (model, what, tokens, adapter), ways in groups.items():

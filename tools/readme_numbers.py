@@ -410,7 +410,9 @@ def link_limit(results: Mapping[str, Any]) -> str:
     latest = {row["card_gib"]: row for row in results["rows"] if row["model"] == "e4b" and 0 < row["card_gib"] < 4}
     # A few copied layers cost nothing where their copies end before the step's computing does.
     whole = max(row["tok_s"] for row in results["rows"] if row["model"] == "e4b" and "predicted_tok_s" in row)
-    speeds = {size: row["tok_s"] for size, row in latest.items() if row["streamed_gib"] > 0 and row["tok_s"] < 0.9 * whole}
+    speeds = {
+        size: row["tok_s"] for size, row in latest.items() if row["streamed_gib"] > 0 and row["tok_s"] < 0.9 * whole
+    }
     least, most = min(speeds), max(speeds)
     return (
         f"- On {most:g} GiB and less, E4B's decoder does not fit the card, and the link limits the speed: "
