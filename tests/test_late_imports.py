@@ -1,8 +1,10 @@
 """A start imports no compiler, no distributed tensors and no accelerate; what asks for the compiler later gets it whole."""
 
+import importlib
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from trimtab.demo.line import FOLDER
 from trimtab.machine import late_imports
 from trimtab.machine.installed import TorchBuild
+from trimtab.runtime.graph_cache import GraphCache
 
 UNUSED = (
     "torch._dynamo.convert_frame", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.onnx",
@@ -135,29 +138,95 @@ def test_a_program_that_imports_trimtab_keeps_its_own_imports():
     run("-c", PROGRAM)
 
 
+CUDA, CPU, ROCM = (
+    TorchBuild("2.13.0", cuda, has_hip=has_hip) for cuda, has_hip in (((12, 8), False), (None, False), (None, True))
+)
+
+
 @pytest.mark.parametrize(
-    ("device", "cuda", "cards", "wanted", "is_on"),
+    ("device", "build", "wanted", "is_on"),
     [
-        ("auto", None, ["unread"], None, True), ("auto", (12, 8), [], None, True), ("auto", (12, 8), ["card"], None, False),
-        ("cuda:1", (12, 8), ["card"], None, False), ("cpu", (12, 8), ["card"], None, True),
-        ("auto", (12, 8), None, None, False), ("auto", (12, 8), ["card"], "1", True), ("cpu", None, [], "0", False),
+        ("auto", CUDA, None, True), ("cuda:1", CUDA, None, True), ("auto", CPU, None, True), ("auto", ROCM, None, False),
+        ("cpu", ROCM, None, True), ("auto", None, None, False), ("auto", None, "1", True), ("cpu", CPU, "0", False),
+        ("cuda", CUDA, "0", False),
     ],
 )  # fmt: skip
-def test_a_process_that_may_compute_on_a_gpu_imports_everything_first(device, cuda, cards, wanted, is_on, monkeypatch):
-    finders = list(sys.meta_path)
-    monkeypatch.setattr(sys, "meta_path", finders)
-    monkeypatch.setattr(
-        sys, "modules", {name: one for name, one in sys.modules.items() if name not in ("torch", "transformers")}
-    )
+def test_a_process_that_may_compute_with_rocm_imports_everything_first(device, build, wanted, is_on, monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    for name in ("torch", "transformers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(late_imports, "_is_on", False)
-    monkeypatch.setattr(late_imports, "torch_build", lambda: TorchBuild("2.13.0", cuda, has_hip=False))
-    monkeypatch.setattr(late_imports.gpus, "read_gpus", lambda: cards if cards is None else tuple(cards))
+    monkeypatch.setattr(late_imports, "torch_build", lambda: build)
     if wanted is None:
         monkeypatch.delenv(late_imports.VARIABLE, raising=False)
     else:
         monkeypatch.setenv(late_imports.VARIABLE, wanted)
     late_imports.use(device)
     assert late_imports.is_on() == is_on
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """A compiler in the place of torch's, not run yet, and a torchvision that asks it one thing; the files that have run."""
+    files = {
+        "compiler/__init__.py": "ran = ['compiler']", "compiler/utils.py": "def is_compile_supported(kind): return kind == 'cuda'",
+        "torchvision/__init__.py": "", "torchvision/ops/__init__.py": "",
+        "torchvision/ops/roi_align.py": "from torch._dynamo.utils import is_compile_supported",
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    # The interpreter looks into this very dict, not into what `sys.modules` names.
+    before = dict(sys.modules)
+    for name in [name for name in before if name.startswith(("torch._dynamo", "torchvision"))]:
+        del sys.modules[name]
+    monkeypatch.setattr(sys, "meta_path", [late_imports._Finder(), *sys.meta_path])
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = importlib.util.spec_from_file_location(
+        "torch._dynamo", tmp_path / "compiler/__init__.py", submodule_search_locations=[str(tmp_path / "compiler")]
+    )
+    sys.modules["torch._dynamo"] = module = late_imports.LateModule(spec, {})
+    yield module
+    for name in [name for name in sys.modules if name.startswith(("torch._dynamo", "torchvision"))]:
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+def test_torchvision_brings_no_compiler_and_asks_it_when_it_is_used(compiler):
+    asks = importlib.import_module("torchvision.ops.roi_align")
+    assert "ran" not in compiler.__dict__ and "torch._dynamo.utils" not in sys.modules
+    assert asks.is_compile_supported("cuda") is True and asks.is_compile_supported("cpu") is False
+    assert compiler.__dict__["ran"] == ["compiler"]
+
+
+def test_a_torchvision_that_imports_more_of_the_compiler_gets_all_of_it(compiler, tmp_path):
+    with (tmp_path / "compiler/utils.py").open("a") as file:
+        file.write("\nmore = 7")
+    (tmp_path / "torchvision/ops/roi_align.py").write_text("from torch._dynamo.utils import more")
+    assert importlib.import_module("torchvision.ops.roi_align").more == 7
+    assert compiler.__dict__["ran"] == ["compiler"]
+
+
+@pytest.mark.parametrize("wanted", ["check", None])
+def test_a_module_that_is_first_needed_in_a_capture_is_named_if_that_is_checked(compiler, wanted, monkeypatch):
+    if wanted is None:
+        monkeypatch.delenv(late_imports.VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(late_imports.VARIABLE, wanted)
+
+    class Graph:
+        capture_begin = capture_end = lambda self, **options: None
+
+    monkeypatch.setattr("torch.cuda.CUDAGraph", Graph)
+    monkeypatch.setattr("torch.cuda.graph_pool_handle", object)
+    monkeypatch.setattr("torch.cuda.stream", lambda side: nullcontext())
+    for use in (lambda: compiler.ran, lambda: importlib.import_module("torchvision.ops")):
+        if wanted is None:
+            GraphCache().record(None, use)
+        else:
+            with pytest.raises(late_imports.LateImportError, match=r"torch\._dynamo|torchvision"):
+                GraphCache().record(None, use)
+    assert compiler.ran == ["compiler"]  # after a capture it is there
 
 
 def test_workers_start_before_what_answers_over_http_is_imported():

@@ -6,13 +6,20 @@ once, that this process has neither `torch.distributed` nor accelerate. It suppo
 `torch.distributed`, and accelerate is optional. Source: transformers 5.6.2 to 5.23.0, utils/import_utils.py; torch 2.13,
 _dynamo/decorators.py.
 
+torchvision imports the whole compiler for one question of `torchvision.ops.roi_align` (0.26 to 0.28, of torch 2.11 to 2.13). That
+file is run with a stand-in that asks the compiler when it is called. transformers imports torchvision wherever it is installed.
+
+Every captured function has run once before its capture, and nothing is imported in the capture. With `TRIMTAB_LATE_IMPORTS=check`
+imports are late, and one that is made while the thread captures kernels is a LateImportError.
+
 A program that imports trimtab never gets this: it may compile or distribute models of its own. Nor does a process that may compute
-on a GPU, where it was never run: nothing may be imported while kernels are captured. A process with device "cpu" captures none, on
-a machine with a GPU either. `TRIMTAB_LATE_IMPORTS=1` uses it in every process of trimtab, `0` in none. Imports no torch itself.
+with a ROCm build of torch, where it was never run. `TRIMTAB_LATE_IMPORTS=1` uses it in every process of trimtab, `0` in none.
+Imports no torch itself.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -20,21 +27,30 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from types import FunctionType, ModuleType
 from typing import Any
 
-from trimtab.machine import gpus
 from trimtab.machine.installed import torch_build
 
 COMPILER = "torch._dynamo"
 # transformers' masks import this file of the compiler alone; it needs no other one (torch 2.6 to 2.13).
 ALONE = ("torch._dynamo._trace_wrapped_higher_order_op",)
+# What imports a file of the compiler for one function, that file, and that function.
+ASKS, ASKED_FILE, ASKED = "torchvision.ops.roi_align", "torch._dynamo.utils", "is_compile_supported"
 HIDDEN = "accelerate"
 VARIABLE = "TRIMTAB_LATE_IMPORTS"
 
 _is_on = False
+_capturing = threading.local()
+
+
+class LateImportError(RuntimeError):
+    """A module was first needed while this thread captured kernels."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} is first imported while kernels are captured; use it once before the capture")
 
 
 def use(device: str) -> None:
@@ -46,17 +62,34 @@ def use(device: str) -> None:
     if _is_on or "torch" in sys.modules or "transformers" in sys.modules:
         return
     wanted = os.environ.get(VARIABLE)
-    if wanted == "1" or (wanted != "0" and not _has_gpu(device)):
+    if wanted in ("1", "check") or (wanted != "0" and not _may_use_rocm(device)):
         _is_on = True
         sys.meta_path.insert(0, _Finder())
 
 
-def _has_gpu(device: str) -> bool:
-    """Whether the process may compute on a GPU; True where that cannot be known."""
+def _may_use_rocm(device: str) -> bool:
+    """Whether the process may compute with ROCm; True where that cannot be known."""
     build = torch_build()
-    if device == "cpu" or (build is not None and build.cuda is None and not build.has_hip):
-        return False
-    return build is None or build.has_hip or gpus.read_gpus() != ()
+    return device != "cpu" and (build is None or build.has_hip)
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """While the block runs, this thread captures kernels: with `TRIMTAB_LATE_IMPORTS=check` it must import nothing.
+
+    Errors: LateImportError, from the import.
+    """
+    before = getattr(_capturing, "is_checked", False)
+    _capturing.is_checked = os.environ.get(VARIABLE) == "check"
+    try:
+        yield
+    finally:
+        _capturing.is_checked = before
+
+
+def _check_may_import(name: str) -> None:
+    if getattr(_capturing, "is_checked", False):
+        raise LateImportError(name)
 
 
 def is_on() -> bool:
@@ -101,6 +134,7 @@ def load(module: LateModule) -> None:
     late: _Late = module.__dict__["_late"]
     if late.is_loaded:
         return
+    _check_may_import(module.__name__)
     with late.lock:
         if late.has_begun:
             return
@@ -171,14 +205,51 @@ def compiler_stand_ins(module: LateModule) -> dict[str, Any]:
 
 
 class _Finder(MetaPathFinder):
-    """Runs the compiler's own file before any other file of its package is imported. It finds nothing itself."""
+    """Runs the compiler's own file before any other file of its package is imported, and finds the file that asks it one thing."""
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        _check_may_import(fullname)
+        compiler = sys.modules.get(COMPILER)
+        if not isinstance(compiler, LateModule):
+            return None
         if fullname.startswith(f"{COMPILER}.") and fullname not in ALONE:
-            module = sys.modules.get(COMPILER)
-            if isinstance(module, LateModule):
-                load(module)  # its files import each other in an order that the package decides
+            load(compiler)  # its files import each other in an order that the package decides
+        elif fullname == ASKS and ASKED_FILE not in sys.modules:
+            spec = PathFinder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _WithoutCompiler(spec.loader)
+            return spec
         return None
+
+
+class _WithoutCompiler(Loader):
+    """Runs a file that imports one function of the compiler, with a function that asks the compiler when it is called."""
+
+    def __init__(self, real: Loader) -> None:
+        self.real = real
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.real.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__loader__ = module.__spec__.loader = self.real
+        stand_in = ModuleType(ASKED_FILE)
+        stand_in.__dict__[ASKED] = _ask_compiler
+        sys.modules[ASKED_FILE] = stand_in
+        try:
+            self.real.exec_module(module)
+        except ImportError:  # another release, which imports more of it
+            if sys.modules.get(ASKED_FILE) is stand_in:
+                del sys.modules[ASKED_FILE]
+            self.real.exec_module(module)
+        finally:
+            if sys.modules.get(ASKED_FILE) is stand_in:
+                del sys.modules[ASKED_FILE]
+
+
+def _ask_compiler(device_type: str) -> bool:
+    return bool(getattr(importlib.import_module(ASKED_FILE), ASKED)(device_type))
 
 
 @contextmanager

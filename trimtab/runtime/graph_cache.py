@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from trimtab.machine import late_imports
+
 Captured = TypeVar("Captured")
 Output = TypeVar("Output")
 
@@ -42,7 +44,8 @@ class GraphCache(OrderedDict[tuple[Hashable, ...], Captured]):
             # Other threads (a reader of the disk) may use the device at the same time.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                output = run()
+                with late_imports.capturing():
+                    output = run()
             except BaseException:
                 with suppress(Exception):  # it would only say that something failed before
                     graph.capture_end()

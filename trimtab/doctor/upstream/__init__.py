@@ -69,6 +69,7 @@ FILES: tuple[str, ...] = (
     "i10_merge_bias_scale",
     "i11_no_split_set",
     "i12_cudnn_attention",
+    "i13_one_key_head",
 )
 
 

@@ -25,6 +25,7 @@ BUG = Bug(
     evidence="run",
 )  # fmt: skip
 
+NEEDS_GPU = True
 LENGTHS = range(40, 40 + 24 * 8, 8)
 # Less than this may be anything of the driver's. An assumption: this probe has not run on such a card.
 LEAST_GROWTH_BYTES = 4 * 2**20
