@@ -7,7 +7,8 @@ Every row is a process of its own. "unseen" has an empty folder for what is kept
 kernels, launch configurations), "seen" the one that the process before it filled. Files of the checkpoint are read once before
 anything is timed, so that they are in the page cache. Seconds are of the wall clock, the median of `--runs` processes; other
 programs on the machine are in them, and its load is saved beside them. Imports are `python -X importtime`, whose own cost is in the
-figures. With `--size` random weights stand for a model's own: their words mean nothing, their costs do.
+figures. Parts of a worker's start are samples of one more server. With `--size` random weights stand for a model's own: their words
+mean nothing, their costs do.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -27,6 +29,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from bench import start_parts
 from bench.load import demo, sized
 from bench.served import Served
 
@@ -56,7 +59,12 @@ with trimtab.load(plan) as model:
         times.append(time.perf_counter() - start)
     print(json.dumps({"plan": planned - began, "load": loaded - planned, "first answer": times[0], "second answer": times[1]}))
 """
-IMPORTS = "import trimtab.api, trimtab.runtime.model, trimtab.runtime.hf, trimtab.runtime.hf_processor"
+# As a worker imports them.
+IMPORTS = """
+from trimtab.machine import late_imports
+late_imports.use("{device}")
+import trimtab.api, trimtab.runtime.model, trimtab.runtime.hf, trimtab.runtime.hf_processor
+"""
 LINE = re.compile(r"import time:\s+(\d+) \|\s+(\d+) \|(\s+)(\S+)")
 
 
@@ -70,16 +78,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 pass
     flags = ["--device", options.device, "--adapter", f"a={adapter}", "--images", "0", "--audio-s", "0"]
     flags += ["--gpu-memory", options.gpu_memory] if options.gpu_memory else []
+    parts: dict[str, Any] = {}
     rows = [
         *_processes("an empty Python", lambda home: _timed([sys.executable, "-c", "pass"], home), options.runs),
         *_processes(
             "import trimtab", lambda home: _timed([sys.executable, "-c", "import trimtab"], home), options.runs
         ),
         *_pairs("trimtab plan", lambda home: _timed(_command("plan", model, flags), home), options.runs),
-        *_answers(model, adapter, options),
-        *_pairs("trimtab serve, ready", lambda home: _served(model, flags, home), options.runs),
-    ]
-    imports = _imports()
+        *([] if options.servers_only else _answers(model, adapter, options)),
+        *_pairs(
+            "trimtab serve, ready", lambda home: _served(model, flags, home), options.runs,
+            last=lambda home: parts.update(_parts(model, flags, home)),
+        ),
+    ]  # fmt: skip
+    imports = _imports(options.device)
     whole = {
         "about": {
             "model": str(options.size or "demo"), "device": options.device, "gpu_memory": options.gpu_memory,
@@ -87,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "python": platform.python_version(), "versions": {name: version(name) for name in ("torch", "transformers")},
             "gpu": _gpu(options.device),
         },
-        "rows": rows, "imports": imports,
+        "rows": rows, "parts": parts, "imports": imports,
     }  # fmt: skip
     print(text_of(whole))
     if options.save:
@@ -96,9 +108,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def text_of(whole: dict[str, Any]) -> str:
-    """Return the figures as two short tables."""
+    """Return the figures as three short tables."""
     lines = [f"{'start':<44}  {'seconds':>8}"]
     lines += [f"{row['what']:<44}  {row['s']:>8.2f}" for row in whole["rows"]]
+    lines += ["", f"{'part of a worker start, seen':<44}  {'seconds':>8}"]
+    lines += [f"{name:<44}  {seconds:>8.2f}" for name, seconds in whole["parts"]["parts"].items()]
     lines += ["", f"{'import':<44}  {'seconds':>8}"]
     lines += [f"{row['package']:<44}  {row['s']:>8.2f}" for row in whole["imports"]]
     return "\n".join(lines)
@@ -113,10 +127,9 @@ def parse_imports(text: str) -> dict[str, float]:
     return found
 
 
-def _imports() -> list[dict[str, Any]]:
-    made = subprocess.run(
-        [sys.executable, "-X", "importtime", "-c", IMPORTS], capture_output=True, text=True, check=True
-    )
+def _imports(device: str) -> list[dict[str, Any]]:
+    code = IMPORTS.format(device=device)
+    made = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, check=True)
     seconds = parse_imports(made.stderr)
     return [{"package": name, "s": seconds[name]} for name in PACKAGES if name in seconds]
 
@@ -142,18 +155,36 @@ def _served(model: Path, flags: Sequence[str], home: str) -> float:
         return time.perf_counter() - start
 
 
+def _parts(model: Path, flags: Sequence[str], home: str) -> dict[str, Any]:
+    """Return what the start of a worker consists of, of one more server: see `bench.start_parts`."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(start_parts.__file__, Path(folder) / "sitecustomize.py")
+        found = Path(folder) / "parts.json"
+        paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
+        added = {start_parts.VARIABLE: str(found), "PYTHONPATH": os.pathsep.join(paths)}
+        with Served([str(model), "--name", "m", *flags], environment={**_environment(home), **added}):
+            end = time.monotonic() + 10
+            while not found.exists() and time.monotonic() < end:
+                time.sleep(0.1)
+            time.sleep(0.2)
+        whole: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
+        return whole
+
+
 def _processes(what: str, run: Any, runs: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as home:
         return [{"what": what, "s": statistics.median(run(home) for _ in range(runs))}]
 
 
-def _pairs(what: str, run: Any, runs: int) -> list[dict[str, Any]]:
-    """Return the row of processes that see everything for the first time, and of those after them."""
+def _pairs(what: str, run: Any, runs: int, *, last: Any = None) -> list[dict[str, Any]]:
+    """Return the row of processes that see everything for the first time, and of those after them. last: called after the last."""
     unseen, seen = [], []
-    for _ in range(runs):
+    for number in range(runs):
         with tempfile.TemporaryDirectory() as home:
             unseen.append(run(home))
             seen.append(run(home))
+            if last is not None and number == runs - 1:
+                last(home)
     return [
         {"what": f"{what}, {when}", "s": statistics.median(times)}
         for when, times in (("unseen", unseen), ("seen", seen))
@@ -191,6 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--gpu-memory")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--servers-only", action="store_true", help="without answers in Python")
     parser.add_argument("--save", metavar="FILE")
     return parser
 

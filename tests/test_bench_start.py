@@ -1,6 +1,8 @@
 """What bench/start.py reads and says: imports by package, unseen before seen, medians."""
 
-from bench import start
+from pathlib import Path
+
+from bench import start, start_parts
 
 IMPORTTIME = """import time: self [us] | cumulative | imported package
 import time:       120 |        120 |   _io
@@ -30,7 +32,30 @@ def test_each_unseen_run_has_a_folder_of_its_own_and_the_seen_one_after_it_the_s
 
 
 def test_the_table_is_short_and_aligned():
-    whole = {"rows": [{"what": "trimtab plan, seen", "s": 1.234}], "imports": [{"package": "torch", "s": 2.5}]}
+    whole = {
+        "rows": [{"what": "trimtab plan, seen", "s": 1.234}], "parts": {"parts": {"weights": 2.25}},
+        "imports": [{"package": "torch", "s": 2.5}],
+    }  # fmt: skip
     lines = start.text_of(whole).splitlines()
     assert lines[1].split() == ["trimtab", "plan,", "seen", "1.23"] and lines[-1].split() == ["torch", "2.50"]
     assert {len(line) for line in lines if line} == {54}
+
+
+def test_a_sample_is_in_one_part_of_a_start():
+    worker, model = "/x/trimtab/serve/worker:__init__", "/x/trimtab/runtime/model:__init__"
+    weights = "/x/trimtab/runtime/load:run"
+    assert start_parts.part_of(["/x/torch/nn:f", weights, model, worker]) == "weights"
+    assert start_parts.part_of(["<frozen importlib._bootstrap>:_find_and_load", weights, worker]) == "imports"
+    assert start_parts.part_of(["/x/trimtab/runtime/fused_check:_one", model, worker]) == "checks of kernels"
+    assert start_parts.part_of([model, worker]) == "rest of loading" and start_parts.part_of([worker]) == "rest"
+
+
+def test_the_functions_of_parts_exist():
+    root = Path(start_parts.__file__).parents[1]
+    for _, functions in [*start_parts.PARTS, ("ready", [start_parts.READY])]:
+        for function in functions:
+            path, _, name = function.partition(":")
+            if path.startswith("<"):
+                continue
+            text = (root / "trimtab" / f"{path.removeprefix('trimtab/')}.py").read_text(encoding="utf-8")
+            assert f"def {name}" in text, function

@@ -1,0 +1,97 @@
+"""What the start of a server's worker consists of: samples of its main thread, from the first line that it runs until it is ready.
+
+`bench.start` copies this file as `sitecustomize.py` into a folder at the front of PYTHONPATH, so that the worker runs it before
+anything else; BENCH_START_PARTS names the file for what it finds. A part's seconds are the samples in it times the time between
+samples. Every sample is in one part: the first of PARTS whose function is on the stack. Imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from types import FrameType
+
+VARIABLE = "BENCH_START_PARTS"
+STEP_S = 0.005
+# (part, functions): a function is the end of a file's path without ".py", a colon, a name.
+PARTS = (
+    ("imports", ("<frozen importlib._bootstrap>:_find_and_load",)),
+    ("tokenizer", ("runtime/hf_processor:load_processor",)),
+    ("module tree", ("runtime/hf:probe", "runtime/hf:anatomy_of")),
+    ("plan", ("serve/worker:_planned", "trimtab/api:plan_request")),
+    ("weights", ("runtime/load:run",)),
+    (
+        "checks of kernels",
+        ("runtime/fused_check:", "runtime/kept_checks:", "runtime/head8_choice:", "runtime/tower_check:"),
+    ),
+    (
+        "captures",
+        (
+            "runtime/capture_ahead:",
+            "runtime/graph_cache:record",
+            "runtime/model:_prepare_steps",
+            "serve/engine:capture",
+        ),
+    ),
+    ("rest of loading", ("runtime/model:__init__",)),
+)
+READY = "serve/worker:_answer"
+MOST_FUNCTIONS = 80
+
+
+def begin() -> None:
+    """Sample the main thread until the worker is ready, then write the file."""
+    thread = threading.Thread(target=_sample, args=(threading.main_thread().ident,), name="bench-parts", daemon=True)
+    thread.start()
+
+
+def _sample(main: int | None) -> None:
+    assert main is not None
+    began = time.perf_counter()
+    parts: Counter[str] = Counter()
+    functions: Counter[str] = Counter()
+    count = 0
+    while True:
+        time.sleep(STEP_S)
+        frame = sys._current_frames().get(main)
+        stack = names_of(frame)
+        if frame is None or any(name.endswith(READY) for name in stack):
+            break
+        count += 1
+        parts[part_of(stack)] += 1
+        functions.update(set(stack))
+    whole = time.perf_counter() - began
+    each = whole / max(count, 1)
+    found = {
+        "seconds": whole,
+        "parts": {name: number * each for name, number in parts.most_common()},
+        "functions": {name: round(number * each, 3) for name, number in functions.most_common(MOST_FUNCTIONS)},
+    }
+    with open(os.environ[VARIABLE], "w", encoding="utf-8") as file:
+        json.dump(found, file, indent=1)
+
+
+def names_of(frame: FrameType | None) -> list[str]:
+    """Return the functions of a stack, the innermost first."""
+    names = []
+    while frame is not None:
+        names.append(f"{frame.f_code.co_filename.removesuffix('.py')}:{frame.f_code.co_name}".replace(os.sep, "/"))
+        frame = frame.f_back
+    return names
+
+
+def part_of(stack: list[str]) -> str:
+    """Return the part of a stack, "rest" for none."""
+    for part, functions in PARTS:
+        for function in functions:
+            if any(function in name if function.endswith(":") else name.endswith(function) for name in stack):
+                return part
+    return "rest"
+
+
+if __name__ == "sitecustomize" and os.environ.get(VARIABLE) and "--multiprocessing-fork" in sys.orig_argv:
+    begin()
