@@ -19,7 +19,7 @@ VARIABLE = "BENCH_START_PARTS"
 STEP_S = 0.005
 # (part, functions): a function is the end of a file's path without ".py", a colon, a name.
 PARTS = (
-    ("imports", ("<frozen importlib._bootstrap>:_find_and_load",)),
+    ("imports", ("<frozen importlib._bootstrap>:_find_and_load", "<frozen importlib._bootstrap>:_lock_unlock_module")),
     ("tokenizer", ("runtime/hf_processor:load_processor",)),
     ("module tree", ("runtime/hf:probe", "runtime/hf:anatomy_of")),
     ("plan", ("serve/worker:_planned", "trimtab/api:plan_request")),

@@ -8,6 +8,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from trimtab.demo.line import FOLDER
 from trimtab.machine import late_imports
@@ -16,7 +18,7 @@ from trimtab.runtime.graph_cache import GraphCache
 
 UNUSED = (
     "torch._dynamo.convert_frame", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.onnx",
-    "torch.distributed.checkpoint", "accelerate",
+    "torch.distributed.checkpoint", "accelerate", "sympy.core", "scipy.optimize._optimize",
 )  # fmt: skip
 # A worker in this process, until it is ready; then one answer.
 SERVED = """
@@ -185,7 +187,7 @@ def compiler(tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location(
         "torch._dynamo", tmp_path / "compiler/__init__.py", submodule_search_locations=[str(tmp_path / "compiler")]
     )
-    sys.modules["torch._dynamo"] = module = late_imports.LateModule(spec, {})
+    sys.modules["torch._dynamo"] = module = late_imports.LateModule(spec, lambda module: {})
     yield module
     for name in [name for name in sys.modules if name.startswith(("torch._dynamo", "torchvision"))]:
         del sys.modules[name]
@@ -205,6 +207,84 @@ def test_a_torchvision_that_imports_more_of_the_compiler_gets_all_of_it(compiler
     (tmp_path / "torchvision/ops/roi_align.py").write_text("from torch._dynamo.utils import more")
     assert importlib.import_module("torchvision.ops.roi_align").more == 7
     assert compiler.__dict__["ran"] == ["compiler"]
+
+
+PLAIN = st.one_of(st.booleans(), st.integers(-3, 3), st.floats(-2, 2), st.lists(st.integers(-2, 2), max_size=3))
+SHAPE_NAMES = sorted(late_imports.shape_stand_ins(None))
+
+
+@pytest.fixture
+def shapes(tmp_path):
+    """Symbolic shapes that are not imported: every name of the file says what it was given."""
+    lines = [f"def {name}(*given, **named): return ('real', given, named)" for name in SHAPE_NAMES]
+    (tmp_path / "shapes.py").write_text("\n".join(lines))
+    spec = importlib.util.spec_from_file_location("shapes", tmp_path / "shapes.py")
+    return late_imports.LateModule(spec, late_imports.shape_stand_ins)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    name=st.sampled_from(SHAPE_NAMES),
+    given=st.lists(PLAIN.map(lambda one: tuple(one) if isinstance(one, list) else one), max_size=3),
+)
+def test_symbolic_shapes_answer_as_torch_for_numbers_and_truths(shapes, name, given):
+    from torch.fx.experimental import symbolic_shapes
+
+    real = getattr(symbolic_shapes, name, None)
+    if real is None:
+        return  # a name of another release
+    answer = shapes.__dict__[name](*given) if not shapes.__dict__["_late"].is_loaded else ("real", (), {})
+    if isinstance(answer, tuple) and answer[:1] == ("real",):
+        assert answer[1:] == ((tuple(given), {}) if answer[1] else ((), {}))
+    else:
+        expected = real(*given)
+        assert answer == expected and type(answer) is type(expected)
+
+
+def test_symbolic_shapes_are_asked_for_anything_else(shapes):
+    symbol = object()
+    assert shapes.guard_or_false(True) is True and not shapes.__dict__["_late"].is_loaded
+    ask = shapes.expect_true
+    assert ask(symbol, skip=1) == ("real", (symbol,), {"skip": 1})
+    assert shapes.__dict__["_late"].is_loaded and shapes.sym_eq(1, 2) == ("real", (1, 2), {})
+
+
+def test_a_class_that_nothing_can_be_an_instance_of_yet_is_the_real_one_when_it_is_used(tmp_path):
+    (tmp_path / "algebra.py").write_text("class Basic:\n    kind = 7\nclass Symbol(Basic): pass")
+    spec = importlib.util.spec_from_file_location("algebra", tmp_path / "algebra.py")
+    module = late_imports.LateModule(spec, late_imports.sympy_stand_ins)
+    asked = module.Basic
+    assert not isinstance(3, (str, asked)) and not module.__dict__["_late"].is_loaded
+
+    class Own(asked):
+        pass
+
+    assert Own.__mro__[1] is module.Basic and module.__dict__["_late"].is_loaded
+    assert isinstance(module.Symbol(), asked) and not isinstance(3, asked) and asked.kind == 7
+
+
+def test_a_module_that_is_found_late_runs_at_its_first_use(tmp_path, monkeypatch):
+    package = tmp_path / "scipy" / "optimize"
+    package.mkdir(parents=True)
+    (tmp_path / "scipy/__init__.py").write_text("")
+    (package / "__init__.py").write_text("ran = True\ndef linear_sum_assignment(costs): return ['assigned', costs]")
+    (package / "inner.py").write_text("import scipy.optimize\nassert scipy.optimize.ran\nvalue = 5")
+    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "scipy"}
+    for name in before:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [late_imports._Finder(), *sys.meta_path])
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        from scipy.optimize import linear_sum_assignment
+
+        module = sys.modules["scipy.optimize"]
+        assert isinstance(module, late_imports.LateModule) and "ran" not in module.__dict__
+        assert linear_sum_assignment(3) == ["assigned", 3] and module.__dict__["ran"]
+        assert importlib.import_module("scipy.optimize.inner").value == 5
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "scipy"]:
+            del sys.modules[name]
+        sys.modules.update(before)
 
 
 @pytest.mark.parametrize("wanted", ["check", None])

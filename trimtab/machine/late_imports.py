@@ -9,6 +9,9 @@ _dynamo/decorators.py.
 torchvision imports the whole compiler for one question of `torchvision.ops.roi_align` (0.26 to 0.28, of torch 2.11 to 2.13). That
 file is run with a stand-in that asks the compiler when it is called. transformers imports torchvision wherever it is installed.
 
+torch's operators on the meta device import symbolic shapes, and with them sympy (500 modules), to ask whether True is true.
+transformers' losses import `scipy.optimize` (400 modules) for one function that training calls. They load themselves, too.
+
 Every captured function has run once before its capture, and nothing is imported in the capture. With `TRIMTAB_LATE_IMPORTS=check`
 imports are late, and one that is made while the thread captures kernels is a LateImportError.
 
@@ -39,6 +42,7 @@ COMPILER = "torch._dynamo"
 ALONE = ("torch._dynamo._trace_wrapped_higher_order_op",)
 # What imports a file of the compiler for one function, that file, and that function.
 ASKS, ASKED_FILE, ASKED = "torchvision.ops.roi_align", "torch._dynamo.utils", "is_compile_supported"
+SHAPES, SYMPY, OPTIMIZE = "torch.fx.experimental.symbolic_shapes", "sympy", "scipy.optimize"
 HIDDEN = "accelerate"
 VARIABLE = "TRIMTAB_LATE_IMPORTS"
 
@@ -98,16 +102,17 @@ def is_on() -> bool:
 
 
 class LateModule(ModuleType):
-    """A module that runs its file when a name is asked for that it does not have. `stand_ins`: names that it has before."""
+    """A module that runs its file when a name is asked for that it does not have. `stand_ins`: makes names that it has before."""
 
-    def __init__(self, spec: ModuleSpec, stand_ins: Mapping[str, Any]) -> None:
+    def __init__(self, spec: ModuleSpec, stand_ins: Callable[[LateModule], Mapping[str, Any]]) -> None:
         super().__init__(spec.name)
         self.__spec__, self.__loader__, self.__file__ = spec, spec.loader, spec.origin
         self.__package__ = spec.parent
         if spec.submodule_search_locations is not None:
             self.__path__ = spec.submodule_search_locations
-        self.__dict__.update(stand_ins)
-        self.__dict__["_late"] = _Late(tuple(stand_ins))
+        names = stand_ins(self)
+        self.__dict__.update(names)
+        self.__dict__["_late"] = _Late(tuple(names))
 
     def __getattr__(self, name: str) -> Any:
         # What asks every module for its own attributes (inspect, warnings) uses none.
@@ -159,11 +164,7 @@ def make_late(name: str, stand_ins: Callable[[LateModule], Mapping[str, Any]]) -
     spec = importlib.util.find_spec(name)
     if spec is None or spec.loader is None:
         return None
-    module = LateModule(spec, {})
-    names = stand_ins(module)
-    module.__dict__.update(names)
-    module.__dict__["_late"].stand_ins = tuple(names)
-    sys.modules[name] = module
+    sys.modules[name] = module = LateModule(spec, stand_ins)
     return module
 
 
@@ -175,12 +176,11 @@ def real_name(module: LateModule, name: str) -> Any:
 
 def compiler_stand_ins(module: LateModule) -> dict[str, Any]:
     """Return decorators for functions that the compiler should treat in a way of their own, once there is a compiler."""
-    late: _Late = module.__dict__["_late"]
 
     def mark(name: str, function: Any) -> Any:
         if not isinstance(function, FunctionType):
             return real_name(module, name)(function)
-        late.marked.append((name, function))
+        module.__dict__["_late"].marked.append((name, function))
         return function
 
     def disable(fn: Any = None, *args: Any, **options: Any) -> Any:
@@ -192,7 +192,7 @@ def compiler_stand_ins(module: LateModule) -> dict[str, Any]:
 
         @wraps(fn)
         def call(*given: Any, **named: Any) -> Any:
-            if not late.is_loaded:  # nothing is compiled without a compiler
+            if not module.__dict__["_late"].is_loaded:  # nothing is compiled without a compiler
                 return fn(*given, **named)
             if not disabled:
                 disabled.append(real_name(module, "disable")(fn, *args, **options))
@@ -204,22 +204,117 @@ def compiler_stand_ins(module: LateModule) -> dict[str, Any]:
     return {"disable": disable, **marks}
 
 
+def shape_stand_ins(module: LateModule) -> dict[str, Any]:
+    """Return what torch's operators on the meta device ask of symbolic shapes, for numbers and truths that are none."""
+
+    def asked(name: str, plain: tuple[type, ...], answer: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(*given: Any, **named: Any) -> Any:
+            if not named and _are(plain, given):
+                return answer(*given)
+            return real_name(module, name)(*given, **named)
+
+        return ask
+
+    truths = ("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious", "statically_known_true")
+    numbers = (bool, int, float)
+    return {
+        **{name: asked(name, (bool,), lambda truth: truth) for name in truths},
+        "sym_and": asked("sym_and", (bool,), lambda *truths: all(truths)),
+        "sym_or": asked("sym_or", (bool,), lambda *truths: any(truths)),
+        "sym_eq": lambda one, other: (
+            list(one) == list(other) if _are_shapes(one, other) else real_name(module, "sym_eq")(one, other)
+        ),
+        "is_nested_int": asked("is_nested_int", numbers, lambda number: False),
+        "has_guarding_hint": asked("has_guarding_hint", numbers, lambda number: True),
+        "guarding_hint_or_throw": asked("guarding_hint_or_throw", (bool, int), lambda number: number),
+    }
+
+
+def _are(plain: tuple[type, ...], given: Sequence[Any]) -> bool:
+    return bool(given) and all(type(one) in plain for one in given)
+
+
+def _are_shapes(*given: Any) -> bool:
+    return all(isinstance(one, (tuple, list)) and all(type(size) is int for size in one) for one in given)
+
+
+def optimize_stand_ins(module: LateModule) -> dict[str, Any]:
+    """Return the function that transformers' losses import."""
+
+    def linear_sum_assignment(*given: Any, **named: Any) -> Any:
+        return real_name(module, "linear_sum_assignment")(*given, **named)
+
+    return {"linear_sum_assignment": linear_sum_assignment}
+
+
+class _LateClass:
+    """A class of a late module that others ask for only to learn that nothing is an instance of it."""
+
+    def __init__(self, module: LateModule, name: str) -> None:
+        self._module, self._name = module, name
+
+    def __instancecheck__(self, given: object) -> bool:
+        return self._module.__dict__["_late"].is_loaded and isinstance(given, getattr(self._module, self._name))
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return (real_name(self._module, self._name),)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(real_name(self._module, self._name), name)
+
+
+def sympy_stand_ins(module: LateModule) -> dict[str, Any]:
+    """Return the classes that torch's operators on the meta device compare their arguments with."""
+    return {name: _LateClass(module, name) for name in ("Basic",)}
+
+
+# What others reach through its parent, because it has always imported it.
+BROUGHT = {SHAPES: ("torch.fx.experimental._config",)}
+STAND_INS = {SHAPES: shape_stand_ins, SYMPY: sympy_stand_ins, OPTIMIZE: optimize_stand_ins}
+
+
 class _Finder(MetaPathFinder):
-    """Runs the compiler's own file before any other file of its package is imported, and finds the file that asks it one thing."""
+    """Finds modules that load themselves at their first use, and the file that asks the compiler one thing.
+
+    Before another file of a package among them is imported, the package's own file is run.
+    """
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         _check_may_import(fullname)
-        compiler = sys.modules.get(COMPILER)
-        if not isinstance(compiler, LateModule):
-            return None
-        if fullname.startswith(f"{COMPILER}.") and fullname not in ALONE:
-            load(compiler)  # its files import each other in an order that the package decides
-        elif fullname == ASKS and ASKED_FILE not in sys.modules:
-            spec = PathFinder.find_spec(fullname, path, target)
-            if spec is not None and spec.loader is not None:
-                spec.loader = _WithoutCompiler(spec.loader)
-            return spec
+        if fullname in STAND_INS:
+            return _with_loader(fullname, path, target, _Deferring)
+        for name in (COMPILER, *STAND_INS):
+            module = sys.modules.get(name)
+            if fullname.startswith(f"{name}.") and fullname not in ALONE and isinstance(module, LateModule):
+                load(module)  # its files import each other in an order that the package decides
+        if fullname == ASKS and ASKED_FILE not in sys.modules and isinstance(sys.modules.get(COMPILER), LateModule):
+            return _with_loader(fullname, path, target, _WithoutCompiler)
         return None
+
+
+def _with_loader(
+    fullname: str, path: Any, target: ModuleType | None, make: Callable[[Loader], Loader]
+) -> ModuleSpec | None:
+    spec = PathFinder.find_spec(fullname, path, target)
+    if spec is not None and spec.loader is not None:
+        spec.loader = make(spec.loader)
+    return spec
+
+
+class _Deferring(Loader):
+    """Makes a module that its real loader fills at its first use."""
+
+    def __init__(self, real: Loader) -> None:
+        self.real = real
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return LateModule(spec, STAND_INS[spec.name])
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__loader__ = module.__spec__.loader = self.real
+        for name in BROUGHT.get(module.__name__, ()):
+            importlib.import_module(name)
 
 
 class _WithoutCompiler(Loader):

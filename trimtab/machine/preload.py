@@ -1,4 +1,4 @@
-"""What a process that will load a model does on a thread while Python is busy: torch's libraries, and a context on the GPU.
+"""What a process that will load a model does on a thread while it makes the plan: imports, torch's libraries, a context on the GPU.
 
 Finding the symbols of a gigabyte of libraries takes 0.6 s and making a context 0.3 s, both without Python's lock; importing torch
 then finds them there. Nothing depends on it: what fails here is done, or named, by whoever needs it. Imports no torch.
@@ -7,6 +7,7 @@ then finds them there. Nothing depends on it: what fails here is done, or named,
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import os
 import sys
@@ -17,6 +18,11 @@ from pathlib import Path
 
 # In the order in which torch loads them itself (torch/__init__.py, 2.6 to 2.13).
 LIBRARIES = (("libtorch_global_deps.so", ctypes.RTLD_GLOBAL), ("libtorch_python.so", ctypes.RTLD_LOCAL))
+
+
+def import_model() -> threading.Thread:
+    """Begin to import what loading a model needs. What the process learns of the machine without torch, it must know before."""
+    return _begin("trimtab-imports", lambda: importlib.import_module("trimtab.runtime.model"))
 
 
 def load_libraries() -> threading.Thread | None:
@@ -55,9 +61,9 @@ def _make(index: int) -> None:
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
 
 
-def _begin(name: str, work: Callable[[], None]) -> threading.Thread:
+def _begin(name: str, work: Callable[[], object]) -> threading.Thread:
     def run() -> None:
-        with suppress(OSError, AttributeError):
+        with suppress(Exception):
             work()
 
     thread = threading.Thread(target=run, name=name, daemon=True)

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, RequestError, TrimtabError
-from trimtab.machine import late_imports, preload
+from trimtab.machine import known, late_imports, preload
 from trimtab.machine.memory import process_bytes
 from trimtab.request import LoadRequest
 from trimtab.serve.adapter_queue import AdapterQueue, Unprepared, Urgency
@@ -87,6 +87,17 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
         sys.exit(1)
 
 
+def _begin_imports(request: Mapping[str, Any], inputs: PlanInputs) -> None:
+    """Import torch while the plan is made, where the plan needs none of it; otherwise only load torch's libraries."""
+    device = request["device"]
+    found = None if request.get("card") else known.find_machine(device, inputs.process_bytes)
+    if found is None:
+        preload.load_libraries()
+        return
+    inputs.machines[device, None] = found
+    preload.import_model()
+
+
 def _tell_fatal(channel: Channel, exc: BaseException, *, model: str) -> None:
     if isinstance(exc, FOR_OPERATORS):
         log.error("%s cannot be loaded: %s", model, exc)
@@ -106,7 +117,7 @@ class _Worker:
 
         # The model and the machine are read once for all numbers of rows that are planned.
         inputs = PlanInputs(process_bytes=process_bytes())
-        preload.load_libraries()  # while the plan is made
+        _begin_imports(settings["request"], inputs)
 
         self.channel, self.inbox = channel, Inbox(channel)
         self.events: list[Event] = []
