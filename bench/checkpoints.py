@@ -1,4 +1,5 @@
-"""Random checkpoints and adapters of real sizes, made on the GPU: Gemma 4 E2B and E4B with vision and audio, Qwen3-8B, Qwen3-VL-4B.
+"""Random checkpoints and adapters of real sizes, made on the GPU: Gemma 4 E2B and E4B with vision and audio, Qwen3-8B, Qwen3-VL-4B;
+for a CPU a Llama of 310 million weights.
 
 The weights mean nothing. Their scales are chosen so that a rounding is not amplified from layer to layer: with unit
 query and key norms attention is nearly one-hot and two routes that are equal on paper differ by several percent.
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from bench.cpu import LLAMA
+
 SHARD_BYTES = 4 * 10**9
 LANGUAGE = r"language_model\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj"
 VISION = r"vision_tower\.encoder\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj\.linear"
@@ -25,13 +28,21 @@ QWEN_TARGETS = (
     r"|model\.visual\.blocks\.\d+\.(attn\.(qkv|proj)|mlp\.linear_fc[12])"
 )
 CLASSES = {
-    "e2b": "Gemma4ForConditionalGeneration", "e4b": "Gemma4ForConditionalGeneration", "qwen3-8b": "Qwen3ForCausalLM",
+    "e2b": "Gemma4ForConditionalGeneration",
+    "e4b": "Gemma4ForConditionalGeneration",
+    "qwen3-8b": "Qwen3ForCausalLM",
     "qwen3-vl-4b": "Qwen3VLForConditionalGeneration",
-}  # fmt: skip
+    "llama-310m": "LlamaForCausalLM",
+}
+READERS = ("qwen3-8b", "llama-310m")  # that neither see nor hear  # fmt: skip
 
 
 def config_of(size: str) -> Any:
-    """Return the config of "e2b", "e4b" (Gemma 4), "qwen3-8b" or "qwen3-vl-4b" (sizes of the released models)."""
+    """Return the config of "e2b", "e4b" (Gemma 4), "qwen3-8b", "qwen3-vl-4b" (sizes of the released models) or "llama-310m"."""
+    if size == "llama-310m":
+        from transformers import LlamaConfig
+
+        return LlamaConfig(**LLAMA)
     if size.startswith("qwen"):
         return _qwen_config(size)
     from transformers import Gemma4Config
@@ -111,7 +122,7 @@ def write_checkpoint(size: str, folder: Path, *, device: str = "cuda") -> Path:
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     config.save_pretrained(folder)
-    if not size.startswith("qwen"):
+    if size.startswith("e"):
         _write_for_every_release(folder / "config.json")
     return folder
 
@@ -158,7 +169,7 @@ def write_adapter(checkpoint: Path, folder: Path, rank: int, *, seed: int = 1) -
     folder.mkdir(parents=True, exist_ok=True)
     config = AutoConfig.from_pretrained(checkpoint)
     size = next(size for size, name in CLASSES.items() if name in config.architectures)
-    model, targets = empty_model(config, size), QWEN_TARGETS if size.startswith("qwen") else TARGETS
+    model, targets = empty_model(config, size), TARGETS if size.startswith("e") else QWEN_TARGETS
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for path, module in model.named_modules():

@@ -187,7 +187,7 @@ def sized(
     for number, path in enumerate(adapters.values()):
         if not (path / "adapter_config.json").exists():
             _turn(first, path, number)
-    return Model(size, folder, adapters, context, audio_s, reads_only=size == "qwen3-8b")
+    return Model(size, folder, adapters, context, audio_s, reads_only=size in checkpoints.READERS)
 
 
 def _turn(first: Path, path: Path, number: int) -> None:
@@ -287,7 +287,9 @@ def environment(device: str) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, help="where the random checkpoint is, or is made")
-    parser.add_argument("--size", choices=["e2b", "e4b", "qwen3-8b"], help="a random checkpoint in place of the demo")
+    parser.add_argument(
+        "--size", choices=["e2b", "e4b", "qwen3-8b", "llama-310m"], help="a random checkpoint in place of the demo"
+    )
     parser.add_argument("--adapters", type=int, default=8, help="of the random checkpoint")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quant", default="none", choices=["none", "nf4", "nf4-dq"])

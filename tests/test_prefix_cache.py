@@ -215,6 +215,24 @@ def key_of(cache, inputs, client="", content=""):
     return PrefixKey(cache.scope(client, content), inputs.token_ids, inputs.marks)
 
 
+@pytest.mark.parametrize("way", ["a step", "another prompt", "the end"])
+def test_a_first_token_goes_out_before_its_prompt_is_copied(way, tmp_path):
+    with load("gemma3", tmp_path) as model:
+        alone = in_chunks(model, (8, 16), rows=2)
+        turn = [*ids(27), 250, 251, 252]
+        expected, _ = scores(alone, model.prepare(turn))
+        cache = keeping(model)
+        batch = in_chunks(model, (8, 16), rows=2)
+        row = batch.join(through(batch, model.prepare(ids(27)))).row
+        assert cache.numbers()["lookups"] == 1 and cache.numbers()["added"] == 0
+        if way == "a step":
+            batch.step()
+        elif way == "the end":
+            batch.leave(row)
+        found, reused = scores(batch, model.prepare(turn))
+        assert reused == 27 and differ(found, expected) < TOLERANCE
+
+
 def test_a_short_prompt_is_not_cut_for_a_snapshot(tmp_path):
     with load("gemma3", tmp_path) as model:
         keeping(model)

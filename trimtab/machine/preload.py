@@ -20,9 +20,9 @@ from pathlib import Path
 LIBRARIES = (("libtorch_global_deps.so", ctypes.RTLD_GLOBAL), ("libtorch_python.so", ctypes.RTLD_LOCAL))
 
 
-def import_model() -> threading.Thread:
-    """Begin to import what loading a model needs. What the process learns of the machine without torch, it must know before."""
-    return _begin("trimtab-imports", lambda: importlib.import_module("trimtab.runtime.model"))
+def import_module(name: str) -> threading.Thread:
+    """Begin to import a module. What the process learns of the machine without torch, it must know before it imports torch."""
+    return _begin("trimtab-imports", lambda: importlib.import_module(name))
 
 
 def load_libraries() -> threading.Thread | None:

@@ -346,6 +346,7 @@ class Batch:
         going = [row for row in self.active if row.finish is None]
         if not going:
             return []
+        self.prefixes.flush()
         places = {row: row.number for row in self.active}
         ahead, self._ahead = self._ahead, None
         has_moved = False
@@ -424,6 +425,7 @@ class Batch:
         if tries:
             # What goes wrong here goes wrong again when the step is asked for, and is named there.
             with suppress(Exception):
+                self.prefixes.flush()
                 outputs = self.steps.run(ahead=True)
         if read is not None:
             read.synchronize()
@@ -464,6 +466,7 @@ class Batch:
         if self._ahead is not None:
             self._ahead = None
             self.tell_tokens()
+        self.prefixes.flush()
         logits, _ = self._forward()
         self._advance()
         self.tell_tokens()  # a captured step has gone on to the likeliest ones

@@ -223,7 +223,7 @@ class PrefixCache:
     def _move_snapshot(self, pages: Sequence[int], tokens: int, states: States, *, into_states: bool) -> None:
         """Copy a snapshot: the sliding layers' states after `tokens`, and the tokens after the last whole block."""
         assert self.layout is not None
-        tail = tokens % self.block_tokens
+        tail, rings_end = tokens % self.block_tokens, end_of(self.layout.rings)
         fields = [*self.layout.rings, *(self.layout.tails if tail else ())]
         while fields:
             start, group = fields[0].offset, [fields.pop(0)]
@@ -233,7 +233,7 @@ class PrefixCache:
             buffer_views, state_views = list[Tensor](), list[Tensor]()
             for field in group:
                 view, state = field.view(flat[None], field.offset - start)[0], states[field.layer, field.name]
-                is_ring = field.offset < end_of(self.layout.rings)
+                is_ring = field.offset < rings_end
                 buffer_views.append(view if is_ring else view[:, :tail])
                 state_views.append(state[:, :] if is_ring else state[:, tokens - tail : tokens])
             if into_states:
@@ -271,6 +271,15 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(targets), list(sources))
 
 
+@dataclass(frozen=True)
+class _Unsaved:
+    """A prompt that has gone through, whose first token goes out before its states are copied."""
+
+    row: Row
+    offset: int
+    logits: Tensor | None
+
+
 # One batch -----------------------------------------------------------------------------------------------------------
 
 
@@ -294,6 +303,7 @@ class Prefixes:
 
     def __init__(self, batch: Batch) -> None:
         self.batch, self.model = batch, batch.model
+        self._unsaved: list[_Unsaved] = []
 
     @property
     def cache(self) -> PrefixCache | None:
@@ -306,6 +316,7 @@ class Prefixes:
     def find(self, prompt: Prompt, *, may_end_at: Callable[[int], bool] = lambda _: True) -> Match:
         """Return the cached part of a prompt: all of it with the logits of its last token, or at most all tokens but the last.
         Also records where a snapshot would help."""
+        self.flush()
         cache, inputs, row = self.cache, prompt.inputs, prompt.row
         row.reuse, row.cached_tokens = None, 0
         if cache is None or row.client is None or (inputs.has_media and not inputs.marks) or self._is_gone(row.adapter):
@@ -467,7 +478,7 @@ class Prefixes:
         self._keep(prompt.row, prompt.done_tokens, states, snapshot=True, offset=None)
 
     def joined(self, prompt: Prompt) -> None:
-        """Cache a complete prompt that has its row, and count what it reused."""
+        """Count what a complete prompt reused that has its row. `flush` copies its states, after its first token is out."""
         cache, row = self.cache, prompt.row
         if cache is None or row.reuse is None or not cache.learn(self.batch.cache) or cache.store is None:
             return
@@ -476,14 +487,23 @@ class Prefixes:
         counts.hits += bool(row.cached_tokens)
         counts.hit_tokens += row.cached_tokens
         row.reuse.offset = prompt.offset
-        if self.batch.is_invariant:  # kept where its last whole piece ended
-            return
-        kept = self._keep(row, row.prompt_tokens, self._row_states(row.number), snapshot=True, offset=prompt.offset)
-        if kept and cache.store.snapshot_pages and prompt.logits is not None:
-            cache.put_blob(_logits_key(row.reuse.key), prompt.logits)
+        if not self.batch.is_invariant:  # such prompts are kept where their last whole piece ended
+            self._unsaved.append(_Unsaved(row, prompt.offset, prompt.logits))
+
+    def flush(self) -> None:
+        """Copy the states of prompts that joined: before their rows' next step, which writes over the oldest place of a ring."""
+        unsaved, self._unsaved = self._unsaved, []
+        for one in unsaved:
+            cache, row = self.cache, one.row
+            if cache is None or cache.store is None or row.reuse is None or row.number < 0:
+                continue
+            kept = self._keep(row, row.prompt_tokens, self._row_states(row.number), snapshot=True, offset=one.offset)
+            if kept and cache.store.snapshot_pages and one.logits is not None:
+                cache.put_blob(_logits_key(row.reuse.key), one.logits)
 
     def leaving(self, row: Row) -> None:
         """Keep the answer of a row that is about to leave, for the next turn of its chat."""
+        self.flush()
         if row.reuse is None or row.error is not None or row.finish == "error" or self.batch.is_invariant:
             return
         # A row that others stepped on with after its end has lost the oldest positions of its rings.

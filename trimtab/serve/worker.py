@@ -95,7 +95,7 @@ def _begin_imports(request: Mapping[str, Any], inputs: PlanInputs) -> None:
         preload.load_libraries()
         return
     inputs.machines[device, None] = found
-    preload.import_model()
+    preload.import_module("trimtab.runtime.model")
 
 
 def _tell_fatal(channel: Channel, exc: BaseException, *, model: str) -> None:

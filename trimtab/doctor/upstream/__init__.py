@@ -70,6 +70,7 @@ FILES: tuple[str, ...] = (
     "i11_no_split_set",
     "i12_cudnn_attention",
     "i13_one_key_head",
+    "i14_frozen_last_token",
 )
 
 
