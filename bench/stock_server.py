@@ -74,8 +74,9 @@ class Stock:
             with self.lock:
                 if left.is_set():
                     return
-                inputs = inputs.to(self.model.device, dtype=self.model.dtype)
                 tokenizer = getattr(self.processor, "tokenizer", self.processor)
+                has_media = tokenizer is not self.processor
+                inputs = inputs.to(self.model.device, **({"dtype": self.model.dtype} if has_media else {}))
                 streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
                 done: dict[str, Any] = {}
                 worker = threading.Thread(

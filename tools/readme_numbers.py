@@ -174,6 +174,9 @@ def _bridge_row(row: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
+LOADED = {"llama-310m": "a Llama of 310 million random weights in bfloat16"}
+
+
 def load(results: Mapping[str, Any]) -> str:
     """Return the table of a load run: all servers under the same clients, and what each says of itself."""
     heads = [
@@ -198,14 +201,17 @@ def load(results: Mapping[str, Any]) -> str:
             *(_part(first, name, 0) for name in ("p50", "p99")),
             *(_part(between, name, 1) for name in ("p50", "p99")),
         ]
-        lines.append([who, row["engine"], f"{row['tok_s']:.1f}", str(row["requests"]), str(row["unfinished"]), *cells])
+        others = row["adapters"] != results["rows"][0]["adapters"]
+        server = f"{row['engine']}, {row['adapters'] or 'no'} adapters" if others else row["engine"]
+        lines.append([who, server, f"{row['tok_s']:.1f}", str(row["requests"]), str(row["unfinished"]), *cells])
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     where, row = results["environment"], results["rows"][0]
     packages = ", ".join(f"{name} {where[name]}" for name in ("torch", "transformers", "bitsandbytes", "peft"))
     prompt_tokens = results["settings"].get("text_tokens")
     texts = f"texts of {prompt_tokens} tokens, " if prompt_tokens else ""
+    size = LOADED.get(row["model"], f"{row['model'].upper()}'s size with random weights, {row['quant']}")
     closing = (
-        f"{where['gpu']}, {row['model'].upper()}'s size with random weights, {row['quant']}, {row['adapters']} adapters, "
+        f"{where['gpu'] or str(where['cpu_count']) + ' cores of a CPU'}, {size}, {row['adapters']} adapters, "
         f"{results['settings']['rows'] or 32} rows, {texts}answers of {results['settings']['max_tokens']} tokens, no errors; "
         f"Python {where['python']}, {packages}."
     )
@@ -433,7 +439,7 @@ def start(results: Mapping[str, Any]) -> str:
     """Return the table of bench/results/start.json: seconds of the first process that sees a model, and of the next one."""
     seconds = {row["what"]: row["s"] for row in results["rows"]}
     lines = [["start", "first process, s", "next process, s"], ["---", "---:", "---:"]]
-    for what in dict.fromkeys(name.rpartition(", ")[0] for name in seconds):
+    for what in dict.fromkeys(name.rpartition(", ")[0] for name in seconds if ", " in name):
         both = (seconds[f"{what}, {when}"] for when in ("unseen", "seen"))
         lines.append([what, *(f"{one:.2f}" if one < 1 else f"{one:.1f}" for one in both)])
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
@@ -443,7 +449,8 @@ def start(results: Mapping[str, Any]) -> str:
         f"{about['gpu']}, {about['model'].upper()}'s size with random weights, {about['gpu_memory']}, files in the page cache, "
         f"{about['runs']} run each; Python {about['python']}, {packages}."
     )
-    return f"{table}\n\n{closing}\n"
+    parts = "; ".join(f"{name} {spent:.1f}" for name, spent in results["parts"]["parts"].items() if spent >= 0.05)
+    return f"{table}\n\n{closing}\n\nParts of the worker's start in one more server, in seconds, sampled: {parts}.\n"
 
 
 def together(results: Mapping[str, Any]) -> str:
@@ -496,6 +503,8 @@ MAKERS = {
     "load_text": load,
     "load_mixed": load,
     "load_short": load,
+    "load_many": load,
+    "load_llama_cpu": load,
     "load_qwen": load,
     "together": together,
     "start": start,

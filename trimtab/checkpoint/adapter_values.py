@@ -7,6 +7,9 @@ value is not finite if all bits of its exponent are set; these lie in its one or
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO
 
 from trimtab.checkpoint.headers import TensorEntry
 
@@ -30,32 +33,35 @@ _PIECE_BYTES = 256 * 2**10  # looking through one holds the interpreter, which o
 def value_problems(tensors: Mapping[str, TensorEntry]) -> tuple[str, ...]:
     """Return a line for each tensor with values that are not finite. tensors: name -> entry. Errors: OSError."""
     problems = []
-    for name, entry in tensors.items():
-        count = _not_finite(entry)
-        if count:
-            values = entry.nbytes // _EXPONENTS[entry.dtype][0]
-            problems.append(f"{name}: {count} of {values} values are NaN or infinite")
+    with ExitStack() as stack:
+        files: dict[Path, BinaryIO] = {}  # opening one takes longer than reading a tensor of it
+        for name, entry in tensors.items():
+            if entry.dtype not in _EXPONENTS:
+                continue  # such a dtype has no such values
+            if entry.file not in files:
+                files[entry.file] = stack.enter_context(open(entry.file, "rb"))
+            count = _not_finite(files[entry.file], entry)
+            if count:
+                values = entry.nbytes // _EXPONENTS[entry.dtype][0]
+                problems.append(f"{name}: {count} of {values} values are NaN or infinite")
     return tuple(problems)
 
 
-def _not_finite(entry: TensorEntry) -> int:
-    """Return how many values of a tensor are NaN or infinite; 0 for dtypes that have no such values."""
-    if entry.dtype not in _EXPONENTS:
-        return 0
+def _not_finite(file: BinaryIO, entry: TensorEntry) -> int:
+    """Return how many values of a tensor are NaN or infinite."""
     width, tables = _EXPONENTS[entry.dtype]
     count, left = 0, entry.nbytes
-    with open(entry.file, "rb") as file:
-        file.seek(entry.start)
-        while left:
-            data = file.read(min(_PIECE_BYTES, left))
-            if not data:
-                break
-            left -= len(data)
-            marked = data[width - 1 :: width].translate(tables[0])
-            if b"\x01" not in marked:  # nearly always: no value is that large
-                continue
-            both = int.from_bytes(marked, "little")
-            for place, table in enumerate(tables[1:], 2):
-                both &= int.from_bytes(data[width - place :: width].translate(table), "little")
-            count += both.bit_count()
+    file.seek(entry.start)
+    while left:
+        data = file.read(min(_PIECE_BYTES, left))
+        if not data:
+            break
+        left -= len(data)
+        marked = data[width - 1 :: width].translate(tables[0])
+        if b"\x01" not in marked:  # nearly always: no value is that large
+            continue
+        both = int.from_bytes(marked, "little")
+        for place, table in enumerate(tables[1:], 2):
+            both &= int.from_bytes(data[width - place :: width].translate(table), "little")
+        count += both.bit_count()
     return count

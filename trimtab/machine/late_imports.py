@@ -225,7 +225,8 @@ def shape_stand_ins(module: LateModule) -> dict[str, Any]:
             list(one) == list(other) if _are_shapes(one, other) else real_name(module, "sym_eq")(one, other)
         ),
         "is_nested_int": asked("is_nested_int", numbers, lambda number: False),
-        "has_guarding_hint": asked("has_guarding_hint", numbers, lambda number: True),
+        **{name: asked(name, numbers, lambda number: True) for name in ("has_hint", "has_guarding_hint")},
+        "size_hint": asked("size_hint", (int,), lambda number, fallback=None: number),
         "guarding_hint_or_throw": asked("guarding_hint_or_throw", (bool, int), lambda number: number),
     }
 
