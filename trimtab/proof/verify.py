@@ -27,6 +27,7 @@ from trimtab.proof.loaded_changes import LoadedChanges, compare_changes
 from trimtab.proof.prompts import Prompt
 from trimtab.proof.report import ParityReport, PromptParity
 from trimtab.proof.routes import Item, Ran, prepare, run_route, with_continuations
+from trimtab.proof.stock_faults import wrong_last_positions
 from trimtab.proof.versions import versions
 from trimtab.request import LoadRequest
 
@@ -174,13 +175,31 @@ def _compare(
         layers.append(by_layer)
     survived, weights = _weights(case, speak)
     changes = _changes(case, reference, subject)
-    findings = (*_findings(case, compared, reference, subject, weights), *_other_changes(changes))
+    findings = (
+        *_findings(case, compared, reference, subject, weights), *_other_changes(changes),
+        *_stock_faults(case, items, compared, reference, subject),
+    )  # fmt: skip
     return ParityReport(
         model=case.model, against=case.against, adapter=case.adapter, expected=case.expected,
         prompts=tuple(compared), floor=reference.noise, layers=_largest_by_layer(layers),
         reference=reference.to_json(), subject=subject.to_json(), findings=findings,
         survival=survived, weights=weights, changes=changes, versions=versions(),
     )  # fmt: skip
+
+
+def _stock_faults(
+    case: Case, items: Sequence[Item], rows: Sequence[PromptParity], reference: Ran, subject: Ran
+) -> list[str]:
+    found: list[str] = []
+    for ran in (reference, subject):
+        if ran.route.engine == "stock":
+            differ = [
+                (item.id, item.prompt_tokens + len(said.continuation))
+                for item, row, said in zip(items, rows, reference.said, strict=False)
+                if row.verdict != compare.SAME
+            ]
+            found += wrong_last_positions(read_checkpoint(case.model).config, str(ran.loaded.get("device")), differ)
+    return found
 
 
 def _parity(

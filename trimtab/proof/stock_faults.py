@@ -1,0 +1,33 @@
+"""Faults of the stock side that a comparison meets: what is wrong there is said, with its entry in the doctor's catalogue. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# I13: torch's memory-efficient kernel takes a last block of one query of 32 for a decode step, in heads wider than these.
+BLOCK, WIDEST = 32, 256
+
+
+def one_wide_key_head(config: Mapping[str, Any]) -> bool:
+    """Whether a model has layers with one head of keys for all of queries, wider than 256. config: a config.json's content."""
+    text = config.get("text_config") or config
+    if not isinstance(text, Mapping):
+        return False
+    heads = [text.get(name) for name in ("num_key_value_heads", "num_global_key_value_heads")]
+    widths = [text.get(name) for name in ("head_dim", "global_head_dim")]
+    return 1 in heads and any(isinstance(width, int) and width > WIDEST for width in widths)
+
+
+def wrong_last_positions(config: Mapping[str, Any], device: str, passes: Sequence[tuple[str, int]]) -> list[str]:
+    """Return a line if stock's attention is wrong in some of these passes. device: on which it ran; passes: (prompt, tokens) of
+    those that differ."""
+    if not device.startswith("cuda") or not one_wide_key_head(config):
+        return []
+    named = [f"{prompt} ({tokens} tokens)" for prompt, tokens in passes if tokens > 1 and tokens % BLOCK == 1]
+    if not named:
+        return []
+    return [
+        f"the stock stack's attention is wrong at the last position of {', '.join(dict.fromkeys(named))}: see I13 in "
+        "docs/upstream.md; compare prompts of other lengths"
+    ]
