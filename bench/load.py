@@ -47,6 +47,7 @@ from trimtab.demo.line import FOLDER, read_asks
 
 CLIENTS = (1, 8, 32)
 RANK = 8
+WARM_TOKENS = 8
 TEXTS = 512  # texts of a run, no two the same
 STOCK_ADAPTERS = ("style", "rslora-dora")
 
@@ -229,10 +230,11 @@ def servers(model: Model, given: argparse.Namespace) -> dict[str, Callable[[], S
     }
 
 
-def warm(server: Served, bodies: Sequence[dict[str, Any]]) -> None:
-    """Ask one question of each kind. Errors: RuntimeError if one is not answered."""
+def warm(server: Served, bodies: Sequence[dict[str, Any]], *, most_tokens: int | None = None) -> None:
+    """Ask one question of each kind. most_tokens: of its answer (None: as asked). Errors: RuntimeError if one is not answered."""
     for body in bodies[:: max(1, len(bodies) // 3)]:
-        first = client.ask(server.address, server.body_of(body), timeout_s=120)
+        short = body if most_tokens is None else {**body, "max_tokens": min(most_tokens, body["max_tokens"])}
+        first = client.ask(server.address, server.body_of(short), timeout_s=120)
         if first.ended != "complete":
             raise RuntimeError(f"not answered: {first}\n{server.log[-3000:]}")
 
@@ -348,14 +350,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     bodies = bodies_of(model, given)
     groups = [[engine] for engine in given.engines] if given.apart else [given.engines]
     rows: list[dict[str, Any]] = []
-    for group in groups:
-        rows += _group(group, model, bodies, given)
-    if given.save:
+    kept = json.loads(given.save.read_text())["rows"] if given.add and given.save and given.save.exists() else []
+
+    def save() -> None:
+        if not given.save:
+            return
         settings = {name: getattr(given, name) for name in ("seconds", "max_tokens", "rows", "dtype", "apart")}
         settings |= {name: getattr(given, name) for name in ("text_tokens", "mixed", "skip_s", "share", "context")}
-        kept = json.loads(given.save.read_text())["rows"] if given.add and given.save.exists() else []
         found = {"environment": environment(given.device), "settings": settings, "rows": [*kept, *rows]}
         given.save.write_text(json.dumps(found, indent=1) + "\n")
+
+    def keep(row: dict[str, Any]) -> None:
+        rows.append(row)
+        save()  # a run that is cut leaves what it has measured
+        print(
+            row["failed"] if "failed" in row else json.dumps(row),
+            file=sys.stderr if "failed" in row else None,
+            flush=True,
+        )
+
+    for group in groups:
+        _group(group, model, bodies, given, keep)
     print(table(rows), flush=True)
     if all("failed" in row for row in rows):
         raise SystemExit(1)
@@ -398,10 +413,17 @@ def _pair(values: dict[str, float]) -> str:
 
 
 def _group(
-    engines: Sequence[str], model: Model, bodies: Sequence[dict[str, Any]], given: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """Return the rows of engines that run at the same time: each cell of one after the same cell of the other."""
-    rows, running = [], {}
+    engines: Sequence[str], model: Model, bodies: Sequence[dict[str, Any]], given: argparse.Namespace,
+    keep: Callable[[dict[str, Any]], None],
+) -> None:  # fmt: skip
+    """Measure engines that run at the same time, each cell of one after the same cell of the other; `keep` gets the rows."""
+    rows: list[dict[str, Any]] = []
+    running: dict[str, tuple[dict[str, Any], Served]] = {}
+
+    def add(row: dict[str, Any]) -> None:
+        rows.append(row)
+        keep(row)
+
     with ExitStack() as stack:
         for engine in engines:
             about = {"engine": engine, "model": model.name, "adapters": len(model.adapters), "quant": given.quant}
@@ -410,16 +432,15 @@ def _group(
             try:
                 server = stack.enter_context(servers(model, given)[engine]())
                 about["ready_s"] = round(time.monotonic() - start, 1)
-                warm(server, bodies)
+                # An answer of others can take 16 s, and their first steps capture nothing.
+                warm(server, bodies, most_tokens=None if engine == "trimtab" else WARM_TOKENS)
                 about |= server.notes()
                 running[engine] = (about, server)
             except Exception as exc:
-                rows.append({**about, "failed": f"{type(exc).__name__}: {exc}"[-2000:]})
-                print(rows[-1]["failed"], file=sys.stderr, flush=True)
+                add({**about, "failed": f"{type(exc).__name__}: {exc}"[-2000:]})
         for what in cells_of(given):
             for about, server in running.values():
-                rows.append({**about, **measure(server, bodies, what, *times(about["engine"], given))})
-                print(json.dumps(rows[-1]), flush=True)
+                add({**about, **measure(server, bodies, what, *times(about["engine"], given))})
         for about, server in running.values() if given.share else ():
             if about["engine"] != given.engines[0]:
                 continue
@@ -427,11 +448,9 @@ def _group(
             rate = given.share * last[-1]["requests"] / (given.seconds - given.skip_s) if last else 0.0
             if rate > 0:
                 what = {"loop": "open", "rate": round(rate, 3), "share": given.share}
-                rows.append({**about, **measure(server, bodies, what, given.seconds, given.skip_s)})
-                print(json.dumps(rows[-1]), flush=True)
+                add({**about, **measure(server, bodies, what, given.seconds, given.skip_s)})
         for about, server in running.values():
             print(f"{about['engine']}: {how(server)}", flush=True)
-    return rows
 
 
 if __name__ == "__main__":

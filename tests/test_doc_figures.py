@@ -194,6 +194,15 @@ def first_tokens():
         ratios = case["ratios"]
         yield f"| {title} | {case['prompt_tokens']} tokens | {ratios['first_cpu_ms']:.2f} | {ratios['step_cpu_ms']:.2f} |"
 
+    titles = {
+        "demo, nf4-dq": "demo, nf4-dq", "llama-300m, nf4-dq": "Llama 310 M, nf4-dq",
+        "llama-300m, nf4-dq, float32": "Llama 310 M, nf4-dq, float32", "llama-300m, none": "Llama 310 M, not quantized",
+    }  # fmt: skip
+    found = results_of("cpu_first_token_avx512")["cases"]
+    for name, title in titles.items():
+        ratios = found[name]["ratios"]
+        yield f"| {title} | {ratios['first_cpu_ms']:.2f} | {ratios['step_cpu_ms']:.2f} |"
+
 
 def threads():
     medians = results_of("threads")["medians"]

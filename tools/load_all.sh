@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The load table of docs/server-under-load.md on a GPU, about 500 s: trimtab, stock and `transformers serve --continuous-batching`
 # under the same clients. tools/load_all.sh WORK OUT [SECONDS]: random checkpoints are made in WORK; load.json, load_mixed.json,
-# load_many.json, load_qwen.json and load.log are written in OUT. Needs the wheels of "transformers[serving]" (fastapi, openai) beside
+# load_many.json, load_qwen.json and load.log are written in OUT. Needs the wheels of "transformers[serving]" (fastapi, opentelemetry-api, openai) beside
 # the others; PYTHONPATH as tools/gpu_setup.sh sets it. Every part is bounded, and leaves load-PART.done in OUT: a second call does
 # what is left, and ends with an error while something is.
 set -u
