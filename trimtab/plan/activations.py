@@ -29,6 +29,8 @@ PREFILL_CHUNK_TOKENS = 1024
 TEMPLATE_TOKENS = 64
 
 FLOAT32_BYTES = 4
+# Phases that share the memory of captured prompts.
+IN_ROOM = ("prompt", "pictures", "sound")
 # Results kept of functions that go through every row of an anatomy: a search asks for the same ones a thousand times.
 KEPT = 256
 
@@ -140,13 +142,13 @@ def use_of(
     )  # fmt: skip
 
 
-def repeated_tokens(batch: int, all_tokens: int) -> int:
-    """Return the tokens whose keys and values are counted as repeated to every query head in a chunk of a prompt.
+def repeated_tokens(new_tokens: int, all_tokens: int, *, is_chunked: bool) -> int:
+    """Return the tokens whose keys and values are repeated to every query head in a pass of a prompt.
 
-    Nothing repeats those of one sequence where torch's kernels read them in place (runtime/hf_attention.py). They stay counted
-    until the peak without them has been measured on a GPU: a plan is never below the process. Then one sequence is 0 here.
+    Chunks are GPU passes. One sequence's keys are read in place there (runtime/hf_attention.py; its peak was measured on an H200,
+    tests/gpu/test_attention.py); those of several prompts in one pass are repeated, and together they are no more than its tokens.
     """
-    return batch * all_tokens
+    return min(new_tokens, all_tokens) if is_chunked else all_tokens
 
 
 def kv_cache_bytes(
@@ -227,13 +229,15 @@ def _is_layer(row: ModuleRow) -> bool:
 class Needs:
     """The worst phase of a request: its name, KV cache bytes and the bytes of everything else alive then.
 
-    phases: every phase's (kv, activations), for the picture and for advice.
+    phases: every phase's (kv, activations), for the picture and for advice. room_bytes: of `activation_bytes`, what prompts and
+    towers have to themselves (runtime/prompt_room.py); 0 where prompts are not captured.
     """
 
     phase: str
     kv_cache_bytes: int
     activation_bytes: int
     phases: Mapping[str, tuple[int, int]]
+    room_bytes: int = 0
 
 
 @lru_cache(maxsize=KEPT)
@@ -247,6 +251,7 @@ def needs_of(
     chunk_tokens: int = 0,
     is_unpacked_elsewhere: bool = False,
     is_fused: bool = False,
+    has_room: bool = False,
 ) -> Needs:
     """Return what a request needs beside weights, at its worst.
 
@@ -254,12 +259,16 @@ def needs_of(
     are decoded together. A prompt goes through by itself, with a cache of its own beside them; in captured chunks of
     up to `chunk_tokens` it is written into such a buffer, one more than there are rows where there are several.
     is_unpacked_elsewhere: whether a prompt's 4-bit weights are unpacked into room that is counted by itself. is_fused: whether
-    steps read pages of keys and values where they are.
+    steps read pages of keys and values where they are. has_room: whether prompts are captured: the memory of their graphs serves
+    every pass of prompts and towers, and nothing else.
     """
     kind = quant_of(anatomy, quant)
     is_captured, has_rows = has_rows, has_rows or use.batch > 1
     one = _Counter(anatomy, replace(use, batch=1), kind, has_adapters)
-    prompt = _Counter(anatomy, replace(use, batch=1), kind, has_adapters, is_unpacked_elsewhere=is_unpacked_elsewhere)
+    prompt = _Counter(
+        anatomy, replace(use, batch=1), kind, has_adapters, is_unpacked_elsewhere=is_unpacked_elsewhere,
+        is_chunked=chunk_tokens > 0,
+    )  # fmt: skip
     several = _Counter(anatomy, use, kind, has_adapters)
     layers, dtype = anatomy.kv_layers, anatomy.dtype
     piece = chunk_tokens or use.prefill_tokens
@@ -294,7 +303,19 @@ def needs_of(
     if has_adapters:
         phases["adapter"] = (max(kv_bytes for kv_bytes, _ in phases.values()), adapter_piece_bytes(anatomy))
     phase = max(phases, key=lambda name: sum(phases[name]))
+    if has_room:
+        room = max(phases[name][1] for name in IN_ROOM if name in phases)
+        beside = max(activations for name, (_, activations) in phases.items() if name not in IN_ROOM)
+        kv_bytes = max(kv_bytes for kv_bytes, _ in phases.values())
+        return Needs(phase, kv_bytes, room + beside, phases=MappingProxyType(phases), room_bytes=room)
     return Needs(phase, *phases[phase], phases=MappingProxyType(phases))
+
+
+def between_layers_bytes(anatomy: Anatomy, use: Use, *, quant: str) -> int:
+    """Return the most that a pass of towers takes outside their layers."""
+    counter = _Counter(anatomy, replace(use, batch=1), quant_of(anatomy, quant), has_adapters=False)
+    pictures = counter.pictures(with_layers=False) if use.patches else 0
+    return max(pictures, counter.sound(with_layers=False) if use.sound_s else 0)
 
 
 @lru_cache(maxsize=KEPT)
@@ -369,7 +390,8 @@ class _Counter:
     """Sums of live tensors at each moment, in bytes."""
 
     def __init__(
-        self, anatomy: Anatomy, use: Use, quant: str, has_adapters: bool, *, is_unpacked_elsewhere: bool = False
+        self, anatomy: Anatomy, use: Use, quant: str, has_adapters: bool, *, is_unpacked_elsewhere: bool = False,
+        is_chunked: bool = False,
     ) -> None:  # fmt: skip
         self.anatomy, self.use, self.has_adapters = anatomy, use, has_adapters
         self.dtype_bytes = DTYPE_BYTES[anatomy.dtype]
@@ -379,7 +401,7 @@ class _Counter:
         self.widths = {part: widths_of(anatomy, part, quant=quant) for part in ("language", "vision", "audio")}
         self.ple = scanned.ple
         self.ple_weight = 0 if self.int8 or is_unpacked_elsewhere else scanned.ple_projection
-        self.is_unpacked_elsewhere = is_unpacked_elsewhere
+        self.is_unpacked_elsewhere, self.is_chunked = is_unpacked_elsewhere, is_chunked
 
     def d(self, name: str, width: float) -> float:
         """Return coefficient x width in the model's dtype."""
@@ -434,7 +456,7 @@ class _Counter:
         fixed = rows * self.d("hidden.held", hidden) + COEFFICIENTS["attention.mask"][0] * pairs
         largest_kv = max((layer.kv_heads * layer.head_dim for layer in self.anatomy.kv_layers), default=0)
         repeats = many and largest_kv < wide.query
-        repeated = repeated_tokens(self.use.batch, all_tokens) if repeats else 0
+        repeated = repeated_tokens(rows, rows // new_tokens * all_tokens, is_chunked=self.is_chunked) if repeats else 0
         layer = self.layer(wide, rows, pairs, masked=many, repeated=repeated) + rows * self.d("ple.held", self.ple)
         first = rows * max(
             self.d("ple.norm", self.ple) + self.f("ple.norm_float", self.ple),
@@ -447,20 +469,22 @@ class _Counter:
         head = rows * hidden * dtype_bytes + logits + self.head8
         return ceil(max(fixed + layer, fixed + first, fixed + gemm, head))
 
-    def pictures(self) -> int:
-        """Return the activations of every picture of a batch in one pass of the vision tower."""
+    def pictures(self, *, with_layers: bool = True) -> int:
+        """Return the activations of every picture of a batch in one pass of the vision tower; without its layers, what lies between
+        them."""
         wide, batch = self.widths["vision"], self.use.batch
         rows = self.use.patches * batch
         pairs = batch * self.use.patches * patches_of(self.anatomy.model_type)[0]
         pixels = self.f("vision.pixels", wide.hidden or self.anatomy.hidden_size)
         pooled = COEFFICIENTS["vision.pool"][0] * rows * patches_of(self.anatomy.model_type)[1]
         fixed = rows * (self.d("vision.hidden", wide.hidden) + FLOAT32_BYTES * wide.hidden) + pairs
-        layer = self.layer(wide, rows, pairs, masked=True, repeated=0)
+        layer = self.layer(wide, rows, pairs, masked=True, repeated=0) if with_layers else 0.0
         pool = pooled + rows * self.f("hidden.norm", wide.hidden)
         return ceil(max(fixed + layer, fixed + pool, rows * pixels) + self._embedded())
 
-    def sound(self) -> int:
-        """Return the activations of every sound of a batch in one pass of the audio tower."""
+    def sound(self, *, with_layers: bool = True) -> int:
+        """Return the activations of every sound of a batch in one pass of the audio tower; without its layers, what lies between
+        them."""
         wide, batch = self.widths["audio"], self.use.batch
         frames = ceil(self.use.sound_s * FRAMES_PER_S) * batch
         worst, time, bands, before = 0.0, float(frames), float(BANDS), frames * BANDS * self.dtype_bytes
@@ -471,7 +495,10 @@ class _Counter:
             before = ceil(after * self.dtype_bytes)
         rows = self.use.sound_tokens * batch
         fixed = rows * self.d("audio.hidden", wide.hidden)
-        layer = max(self.layer(wide, rows, 0, masked=False, repeated=0), rows * self.f("audio.attention", wide.hidden))
+        layer = 0.0
+        if with_layers:
+            attention = rows * self.f("audio.attention", wide.hidden)
+            layer = max(self.layer(wide, rows, 0, masked=False, repeated=0), attention)
         return ceil(max(worst, fixed + layer) + self._embedded())
 
     def _embedded(self) -> int:

@@ -27,7 +27,7 @@ HEAD_PIECE_VALUES = 2 * 2**20
 HEAD_PIECE_BYTES = 13 * HEAD_PIECE_VALUES
 HEAD_CHUNK_VALUES = 4 * 2**20
 # Preparing an adapter computes with so many values of a weight at a time (runtime/base_values.py).
-ADAPTER_PIECE_VALUES = 16 * 2**20
+ADAPTER_PIECE_VALUES = 2 * 2**20
 # What an adapter in host memory takes beside its tensors: names, shapes and where each goes. Measured: 0.12 MiB for 74 modules.
 HELD_OBJECT_BYTES = 2**17
 # One warp reads 128 bytes at a time and bitsandbytes loads 16-byte vectors: parts of a block buffer start at multiples.

@@ -52,7 +52,7 @@ from trimtab.plan.pipeline import evened
 from trimtab.plan.placing import Asked, resolve_device_map, resolve_place
 from trimtab.plan.plan import Plan, Stamps
 from trimtab.plan.prefix_memory import prefix_bytes
-from trimtab.plan.prompt_memory import prompt_bytes, uncaptured_bytes
+from trimtab.plan.prompt_memory import ROOM_SLACK_BYTES, prompt_bytes, uncaptured_bytes
 from trimtab.plan.reasons import Reasons
 from trimtab.plan.rows import OUTSIDE_PEAK, Placement
 from trimtab.plan.search import Search
@@ -122,10 +122,10 @@ def _made(
     whether an error names the sufficient budget, which takes a further search."""
 
     def planned(one: Anatomy, head: str, mode: str, reason: str) -> Plan:
-        def with_chunks(chunks: tuple[int, ...], captured: bool, *, only_whole: bool, explains: bool) -> Plan:
+        def with_chunks(chunks: tuple[int, ...], captured: bool, *, explains: bool) -> Plan:
             return _Planner(
                 replace(request, head=head), one, adapters, machine, rates, disk_free_bytes, chunk_tokens, mode, reason,
-                chunks, captured, request.head, known, is_explained and explains, held_bytes, media, only_whole,
+                chunks, captured, request.head, known, is_explained and explains, held_bytes, media,
             ).plan()  # fmt: skip
 
         is_captured = mode in CAPTURED and not machine.on_cpu and one.prompts_unsupported is None
@@ -156,9 +156,8 @@ class _Planner:
         self, request: LoadRequest, anatomy: Anatomy, adapters: Mapping[str, int], machine: Machine, rates: Rates,
         disk_free_bytes: int | None, chunk_tokens: int, mode: str, mode_reason: str, chunks: tuple[int, ...],
         captures_prompts: bool, asked_head: str, known: _Known, is_explained: bool, held_bytes: int, media: MediaMemory,
-        only_whole: bool,
     ) -> None:  # fmt: skip
-        self.held_bytes, self.media, self.only_whole = held_bytes, media, only_whole
+        self.held_bytes, self.media = held_bytes, media
         self.mode, self.mode_reason, self.adapter_sizes = mode, mode_reason, dict(adapters)
         self.asked_head, self.captures_prompts, self.is_explained = asked_head, captures_prompts, is_explained
         self.request = request = replace(request, quant=quant_of(anatomy, request.quant))
@@ -175,8 +174,8 @@ class _Planner:
         self.chunks = tuple(size for size in chunks if size <= most) or chunks[:1]
         self.needs = needs_of(
             anatomy, self.use, quant=request.quant, has_adapters=bool(adapters), has_rows=self.is_captured,
-            chunk_tokens=max(self.chunks, default=0), is_unpacked_elsewhere=bool(self.chunks) and not captures_prompts,
-            is_fused=mode == "fused",
+            chunk_tokens=max(self.chunks, default=0), is_unpacked_elsewhere=bool(self.chunks),
+            is_fused=mode == "fused", has_room=captures_prompts,
         )  # fmt: skip
         self.prompt_bytes = self._prompt_bytes()
         self.adapter_bytes = sum(adapters.values())
@@ -222,8 +221,6 @@ class _Planner:
         the copies, and takes the room of a block."""
         given, one = self.limits, replace(self.limits, slots=1)
         alone = (chosen, totals) if given == one else Search(self.items, one).best()
-        if self.only_whole and (alone is None or self._copies(alone[0])):
-            raise self._unexplained()  # evened layers are copied as well
         candidates = [self._evened(chosen, totals)]
         self.limits = one
         candidates += [] if alone is None or given == one else [self._evened(*alone)]
@@ -318,8 +315,8 @@ class _Planner:
             self.mode, self.anatomy, rows=self.use.batch, context_tokens=self.use.context_tokens,
             has_adapters=bool(self.adapter_sizes), kv=self.use.kv, is_paged=self.use.pool_tokens is not None,
         )  # fmt: skip
-        if self.is_captured and not self.captures_prompts:
-            counted |= {"fragments": FRAGMENT_BYTES}
+        if self.is_captured:
+            counted |= {"fragments": ROOM_SLACK_BYTES if self.captures_prompts else FRAGMENT_BYTES}
         if self.mode == "fused":
             # Checked while nothing is answered: in the room of a prompt's activations, and beyond it.
             more = check_bytes(self.anatomy) - self.needs.activation_bytes - counted.get("logits", 0)

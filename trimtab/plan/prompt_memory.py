@@ -10,17 +10,21 @@ from dataclasses import replace
 from functools import lru_cache
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
-from trimtab.plan.activations import FLOAT32_BYTES, KEPT, Use, needs_of
+from trimtab.plan.activations import FLOAT32_BYTES, KEPT, Use, needs_of, use_of
 from trimtab.plan.blocks import quant_of
+from trimtab.plan.execution import CAPTURED
 from trimtab.plan.kv_form import LAYER_KERNELS as KV8_KERNELS
-from trimtab.plan.kv_form import NODE_BYTES, copy_bytes
+from trimtab.plan.kv_form import NODE_BYTES
+from trimtab.plan.plan import Plan
 
-# Allocator slack: what the pool of the graphs holds beyond its tensors, in segments that torch never joins, as a share of each
-# kernel in them. Chosen for E4B with chunks of 128 and 512; no run that measures it is recorded.
+# Allocator slack: what the pool of graphs that have one of their own (towers) holds beyond its tensors, in segments that torch
+# never joins, as a share of each kernel in them. No run that measures it is recorded.
 POOL_SLACK_BYTES = 3 * 2**10
-# What a plan counts for a kernel in a captured graph: its node, which is in the driver's memory, and its share of the slack, which
-# is in torch's. Both are in the item "prompt graphs" (or "tower graphs"), beside the peak of the tensors.
+# What a plan counts for a kernel in a captured tower: its node, which is in the driver's memory, and its share of the slack, which
+# is in torch's.
 KERNEL_BYTES = NODE_BYTES + POOL_SLACK_BYTES
+# Beyond the tensors of a pass at its worst: holes between them in the room's segment, and segments of 2 MiB for small tensors.
+ROOM_SLACK_BYTES = 24 * 2**20
 # A prompt of 512 tokens in smaller chunks than this takes as long as one that is not captured: a chunk unpacks every weight.
 LEAST_LARGEST = 128
 # Kernels of one pass: for a 4-bit weight two of its scales, one of the weight, the product; for an adapter the input in
@@ -36,27 +40,22 @@ INDEX_BYTES = 8
 def prompt_graph_bytes(
     anatomy: Anatomy, use: Use, chunks: Sequence[int], *, quant: str, has_adapters: bool, adapter_bytes: int = 0
 ) -> int:
-    """Return what prompts captured in chunks of these sizes take on the device, beside keys and values.
+    """Return what prompts captured in chunks of these sizes take on the device, beside keys and values, where a plan has counted
+    nothing for them: the items of `prompt_bytes`, and the room for the activations of one chunk of the largest size.
 
-    adapter_bytes: of the largest adapter; captured passes read it from a place of their own. The activations of one chunk of
-    the largest size are kept for good, and shared by all sizes: a plan that counts them for prompts that are not captured
-    may count the larger of the two. 0 without chunks.
+    adapter_bytes: of the largest adapter; captured passes read it from a place of their own. 0 without chunks.
     """
     if not chunks:
         return 0
     piece = max(chunks)
     one = replace(use, prefill_tokens=piece, batch=1, patches=0, soft_tokens=0, sound_s=0.0)
-    # The room that weights are unpacked into stays; the pool of the graphs holds the rest of a pass at its worst.
-    needs = needs_of(anatomy, one, quant=quant, has_adapters=has_adapters, is_unpacked_elsewhere=True)
-    activations = needs.phases["prompt"][1] + _unpacked_bytes(anatomy, quant)
-    graphs = planned_graphs(chunks, use.context_tokens)
-    kernels = kernels_of(anatomy, has_adapters=has_adapters, kv=use.kv)
-    # Chunks that read more and more places are captured one after the other: what a smaller copy lay in holds no larger one, and
-    # each is half of the next.
-    activations += copy_bytes(
-        anatomy.kv_layers, anatomy.dtype, use.kv, rows=1, context_tokens=use.context_tokens, new_tokens=piece
+    needs = needs_of(
+        anatomy, one, quant=quant, has_adapters=has_adapters, chunk_tokens=piece, is_unpacked_elsewhere=True
     )
-    return graphs * kernels * KERNEL_BYTES + activations + adapter_bytes + _input_bytes(anatomy, chunks)
+    counted = prompt_bytes(
+        anatomy, use, chunks, quant=quant, has_adapters=has_adapters, adapter_copy_bytes=adapter_bytes
+    )
+    return sum(counted.values()) + needs.phases["prompt"][1] + ROOM_SLACK_BYTES
 
 
 def planned_graphs(chunks: Sequence[int], context_tokens: int) -> int:
@@ -67,18 +66,30 @@ def planned_graphs(chunks: Sequence[int], context_tokens: int) -> int:
 def prompt_bytes(
     anatomy: Anatomy, use: Use, chunks: Sequence[int], *, quant: str, has_adapters: bool, adapter_copy_bytes: int = 0
 ) -> dict[str, int]:
-    """Return the bytes of `prompt_graph_bytes` by item: nodes with the slack of the graphs' pool, which no tensor uses, and what
-    tensors take.
+    """Return the bytes of captured prompts by item, without the activations of a pass, which are in `activations.needs_of`: the
+    nodes of their graphs, in the driver's memory; inputs and the room that the largest 4-bit weight is unpacked into.
 
     adapter_copy_bytes: 0 where graphs read adapters where they are.
     """
     if not chunks:
         return {}
-    whole = prompt_graph_bytes(anatomy, use, chunks, quant=quant, has_adapters=has_adapters)
-    graphs = planned_graphs(chunks, use.context_tokens)
-    beside_peak = graphs * kernels_of(anatomy, has_adapters=has_adapters, kv=use.kv) * KERNEL_BYTES
-    counted = {"prompt_graphs": beside_peak, "prompt_buffers": whole - beside_peak}
+    nodes = planned_graphs(chunks, use.context_tokens) * kernels_of(anatomy, has_adapters=has_adapters, kv=use.kv)
+    counted = {"prompt_graphs": nodes * NODE_BYTES} | uncaptured_bytes(anatomy, chunks, quant=quant)
     return counted | ({"adapter_copy": adapter_copy_bytes} if adapter_copy_bytes else {})
+
+
+def room_bytes(plan: Plan, anatomy: Anatomy) -> int:
+    """Return the size of the segment that the passes and graphs of a plan's prompts share (runtime/prompt_room.py)."""
+    prompt, use = plan.execution.prompt, use_of(plan.request, anatomy, answer_tokens=plan.answer_tokens)
+    needs = needs_of(
+        anatomy, use, quant=plan.request.quant, has_adapters=bool(plan.request.adapters), has_rows=True,
+        chunk_tokens=max(prompt.chunks), is_unpacked_elsewhere=True, is_fused=plan.execution.step.mode == "fused",
+        has_room=True,
+    )  # fmt: skip
+    towers = plan.execution.towers
+    if towers is not None and towers.mode in CAPTURED:  # they have memory of their own
+        return needs.phases["prompt"][1] + ROOM_SLACK_BYTES
+    return needs.room_bytes + ROOM_SLACK_BYTES
 
 
 def uncaptured_bytes(anatomy: Anatomy, chunks: Sequence[int], *, quant: str) -> dict[str, int]:

@@ -189,6 +189,7 @@ class Batch:
                 "attention_mask": torch.ones(1, end, dtype=torch.long, device=self.model.device), **positions,
             }  # fmt: skip
         self.model.route.set(prompt.row.adapter)
+        self.model.lend_prompt_room()
         hf_slots.reset_offset(self.model.hf_model)
 
         def compute() -> Any:

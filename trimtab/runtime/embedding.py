@@ -40,6 +40,7 @@ class Embedding:
         ids = self._inputs.tensors["input_ids"][:, start:end].to(model.device)
         mask = torch.ones(1, end, dtype=torch.long, device=ids.device)
         model.route.set(self.adapter)
+        model.lend_prompt_room()
         hf_slots.reset_offset(model.hf_model)
         with torch.no_grad():
             states = model.hf_model.base_model(

@@ -378,6 +378,7 @@ def logits(model: Any, inputs: Inputs) -> Tensor:
     """Return teacher-forced logits of the whole prompt: [S, V] float32 on the CPU."""
     check_fits(model, inputs, 0)
     _reset_request_state(model.hf_model)
+    model.lend_prompt_room()
     with torch.no_grad():
         logits_of_prompt: Tensor = model.hf_model(**inputs.tensors, use_cache=False).logits
     return logits_of_prompt[0].float().cpu()

@@ -22,11 +22,12 @@ Output = TypeVar("Output")
 
 
 class GraphCache(OrderedDict[tuple[Hashable, ...], Captured]):
-    """Captured graphs by what they were captured for."""
+    """Captured graphs by what they were captured for. pool: returns the memory pool to capture into, None for the cache's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: Callable[[], Any] = lambda: None) -> None:
         super().__init__()
         self._pool: Any = None
+        self._given_pool = pool
 
     def forget_pool(self) -> None:
         """Take another pool from now on: a failed capture leaves its own unusable."""
@@ -37,12 +38,14 @@ class GraphCache(OrderedDict[tuple[Hashable, ...], Captured]):
 
         Errors: what `run` raises and what CUDA refuses; the pool is then to be forgotten.
         """
-        graph = torch.cuda.CUDAGraph()
-        if self._pool is None or not self:  # a pool ends with the last graph that was captured into it
-            self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(side), _ended_on_error(side, self._pool):
+        graph, pool = torch.cuda.CUDAGraph(), self._given_pool()
+        if pool is None:
+            if self._pool is None or not self:  # a pool ends with the last graph that was captured into it
+                self._pool = torch.cuda.graph_pool_handle()
+            pool = self._pool
+        with torch.cuda.stream(side), _ended_on_error(side, pool):
             # Other threads (a reader of the disk) may use the device at the same time.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 with late_imports.capturing():
                     output = run()

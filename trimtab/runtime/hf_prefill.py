@@ -211,13 +211,14 @@ class Buffers:
         self.embeddings: Tensor | None = None
         self.deep: list[Tensor] = []
         self.own_masks: dict[str, Tensor] = {}
+        self.last, self.places = torch.empty_like(self.count), torch.empty_like(self.numbers)
         self.derive()
 
     def derive(self) -> None:
         """Compute what follows from start and count; the first operations of a pass."""
-        self.last = self.count - 1
+        torch.sub(self.count, 1, out=self.last)
         # Padding behind the context's end goes to its last place, which no prompt that leaves room for an answer uses.
-        self.places = (self.start + self.numbers).clamp(max=self.context_tokens - 1)
+        torch.clamp(self.start + self.numbers, max=self.context_tokens - 1, out=self.places)
 
     def write(self, chunk: Chunk, ids: Sequence[int], positions: Tensor | None) -> None:
         """Bring a chunk's numbers to the device in one copy. positions [axes, count]: on the CPU, None for those in order."""
@@ -443,10 +444,15 @@ class ChunkForward:
         """Return the logits [V] of the last token of a last chunk, of another its hidden state [D], which nobody needs but to
         see that a pass is another's; float32. Keys and values are written."""
         self.form = form
+        try:
+            return self._run(form)
+        finally:  # nothing that a pass has made outlives it
+            self._ring_sources.clear()
+            self._paged_places = None
+
+    def _run(self, form: Form) -> Tensor:
         buffers = self.buffers
         buffers.derive()
-        self._ring_sources.clear()
-        self._paged_places = None
         masks = {kind: self._mask(kind) for kind in dict.fromkeys(self._kinds)}
         forwards = {layer: self._layer(number, masks) for number, layer in enumerate(self.layers)}
         if form.has_embeddings:

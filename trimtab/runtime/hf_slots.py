@@ -295,6 +295,11 @@ class SlotCache(Cache):  # type: ignore[misc]
         window = next(iter(self.ring_places)) if is_ring else self.context_tokens
         return self._masks[window][self.rows_of_step(count), :, :, : min(window, self.seen_places)]
 
+    @property
+    def has_states(self) -> bool:
+        """Whether memory for keys and values is allocated, which the first pass does."""
+        return bool(self._own())
+
     def _own(self) -> list[LayerCache]:
         return [layer for layer in self.layers if isinstance(layer, LayerCache) and layer.is_initialized]
 

@@ -53,6 +53,7 @@ def hidden_states(model: Any, prompt: Any, *, adapter: Any, **media: Any) -> Ten
     inputs = model.prepare(prompt, **media)
     chat.check_fits(model, inputs, 0)
     with model._answering(adapter), torch.no_grad():
+        model.lend_prompt_room()
         states = model.hf_model(
             **inputs.tensors, use_cache=False, output_hidden_states=True, logits_to_keep=1, return_dict=True
         ).hidden_states

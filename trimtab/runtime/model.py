@@ -41,6 +41,7 @@ from trimtab.runtime.held_adapter import ADAPTER_DTYPE, HeldAdapter
 from trimtab.runtime.load import Loaded, Progress, fill
 from trimtab.runtime.media import several
 from trimtab.runtime.out_of_memory import naming_out_of_memory
+from trimtab.runtime.prompt_room import PromptRoom, room_of
 from trimtab.runtime.read import read_small
 from trimtab.runtime.repacking import repack
 from trimtab.runtime.tower_check import guard_towers
@@ -89,6 +90,7 @@ class LoadedModel(Asking):
         self._preparing = threading.Lock()
         self._single: Batch | None = None
         self.prefix_cache: PrefixCache | None = None
+        self.prompt_room: PromptRoom | None = None
         # For the kernels of steps and chunks; on a CPU each layer has its own share of them instead.
         self.unpacked: UnpackedWeights | None = None
         self.unpacked_bytes = 0
@@ -124,6 +126,7 @@ class LoadedModel(Asking):
             if self.dtype == torch.float16 and plan.dtype_reason:
                 with self._out_of_memory_named("measuring activations"):
                     float16_check.check(self)
+            self.prompt_room = room_of(plan, self.anatomy, self.device)
             self._prepare_steps()
             if plan.request.batch == 1:  # several rows are prepared by whoever decodes them together
                 transient_room.take(plan, self.device)
@@ -140,10 +143,16 @@ class LoadedModel(Asking):
             )  # fmt: skip
         self._attach(name, held)
 
+    def lend_prompt_room(self) -> None:
+        """Give back the memory of captured prompts where a pass of another kind needs it (`PromptRoom.lend`)."""
+        if self.prompt_room is not None:
+            self.prompt_room.lend()
+
     def forget_batch(self) -> None:
         """Give back the batch of one row that answers use, for a caller that makes its own: the plan counts one of them."""
         if self._single is not None:
             self._single = None
+            self.lend_prompt_room()
             gc.collect()  # a batch and its steps know each other
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -236,7 +245,7 @@ class LoadedModel(Asking):
         wait_for_all(self.device)  # steps that were queued ahead read host memory that is given back here
         self._give_back_attention()
         loaded, self._loaded = self._loaded, None
-        self._single, self.unpacked, self.unpacked_bytes = None, None, 0
+        self._single, self.unpacked, self.unpacked_bytes, self.prompt_room = None, None, 0, None
         if loaded is not None:
             loaded.close()
         self._fittings.clear()

@@ -56,13 +56,14 @@ class PackBuffers:
         self.start, self.count, self.row = self._held[(1 + axes) * tokens :].view(3, rows)
         self.numbers = torch.arange(size, device=device)
         self.causal = self.numbers[None, :] <= self.numbers[:, None]
+        self.last, self.places = torch.empty_like(self.count), torch.empty_like(self.ids)
         self.derive()
 
     def derive(self) -> None:
         """Compute what follows from start and count; the first operations of a pass."""
-        self.last = self.count - 1
+        torch.sub(self.count, 1, out=self.last)
         # Padding behind the context's end goes to its last place, which no prompt that leaves room for an answer uses.
-        self.places = (self.start[:, None] + self.numbers).clamp(max=self.context_tokens - 1)
+        torch.clamp(self.start[:, None] + self.numbers, max=self.context_tokens - 1, out=self.places)
 
     def write(self, pieces: Sequence[Piece]) -> None:
         """Bring the numbers of a pass to the device in one copy."""
@@ -139,13 +140,10 @@ class PackForward(ChunkForward):
             self._packs[key] = PackBuffers(*key, self._axes, self.cache.context_tokens, self.device)
         self._packs[key].write(pieces)
 
-    def run(self, form: Form) -> Tensor:
+    def _run(self, form: Form) -> Tensor:
         """Return the logits [rows, V] float32 of each row's last token. Keys and values are written."""
-        self.form = form
         buffers = self.pack
         buffers.derive()
-        self._ring_sources.clear()
-        self._paged_places = None
         masks = {kind: self._mask(kind) for kind in dict.fromkeys(self._kinds)}
         forwards = {layer: self._layer(number, masks) for number, layer in enumerate(self.layers)}
         if self.first_shared == len(self.layers):

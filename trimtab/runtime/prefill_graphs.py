@@ -9,7 +9,7 @@ A prompt's kernels are launched one by one from Python unless they are a graph. 
 is captured, and where another would have to go for it, once it is needed more often (form_uses.py). Adapters of one layout (the
 same layers and ranks, at the same places of one piece of memory) share a graph, which reads a copy of the piece: changing the
 adapter is one copy on the device. An adapter of another kind (DoRA, embeddings, whole modules) has graphs of its own. All graphs
-share one memory pool and one set of inputs.
+share one set of inputs, and their memory with passes that are not captured (prompt_room.py).
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class Prompts:
         self._short: short_ops.ShortOps | None = None
         self._kernels: prompt_kernels.PromptKernels | None = None
         self.four_bit: list[Leaf] = []
-        self._graphs: GraphCache[_Captured] = GraphCache()
+        self.room = self.model.prompt_room if self.captures else None
+        self._graphs: GraphCache[_Captured] = GraphCache(lambda: None if self.room is None else self.room.handle)
         self._uses = FormUses()
         self.layouts = Layouts(self)
         # Towers are captured while others are answered: batch-invariant ones always run as they are.
@@ -119,6 +120,8 @@ class Prompts:
                 self.fall_back(why)
         batch.cache.has_prompt_row = self.is_on and batch.rows > 1
         self.packs = Packs(self)
+        if self.room is not None:
+            self.room.owners.add(self)
 
     @property
     def is_on(self) -> bool:
@@ -205,6 +208,8 @@ class Prompts:
         try:
             job = self._begin(prompt)
         except PausedError:
+            if self.room is not None:
+                self.room.check()
             return True
         if job is None:
             return False
@@ -364,8 +369,23 @@ class Prompts:
         oldest = next(iter(self._graphs), None) if len(self._graphs) >= self._most_graphs() else None
         return self._uses.pays(key, oldest)
 
-    def _static(self, form: Form) -> Tensor:
-        """Return what a graph of this form computes, kernel by kernel."""
+    def _static(self, form: Form, entered: list[tiers.Group] | None = None) -> Tensor:
+        """Return what a graph of this form computes, kernel by kernel. entered: becomes the streamed blocks of the pass, which
+        then begins as a replay does."""
+        begun = nullcontext() if entered is None else in_pass(self.model.streamer, entered=entered)
+        self.kernels()  # chosen outside the room: what compares and times them is not the pass
+        # A first pass allocates keys and values, which stay.
+        room = self.room if self.batch.cache.has_states else None
+        with nullcontext() if room is None else room.using(), begun:
+            passed = self._passed(form)
+        if room is None or not room.is_made:
+            return passed
+        result = passed.clone()
+        del passed
+        room.check()
+        return result
+
+    def _passed(self, form: Form) -> Tensor:
         with self._short_ops(form):
             if form.rows > 1:
                 return self.packs.static(form)
@@ -428,6 +448,9 @@ class Prompts:
         """Return the graph of a form, captured and run; None, and no further captures, where that turns out impossible."""
         form = key[0]
         assert isinstance(form, Form)
+        self.kernels()
+        if self.room is not None and not self.room.make():
+            return None  # lent to others, who have not given it back yet
         self._make_room()
         start = time.perf_counter()
         before = self.batch.cache.rings(rows)
@@ -440,6 +463,8 @@ class Prompts:
         except Exception as exc:
             self._graphs.forget_pool()
             self._graphs.clear()
+            if self.room is not None:
+                self.room.release()
             if is_out_of_memory(exc):  # planned: never a reason to go on the slower way
                 raise memory_error(exc, "capturing a prompt", self.model.plan, self.device) from exc
             torch.zeros(1, device=self.device).item()  # the device says itself whether it got over it
@@ -452,7 +477,13 @@ class Prompts:
                 table.reads_staged = False
         self._graphs[key] = captured
         self.capture_s += time.perf_counter() - start
+        if self.room is not None and not self.room.check():
+            return None  # nothing of it is left
         return captured
+
+    def drop_graphs(self) -> None:
+        """Forget every graph: their memory is another's."""
+        self._graphs.clear()
 
     def _forget_unloaded(self) -> None:
         """Drop the graphs of unloaded adapters."""
@@ -500,8 +531,8 @@ class Prompts:
     def _warm(self, form: Form) -> tuple[Tensor, list[tiers.Group]]:
         """Return what the pass computes and the streamed blocks it enters: once for whatever is made on first use."""
         order: list[tiers.Group] = []
-        with side_stream(self.device) as side, torch.cuda.stream(side), in_pass(self.model.streamer, entered=order):
-            expected = self._static(form).clone()
+        with side_stream(self.device) as side, torch.cuda.stream(side):
+            expected = self._static(form, order).clone()
         torch.cuda.current_stream(self.device).wait_stream(side)
         return expected, order
 
@@ -512,7 +543,7 @@ class Prompts:
 
             def run() -> None:
                 with in_pass(self.model.streamer, order):
-                    output.copy_(self._static(form))
+                    output.copy_(self._passed(form))
 
             return self._graphs.record(side, run)[0]
 

@@ -40,6 +40,7 @@ class PromptScores:
         end = min(count, start + PIECE_TOKENS)
         ids = self._inputs.tensors["input_ids"][:, start:end].to(model.device)
         model.route.set(self.adapter)
+        model.lend_prompt_room()
         hf_slots.reset_offset(model.hf_model)
         with torch.no_grad():
             logits = model.hf_model(

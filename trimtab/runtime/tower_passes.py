@@ -8,7 +8,8 @@ output = passes.with_towers(prompt, compute)    # around transformers' own pass 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -32,6 +33,7 @@ from trimtab.runtime.tower_pieces import (
 if TYPE_CHECKING:
     from trimtab.runtime.batch_request import Prompt
     from trimtab.runtime.prefill_graphs import Prompts
+    from trimtab.runtime.prompt_room import PromptRoom
 
 
 class TowerPasses:
@@ -52,15 +54,19 @@ class TowerPasses:
         is_busy, pieces = bool(self.prompts.batch.active), self._begin_pieces(prompt)
         key = self.prompts.layouts.set_towers(prompt.row.adapter)
         hf_slots.reset_offset(self.prompts.model.hf_model)
+        room = self._room()
         try:
             with (
                 torch.no_grad(),
+                nullcontext() if room is None else room.using(),
                 self.prompts.towers.running(*key, is_busy=is_busy, pieces=pieces),
                 self.prompts.batch.prefixes.encoders(prompt),
             ):
                 media = hf_prefill.media_of(self.prompts.model.hf_model, prompt.inputs.tensors)
         except PausedError:
             self.paused[prompt] = pieces
+            if room is not None:
+                pieces.copy_kept()
             raise
         except (RuntimeError, KeyError) as exc:
             if is_out_of_memory(exc):
@@ -72,8 +78,16 @@ class TowerPasses:
             self.prompts.towers.may_cut = False
             self.prompts.fall_back(f"{type(exc).__name__}: {exc}", "towers in pieces")
         else:
+            if room is not None:
+                media = _copied(media)
+                room.check()
             return media
         return self.media_of(prompt)
+
+    def _room(self) -> PromptRoom | None:
+        """Return the room that towers share with prompts, None for captured towers: their graphs have memory of their own, and what
+        lies between two of them must not be allocated where a graph of a prompt may write."""
+        return None if self.prompts.towers.captures else self.prompts.room
 
     def _begin_pieces(self, prompt: Prompt) -> TowerPieces:
         """Return what cuts the next piece of a prompt's towers: nothing while no row is being decoded."""
@@ -157,6 +171,13 @@ class TowerPasses:
             self.prompts.fall_back(f"{type(exc).__name__}: {exc}", "towers in pieces")
         prompt.cache = hf_slots.prompt_cache(self.prompts.model.hf_model, self.prompts.batch.cache.kv)
         return self.with_towers(prompt, compute, is_counted=is_counted)
+
+
+def _copied(media: Media) -> Media:
+    """Return the same with tensors of its own."""
+    masks = {kind: mask.clone() for kind, mask in media.masks.items()}
+    deep = tuple(one.clone() for one in media.deep)
+    return replace(media, embeddings=media.embeddings.clone(), deep=deep, masks=masks)
 
 
 def unloaded_error(prompt: Prompt, adapters: Sequence[str]) -> RequestError:

@@ -111,6 +111,12 @@ class _Output:
             self._versions = [version for _, version in returned]
         return True
 
+    def copy(self) -> None:
+        """Replace what is held by copies."""
+        if self.tensors is not None:
+            self.tensors = [one.clone() for one in self.tensors]
+            self._versions = [one._version for one in self.tensors]
+
 
 class _Begun:
     """Stands for the output of a module that runs in parts, before it is complete. given: the form of its inputs."""
@@ -124,6 +130,9 @@ class _Begun:
     def keep(self) -> bool:
         """Nothing has to be kept but the outputs of its parts."""
         return True
+
+    def copy(self) -> None:
+        """Nothing is held."""
 
 
 class TowerPieces:
@@ -186,6 +195,11 @@ class TowerPieces:
         self._kept, self._number = min(self._kept, number), number + 1
         self._add(given, output)
         return output
+
+    def copy_kept(self) -> None:
+        """Replace what a pause keeps by copies: the memory that the pass was computed in is another's until the next piece."""
+        for one in self._outputs:
+            one.copy()
 
     def end(self) -> None:
         """Tell that only the decoder is left. Errors: TowersDoneError if this piece has computed a layer and may end."""

@@ -1,0 +1,180 @@
+"""Device memory for the temporary tensors of prompts: one segment, which captured passes and all others share.
+
+    room = PromptRoom(device, nbytes)
+    room.make()                                  # once, before the first graph of a prompt is captured
+    with room.using():                           # on the stream that captures
+        logits = forward.run(form)
+    kept = logits.clone(); del logits            # what outlives the pass is copied
+    room.check()                                 # graphs are dropped if anything is left
+
+A CUDA graph keeps the addresses of its temporary tensors for good. In a pool of their own they would lie beside the room that
+towers and passes without a graph need, and a small card pays for both. Graphs and passes never run at the same time, so here they
+use the same bytes: torch's allocator may give a free part of the pool to either (torch/_inductor/cudagraph_trees.py runs its
+passes without graphs in the graphs' pool as well). One segment as large as the plan's count is allocated first, because torch
+never joins segments.
+
+The condition: no tensor that a pass allocates in the room is alive when a graph of the room is replayed. `check` compares the bytes
+that the pool has given away with those before; if something is left, the owners drop their graphs, and the rest stays where it is.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+
+from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.plan import Plan
+from trimtab.plan.execution import CAPTURED
+from trimtab.plan.prompt_memory import room_bytes
+from trimtab.runtime.capturing import side_stream
+from trimtab.runtime.graph_cache import GraphCache
+
+# Left to other tensors on the device when the segment is allocated.
+_SPARE_BYTES = 8 * 2**20
+
+
+class Owner(Protocol):
+    """Whoever has graphs in a room."""
+
+    def drop_graphs(self) -> None: ...
+
+
+class PromptRoom:
+    """The room of one model. nbytes: of its segment. spare_bytes: what the plan leaves of the budget. dtype: of the model.
+    owners: of its graphs."""
+
+    def __init__(
+        self, device: torch.device, nbytes: int, *, spare_bytes: int = 0, dtype: torch.dtype = torch.float32
+    ) -> None:  # fmt: skip
+        self.device, self.nbytes, self.spare_bytes, self._dtype = device, nbytes, spare_bytes, dtype
+        self.owners: WeakSet[Owner] = WeakSet()
+        self._pool: Any = None
+        self._anchor: Any = None
+        self.left_bytes = 0  # of tensors that earlier passes have left in the pool
+        self._is_used = False
+
+    @property
+    def is_made(self) -> bool:
+        return self._pool is not None
+
+    @property
+    def handle(self) -> tuple[int, int]:
+        """The pool, as `CUDAGraph.capture_begin` takes it."""
+        handle: tuple[int, int] = self._pool.id
+        return handle
+
+    @property
+    def held_bytes(self) -> int:
+        """What torch holds for the room; more than `nbytes` where tensors did not fit its segment."""
+        return sum(int(segment["total_size"]) for segment in self._segments())
+
+    def make(self) -> bool:
+        """Allocate the segment. Returns whether the room can be used: False where the device has no such memory left."""
+        if self._pool is not None:
+            return True
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        if free < self.nbytes + _SPARE_BYTES:
+            return False
+        mark = torch.zeros(16, 16, dtype=self._dtype, device=self.device)
+        with side_stream(self.device) as side, torch.cuda.stream(side):
+            mark @ mark  # cuBLAS keeps a workspace for this stream, which is no part of the room
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        self._pool = torch.cuda.MemPool()
+        try:
+            with self.using():
+                torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)  # freed at once: the pool keeps it
+            with side_stream(self.device) as side:
+                # torch (seen in 2.11) captures nothing into a pool whose graphs are all gone (CachingHostAllocator.h asserts
+                # `use_count > 0`): this one stays.
+                graph, _ = GraphCache(lambda: self.handle).record(side, mark.zero_)
+            self._anchor = graph, mark
+        except torch.OutOfMemoryError:
+            self.release()
+            return False
+        return True
+
+    def lend(self) -> None:
+        """Give the memory back for a pass that allocates elsewhere (logits of every position, an embedding), where the budget has
+        no other for it. The next prompt allocates it again, and its graphs are captured again."""
+        if self.spare_bytes < self.nbytes:
+            self.release()
+
+    def release(self) -> None:
+        """Give the memory back. Graphs are dropped first."""
+        if self._pool is None:
+            return
+        self._drop_graphs()
+        self._pool, self._anchor, self.left_bytes = None, None, 0
+        gc.collect()  # graphs that are part of cycles keep the pool
+        with suppress(RuntimeError):  # after a failed capture torch may refuse
+            torch.cuda.empty_cache()
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Allocate in the room while the block runs, on the capture stream; what was queued before is waited for, and the block by
+        what is queued after it. Without a room, and within another such block, nothing changes."""
+        if self._pool is None or self._is_used:
+            yield
+            return
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        with side_stream(self.device) as side:
+            with torch.cuda.stream(side):
+                _begin(index, self.handle)
+                self._is_used = True
+                try:
+                    yield
+                finally:
+                    self._is_used = False
+                    torch._C._cuda_endAllocateToPool(index, self.handle)
+                    torch._C._cuda_releasePool(index, self.handle)
+            torch.cuda.current_stream(self.device).wait_stream(side)
+
+    def check(self) -> bool:
+        """Drop the graphs if passes have left tensors in the room since the last check. Returns whether nothing was left."""
+        if self._pool is None:
+            return True
+        left = self._allocated_bytes()
+        if left > self.left_bytes:
+            gc.collect()
+            left = self._allocated_bytes()
+        is_clean = left <= self.left_bytes
+        self.left_bytes = left
+        if not is_clean:
+            self._drop_graphs()
+        return is_clean
+
+    def _drop_graphs(self) -> None:
+        for owner in tuple(self.owners):
+            owner.drop_graphs()
+
+    def _allocated_bytes(self) -> int:
+        return sum(int(segment["allocated_size"]) for segment in self._segments())
+
+    def _segments(self) -> list[dict[str, Any]]:
+        if self._pool is None:
+            return []
+        if hasattr(self._pool, "snapshot"):
+            segments: list[dict[str, Any]] = self._pool.snapshot()
+            return segments
+        return [one for one in torch.cuda.memory_snapshot() if tuple(one["segment_pool_id"]) == tuple(self.handle)]
+
+
+def _begin(index: int, handle: tuple[int, int]) -> None:
+    # Older releases of torch name a stream instead of the thread: that is the capture stream, which only this thread uses.
+    begin = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
+    begin = begin or torch._C._cuda_beginAllocateCurrentStreamToPool
+    begin(index, handle)
+
+
+def room_of(plan: Plan, anatomy: Anatomy, device: torch.device) -> PromptRoom | None:
+    """Return the room of a model whose prompts are captured, None for any other."""
+    if device.type != "cuda" or plan.execution.prompt.mode not in CAPTURED:
+        return None
+    spare_bytes, dtype = plan.gpu_budget_bytes - plan.gpu_needed_bytes, getattr(torch, plan.request.dtype)
+    return PromptRoom(device, room_bytes(plan, anatomy), spare_bytes=spare_bytes, dtype=dtype)
