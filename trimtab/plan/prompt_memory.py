@@ -32,6 +32,8 @@ LEAST_LARGEST = 128
 QUANTIZED_KERNELS, PLAIN_KERNELS, ADAPTER_KERNELS, LAYER_KERNELS, OTHER_KERNELS = 4, 1, 5, 40, 120
 # Graphs of one chunk size: a prompt of one chunk, and, for the largest size, a first and a later chunk of a longer prompt.
 GRAPHS_OF_LONG_PROMPTS = 3
+# Parts of a model whose 4-bit weights are unpacked by the kernels of prompts.
+UNPACKED_PARTS = ("language", "vision", "audio", "connector")
 # Embeddings of tokens that are given, and what up to three layers add to them.
 EMBEDDINGS = 4
 INDEX_BYTES = 8
@@ -132,14 +134,14 @@ def kernels_of(anatomy: Anatomy, *, has_adapters: bool, kv: str = "full") -> int
 
 
 def _unpacked_bytes(anatomy: Anatomy, quant: str) -> int:
-    """Return the room that the largest 4-bit weight is unpacked into."""
+    """Return the room that the largest 4-bit weight is unpacked into, of the decoder and of the towers: all share it."""
     is_packed = quant_of(anatomy, quant) in ("nf4", "nf4-dq", "fp4")
     return _largest_weight(anatomy) * DTYPE_BYTES[anatomy.dtype] if is_packed else 0
 
 
 @lru_cache(maxsize=KEPT)
 def _largest_weight(anatomy: Anatomy) -> int:
-    rows = (row for row in anatomy.rows if row.part == "language" and row.quantized)
+    rows = (row for row in anatomy.rows if row.part in UNPACKED_PARTS and row.quantized)
     return max((row.weight.numel for row in rows if row.weight), default=0)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -47,6 +47,7 @@ from trimtab.runtime.step_capture import check_replay, in_pass
 from trimtab.runtime.step_choice import Fallback
 from trimtab.runtime.step_memory import extra_bytes
 from trimtab.runtime.tower_graphs import Towers
+from trimtab.runtime.tower_ops import TowerOps
 from trimtab.runtime.tower_passes import TowerPasses, unloaded_error
 from trimtab.runtime.tower_pieces import PausedError
 
@@ -100,6 +101,7 @@ class Prompts:
         self._forward: hf_prefill.ChunkForward | None = None
         self._short: short_ops.ShortOps | None = None
         self._kernels: prompt_kernels.PromptKernels | None = None
+        self._tower_ops: TowerOps | None = None
         self.four_bit: list[Leaf] = []
         self.room = self.model.prompt_room if self.captures else None
         self._graphs: GraphCache[_Captured] = GraphCache(lambda: None if self.room is None else self.room.handle)
@@ -414,7 +416,13 @@ class Prompts:
         if self.device.type == "cuda" and self._short is None:
             self._kernels, self._short = prompt_kernels.chosen_with_short_ops(self.model, self.fall_back)
             self.four_bit = prompt_kernels.four_bit(self.model.hf_model)
+            self._tower_ops = TowerOps(self.model, self._kernels, self._short)
         return self._kernels or prompt_kernels.PromptKernels()
+
+    def tower_ops(self) -> AbstractContextManager[None]:
+        """Let the towers use the kernels of prompts while the block runs; on a CPU they run as they are."""
+        self.kernels()
+        return nullcontext() if self._tower_ops is None else self._tower_ops.running()
 
     # Graphs ----------------------------------------------------------------------------------------------------------
 

@@ -351,8 +351,9 @@ class ShortOps:
         return self._norms
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Run norms and adapters in their short forms while the block runs."""
+    def step(self, adapters: ShortAdapters | None = None) -> Iterator[None]:
+        """Run norms and adapters in their short forms while the block runs. adapters: what adds them, None for its own."""
+        adapters = adapters or self.adapters
         covered: list[nn.Module] = []
         before = self.route.short
         try:
@@ -360,11 +361,11 @@ class ShortOps:
                 if "forward" not in vars(module):
                     vars(module)["forward"] = short
                     covered.append(module)
-            self.route.short = self.adapters
-            self.adapters.clear()
+            self.route.short = adapters
+            adapters.clear()
             yield
         finally:
             for module in covered:
                 vars(module).pop("forward", None)
             self.route.short = before
-            self.adapters.clear()
+            adapters.clear()

@@ -54,11 +54,12 @@ class TowerPasses:
         is_busy, pieces = bool(self.prompts.batch.active), self._begin_pieces(prompt)
         key = self.prompts.layouts.set_towers(prompt.row.adapter)
         hf_slots.reset_offset(self.prompts.model.hf_model)
-        room = self._room()
+        ops, room = self.prompts.tower_ops(), self._room()
         try:
             with (
                 torch.no_grad(),
                 nullcontext() if room is None else room.using(),
+                ops,
                 self.prompts.towers.running(*key, is_busy=is_busy, pieces=pieces),
                 self.prompts.batch.prefixes.encoders(prompt),
             ):
