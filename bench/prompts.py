@@ -169,7 +169,7 @@ class Bench:
                 row["error"] = f"{type(exc).__name__}: {exc}"[:300]
             print("ROW " + json.dumps(row), flush=True)
 
-    def parts(self, made: Any, batch: Any) -> None:
+    def parts(self, made: Any, batch: Any, what: str = "parts of a picture") -> None:
         """Add a row of what the time of a picture consists of: inputs on the host, towers, the prompt."""
         rows = []
         for _ in range(REPEAT):
@@ -182,7 +182,7 @@ class Bench:
         towers = batch.prompts.towers
         names = ("inputs_ms", "towers_ms", "prompt_ms")
         self.rows.append({
-            "model": self.size, "engine": "trimtab", "what": "parts of a picture",
+            "model": self.size, "engine": "trimtab", "what": what,
             **{name: round(statistics.median(column), 2) for name, column in zip(names, zip(*rows, strict=True), strict=True)},
             "layers_captured": towers.captured, "capture_s": round(towers.capture_s, 2), "buffer_bytes": towers.buffer_bytes,
         })  # fmt: skip
@@ -264,6 +264,10 @@ def run_trimtab(size: str, work: Path, lengths: Sequence[int], *, profile: bool)
         }  # fmt: skip
         bench.rows.append({"model": size, "engine": "trimtab", "what": "memory", **memory})
         print("ROW " + json.dumps(bench.rows[-1]), flush=True)
+        if size.startswith("e"):
+            plain = bench.batch("auto")
+            plain.prompts.without_tower_ops()
+            bench.parts(made, plain, "parts of a picture, its towers as transformers and bitsandbytes compute them")
         if profile:
             ids = [1000 + number for number in range(512)]
             for adapter in ("r8", None):

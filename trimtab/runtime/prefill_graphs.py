@@ -424,6 +424,11 @@ class Prompts:
         self.kernels()
         return nullcontext() if self._tower_ops is None else self._tower_ops.running()
 
+    def without_tower_ops(self) -> None:
+        """Let the towers run as they are from now on, to compare both. Call it before a prompt: graphs are not made again."""
+        self.kernels()
+        self._tower_ops = None
+
     # Graphs ----------------------------------------------------------------------------------------------------------
 
     def prepare(self, token: int, adapter: str | None, sizes: Sequence[int] | None = None) -> None:

@@ -4,10 +4,10 @@
     with ops.running(), towers.running(...): hf_model(**tensors)
 
 A tower multiplies thousands of rows. bitsandbytes unpacks each of its weights in three launches, and PEFT adds a LoRA by float32
-products over all of these rows, which takes longer than the layer's own product. Here both are the kernels that prompt chunks use
-(prompt_kernels.py), and an RMS norm is one operation (short_ops.py). They run in every pass, captured or not, so the first pass of an
-image and its captured passes give the same bits. An unpacked weight has bitsandbytes' bits, and the product over it is the same
-call. A LoRA's change is rounded where PEFT rounds it, its sum in another order.
+products over all of these rows. Here both are the kernels that prompt chunks use (prompt_kernels.py), and an RMS norm is one
+operation (short_ops.py). They run in every pass, captured or not, so the first pass of an image and its captured passes give the
+same bits. An unpacked weight has bitsandbytes' bits, and the product over it is the same call. A LoRA's change is rounded where
+PEFT rounds it, its sum in another order.
 
 What is not covered: layers that the CPU computes, weights that are not 4-bit, passes of transformers' own that run the decoder too.
 """
@@ -27,8 +27,8 @@ from trimtab.runtime.short_ops import ShortOps
 
 
 class TowerAdapters(ChunkAdapters):
-    """What adds adapters in a pass of the towers: as in a chunk, but no layer's input is kept in float32 for the next layer. That one
-    has a graph of its own, which must not read what another one made, and a plan counts the copy for one layer alone."""
+    """What adds adapters in a pass of the towers: as in a chunk, but no layer's input is kept in float32 for the next layer. The
+    next one has a graph of its own, which must not read what another one made, and a plan counts the copy for one layer alone."""
 
     def wide(self, x: Tensor) -> Tensor:
         return x.float()

@@ -1,0 +1,105 @@
+"""Towers with the kernels of prompts on the GPU: the tests of tests/test_tower_ops.py, layers of E4B's size, and whole prompts."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from torch.profiler import ProfilerActivity, profile
+
+from tests.test_prefill import in_chunks, picture
+from tests.test_tower_graphs import same
+from tests.test_tower_ops import *
+from tests.test_tower_ops import CHANCE, TOLERANCE, far, loaded
+from trimtab.request import GenerateRequest
+from trimtab.runtime import lora, prompt_kernels
+from trimtab.runtime.leaves import ResidentLeaf
+from trimtab.runtime.prompt_kernels import PromptKernels
+from trimtab.runtime.quant import dequantize, quantize
+from trimtab.runtime.tower_graphs import Towers
+from trimtab.runtime.tower_ops import TowerAdapters
+
+DEVICE = torch.device("cuda:0")
+# Of E4B's vision tower: attention, gate and up, down; patches of one image; embedding of patches.
+SHAPES = ((768, 768), (3072, 768), (768, 3072))
+PATCHES = 2520
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(seed + sum(shape)))
+
+
+def layer(shape, quant):
+    weight = quantize((random(*shape) / shape[1] ** 0.5).bfloat16(), quant)
+    return ResidentLeaf("layer", weight, bias=None, device=DEVICE, dtype=torch.bfloat16, route=lora.Route())
+
+
+@pytest.mark.parametrize("quant", ["nf4-dq", "nf4", "fp4"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_product_of_an_image_s_patches_has_the_bits_of_bitsandbytes(shape, quant):
+    leaf, x = layer(shape, quant), random(1, PATCHES, shape[1]).bfloat16()
+    kernels = PromptKernels(prompt_kernels.load(DEVICE), unpacks=True)
+    kernels.reserve([leaf])
+    with torch.no_grad():
+        expected = leaf(x)
+        with kernels.unpacking([leaf]):
+            assert torch.equal(leaf(x), expected)
+
+
+@pytest.mark.parametrize("rank", [4, 8, 16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_adapter_of_an_image_s_patches_is_as_right_as_pefts(shape, rank):
+    leaf, x = layer(shape, "nf4-dq"), random(1, PATCHES, shape[1]).bfloat16()
+    A, B = random(rank, shape[1]) / shape[1] ** 0.5, random(shape[0], rank)
+    leaf.adapters["a"] = lora.LinearAdapter("vision", 0.5, A, B)
+    leaf.route.name = "a"
+    weight = dequantize(leaf.packed()).double()
+    exact = x.double() @ weight.T + 0.5 * (x.double() @ A.double().T @ B.double().T)
+    with torch.no_grad():
+        plain = leaf(x)
+        leaf.route.short = TowerAdapters(prompt_kernels.load(DEVICE))
+        found = leaf(x)
+    assert far([found], [exact]) < CHANCE * far([plain], [exact]) < TOLERANCE
+    # Both round the same sums in float32: few values lie so near a border that they round to the other side.
+    assert rank > prompt_kernels.PAYING_RANK or float((found != plain).float().mean()) < 0.02
+
+
+@pytest.mark.parametrize("place", [{}, {"vision": "stream"}], ids=["resident", "streamed"])
+@pytest.mark.parametrize("family", ["gemma4", "gemma3", "qwen3_vl"])
+def test_a_prompt_s_image_is_the_same_as_it_is_captured_and_replayed(family, place, tmp_path):
+    with loaded(family, tmp_path, rank=8, place=place) as model:
+        batch, plain = in_chunks(model, (32,)), in_chunks(model, (32,))
+        plain.prompts.towers = Towers(model, "eager", plain.prompts.fall_back)
+
+        def given(one, adapter):
+            prompt = one.begin(picture(model, family, 9), GenerateRequest(max_new_tokens=4), adapter=adapter)
+            media = one.prompts.tower_passes.media_of(prompt)
+            return [media.embeddings, *media.deep]
+
+        for adapter in ("a", None):
+            expected = given(plain, adapter)
+            for _ in range(3):
+                same(given(batch, adapter), expected)
+        kernels = batch.prompts.kernels()
+        assert kernels.adds and (kernels.unpacks or kernels.reasons) and not batch.steps.fallbacks
+        assert bool(batch.prompts.towers.replayed) is not bool(place)
+
+
+def test_a_pass_launches_fewer_kernels(tmp_path):
+    """Counted in a pass that is not captured. An image's linears in layers are 14 here, each with an adapter: two launches for a
+    weight where there were four, two for its adapter where there were five or six, one for a norm where there were eight."""
+    with loaded("gemma4", tmp_path, rank=8) as model:
+        batch, counts = in_chunks(model, (32,)), []
+        batch.prompts.towers = Towers(model, "eager", batch.prompts.fall_back)
+        prompt = batch.begin(picture(model, "gemma4", 9), GenerateRequest(max_new_tokens=4), adapter="a")
+        for _ in range(2):
+            batch.prompts.tower_passes.media_of(prompt)
+            torch.cuda.synchronize()
+            with profile(activities=[ProfilerActivity.CUDA]) as seen:
+                batch.prompts.tower_passes.media_of(prompt)
+                torch.cuda.synchronize()
+            counts.append(sum(one.device_type == torch.autograd.DeviceType.CUDA for one in seen.events()))
+            batch.prompts.without_tower_ops()
+        print("kernels of a pass with and without:", counts)
+        assert counts[0] < 0.75 * counts[1]
