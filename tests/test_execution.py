@@ -16,7 +16,7 @@ from trimtab.plan import Machine, Plan, Rates, make_plan
 from trimtab.plan.activations import needs_of, row_cache_bytes, use_of
 from trimtab.plan.execution import StepWork, graph_count, prompt_launch_s, step_s, unsupported_reason
 from trimtab.plan.options import Option, options_of, options_text
-from trimtab.plan.prompt_memory import uncaptured_bytes
+from trimtab.plan.prompt_memory import ADAPTER_COLUMNS, uncaptured_bytes
 from trimtab.plan.rows import OUTSIDE_PEAK
 from trimtab.plan.tower_memory import BUFFERS, GRAPHS, POOL
 from trimtab.request import LoadRequest
@@ -187,9 +187,14 @@ def test_a_weight_that_is_unpacked_into_room_of_its_own_is_counted_once():
     largest = max(row.weight.numel for row in E4B.rows if row.part == "language" and row.quantized and row.weight)
     # With few tokens nothing else is as large: the difference is a whole weight, less what is next in size.
     assert 0 < prompt() - prompt(is_unpacked_elsewhere=True) <= 2 * largest
-    assert uncaptured_bytes(E4B, (16,), quant="nf4-dq")["prompt_buffers"] > 2 * largest
-    assert uncaptured_bytes(E4B, (16,), quant="int8")["prompt_buffers"] < 2 * largest
-    assert uncaptured_bytes(E4B, (), quant="nf4-dq") == {}
+
+    def buffers(quant, *, has_adapters=False):
+        return uncaptured_bytes(E4B, (16,), quant=quant, has_adapters=has_adapters)["prompt_buffers"]
+
+    assert buffers("nf4-dq") > 2 * largest > buffers("int8") == buffers("int8", has_adapters=True)
+    # Behind each of the 10240 rows of the gate, or more of a wider layer, the columns of adapters.
+    assert buffers("nf4-dq", has_adapters=True) - buffers("nf4-dq") >= 2 * ADAPTER_COLUMNS * 10240
+    assert uncaptured_bytes(E4B, (), quant="nf4-dq", has_adapters=True) == {}
 
 
 @pytest.mark.parametrize(("gib", "head", "least"), [(4, "full", 95), (3.2, "auto", 75), (3.7, "auto", 390)])

@@ -415,6 +415,9 @@ class _Counter:
         """Return what adapters or int8 add a row to one linear."""
         added = 0.0
         if self.has_adapters:
+            # An adapter inside its layer's product (runtime/adapter_columns.py) takes less: its extended input has at most twice
+            # the values of the input, in bfloat16, which is no more than the float32 copy; its sums in float32 are fewer values
+            # than the update.
             added += (
                 self.f("lora.input", in_features)
                 + self.f("lora.output", out_features)

@@ -326,7 +326,9 @@ class _Planner:
     def _prompt_bytes(self) -> dict[str, int]:
         """Return what prompts in chunks take beside weights and caches, by item: with one adapter graphs read it where it is."""
         if not self.captures_prompts:
-            return uncaptured_bytes(self.anatomy, self.chunks, quant=self.request.quant)
+            return uncaptured_bytes(
+                self.anatomy, self.chunks, quant=self.request.quant, has_adapters=bool(self.adapter_sizes)
+            )
         sizes = self.adapter_sizes.values()
         is_switched = len(sizes) > 1 or self.use.batch > 1
         return prompt_bytes(

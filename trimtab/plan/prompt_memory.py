@@ -37,6 +37,9 @@ UNPACKED_PARTS = ("language", "vision", "audio", "connector")
 # Embeddings of tokens that are given, and what up to three layers add to them.
 EMBEDDINGS = 4
 INDEX_BYTES = 8
+# Columns behind each row of an unpacked weight, for adapters (runtime/adapter_columns.py): three for each rank of up to three
+# layers of rank 32, filled up to a multiple of 64.
+ADAPTER_COLUMNS = 352
 
 
 def prompt_graph_bytes(
@@ -76,7 +79,7 @@ def prompt_bytes(
     if not chunks:
         return {}
     nodes = planned_graphs(chunks, use.context_tokens) * kernels_of(anatomy, has_adapters=has_adapters, kv=use.kv)
-    counted = {"prompt_graphs": nodes * NODE_BYTES} | uncaptured_bytes(anatomy, chunks, quant=quant)
+    counted = {"prompt_graphs": nodes * NODE_BYTES} | uncaptured_bytes(anatomy, chunks, quant=quant, has_adapters=has_adapters)
     return counted | ({"adapter_copy": adapter_copy_bytes} if adapter_copy_bytes else {})
 
 
@@ -94,12 +97,13 @@ def room_bytes(plan: Plan, anatomy: Anatomy) -> int:
     return needs.room_bytes + ROOM_SLACK_BYTES
 
 
-def uncaptured_bytes(anatomy: Anatomy, chunks: Sequence[int], *, quant: str) -> dict[str, int]:
+def uncaptured_bytes(anatomy: Anatomy, chunks: Sequence[int], *, quant: str, has_adapters: bool) -> dict[str, int]:
     """Return the bytes of prompts whose chunks are not captured, by item: inputs, and the room that the largest 4-bit weight is
     unpacked into, which stay while towers run. A chunk's activations are in `activations.needs_of`."""
     if not chunks:
         return {}
-    return {"prompt_buffers": _unpacked_bytes(anatomy, quant) + _input_bytes(anatomy, chunks)}
+    unpacked = _unpacked_bytes(anatomy, quant, has_adapters=has_adapters)
+    return {"prompt_buffers": unpacked + _input_bytes(anatomy, chunks)}
 
 
 def choose_chunks(sizes: Sequence[int], bytes_of: Callable[[Sequence[int]], int], left: int) -> tuple[int, ...]:
@@ -133,16 +137,19 @@ def kernels_of(anatomy: Anatomy, *, has_adapters: bool, kv: str = "full") -> int
     return total + LAYER_KERNELS * len(layers) + added
 
 
-def _unpacked_bytes(anatomy: Anatomy, quant: str) -> int:
-    """Return the room that the largest 4-bit weight is unpacked into, of the decoder and of the towers: all share it."""
+def _unpacked_bytes(anatomy: Anatomy, quant: str, *, has_adapters: bool) -> int:
+    """Return the room that the largest 4-bit weight is unpacked into, of the decoder and of the towers: all share it. The decoder's
+    have the columns of adapters in bfloat16."""
+    columns = ADAPTER_COLUMNS if has_adapters and anatomy.dtype == "bfloat16" else 0
     is_packed = quant_of(anatomy, quant) in ("nf4", "nf4-dq", "fp4")
-    return _largest_weight(anatomy) * DTYPE_BYTES[anatomy.dtype] if is_packed else 0
+    return _largest_weight(anatomy, columns) * DTYPE_BYTES[anatomy.dtype] if is_packed else 0
 
 
 @lru_cache(maxsize=KEPT)
-def _largest_weight(anatomy: Anatomy) -> int:
-    rows = (row for row in anatomy.rows if row.part in UNPACKED_PARTS and row.quantized)
-    return max((row.weight.numel for row in rows if row.weight), default=0)
+def _largest_weight(anatomy: Anatomy, columns: int) -> int:
+    rows = [row for row in anatomy.rows if row.part in UNPACKED_PARTS and row.quantized and row.weight]
+    added = {"language": columns}
+    return max((row.weight.numel + added.get(row.part, 0) * row.weight.shape[0] for row in rows if row.weight), default=0)
 
 
 def _input_bytes(anatomy: Anatomy, chunks: Sequence[int]) -> int:

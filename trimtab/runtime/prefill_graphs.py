@@ -30,7 +30,7 @@ from trimtab.errors import gib
 from trimtab.plan.activations import use_of
 from trimtab.plan.execution import CAPTURED
 from trimtab.plan.prompt_memory import LEAST_LARGEST, choose_chunks, planned_graphs, prompt_graph_bytes
-from trimtab.runtime import hf_prefill, hf_slots, prompt_kernels, short_ops, tables, tiers
+from trimtab.runtime import adapter_columns, hf_prefill, hf_slots, prompt_kernels, short_ops, tables, tiers
 from trimtab.runtime.capturing import side_stream
 from trimtab.runtime.devices import outside_torch
 from trimtab.runtime.form_uses import FormUses
@@ -102,6 +102,7 @@ class Prompts:
         self._short: short_ops.ShortOps | None = None
         self._kernels: prompt_kernels.PromptKernels | None = None
         self._tower_ops: TowerOps | None = None
+        self._columns: adapter_columns.AdapterColumns | None = None
         self.four_bit: list[Leaf] = []
         self.room = self.model.prompt_room if self.captures else None
         self._graphs: GraphCache[_Captured] = GraphCache(lambda: None if self.room is None else self.room.handle)
@@ -408,6 +409,7 @@ class Prompts:
             self._short.step(), kernels.unpacking(self.four_bit),
             covering(self.four_bit, products, least=least, most=PAYING_ROWS),
             nullcontext() if unpacked is None else unpacked.covering(least=1),
+            nullcontext() if self._columns is None else self._columns.covering(),
         ):  # fmt: skip
             yield
 
@@ -415,6 +417,7 @@ class Prompts:
         """Return the kernels of ours that passes use here, chosen when they are first needed; none on a CPU."""
         if self.device.type == "cuda" and self._short is None:
             self._kernels, self._short = prompt_kernels.chosen_with_short_ops(self.model, self.fall_back)
+            self._columns = adapter_columns.choose(self.model, self._kernels, self.fall_back)
             self.four_bit = prompt_kernels.four_bit(self.model.hf_model)
             self._tower_ops = TowerOps(self.model, self._kernels, self._short)
         return self._kernels or prompt_kernels.PromptKernels()

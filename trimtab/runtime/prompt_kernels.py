@@ -3,7 +3,8 @@
 bitsandbytes unpacks a weight with doubly quantized scales in three launches, and torch adds a LoRA in five that pass over the
 output in float32. Here a weight becomes the same bits in one launch (`unpack`), and a LoRA is A x, then y + scale B (A x) in
 place (`add`), rounded where PEFT rounds. Every kernel has its torch path, and is compared with it and timed on this card before
-it is used (`choose`); what passed is kept for later processes.
+it is used (`choose`); what passed is kept for later processes. Where an adapter can be a part of its layer's product it is
+(adapter_columns.py), and `add` is for the rest.
 
 What it does not know: products of 4-bit weights by tensor cores; a product of many rows stays cuBLAS over the unpacked weight.
 """
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trimtab.errors import DeviceError
+from trimtab.plan.prompt_memory import ADAPTER_COLUMNS
 from trimtab.runtime import lora, nvrtc, short_ops
 from trimtab.runtime.kept_checks import KeptChecks
 from trimtab.runtime.leaves import Leaf
@@ -29,7 +31,7 @@ from trimtab.runtime.quant import Packed, dequantize
 
 NAMES = (
     "unpack_nested", "unpack_plain", "lora_low", "lora_low_tensor", "lora_up", "lora_low_rows", "lora_low_rows_tensor",
-    "lora_up_rows",
+    "lora_up_rows", "unpack_columns_nested", "unpack_columns_plain", "extend_input",
 )  # fmt: skip
 _TYPES = (torch.bfloat16, torch.float16)
 # As in cuda/prompt.cu: values of a block that unpacks, tokens and columns of one that adds, and how much of x one sums.
@@ -74,19 +76,23 @@ def unpack(packed: Packed, out: Tensor, module: Any = None) -> Tensor:
     """Return the dequantized weight [D_out, D_in] in the memory of `out` (as many values or more, of its dtype)."""
     values = packed.shape[0] * packed.shape[1]
     weight = out.view(-1)[:values].view(packed.shape[0], packed.shape[1])
-    parts, codes = packed.parts, packed.codes
     if module is None or not can_unpack(packed):
         return weight.copy_(dequantize(packed))
-    nested = "nested_absmax" in parts
     module.launch(
-        "unpack_nested" if nested else "unpack_plain", (-(-values // _UNPACKED),), (_THREADS,),
-        [
-            parts["weight"], parts["absmax"], parts.get("nested_absmax"), parts.get("offset"), codes.get("nested_code"),
-            codes["code"], nvrtc.Long(values), packed.blocksize.bit_length() - 1, packed.nested_blocksize.bit_length() - 1,
-            weight, int(packed.dtype == torch.float16),
-        ],
+        "unpack_nested" if "nested_absmax" in packed.parts else "unpack_plain", (-(-values // _UNPACKED),), (_THREADS,),
+        unpack_arguments(packed, weight),
     )  # fmt: skip
     return weight
+
+
+def unpack_arguments(packed: Packed, weight: Tensor) -> list[nvrtc.Argument]:
+    """Return what a kernel that unpacks is told of a weight and of the memory that it goes to."""
+    parts, codes = packed.parts, packed.codes
+    return [
+        parts["weight"], parts["absmax"], parts.get("nested_absmax"), parts.get("offset"), codes.get("nested_code"),
+        codes["code"], nvrtc.Long(packed.shape[0] * packed.shape[1]), packed.blocksize.bit_length() - 1,
+        packed.nested_blocksize.bit_length() - 1, weight, int(packed.dtype == torch.float16),
+    ]  # fmt: skip
 
 
 # LoRA ----------------------------------------------------------------------------------------------------------------
@@ -234,15 +240,19 @@ class PromptKernels:
 
         return base
 
-    def reserve(self, leaves: Sequence[Leaf]) -> None:
-        """Make room for the largest weight; a capture must find it there."""
+    def reserve(self, leaves: Sequence[Leaf], *, columns: int = 0) -> None:
+        """Make room for the largest weight with so many columns behind each row; a capture must find it there."""
         for leaf in leaves:
-            dtype, values = leaf.dtype, leaf.out_features * leaf.in_features
+            dtype, values = leaf.dtype, leaf.out_features * (leaf.in_features + columns)
             if self.unpacks and (dtype not in self._weights or self._weights[dtype].numel() < values):
                 self._weights[dtype] = torch.empty(values, dtype=dtype, device=leaf.device)
 
     def _weight(self, packed: Packed) -> Tensor:
         return self._weights[packed.dtype]
+
+    def room(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the memory that weights of a type are unpacked into, None if there is none."""
+        return self._weights.get(dtype)
 
 
 def four_bit(hf_model: Any) -> list[Leaf]:
@@ -316,6 +326,11 @@ def tried_leaf(leaves: Sequence[Leaf]) -> Leaf | None:
     )
 
 
+def has_adapters(model: Any) -> bool:
+    """Whether the plan counts the columns of adapters in the room for unpacked weights (plan/prompt_memory.py)."""
+    return bool(model.plan.request.adapters)
+
+
 def chosen_with_short_ops(
     model: Any, fall_back: Callable[[str, str], None]
 ) -> tuple[PromptKernels, short_ops.ShortOps]:  # fmt: skip
@@ -323,7 +338,8 @@ def chosen_with_short_ops(
     the reason and the name of anything that is not used."""
     kernels = choose(model.hf_model, model.device, model.dtype)
     if model.unpacked is None:
-        kernels.reserve(four_bit(model.hf_model))
+        is_planned = has_adapters(model) and model.dtype == torch.bfloat16
+        kernels.reserve(four_bit(model.hf_model), columns=ADAPTER_COLUMNS if is_planned else 0)
     for what, why in kernels.reasons:
         fall_back(why, what)
     short = short_ops.ShortOps(
@@ -427,11 +443,14 @@ def _passed(chosen: PromptKernels, name: str, why: str | None) -> bool:
 def _pays(
     chosen: PromptKernels, name: str, ours: Callable[[], Any], theirs: Callable[[], Any], device: torch.device
 ) -> bool:  # fmt: skip
+    return _passed(chosen, name, why_slower(chosen, name, ours, theirs, device))
+
+
+def why_slower(
+    chosen: PromptKernels, name: str, ours: Callable[[], Any], theirs: Callable[[], Any], device: torch.device
+) -> str | None:  # fmt: skip
+    """Return how much slower ours is on this card, None if it is faster. What was measured is noted."""
     from trimtab.runtime.tuning import graph_us
 
-    chosen.measured_us[name] = graph_us(ours, device), graph_us(theirs, device)
-    own, other = chosen.measured_us[name]
-    if own < other:
-        return True
-    chosen.reasons.append((name, f"{own:.1f} us against {other:.1f}"))
-    return False
+    own, other = chosen.measured_us[name] = graph_us(ours, device), graph_us(theirs, device)
+    return None if own < other else f"{own:.1f} us against {other:.1f}"

@@ -212,7 +212,7 @@ def added_masks(hf_model: Any, masks: Any, dtype: torch.dtype) -> Any:
 # Adapters ------------------------------------------------------------------------------------------------------------
 
 
-def _is_plain(adapter: Any) -> bool:
+def is_plain(adapter: Any) -> bool:
     """Whether an adapter is y + scale B A x and nothing else."""
     return (
         isinstance(adapter, lora.LinearAdapter) and adapter.A is not None and adapter.B is not None
@@ -251,7 +251,7 @@ class ShortAdapters:
         """Whether the adapters that the route gives to the rows of x are all plain at this layer, and this way is short."""
         route: lora.Route = leaf.route
         used = {name: leaf.adapters[name] for name in route.active() if name is not None and name in leaf.adapters}
-        if not all(_is_plain(adapter) for adapter in used.values()):
+        if not all(is_plain(adapter) for adapter in used.values()):
             return False
         if route.rows is None:
             return True

@@ -33,7 +33,7 @@ RANK_STEP = 16
 # A table has room for so many adapters at least, however few rows there are.
 LEAST_SLOTS = 32
 # Layers by the last part of their names, in a model's order, that families give one tensor.
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class AdapterSlots:
         # Layers that read one tensor, where they are next to each other.
         self._groups: dict[Leaf, tuple[Leaf, ...]] = {}
         for first in range(len(leaves)):
-            for names in _TOGETHER:
+            for names in TOGETHER:
                 group = leaves[first : first + len(names)]
                 parents = {leaf.module_path.rpartition(".")[0] for leaf in group}
                 if tuple(leaf.module_path.rpartition(".")[2] for leaf in group) == names and len(parents) == 1:

@@ -4,10 +4,11 @@
 // out = code[q] * absmax, rounded once; with NESTED absmax = code2[absmax8] * outer + offset, rounded after each of the two, as
 // bitsandbytes does. A thread is 4 times 4 bytes of packed weight, 8 values each, the even one in a byte's upper half; neighbours
 // read and write what lies beside each other. Values that share a scale are 8 or more. Grid: [values / 8192].
-template <bool NESTED>
+// APART: rows of `width` values (a multiple of 8) begin `stride` apart.
+template <bool NESTED, bool APART>
 __device__ __forceinline__ void unpack_4bit(
     const u8* packed, const void* absmax, const float* outer, const float* offset, const float* code2, const float* code,
-    i64 values, int shift, int outer_shift, u16* out, int half) {
+    i64 values, int shift, int outer_shift, u16* out, int half, int width = 0, int stride = 0) {
   __shared__ float table[16 * 32];  // of each lane's own: no two lanes meet in a bank
   for (int i = threadIdx.x; i < 16 * 32; i += blockDim.x) table[i] = code[i >> 5];
   __syncthreads();
@@ -41,17 +42,64 @@ __device__ __forceinline__ void unpack_4bit(
       v[2 * b] = table[(byte >> 4) * 32 + lane] * scales[k];
       v[2 * b + 1] = table[(byte & 15) * 32 + lane] * scales[k];
     }
-    store<8>(out + at, v, half);
+    i64 to = at;
+    if (APART) {
+      const u32 piece = (u32)(at >> 3), each = (u32)width >> 3, row = piece / each;
+      to = (i64)row * stride + (piece - row * each) * 8;
+    }
+    store<8>(out + to, v, half);
   }
 }
 #define UNPACK_PARAMETERS \
   const u8 *packed, const void *absmax, const float *outer, const float *offset, const float *code2, const float *code, i64 values, \
       int shift, int outer_shift, u16 *out, int half
 extern "C" __global__ void __launch_bounds__(256) unpack_nested(UNPACK_PARAMETERS) {
-  unpack_4bit<true>(packed, absmax, outer, offset, code2, code, values, shift, outer_shift, out, half);
+  unpack_4bit<true, false>(packed, absmax, outer, offset, code2, code, values, shift, outer_shift, out, half);
 }
 extern "C" __global__ void __launch_bounds__(256) unpack_plain(UNPACK_PARAMETERS) {
-  unpack_4bit<false>(packed, absmax, outer, offset, code2, code, values, shift, outer_shift, out, half);
+  unpack_4bit<false, false>(packed, absmax, outer, offset, code2, code, values, shift, outer_shift, out, half);
+}
+
+// The same with columns behind each row of bfloat16, from `width` to `stride`: they multiply what extend_input puts behind x. Three for
+// each rank of the layer's B [rows, rank]: hi(b), hi(b), lo(b), where hi(b) is b rounded and lo(b) is b - hi(b) rounded. `before` ranks
+// of other layers and the columns behind the last are zeros. A thread is 8 columns. Grid: [values / 8192 + columns / 2048].
+__device__ __forceinline__ void store_columns(
+    int number, const float* B, int rank, int before, int rows, int width, int stride, u16* out) {
+  const int each = (stride - width) >> 3, row = number / each, first = (number - row * each) * 8;
+  if (row >= rows) return;
+  u32 words[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    u32 two[2];
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      const int column = first + 2 * i + k - 3 * before;
+      two[k] = 0;
+      if (column < 0 || column >= 3 * rank) continue;
+      const float b = __ldg(B + (size_t)row * rank + column / 3);
+      const u16 high = to_bf16(b);
+      two[k] = column % 3 < 2 ? high : to_bf16(b - from_bf16(high));
+    }
+    words[i] = two[0] | two[1] << 16;
+  }
+  *(uint4*)(out + (size_t)row * stride + width + first) = make_uint4(words[0], words[1], words[2], words[3]);
+}
+#define COLUMN_PARAMETERS const float *B, int rank, int before, int width, int stride
+template <bool NESTED>
+__device__ __forceinline__ void unpack_with_columns(UNPACK_PARAMETERS, COLUMN_PARAMETERS) {
+  const int blocks = (int)((values + 8191) / 8192);
+  if ((int)blockIdx.x < blocks)
+    unpack_4bit<NESTED, true>(packed, absmax, outer, offset, code2, code, values, shift, outer_shift, out, half, width, stride);
+  else
+    store_columns((blockIdx.x - blocks) * 256 + threadIdx.x, B, rank, before, (int)(values / width), width, stride, out);
+}
+extern "C" __global__ void __launch_bounds__(256) unpack_columns_nested(UNPACK_PARAMETERS, COLUMN_PARAMETERS) {
+  unpack_with_columns<true>(
+      packed, absmax, outer, offset, code2, code, values, shift, outer_shift, out, half, B, rank, before, width, stride);
+}
+extern "C" __global__ void __launch_bounds__(256) unpack_columns_plain(UNPACK_PARAMETERS, COLUMN_PARAMETERS) {
+  unpack_with_columns<false>(
+      packed, absmax, outer, offset, code2, code, values, shift, outer_shift, out, half, B, rank, before, width, stride);
 }
 
 #define TOKENS 8
@@ -168,6 +216,58 @@ __device__ __forceinline__ void low_of_tensor(
 extern "C" __global__ void __launch_bounds__(256) lora_low_tensor(
     const u16* x, int x_stride, int n, int width, const float* A, int rank, float* low) {
   low_of_tensor(x, x_stride, n, width, A, rank, low, rank);
+}
+
+// The input of a product over weights with columns (unpack_columns_nested): out[t] = [x[t], hi(v), lo(v), hi(v) of each rank, zeros]
+// of bfloat16, where v = scale * (A x[t]) in float32. Up to three layers over one x, their ranks in order. hi and lo: as there, so
+// v B is exact to about 2^-17 of it. A block is 16 tokens, one slice, and 8 ranks of one layer, or the copy of x (z = 0); the last one
+// of a token's blocks sums the slices. counts: a zero for each 16 tokens, and zeros again afterwards. low: [slices, n, all ranks].
+// Grid: [n / 16, slices, 1 + groups of 8 ranks].
+extern "C" __global__ void __launch_bounds__(256) extend_input(
+    const u16* x, int x_stride, int n, int width, const float* A0, int rank0, float scale0, const float* A1, int rank1, float scale1,
+    const float* A2, int rank2, float scale2, float* low, u32* counts, u16* out, int out_stride) {
+  const int first = blockIdx.x * 16, rank = rank0 + rank1 + rank2;
+  if (blockIdx.z == 0) {
+    const int at = blockIdx.y * SLICE + (threadIdx.x & 127) * 8, t0 = first + (threadIdx.x >> 7);
+    uint4 v[8];
+#pragma unroll
+    for (int k = 0; k < 8; k++)
+      if (at < width && t0 + 2 * k < n) v[k] = __ldcg((const uint4*)(x + (size_t)(t0 + 2 * k) * x_stride + at));
+#pragma unroll
+    for (int k = 0; k < 8; k++)
+      if (at < width && t0 + 2 * k < n) *(uint4*)(out + (size_t)(t0 + 2 * k) * out_stride + at) = v[k];
+    return;
+  }
+  const float* A = A0;
+  int group = blockIdx.z - 1, own = rank0, before = 0;
+  if (group >= (own + RANKS - 1) / RANKS) {
+    group -= (own + RANKS - 1) / RANKS, before = rank0, own = rank1, A = A1;
+    if (group >= (own + RANKS - 1) / RANKS) group -= (own + RANKS - 1) / RANKS, before += rank1, own = rank2, A = A2;
+  }
+  group *= RANKS;
+  low_of_tensor(x, x_stride, n, width, A + (size_t)group * width, min(own - group, RANKS), low + before + group, rank);
+  const u32 last = gridDim.y * (gridDim.z - 1) - 1;
+  if (!__syncthreads_or(threadIdx.x == 0 && count_up(counts + blockIdx.x, last) == last)) return;
+  for (int i = threadIdx.x; i < 16 * rank; i += 256) {
+    const int t = first + i / rank, r = i % rank;
+    if (t >= n) break;
+    float all = 0.f;
+    for (int s = 0; s < (int)gridDim.y; s += 4) {
+      float some[4];
+#pragma unroll
+      for (int k = 0; k < 4; k++) some[k] = s + k < (int)gridDim.y ? __ldcg(low + ((size_t)(s + k) * n + t) * rank + r) : 0.f;
+#pragma unroll
+      for (int k = 0; k < 4; k++) all += some[k];
+    }
+    const float v = all * (r < rank0 ? scale0 : r < rank0 + rank1 ? scale1 : scale2);
+    const u16 high = to_bf16(v);
+    u16* to = out + (size_t)t * out_stride + width + 3 * r;
+    to[0] = to[2] = high;
+    to[1] = to_bf16(v - from_bf16(high));
+  }
+  const int empty = out_stride - width - 3 * rank;
+  for (int i = threadIdx.x; i < 16 * empty; i += 256)
+    if (first + i / empty < n) out[(size_t)(first + i / empty) * out_stride + width + 3 * rank + i % empty] = 0;
 }
 
 // Both for rows of `tokens` neighbours each (a multiple of what a block takes), a row with the adapter in its slot, or none: then
