@@ -1,4 +1,5 @@
-"""What a prompt's own kernels take beside bitsandbytes' and torch's: weights unpacked, LoRA added, in microseconds.
+"""What a prompt's own kernels take beside bitsandbytes' and torch's: weights unpacked, LoRA added, in microseconds; and layers with
+an adapter, unpacking and product included, with the adapter inside the product and behind it.
 
     python -m bench.prompt_kernels [--save bench/results/prompt_kernels.json]
 
@@ -16,12 +17,18 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from trimtab.runtime import prompt_kernels
+from trimtab.runtime import adapter_columns, lora, prompt_kernels
 from trimtab.runtime.quant import dequantize, quantize
 from trimtab.runtime.tuning import graph_us
 
 SHAPES = ((10240, 2560), (2560, 10240), (2048, 2560), (512, 2560), (12288, 4096), (4096, 12288))
 TOKENS, RANKS = (1, 64, 512, 1024), (8, 64)
+# Layers over one input: outputs of each, and inputs. E4B's gate, gate and up, down, attention; Qwen3-8B's gate and up.
+LAYERS = (
+    ((10240,), 2560), ((10240, 10240), 2560), ((2560,), 10240), ((2048, 512, 512), 2560), ((2560,), 2048),
+    ((12288, 12288), 4096),
+)  # fmt: skip
+LAYER_TOKENS, LAYER_RANKS, STEPS = (64, 512, 1024), (8, 32), (64, 8)
 
 
 def rows() -> list[dict[str, Any]]:
@@ -40,6 +47,46 @@ def rows() -> list[dict[str, Any]]:
         for n in TOKENS:
             for rank in RANKS:
                 found.append(_lora(module, device, n, rank, high, wide))
+    for highs, wide in LAYERS:
+        found += _layers(module, device, highs, wide)
+    return found
+
+
+def _layers(module: Any, device: torch.device, highs: tuple[int, ...], wide: int) -> list[dict[str, Any]]:
+    """Return rows of layers over one input: with adapters inside the products (us; step_8_us: rows of a multiple of 8 values, not
+    of 64), behind them (before_us) and without (base_us). extend_us, unpack_us: of the two kernels, for the first layer."""
+    weights = [quantize(torch.randn(high, wide, device=device).bfloat16(), "nf4-dq") for high in highs]
+    room = torch.empty(max(highs) * (wide + adapter_columns.ADAPTER_COLUMNS), dtype=torch.bfloat16, device=device)
+    counts = torch.zeros(max(LAYER_TOKENS) // 16, dtype=torch.int32, device=device)
+    kernels = prompt_kernels.PromptKernels(module, unpacks=True, adds=True)
+    found = []
+    for n in LAYER_TOKENS:
+        x = torch.zeros(n, wide, dtype=torch.bfloat16, device=device)
+
+        def base(x: torch.Tensor = x) -> Any:
+            for one in weights:
+                functional.linear(x, prompt_kernels.unpack(one, room, module))
+
+        for rank in LAYER_RANKS:
+            given = (weights, room, counts, kernels)
+            made = {step: adapter_columns.runs(*given, tokens=n, rank=rank, step=step) for step in STEPS}
+            one = lora.LinearAdapter(
+                "language", 0.5, torch.zeros(rank, wide, device=device), torch.zeros(highs[0], rank, device=device)
+            )
+            whole = adapter_columns.extended_width(wide, rank * len(highs))
+
+            def extend(x: torch.Tensor = x, one: Any = one) -> Any:
+                return adapter_columns.extend(x, [one] * len(highs), counts, module)
+
+            def unpack(one: Any = one, whole: int = whole) -> Any:
+                return adapter_columns.unpack_extended(weights[0], one.B, 0, whole, room, module)
+
+            times: dict[str, Callable[[], Any]] = {
+                "us": made[64][0], "step_8_us": made[8][0], "before_us": made[64][1], "base_us": base, "extend_us": extend,
+                "unpack_us": unpack,
+            }  # fmt: skip
+            taken = {name: round(graph_us(run, device), 1) for name, run in times.items()}
+            found.append({"what": "layers", "shape": [list(highs), wide], "tokens": n, "rank": rank, **taken})
     return found
 
 

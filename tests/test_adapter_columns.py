@@ -7,9 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import trimtab
 from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import prompts as cpu_module
+from tests.test_many_step import wide as wide_checkpoint
+from tests.test_prefill import answered, differ, eager, ids, in_chunks
 from trimtab.plan.prompt_memory import ADAPTER_COLUMNS
 from trimtab.runtime import adapter_columns, lora, prompt_kernels
 from trimtab.runtime.adapter_columns import LARGEST_ERROR, AdapterColumns, extended_width, groups_of, wrong
@@ -264,6 +267,33 @@ def test_the_plan_counts_as_many_columns_as_the_widest_group_has():
     for wide in range(1024, 1024 + 2 * adapter_columns.STEP, 16):
         columns = extended_width(wide, adapter_columns.MOST_LAYERS * adapter_columns.MOST_RANK) - wide
         assert columns <= ADAPTER_COLUMNS
+
+
+@on_cpu
+def test_a_prompt_with_the_adapter_inside_its_products_is_the_prompt(monkeypatch, tmp_path):
+    base, adapters = wide_checkpoint("gemma4", monkeypatch, tmp_path)
+    made = trimtab.plan(base, quant="nf4-dq", adapters=adapters, context=64, device="cpu", images=0, audio_s=0.0)
+    with trimtab.load(made) as model:
+        leaves = prompt_kernels.four_bit(model.hf_model)
+        kernels = PromptKernels(cpu_module(), unpacks=True)
+        kernels.reserve(leaves, columns=ADAPTER_COLUMNS)
+        columns = AdapterColumns(leaves, kernels, CPU)
+        for name in adapters:
+            expected = answered(eager(model), model.prepare(ids(40)), adapter=name)
+            kernels.module.launches.clear()
+            with columns.covering():
+                found = answered(in_chunks(model, (64,)), model.prepare(ids(40)), adapter=name)
+            # In bfloat16 sums of another order and one rounding instead of three: a few steps of 2^-8 of the largest score.
+            assert differ(found, expected) < 2**-5
+            products = [one for one in launches(kernels.module) if one.startswith("unpack_columns")]
+            adapted = [leaf for leaf in leaves if name in leaf.adapters]
+            # transformers gives q, k and v one tensor, and gate and up another.
+            inputs = {columns._groups[leaf] for leaf in adapted}
+            assert launches(kernels.module).count("extend_input") <= len(inputs) < len(products) <= len(adapted)
+            for leaf in adapted:
+                leaf.adapters[name].B.mul_(-1)  # and another adapter is seen
+            with columns.covering():
+                assert differ(answered(in_chunks(model, (64,)), model.prepare(ids(40)), adapter=name), expected) > 2**-5
 
 
 # Choosing --------------------------------------------------------------------------------------------------------------

@@ -57,13 +57,16 @@ def test_kernels_of_many_tokens_run_and_are_right(monkeypatch):
     names = {name for part in parts for name in modules.launches(part)}
     assert {"unpack_nested", "unpack_plain", "lora_low", "lora_low_tensor", "lora_up", "lora_up_rows"} <= names
     assert {"rows_product_16", "rows_low", "rows_up", "head8"} <= names
+    assert {"extend_input", "unpack_columns_nested", "unpack_columns_plain"} <= names
 
 
 def test_a_wrong_kernel_of_many_tokens_is_named(monkeypatch):
     monkeypatch.setattr(once, "HEADS", ())
     monkeypatch.setattr(once.prompt_kernels, "wrong_add", lambda *args, **kwargs: "one is")
     monkeypatch.setattr(once.prompt_kernels, "wrong_unpack", lambda *args, **kwargs: "one value is")
+    monkeypatch.setattr(once.adapter_columns, "wrong", lambda *args, **kwargs: "columns are")
     monkeypatch.setattr(once.many_rows, "wrong", lambda *args, **kwargs: None)
     said = list(once.findings_of_many(modules.prompts(), modules.rows(), None, tokens=(1,), rows=(9,)))
     assert "adapters of a prompt, torch.bfloat16: one is" in said
     assert "an unpacked weight, fp4, torch.float16: one value is" in said
+    assert "adapters inside products, nf4: columns are" in said

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
+from trimtab.plan.prompt_memory import ADAPTER_COLUMNS
 from trimtab.runtime import (
+    adapter_columns,
     cuts,
     ends,
     fused,
@@ -36,6 +38,7 @@ RANKS = (8, 40)
 # A prompt's: tokens of chunks and their edges (8 and 16 tokens of a block), and weights [D_out, D_in], one with a block not full.
 TOKENS = (1, 7, 16, 17, 130)
 UNPACKED = ((96, 320), (40, 1088))
+EXTENDED = ((96, 320), (40, 1104))
 # Rows of a step of many: each size of tile (16, 32, 64), full and not. Layers over one input, as PRODUCTS.
 MANY_ROWS = (9, 16, 27, 33, 64)
 MANY_PRODUCTS = (((64,), 1024), ((48, 16), 512), ((256,), 2560))
@@ -91,6 +94,11 @@ def findings_of_many(
                 found = prompt_kernels.wrong_unpack(weights.make(*shape, dtype), prompts)
                 if found is not None:
                     yield f"an unpacked weight, {quant}, {dtype}: {found}"
+            for shape in EXTENDED if dtype == torch.bfloat16 else ():
+                room = torch.empty(shape[0] * (shape[1] + ADAPTER_COLUMNS), dtype=dtype, device=device)
+                found = adapter_columns.wrong(weights.make(*shape, dtype), room, prompts, tokens=tokens)
+                if found is not None:
+                    yield f"adapters inside products, {quant}: {found}"
             for counts, columns in MANY_PRODUCTS if quant != "fp4" else ():
                 group = [weights.make(one, columns, dtype) for one in counts]
                 found = many_rows.wrong(group, many, dtype, counts=rows)

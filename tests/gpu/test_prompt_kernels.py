@@ -6,9 +6,14 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+import trimtab
+from tests import pico
 from tests.test_graphs import demo
+from tests.test_many_step import wide
 from tests.test_prefill import answered, differ, eager, ids, in_chunks, named
-from trimtab.runtime import prompt_kernels
+from trimtab.plan.prompt_memory import ADAPTER_COLUMNS
+from trimtab.runtime import adapter_columns, nvrtc, prompt_kernels
+from trimtab.runtime.kept_checks import KeptChecks
 from trimtab.runtime.quant import dequantize, quantize
 
 # In bfloat16 a product of padded rows rounds its sums elsewhere, so do norms of one operation: steps of 2^-8 of the largest.
@@ -32,6 +37,59 @@ def test_an_unpacked_weight_is_bitsandbytes_own(module, quant, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_lora_of_many_tokens_is_right(module, dtype):
     assert prompt_kernels.wrong_add(module, dtype, tokens=(1, 7, 16, 515, 1024)) is None
+
+
+@pytest.mark.parametrize("quant", ["nf4-dq", "nf4", "fp4"])
+def test_adapters_inside_products_are_right(module, quant):
+    for shape in ((10240, 2560), (512, 2560), (2560, 10240), (96, 320), (40, 64)):
+        weight = quantize(torch.randn(shape, device="cuda:0").bfloat16(), quant)
+        room = torch.empty(shape[0] * (shape[1] + ADAPTER_COLUMNS), dtype=torch.bfloat16, device="cuda:0")
+        assert adapter_columns.wrong(weight, room, module, tokens=(1, 17, 64, 515, 1024)) is None
+    ranks = (1, 7, 8, 9, 31, 32)
+    for rank in ranks:
+        assert adapter_columns.wrong(weight, room, module, tokens=(33,), ranks=(rank,)) is None
+    assert ranks[-1] == adapter_columns.MOST_RANK
+
+
+@pytest.mark.parametrize("family", ["gemma4", "llama"])
+def test_an_adapter_inside_the_products_is_read_anew_at_every_replay(monkeypatch, tmp_path, family):
+    """Two adapters of one layout share a graph; both are what the eager prompt gives, whichever was captured."""
+    measured, launch, launched = prompt_kernels.why_slower, nvrtc.Module.launch, []
+
+    def never_slower(*given):
+        measured(*given)
+
+    def noted(self, name, *given, **more):
+        launched.append(name)
+        return launch(self, name, *given, **more)
+
+    monkeypatch.setattr(prompt_kernels, "why_slower", never_slower)
+    monkeypatch.setattr(KeptChecks, "of", classmethod(lambda cls, device: KeptChecks()))
+    monkeypatch.setattr(nvrtc.Module, "launch", noted)
+    base, _ = wide(family, monkeypatch, tmp_path)
+    adapters = {name: pico.adapter(base, tmp_path / name, seed=seed, rank=8) for seed, name in enumerate("cd", 5)}
+    plan = trimtab.plan(
+        base, quant="nf4-dq", adapters=adapters, context=256, device="cuda:0", images=0, audio_s=0.0
+    )  # fmt: skip
+    with trimtab.load(plan) as model:
+        batch = in_chunks(model, (64,))
+        for _ in range(3):
+            found = []
+            for name in adapters:
+                for count in (40, 64, 150):
+                    expected = answered(eager(model), model.prepare(ids(count)), adapter=name)
+                    found.append(answered(batch, model.prepare(ids(count)), adapter=name))
+                    assert differ(found[-1], expected) < TOLERANCE
+            assert differ(found[0], found[3]) > TOLERANCE
+        assert batch.prompts._columns is not None and not named(batch) and len(batch.prompts.layouts) == 1
+        assert {"extend_input", "unpack_columns_nested"} <= set(launched) and not bool(
+            batch.prompts._columns.counts.any()
+        )
+        # A graph launches nothing from Python: what is replayed reads the adapter that was copied into the buffer.
+        launched.clear()
+        for name in adapters:
+            answered(batch, model.prepare(ids(40)), adapter=name)
+        assert "extend_input" not in launched
 
 
 @pytest.mark.parametrize("place", ["resident", "lean", "streamed"])

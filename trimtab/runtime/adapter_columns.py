@@ -255,7 +255,7 @@ def _why_not(columns: AdapterColumns, leaf: Leaf) -> str | None:
             assert room is not None
             why = wrong(leaf.packed(), room, kernels.module)
             if why is None:
-                ours, theirs = runs(leaf, room, columns.counts, kernels)
+                ours, theirs = runs([leaf.packed()], room, columns.counts, kernels)
                 why = prompt_kernels.why_slower(kernels, NAME, ours, theirs, device)
     except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is right
         if is_out_of_memory(exc):
@@ -317,25 +317,34 @@ def wrong(
 
 
 def runs(
-    leaf: Leaf, room: Tensor, counts: Tensor, kernels: PromptKernels, *, tokens: int = TIMED_TOKENS, rank: int = TIMED_RANK,
-    step: int = STEP,
+    weights: Sequence[Packed], room: Tensor, counts: Tensor, kernels: PromptKernels, *, tokens: int = TIMED_TOKENS,
+    rank: int = TIMED_RANK, step: int = STEP,
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:  # fmt: skip
-    """Return what computes a layer with its adapter here, and what computes it without this module."""
-    packed, module, device = leaf.packed(), kernels.module, room.device
-    high, width = packed.shape
-    A, B = torch.zeros(rank, width, device=device), torch.zeros(high, rank, device=device)
+    """Return what computes layers over one input with their adapters here, and what computes them without this module."""
+    module, device, width = kernels.module, room.device, weights[0].shape[1]
+    adapters = [
+        lora.LinearAdapter(
+            "language", 0.5, torch.zeros(rank, width, device=device), torch.zeros(packed.shape[0], rank, device=device)
+        )
+        for packed in weights
+    ]
     x = torch.zeros(tokens, width, dtype=torch.bfloat16, device=device)
-    adapter = lora.LinearAdapter("language", 0.5, A, B)
-    wide = extended_width(width, rank, step)
+    wide = extended_width(width, rank * len(weights), step)
 
     def ours() -> Any:
-        extended = extend(x, [adapter], counts, module, step=step)
-        return functional.linear(extended, unpack_extended(packed, B, 0, wide, room, module))
+        extended = extend(x, adapters, counts, module, step=step)
+        for number, (packed, one) in enumerate(zip(weights, adapters, strict=True)):
+            assert one.B is not None
+            weight = unpack_extended(packed, one.B, rank * number, wide, room, module)
+            functional.linear(extended, weight)
 
     def theirs() -> Any:
-        y = functional.linear(x, prompt_kernels.unpack(packed, room, module))
-        if kernels.adds and rank <= prompt_kernels.PAYING_RANK:
-            return prompt_kernels.add(A, B, 0.5, x, y, module, round_change=True)
-        return y.add_(functional.linear(functional.linear(x.float(), A), B), alpha=0.5)
+        for packed, one in zip(weights, adapters, strict=True):
+            assert one.A is not None and one.B is not None
+            y = functional.linear(x, prompt_kernels.unpack(packed, room, module))
+            if kernels.adds and rank <= prompt_kernels.PAYING_RANK:
+                prompt_kernels.add(one.A, one.B, 0.5, x, y, module, round_change=True)
+            else:
+                y.add_(functional.linear(functional.linear(x.float(), one.A), one.B), alpha=0.5)
 
     return ours, theirs
