@@ -235,6 +235,8 @@ def choose(model: Any, kernels: PromptKernels, fall_back: Callable[[str, str], N
         return None
     columns = AdapterColumns(leaves, kernels, model.device)
     why = _why_not(columns, leaf)
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # what was compared and timed is held by nobody
     if why is not None:
         fall_back(why, NAME)
         return None
