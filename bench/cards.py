@@ -222,11 +222,18 @@ def captured_of(model: Any) -> dict[str, Any]:
     return {
         "steps": len(steps._graphs), "prompts": len(prompts._graphs), "tower_layers": prompts.towers.captured,
         "steps_mib": round(steps.graph_bytes / MIB, 1), "prompts_mib": round(prompts.graph_bytes / MIB, 1),
-        # The segment that prompts share, what torch holds for it, and what passes have left in it.
-        "room_mib": None if model.prompt_room is None else [
-            round(one / MIB, 1) for one in (model.prompt_room.nbytes, model.prompt_room.held_bytes, model.prompt_room.left_bytes)
-        ],
+        "room_mib": room_of(model),
     }  # fmt: skip
+
+
+def room_of(model: Any) -> list[float] | None:
+    """Return the MiB of the segment that prompts share, of what torch holds for them, and of what passes have left there."""
+    room = model.prompt_room
+    return (
+        None
+        if room is None
+        else [round(one / MIB, 1) for one in (room.segment_bytes, room.held_bytes, room.left_bytes)]
+    )
 
 
 def shares_of(torch: Any) -> dict[str, Any]:

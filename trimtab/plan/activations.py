@@ -311,13 +311,6 @@ def needs_of(
     return Needs(phase, *phases[phase], phases=MappingProxyType(phases))
 
 
-def between_layers_bytes(anatomy: Anatomy, use: Use, *, quant: str) -> int:
-    """Return the most that a pass of towers takes outside their layers."""
-    counter = _Counter(anatomy, replace(use, batch=1), quant_of(anatomy, quant), has_adapters=False)
-    pictures = counter.pictures(with_layers=False) if use.patches else 0
-    return max(pictures, counter.sound(with_layers=False) if use.sound_s else 0)
-
-
 @lru_cache(maxsize=KEPT)
 def adapter_piece_bytes(anatomy: Anatomy) -> int:
     """Return what a server takes between two steps to prepare an adapter: one piece of its largest weight.
@@ -472,22 +465,20 @@ class _Counter:
         head = rows * hidden * dtype_bytes + logits + self.head8
         return ceil(max(fixed + layer, fixed + first, fixed + gemm, head))
 
-    def pictures(self, *, with_layers: bool = True) -> int:
-        """Return the activations of every picture of a batch in one pass of the vision tower; without its layers, what lies between
-        them."""
+    def pictures(self) -> int:
+        """Return the activations of every picture of a batch in one pass of the vision tower."""
         wide, batch = self.widths["vision"], self.use.batch
         rows = self.use.patches * batch
         pairs = batch * self.use.patches * patches_of(self.anatomy.model_type)[0]
         pixels = self.f("vision.pixels", wide.hidden or self.anatomy.hidden_size)
         pooled = COEFFICIENTS["vision.pool"][0] * rows * patches_of(self.anatomy.model_type)[1]
         fixed = rows * (self.d("vision.hidden", wide.hidden) + FLOAT32_BYTES * wide.hidden) + pairs
-        layer = self.layer(wide, rows, pairs, masked=True, repeated=0) if with_layers else 0.0
+        layer = self.layer(wide, rows, pairs, masked=True, repeated=0)
         pool = pooled + rows * self.f("hidden.norm", wide.hidden)
         return ceil(max(fixed + layer, fixed + pool, rows * pixels) + self._embedded())
 
-    def sound(self, *, with_layers: bool = True) -> int:
-        """Return the activations of every sound of a batch in one pass of the audio tower; without its layers, what lies between
-        them."""
+    def sound(self) -> int:
+        """Return the activations of every sound of a batch in one pass of the audio tower."""
         wide, batch = self.widths["audio"], self.use.batch
         frames = ceil(self.use.sound_s * FRAMES_PER_S) * batch
         worst, time, bands, before = 0.0, float(frames), float(BANDS), frames * BANDS * self.dtype_bytes
@@ -498,10 +489,7 @@ class _Counter:
             before = ceil(after * self.dtype_bytes)
         rows = self.use.sound_tokens * batch
         fixed = rows * self.d("audio.hidden", wide.hidden)
-        layer = 0.0
-        if with_layers:
-            attention = rows * self.f("audio.attention", wide.hidden)
-            layer = max(self.layer(wide, rows, 0, masked=False, repeated=0), attention)
+        layer = max(self.layer(wide, rows, 0, masked=False, repeated=0), rows * self.f("audio.attention", wide.hidden))
         return ceil(max(worst, fixed + layer) + self._embedded())
 
     def _embedded(self) -> int:

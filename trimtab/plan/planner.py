@@ -52,7 +52,7 @@ from trimtab.plan.pipeline import evened
 from trimtab.plan.placing import Asked, resolve_device_map, resolve_place
 from trimtab.plan.plan import Plan, Stamps
 from trimtab.plan.prefix_memory import prefix_bytes
-from trimtab.plan.prompt_memory import ROOM_SLACK_BYTES, prompt_bytes, uncaptured_bytes
+from trimtab.plan.prompt_memory import BESIDE_ROOM_BYTES, ROOM_SLACK_BYTES, prompt_bytes, uncaptured_bytes
 from trimtab.plan.reasons import Reasons
 from trimtab.plan.rows import OUTSIDE_PEAK, Placement
 from trimtab.plan.search import Search
@@ -316,7 +316,8 @@ class _Planner:
             has_adapters=bool(self.adapter_sizes), kv=self.use.kv, is_paged=self.use.pool_tokens is not None,
         )  # fmt: skip
         if self.is_captured:
-            counted |= {"fragments": ROOM_SLACK_BYTES if self.captures_prompts else FRAGMENT_BYTES}
+            beside = ROOM_SLACK_BYTES + BESIDE_ROOM_BYTES
+            counted |= {"fragments": beside if self.captures_prompts else FRAGMENT_BYTES}
         if self.mode == "fused":
             # Checked while nothing is answered: in the room of a prompt's activations, and beyond it.
             more = check_bytes(self.anatomy) - self.needs.activation_bytes - counted.get("logits", 0)

@@ -23,8 +23,10 @@ POOL_SLACK_BYTES = 3 * 2**10
 # What a plan counts for a kernel in a captured tower: its node, which is in the driver's memory, and its share of the slack, which
 # is in torch's.
 KERNEL_BYTES = NODE_BYTES + POOL_SLACK_BYTES
-# Beyond the tensors of a pass at its worst: holes between them in the room's segment, and segments of 2 MiB for small tensors.
+# Beyond the tensors of a pass at its worst: holes between them in the room's segment.
 ROOM_SLACK_BYTES = 24 * 2**20
+# Beside that segment: segments of 2 MiB for small tensors (12 MiB with E4B), and copies of what outlives a pass.
+BESIDE_ROOM_BYTES = 16 * 2**20
 # A prompt of 512 tokens in smaller chunks than this takes as long as one that is not captured: a chunk unpacks every weight.
 LEAST_LARGEST = 128
 # Kernels of one pass: for a 4-bit weight two of its scales, one of the weight, the product; for an adapter the input in
@@ -79,7 +81,9 @@ def prompt_bytes(
     if not chunks:
         return {}
     nodes = planned_graphs(chunks, use.context_tokens) * kernels_of(anatomy, has_adapters=has_adapters, kv=use.kv)
-    counted = {"prompt_graphs": nodes * NODE_BYTES} | uncaptured_bytes(anatomy, chunks, quant=quant, has_adapters=has_adapters)
+    counted = {"prompt_graphs": nodes * NODE_BYTES} | uncaptured_bytes(
+        anatomy, chunks, quant=quant, has_adapters=has_adapters
+    )
     return counted | ({"adapter_copy": adapter_copy_bytes} if adapter_copy_bytes else {})
 
 
@@ -149,7 +153,9 @@ def _unpacked_bytes(anatomy: Anatomy, quant: str, *, has_adapters: bool) -> int:
 def _largest_weight(anatomy: Anatomy, columns: int) -> int:
     rows = [row for row in anatomy.rows if row.part in UNPACKED_PARTS and row.quantized and row.weight]
     added = {"language": columns}
-    return max((row.weight.numel + added.get(row.part, 0) * row.weight.shape[0] for row in rows if row.weight), default=0)
+    return max(
+        (row.weight.numel + added.get(row.part, 0) * row.weight.shape[0] for row in rows if row.weight), default=0
+    )
 
 
 def _input_bytes(anatomy: Anatomy, chunks: Sequence[int]) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
-from trimtab.plan.activations import FLOAT32_BYTES, Use, between_layers_bytes, needs_of, patches_of, use_of, widths_of
+from trimtab.plan.activations import FLOAT32_BYTES, Use, needs_of, patches_of, use_of, widths_of
 from trimtab.plan.execution import CAPTURED, Phase
 from trimtab.plan.plan import Plan
 from trimtab.plan.prompt_memory import ADAPTER_KERNELS, KERNEL_BYTES, PLAIN_KERNELS, QUANTIZED_KERNELS
@@ -31,14 +31,13 @@ MOST_SHARE = 0.5
 
 
 def tower_bytes(anatomy: Anatomy, use: Use, *, quant: str, has_adapters: bool) -> dict[str, int]:
-    """Return what captured towers take on the device, by item. What lies between two captured layers is not in the room of the
-    prompts, whose graphs may write there: it is counted with the pool of the layers."""
+    """Return what captured towers take on the device, by item. The activations are those of a whole pass: of one layer, in the pool
+    of the graphs, and what lies between two layers. None of it is in the room of the prompts, whose graphs may write there."""
     needs = needs_of(anatomy, use, quant=quant, has_adapters=has_adapters).phases
     pool = max((needs[name][1] for name in ("pictures", "sound") if name in needs), default=0)
-    between = between_layers_bytes(anatomy, use, quant=quant)
     return {
         GRAPHS: SHAPES * kernels_of(anatomy, has_adapters=has_adapters) * KERNEL_BYTES,
-        BUFFERS: SHAPES * _buffer_bytes(anatomy, use, quant), POOL: pool + between,
+        BUFFERS: SHAPES * _buffer_bytes(anatomy, use, quant), POOL: pool,
     }  # fmt: skip
 
 

@@ -344,10 +344,10 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.offsets[target] = self.offsets[source]
 
     def rings(self, rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Return (a sliding layer's states in a row, a copy): a second pass of a chunk would find its own there."""
+        """Return (a sliding layer's states in a row, a copy in host memory): a second pass of a chunk would find its own there."""
         rings = [layer for layer in self._own() if layer.is_ring]
         states = [tensor[row] for layer in rings for tensor in (layer.keys, layer.values) for row in rows]
-        return [(state, state.clone()) for state in states]
+        return [(state, state.to("cpu", copy=True)) for state in states]
 
     def nbytes(self) -> int:
         """Return the bytes that the keys and values hold."""
@@ -357,8 +357,8 @@ class SlotCache(Cache):  # type: ignore[misc]
 
 def restore(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy back what `SlotCache.rings` copied."""
-    if pairs:
-        torch._foreach_copy_([state for state, _ in pairs], [copy for _, copy in pairs])
+    for state, copy in pairs:
+        state.copy_(copy)
 
 
 def prompt_cache(hf_model: Any, kv: str = "full") -> DynamicCache:

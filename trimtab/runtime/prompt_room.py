@@ -32,10 +32,15 @@ from trimtab.plan import Plan
 from trimtab.plan.execution import CAPTURED
 from trimtab.plan.prompt_memory import room_bytes
 from trimtab.runtime.capturing import side_stream
+from trimtab.runtime.devices import SMALL_BUDGET_BYTES
 from trimtab.runtime.graph_cache import GraphCache
+from trimtab.runtime.transient_room import torch_bytes
 
 # Left to other tensors on the device when the segment is allocated.
 _SPARE_BYTES = 8 * 2**20
+# Left of what the plan counts for torch: segments of 2 MiB for small tensors, here and in the room, and what answers allocate
+# beside the room: copies of a prompt's embeddings, logits, a piece of an adapter that is being prepared.
+LEFT_BYTES = 64 * 2**20
 
 
 class Owner(Protocol):
@@ -45,17 +50,22 @@ class Owner(Protocol):
 
 
 class PromptRoom:
-    """The room of one model. nbytes: of its segment. spare_bytes: what the plan leaves of the budget. dtype: of the model.
-    owners: of its graphs."""
+    """The room of one model. nbytes: of its segment. spare_bytes: what the plan leaves of the budget. torch_bytes: what the plan
+    counts for torch, where the room is to hold the rest of it; 0 where it holds `nbytes`. dtype: of the model. owners: of its
+    graphs.
+    """
 
     def __init__(
-        self, device: torch.device, nbytes: int, *, spare_bytes: int = 0, dtype: torch.dtype = torch.float32
+        self, device: torch.device, nbytes: int, *, spare_bytes: int = 0, torch_bytes: int = 0, dtype: torch.dtype = torch.float32
     ) -> None:  # fmt: skip
-        self.device, self.nbytes, self.spare_bytes, self._dtype = device, nbytes, spare_bytes, dtype
+        self.device, self.nbytes, self.spare_bytes, self.torch_bytes = device, nbytes, spare_bytes, torch_bytes
         self.owners: WeakSet[Owner] = WeakSet()
-        self._pool: Any = None
-        self._anchor: Any = None
+        self.segment_bytes = 0
         self.left_bytes = 0  # of tensors that earlier passes have left in the pool
+        self._dtype = dtype
+        self._pool: Any = None
+        self._mark: Any = None
+        self._anchor: Any = None
         self._is_used = False
 
     @property
@@ -70,7 +80,7 @@ class PromptRoom:
 
     @property
     def held_bytes(self) -> int:
-        """What torch holds for the room; more than `nbytes` where tensors did not fit its segment."""
+        """What torch holds for the room; more than its segment where tensors did not fit there."""
         return sum(int(segment["total_size"]) for segment in self._segments())
 
     def make(self) -> bool:
@@ -78,22 +88,23 @@ class PromptRoom:
         if self._pool is not None:
             return True
         torch.cuda.empty_cache()
+        self._mark = torch.zeros(16, 16, dtype=self._dtype, device=self.device)
+        rest = self.torch_bytes - int(torch.cuda.memory_reserved(self.device)) - LEFT_BYTES
+        self.segment_bytes = max(rest, self.nbytes) if self.torch_bytes else self.nbytes
         free, _ = torch.cuda.mem_get_info(self.device)
-        if free < self.nbytes + _SPARE_BYTES:
+        if free < self.segment_bytes + _SPARE_BYTES:
             return False
-        mark = torch.zeros(16, 16, dtype=self._dtype, device=self.device)
-        with side_stream(self.device) as side, torch.cuda.stream(side):
-            mark @ mark  # cuBLAS keeps a workspace for this stream, which is no part of the room
-        torch.cuda.current_stream(self.device).wait_stream(side)
         self._pool = torch.cuda.MemPool()
         try:
             with self.using():
-                torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)  # freed at once: the pool keeps it
+                torch.empty(
+                    self.segment_bytes, dtype=torch.uint8, device=self.device
+                )  # freed at once: the pool keeps it
             with side_stream(self.device) as side:
                 # torch (seen in 2.11) captures nothing into a pool whose graphs are all gone (CachingHostAllocator.h asserts
                 # `use_count > 0`): this one stays.
-                graph, _ = GraphCache(lambda: self.handle).record(side, mark.zero_)
-            self._anchor = graph, mark
+                graph, _ = GraphCache(lambda: self.handle).record(side, self._mark.zero_)
+            self._anchor = graph
         except torch.OutOfMemoryError:
             self.release()
             return False
@@ -110,7 +121,8 @@ class PromptRoom:
         if self._pool is None:
             return
         self._drop_graphs()
-        self._pool, self._anchor, self.left_bytes = None, None, 0
+        self._anchor = None
+        self._pool, self.left_bytes = None, 0
         gc.collect()  # graphs that are part of cycles keep the pool
         with suppress(RuntimeError):  # after a failed capture torch may refuse
             torch.cuda.empty_cache()
@@ -124,16 +136,20 @@ class PromptRoom:
             return
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
         with side_stream(self.device) as side:
-            with torch.cuda.stream(side):
-                _begin(index, self.handle)
-                self._is_used = True
-                try:
-                    yield
-                finally:
-                    self._is_used = False
-                    torch._C._cuda_endAllocateToPool(index, self.handle)
-                    torch._C._cuda_releasePool(index, self.handle)
-            torch.cuda.current_stream(self.device).wait_stream(side)
+            try:
+                with torch.cuda.stream(side):
+                    # cuBLAS keeps a workspace for each thread and stream that it was called on, which is no part of the room.
+                    self._mark @ self._mark
+                    _begin(index, self.handle)
+                    self._is_used = True
+                    try:
+                        yield
+                    finally:
+                        self._is_used = False
+                        torch._C._cuda_endAllocateToPool(index, self.handle)
+                        torch._C._cuda_releasePool(index, self.handle)
+            finally:  # a pass that ends by an error has queued work too
+                torch.cuda.current_stream(self.device).wait_stream(side)
 
     def check(self) -> bool:
         """Drop the graphs if passes have left tensors in the room since the last check. Returns whether nothing was left."""
@@ -176,5 +192,12 @@ def room_of(plan: Plan, anatomy: Anatomy, device: torch.device) -> PromptRoom | 
     """Return the room of a model whose prompts are captured, None for any other."""
     if device.type != "cuda" or plan.execution.prompt.mode not in CAPTURED:
         return None
-    spare_bytes, dtype = plan.gpu_budget_bytes - plan.gpu_needed_bytes, getattr(torch, plan.request.dtype)
-    return PromptRoom(device, room_bytes(plan, anatomy), spare_bytes=spare_bytes, dtype=dtype)
+    towers = plan.execution.towers
+    # Within a small budget the room of a model that answers one request at a time is all that the plan counts: torch never joins
+    # segments, and a pass at its worst would need more of them than its tensors hold. Captured towers have segments of their own.
+    is_small = plan.gpu_budget_bytes < SMALL_BUDGET_BYTES and plan.request.batch == 1
+    takes_rest = is_small and (towers is None or towers.mode not in CAPTURED)
+    return PromptRoom(
+        device, room_bytes(plan, anatomy), spare_bytes=plan.gpu_budget_bytes - plan.gpu_needed_bytes,
+        torch_bytes=torch_bytes(plan) if takes_rest else 0, dtype=getattr(torch, plan.request.dtype),
+    )  # fmt: skip
