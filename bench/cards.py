@@ -178,7 +178,9 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
     row["tok_s"] = round((many - few) / (taken[many] - taken[few]), 1) if many > few else None
     row["tokens"] = [few, many]
     longest = (ids * (CONTEXT // len(ids) + 1))[: CONTEXT - 16]
-    row["longest_ttft_ms"] = round(model.answer(longest, adapter="a", max_new_tokens=4).ttft_s * 1e3, 1)
+    # The first of them captures the graphs of its chunks.
+    taken_s = [model.answer(longest, adapter="a", max_new_tokens=4).ttft_s for _ in range(3)]
+    row["longest_first_ms"], row["longest_ttft_ms"] = round(taken_s[0] * 1e3, 1), round(taken_s[-1] * 1e3, 1)
     if case.get("mixed"):
         looks = case["model"].startswith("e") and max(plan.request.audio_s or 0, 10.0)
         for number in range(MIXED):

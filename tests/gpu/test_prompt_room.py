@@ -101,7 +101,7 @@ def test_prompts_beside_copied_layers_are_captured_and_the_same(family, tmp_path
     folder = pico.build(family, tmp_path / "base")
     adapter = pico.adapter(folder, tmp_path / "a", targets="all")
     options = {"quant": "none", "dtype": "float32", "context": 96, "device": DEVICE, "adapters": {"a": adapter}}
-    with trimtab.load(trimtab.plan(folder, **options)) as model:
+    with trimtab.load(trimtab.plan(folder, **options), decode="auto") as model:
         whole = eager(model)
         expected = {
             (count, name): answered(whole, model.prepare(ids(count)), adapter=name)
@@ -109,7 +109,7 @@ def test_prompts_beside_copied_layers_are_captured_and_the_same(family, tmp_path
         }  # fmt: skip
     plan = trimtab.plan(folder, place={"language": "stream"}, **options)
     assert plan.execution.prompt.mode == "graph", plan.execution.prompt.reason
-    with trimtab.load(plan) as model:
+    with trimtab.load(plan, decode="auto") as model:
         model.forget_batch()
         batch = Batch(model, rows=1)
         for again in range(4):
@@ -129,11 +129,11 @@ def test_images_between_captured_prompts_change_nothing(tmp_path):
 
     folder = pico.build("gemma4", tmp_path / "base")
     options = {"quant": "none", "dtype": "float32", "context": 96, "device": DEVICE, "images": 1}
-    with trimtab.load(trimtab.plan(folder, **options)) as model:
+    with trimtab.load(trimtab.plan(folder, **options), decode="auto") as model:
         whole = eager(model)
         inputs = picture(model, "gemma4", 3)
         expected = [answered(whole, one) for one in (model.prepare(ids(40)), inputs)]
-    with trimtab.load(trimtab.plan(folder, place={"vision": "stream"}, **options)) as model:
+    with trimtab.load(trimtab.plan(folder, place={"vision": "stream"}, **options), decode="auto") as model:
         model.forget_batch()
         batch = Batch(model, rows=1)
         for again in range(4):

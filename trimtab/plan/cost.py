@@ -40,7 +40,7 @@ LARGE_BYTES = 10 * 2**20
 SEGMENT_BYTES = 2 * 2**20
 # Memory that torch reserves beyond what it has handed out (segments of 2 and 20 MiB, holes between live tensors). One
 # small and one large segment at least; a T4 with E2B NF4 reserved 6.693 GiB for 6.507 GiB in use, 2.9 % more.
-RESERVE_MIN_BYTES = 22 * 2**20
+RESERVE_MIN_BYTES = 64 * 2**20
 RESERVE_PERCENT = 3
 
 

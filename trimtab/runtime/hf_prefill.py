@@ -380,6 +380,7 @@ class ChunkForward:
         self._cache = Cache(layers=mine)
         self._axes = 3 if hf_slots.has_three_axes(hf_model) else 1
         self._by_size: dict[int, Buffers] = {}
+        self.least_places = SMALLEST_PLACES
         self._places = torch.arange(cache.context_tokens, device=self.device)
         self._kinds = self._kinds_of_layers()
         self.first_shared = self._first_shared()
@@ -418,7 +419,7 @@ class ChunkForward:
         """Return the form of a chunk's pass."""
         places = 0
         if chunk.start:
-            places = SMALLEST_PLACES
+            places = self.least_places
             while places < chunk.start + chunk.count:
                 places *= 2
             places = min(places, self.cache.context_tokens)

@@ -225,6 +225,10 @@ class Prompts:
     def _new_forward(self) -> hf_prefill.ChunkForward:
         if self._forward is None:
             self._forward = hf_prefill.ChunkForward(self.model.hf_model, self.batch.cache, self.model.dtype)
+            if (
+                not self.may_be_cut
+            ):  # every number of places is a graph: with few graphs all later chunks read the whole context
+                self._forward.least_places = self.batch.cache.context_tokens
         return self._forward
 
     def forget(self, key: Hashable) -> None:
