@@ -16,9 +16,9 @@ from tests import pico
 from tests.anatomies import e_series
 from tests.test_execution import H200, card
 from trimtab.plan import make_plan
+from trimtab.plan.execution import SMALL_BUDGET_BYTES
 from trimtab.request import LoadRequest
 from trimtab.runtime import cudnn
-from trimtab.runtime.devices import SMALL_BUDGET_BYTES
 
 SMALL, LARGE = 64, 128  # contexts of models that stand for small and large budgets
 GPU = torch.device("cuda:0")

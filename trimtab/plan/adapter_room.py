@@ -17,7 +17,7 @@ from trimtab.plan.activations import needs_of, use_of
 from trimtab.plan.cost import HELD_OBJECT_BYTES
 from trimtab.plan.execution import CAPTURED, step_bytes
 from trimtab.plan.plan import Plan
-from trimtab.plan.prompt_memory import prompt_bytes
+from trimtab.plan.prompt_memory import has_room, prompt_bytes
 
 # Captured prompts read adapters of one layout from one place; so many places are kept.
 MOST_LAYOUTS = 2
@@ -65,11 +65,12 @@ def first_adapter_bytes(plan: Plan, anatomy: Anatomy) -> int:
         return 0
     use = use_of(request, anatomy, answer_tokens=plan.answer_tokens)
     chunks, quant = plan.execution.prompt.chunks, request.quant
+    is_shared = plan.execution.prompt.mode in CAPTURED and has_room(request.batch, plan.gpu_budget_bytes)
     totals = []
     for has_adapters in (True, False):
         needs = needs_of(
             anatomy, use, quant=quant, has_adapters=has_adapters, has_rows=step.mode in CAPTURED and bool(step.bytes),
-            chunk_tokens=max(chunks, default=0),
+            chunk_tokens=max(chunks, default=0), has_room=is_shared,
         )  # fmt: skip
         total = needs.kv_cache_bytes + needs.activation_bytes
         if step.bytes:
@@ -79,6 +80,8 @@ def first_adapter_bytes(plan: Plan, anatomy: Anatomy) -> int:
             )  # fmt: skip
             total += sum(counted.values())
         if plan.execution.prompt.mode in CAPTURED:
-            total += sum(prompt_bytes(anatomy, use, chunks, quant=quant, has_adapters=has_adapters).values())
+            total += sum(
+                prompt_bytes(anatomy, use, chunks, quant=quant, has_adapters=has_adapters, has_room=is_shared).values()
+            )
         totals.append(total)
     return max(totals[0] - totals[1], 0)

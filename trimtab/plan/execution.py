@@ -55,6 +55,8 @@ ROW_SCRATCH_BYTES = MIB
 # cuBLAS: one workspace for each stream that computes, and one of its own (torch 2.11, CUDABlas.cpp: 8.1 MiB, 32 MiB on
 # compute capability 9.0). Within budgets below 16 GiB they are bounded to the smaller one on every card (runtime/devices.py).
 WORKSPACE_BYTES = 8519680
+# Below such a budget memory is saved where that costs little: these workspaces, cuDNN's attention, one segment for prompts.
+SMALL_BUDGET_BYTES = 16 * 2**30
 # A margin for prompts that are not captured, whose caches grow and leave holes in torch's allocator. Not measured by itself: with
 # 36 MiB the process of one streamed model took 4 MiB more than its plan (bench/results/cards.json, run 3, E4B in 3.5 GiB). With
 # chunks 31 MiB (E2B on 2 GiB) to 100 MiB of torch's room stayed unused with it (runs 4 and 5).

@@ -28,3 +28,10 @@ class Machine:
     @property
     def on_cpu(self) -> bool:
         return self.execution_device == "cpu"
+
+    def budget_bytes(self, requested: int | None) -> int:
+        """Return the budget of the execution device: the requested one, else all that is free."""
+        free = (
+            self.host_available_bytes + self.process_bytes if self.on_cpu else self.gpu_free_bytes + self.context_bytes
+        )
+        return requested or free

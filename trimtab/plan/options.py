@@ -42,7 +42,7 @@ Planned = Callable[[Anatomy, str, str, str], Plan]
 class WithChunks(Protocol):
     """Makes the plan of chunks of some sizes (`choose_chunks_of`)."""
 
-    def __call__(self, chunks: tuple[int, ...], captured: bool, *, explains: bool) -> Plan: ...
+    def __call__(self, chunks: tuple[int, ...], captured: bool, *, only_whole: bool, explains: bool) -> Plan: ...
 
 
 class ModeRefusedError(Exception):
@@ -78,18 +78,21 @@ def choose_chunks_of(
     with_chunks: WithChunks,
     *,
     is_captured: bool,
+    has_room: bool,
     least_tokens: int = 0,
     most_tokens: int = max(CHUNKS),
 ) -> Plan:
     """Return the plan with the most sizes of captured chunks that keep the whole decoder on the device, else the one with the
     least expected seconds. least_tokens: what the largest chunk has to hold. most_tokens: of a chunk, but for that.
 
-    with_chunks: makes the plan of some sizes, captured or not; () for transformers' own pass. explains: whether an error has to
-    name the budget that would do. Where decoder layers are copied in every step, the nodes of graphs take some of their room, and
-    the seconds of a prompt and of an answer decide. Errors: as `with_chunks` raises for the sizes that need the least.
+    with_chunks: makes the plan of some sizes, captured or not; () for transformers' own pass. only_whole: whether only a plan with
+    the whole decoder on the device is of use; any other may be refused then. explains: whether an error has to name the budget
+    that would do. has_room: whether graphs share the memory of other passes. Then they may stand beside decoder layers that are
+    copied in every step, and the seconds of a prompt and of an answer decide; else graphs would take the layers' room.
+    Errors: as `with_chunks` raises for the sizes that need the least.
     """
     if not is_captured:
-        return with_chunks((), False, explains=True)
+        return with_chunks((), False, only_whole=False, explains=True)
     plans: list[Plan] = []
     refused: list[tuple[int, ...]] = [()]
     most = min(size for size in CHUNKS if size >= max(most_tokens, least_tokens))
@@ -98,20 +101,21 @@ def choose_chunks_of(
             if max(chunks) < least_tokens:
                 continue
             try:
-                plan = with_chunks(chunks, captured, explains=False)
+                plan = with_chunks(chunks, captured, only_whole=captured and not has_room, explains=False)
             except DoesNotFitError:
                 if not captured:
                     refused.append(chunks)
                 continue
             if not plan.blocks_off_device:
                 return plan
-            plans.append(plan)
+            if has_room or not captured:
+                plans.append(plan)
     if plans:
         return min(plans, key=lambda plan: plan.expected_s)
     errors = []
     for chunks in refused:
         try:
-            return with_chunks(chunks, False, explains=True)
+            return with_chunks(chunks, False, only_whole=False, explains=True)
         except DoesNotFitError as exc:
             errors.append(exc)
     raise _nearest(errors)

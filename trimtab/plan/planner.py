@@ -52,7 +52,7 @@ from trimtab.plan.pipeline import evened
 from trimtab.plan.placing import Asked, resolve_device_map, resolve_place
 from trimtab.plan.plan import Plan, Stamps
 from trimtab.plan.prefix_memory import prefix_bytes
-from trimtab.plan.prompt_memory import BESIDE_ROOM_BYTES, ROOM_SLACK_BYTES, prompt_bytes, uncaptured_bytes
+from trimtab.plan.prompt_memory import BESIDE_ROOM_BYTES, ROOM_SLACK_BYTES, has_room, prompt_bytes, uncaptured_bytes
 from trimtab.plan.reasons import Reasons
 from trimtab.plan.rows import OUTSIDE_PEAK, Placement
 from trimtab.plan.search import Search
@@ -122,10 +122,10 @@ def _made(
     whether an error names the sufficient budget, which takes a further search."""
 
     def planned(one: Anatomy, head: str, mode: str, reason: str) -> Plan:
-        def with_chunks(chunks: tuple[int, ...], captured: bool, *, explains: bool) -> Plan:
+        def with_chunks(chunks: tuple[int, ...], captured: bool, *, only_whole: bool, explains: bool) -> Plan:
             return _Planner(
                 replace(request, head=head), one, adapters, machine, rates, disk_free_bytes, chunk_tokens, mode, reason,
-                chunks, captured, request.head, known, is_explained and explains, held_bytes, media,
+                chunks, captured, request.head, known, is_explained and explains, held_bytes, media, only_whole,
             ).plan()  # fmt: skip
 
         is_captured = mode in CAPTURED and not machine.on_cpu and one.prompts_unsupported is None
@@ -133,7 +133,8 @@ def _made(
         least = patches_of(one.model_type)[1] if has_wholes else 0  # such an image goes through in one chunk
         most = INVARIANT_CHUNK if request.batch_invariant else max(CHUNKS)
         return choose_chunks_of(
-            with_chunks, is_captured=is_captured, least_tokens=min(least, max(CHUNKS)), most_tokens=most,
+            with_chunks, is_captured=is_captured, has_room=has_room(request.batch, machine.budget_bytes(request.gpu_memory_bytes)),
+            least_tokens=min(least, max(CHUNKS)), most_tokens=most,
         )  # fmt: skip
 
     heads = {"full" if request.head == "auto" else request.head: anatomy}
@@ -156,8 +157,9 @@ class _Planner:
         self, request: LoadRequest, anatomy: Anatomy, adapters: Mapping[str, int], machine: Machine, rates: Rates,
         disk_free_bytes: int | None, chunk_tokens: int, mode: str, mode_reason: str, chunks: tuple[int, ...],
         captures_prompts: bool, asked_head: str, known: _Known, is_explained: bool, held_bytes: int, media: MediaMemory,
+        only_whole: bool,
     ) -> None:  # fmt: skip
-        self.held_bytes, self.media = held_bytes, media
+        self.held_bytes, self.media, self.only_whole = held_bytes, media, only_whole
         self.mode, self.mode_reason, self.adapter_sizes = mode, mode_reason, dict(adapters)
         self.asked_head, self.captures_prompts, self.is_explained = asked_head, captures_prompts, is_explained
         self.request = request = replace(request, quant=quant_of(anatomy, request.quant))
@@ -170,12 +172,13 @@ class _Planner:
         self.asked = _asked(request, anatomy, self.blocks, machine)
         self.use = use_of(request, anatomy, answer_tokens=ANSWER_TOKENS, chunk_tokens=chunk_tokens)
         self.is_captured = mode in CAPTURED and not machine.on_cpu
+        self.has_room = captures_prompts and has_room(request.batch, machine.budget_bytes(request.gpu_memory_bytes))
         most = min(self.use.prefill_tokens, self.use.context_tokens)
         self.chunks = tuple(size for size in chunks if size <= most) or chunks[:1]
         self.needs = needs_of(
             anatomy, self.use, quant=request.quant, has_adapters=bool(adapters), has_rows=self.is_captured,
-            chunk_tokens=max(self.chunks, default=0), is_unpacked_elsewhere=bool(self.chunks),
-            is_fused=mode == "fused", has_room=captures_prompts,
+            chunk_tokens=max(self.chunks, default=0), is_fused=mode == "fused", has_room=self.has_room,
+            is_unpacked_elsewhere=bool(self.chunks) and (self.has_room or not captures_prompts),
         )  # fmt: skip
         self.prompt_bytes = self._prompt_bytes()
         self.adapter_bytes = sum(adapters.values())
@@ -221,6 +224,8 @@ class _Planner:
         the copies, and takes the room of a block."""
         given, one = self.limits, replace(self.limits, slots=1)
         alone = (chosen, totals) if given == one else Search(self.items, one).best()
+        if self.only_whole and (alone is None or self._copies(alone[0])):
+            raise self._unexplained()  # evened layers are copied as well
         candidates = [self._evened(chosen, totals)]
         self.limits = one
         candidates += [] if alone is None or given == one else [self._evened(*alone)]
@@ -315,9 +320,10 @@ class _Planner:
             self.mode, self.anatomy, rows=self.use.batch, context_tokens=self.use.context_tokens,
             has_adapters=bool(self.adapter_sizes), kv=self.use.kv, is_paged=self.use.pool_tokens is not None,
         )  # fmt: skip
-        if self.is_captured:
-            beside = ROOM_SLACK_BYTES + BESIDE_ROOM_BYTES
-            counted |= {"fragments": beside if self.captures_prompts else FRAGMENT_BYTES}
+        if self.has_room:
+            counted |= {"fragments": ROOM_SLACK_BYTES + BESIDE_ROOM_BYTES}
+        elif self.is_captured and not self.captures_prompts:
+            counted |= {"fragments": FRAGMENT_BYTES}
         if self.mode == "fused":
             # Checked while nothing is answered: in the room of a prompt's activations, and beyond it.
             more = check_bytes(self.anatomy) - self.needs.activation_bytes - counted.get("logits", 0)
@@ -334,7 +340,7 @@ class _Planner:
         is_switched = len(sizes) > 1 or self.use.batch > 1
         return prompt_bytes(
             self.anatomy, self.use, self.chunks, quant=self.request.quant,
-            has_adapters=bool(sizes), adapter_copy_bytes=copies_bytes(sizes) if is_switched else 0,
+            has_adapters=bool(sizes), adapter_copy_bytes=copies_bytes(sizes) if is_switched else 0, has_room=self.has_room,
         )  # fmt: skip
 
     def _fixed_bytes(self) -> int:
@@ -347,12 +353,11 @@ class _Planner:
     def _limits(self) -> Limits:
         machine, request, fixed = self.machine, self.request, self._fixed_bytes()
         on_cpu, available = machine.on_cpu, machine.host_available_bytes + machine.process_bytes
-        free = available if on_cpu else machine.gpu_free_bytes + machine.context_bytes
         counted = self.execution_bytes | self.prompt_bytes | self.prefix_bytes
         outside = sum(count for name, count in counted.items() if name in OUTSIDE_PEAK)
         inside = sum(counted.values()) - outside
         return Limits(
-            device_budget_bytes=request.gpu_memory_bytes or free,
+            device_budget_bytes=machine.budget_bytes(request.gpu_memory_bytes),
             host_budget_bytes=request.host_memory_bytes or available,
             disk_budget_bytes=self.disk_free_bytes, total_budget_bytes=available if on_cpu else None,
             run_bytes=fixed + self.adapter_bytes + self.needs.kv_cache_bytes + self.needs.activation_bytes + inside,

@@ -12,9 +12,9 @@ from functools import lru_cache
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
 from trimtab.plan.activations import FLOAT32_BYTES, KEPT, Use, needs_of, use_of
 from trimtab.plan.blocks import quant_of
-from trimtab.plan.execution import CAPTURED
+from trimtab.plan.execution import CAPTURED, SMALL_BUDGET_BYTES
 from trimtab.plan.kv_form import LAYER_KERNELS as KV8_KERNELS
-from trimtab.plan.kv_form import NODE_BYTES
+from trimtab.plan.kv_form import NODE_BYTES, copy_bytes
 from trimtab.plan.plan import Plan
 
 # Allocator slack: what the pool of graphs that have one of their own (towers) holds beyond its tensors, in segments that torch
@@ -47,22 +47,14 @@ ADAPTER_COLUMNS = 352
 def prompt_graph_bytes(
     anatomy: Anatomy, use: Use, chunks: Sequence[int], *, quant: str, has_adapters: bool, adapter_bytes: int = 0
 ) -> int:
-    """Return what prompts captured in chunks of these sizes take on the device, beside keys and values, where a plan has counted
-    nothing for them: the items of `prompt_bytes`, and the room for the activations of one chunk of the largest size.
+    """Return what prompts captured in chunks of these sizes take on the device, beside keys and values, in a pool of their own.
 
     adapter_bytes: of the largest adapter; captured passes read it from a place of their own. 0 without chunks.
     """
-    if not chunks:
-        return 0
-    piece = max(chunks)
-    one = replace(use, prefill_tokens=piece, batch=1, patches=0, soft_tokens=0, sound_s=0.0)
-    needs = needs_of(
-        anatomy, one, quant=quant, has_adapters=has_adapters, chunk_tokens=piece, is_unpacked_elsewhere=True
-    )
     counted = prompt_bytes(
-        anatomy, use, chunks, quant=quant, has_adapters=has_adapters, adapter_copy_bytes=adapter_bytes
+        anatomy, use, chunks, quant=quant, has_adapters=has_adapters, adapter_copy_bytes=adapter_bytes, has_room=False
     )
-    return sum(counted.values()) + needs.phases["prompt"][1] + ROOM_SLACK_BYTES
+    return sum(counted.values())
 
 
 def planned_graphs(chunks: Sequence[int], context_tokens: int) -> int:
@@ -70,20 +62,39 @@ def planned_graphs(chunks: Sequence[int], context_tokens: int) -> int:
     return len(chunks) + (GRAPHS_OF_LONG_PROMPTS if context_tokens > max(chunks) else 0)
 
 
+def has_room(batch: int, budget_bytes: int) -> bool:
+    """Whether captured prompts share the memory of passes without a graph (runtime/prompt_room.py): for one answer at a time,
+    within a small budget. With several rows a process ended by a segmentation fault, whose cause was not found."""
+    return batch == 1 and budget_bytes < SMALL_BUDGET_BYTES
+
+
 def prompt_bytes(
-    anatomy: Anatomy, use: Use, chunks: Sequence[int], *, quant: str, has_adapters: bool, adapter_copy_bytes: int = 0
-) -> dict[str, int]:
-    """Return the bytes of captured prompts by item, without the activations of a pass, which are in `activations.needs_of`: the
-    nodes of their graphs, in the driver's memory; inputs and the room that the largest 4-bit weight is unpacked into.
+    anatomy: Anatomy, use: Use, chunks: Sequence[int], *, quant: str, has_adapters: bool, adapter_copy_bytes: int = 0,
+    has_room: bool,
+) -> dict[str, int]:  # fmt: skip
+    """Return the bytes of captured prompts by item: the nodes of their graphs, in the driver's memory; inputs and the room that the
+    largest 4-bit weight is unpacked into. Without a room the pool of the graphs too: the activations of one chunk of the largest
+    size, and slack. With one, activations are those of `activations.needs_of`.
 
     adapter_copy_bytes: 0 where graphs read adapters where they are.
     """
     if not chunks:
         return {}
-    nodes = planned_graphs(chunks, use.context_tokens) * kernels_of(anatomy, has_adapters=has_adapters, kv=use.kv)
-    counted = {"prompt_graphs": nodes * NODE_BYTES} | uncaptured_bytes(
-        anatomy, chunks, quant=quant, has_adapters=has_adapters
-    )
+    kernels = planned_graphs(chunks, use.context_tokens) * kernels_of(anatomy, has_adapters=has_adapters, kv=use.kv)
+    counted = uncaptured_bytes(anatomy, chunks, quant=quant, has_adapters=has_adapters)
+    counted |= {"prompt_graphs": kernels * (NODE_BYTES if has_room else KERNEL_BYTES)}
+    if not has_room:
+        piece = max(chunks)
+        one = replace(use, prefill_tokens=piece, batch=1, patches=0, soft_tokens=0, sound_s=0.0)
+        needs = needs_of(
+            anatomy, one, quant=quant, has_adapters=has_adapters, chunk_tokens=piece, is_unpacked_elsewhere=True
+        )
+        # Of 8-bit keys and values: chunks that read more and more places are captured one after the other. What a smaller copy lay
+        # in holds no larger one, and each is half of the next.
+        copies = copy_bytes(
+            anatomy.kv_layers, anatomy.dtype, use.kv, rows=1, context_tokens=use.context_tokens, new_tokens=piece
+        )
+        counted["prompt_buffers"] += needs.phases["prompt"][1] + copies
     return counted | ({"adapter_copy": adapter_copy_bytes} if adapter_copy_bytes else {})
 
 

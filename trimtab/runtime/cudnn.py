@@ -19,7 +19,7 @@ from functools import cache
 import torch
 
 from trimtab.plan import Plan
-from trimtab.runtime.devices import SMALL_BUDGET_BYTES
+from trimtab.plan.execution import SMALL_BUDGET_BYTES
 
 # Compute capabilities (major) on which torch prefers cuDNN's attention (2.9 and later).
 PREFERRED_ON = (9, 10)

@@ -35,6 +35,7 @@ from trimtab.machine.memory import (
 )
 from trimtab.plan import Machine, Plan, Rates
 from trimtab.plan.card_machine import THREAD_STACK_BYTES, context_bytes
+from trimtab.plan.execution import SMALL_BUDGET_BYTES
 
 __all__ = [
     "bound_stacks", "bound_workspaces", "device_name", "disk_free_bytes", "gpu_names", "gpu_process_bytes",
@@ -43,8 +44,7 @@ __all__ = [
 ]  # fmt: skip
 
 # cuBLAS takes a workspace for every stream, 32 MiB on compute capability 9.0 and 8.1 MiB on most others, and keeps one of its own.
-# Within a budget of less than so many bytes it gets the smaller one everywhere.
-SMALL_BUDGET_BYTES = 16 * 2**30
+# Within a small budget it gets the smaller one everywhere.
 WORKSPACE_CONFIG = ":4096:2:16:8"
 # CU_LIMIT_STACK_SIZE (cuda.h).
 _STACK_LIMIT = 0

@@ -30,9 +30,8 @@ import torch
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.plan import Plan
 from trimtab.plan.execution import CAPTURED
-from trimtab.plan.prompt_memory import room_bytes
+from trimtab.plan.prompt_memory import has_room, room_bytes
 from trimtab.runtime.capturing import side_stream
-from trimtab.runtime.devices import SMALL_BUDGET_BYTES
 from trimtab.runtime.graph_cache import GraphCache
 from trimtab.runtime.transient_room import torch_bytes
 
@@ -195,13 +194,13 @@ def _begin(index: int, handle: tuple[int, int]) -> None:
 
 def room_of(plan: Plan, anatomy: Anatomy, device: torch.device) -> PromptRoom | None:
     """Return the room of a model whose prompts are captured, None for any other."""
-    if device.type != "cuda" or plan.execution.prompt.mode not in CAPTURED:
+    is_captured = plan.execution.prompt.mode in CAPTURED
+    if device.type != "cuda" or not is_captured or not has_room(plan.request.batch, plan.gpu_budget_bytes):
         return None
     towers = plan.execution.towers
-    # Within a small budget the room of a model that answers one request at a time is all that the plan counts: torch never joins
-    # segments, and a pass at its worst would need more of them than its tensors hold. Captured towers have segments of their own.
-    is_small = plan.gpu_budget_bytes < SMALL_BUDGET_BYTES and plan.request.batch == 1
-    takes_rest = is_small and (towers is None or towers.mode not in CAPTURED)
+    # The room is all that the plan counts: torch never joins segments, and a pass at its worst would need more of them than its
+    # tensors hold. Captured towers have segments of their own.
+    takes_rest = towers is None or towers.mode not in CAPTURED
     return PromptRoom(
         device, room_bytes(plan, anatomy), spare_bytes=plan.gpu_budget_bytes - plan.gpu_needed_bytes,
         torch_bytes=torch_bytes(plan) if takes_rest else 0, dtype=getattr(torch, plan.request.dtype),

@@ -81,6 +81,7 @@ class TowerPasses:
         else:
             if room is not None:
                 media = _copied(media)
+                del pieces  # it holds what the last layer returned
                 room.check()
             return media
         return self.media_of(prompt)

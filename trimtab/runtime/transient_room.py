@@ -13,9 +13,8 @@ from contextlib import suppress
 import torch
 
 from trimtab.plan import Plan
-from trimtab.plan.execution import CAPTURED
+from trimtab.plan.execution import CAPTURED, SMALL_BUDGET_BYTES
 from trimtab.plan.rows import OUTSIDE_PEAK
-from trimtab.runtime.devices import SMALL_BUDGET_BYTES
 
 # Left to segments of 2 MiB for small tensors, and to those of other streams than the one that prompts run on.
 LEFT_BYTES = 32 * 2**20
