@@ -230,6 +230,54 @@ def test_a_head_asked_for_is_taken():
     assert plan(4, head="full").execution.head == "full"
 
 
+@pytest.mark.parametrize(
+    ("machine", "anatomy", "why"),
+    [
+        ({"capability": (7, 5)}, E4B, "its kernel needs compute capability 8.0, the card has 7.5"),
+        ({}, replace(E4B, dtype="float16"), "its kernel computes in bfloat16, the model in float16"),
+        ({}, replace(E4B, dtype="float32"), "its kernel computes in bfloat16, the model in float32"),
+    ],
+)  # fmt: skip
+def test_the_plan_takes_eight_bits_only_where_their_kernel_runs(machine, anatomy, why):
+    execution = plan(4, head="auto", machine=card(4, **machine), anatomy=anatomy).execution
+    assert (execution.head, execution.head_reason) == ("full", f"8 bits would be computed by torch: {why}")
+    usual = plan(4, head="auto", machine=card(4, capability=None)).execution
+    assert usual.head == "int8"  # a capability that nobody asked for excludes nothing
+
+
+def asked_int8(rows=1, decode="auto", **machine):
+    request = LoadRequest(model="m", quant="nf4-dq", head="int8", batch=rows, decode=decode)
+    return make_plan(request, with_int8_head(E4B), adapters={}, machine=card(24, **machine), rates=H200).execution
+
+
+def test_eight_bits_asked_for_without_their_kernel_are_taken_and_cost_what_torch_takes():
+    """Measured on an H200, E4B, one row: 175 us by the kernel, 3,260 by torch (bench/results/head8.json)."""
+    kernel, torch_way = asked_int8(decode="graph"), asked_int8(decode="graph", capability=(7, 5))
+    assert (kernel.head, kernel.head_reason) == ("int8", "asked for")
+    assert torch_way.head == "int8" and torch_way.head_reason.startswith(
+        "asked for; its kernel needs compute capability"
+    )
+    added_s = torch_way.step.seconds - kernel.step.seconds
+    assert added_s == pytest.approx(3.26e-3 - 0.175e-3, rel=0.3)  # by 3.54 TB/s, the full head read at 4.3
+    assert f"torch takes {1000 * added_s:.1f} ms of each step" in torch_way.head_reason
+    assert torch_way.prompt.seconds - kernel.prompt.seconds == pytest.approx(added_s)
+
+
+def test_steps_of_more_rows_than_the_kernel_of_eight_bits_takes_cost_what_torch_takes():
+    eight, nine = asked_int8(8), asked_int8(9)
+    assert eight.head_reason == "asked for" and "up to 8 rows" in nine.head_reason
+    assert nine.step.seconds - eight.step.seconds > 5e-3
+
+
+def test_eight_bits_without_their_kernel_are_the_last_resort_of_a_head_left_to_the_plan():
+    with pytest.raises(DoesNotFitError):
+        plan(2, head="full")
+    made = plan(2, head="auto", machine=card(2, capability=(7, 5)))
+    assert made.execution.head == "int8"
+    assert "the full head does not fit" in made.execution.head_reason
+    assert "its kernel needs compute capability 8.0" in made.execution.head_reason
+
+
 # Seconds ------------------------------------------------------------------------------------------------------------------
 
 
@@ -409,6 +457,20 @@ def test_options_say_what_each_change_gives():
     lines = options_text(list(options.values())).splitlines()
     assert len(lines) == 2 + len(options)  # a first line of names, a last one about the rate that is an estimate
     assert lines[0].split() == ["option", "device", "memory", "tokens/s", "head", "decode", "steps"]
+
+
+@pytest.mark.parametrize(("gib", "is_listed"), [(4, False), (2, True)])
+def test_options_list_eight_bits_without_their_kernel_only_where_nothing_else_fits(gib, is_listed):
+    machine = card(gib, capability=(7, 5))
+
+    def made(request):
+        anatomy = with_int8_head(E4B) if request.head == "int8" else E4B
+        return make_plan(request, anatomy, adapters=ADAPTER, machine=machine, rates=H200, is_advised=False)
+
+    request = LoadRequest(model="m", quant="nf4-dq", head="full")
+    for capability, listed in (((7, 5), is_listed), (None, True)):
+        options = options_of(request, made, budget_bytes=int(gib * GIB), capability=capability)
+        assert any(one.what == "head='int8'" and one.needed_bytes for one in options) == listed
 
 
 def test_the_reason_of_an_option_that_cannot_be_planned_stands_in_the_last_column():

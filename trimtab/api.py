@@ -259,8 +259,9 @@ def plan_options(request: LoadRequest, budget_bytes: int, *, inputs: PlanInputs 
     here = inputs.machines.get((request.device, request.card))
     on_cpu = request.device == "cpu" if here is None else here[0].on_cpu
     return options_of(
-        request, partial(plan_request, inputs=inputs, is_advised=False), budget_bytes=budget_bytes, on_cpu=on_cpu
-    )
+        request, partial(plan_request, inputs=inputs, is_advised=False), budget_bytes=budget_bytes, on_cpu=on_cpu,
+        capability=None if here is None else here[0].capability,
+    )  # fmt: skip
 
 
 def device_budget_bytes(request: LoadRequest, inputs: PlanInputs) -> int:

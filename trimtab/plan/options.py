@@ -16,7 +16,16 @@ from trimtab.columns import aligned
 from trimtab.errors import DoesNotFitError, RequestError, TrimtabError, gib
 from trimtab.plan.blocks import quant_of
 from trimtab.plan.cards import Card, find_card, larger_cards
-from trimtab.plan.execution import CAPTURED, CAPTURED_CHUNKS, CHUNKS, MODES, UNCAPTURED_CHUNKS, unsupported_reason
+from trimtab.plan.execution import (
+    CAPTURED,
+    CAPTURED_CHUNKS,
+    CHUNKS,
+    KERNEL_ROWS,
+    MODES,
+    UNCAPTURED_CHUNKS,
+    unsupported_reason,
+)
+from trimtab.plan.head_cost import torch_head_s, why_no_kernel, with_head_cost
 from trimtab.plan.kv_form import check_kv, why_not_int8
 from trimtab.plan.plan import Plan
 from trimtab.request import LoadRequest
@@ -55,22 +64,34 @@ def choose_plan(
     """Return the plan with the least expected seconds among the heads and the executions that the request allows.
 
     heads: "full" and "int8" -> the anatomy with that head; the first is taken unless the other keeps more of the decoder on the
-    device. planned: (anatomy, head, mode, reason) -> plan. Errors: as `make_plan`.
+    device and its kernel runs there. planned: (anatomy, head, mode, reason) -> plan. Errors: as `make_plan`.
     """
     check_kv(request.kv, next(iter(heads.values())))
+    no_kernel = "" if machine.on_cpu else why_no_kernel(next(iter(heads.values())).dtype, machine.capability)
+
+    def priced(anatomy: Anatomy, head: str, mode: str, reason: str) -> Plan:
+        plan = planned(anatomy, head, mode, reason)
+        if head != "int8" or machine.on_cpu:
+            return plan
+        return with_head_cost(plan, anatomy, capability=machine.capability)
+
     plans: dict[str, Plan] = {}
     errors: list[DoesNotFitError] = []
     for head, anatomy in heads.items():
-        if plans and not next(iter(plans.values())).blocks_off_device:
+        if plans and (no_kernel or not next(iter(plans.values())).blocks_off_device):
             break
         try:
-            plans[head] = _fastest(request, anatomy, head, machine, planned)
+            plans[head] = _fastest(request, anatomy, head, machine, priced)
         except DoesNotFitError as exc:
             errors.append(exc)
     if not plans:
         raise _nearest(errors)
-    chosen, reason = _chosen_head(request, plans, machine, head_refused)
+    chosen, reason = _chosen_head(request, plans, machine, head_refused, no_kernel)
     plan = plans[chosen]
+    slow = no_kernel or (f"its kernel computes up to {KERNEL_ROWS} rows" if request.batch > KERNEL_ROWS else "")
+    if chosen == "int8" and slow and not machine.on_cpu:
+        torch_s = torch_head_s(heads[chosen], plan.rates, rows=request.batch)
+        reason += f"; {slow}: torch takes {1000 * torch_s:.1f} ms of each step for it, scaled from an H200"
     return replace(plan, execution=replace(plan.execution, head_reason=reason))
 
 
@@ -189,8 +210,10 @@ def _cpu_may_pay(plan: Plan) -> bool:
     return 2 * plan.rates.host_matmul_Bps > plan.rates.pinned_h2d_Bps
 
 
-def _chosen_head(request: LoadRequest, plans: Mapping[str, Plan], machine: Any, refused: str) -> tuple[str, str]:
-    """Return which head is taken, and why."""
+def _chosen_head(
+    request: LoadRequest, plans: Mapping[str, Plan], machine: Any, refused: str, no_kernel: str
+) -> tuple[str, str]:
+    """Return which head is taken, and why. refused: why it must stay full; no_kernel: why the kernel of 8 bits cannot run."""
     first = next(iter(plans))
     if request.head != "auto":
         return first, "asked for"
@@ -202,13 +225,15 @@ def _chosen_head(request: LoadRequest, plans: Mapping[str, Plan], machine: Any, 
         if first == "int8":
             return first, f"the full head does not fit; {_cost()}"
         if plans[first].blocks_off_device:
-            return first, "8 bits do not fit either"
+            return first, f"8 bits would be computed by torch: {no_kernel}" if no_kernel else "8 bits do not fit either"
         return first, "the whole decoder stays on the device"
     whole, small = plans["full"], plans["int8"]
     kept = whole.blocks_off_device - small.blocks_off_device
     if kept > 0 and small.expected_s < whole.expected_s:
         rates = f"{small.execution.tokens_per_s:.0f} instead of {whole.execution.tokens_per_s:.0f} tokens/s predicted"
         return "int8", f"keeps {kept} more decoder blocks on the device, {rates}; {_cost()}"
+    if kept > 0:
+        return "full", "8 bits keep more of the decoder on the device, but are not faster"
     return "full", "8 bits would not keep more of the decoder on the device"
 
 
@@ -234,10 +259,12 @@ class Option:
 
 
 def options_of(
-    request: LoadRequest, plan: Callable[[LoadRequest], Plan], *, budget_bytes: int, on_cpu: bool = False
-) -> list[Option]:
+    request: LoadRequest, plan: Callable[[LoadRequest], Plan], *, budget_bytes: int, on_cpu: bool = False,
+    capability: tuple[int, int] | None = None,
+) -> list[Option]:  # fmt: skip
     """Return the plan of the request, and the plan after each single change. plan: makes the plan of a request. budget_bytes:
-    of the execution device. on_cpu: whether that is the CPU, which no larger card and no tower in host memory would help."""
+    of the execution device. on_cpu: whether that is the CPU, which no larger card and no tower in host memory would help.
+    capability: of the GPU. An 8-bit head that its kernel cannot compute is listed only where the request does not fit without."""
     options = []
     for what, changed in _changes(request, budget_bytes, on_cpu=on_cpu):
         try:
@@ -251,6 +278,9 @@ def options_of(
                 continue  # `check_kv`: this model cannot have it, whatever the memory
             options.append(Option(what=what, needed_bytes=None, tokens_per_s=None, error=str(exc).splitlines()[0]))
         else:
+            no_kernel = "" if on_cpu else why_no_kernel(changed_plan.request.dtype, capability)
+            if changed.head == "int8" != request.head and no_kernel and options[0].needed_bytes is not None:
+                continue
             options.append(
                 Option(
                     what=what, needed_bytes=changed_plan.gpu_needed_bytes, tokens_per_s=changed_plan.execution.tokens_per_s,
