@@ -1,5 +1,7 @@
 """Compute capability 7.5 (T4, RTX 20, GTX 16): kernels compile for it, float16 is chosen with care. Not run on such a card.
 
+Kernels are compiled for 8.6, 8.9 and 12.0 too, which nobody here has either.
+
 The compiler is NVRTC, or a toolkit's nvcc where that is installed; without either the tests of compiling are skipped.
 """
 
@@ -9,6 +11,8 @@ import json
 import shutil
 import subprocess
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,41 +24,65 @@ from trimtab.errors import DeviceError, RequestError
 from trimtab.plan import Plan
 from trimtab.plan.dtypes import choose_dtype
 from trimtab.request import LoadRequest
-from trimtab.runtime import cuts, ends, float16_check, fused, matvec, nvrtc, prompt_kernels
+from trimtab.runtime import cuts, ends, float16_check, fused, head8, many_rows, matvec, nvrtc, prompt_kernels
 
 TARGET = "sm_75"
+NEWER = ("sm_86", "sm_89", "sm_120")  # cards whose blocks have less shared memory than those that were measured
 SHARED_BYTES = 64 * 1024  # of a block on compute capability 7.5
 
 
-def compiled(source, options, folder):
-    """Compile a source for the target. Errors: AssertionError with the compiler's log."""
+def compiled(source, options, folder, target=TARGET):
+    """Compile a source for a target. Errors: AssertionError with the compiler's log."""
     compiler = nvrtc.find_compiler()
     if compiler is not None:
-        return compiler.compile(source, TARGET, options, name="kernels.cu")
+        return compiler.compile(source, target, options, name="kernels.cu")
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("neither NVRTC nor nvcc is installed")
     file, made = folder / "kernels.cu", folder / "kernels.cubin"
     file.write_text(source, encoding="utf-8")
     ran = subprocess.run(
-        [nvcc, "-std=c++17", f"-arch={TARGET}", "-cubin", *options, "-o", str(made), str(file)], capture_output=True,
+        [nvcc, "-std=c++17", f"-arch={target}", "-cubin", *options, "-o", str(made), str(file)], capture_output=True,
         text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return made.read_bytes()
 
 
+@pytest.mark.parametrize("target", [TARGET, *NEWER])
 @pytest.mark.parametrize(
-    "module", [ends, fused, matvec, prompt_kernels], ids=lambda one: one.__name__.rpartition(".")[2]
+    "module", [ends, fused, head8, many_rows, matvec, prompt_kernels], ids=lambda one: one.__name__.rpartition(".")[2]
 )
-def test_kernels_that_need_no_bf16_arithmetic_compile_for_7_5(module, tmp_path):
-    assert compiled(module.source(), (), tmp_path)
+def test_every_kernel_compiles(module, target, tmp_path):
+    assert compiled(module.source(), (), tmp_path, target)
 
 
-@pytest.mark.parametrize("dim", [64, 256, 512])
-def test_attention_in_float16_compiles_for_7_5(dim, tmp_path):
-    options = fused.attention_options(8, 2, dim, torch.float16, turn=True)
-    assert compiled(fused.source("attend.cu"), options, tmp_path)
+@pytest.mark.parametrize(
+    ("dim", "dtype", "target"),
+    [
+        (64, torch.float16, TARGET), (256, torch.float16, TARGET), (512, torch.float16, TARGET),
+        *((dim, torch.bfloat16, target) for dim in (128, 512) for target in NEWER),
+    ],
+)  # fmt: skip
+def test_attention_compiles(dim, dtype, target, tmp_path):
+    options = fused.attention_options(8, 2, dim, dtype, turn=True)
+    assert compiled(fused.source("attend.cu"), options, tmp_path, target)
+
+
+def test_every_source_of_kernels_is_compiled_here():
+    """A new file of kernels belongs into the list above."""
+    folder = Path(nvrtc.__file__).parent / "cuda"
+    assert {file.name for file in folder.glob("*.cu")} == {
+        "attend.cu", "ends.cu", "fused.cu", "head8.cu", "matvec4.cu", "prompt.cu", "rows.cu",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("shared_bytes", "has_room"), [(SHARED_BYTES, False), (99 * 1024, False), (163 * 1024, True)])
+def test_products_of_many_rows_are_refused_by_name_where_a_block_has_no_room(shared_bytes, has_room):
+    why = many_rows.why_no_room(2560, SimpleNamespace(shared_bytes=shared_bytes))
+    assert (why is None) == has_room
+    if why is not None:
+        assert "132144 B of shared memory" in why and str(shared_bytes) in why
 
 
 def test_our_products_of_4_bit_weights_have_no_room_in_its_shared_memory():

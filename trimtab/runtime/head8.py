@@ -146,7 +146,8 @@ def source() -> str:
 
 
 def load(device: torch.device | str) -> nvrtc.Module:
-    """Compile the kernel for a device. Errors: DeviceError if that is not possible here."""
+    """Compile the kernel for a device. Errors: DeviceError if that is not possible here: compute capability 7.5 compiles it,
+    and has no bf16 arithmetic to run it with."""
     return nvrtc.Module(source(), device=device, name="head8.cu", needs_bf16=True)
 
 

@@ -485,7 +485,8 @@ def _wrong_rows(
         packed = leaf.packed()
         if many_rows.why_not(packed, dtype) is not None:
             continue  # this layer stays with its own product
-        if (why := many_rows.wrong([packed], module, dtype)) is not None:
+        why = many_rows.why_no_room(leaf.in_features, module) or many_rows.wrong([packed], module, dtype)
+        if why is not None:
             return why
         x = torch.randn(n, leaf.in_features, device=module.device).to(dtype)
         out = torch.empty(n, leaf.out_features, dtype=dtype, device=module.device)

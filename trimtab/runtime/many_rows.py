@@ -8,7 +8,9 @@ float32, its change rounded first over a quantized layer, as PEFT does; which on
 Every kernel has its torch path, and is compared with float64 on the card before it is used (`wrong`).
 
 What it does not know: other blocks of scales than 64, rows of a weight that are no multiple of 256 (`why_not`); more than 64
-rows, which cuBLAS multiplies with an unpacked weight (prompt_kernels.py).
+rows, which cuBLAS multiplies with an unpacked weight (prompt_kernels.py). A block of the product has up to 132 KiB of shared
+memory. Compute capability 7.5 (64 KiB) compiles everything here; it and 8.6, 8.9 and 12.0 (99 KiB) have no room for the largest
+products, and all kernels of this file are left out there (`why_no_room`).
 """
 
 from __future__ import annotations
@@ -75,6 +77,16 @@ def shared_bytes(n: int, columns: int) -> int:
     tile = _tile(n)
     stage = tile * (2 * _CHUNK + 32) + _UNIT * (_CHUNK // 2) + _UNIT * 16
     return _STAGES[tile] * stage + 4 * (columns // _CHUNK + 2)
+
+
+def why_no_room(columns: int, module: Any) -> str | None:
+    """Return why a card has too little shared memory for products of up to MOST_ROWS rows of so many columns, None if it has."""
+    needed = max(shared_bytes(tile, columns) for tile in _STAGES)
+    if needed <= module.shared_bytes:
+        return None
+    return (
+        f"a block needs {needed} B of shared memory for rows of {columns} values, this card has {module.shared_bytes}"
+    )
 
 
 def _tile(n: int) -> int:

@@ -7,6 +7,7 @@
 // out of 64, four instructions of 4 each. Of four neighbours 0 and 2 come first, then 1 and 3: masks alone part them.
 #ifndef TRIMTAB_CPU
 // Weights are read once: past L1, and neighbouring lines of L2 with them.
+#if __CUDA_ARCH__ >= 800
 __device__ __forceinline__ uint4 load_once_16(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3},[%4];"
@@ -19,6 +20,11 @@ __device__ __forceinline__ u32 add_bf16x2(u32 a, u32 b) {
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(0x3f803f80u), "r"(b));
   return v;
 }
+#else
+// Compute capability 7.5 compiles this and cannot use it: without bf16 arithmetic the product is NaN, as in values.cuh.
+__device__ __forceinline__ uint4 load_once_16(const void* p) { return streamed_16((const u8*)p); }
+__device__ __forceinline__ u32 add_bf16x2(u32, u32) { return 0x7fff7fffu; }
+#endif
 #endif
 
 #define WARPS 8

@@ -7,8 +7,10 @@
 #define THREADS 128
 #define MEMBERS 3
 
-// 4 or 16 bytes to shared memory; the copies between two commits are a group.
+// 4 or 16 bytes to shared memory; the copies between two commits are a group. Compute capability 7.5 copies at once: a stage that is
+// being filled is read behind the next barrier at the earliest.
 #ifndef TRIMTAB_CPU
+#if __CUDA_ARCH__ >= 800
 template <int BYTES>
 __device__ __forceinline__ void copy_async(void* to, const void* from) {
   if constexpr (BYTES == 16)
@@ -20,6 +22,18 @@ __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_
 // Until all groups but the last PENDING are there.
 template <int PENDING>
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+#else
+template <int BYTES>
+__device__ __forceinline__ void copy_async(void* to, const void* from) {
+  if constexpr (BYTES == 16)
+    *(uint4*)to = __ldcg((const uint4*)from);
+  else
+    *(u32*)to = __ldcg((const u32*)from);
+}
+__device__ __forceinline__ void commit_copies() {}
+template <int PENDING>
+__device__ __forceinline__ void wait_for_copies() {}
+#endif
 #endif
 
 struct Member {
