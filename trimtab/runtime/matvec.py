@@ -227,6 +227,11 @@ def source() -> str:
     return nvrtc.source("values.cuh") + nvrtc.source("matvec4.cu")
 
 
+def source_hash() -> str:
+    """Return what identifies the source in files of launch configurations."""
+    return hashlib.sha256(source().encode()).hexdigest()[:16]
+
+
 def load(device: torch.device | str) -> nvrtc.Module:
     """Compile the kernels for a device. Errors: DeviceError if that is not possible here."""
     module = nvrtc.Module(source(), device=device, name="matvec4.cu")
@@ -244,7 +249,7 @@ def target_of(module: nvrtc.Module) -> launch_configs.Target:
     """Return the card and source that launch configurations are kept for."""
     return launch_configs.Target(
         torch.cuda.get_device_name(module.device), module.capability, module.multiprocessors, module.shared_bytes,
-        hashlib.sha256(source().encode()).hexdigest()[:16],
+        source_hash(),
     )  # fmt: skip
 
 
