@@ -5,6 +5,8 @@ They need no transformers: what a plan is tested on must not depend on what read
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trimtab.checkpoint.anatomy import Anatomy, Kind, KVLayer, ModuleRow, Part, TensorRow
 
 DTYPE = "bfloat16"
@@ -201,6 +203,51 @@ def _kv_layers(size: dict) -> list[KVLayer]:
         shares = same[-1] if number >= storing else None
         found.append(KVLayer(number, size["kv_heads"], 512 if is_full else 256, None if is_full else 512, shares))
     return found
+
+
+def with_int8_head(anatomy: Anatomy) -> Anatomy:
+    """Return the anatomy with the head as a matrix of its own in 8 bits, and the table it was tied to free to leave."""
+    table = "model.language_model.embed_tokens"
+    is_tied = any(row.weight is not None and row.weight.tied_to for row in anatomy.rows if row.part == "head")
+    rows: list[ModuleRow] = []
+    for row in anatomy.rows:
+        if row.part == "head":
+            tied = {"tied_to": None, "copy_of": f"{table}.weight"} if is_tied else {}
+            row = replace(row, tensors=(replace(row.weight, **tied),), is_head8=True)
+        elif is_tied and row.module_path == table:
+            row = replace(row, gather_only=True, part="table", block=table)
+        rows.append(row)
+    return replace(anatomy, rows=tuple(rows))
+
+
+def qwen3_8b() -> Anatomy:
+    """Return a text model of Qwen3-8B's sizes, whose head is a matrix of its own."""
+    hidden, vocabulary, root = 4096, 151936, "model"
+    rows = [
+        other(
+            f"{root}.embed_tokens", "Embedding", (tensor(f"{root}.embed_tokens.weight", vocabulary, hidden),),
+            block=f"{root}.embed_tokens", part="table", kind="embedding", gather_only=True,
+        )
+    ]  # fmt: skip
+    for number in range(36):
+        path = f"{root}.layers.{number}"
+        sizes = {
+            "self_attn.q_proj": (4096, hidden), "self_attn.k_proj": (1024, hidden), "self_attn.v_proj": (1024, hidden),
+            "self_attn.o_proj": (hidden, 4096), "mlp.gate_proj": (12288, hidden), "mlp.up_proj": (12288, hidden),
+            "mlp.down_proj": (hidden, 12288),
+        }  # fmt: skip
+        rows += [
+            linear(f"{path}.{name}", *shape, block=path, part="language", quantized=True)
+            for name, shape in sizes.items()
+        ]
+        rows += [norm(f"{path}.{name}", hidden, block=path, part="language") for name in ("norm_1", "norm_2")]
+    rows.append(norm(f"{root}.norm", hidden, block=root, part="language"))
+    head = tensor("lm_head.weight", vocabulary, hidden)
+    rows.append(
+        ModuleRow("lm_head", "Linear", "head", "linear", "lm_head", (head,), why_unquantized="the output layer")
+    )
+    kv = tuple(KVLayer(number, 8, 128, None, None) for number in range(36))
+    return Anatomy("Qwen3ForCausalLM", "qwen3", DTYPE, tuple(rows), kv, hidden, vocabulary)
 
 
 def small(

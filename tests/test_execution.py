@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.anatomies import e_series
-from trimtab.checkpoint.anatomy import ModuleRow
+from tests.anatomies import e_series, with_int8_head
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.plan import Machine, Plan, Rates, make_plan
 from trimtab.plan.activations import needs_of, row_cache_bytes, use_of
@@ -25,19 +24,6 @@ GIB, MIB = 2**30, 2**20
 E4B = e_series("E4B")
 H200 = Rates(pinned_h2d_Bps=52.4e9, device_Bps=3.54e12, launch_s=1.5e-5, device_flops=6.4e14, host_matmul_Bps=2e8)
 ADAPTER = {"a": 81166336}
-
-
-def with_int8_head(anatomy):
-    """Return the anatomy with the head as a matrix of its own in 8 bits, and the table it was tied to free to leave."""
-    rows: list[ModuleRow] = []
-    for row in anatomy.rows:
-        if row.part == "head":
-            weight = replace(row.weight, tied_to=None, copy_of="model.language_model.embed_tokens.weight")
-            row = replace(row, tensors=(weight,), is_head8=True)
-        elif row.module_path == "model.language_model.embed_tokens":
-            row = replace(row, gather_only=True, part="table", block="model.language_model.embed_tokens")
-        rows.append(row)
-    return replace(anatomy, rows=tuple(rows))
 
 
 def card(gib, **extra) -> Machine:

@@ -1,7 +1,12 @@
-"""Writes the golden records anew."""
+"""Writes the golden records anew: all of them, or those that are named."""
 
-import json
+import argparse
 
-from tests.golden import FILE, record
+from tests.golden import RECORDED, write_records
 
-FILE.write_text(json.dumps(record(), indent=1) + "\n", encoding="utf-8")
+parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__)
+parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(RECORDED)}; none: all")
+given = parser.parse_args()
+if unknown := sorted(set(given.names) - set(RECORDED)):
+    parser.error(f"{', '.join(unknown)}: no such record (choose from {', '.join(RECORDED)})")
+write_records(given.names or RECORDED)
