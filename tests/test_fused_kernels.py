@@ -47,7 +47,7 @@ def on_cpu(monkeypatch):
 @pytest.mark.parametrize("decode", ["auto", "graph"])
 def test_adapters_by_table_serve_captured_modules(on_cpu, replayed, tmp_path, decode):  # noqa: F811
     """A tiny Llama: its own modules, adapters of two ranks looked up by each row, nothing captured anew."""
-    assert kernels._wrong_lora(on_cpu.matvec, torch.bfloat16) is None
+    assert kernels.wrong_lora(on_cpu.matvec, torch.bfloat16) is None
     base = pico.build("llama", tmp_path / "base")
     adapters = {
         name: pico.adapter(base, tmp_path / name, seed=seed, rank=r) for seed, (name, r) in enumerate(RANKS.items())
@@ -112,8 +112,8 @@ def test_layers_share_a_x_only_of_the_very_same_numbers(on_cpu, tmp_path, monkey
 
 def test_a_wrong_adapter_kernel_is_named(on_cpu, monkeypatch):
     monkeypatch.setattr(matvec, "lora_add", lambda y, args, module, *, x: None)
-    assert "relative error" in kernels._wrong_lora(on_cpu.matvec, torch.bfloat16)
-    assert "float32" in kernels._wrong_lora(on_cpu.matvec, torch.float32)
+    assert "relative error" in kernels.wrong_lora(on_cpu.matvec, torch.bfloat16)
+    assert "float32" in kernels.wrong_lora(on_cpu.matvec, torch.float32)
 
 
 def test_a_step_of_mixed_rows_from_the_kernels_is_the_modules(on_cpu, replayed):  # noqa: F811

@@ -4,23 +4,39 @@ import pytest
 
 from tests.cuda_on_cpu import modules, run
 from tests.gpu import once
+from trimtab.runtime import ends, fused, head8, many_rows, matvec, prompt_kernels
 
 pytestmark = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 
 
 def test_every_kernel_runs_and_is_right(monkeypatch):
     monkeypatch.setattr(once, "PRODUCTS", once.PRODUCTS[1:3])
-    monkeypatch.setattr(once, "ATTENTION", once.ATTENTION[2:])
+    monkeypatch.setattr(once, "ATTENTION", once.ATTENTION[3:])
+    monkeypatch.setattr(once, "PAGED", ((2, 1, 64),))
     parts = modules.products(), modules.small(), modules.step_ends()
     assert list(once.findings(*parts, rows=(1,), limit=2)) == []
-    assert {"matvec_held", "attend", "rows", "add_norm"} <= {name for part in parts for name in modules.launches(part)}
+    names = {name for part in parts for name in modules.launches(part)}
+    wide = {
+        "rope_write_2",
+        "rope_write_4",
+        "rope_write_8",
+        "attend_combine",
+    }  # of heads of 128 to 512, which take long here
+    assert {*fused.NAMES, *fused.ATTEND_NAMES, *ends.NAMES, *matvec.NAMES, "matvec_held"} - names == wide
+    assert any("-DPAGE=64" in options for options in parts[1].attention)
+
+
+def test_every_width_of_a_rotation_is_among_what_the_memory_checker_follows():
+    assert {next(v for v in (1, 2, 4, 8) if v * 64 >= dim) for _, _, dim in once.ATTENTION} == {1, 2, 4, 8}
 
 
 def test_a_wrong_kernel_is_named(monkeypatch):
     monkeypatch.setattr(once, "PRODUCTS", once.PRODUCTS[3:])
     monkeypatch.setattr(once.fused_check, "check", lambda *args, **kwargs: "attention is wrong")
+    monkeypatch.setattr(once.fused_check, "check_pages", lambda *args, **kwargs: "pages are wrong")
+    monkeypatch.setattr(once, "wrong_turns", lambda *args: "turns are wrong")
     said = list(once.findings(modules.products(), modules.small(), modules.step_ends(), rows=(1,), limit=1))
-    assert said == ["attention is wrong"]
+    assert said == ["attention is wrong", "pages are wrong", "turns are wrong"]
 
 
 def test_the_parts_are_together_the_whole_and_nothing_twice(monkeypatch):
@@ -35,6 +51,9 @@ def test_the_parts_are_together_the_whole_and_nothing_twice(monkeypatch):
     )
     monkeypatch.setattr(once.fused_check, "check", lambda *args, **kwargs: rest.append("small"))
     monkeypatch.setattr(once.ends, "check", lambda *args, **kwargs: rest.append("ends"))
+    monkeypatch.setattr(once.fused_check, "check_pages", lambda *args: rest.append("pages"))
+    monkeypatch.setattr(once, "wrong_turns", lambda *args: rest.append("turns"))
+    monkeypatch.setattr(once.kernels, "wrong_lora", lambda *args: rest.append("lora"))
 
     def run(**part):
         asked.clear(), rest.clear()
@@ -44,7 +63,15 @@ def test_the_parts_are_together_the_whole_and_nothing_twice(monkeypatch):
     whole, everything = run()
     parts = [run(part=number, parts=4) for number in (1, 2, 3, 4)]
     assert sorted(map(str, whole)) == sorted(str(one) for found, _ in parts for one in found)
-    assert [found for _, found in parts] == [[], [], [], everything] and everything == ["small", "ends"]
+    assert [found for _, found in parts] == [[], [], [], everything] and everything == [
+        "small",
+        "pages",
+        "turns",
+        "ends",
+        "ends",
+        "lora",
+        "lora",
+    ]
     assert all(found for found, _ in parts)
 
 
@@ -55,9 +82,9 @@ def test_kernels_of_many_tokens_run_and_are_right(monkeypatch):
     parts = modules.prompts(), modules.rows(), modules.heads()
     assert list(once.findings_of_many(*parts, tokens=(1, 17), rows=(9,))) == []
     names = {name for part in parts for name in modules.launches(part)}
-    assert {"unpack_nested", "unpack_plain", "lora_low", "lora_low_tensor", "lora_up", "lora_up_rows"} <= names
-    assert {"rows_product_16", "rows_low", "rows_up", "head8"} <= names
-    assert {"extend_input", "unpack_columns_nested", "unpack_columns_plain"} <= names
+    wanted = {*prompt_kernels.NAMES, *many_rows.NAMES, *head8.NAMES}
+    assert wanted - names == {"rows_product_32", "rows_product_64"}  # MANY_ROWS has both, and they take long here
+    assert {many_rows._tile(n) for n in once.MANY_ROWS} == {16, 32, 64}
 
 
 def test_a_wrong_kernel_of_many_tokens_is_named(monkeypatch):

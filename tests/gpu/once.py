@@ -9,6 +9,7 @@ steps of more than 8 rows and of the 8-bit head alone. Values are compared as we
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from trimtab.runtime import (
     fused_check,
     head8,
     head8_choice,
+    kernels,
     many_rows,
     matvec,
     prompt_kernels,
@@ -32,8 +34,11 @@ from trimtab.runtime import (
 
 # Outputs of layers over one input, columns, whether two are gate and up.
 PRODUCTS = (((64,), 1024, False), ((48, 48), 512, True), ((96, 32, 32), 512, False), ((40,), 192, False))
-ATTENTION = ((8, 2, 256), (4, 1, 512), (4, 2, 64))
-SIZES = ends.Sizes(500, 512, 30.0, 3, 64)
+ATTENTION = ((8, 2, 256), (4, 1, 512), (2, 1, 128), (4, 2, 64))
+PAGED = ((8, 2, 256), (4, 1, 512))
+# Vectors that are normed and gated: 8 values at once, and one at a time. Scores of a vocabulary in the same two ways.
+WIDTHS = (64, 60, 512)
+SIZES = (ends.Sizes(500, 512, 30.0, 3, 64), ends.Sizes(512, 512, 30.0, 3, 64))
 RANKS = (8, 40)
 # A prompt's: tokens of chunks and their edges (8 and 16 tokens of a block), and weights [D_out, D_in], one with a block not full.
 TOKENS = (1, 7, 16, 17, 130)
@@ -72,10 +77,35 @@ def findings(
                         yield f"{cut} of {list(counts)} x {columns}, {n} rows, rank {rank}: {why}"
     if part != parts:
         return
-    found = fused_check.check(small, widths=(64, 512), attention=ATTENTION, rows=rows)
-    found = found or ends.check(both_ends, SIZES, rows=rows)
-    if found is not None:
-        yield found
+    for found in (
+        fused_check.check(small, widths=WIDTHS, attention=ATTENTION, rows=rows),
+        fused_check.check_pages(small, PAGED),
+        wrong_turns(small),
+        *(ends.check(both_ends, sizes, rows=rows) for sizes in SIZES),
+        *(kernels.wrong_lora(products, dtype) for dtype in (torch.bfloat16, torch.float16)),
+    ):
+        if found is not None:
+            yield found
+
+
+def wrong_turns(small: Any) -> str | None:
+    """Return what is wrong with cos and sin of positions, for one kind of layers and for two, None if nothing."""
+    positions = torch.tensor([0, 1, 7, 1000, 131071], device=small.device)
+    for dims in ((64,), (256, 512)):
+        made = []
+        for module in (small, None):
+            kinds = []
+            for dim in dims:
+                inverse = 1e4 ** (-torch.arange(dim // 2, device=small.device).float() / (dim // 2))
+                pair = [torch.full((len(positions), dim), math.nan, device=small.device).bfloat16() for _ in range(2)]
+                kinds.append((inverse, 1.5, *pair))
+            fused.turns(positions, kinds, module)
+            made.append(torch.cat([one for kind in kinds for one in kind[2:]], dim=1))
+        if not torch.allclose(
+            *made, rtol=2**-7, atol=2**-7
+        ):  # a rounding to bfloat16, of a sine that CUDA computes otherwise
+            return f"turns of {dims}: {float((made[0] - made[1]).abs().max()):.1e} off"
+    return None
 
 
 def findings_of_many(

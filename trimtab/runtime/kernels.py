@@ -107,7 +107,7 @@ class Kernels:
                 ADAPTERS,
                 left_out,
                 lambda: matvec.load(device),
-                lambda module, _: _wrong_lora(module, dtype),
+                lambda module, _: wrong_lora(module, dtype),
                 checks,
                 str(dtype),
             )
@@ -499,7 +499,7 @@ def _wrong_rows(
     return None if ours < theirs else f"slower here: {ours:.0f} µs against the layers' own {theirs:.0f} for {n} rows"
 
 
-def _wrong_lora(module: Any, dtype: torch.dtype) -> str | None:
+def wrong_lora(module: Any, dtype: torch.dtype) -> str | None:
     """Return what is wrong with the adapters' own kernels: random ones of two ranks, rows with and without, in float64."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the model computes in {dtype}, not in bfloat16 or float16"
