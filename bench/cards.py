@@ -8,8 +8,14 @@ text with a rank-8 adapter on text, vision and audio. `tok_s` is taken between a
 `process_gib` is the device's free memory before the process began less the free memory after its last answer; `planned_gib` is
 what the plan asks of the device, context and reserve included; `process_peak_gib` is `process_gib` with the most that torch's
 allocator held in place of what it holds at the end. copies 4: every copy to the device is issued four times, as a
-link of a quarter of the rate takes (PCIe 4.0 x8). Rows that FILE has already stay in it (`merged`); with `--missing` their cases
-are not run again, and the exit code is 3 while rows are missing.
+link of a quarter of the rate takes (PCIe 4.0 x8).
+
+Of the link a row says the measured rate (`link_gb_s`), what a step copies of the decoder and the head (`copied_gib`),
+the tokens per second that the link allows with that (`link_limit_tok_s`), the share of them that was reached (`link_share`),
+and what the budget forces off the card at least (`forced_gib`, see `forced_bytes`).
+
+Rows that FILE has already stay in it (`merged`); with `--missing` their cases are not run again, and the exit code is 3 while rows
+are missing.
 """
 
 from __future__ import annotations
@@ -20,12 +26,18 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.memory import environment, run_stock
 
 MIB, GIB = 2**20, 2**30
+# A budget that nothing exceeds, and where a plan of the least memory has what is not the decoder.
+WHOLE_BYTES = 2**40
+LEAN = (("table", "gather"), ("vision", "host"), ("audio", "host"), ("connector", "host"))
 CONTEXT = 4096
 PROMPT_TOKENS = 512
 SHORT, LONG = 33, 801
@@ -50,6 +62,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"model": "e4b", "card_gib": 4, "head": "full", "copies": 4},
     {"model": "e4b", "card_gib": 4, "head": "auto", "copies": 4, "mixed": True},
     {"model": "e4b", "card_gib": 0, "head": "full", "engine": "stock"},
+    {"model": "e2b", "card_gib": 0, "head": "full", "engine": "stock"},
+    {"model": "qwen3-8b", "card_gib": 0, "head": "full", "engine": "stock"},
 )
 
 
@@ -122,6 +136,44 @@ def slow_link(copies: int) -> None:
     devices.measure_rates = slower
 
 
+def copied_bytes(plan: Any) -> int:
+    """Return the bytes of the decoder and the head that every step copies to the device."""
+    return sum(
+        row.host_bytes + row.disk_bytes for row in plan.placements
+        if row.part in ("language", "head") and row.tier in ("stream", "disk")
+    )  # fmt: skip
+
+
+def forced_bytes(plan: Any, again: Callable[..., Any]) -> int:
+    """Return the fewest bytes of the decoder and the head that the plan's budget forces off the device, 0 if they fit.
+
+    again: makes the plan of the same request and head, with other options. Defined as what the whole decoder and the head need
+    on the device beyond the budget, in the way of running that takes the least memory: towers, connectors and tables elsewhere,
+    steps in the mode that needs the least (without graphs and captured prompts where these take more), no staging buffers. No
+    placement copies less. What a plan copies more goes to graphs, chunks, staging buffers, and blocks that cannot be divided.
+    """
+    from trimtab.errors import TrimtabError
+
+    parts = {row.part for row in plan.placements}
+    place = {part: tier for part, tier in LEAN if part in parts} | {"language": "resident", "head": "resident"}
+    needed = []
+    for decode in ("fused", "graph", "eager"):
+        with suppress(TrimtabError):  # a mode that this model or card does not have
+            needed.append(again(place=place, decode=decode, gpu_memory=WHOLE_BYTES).gpu_needed_bytes)
+    return max(0, min(needed) - plan.gpu_budget_bytes)
+
+
+def link_row(plan: Any, tok_s: float | None, forced: int) -> dict[str, Any]:
+    """Return what a row says of the link. The limits are None where nothing is copied."""
+    copied, link_Bps = copied_bytes(plan), plan.rates.pinned_h2d_Bps
+    limit = link_Bps / copied if copied else None
+    return {
+        "link_gb_s": round(link_Bps / 1e9, 2), "copied_gib": round(copied / GIB, 3), "forced_gib": round(forced / GIB, 3),
+        "link_limit_tok_s": None if limit is None else round(limit, 1),
+        "link_share": None if limit is None or tok_s is None else round(tok_s / limit, 3),
+    }  # fmt: skip
+
+
 def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
     import torch
 
@@ -133,9 +185,8 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
     if case.get("copies"):
         slow_link(case["copies"])
     start = time.perf_counter()
-    plan = trimtab.plan(
-        work / case["model"], adapters={"a": work / f"{case['model']}-r8"}, context=CONTEXT, head=case["head"], quant="nf4-dq"
-    )  # fmt: skip
+    asked = {"adapters": {"a": work / f"{case['model']}-r8"}, "context": CONTEXT, "quant": "nf4-dq"}
+    plan = trimtab.plan(work / case["model"], head=case["head"], **asked)
     row: dict[str, Any] = {"plan_s": round(time.perf_counter() - start, 1)}
     step = plan.execution.step
     off = [row for row in plan.placements if row.part in ("language", "head") and row.tier != "resident"]
@@ -177,6 +228,8 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
     few, many = min(taken), max(taken)
     row["tok_s"] = round((many - few) / (taken[many] - taken[few]), 1) if many > few else None
     row["tokens"] = [few, many]
+    again = partial(trimtab.plan, work / case["model"], head=plan.execution.head, **asked)
+    row |= link_row(plan, row["tok_s"], forced_bytes(plan, again))
     longest = (ids * (CONTEXT // len(ids) + 1))[: CONTEXT - 16]
     # The first of them captures the graphs of its chunks.
     taken_s = [model.answer(longest, adapter="a", max_new_tokens=4).ttft_s for _ in range(3)]
@@ -300,8 +353,8 @@ def run_case(case: dict[str, Any], work: Path, timeout_s: float) -> dict[str, An
 
 def table(rows: list[dict[str, Any]]) -> str:
     names = (
-        "model", "card_gib", "head", "chosen_head", "execution", "streamed_gib", "tok_s", "predicted_tok_s", "ttft_ms",
-        "planned_gib", "process_gib", "load_s", "first_answers_s", "copies", "error",
+        "model", "card_gib", "head", "chosen_head", "execution", "streamed_gib", "tok_s", "predicted_tok_s",
+        "link_limit_tok_s", "forced_gib", "ttft_ms", "planned_gib", "process_gib", "load_s", "first_answers_s", "copies", "error",
     )  # fmt: skip
     cells = [names, *(tuple("" if row.get(name) is None else str(row[name])[:60] for name in names) for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(names))]

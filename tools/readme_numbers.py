@@ -301,6 +301,11 @@ CARD_COLUMNS = (
     ("tokens/s", "tok_s", 0), ("predicted", "predicted_tok_s", 0), ("first token ms", "ttft_ms", 0),
     ("streamed GiB", "streamed_gib", 2), ("planned GiB", "planned_gib", 2), ("process GiB", "process_gib", 2),
 )  # fmt: skip
+# Shown once a row has them: what the link allows with the bytes that a step copies, the share of it that was reached, and the
+# fewest bytes that the budget forces off the card (bench/cards.py).
+LINK_COLUMNS = (
+    ("link limit tokens/s", "link_limit_tok_s", 0), ("of it", "link_share", 2), ("forced GiB", "forced_gib", 2),
+)  # fmt: skip
 
 
 def _case_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -324,13 +329,14 @@ def _card_size(row: Mapping[str, Any]) -> str:
 def cards(results: Mapping[str, Any]) -> str:
     """Return the table of bench/results/cards.json, the smallest cards first, and a line on where it was measured."""
     ordered = _latest_cards(results)
-    head = ["model", "card", "`--head`", "head", "decode steps", *(heading for heading, *_ in CARD_COLUMNS)]
-    lines = [head, ["---"] * 5 + ["---:"] * len(CARD_COLUMNS)]
+    columns = CARD_COLUMNS + (LINK_COLUMNS if any("forced_gib" in row for row in ordered) else ())
+    head = ["model", "card", "`--head`", "head", "decode steps", *(heading for heading, *_ in columns)]
+    lines = [head, ["---"] * 5 + ["---:"] * len(columns)]
     for row in ordered:
         steps = "stock" if row.get("engine") == "stock" else row["execution"]
         label = [row["model"].upper(), _card_size(row), row["head"], row.get("chosen_head", row["head"]), steps]
         lines.append(
-            [*label, *(f"{row[key]:.{decimals}f}" if key in row else "-" for _, key, decimals in CARD_COLUMNS)]
+            [*label, *("-" if row.get(key) is None else f"{row[key]:.{decimals}f}" for _, key, decimals in columns)]
         )
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     where = results["environment"]
