@@ -1,15 +1,14 @@
 """What the card bench says of the link: the limit that copied bytes give, and what the budget forces off the card."""
 
-import importlib.util
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from bench import cards
 from tests.anatomies import with_int8_head
 from tests.test_execution import ADAPTER, E4B, GIB, H200, card
+from tools import readme_numbers
 from trimtab.plan import make_plan
 from trimtab.request import LoadRequest
 
@@ -70,16 +69,12 @@ def test_stock_rows_of_whole_models_are_among_the_cases():
 
 
 def test_the_table_shows_the_link_once_a_row_has_it():
-    file = Path(__file__).parents[1] / "tools" / "readme_numbers.py"
-    spec = importlib.util.spec_from_file_location("readme_numbers", file)
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
     row = {"model": "e4b", "card_gib": 4, "head": "full", "chosen_head": "full", "execution": "fused", "tok_s": 111.1}
     where = {"gpu": "a GPU", "python": "3.12"}
-    before = tool.cards({"environment": where, "rows": [row]})
+    before = readme_numbers.cards({"environment": where, "rows": [row]})
     assert "link limit" not in before
     link = {"link_limit_tok_s": 140.2, "link_share": 0.792, "forced_gib": 0.31}
     whole = {**row, "card_gib": 8, "link_limit_tok_s": None, "link_share": None, "forced_gib": 0.0}
-    lines = tool.cards({"environment": where, "rows": [{**row, **link}, whole]}).splitlines()
+    lines = readme_numbers.cards({"environment": where, "rows": [{**row, **link}, whole]}).splitlines()
     assert "| link limit tokens/s | of it | forced GiB |" in lines[0]
     assert lines[2].endswith("| 140 | 0.79 | 0.31 |") and lines[3].endswith("| - | - | 0.00 |")

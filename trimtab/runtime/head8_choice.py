@@ -76,7 +76,7 @@ def measure(
 
 def wrong(
     module: nvrtc.Module, head: head8.Head, dtype: torch.dtype, time_us: Callable[[Callable[[], Any]], float],
-    measured: dict[Any, tuple[float, float]],
+    measured: dict[str, tuple[float, float]],
 ) -> str | None:  # fmt: skip
     """Return why the kernel is not used for this head, None if it computes rightly and faster than torch here.
 

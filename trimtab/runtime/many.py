@@ -12,7 +12,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,10 @@ from trimtab.request import GenerateRequest, check_choice
 from trimtab.runtime import company, hf_slots
 from trimtab.runtime.chat import Inputs
 from trimtab.runtime.generate import Answer, Detokenizer, TokenLogprob, detokenizer_of, generate_text, logprobs_of
+
+if TYPE_CHECKING:
+    from trimtab.runtime.batch import Batch
+    from trimtab.runtime.batch_request import Drawn, Prompt, Row
 
 QUESTION = ("prompt", "image", "audio", "system", "adapter", "template_kwargs")
 OPTIONS = tuple(item.name for item in fields(GenerateRequest))
@@ -43,7 +47,7 @@ class _Flight:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
-    def take(self, sampled: Any) -> None:
+    def take(self, sampled: Drawn) -> None:
         if not self.token_ids:
             self.first = time.perf_counter()
         token = sampled.token_id
@@ -95,7 +99,8 @@ def _returned(error: TrimtabError) -> TrimtabError:
 
 
 _OnError = Callable[[TrimtabError], TrimtabError]
-_Prepared = tuple[int, "Callable[[], tuple[Inputs, GenerateRequest, Any]]"]
+_Question = Callable[[], tuple[Inputs, GenerateRequest, Any]]
+_Prepared = tuple[int, _Question]
 
 
 def _prepared(model: Any, index: int, request: Any, options: Mapping[str, Any]) -> _Prepared:
@@ -138,9 +143,10 @@ def _together(
         if batch is None:
             model.forget_batch()
             batch = Batch(model, rows=rows)
-        flights: dict[Any, _Flight] = {}
+        flights: dict[Row, _Flight] = {}
         waiting: _Prepared | None = next(prepared, None)
-        prefilling: tuple[int, Any, float] | None = None  # its prompt has not gone through
+        prefilling: tuple[int, Prompt, float] | None = None  # its prompt has not gone through
+        prompt: Prompt | None = None
         try:
             while waiting is not None or prefilling is not None or flights:
                 while (waiting is not None or prefilling is not None) and batch.free_rows:
@@ -177,14 +183,14 @@ def _together(
                     torch.cuda.empty_cache()
 
 
-def _begin(model: Any, batch: Any, question: Any, group: str) -> tuple[Any, float]:
+def _begin(model: Any, batch: Batch, question: _Question, group: str) -> tuple[Prompt, float]:
     inputs, request, adapter = question()
     start = time.perf_counter()
     name = model._adapter_name(adapter, {row.adapter for row in batch.active})
     return batch.begin(inputs, request, adapter=name, top_logprobs=request.logprobs, group=group), start
 
 
-def _join(model: Any, batch: Any, index: int, prompt: Any, start: float, flights: dict[Any, _Flight]) -> None:
+def _join(model: Any, batch: Batch, index: int, prompt: Prompt, start: float, flights: dict[Row, _Flight]) -> None:
     request = prompt.row.request
     detokenizer = detokenizer_of(model, request.stop)
     while not prompt.step():

@@ -23,6 +23,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -115,6 +116,18 @@ def _is_capturing(x: Tensor) -> bool:
     return x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+@dataclass(frozen=True)
+class NormKind:
+    """What decides which short form a norm has: all norms that are equal in it share one trial."""
+
+    module_class: type[nn.Module]
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+    eps: float
+    has_weight: bool
+
+
 class _ShortNorm:
     """Stands for the forward of one norm module; what its owner has proved of one holds for all like it."""
 
@@ -145,12 +158,12 @@ class _ShortNorm:
     def _form(self, x: Tensor, weight: Tensor | None) -> str | None:
         if weight is not None and (weight.dtype != x.dtype or weight.device != x.device):
             return None
-        key = (type(self.module), x.shape[-1], x.dtype, x.device, self.eps, weight is None)
-        if key not in self.owner.proved:
+        kind = NormKind(type(self.module), x.shape[-1], x.dtype, x.device, self.eps, weight is not None)
+        if kind not in self.owner.proved:
             if _is_capturing(x):  # a trial waits for the device; every capture comes after a step that is not captured
                 return None
-            self.owner.proved[key] = self._prove(x, weight)
-        return self.owner.proved[key]
+            self.owner.proved[kind] = self._prove(x, weight)
+        return self.owner.proved[kind]
 
     def _prove(self, x: Tensor, weight: Tensor | None) -> str | None:
         """Return which form equals the module's own forward on random values; None, and a word to the owner, if none."""
@@ -326,7 +339,7 @@ class ShortOps:
     ) -> None:  # fmt: skip
         self.hf_model, self.route, self._tell = hf_model, route, left_out
         self.adapters = ShortAdapters()
-        self.proved: dict[Any, str | None] = {}
+        self.proved: dict[NormKind, str | None] = {}  # a name of FORMS, None: no form is right
         self._norms: dict[nn.Module, _ShortNorm] = {}
         self._seen: tuple[int, ...] | None = None
         self._why = why_not(device)
