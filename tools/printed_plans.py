@@ -1,0 +1,71 @@
+"""Puts plans into the docs as `trimtab plan` prints them, so that no line of them is typed by hand.
+
+    python tools/printed_plans.py            write
+    python tools/printed_plans.py --check    exit 1 if a page shows another plan than the command prints
+
+A slot holds a command, and what it prints. The model is the config.json of Gemma 4 E4B's size: a plan for a card reads no weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+PAGES = (ROOT / "docs" / "fit-a-model.md", ROOT / "docs" / "read-a-plan.md")
+MODEL = "google/gemma-4-E4B-it"
+SLOT = re.compile(r"(<!-- printed:plan -->\n +trimtab ([^\n]*)\n)(?:.*?)(<!-- /printed -->)", re.DOTALL)
+
+
+@cache
+def printed(command: str) -> str:
+    """Return what a command of `trimtab` prints for a model of E4B's size."""
+    from bench.checkpoints import CLASSES, config_of
+    from trimtab import cli
+
+    config = config_of("e4b")
+    config.architectures, config.dtype = [CLASSES["e4b"]], "bfloat16"
+    with tempfile.TemporaryDirectory(prefix="trimtab-docs-") as folder, io.StringIO() as shown:
+        config.save_pretrained(folder)
+        words = [folder if word == MODEL else word for word in shlex.split(command)]
+        assert folder in words, command
+        with contextlib.redirect_stdout(shown):
+            code = cli.main(words)
+        assert code == 0, (command, code)
+        return shown.getvalue().replace(folder, MODEL)
+
+
+def filled(text: str) -> str:
+    """Return a page's text with every slot filled by what its command prints."""
+
+    def fill(slot: re.Match[str]) -> str:
+        return f"{slot.group(1)}\n```text\n{printed(slot.group(2)).strip()}\n```\n{slot.group(3)}"
+
+    return SLOT.sub(fill, text)
+
+
+def main(arguments: list[str]) -> int:
+    """Return 0 if every page shows what its commands print."""
+    wrong = 0
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        found = filled(text)
+        if "--check" not in arguments:
+            page.write_text(found, encoding="utf-8", newline="\n")
+        elif found != text:
+            print(
+                f"{page.name} shows another plan than is printed; run: python tools/printed_plans.py", file=sys.stderr
+            )
+            wrong = 1
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
