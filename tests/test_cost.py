@@ -82,7 +82,7 @@ def test_the_allocator_rounds_as_torch_does(asked, counted):
 
 
 def test_the_reserve_is_a_share_with_a_floor():
-    assert allocator_reserve_bytes(10) == 22 * MIB
+    assert allocator_reserve_bytes(10) == 64 * MIB
     assert allocator_reserve_bytes(100 * 2**30) == 3 * 2**30
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tests.anatomies import e_series, with_int8_head
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.plan import Machine, Plan, Rates, make_plan
-from trimtab.plan.activations import needs_of, row_cache_bytes, use_of
+from trimtab.plan.activations import needs_of, repeated_tokens, row_cache_bytes, use_of
 from trimtab.plan.execution import StepWork, graph_count, prompt_launch_s, step_s, unsupported_reason
 from trimtab.plan.options import Option, options_of, options_text
-from trimtab.plan.prompt_memory import ADAPTER_COLUMNS, uncaptured_bytes
+from trimtab.plan.prompt_memory import ADAPTER_COLUMNS, ROOM_SLACK_BYTES, has_room, room_bytes, uncaptured_bytes
 from trimtab.plan.rows import OUTSIDE_PEAK
 from trimtab.plan.tower_memory import BUFFERS, GRAPHS, POOL
 from trimtab.request import LoadRequest
@@ -137,25 +137,62 @@ def test_more_rows_and_adapters_capture_more_graphs():
 
 
 def test_captured_prompts_need_no_cache_of_their_own():
-    wide, narrow, eager = plan(8), plan(4), plan(8, decode="eager")
+    wide, narrow, eager = plan(8), plan(4.5, batch=2), plan(8, decode="eager")
     assert wide.execution.prompt.mode == "graph" and wide.execution.prompt.chunks == (16, 64, 128, 256, 512, 1024)
     assert eager.execution.prompt.mode == "eager" and eager.execution.prompt.chunks == ()
-    # Where graphs would push layers off the device, chunks are not captured, and written straight into the row's buffers too.
+    # Where graphs of several rows would push layers off the device, chunks are not captured, and written into the row's buffers.
     assert narrow.execution.prompt.mode == "eager" and narrow.execution.prompt.chunks
     assert "take memory from the decoder, in static chunks of" in narrow.execution.prompt.reason
-    one = row_cache_bytes(E4B.kv_layers, "bfloat16", rows=1, context_tokens=4096)
-    assert wide.gpu["kv_cache"] == narrow.gpu["kv_cache"] == one < eager.gpu["kv_cache"]
+    one, three = (row_cache_bytes(E4B.kv_layers, "bfloat16", rows=rows, context_tokens=4096) for rows in (1, 3))
+    assert wide.gpu["kv_cache"] == one < eager.gpu["kv_cache"] and narrow.gpu["kv_cache"] == three
+
+
+def test_prompts_of_a_small_card_are_captured_beside_copied_layers():
+    made, several = plan(4), plan(4.5, batch=2)
+    assert off_device(made) and made.execution.prompt.mode == "graph"
+    assert off_device(several) and several.execution.prompt.mode == "eager"
+    assert made.execution.prompt.seconds < several.execution.prompt.seconds / 3
+    # Their nodes and the holes of one segment are all that they take beside what other passes need.
+    assert made.gpu["prompt_graphs"] + made.gpu["fragments"] < 100 * MIB
+
+
+def test_activations_are_counted_once_where_graphs_and_other_passes_share_memory():
+    small, large, streamed = plan(8), plan(24), plan(4)
+    small, streamed = (replace(one, request=replace(one.request, adapters={"a": "a"})) for one in (small, streamed))
+    use = use_of(small.request, E4B, answer_tokens=small.answer_tokens)
+    options = {"quant": "nf4-dq", "has_adapters": True, "has_rows": True, "chunk_tokens": 1024, "is_fused": True}
+    needs = needs_of(E4B, use, is_unpacked_elsewhere=True, has_room=True, **options)
+    counted = [needs.phases[name][1] for name in ("prompt", "pictures", "sound")]
+    beside = max(needs.phases[name][1] for name in ("step", "adapter"))
+    assert small.gpu["activations"] == needs.activation_bytes == max(counted) + beside
+    assert needs.room_bytes == max(counted) and needs_of(E4B, use, **options).room_bytes == 0
+    # Without a room the graphs' pool holds the activations of a chunk by itself, and slack.
+    assert large.gpu["prompt_buffers"] - small.gpu["prompt_buffers"] == needs.phases["prompt"][1]
+    assert large.gpu["prompt_graphs"] == 4 * small.gpu["prompt_graphs"] and "fragments" not in large.gpu
+    # Captured towers have memory of their own: the room is that of a chunk.
+    assert small.execution.towers.mode == "graph" and room_bytes(small, E4B) == counted[0] + ROOM_SLACK_BYTES
+    assert room_bytes(streamed, E4B) == counted[1] + ROOM_SLACK_BYTES
+
+
+@pytest.mark.parametrize(("batch", "gib", "shares"), [(1, 4, True), (1, 15.9, True), (1, 16, False), (2, 4, False)])
+def test_prompts_share_memory_in_small_budgets_and_one_row(batch, gib, shares):
+    assert has_room(batch, int(gib * GIB)) is shares
+
+
+def test_keys_are_repeated_for_the_tokens_of_a_chunk_at_most():
+    assert repeated_tokens(512, 4096, is_chunked=True) == 512
+    assert repeated_tokens(512, 4096, is_chunked=False) == repeated_tokens(8192, 4096, is_chunked=True) == 4096
 
 
 def test_images_that_may_be_cut_let_smaller_chunks_be_captured():
     """An image's 280 tokens need a chunk of 512 where they see each other, and none where each sees earlier ones only."""
-    cut, whole = (plan(3.85, head="auto", anatomy=replace(E4B, images_look_ahead=ahead)) for ahead in (False, True))
-    assert cut.execution.prompt.mode == "graph" and cut.execution.prompt.chunks == (256,) and not off_device(cut)
-    assert max(whole.execution.prompt.chunks) >= 280 and whole.execution.prompt.mode == "eager"
+    cut, whole = (plan(4, anatomy=replace(E4B, images_look_ahead=ahead)) for ahead in (False, True))
+    assert cut.execution.prompt.mode == whole.execution.prompt.mode == "graph"
+    assert cut.execution.prompt.chunks == (256,) and max(whole.execution.prompt.chunks) >= 280
 
 
 def test_chunks_that_are_not_captured_count_what_stays_beside_towers():
-    made = plan(4, images=1)
+    made = plan(4.5, images=1, batch=2)
     largest = max(row.weight.numel for row in E4B.rows if row.part == "language" and row.quantized and row.weight)
     assert made.execution.prompt.mode == "eager" and max(made.execution.prompt.chunks) >= 280
     assert made.gpu["prompt_buffers"] >= 2 * largest + 4 * 262144 and "prompt_graphs" not in made.gpu
@@ -308,7 +345,7 @@ def test_predicted_seconds_of_prompts_that_are_not_captured_are_near_measured_on
 
 
 def test_copies_of_a_prompt_hide_behind_launches_and_towers_are_launched_once():
-    text, seen = (plan(4, head="full", context_tokens=4096, images=count, audio_s=0.0) for count in (0, 1))
+    text, seen = (plan(4.5, head="full", context_tokens=4096, images=count, audio_s=0.0, batch=2) for count in (0, 1))
     assert text.execution.prompt.mode == seen.execution.prompt.mode == "eager"
     assert sum(row.request_s for row in text.placements) < text.execution.prompt.seconds
     passes = -(-(4096 - text.answer_tokens) // max(text.execution.prompt.chunks))
@@ -490,7 +527,8 @@ def test_towers_are_captured_where_they_lie_on_the_device_and_their_bytes_are_in
 def test_the_decoder_comes_before_captured_towers():
     streamed, small = plan(4, head="auto").execution.towers, plan(4).execution.towers
     assert streamed.mode == small.mode == "eager" and not streamed.bytes
-    assert streamed.reason.startswith("model.vision_tower") and small.reason == "prompts are not captured"
+    assert streamed.reason.startswith("model.vision_tower") and small.reason.startswith("model.vision_tower")
+    assert plan(4.5, batch=2).execution.towers.reason == "prompts are not captured"
     assert plan(4, head="auto", images=0, audio_s=0.0).execution.tokens_per_s == pytest.approx(
         plan(4, head="auto").execution.tokens_per_s, rel=0.05
     )

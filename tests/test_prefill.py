@@ -595,7 +595,7 @@ def test_the_count_imports_no_torch():
 def test_more_rows_than_were_planned_keep_the_planned_chunks():
     """A pass of transformers' own would have a cache that a plan with chunks does not count."""
     prompts = object.__new__(Prompts)
-    planned = narrow_plan(4)
+    planned = narrow_plan(4.5, batch=2)
     assert planned.execution.prompt.mode == "eager" and planned.execution.prompt.chunks
     prompts.model = SimpleNamespace(plan=planned, prefill_tokens=planned.prefill_tokens)
     prompts.batch, prompts.captures = SimpleNamespace(rows=3, context_tokens=4096), True

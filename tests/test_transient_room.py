@@ -33,7 +33,7 @@ def device(monkeypatch):
 
 
 def small() -> Plan:
-    made = plan(4)
+    made = plan(4.5, batch=2)
     assert made.execution.prompt.mode == "eager"
     return made
 

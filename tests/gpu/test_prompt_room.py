@@ -100,7 +100,14 @@ def test_a_room_is_lent_only_where_the_budget_has_no_other(room):
 def test_prompts_beside_copied_layers_are_captured_and_the_same(family, tmp_path):
     folder = pico.build(family, tmp_path / "base")
     adapter = pico.adapter(folder, tmp_path / "a", targets="all")
-    options = {"quant": "none", "dtype": "float32", "context": 96, "device": DEVICE, "adapters": {"a": adapter}}
+    options = {
+        "quant": "none",
+        "dtype": "float32",
+        "context": 96,
+        "device": DEVICE,
+        "gpu_memory": "8GiB",
+        "adapters": {"a": adapter},
+    }
     with trimtab.load(trimtab.plan(folder, **options), decode="auto") as model:
         whole = eager(model)
         expected = {
@@ -128,7 +135,7 @@ def test_images_between_captured_prompts_change_nothing(tmp_path):
     """Towers that are copied in for each pass compute in the room, between replays of graphs that write there."""
 
     folder = pico.build("gemma4", tmp_path / "base")
-    options = {"quant": "none", "dtype": "float32", "context": 96, "device": DEVICE, "images": 1}
+    options = {"quant": "none", "dtype": "float32", "context": 96, "device": DEVICE, "gpu_memory": "8GiB", "images": 1}
     with trimtab.load(trimtab.plan(folder, **options), decode="auto") as model:
         whole = eager(model)
         inputs = picture(model, "gemma4", 3)
@@ -136,7 +143,10 @@ def test_images_between_captured_prompts_change_nothing(tmp_path):
     with trimtab.load(trimtab.plan(folder, place={"vision": "stream"}, **options), decode="auto") as model:
         model.forget_batch()
         batch = Batch(model, rows=1)
+        left = []
         for again in range(4):
             for one, wanted in zip((model.prepare(ids(40)), inputs), expected, strict=True):
                 assert differ(answered(batch, one), wanted) < TOLERANCE, again
-        assert model.prompt_room.is_made and model.prompt_room.left_bytes == 0
+            left.append(model.prompt_room.left_bytes)
+        # What the first image's pass makes for good stays; no later one leaves anything, so that graphs are kept.
+        assert model.prompt_room.is_made and len(set(left)) == 1 and len(batch.prompts._graphs) >= 2
