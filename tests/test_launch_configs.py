@@ -50,7 +50,6 @@ def test_a_document_comes_back_with_its_card_one_configuration_a_line():
     assert json.loads(text)["about"] == {"torch": "2.9"}
 
 
-@pytest.mark.xfail(strict=True, reason="measured again with the next GPU run")
 def test_the_shipped_configurations_were_measured_with_the_present_source():
     file = Path(launch_configs.__file__).parent / "cuda" / "launch_configs_sm_90.json"
     target, configs = launch_configs.read_text(file.read_text(encoding="utf-8"))
