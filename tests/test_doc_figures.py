@@ -99,6 +99,62 @@ def prompt_kernels():
     yield f"({lora['us']:.0f} µs instead of {lora['torch_us']:.0f} for 512 tokens)"
 
 
+def columns(*shapes):
+    """Return the rows of layers of these shapes with an adapter of rank 8, for 512 tokens."""
+    rows = [row for row in results_of("adapter_columns")["rows"] if (row["tokens"], row["rank"]) == (512, 8)]
+    return [next(row for row in rows if row["shape"] == shape) for shape in shapes]
+
+
+GATE_UP, QKV, OUTPUT, DOWN = (
+    [[10240, 10240], 2560],
+    [[2048, 512, 512], 2560],
+    [[2560], 2048],
+    [[2560], 10240],
+)
+
+
+def adapters_inside():
+    gate_up, qkv = columns(GATE_UP, QKV)
+    yield (
+        f"gate and up of E4B take {gate_up['us']:.0f} µs instead of {gate_up['before_us']:.0f}, queries, keys and values "
+        f"{qkv['us']:.0f} instead of {qkv['before_us']:.0f}"
+    )
+
+
+def adapters_inside_decided():
+    gate_up, qkv, output, down, qwen = columns(GATE_UP, QKV, OUTPUT, DOWN, [[12288, 12288], 4096])
+    yield f"gate and up of E4B {gate_up['before_us']:.0f} and {gate_up['us']:.0f}"
+    yield f"values {qkv['before_us']:.0f} and {qkv['us']:.0f}, output {output['before_us']:.0f} and {output['us']:.0f}"
+    yield f"down {down['before_us']:.1f} and {down['us']:.1f}; gate and up of Qwen3-8B"
+    yield f"{qwen['before_us']:.0f} and {qwen['us']:.0f}"
+
+
+def first_tokens_beside_copies():
+    """Of the last runs on an H200 and on an H100."""
+    for gib, head in ((4, "full"), (3.2, "auto")):
+        before, now = card(gib, head, 8), card(gib, head, 9)
+        yield (
+            f"{now['ttft_ms']:.0f} ms instead of {before['ttft_ms']:.0f}"
+            if head == "full"
+            else (f"{now['ttft_ms']:.0f} instead of {before['ttft_ms']:.0f} on {gib} GiB")
+        )
+
+
+def small_card_goals():
+    full, small = card(4, "full", 9), card(3.2, "auto", 9)
+    yield f"| {rounded(100 * full['link_share'], 0)} % (H100) |"
+    yield f"| {rounded(100 * small['link_share'], 0)} % (H100) |"
+    yield f"{card(4, 'auto', 8)['tok_s']:.0f}; H100 {card(4, 'auto', 9)['tok_s']:.0f} |"
+    yield f"{card(4, 'auto', 9)['ttft_ms']:.0f} / {full['ttft_ms']:.0f} ms (H100)"
+    below = [
+        round((row["planned_gib"] - row["process_gib"]) * 1024)
+        for row in results_of("cards")["rows"] if row["run"] == 9 and row["card_gib"] <= 4
+    ]  # fmt: skip
+    wide = card(6, "full", 9)
+    spare = round((wide["planned_gib"] - wide["process_gib"]) * 1024)
+    yield f"{min(below)} to {max(below)} MiB up to 4 GiB, {spare} MiB on 6 GiB (H100)"
+
+
 def on_a_cpu():
     titles = {
         "llama-300m, none": "Llama 310 M | none",
@@ -262,7 +318,9 @@ def media_memory():
 CASES = {
     holds: "serve-many-adapters", holds_in_limits: "limits", media_memory: "serve-many-adapters",
     staging: "how-fast-and-why", predictions: "read-a-plan", prompts: "how-fast-and-why",
-    towers: "how-fast-and-why", prompt_kernels: "how-fast-and-why",
+    towers: "how-fast-and-why", prompt_kernels: "how-fast-and-why", adapters_inside: "how-fast-and-why",
+    adapters_inside_decided: "decisions/0026-adapters-inside-products", first_tokens_beside_copies: "how-fast-and-why",
+    small_card_goals: "how-fast-and-why",
     on_a_cpu: "how-fast-and-why", server_load: "server-under-load", attackers: "server-under-load",
     steps: "decisions/0007-adapters-by-table", kv8: "fit-a-model", kv_pages: "serve-many-adapters", head8: "8-bit-head",
     merging: "merge-in-little-memory", first_tokens: "run-on-a-cpu", threads: "run-on-a-cpu", on_ray: "on-a-cluster",

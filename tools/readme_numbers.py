@@ -315,10 +315,23 @@ def _case_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
 def _latest_cards(results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the rows of bench/results/cards.json, the smallest cards first.
 
-    Of a case that was measured twice the later run counts.
+    Of a case that was measured twice on one GPU the later run counts.
     """
-    latest = {_case_of(row): row for row in results["rows"] if "error" not in row}
-    return sorted(latest.values(), key=lambda row: (row["model"], row["card_gib"] or 999, *_case_of(row)[2:]))
+    latest = {(_case_of(row), _gpu(row, results)): row for row in results["rows"] if "error" not in row}
+    return sorted(
+        latest.values(),
+        key=lambda row: (row["model"], row["card_gib"] or 999, *_case_of(row)[2:], _gpu(row, results)),
+    )
+
+
+def _gpu(row: Mapping[str, Any], results: Mapping[str, Any]) -> str:
+    """Return the short name of the GPU that a row was measured on: H100 of "NVIDIA H100 80GB HBM3"."""
+    return str(row.get("gpu", results["environment"]["gpu"])).removeprefix("NVIDIA ").split()[0]
+
+
+def _gpus(rows: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) -> str:
+    names = dict.fromkeys(row.get("gpu", results["environment"]["gpu"]) for row in rows)
+    return " and ".join(sorted(names))
 
 
 def _card_size(row: Mapping[str, Any]) -> str:
@@ -330,18 +343,19 @@ def cards(results: Mapping[str, Any]) -> str:
     """Return the table of bench/results/cards.json, the smallest cards first, and a line on where it was measured."""
     ordered = _latest_cards(results)
     columns = CARD_COLUMNS + (LINK_COLUMNS if any("forced_gib" in row for row in ordered) else ())
-    head = ["model", "card", "`--head`", "head", "decode steps", *(heading for heading, *_ in columns)]
-    lines = [head, ["---"] * 5 + ["---:"] * len(columns)]
+    head = ["model", "card", "GPU", "`--head`", "head", "decode steps", *(heading for heading, *_ in columns)]
+    lines = [head, ["---"] * 6 + ["---:"] * len(columns)]
     for row in ordered:
         steps = "stock" if row.get("engine") == "stock" else row["execution"]
-        label = [row["model"].upper(), _card_size(row), row["head"], row.get("chosen_head", row["head"]), steps]
+        heads = [row["head"], row.get("chosen_head", row["head"])]
+        label = [row["model"].upper(), _card_size(row), _gpu(row, results), *heads, steps]
         lines.append(
             [*label, *("-" if row.get(key) is None else f"{row[key]:.{decimals}f}" for _, key, decimals in columns)]
         )
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     where = results["environment"]
     packages = ", ".join(f"{name} {where[name]}" for name in PACKAGES if name in where)
-    return f"{table}\n\n{where['gpu']}, Python {where['python']}, {packages}; context 4096, rank 8.\n"
+    return f"{table}\n\n{_gpus(ordered, results)}, Python {where['python']}, {packages}; context 4096, rank 8.\n"
 
 
 def small_cards(results: Mapping[str, Any]) -> str:
@@ -354,6 +368,7 @@ def small_cards(results: Mapping[str, Any]) -> str:
     heads = [
         "model",
         "card",
+        "GPU",
         "output head",
         "tokens/s",
         "predicted",
@@ -361,24 +376,25 @@ def small_cards(results: Mapping[str, Any]) -> str:
         "planned",
         "process",
     ]
-    lines = [heads, ["---"] * 3 + ["---:"] * 5]
+    lines = [heads, ["---"] * 4 + ["---:"] * 5]
     for case in SMALL_CARDS:
         row = found[case]
         lines.append([
-            row["model"].upper(), f"{row['card_gib']:g} GiB", {"int8": "8 bits", "full": "full"}[row["chosen_head"]],
+            row["model"].upper(), f"{row['card_gib']:g} GiB", _gpu(row, results),
+            {"int8": "8 bits", "full": "full"}[row["chosen_head"]],
             f"{row['tok_s']:.0f}", f"{row['predicted_tok_s']:.0f}", f"{row['ttft_ms']:.0f} ms",
             f"{row['planned_gib']:.2f} GiB", f"{row['process_gib']:.2f} GiB",
         ])  # fmt: skip
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    gpu = results["environment"]["gpu"]
-    closing = f"{gpu}, 4-bit weights, an adapter of rank 8 on text, vision and audio, context 4096."
+    gpus = _gpus([found[case] for case in SMALL_CARDS], results)
+    closing = f"{gpus}, 4-bit weights, an adapter of rank 8 on text, vision and audio, context 4096."
     return f"{table}\n\n{closing} {above_plan(results)}"
 
 
 def card_predictions(results: Mapping[str, Any]) -> str:
     """Return a table of bench/results/cards.json for the cards that stream layers, and a sentence on the others."""
     rows = [row for row in _latest_cards(results) if "predicted_tok_s" in row]
-    lines = [["model", "card", "predicted tokens/s", "measured", "difference"], ["---"] * 2 + ["---:"] * 3]
+    lines = [["model", "card", "GPU", "predicted tokens/s", "measured", "difference"], ["---"] * 3 + ["---:"] * 3]
     resident = []
     for row in rows:
         share = 100 * (row["predicted_tok_s"] / row["tok_s"] - 1)
@@ -387,12 +403,13 @@ def card_predictions(results: Mapping[str, Any]) -> str:
             continue
         head = {"int8": "8-bit head", "full": "full head"}[row["chosen_head"]]
         lines.append([
-            row["model"].upper(), f"{_card_size(row)}, {head}", f"{row['predicted_tok_s']:.0f}", f"{row['tok_s']:.0f}",
+            row["model"].upper(), f"{_card_size(row)}, {head}", _gpu(row, results), f"{row['predicted_tok_s']:.0f}",
+            f"{row['tok_s']:.0f}",
             f"{share:+.0f} %",
         ])  # fmt: skip
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     return (
-        f"{table}\n\n{results['environment']['gpu']}, cards that stream layers. On the {len(resident)} others, which hold the "
+        f"{table}\n\n{_gpus(rows, results)}, cards that stream layers. On the {len(resident)} others, which hold the "
         f"whole decoder, the predictions differ by {min(resident):+.0f} to {max(resident):+.0f} % (`bench/results/cards.json`).\n"
     )
 
