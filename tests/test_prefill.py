@@ -592,11 +592,12 @@ def test_the_count_imports_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_more_rows_than_were_planned_keep_the_planned_chunks():
+@pytest.mark.parametrize(("given", "batch", "mode"), [((4.5,), 2, "eager"), ((4,), 1, "graph")])
+def test_more_rows_than_were_planned_keep_the_planned_chunks(given, batch, mode):
     """A pass of transformers' own would have a cache that a plan with chunks does not count."""
     prompts = object.__new__(Prompts)
-    planned = narrow_plan(4.5, batch=2)
-    assert planned.execution.prompt.mode == "eager" and planned.execution.prompt.chunks
+    planned = narrow_plan(*given, batch=batch)
+    assert planned.execution.prompt.mode == mode and planned.execution.prompt.chunks
     prompts.model = SimpleNamespace(plan=planned, prefill_tokens=planned.prefill_tokens)
     prompts.batch, prompts.captures = SimpleNamespace(rows=3, context_tokens=4096), True
     prompts.extra_bytes, prompts.left_bytes = (lambda sizes: 2**30), (lambda: 2**20)

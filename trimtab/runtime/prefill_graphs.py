@@ -104,7 +104,7 @@ class Prompts:
         self._tower_ops: TowerOps | None = None
         self._columns: adapter_columns.AdapterColumns | None = None
         self.four_bit: list[Leaf] = []
-        self.room = self.model.prompt_room if self.captures else None
+        self.room = self.model.prompt_room if self.captures and batch.rows == 1 else None
         self._graphs: GraphCache[_Captured] = GraphCache(lambda: None if self.room is None else self.room.handle)
         self._uses = FormUses()
         self.layouts = Layouts(self)
@@ -158,11 +158,12 @@ class Prompts:
         for row in self.model.plan.placements if self.captures else ():
             if row.part in ("language", "text", "head") and row.tier in ("host", "disk"):
                 return f"{row.block_path} is in tier {row.tier}: the CPU takes part in every chunk"
+        wanted = self.captures
         self.sizes, needed, free = self._fitting(sizes)
         planned = self.model.plan.execution.prompt
         if self.device.type == "cuda" and not self.sizes and sizes is None and not planned.chunks:
             return f"planned so: {planned.reason}"
-        if self.sizes:
+        if self.sizes and (self.captures == wanted or planned.mode not in CAPTURED):
             return None
         return f"they need {gib(needed)} more than the plan and the captured steps, {gib(free)} are left"
 
@@ -179,8 +180,8 @@ class Prompts:
         free = self.left_bytes()
         least = min(LEAST_LARGEST, max(chosen, default=0))
         fitting = choose_chunks(chosen, self.extra_bytes, free)
-        if not fitting and sizes is None and planned.chunks and planned.mode not in CAPTURED:
-            self.captures = False  # as planned: a pass of transformers' own has a cache that the plan does not count
+        if not fitting and sizes is None and planned.chunks:
+            self.captures = False  # a pass of transformers' own has a cache that a plan with chunks does not count
             fitting = planned.chunks
         return fitting, self.extra_bytes((least,)), max(free, 0)
 
@@ -470,7 +471,8 @@ class Prompts:
         assert isinstance(form, Form)
         self.kernels()
         if self.room is not None and not self.room.make():
-            return None  # lent to others, who have not given it back yet
+            self.fall_back("another pass or program has their memory for now")
+            return None
         self._make_room()
         start = time.perf_counter()
         before = self.batch.cache.rings(rows)
