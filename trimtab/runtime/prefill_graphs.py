@@ -469,8 +469,7 @@ class Prompts:
         """Return the graph of a form, captured and run; None, and no further captures, where that turns out impossible."""
         form = key[0]
         assert isinstance(form, Form)
-        self.kernels()
-        if self.room is not None and not self.room.make():
+        if self.room is not None and not self.room.make(is_lean=self.kernels().adds):
             self.fall_back("another pass or program has their memory for now")
             return None
         self._make_room()

@@ -85,8 +85,9 @@ class PromptRoom:
         """What torch holds for the room; more than its segment where tensors did not fit there."""
         return sum(int(segment["total_size"]) for segment in self._segments())
 
-    def make(self) -> bool:
-        """Allocate the segment. Returns whether the room can be used: False where the device has no such memory left."""
+    def make(self, *, is_lean: bool = False) -> bool:
+        """Allocate the segment. Returns whether the room can be used: False where the device has no such memory left. is_lean: whether
+        passes take less than a plan counts, because our kernels add adapters."""
         if self._pool is not None:
             return True
         torch.cuda.empty_cache()
@@ -94,7 +95,7 @@ class PromptRoom:
         self.segment_bytes = self.nbytes
         if self.torch_bytes:
             rest = self.torch_bytes - int(torch.cuda.memory_reserved(self.device)) - LEFT_BYTES
-            self.segment_bytes = max(rest, int(LEAST_SHARE * self.nbytes))
+            self.segment_bytes = max(rest, int(LEAST_SHARE * self.nbytes) if is_lean else self.nbytes)
         free, _ = torch.cuda.mem_get_info(self.device)
         if free < self.segment_bytes + _SPARE_BYTES:
             return False
@@ -160,7 +161,7 @@ class PromptRoom:
         if self._pool is None:
             return True
         left = self._allocated_bytes()
-        if left > self.left_bytes:
+        if left > self.left_bytes and gc.isenabled():  # it is off while a graph is captured (capturing.py)
             gc.collect()
             left = self._allocated_bytes()
         is_clean = left <= self.left_bytes
