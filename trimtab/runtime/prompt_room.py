@@ -86,8 +86,8 @@ class PromptRoom:
         return sum(int(segment["total_size"]) for segment in self._segments())
 
     def make(self, *, is_lean: bool = False) -> bool:
-        """Allocate the segment. Returns whether the room can be used: False where the device has no such memory left. is_lean: whether
-        passes take less than a plan counts, because our kernels add adapters."""
+        """Allocate the segment. Returns whether the room can be used: False where the device has no such memory left. is_lean:
+        whether passes take less than a plan counts, because our kernels add adapters."""
         if self._pool is not None:
             return True
         torch.cuda.empty_cache()

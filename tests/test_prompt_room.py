@@ -1,0 +1,156 @@
+"""Which model has a room for its prompts, how large it is, and what happens to graphs when a pass leaves something in it.
+
+The allocator is a stand-in here; tests/gpu/test_prompt_room.py runs torch's.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.test_execution import E4B, GIB, MIB, plan
+from trimtab.plan.prompt_memory import room_bytes
+from trimtab.runtime import prompt_room
+from trimtab.runtime.prompt_room import LEAST_SHARE, LEFT_BYTES, PromptRoom, room_of
+from trimtab.runtime.transient_room import torch_bytes
+
+CUDA = torch.device("cuda:0")
+
+
+class Pool:
+    id = (0, 7)
+
+    def __init__(self, state):
+        self.state = state
+
+    def snapshot(self):
+        return [
+            {"total_size": 64 * MIB, "allocated_size": self.state["allocated"]},
+            {"total_size": 2 * MIB, "allocated_size": 0},
+        ]
+
+
+class Owner:
+    dropped = 0
+
+    def drop_graphs(self):
+        self.dropped += 1
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A device without one. taken: the segments; allocated: of the pool; reserved, free: of torch and of the device."""
+    state = {"reserved": 0, "free": 8 * GIB, "taken": [], "allocated": 0, "fails": False}
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: state["reserved"])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (state["free"], 8 * GIB))
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda: Pool(state))
+    monkeypatch.setattr(prompt_room.torch, "zeros", lambda *shape, dtype, device: None)
+
+    def empty(count, *, dtype, device):
+        if state["fails"]:
+            raise torch.OutOfMemoryError("no")
+        state["taken"].append(count)
+
+    @contextmanager
+    def here(*args):
+        yield
+
+    monkeypatch.setattr(prompt_room.torch, "empty", empty)
+    monkeypatch.setattr(prompt_room, "side_stream", here)
+    monkeypatch.setattr(PromptRoom, "using", here)
+
+    class Graphs:
+        def __init__(self, pool):
+            assert pool() == Pool.id
+
+        def record(self, side, run):
+            return object(), None
+
+    monkeypatch.setattr(prompt_room, "GraphCache", Graphs)
+    monkeypatch.setattr(PromptRoom, "_mark", type("Mark", (), {"zero_": None})(), raising=False)
+    monkeypatch.setattr(prompt_room.torch, "zeros", lambda *shape, dtype, device: type("Mark", (), {"zero_": None})())
+    return state
+
+
+@pytest.mark.parametrize(
+    ("gib", "asked", "has_one"),
+    [(4, {}, True), (8, {}, True), (24, {}, False), (4.5, {"batch": 2}, False), (8, {"decode": "eager"}, False)],
+)
+def test_a_model_that_answers_one_request_at_a_time_in_a_small_budget_has_a_room(gib, asked, has_one):
+    made = plan(gib, **asked)
+    room = room_of(made, E4B, CUDA)
+    assert (room is not None) is has_one and room_of(made, E4B, torch.device("cpu")) is None
+    if room is not None:
+        assert (
+            room.nbytes == room_bytes(made, E4B) and room.spare_bytes == made.gpu_budget_bytes - made.gpu_needed_bytes
+        )
+        # With captured towers, which have memory of their own, the room is no more than planned.
+        towers = made.execution.towers.mode == "graph"
+        assert room.torch_bytes == (0 if towers else torch_bytes(made))
+
+
+@pytest.mark.parametrize("is_lean", [False, True])
+def test_the_segment_is_the_rest_of_the_plan(device, is_lean):
+    made = plan(4)
+    room = room_of(made, E4B, CUDA)
+    device["reserved"] = torch_bytes(made) - room.nbytes - 100 * MIB
+    assert room.make(is_lean=is_lean) and room.is_made and device["taken"] == [room.nbytes + 100 * MIB - LEFT_BYTES]
+    assert room.make() and len(device["taken"]) == 1 and room.segment_bytes == device["taken"][0]
+    assert room.held_bytes == 66 * MIB and room.handle == Pool.id
+
+
+@pytest.mark.parametrize(("is_lean", "share"), [(False, 1), (True, LEAST_SHARE)])
+def test_the_segment_is_what_passes_take_where_torch_holds_more_elsewhere(device, is_lean, share):
+    room = room_of(plan(4), E4B, CUDA)
+    device["reserved"] = room.torch_bytes
+    assert room.make(is_lean=is_lean) and device["taken"] == [int(share * room.nbytes)]
+
+
+@pytest.mark.parametrize("state", [{"free": 60 * MIB}, {"fails": True}])
+def test_without_the_memory_there_is_no_room(device, state):
+    device.update(state)
+    room = PromptRoom(CUDA, 64 * MIB)
+    assert not room.make() and not room.is_made and room.held_bytes == 0 and room.check()
+
+
+def test_graphs_go_when_a_pass_leaves_something_and_only_then(device):
+    room, owner = PromptRoom(CUDA, 64 * MIB), Owner()
+    room.owners.add(owner)
+    assert room.make() and room.check() and owner.dropped == 0
+    device["allocated"] = 3 * MIB
+    assert not room.check() and owner.dropped == 1 and room.left_bytes == 3 * MIB
+    assert room.check() and owner.dropped == 1  # nothing more is left
+    device["allocated"] = MIB
+    assert room.check() and room.left_bytes == MIB
+    device["allocated"] = 2 * MIB
+    assert not room.check() and owner.dropped == 2
+
+
+def test_a_room_is_lent_where_the_budget_has_no_other_memory(device):
+    room, owner = PromptRoom(CUDA, 64 * MIB, spare_bytes=64 * MIB), Owner()
+    room.owners.add(owner)
+    assert room.make()
+    room.lend()
+    assert room.is_made and owner.dropped == 0
+    room.spare_bytes -= 1
+    room.lend()
+    assert not room.is_made and owner.dropped == 1
+    room.lend()
+    assert owner.dropped == 1 and room.make()
+
+
+def test_an_owner_that_is_gone_is_forgotten(device):
+    room = PromptRoom(CUDA, 64 * MIB)
+    room.owners.add(Owner())
+    assert room.make() and not list(room.owners)
+    room.release()
+
+
+def test_a_saved_plan_gives_the_room_that_it_was_made_with():
+    made = plan(4)
+    assert room_of(replace(made, gpu_budget_bytes=16 * GIB), E4B, CUDA) is None
+    assert room_of(made, E4B, CUDA).nbytes == room_of(replace(made), E4B, CUDA).nbytes
