@@ -71,6 +71,7 @@ FILES: tuple[str, ...] = (
     "i12_cudnn_attention",
     "i13_one_key_head",
     "i14_frozen_last_token",
+    "i15_graph_pool",
 )
 
 
