@@ -168,7 +168,7 @@ def test_activations_are_counted_once_where_graphs_and_other_passes_share_memory
     assert needs.room_bytes == max(counted) and needs_of(E4B, use, **options).room_bytes == 0
     # Without a room the graphs' pool holds the activations of a chunk by itself, and slack.
     assert large.gpu["prompt_buffers"] - small.gpu["prompt_buffers"] == needs.phases["prompt"][1]
-    assert large.gpu["prompt_graphs"] == 4 * small.gpu["prompt_graphs"] and "fragments" not in large.gpu
+    assert large.gpu["prompt_graphs"] == 3 * small.gpu["prompt_graphs"] and "fragments" not in large.gpu
     # Captured towers have memory of their own: the room is that of a chunk.
     assert small.execution.towers.mode == "graph" and room_bytes(small, E4B) == counted[0] + ROOM_SLACK_BYTES
     assert room_bytes(streamed, E4B) == counted[1] + ROOM_SLACK_BYTES
@@ -179,9 +179,9 @@ def test_prompts_share_memory_in_small_budgets_and_one_row(batch, gib, shares):
     assert has_room(batch, int(gib * GIB)) is shares
 
 
-def test_keys_are_repeated_for_the_tokens_of_a_chunk_at_most():
-    assert repeated_tokens(512, 4096, is_chunked=True) == 512
-    assert repeated_tokens(512, 4096, is_chunked=False) == repeated_tokens(8192, 4096, is_chunked=True) == 4096
+def test_keys_that_are_read_in_place_count_as_repeated_for_the_tokens_of_a_chunk_at_most():
+    assert repeated_tokens(512, 4096, in_place=True) == 512
+    assert repeated_tokens(512, 4096, in_place=False) == repeated_tokens(8192, 4096, in_place=True) == 4096
 
 
 def test_images_that_may_be_cut_let_smaller_chunks_be_captured():

@@ -65,8 +65,10 @@ def test_graphs_and_other_passes_use_the_same_bytes(room):
         assert torch.equal(output, expected) and room.check()
     assert room.held_bytes <= held + 4 * MIB and held >= 64 * MIB
     reserved = torch.cuda.memory_reserved()
+    graphs.clear()  # a graph that is alive keeps the pool
+    del graph
     room.release()
-    assert not room.is_made and reserved - torch.cuda.memory_reserved() >= 0
+    assert not room.is_made and reserved - torch.cuda.memory_reserved() >= 64 * MIB
 
 
 def test_what_a_pass_leaves_drops_the_graphs_once(room):
@@ -88,11 +90,9 @@ def test_a_room_that_the_device_has_no_memory_for_is_not_made():
 
 
 def test_a_room_is_lent_only_where_the_budget_has_no_other(room):
-    room.spare_bytes = room.nbytes
-    room.lend()
+    room.lend(room.nbytes)
     assert room.is_made
-    room.spare_bytes = 0
-    room.lend()
+    room.lend(room.nbytes - 1)
     assert not room.is_made and room.make()
 
 

@@ -142,13 +142,13 @@ def use_of(
     )  # fmt: skip
 
 
-def repeated_tokens(new_tokens: int, all_tokens: int, *, is_chunked: bool) -> int:
-    """Return the tokens whose keys and values are repeated to every query head in a pass of a prompt.
+def repeated_tokens(new_tokens: int, all_tokens: int, *, in_place: bool) -> int:
+    """Return the tokens whose keys and values are counted as repeated to every query head in a pass of a prompt.
 
-    Chunks are GPU passes. One sequence's keys are read in place there (runtime/hf_attention.py; its peak was measured on an H200,
-    tests/gpu/test_attention.py); those of several prompts in one pass are repeated, and together they are no more than its tokens.
+    in_place: for one sequence within a small budget, where cuDNN's attention is left out and torch's memory-efficient kernel reads
+    them in place (runtime/hf_attention.py). A pass's own tokens are counted there: a first chunk without a mask may repeat them.
     """
-    return min(new_tokens, all_tokens) if is_chunked else all_tokens
+    return min(new_tokens, all_tokens) if in_place else all_tokens
 
 
 def kv_cache_bytes(
@@ -251,6 +251,7 @@ def needs_of(
     chunk_tokens: int = 0,
     is_unpacked_elsewhere: bool = False,
     is_fused: bool = False,
+    in_place: bool = False,
     has_room: bool = False,
 ) -> Needs:
     """Return what a request needs beside weights, at its worst.
@@ -259,15 +260,16 @@ def needs_of(
     are decoded together. A prompt goes through by itself, with a cache of its own beside them; in captured chunks of
     up to `chunk_tokens` it is written into such a buffer, one more than there are rows where there are several.
     is_unpacked_elsewhere: whether a prompt's 4-bit weights are unpacked into room that is counted by itself. is_fused: whether
-    steps read pages of keys and values where they are. has_room: whether prompts are captured: the memory of their graphs serves
-    every pass of prompts and towers, and nothing else.
+    steps read pages of keys and values where they are. in_place: whether a chunk reads grouped keys where they are
+    (`repeated_tokens`). has_room: whether such chunks are captured: the memory of their graphs serves every pass of prompts and
+    towers, and nothing else.
     """
     kind = quant_of(anatomy, quant)
     is_captured, has_rows = has_rows, has_rows or use.batch > 1
     one = _Counter(anatomy, replace(use, batch=1), kind, has_adapters)
     prompt = _Counter(
         anatomy, replace(use, batch=1), kind, has_adapters, is_unpacked_elsewhere=is_unpacked_elsewhere,
-        is_chunked=chunk_tokens > 0,
+        reads_in_place=chunk_tokens > 0 and (in_place or has_room),
     )  # fmt: skip
     several = _Counter(anatomy, use, kind, has_adapters)
     layers, dtype = anatomy.kv_layers, anatomy.dtype
@@ -384,7 +386,7 @@ class _Counter:
 
     def __init__(
         self, anatomy: Anatomy, use: Use, quant: str, has_adapters: bool, *, is_unpacked_elsewhere: bool = False,
-        is_chunked: bool = False,
+        reads_in_place: bool = False,
     ) -> None:  # fmt: skip
         self.anatomy, self.use, self.has_adapters = anatomy, use, has_adapters
         self.dtype_bytes = DTYPE_BYTES[anatomy.dtype]
@@ -394,7 +396,7 @@ class _Counter:
         self.widths = {part: widths_of(anatomy, part, quant=quant) for part in ("language", "vision", "audio")}
         self.ple = scanned.ple
         self.ple_weight = 0 if self.int8 or is_unpacked_elsewhere else scanned.ple_projection
-        self.is_unpacked_elsewhere, self.is_chunked = is_unpacked_elsewhere, is_chunked
+        self.is_unpacked_elsewhere, self.reads_in_place = is_unpacked_elsewhere, reads_in_place
 
     def d(self, name: str, width: float) -> float:
         """Return coefficient x width in the model's dtype."""
@@ -452,7 +454,9 @@ class _Counter:
         fixed = rows * self.d("hidden.held", hidden) + COEFFICIENTS["attention.mask"][0] * pairs
         largest_kv = max((layer.kv_heads * layer.head_dim for layer in self.anatomy.kv_layers), default=0)
         repeats = many and largest_kv < wide.query
-        repeated = repeated_tokens(rows, rows // new_tokens * all_tokens, is_chunked=self.is_chunked) if repeats else 0
+        repeated = (
+            repeated_tokens(rows, rows // new_tokens * all_tokens, in_place=self.reads_in_place) if repeats else 0
+        )
         layer = self.layer(wide, rows, pairs, masked=many, repeated=repeated) + rows * self.d("ple.held", self.ple)
         first = rows * max(
             self.d("ple.norm", self.ple) + self.f("ple.norm_float", self.ple),

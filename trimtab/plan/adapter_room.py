@@ -65,12 +65,13 @@ def first_adapter_bytes(plan: Plan, anatomy: Anatomy) -> int:
         return 0
     use = use_of(request, anatomy, answer_tokens=plan.answer_tokens)
     chunks, quant = plan.execution.prompt.chunks, request.quant
-    is_shared = plan.execution.prompt.mode in CAPTURED and has_room(request.batch, plan.gpu_budget_bytes)
+    in_place = has_room(request.batch, plan.gpu_budget_bytes)
+    is_shared = plan.execution.prompt.mode in CAPTURED and in_place
     totals = []
     for has_adapters in (True, False):
         needs = needs_of(
             anatomy, use, quant=quant, has_adapters=has_adapters, has_rows=step.mode in CAPTURED and bool(step.bytes),
-            chunk_tokens=max(chunks, default=0), has_room=is_shared,
+            chunk_tokens=max(chunks, default=0), has_room=is_shared, in_place=in_place,
         )  # fmt: skip
         total = needs.kv_cache_bytes + needs.activation_bytes
         if step.bytes:

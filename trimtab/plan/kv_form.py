@@ -29,9 +29,9 @@ KV8_KL = 6.3e-4
 # says of it is marked as an estimate (`Phase.estimated_s`).
 LAYER_KERNELS = 24
 KERNEL_S = 1.5e-6
-# A node of a graph in the driver's memory, with its arguments: graphs of prompts of E4B and E2B took 0.6 to 0.8 KiB for each kernel
-# that is counted, on one H200 (`captured` in bench/results/cards.json). Not measured for the kernels here.
-NODE_BYTES = 2**10
+# A node of a graph in the driver's memory, with its arguments and, the first time, its code: six graphs of E4B's prompts took
+# 42 MiB, 1.46 KiB for each kernel that is counted (`captured` in bench/results/cards.json, run 9). Not measured for those here.
+NODE_BYTES = 3 * 2**9
 # While a chunk's keys are rounded: their values in float32, divided, and rounded.
 ROUNDING_BYTES = 12
 

@@ -172,13 +172,14 @@ class _Planner:
         self.asked = _asked(request, anatomy, self.blocks, machine)
         self.use = use_of(request, anatomy, answer_tokens=ANSWER_TOKENS, chunk_tokens=chunk_tokens)
         self.is_captured = mode in CAPTURED and not machine.on_cpu
-        self.has_room = captures_prompts and has_room(request.batch, machine.budget_bytes(request.gpu_memory_bytes))
+        in_place = has_room(request.batch, machine.budget_bytes(request.gpu_memory_bytes))
+        self.has_room = captures_prompts and in_place
         most = min(self.use.prefill_tokens, self.use.context_tokens)
         self.chunks = tuple(size for size in chunks if size <= most) or chunks[:1]
         self.needs = needs_of(
             anatomy, self.use, quant=request.quant, has_adapters=bool(adapters), has_rows=self.is_captured,
             chunk_tokens=max(self.chunks, default=0), is_fused=mode == "fused", has_room=self.has_room,
-            is_unpacked_elsewhere=bool(self.chunks) and (self.has_room or not captures_prompts),
+            in_place=in_place, is_unpacked_elsewhere=bool(self.chunks) and (self.has_room or not captures_prompts),
         )  # fmt: skip
         self.prompt_bytes = self._prompt_bytes()
         self.adapter_bytes = sum(adapters.values())

@@ -133,6 +133,7 @@ def _stepped(model: Any, inputs: Inputs, continuation: Sequence[int], adapter: s
 
 @contextmanager
 def _using(model: Any, adapter: str | None) -> Iterator[None]:
+    model.lend_prompt_room()  # these passes hold the logits of every position
     model.route.set(adapter)
     try:
         yield
@@ -165,6 +166,7 @@ def _run_batched(model: Any, items: Sequence[Mapping[str, Any]], request: Mappin
     for start in range(0, len(items), count):
         group = items[start : start + count]
         rows = [forced.extended(forced.read_inputs(i["file"], model.device), i["continuation"]) for i in group]
+        model.lend_prompt_room()
         model.route.set_rows([item["adapter"] for item in group])
         try:
             logits, _ = forced.forward(model.hf_model, forced.padded_batch(rows))

@@ -51,6 +51,7 @@ def rounded_draws(
 def _answer(
     model: Any, adapter: str, inputs: Mapping[str, Tensor], seed: int | None, packed: Mapping[str, str]
 ) -> Tensor:
+    model.lend_prompt_room()
     with merged_in_memory(model, adapter, seed, packed):
         if seed is None:
             return forced.forward(model.hf_model, inputs)[0][0]

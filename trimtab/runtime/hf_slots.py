@@ -422,6 +422,13 @@ def reset_offset(hf_model: Any) -> None:
         module.rope_deltas = None
 
 
+def copy_offset(hf_model: Any) -> None:
+    """Let the model keep a copy of its offset: the memory that a pass was computed in is another's soon."""
+    module = _rope_module(hf_model)
+    if module is not None and module.rope_deltas is not None:
+        module.rope_deltas = module.rope_deltas.clone()
+
+
 def read_offset(hf_model: Any) -> int:
     """Return the offset that the prompt which has just gone through leaves its answer."""
     module = _rope_module(hf_model)

@@ -37,7 +37,8 @@ _RUNNING = (
     "tower_activations",
     "checks",
 )
-_DRIVER = ("cuda_context", "kernels", "fragments")
+_DRIVER = ("cuda_context", "kernels")
+_SLACK = ("allocator_reserve", "fragments")
 _GRAPHS = ("graphs", "prompt_graphs", "tower_graphs")
 
 
@@ -83,7 +84,7 @@ def shares_of(model: LoadedModel, batch: Batch | None = None) -> tuple[Share, ..
     shares += [_not_measured(name, planned(name)) for name in _RUNNING if name != "activations" and planned(name)]
     shares += [
         Share(name="activations, with workspaces and buffers", planned_bytes=planned(*_RUNNING), measured_bytes=max(running, 0)),
-        Share(name="allocator slack", planned_bytes=planned("allocator_reserve"), measured_bytes=max(reserved - peak, 0)),
+        Share(name="allocator slack", planned_bytes=planned(*_SLACK), measured_bytes=max(reserved - peak, 0)),
         Share(name="graphs", planned_bytes=planned(*_GRAPHS), measured_bytes=None if is_estimate else graphs),
         Share(
             name="context and kernels", planned_bytes=planned(*_DRIVER),

@@ -146,7 +146,7 @@ class LoadedModel(Asking):
     def lend_prompt_room(self) -> None:
         """Give back the memory of captured prompts where a pass of another kind needs it (`PromptRoom.lend`)."""
         if self.prompt_room is not None:
-            self.prompt_room.lend()
+            self.prompt_room.lend(self.free_adapter_bytes())
 
     def forget_batch(self) -> None:
         """Give back the batch of one row that answers use, for a caller that makes its own: the plan counts one of them."""
@@ -245,6 +245,8 @@ class LoadedModel(Asking):
         wait_for_all(self.device)  # steps that were queued ahead read host memory that is given back here
         self._give_back_attention()
         loaded, self._loaded = self._loaded, None
+        if self.prompt_room is not None:
+            self.prompt_room.release()
         self._single, self.unpacked, self.unpacked_bytes, self.prompt_room = None, None, 0, None
         if loaded is not None:
             loaded.close()
@@ -579,8 +581,7 @@ class LoadedModel(Asking):
         what the driver holds for the process there (context, code, graphs and torch's cache included);
         gpu_process_is_estimate is 1 where the driver does not report it, and the figure then leaves out kernels and graphs.
         host_peak_bytes: peak of the process in host memory. Not measured: gpu_planned_bytes, the plan's figure for the
-        process, and gpu_decode_bytes, what captured steps take beyond the plan (0 for planned ones). `memory_shares` has
-        each share.
+        process, and gpu_decode_bytes, what captured steps take beyond the plan (0 for planned ones). Shares: `memory_shares`.
         """
         from trimtab.runtime import memory_shares
 

@@ -13,8 +13,8 @@ use the same bytes: torch's allocator may give a free part of the pool to either
 passes without graphs in the graphs' pool as well). One segment as large as the plan's count is allocated first, because torch
 never joins segments.
 
-The condition: no tensor that a pass allocates in the room is alive when a graph of the room is replayed. `check` compares the bytes
-that the pool has given away with those before; if something is left, the owners drop their graphs, and the rest stays where it is.
+The condition: no tensor that a pass allocates in the room is alive when a graph of the room is replayed. `check` compares the
+blocks that are in use with those before; if there is another one, the owners drop their graphs, and the block stays where it is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.plan import Plan
 from trimtab.plan.execution import CAPTURED
 from trimtab.plan.prompt_memory import has_room, room_bytes
-from trimtab.runtime.capturing import side_stream
+from trimtab.runtime.capturing import side_stream, wait_for_all
 from trimtab.runtime.graph_cache import GraphCache
 from trimtab.runtime.transient_room import torch_bytes
 
@@ -52,18 +52,19 @@ class Owner(Protocol):
 
 
 class PromptRoom:
-    """The room of one model. nbytes: of its segment. spare_bytes: what the plan leaves of the budget. torch_bytes: what the plan
-    counts for torch, where the room is to hold the rest of it; 0 where it holds `nbytes`. dtype: of the model. owners: of its
-    graphs.
+    """The room of one model. nbytes: of its segment. torch_bytes: what the plan counts for torch, where the room is to hold the
+    rest of it; 0 where it holds `nbytes`. dtype: of the model. owners: of its graphs.
     """
 
     def __init__(
-        self, device: torch.device, nbytes: int, *, spare_bytes: int = 0, torch_bytes: int = 0, dtype: torch.dtype = torch.float32
-    ) -> None:  # fmt: skip
-        self.device, self.nbytes, self.spare_bytes, self.torch_bytes = device, nbytes, spare_bytes, torch_bytes
+        self, device: torch.device, nbytes: int, *, torch_bytes: int = 0, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.device, self.nbytes, self.torch_bytes = device, nbytes, torch_bytes
         self.owners: WeakSet[Owner] = WeakSet()
         self.segment_bytes = 0
-        self.left_bytes = 0  # of tensors that earlier passes have left in the pool
+        self._left: frozenset[tuple[int, int]] = (
+            frozenset()
+        )  # (address, bytes) of what earlier passes have left in the pool
         self._dtype = dtype
         self._pool: Any = None
         self._mark: Any = None
@@ -85,13 +86,17 @@ class PromptRoom:
         """What torch holds for the room; more than its segment where tensors did not fit there."""
         return sum(int(segment["total_size"]) for segment in self._segments())
 
+    @property
+    def left_bytes(self) -> int:
+        """What passes have left in the room."""
+        return sum(size for _, size in self._left)
+
     def make(self, *, is_lean: bool = False) -> bool:
         """Allocate the segment. Returns whether the room can be used: False where the device has no such memory left. is_lean:
         whether passes take less than a plan counts, because our kernels add adapters."""
         if self._pool is not None:
             return True
         torch.cuda.empty_cache()
-        self._mark = torch.zeros(16, 16, dtype=self._dtype, device=self.device)
         self.segment_bytes = self.nbytes
         if self.torch_bytes:
             rest = self.torch_bytes - int(torch.cuda.memory_reserved(self.device)) - LEFT_BYTES
@@ -99,35 +104,38 @@ class PromptRoom:
         free, _ = torch.cuda.mem_get_info(self.device)
         if free < self.segment_bytes + _SPARE_BYTES:
             return False
-        self._pool = torch.cuda.MemPool()
-        try:
-            with self.using():
-                torch.empty(
-                    self.segment_bytes, dtype=torch.uint8, device=self.device
-                )  # freed at once: the pool keeps it
-            with side_stream(self.device) as side:
-                # torch (seen in 2.11) captures nothing into a pool whose graphs are all gone (CachingHostAllocator.h asserts
-                # `use_count > 0`): this one stays.
-                graph, _ = GraphCache(lambda: self.handle).record(side, self._mark.zero_)
-            self._anchor = graph
-        except torch.OutOfMemoryError:
-            self.release()
-            return False
+        with torch.cuda.device(self.device):  # a pool is of the current one
+            try:
+                self._allocate()
+            except torch.OutOfMemoryError:
+                self.release()
+                return False
         return True
 
-    def lend(self) -> None:
+    def _allocate(self) -> None:
+        self._mark = torch.zeros(16, 16, dtype=self._dtype, device=self.device)
+        self._pool = torch.cuda.MemPool()
+        with side_stream(self.device) as side:
+            # torch (seen in 2.11) captures nothing into a pool whose graphs are all gone (CachingHostAllocator.h asserts
+            # `use_count > 0`; I15 of the doctor's catalogue): this one stays.
+            self._anchor, _ = GraphCache(lambda: self.handle).record(side, self._mark.zero_)
+        with self.using():
+            torch.empty(self.segment_bytes, dtype=torch.uint8, device=self.device)  # freed at once: the pool keeps it
+
+    def lend(self, spare_bytes: int) -> None:
         """Give the memory back for a pass that allocates elsewhere (logits of every position, an embedding), where the budget has
-        no other for it. The next prompt allocates it again, and its graphs are captured again."""
-        if self.spare_bytes < self.nbytes:
+        no other for it. The next prompt allocates it again, and its graphs are captured again. spare_bytes: of the budget."""
+        if spare_bytes < self.nbytes:
             self.release()
 
     def release(self) -> None:
         """Give the memory back. Graphs are dropped first."""
         if self._pool is None:
             return
+        wait_for_all(self.device)  # replays that are queued
         self._drop_graphs()
         self._anchor = None
-        self._pool, self.left_bytes = None, 0
+        self._pool, self._left = None, frozenset()
         gc.collect()  # graphs that are part of cycles keep the pool
         with suppress(RuntimeError):  # after a failed capture torch may refuse
             torch.cuda.empty_cache()
@@ -143,8 +151,8 @@ class PromptRoom:
         with side_stream(self.device) as side:
             try:
                 with torch.cuda.stream(side):
-                    # cuBLAS keeps a workspace for each thread and stream that it was called on, which is no part of the room.
-                    self._mark @ self._mark
+                    # cuBLAS and cuBLASLt keep workspaces for each thread and stream that they were called on: no part of the room.
+                    torch.addmm(self._mark[0], self._mark, self._mark @ self._mark)
                     _begin(index, self.handle)
                     self._is_used = True
                     try:
@@ -160,12 +168,12 @@ class PromptRoom:
         """Drop the graphs if passes have left tensors in the room since the last check. Returns whether nothing was left."""
         if self._pool is None:
             return True
-        left = self._allocated_bytes()
-        if left > self.left_bytes and gc.isenabled():  # it is off while a graph is captured (capturing.py)
+        left = self._blocks()
+        if not left <= self._left and gc.isenabled():  # it is off while a graph is captured (capturing.py)
             gc.collect()
-            left = self._allocated_bytes()
-        is_clean = left <= self.left_bytes
-        self.left_bytes = left
+            left = self._blocks()
+        is_clean = left <= self._left
+        self._left = left
         if not is_clean:
             self._drop_graphs()
         return is_clean
@@ -174,8 +182,10 @@ class PromptRoom:
         for owner in tuple(self.owners):
             owner.drop_graphs()
 
-    def _allocated_bytes(self) -> int:
-        return sum(int(segment["allocated_size"]) for segment in self._segments())
+    def _blocks(self) -> frozenset[tuple[int, int]]:
+        """Return (address, bytes) of every block that is in use."""
+        blocks = (block for segment in self._segments() for block in segment["blocks"])
+        return frozenset((block["address"], block["size"]) for block in blocks if block["state"] != "inactive")
 
     def _segments(self) -> list[dict[str, Any]]:
         if self._pool is None:
@@ -203,6 +213,6 @@ def room_of(plan: Plan, anatomy: Anatomy, device: torch.device) -> PromptRoom | 
     # tensors hold. Captured towers have segments of their own.
     takes_rest = towers is None or towers.mode not in CAPTURED
     return PromptRoom(
-        device, room_bytes(plan, anatomy), spare_bytes=plan.gpu_budget_bytes - plan.gpu_needed_bytes,
-        torch_bytes=torch_bytes(plan) if takes_rest else 0, dtype=getattr(torch, plan.request.dtype),
+        device, room_bytes(plan, anatomy), torch_bytes=torch_bytes(plan) if takes_rest else 0,
+        dtype=getattr(torch, plan.request.dtype),
     )  # fmt: skip

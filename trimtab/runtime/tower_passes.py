@@ -81,6 +81,7 @@ class TowerPasses:
         else:
             if room is not None:
                 media = _copied(media)
+                hf_slots.copy_offset(self.prompts.model.hf_model)
                 del pieces  # it holds what the last layer returned
                 room.check()
             return media

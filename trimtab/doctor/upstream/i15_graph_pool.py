@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trimtab.doctor.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.kit import Kit
 
@@ -36,7 +38,8 @@ def probe(kit: Kit) -> Seen:
         return Seen(NOT_APPLICABLE, "no GPU that torch can use")
     if not hasattr(torch.cuda, "MemPool"):
         return Seen(NOT_APPLICABLE, f"torch {torch.__version__} has no torch.cuda.MemPool")
-    pool, value = torch.cuda.MemPool(), torch.zeros(1, device="cuda")
+    pool: Any = torch.cuda.MemPool()
+    value = torch.zeros(1, device="cuda")
     try:
         for _ in range(2):
             graph = torch.cuda.CUDAGraph()

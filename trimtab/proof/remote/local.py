@@ -98,6 +98,7 @@ class Reference:
     @contextmanager
     def using(self, name: str | None) -> Iterator[None]:
         """Answer as an attached adapter, or as the base."""
+        self.model.lend_prompt_room()
         self.model.route.set(name)
         try:
             yield
