@@ -31,7 +31,7 @@ from trimtab.plan.max_memory import merged_budgets
 from trimtab.plan.media_memory import ServedMedia, media_memory
 from trimtab.plan.module_tree import ModuleTree
 from trimtab.plan.options import Option, options_of
-from trimtab.request import DEFAULT_QUANT, LoadRequest, parse_bytes
+from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, LoadRequest, parse_bytes
 
 if TYPE_CHECKING:
     from trimtab.runtime.model import LoadedModel
@@ -62,6 +62,7 @@ def plan(
     batch_invariant: bool = False,
     kv_tokens: int | None = None,
     kv: str = "full",
+    answer_tokens: int = DEFAULT_NEW_TOKENS,
 ) -> Plan:
     """Return the plan of a model: where every block goes, from headers alone. Nothing is loaded.
 
@@ -71,8 +72,9 @@ def plan(
     and no cache for prefix_cache, the host memory for cached keys and values. max_memory: both budgets in transformers'
     form.
     quant: "auto" or a format (none, nf4, nf4-dq, fp4, int8); keep_unquantized: patterns of modules that stay in `dtype`.
-    dtype: "auto" is bfloat16, or the type of a card without it. context: most tokens of prompt and answer, per row. batch:
-    rows decoded together. images, audio_s: the most images and seconds of audio of one prompt.
+    dtype: "auto" is bfloat16, or the type of a card without it. context: most tokens of prompt and answer, per row.
+    answer_tokens: of an expected answer; the placement with the least seconds for such an answer is taken. batch: rows decoded
+    together. images, audio_s: the most images and seconds of audio of one prompt.
     place: pattern -> tier, the last match wins. device_map: a map in transformers' form, instead of place. device: "auto",
     "cpu", "cuda" or "cuda:N". offload_dir: folder of the disk tier's file; None is the user's cache.
     head: "int8" computes with an 8-bit copy of the output head, "full" with the checkpoint's; "auto" takes 8 bits where
@@ -109,6 +111,7 @@ def plan(
             batch_invariant=batch_invariant,
             kv_tokens=kv_tokens,
             kv=kv,
+            answer_tokens=answer_tokens,
         )
     )
 

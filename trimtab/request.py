@@ -29,6 +29,8 @@ KV_FORMS = ("full", "int8")
 STEP_MODES = ("auto", "eager", "graph", "fused")
 DECODE_MODES = (*STEP_MODES, "repacked")
 DTYPES = ("bfloat16", "float16", "float32")
+# The longest answer where the user gave no length and the context has the room.
+DEFAULT_NEW_TOKENS = 256
 
 # The longest side of an image, and the longest side over the shortest: more is no picture, and costs time and memory before a
 # model's processor shrinks it.
@@ -111,7 +113,8 @@ class LoadRequest:
     model: a checkpoint folder, a hub-cache snapshot or a cached hub id. adapters: name -> PEFT adapter folder.
     gpu_memory_bytes, host_memory_bytes: budgets; None is the free memory of the machine. disk_memory_bytes: the most that
     the disk tier may take; None is the free space. offload_dir: folder of the disk tier's file; None is the user's cache.
-    context_tokens: prompt and answer together, per row. batch: rows decoded together. images, audio_s: the most images and
+    context_tokens: prompt and answer together, per row. answer_tokens: of an expected answer; a longer one gives the seconds
+    of a step more weight, and takes no more memory. batch: rows decoded together. images, audio_s: the most images and
     seconds of audio of one prompt, counted as activations.
     quant: "auto" is the checkpoint's own format if it is already quantized, else nf4-dq. dtype: "auto" is bfloat16, or the
     type of a card without it. keep_unquantized: patterns of modules that stay in `dtype`. head: "full" is the checkpoint's
@@ -152,6 +155,7 @@ class LoadRequest:
     batch_invariant: bool = False
     kv_tokens: int | None = None
     kv: str = "full"
+    answer_tokens: int = DEFAULT_NEW_TOKENS
 
     def __post_init__(self) -> None:
         check_choice(self.quant, ("auto", *QUANTS), field_name="quant")
@@ -160,7 +164,8 @@ class LoadRequest:
         check_choice(self.head, HEAD_CHOICES, field_name="head")
         check_choice(self.decode, DECODE_MODES, field_name="decode")
         check_choice(self.kv, KV_FORMS, field_name="kv")
-        for name, low in (("context_tokens", 1), ("batch", 1), ("images", 0), ("prefix_cache_bytes", 0)):
+        counts = (("context_tokens", 1), ("answer_tokens", 1), ("batch", 1), ("images", 0), ("prefix_cache_bytes", 0))
+        for name, low in counts:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 argument = "context" if name == "context_tokens" else name  # as `plan` and a registry call it
@@ -224,8 +229,6 @@ class LoadRequest:
         return cls(**kept)
 
 
-# The longest answer where the user gave no length and the context has the room.
-DEFAULT_NEW_TOKENS = 256
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 100
 PENALTIES = (0.01, 100.0)
 # Of one text that ends an answer: every token is compared with every beginning of it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 from trimtab.checkpoint.adapter import read_adapter
@@ -11,7 +12,7 @@ from trimtab.commands.flags import adapter_to_use, add_placement, check_media, g
 from trimtab.commands.saying import Command, give_report, saying
 from trimtab.exit_codes import exit_code
 from trimtab.plan import Plan
-from trimtab.request import DECODE_MODES
+from trimtab.request import DECODE_MODES, LoadRequest
 
 
 def add(command: Command) -> None:
@@ -33,7 +34,7 @@ def add(command: Command) -> None:
     ask.add_argument(
         "--runs", type=int, default=3, metavar="N", help="runs of each engine, each a process (default: 3)"
     )
-    ask.add_argument("--new-tokens", type=int, default=64, metavar="N", help="tokens of each answer (default: 64)")
+    ask.add_argument("--new-tokens", type=int, metavar="N", help="tokens of each answer (default: 64)")
     ask.add_argument("--prompt-tokens", type=int, metavar="N", help="tokens of the prompt (default: 512)")
     ask.add_argument(
         "--prompts", metavar="FILE", help="a JSONL file with id, text, image, audio, instead of a generated prompt"
@@ -57,7 +58,7 @@ def run_bench(options: argparse.Namespace) -> int:
 
 def _request(options: argparse.Namespace) -> Any:
     from trimtab.proof.prompts import read_prompts
-    from trimtab.speed.bench import BenchRequest
+    from trimtab.speed.bench import NEW_TOKENS, BenchRequest
     from trimtab.speed.picture import check_picture_path
     from trimtab.speed.report import check_save_path
 
@@ -70,10 +71,13 @@ def _request(options: argparse.Namespace) -> Any:
         check_picture_path(options.picture)
     timed = BenchRequest(
         load=load, adapter=adapter,
-        against=options.against, runs=options.runs, new_tokens=options.new_tokens, prompt_tokens=options.prompt_tokens,
+        against=options.against, runs=options.runs, prompt_tokens=options.prompt_tokens,
+        new_tokens=NEW_TOKENS if options.new_tokens is None else options.new_tokens,
         prompts=read_prompts(options.prompts) if options.prompts else None, images=tuple(options.image),
         audios=tuple(options.audio), decode=options.decode,
     )  # fmt: skip
+    if options.new_tokens is not None and isinstance(load, LoadRequest):  # checked by now
+        timed = replace(timed, load=replace(load, answer_tokens=options.new_tokens))
     if options.image or options.audio:
         check_media(options.image, options.audio)
     find_folder(request.model)  # before a process is started that needs them

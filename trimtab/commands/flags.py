@@ -14,6 +14,7 @@ from trimtab.plan import Plan
 from trimtab.plan.max_memory import merged_budgets
 from trimtab.request import (
     DECODE_MODES,
+    DEFAULT_NEW_TOKENS,
     HEAD_CHOICES,
     KV_FORMS,
     QUANTS,
@@ -106,6 +107,14 @@ def add_dtype(group: Any, default: str) -> None:
     group.add_argument(
         "--dtype", metavar="DTYPE", help=f"bfloat16, float16, float32, or bf16, fp16, fp32 (default: {default})"
     )
+
+
+def add_answer_tokens(group: Any) -> None:
+    """Add the answer length that a plan is made for, where a command does not know it otherwise."""
+    group.add_argument(
+        "--answer-tokens", type=int, metavar="N",
+        help=f"tokens of an expected answer: the fastest placement for it is taken (default: {DEFAULT_NEW_TOKENS})",
+    )  # fmt: skip
 
 
 def add_device(group: Any, what: str = "") -> None:
@@ -212,16 +221,21 @@ def give_model(options: argparse.Namespace) -> None:
         setattr(options, action.dest, value)
 
 
-# What a flag of the placement group fills in LoadRequest. `run` counts pictures and sound itself.
+# What a flag of the placement group fills in LoadRequest. `run` counts pictures and sound itself, and knows the answer length.
 PLACEMENT = {
     "gpu_memory": "gpu_memory_bytes", "host_memory": "host_memory_bytes", "quant": "quant", "dtype": "dtype",
     "context": "context_tokens", "batch": "batch", "images": "images", "audio_s": "audio_s", "device": "device",
     "offload_dir": "offload_dir", "adapter": "adapters", "place": "place", "device_map": "device_map",
     "keep_unquantized": "keep_unquantized", "head": "head", "card": "card", "prefix_cache": "prefix_cache_bytes",
     "batch_invariant": "batch_invariant",
-    "kv_tokens": "kv_tokens", "kv": "kv",
+    "kv_tokens": "kv_tokens", "kv": "kv", "answer_tokens": "answer_tokens",
     "max_memory": "disk_memory_bytes",  # and both budgets
 }  # fmt: skip
+
+
+def answer_length(new_tokens: int | None) -> dict[str, int]:
+    """Return the field of LoadRequest for the longest answer of a command, where the user gave one."""
+    return {} if new_tokens is None else {"answer_tokens": new_tokens}
 
 
 def given_flags(options: argparse.Namespace) -> list[str]:

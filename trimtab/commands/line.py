@@ -17,12 +17,14 @@ from trimtab.adapter_names import MIX_FORM, parse_unweighted
 from trimtab.commands.flags import (
     TEXT_FILE_BYTES,
     InPlaceOf,
+    add_answer_tokens,
     add_budgets,
     add_decode,
     add_device,
     add_dtype,
     add_placement,
     add_sampling,
+    answer_length,
     as_text,
     check_folder_of,
     check_media,
@@ -66,6 +68,7 @@ def add(command: Command) -> None:
     request.add_argument("--batch", type=int, metavar="N", help="rows decoded together (default: 1)")
     request.add_argument("--images", type=int, metavar="N", help="images of one prompt (default: 1)")
     request.add_argument("--audio-s", type=float, metavar="S", help="seconds of audio of one prompt (default: 30)")
+    add_answer_tokens(request)
     output.add_argument("--save", metavar="FILE", help="write the plan as JSON; `trimtab run FILE` loads it")
     output.add_argument("--picture", metavar="FILE", help="draw the plan as .svg or .png")
     output.add_argument("--wide", action="store_true", help="print one line per row, wider than 80 columns")
@@ -296,6 +299,7 @@ def _plan_to_run(options: argparse.Namespace, decode: str) -> tuple[trimtab.Plan
 
     # Arguments first: a file is not opened for a request that cannot be made.
     counted = {"images": len(options.image), "head": "auto", "dtype": "auto", "decode": decode}
+    counted |= answer_length(options.max_new_tokens)
     source = plan_or_request(options, **counted, audio_s=0.0)
     adapter = chosen(options, source)
     sound_s = check_media(options.image, options.audio)

@@ -10,7 +10,14 @@ from typing import Any
 
 from trimtab import show
 from trimtab.api import plan_request
-from trimtab.commands.flags import check_folder_of, decode_of, plan_or_request, sampling_options, system_of
+from trimtab.commands.flags import (
+    answer_length,
+    check_folder_of,
+    decode_of,
+    plan_or_request,
+    sampling_options,
+    system_of,
+)
 from trimtab.commands.opening import opened, say_fallbacks
 from trimtab.commands.prompts_file import AnswersFile, PromptLine, read_prompts
 from trimtab.commands.saying import print_json
@@ -39,6 +46,7 @@ def run_many(options: argparse.Namespace) -> int:
     if not lines:
         raise RequestError("holds no prompt", field="--prompts", value=options.prompts)
     counted = {"images": max(images, 1), "batch": ROWS if options.rows is None else options.rows}
+    counted |= answer_length(options.max_new_tokens)
     source = plan_or_request(options, **counted, head="auto", dtype="auto", decode=decode)
     plan = source if isinstance(source, Plan) else plan_request(source)
     defaults = {"system": system, "adapter": chosen(options, plan, base_of_several=not has_unnamed), **answering}

@@ -15,6 +15,7 @@ from trimtab import threads
 from trimtab.adapter_names import parse_adapters
 from trimtab.commands.flags import (
     InPlaceOf,
+    add_answer_tokens,
     add_decode,
     add_placement,
     decode_of,
@@ -68,6 +69,7 @@ def add(command: Command) -> None:
     group.add_argument("--name", metavar="NAME", help="the model's name in the API (default: its folder's name)")
     group.add_argument("--images", type=int, metavar="N", help="most images of one prompt (default: 1)")
     group.add_argument("--audio-s", type=float, metavar="S", help="most seconds of audio of one prompt (default: 30)")
+    add_answer_tokens(group)
     group.add_argument(
         "--rows",
         type=int,

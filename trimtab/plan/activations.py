@@ -21,7 +21,7 @@ from trimtab.plan.blocks import quant_of
 from trimtab.plan.cost import ADAPTER_PIECE_VALUES, HEAD_CHUNK_VALUES
 from trimtab.plan.kv_form import copy_bytes, paged_copy_bytes, position_bytes, step_copy_bytes, why_not_int8
 from trimtab.plan.kv_pool import FIRST, PAGE_TOKENS, pages_of, pool_tokens
-from trimtab.request import LoadRequest
+from trimtab.request import DEFAULT_NEW_TOKENS, LoadRequest
 
 # The prompt goes through the model in pieces of this many tokens; a piece holds every picture and sound of its prompt.
 PREFILL_CHUNK_TOKENS = 1024
@@ -124,10 +124,21 @@ class Use:
         return ceil(self.sound_s * SOUND_TOKENS_PER_S)
 
 
+def answer_tokens_of(request: LoadRequest) -> int:
+    """Return the answer length that weighs the seconds of a plan: the requested one, at most context - 1. The default length is
+    at most half the context."""
+    is_default = request.answer_tokens == DEFAULT_NEW_TOKENS
+    most = request.context_tokens // 2 if is_default else request.context_tokens - 1
+    return max(1, min(request.answer_tokens, most))
+
+
 def use_of(
-    request: LoadRequest, anatomy: Anatomy, *, answer_tokens: int, chunk_tokens: int = PREFILL_CHUNK_TOKENS
-) -> Use:
-    """Return the use of a request, with images and audio only if the model has a tower for them."""
+    request: LoadRequest, anatomy: Anatomy, *, answer_tokens: int | None = None,
+    chunk_tokens: int = PREFILL_CHUNK_TOKENS,
+) -> Use:  # fmt: skip
+    """Return the use of a request, with images and audio only if the model has a tower for them. answer_tokens: None is the
+    answer length that the request is planned for."""
+    answer_tokens = answer_tokens_of(request) if answer_tokens is None else answer_tokens
     patches, soft = patches_of(anatomy.model_type)
     images = request.images if "vision" in anatomy.parts else 0
     sound_s = request.audio_s if "audio" in anatomy.parts else 0.0
@@ -135,7 +146,7 @@ def use_of(
     piece = max(chunk_tokens, media + TEMPLATE_TOKENS if media else 0)
     return Use(
         context_tokens=request.context_tokens, prefill_tokens=min(request.context_tokens, piece),
-        answer_tokens=min(answer_tokens, max(request.context_tokens // 2, 1)), batch=request.batch,
+        answer_tokens=min(answer_tokens, max(request.context_tokens - 1, 1)), batch=request.batch,
         patches=images * patches, soft_tokens=images * soft, sound_s=sound_s,
         pool_tokens=pool_tokens(request.kv_tokens, rows=request.batch, context_tokens=request.context_tokens),
         kv=request.kv,

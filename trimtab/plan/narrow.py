@@ -25,7 +25,7 @@ def narrow_table(plan: Plan) -> str:
         f"{plan.model_class} on {plan.execution_device}: {request.quant}, {request.dtype}, "
         f"{'8-bit head, ' if execution.head == 'int8' else ''}"
         f"{'8-bit keys and values, ' if request.kv == 'int8' else ''}context {request.context_tokens}, "
-        f"batch {request.batch}, {'batch-invariant, ' if request.batch_invariant else ''}"
+        f"answer {plan.answer_tokens}, batch {request.batch}, {'batch-invariant, ' if request.batch_invariant else ''}"
         f"images {request.images}, audio {request.audio_s:g} s"
     )
     lines += ["", _row("block", "tier", ("device", "host", "per token"))]

@@ -59,10 +59,8 @@ from trimtab.plan.search import Search
 from trimtab.plan.step_work import prompt_linears, step_work, works_of
 from trimtab.plan.tower_memory import with_towers
 from trimtab.plan.unpacked import with_unpacked
-from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, LoadRequest
+from trimtab.request import DEFAULT_QUANT, LoadRequest
 
-# The answer that the seconds of a placement are weighed with.
-ANSWER_TOKENS = DEFAULT_NEW_TOKENS
 # A ring of page-locked pieces that file tensors pass through, tensors read ahead of use, and packed weights of a block
 # that wait on the device until the block is whole (runtime/read.py, runtime/tiers.py).
 READ_BUFFER_BYTES = 128 * 2**20
@@ -170,7 +168,7 @@ class _Planner:
             known.blocks[key] = blocks_of(anatomy, request.quant)
         self.blocks = known.blocks[key]
         self.asked = _asked(request, anatomy, self.blocks, machine)
-        self.use = use_of(request, anatomy, answer_tokens=ANSWER_TOKENS, chunk_tokens=chunk_tokens)
+        self.use = use_of(request, anatomy, chunk_tokens=chunk_tokens)
         self.is_captured = mode in CAPTURED and not machine.on_cpu
         in_place = has_room(request.batch, machine.budget_bytes(request.gpu_memory_bytes))
         self.has_room = captures_prompts and in_place

@@ -27,7 +27,7 @@ def table(plan: Plan) -> str:
         f"{'8-bit head, ' if plan.execution.head == 'int8' else ''}"
         f"{'8-bit keys and values, ' if request.kv == 'int8' else ''}"
         f"{'batch-invariant, ' if request.batch_invariant else ''}"
-        f"context {request.context_tokens}, batch {request.batch}, images {request.images}, "
+        f"context {request.context_tokens}, answer {plan.answer_tokens}, batch {request.batch}, images {request.images}, "
         f"audio {request.audio_s:g} s"
     )
     rows: list[tuple[str, ...]] = [
