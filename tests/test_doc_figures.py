@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from trimtab.demo.line import ADAPTERS
+from trimtab.plan.kv_form import KV8_KL
+from trimtab.plan.options import HEAD8_KL
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 
@@ -15,6 +19,11 @@ RESULTS = ROOT / "bench" / "results"
 def rounded(value, digits):
     """Return the value with so many decimals, ties upwards: 0.365 as 0.37."""
     return f"{value + 1e-9:.{digits}f}"
+
+
+def short(value):
+    """Return the value with two digits: 0.000142 as 1.4e-4."""
+    return f"{value:.1e}".replace("e-0", "e-")
 
 
 def results_of(name):
@@ -199,7 +208,7 @@ def kv8():
         mean, same = (
             sum(row["positions"] * row[key] for row in rows) / positions for key in ("kl_mean", "top1_agreement")
         )
-        kl, largest = (f"{one:.1e}".replace("e-0", "e-") for one in (mean, max(row["kl_max"] for row in rows)))
+        kl, largest = short(mean), short(max(row["kl_max"] for row in rows))
         yield f"| {title} | {positions:,} | {kl} | {largest} | {100 * same:.1f} % |"
     yield f"All {sum(row['same_answers'] for row in demo)} greedy answers"
 
@@ -225,8 +234,18 @@ def head8():
     yield f"All {sum(row['same_texts'] for row in demo)} greedy answers"
     positions = sum(row["positions"] for row in demo)
     mean, same = (sum(row["positions"] * row[key] for row in demo) / positions for key in ("kl_mean", "top1_agreement"))
-    yield f"the mean KL divergence was {mean:.5f} and the largest {max(row['kl_max'] for row in demo):.4f}"
+    yield f"the mean KL divergence was {short(mean)} and the largest {max(row['kl_max'] for row in demo):.4f}"
     yield f"at {100 * same:.1f} % of them"
+    worst = max(demo, key=lambda row: row["kl_mean"])
+    assert (worst["adapter"], worst["quant"], len(demo)) == ("specialist", "nf4-dq", 8)
+    yield f"names the largest of the eight means: {short(worst['kl_mean'])}, with the adapter `specialist` in 4 bits"
+    packed, whole = (row["kl_mean"] for row in demo if row["adapter"] is None)
+    yield f"Without an adapter it is {short(packed)} in 4 bits and {short(whole)} in bf16"
+
+
+def head8_in_a_plan():
+    (demo,) = [run["demo"] for run in results_of("head8")["runs"] if "demo" in run]
+    yield f"from the full head is at most {short(max(row['kl_mean'] for row in demo))}"
 
 
 def merging():
@@ -323,6 +342,7 @@ CASES = {
     small_card_goals: "how-fast-and-why",
     on_a_cpu: "how-fast-and-why", server_load: "server-under-load", attackers: "server-under-load",
     steps: "decisions/0007-adapters-by-table", kv8: "fit-a-model", kv_pages: "serve-many-adapters", head8: "8-bit-head",
+    head8_in_a_plan: "read-a-plan",
     merging: "merge-in-little-memory", first_tokens: "run-on-a-cpu", threads: "run-on-a-cpu", on_ray: "on-a-cluster",
 }  # fmt: skip
 
@@ -332,6 +352,16 @@ def test_figures_of_a_page_are_those_of_the_results(texts):
     page = " ".join((ROOT / "docs" / f"{CASES[texts]}.md").read_text(encoding="utf-8").split())
     missing = [text for text in texts() if " ".join(text.split()) not in page]
     assert not missing
+
+
+def test_the_divergence_that_a_plan_names_is_the_largest_of_the_demos_adapters_and_formats():
+    (head,) = [run["demo"] for run in results_of("head8")["runs"] if "demo" in run]
+    assert short(HEAD8_KL) == short(max(row["kl_mean"] for row in head))
+    assert {(row["adapter"], row["quant"]) for row in head} == {
+        (adapter, quant) for adapter in (None, *ADAPTERS) for quant in ("nf4-dq", "none")
+    }
+    kept = results_of("kv8")["runs"][0]["demo"]
+    assert short(KV8_KL) == short(max(row["token"]["kl_mean"] for row in kept))
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
