@@ -478,22 +478,6 @@ def test_tables_that_the_device_cannot_read_are_staged(demo, replayed):
             vars(table)["seen"] = value
 
 
-@pytest.mark.skipif(ON_GPU, reason="stands for what a GPU does")
-def test_streamed_layers_are_fetched_by_the_pass_itself(tmp_path, replayed):
-    plan = trimtab.plan(
-        DEMO / "base", quant="nf4-dq", context=384, audio_s=1.0, device=DEVICE,
-        place={f"model.language_model.layers.{number}": "stream" for number in range(1, 5)},
-    )  # fmt: skip
-    with trimtab.load(plan, decode="auto") as model:
-        model.streamer.poison = True
-        batch = captured(model, (16,))
-        expected = answered(eager(model), model.prepare(ids(40)))
-        for _ in range(3):
-            # In bfloat16 a padded product may round its sums elsewhere: a few steps of 2^-8 of the largest score.
-            assert differ(answered(batch, model.prepare(ids(40))), expected) < 2**-5
-        assert len(replayed) == 3
-
-
 @pytest.mark.parametrize("name", [None, *ADAPTERS])
 def test_the_demo_says_the_same_with_pictures_sounds_and_adapters(demo, name):
     media = [{"image": DEMO / "images" / "image_1.png"}, {"audio": DEMO / "sounds" / "audio_1.wav"}, {}]
