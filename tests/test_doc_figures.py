@@ -53,7 +53,7 @@ def staging():
 
 def predictions():
     latest = {
-        tuple(row.get(key) for key in ("model", "card_gib", "head", "copies")): row
+        tuple(row.get(key) for key in ("model", "card_gib", "head", "copies", "gpu")): row
         for row in results_of("cards")["rows"]
         if "predicted_tok_s" in row
     }

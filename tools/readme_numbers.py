@@ -423,7 +423,10 @@ def above_plan(results: Mapping[str, Any]) -> str:
     above = [row for row in rows if row["process_gib"] - row["planned_gib"] >= 2**-10]
     note = ""
     if any(row["prompt"] == "graph" and row["run"] <= 7 for row in rows):
-        note = " Rows of captured prompts are of plans that did not count the room that weights are unpacked into."
+        note = (
+            " Rows of an H200 are of earlier versions; their plans of captured prompts did not count the room that weights are "
+            "unpacked into."
+        )
     if not above:
         return f"No process took more memory than its plan.{note}\n"
     named = "; ".join(
@@ -445,7 +448,7 @@ def link_limit(results: Mapping[str, Any]) -> str:
     least, most = min(speeds), max(speeds)
     return (
         f"- On {most:g} GiB and less, E4B's decoder does not fit the card, and the link limits the speed: "
-        f"{speeds[least]:.0f} tokens per second at {least:g} GiB,\n  {speeds[most]:.0f} at {most:g} GiB on the GPU above.\n"
+        f"{speeds[least]:.0f} tokens per second at {least:g} GiB,\n  {speeds[most]:.0f} at {most:g} GiB on the GPUs above.\n"
     )
 
 

@@ -13,7 +13,6 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -235,9 +234,7 @@ class LoadedModel(Asking):
     def __enter__(self) -> LoadedModel:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def close(self) -> None:
