@@ -14,11 +14,11 @@ import trimtab
 from tests.test_app import PICTURE
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import AdapterError, CheckpointError, RequestError
+from trimtab.redact import own_folders, without_paths
 from trimtab.request import LoadRequest
 from trimtab.serve import verifying
 from trimtab.serve.app import make_app
 from trimtab.serve.channel import Channel, event_to_message, job_from_message
-from trimtab.serve.faults import own_folders, without_paths
 from trimtab.serve.job import Event
 from trimtab.serve.metrics import Metrics
 from trimtab.serve.page import page_routes

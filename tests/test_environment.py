@@ -21,10 +21,12 @@ import torch
 import transformers
 
 import trimtab
+from trimtab import redact
 from trimtab.doctor import environment as module
-from trimtab.doctor.environment import Environment, Gpu, Package, environment_text, read_environment, scrubbed
+from trimtab.doctor.environment import Environment, Gpu, Package, environment_text, read_environment
 from trimtab.doctor.environment_inside import PACKAGES, how_installed, read_package, read_torch
 from trimtab.errors import RequestError
+from trimtab.redact import scrubbed
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +162,7 @@ def test_no_user_host_or_folder_is_told(here, show):
 
 
 def test_scrubbed_text_starts_at_the_package_and_names_nobody(monkeypatch):
-    monkeypatch.setattr(module, "_user", lambda: "annsmith")
+    monkeypatch.setattr(redact, "user_name", lambda: "annsmith")
     monkeypatch.setattr(socket, "gethostname", lambda: "annspc")
     monkeypatch.setattr(Path, "home", lambda: Path("/home/annsmith"))
     text = 'File "/home/annsmith/env/lib/python3.12/site-packages/peft/tuners/lora/bnb.py", annspc, annsmith: x'

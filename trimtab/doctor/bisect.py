@@ -27,8 +27,8 @@ from trimtab.doctor.bisect_environments import (
     sorted_versions,
 )
 from trimtab.doctor.bisect_search import Change, Label, find_changes
-from trimtab.doctor.environment import scrubbed
 from trimtab.errors import RequestError, TrimtabError
+from trimtab.redact import scrubbed
 
 FORMAT = 1
 Run = Callable[[Path, str], Mapping[str, Any]]

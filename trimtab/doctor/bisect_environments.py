@@ -26,8 +26,8 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 from platformdirs import user_cache_path
 
-from trimtab.doctor.environment import scrubbed
 from trimtab.errors import RequestError
+from trimtab.redact import scrubbed
 
 # What a case's run depends on, and so is pinned.
 PINNED = ("transformers", "peft", "accelerate", "bitsandbytes", "torch")

@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import logging
-import re
-import tempfile
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
+
+from trimtab.redact import Cleaner
 
 LIBRARIES = ("accelerate", "bitsandbytes", "peft", "transformers")
 LINE_CHARS, MESSAGE_CHARS, TAIL_CHARS, MOST_LINES = 300, 2000, 4000, 60
-# Where an interpreter keeps its packages says whose machine it is.
-_PACKAGES = re.compile(r"[^\s\"'(]*[\\/](site|dist)-packages[\\/]")
-
-
-class Cleaner:
-    """Replaces the machine's own paths in a text by what they are."""
-
-    def __init__(self, names: Mapping[str, str]) -> None:
-        replacements = {**names, str(Path.home()): "~", tempfile.gettempdir(): "<tmp>"}
-        self.names = sorted(
-            ((path, name) for path, name in replacements.items() if len(path) > 1), key=lambda item: -len(item[0])
-        )
-
-    def __call__(self, text: str) -> str:
-        for path, name in self.names:
-            text = text.replace(path, name)
-        return _PACKAGES.sub("", text)
 
 
 @dataclass

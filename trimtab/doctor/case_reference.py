@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.doctor.cases import Case
+from trimtab.redact import Cleaner
 
 
 def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
@@ -22,7 +23,7 @@ def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> 
     from safetensors.torch import save_file
 
     from trimtab.doctor import case_inputs, case_model
-    from trimtab.doctor.case_record import Cleaner, exception_json, listening
+    from trimtab.doctor.case_record import exception_json, listening
 
     folder, save = Path(request["model"]), Path(request["save"])
     card = case_model.Card(request["device"])

@@ -20,7 +20,6 @@ from trimtab.doctor import draft_run
 from trimtab.doctor.bug import Bug
 from trimtab.doctor.claims import Decision, decide_claims, keys_without_module
 from trimtab.doctor.draft_buckets import BUCKETS, DEFERRED, FIXED, STATES, SUPPORTING, Bucket
-from trimtab.doctor.draft_clean import check_clean, clean
 from trimtab.doctor.draft_evidence import (
     Machine,
     Probed,
@@ -37,6 +36,7 @@ from trimtab.doctor.issues.issue import Fact, facts_of, issue_markdown
 from trimtab.doctor.issues.not_to_file import not_to_file
 from trimtab.doctor.issues.owner import fixed_here, owner_of
 from trimtab.errors import RequestError
+from trimtab.redact import check_clean, clean
 
 NOT_TO_FILE = "NOT_TO_FILE.md"
 RunScript = Callable[[str], Mapping[str, Any]]

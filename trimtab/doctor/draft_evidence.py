@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trimtab.doctor.draft_clean import clean, clean_all
 from trimtab.errors import RequestError
+from trimtab.redact import clean, clean_all
 
 PACKAGES = ("transformers", "accelerate", "peft", "bitsandbytes", "torch")
 OFFLOAD = ("cpu", "disk")

@@ -1,20 +1,16 @@
 """The environment report: versions, how each package was installed, GPUs, memory. No personal data.
 
 `read_environment` asks any interpreter, in a process of its own; the machine itself is looked at here. Left out on
-purpose: user and host names, folders, addresses, serial numbers, environment variables. `scrubbed` removes the same from
-text of other libraries.
+purpose: user and host names, folders, addresses, serial numbers, environment variables.
 """
 
 from __future__ import annotations
 
 import ctypes
-import getpass
 import os
 import platform
 import re
-import socket
 import sys
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -27,12 +23,12 @@ import trimtab
 from trimtab.doctor.environment_inside import PACKAGES
 from trimtab.errors import RequestError, gib
 from trimtab.process import run_inside
+from trimtab.redact import scrubbed
 
 FORMAT = 1
 TIMEOUT_S = 120.0
 # What decides which kernels torch and bitsandbytes take on a CPU (bitsandbytes repacks 4-bit weights with AVX512-BF16).
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "avx512_vnni", "asimd", "bf16", "sve", "i8mm")
-_SHORT_NAME = 3
 
 
 @dataclass(frozen=True)
@@ -225,28 +221,6 @@ def nvidia_driver() -> str | None:
         finally:
             library.nvmlShutdown()
     return None
-
-
-# What must not be told ------------------------------------------------------------------------------------------------
-
-
-def scrubbed(text: str) -> str:
-    """Return text without the user's and the machine's name; paths of packages start at the package, others at "..."."""
-    text = re.sub(r"(?:[A-Za-z]:)?[/\\][^\s'\"<>|*?]*[/\\]site-packages[/\\]", "", text)
-    for folder in sorted({str(Path.home()), os.getcwd(), tempfile.gettempdir(), sys.prefix}, key=len, reverse=True):
-        if len(folder) > 1:
-            text = text.replace(folder, "...")
-    for name, stand_in in ((_user(), "USER"), (socket.gethostname(), "HOST"), (platform.node(), "HOST")):
-        if len(name) >= _SHORT_NAME:
-            text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", stand_in, text)
-    return text
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError, ImportError):  # no entry in the password file, as in some containers
-        return ""
 
 
 # For people -----------------------------------------------------------------------------------------------------------

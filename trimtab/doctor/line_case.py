@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.doctor.cases import Case, device_map, skip_modules
+from trimtab.redact import Cleaner
 
 Emit = Callable[[dict[str, Any]], None]
 CONTEXT_TOKENS = 512
@@ -22,7 +23,7 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
     """Run one case on trimtab and report its record's fields. request: as `stock_case.main`."""
     emit({"stage": "import"})
     from trimtab.doctor import case_packages
-    from trimtab.doctor.case_record import Cleaner, exception_json, listening
+    from trimtab.doctor.case_record import exception_json, listening
 
     emit({"facts": {"versions": case_packages.versions()}})
     clean = Cleaner(request["names"])

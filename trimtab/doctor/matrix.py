@@ -17,12 +17,12 @@ from typing import Any
 
 from trimtab.checkpoint.folder import find_folder, read_json
 from trimtab.doctor import case_adapter, labels
-from trimtab.doctor.case_record import Cleaner
 from trimtab.doctor.case_script import script_of
 from trimtab.doctor.cases import MODES, Case, find_cases
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.files import write_whole
 from trimtab.process import CRASHED, DONE, FAILED, Outcome, run_inside
+from trimtab.redact import Cleaner
 from trimtab.request import check_choice
 
 FORMAT = 1

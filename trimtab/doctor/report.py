@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.doctor.draft_clean import clean_all
 from trimtab.doctor.draft_evidence import PACKAGES
 from trimtab.doctor.report_memory import memory_pictures
 from trimtab.errors import RequestError, gib
 from trimtab.files import write_whole
+from trimtab.redact import clean_all
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
 # How a label is coloured, and the sign that says the same without colour.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.doctor.cases import TARGETS, Case, device_map
+from trimtab.redact import Cleaner
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -24,7 +25,7 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
     """
     emit({"stage": "import"})
     from trimtab.doctor import case_packages
-    from trimtab.doctor.case_record import Cleaner, exception_json, listening
+    from trimtab.doctor.case_record import exception_json, listening
 
     emit({"facts": {"versions": case_packages.versions()}})
     clean = Cleaner(request["names"])

@@ -114,7 +114,7 @@ async def answer(
 ) -> Response:  # fmt: skip
     """Return the whole answer, or the stream that will give it. The jobs end with it, whatever happens.
 
-    folders: what no error may name, as `faults.own_folders` gives them.
+    folders: what no error may name, as `redact.own_folders` gives them.
     """
     if not shape.body.stream:
         return await _whole(request, merged, shape, seen, folders)

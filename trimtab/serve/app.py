@@ -26,11 +26,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from trimtab.errors import TrimtabError
+from trimtab.redact import without_paths
 from trimtab.serve import asking, beside, calling, journal, messages_api, responses_api, wire
 from trimtab.serve.answers import CLIENT_LEFT, Merged, answer
 from trimtab.serve.body import BodyLimits, BodyTooLargeError, Reader
 from trimtab.serve.door import Door, client_of, sender_of
-from trimtab.serve.faults import error_json, error_response, http_error, plain_error, told_error, without_paths
+from trimtab.serve.faults import error_json, error_response, http_error, plain_error, told_error
 from trimtab.serve.fetch import Fetcher
 from trimtab.serve.field_names import Names, client_error, client_field
 from trimtab.serve.job import Event, Job
@@ -96,7 +97,7 @@ class Pool(Protocol):
 
 
 def on_trimtab_error(folders: Sequence[str] = ()) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Return what answers our errors. folders: what no error may name, as `faults.own_folders` gives them."""
+    """Return what answers our errors. folders: what no error may name, as `redact.own_folders` gives them."""
 
     async def handle(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, TrimtabError)

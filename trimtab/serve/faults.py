@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
-import re
-import sys
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import RequestError, TrimtabError
+from trimtab.redact import without_paths
 from trimtab.serve.client_words import for_clients
 from trimtab.serve.journal import request_id
 from trimtab.serve.supervisor import WorkerError
@@ -56,12 +52,6 @@ MOST_NAMES = 20
 NEAR_CHARACTERS, NEAR_NAMES = 64, 32
 # What no field of a request could mend.
 OF_NO_FIELD = ("QueueFullError", "QuotaError", "DeadlineError")
-# What goes on after a folder that is known; a name with a space in it ends there, so that a sentence goes on.
-_BELOW = r"""(?:[\\/][^\s'"`,;()<>|:]*)?(?![\w-])"""
-# What Python writes for an object that has no text of its own.
-_ADDRESS = re.compile(r"<[\w.]+(?: [\w.]+)* at 0x[0-9a-fA-F]+>")
-# An absolute path of POSIX or Windows: two parts at least, so that "/v1" and "and/or" stay.
-_PATH = re.compile(r"""(?<![\w.:/\\-])(?:[A-Za-z]:[\\/]|\\\\|/)[^\s'"`,;()<>|/\\]+[\\/][^\s'"`,;()<>|]*""")
 
 
 class UnknownModelError(RequestError):
@@ -85,45 +75,10 @@ def _nearest(name: str, known: Sequence[str]) -> list[str]:
     return sorted(known, key=lambda one: (-alike(one), one))[:NEAR_NAMES]
 
 
-def own_folders(paths: Iterable[str | Path | None]) -> tuple[str, ...]:
-    """Return every spelling of the server's folders that a message could contain, longest first.
-
-    paths: those from the command line; the working directory is added. A path with spaces can only be recognized this way,
-    because nothing in a sentence marks its end. Names that do not exist on this machine, such as hub ids, are not paths.
-    """
-    existing = [Path(path) for path in paths if path is not None and Path(path).exists()]
-    around = [Path.cwd(), Path(sys.prefix), Path(tempfile.gettempdir()), Path(os.path.expanduser("~"))]
-    folders = set()
-    for path in [*existing, *around]:
-        for one in (Path(os.path.abspath(path)), path.resolve()):
-            if one != one.parent:  # the root alone would be every slash
-                folders |= {str(one), one.as_posix(), str(one).replace("\\", "\\\\")}
-    return tuple(sorted(folders, key=lambda text: (-len(text), text)))
-
-
-def without_paths(value: Any, *known: str, folders: Sequence[str] = ()) -> Any:
-    """Return plain values with every path of this machine taken out of their texts. known: paths to look for first.
-
-    folders: as `own_folders` gives them.
-    """
-    if isinstance(value, str):
-        for path in known:
-            value = value.replace(path, "the file") if path else value
-        for folder in folders:
-            if folder in value:
-                value = re.sub(rf"(?<!\w){re.escape(folder)}{_BELOW}", "[path]", value)
-        return _PATH.sub("[path]", _ADDRESS.sub("[object]", value))
-    if isinstance(value, Mapping):
-        return {name: without_paths(item, *known, folders=folders) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_paths(item, *known, folders=folders) for item in value]
-    return value
-
-
 def error_json(
     name: str, message: str, fields: Mapping[str, Any], folders: Sequence[str] = ()
 ) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status and OpenAI's error object of one of our errors. folders: as `own_folders` gives them."""
+    """Return the HTTP status and OpenAI's error object of one of our errors. folders: as `redact.own_folders` gives them."""
     status, kind, code = ERRORS.get(name, BUG)
     if name not in ERRORS:
         where = f" under {request_id()}" if request_id() else ""

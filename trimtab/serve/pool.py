@@ -22,8 +22,9 @@ from typing import Any
 
 from trimtab.adapter_names import check_mix, is_mix, parse_mix
 from trimtab.errors import RequestError, TrimtabError
+from trimtab.redact import own_folders
 from trimtab.serve.clock import Clock
-from trimtab.serve.faults import UnknownModelError, own_folders, plain_error, told_error
+from trimtab.serve.faults import UnknownModelError, plain_error, told_error
 from trimtab.serve.job import Event, Job
 from trimtab.serve.registry import ServedModel, in_full
 from trimtab.serve.scheduler import QueueFullError, StoppingError

@@ -24,8 +24,9 @@ from starlette.routing import BaseRoute, Route
 
 from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.process import DONE, OOM_HOST, TIMEOUT, Outcome, run_inside
+from trimtab.redact import without_paths
 from trimtab.serve import wire
-from trimtab.serve.faults import error_json, raised_error, without_paths
+from trimtab.serve.faults import error_json, raised_error
 
 INSIDE = "trimtab.serve.verifying_inside"
 TIMEOUT_S = 3600.0
@@ -39,7 +40,7 @@ class Served(Protocol):
 
 
 def verify_routes(pool: Served, *, folders: Sequence[str] = ()) -> list[BaseRoute]:
-    """Return the route of comparisons. folders: what no answer may name, as `faults.own_folders` gives them."""
+    """Return the route of comparisons. folders: what no answer may name, as `redact.own_folders` gives them."""
     return [Route("/api/verify", _Verifying(pool, folders).verify, methods=["POST"])]
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.columns import aligned
-from trimtab.doctor.environment import Environment, scrubbed
+from trimtab.doctor.environment import Environment
 from trimtab.errors import RequestError, TrimtabError, gib
 from trimtab.files import write_whole
 from trimtab.plan import Plan
+from trimtab.redact import scrubbed
 from trimtab.speed import figures
 from trimtab.speed.figures import Spread
 from trimtab.speed.limit import Limit, Read

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trimtab.doctor.draft_clean import check_clean, clean, clean_all
 from trimtab.doctor.issues.markdown import render
 from trimtab.errors import CheckpointError, RequestError
+from trimtab.redact import check_clean, clean, clean_all
 
 DIRECT, CONTROL = "direct_4bit_merge", "fresh_bf16_merge"
 FILE = "peft-merge-parity.md"

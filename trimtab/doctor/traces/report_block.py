@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trimtab.doctor.draft_clean import check_clean, clean, clean_all
 from trimtab.errors import gib
+from trimtab.redact import check_clean, clean, clean_all
 
 if TYPE_CHECKING:
     from trimtab.doctor.environment import Environment
