@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.adapters import PEFT_HEAD, TEXT, q_proj, refused, write_adapter
 from trimtab.checkpoint.adapter import read_adapter
-from trimtab.errors import AdapterError, CheckpointError, DeviceError, rebuilt
+from trimtab.errors import AdapterError, CheckpointError, DeviceError, TrimtabError
 
 
 def test_a_sound_folder_gives_configuration_and_header(tmp_path: Path) -> None:
@@ -87,6 +88,8 @@ def test_a_hint_stands_on_a_line_of_its_own(tmp_path: Path) -> None:
 
 def test_an_error_of_another_process_is_raised_as_it_was() -> None:
     there = AdapterError("a", ["x", "y"], hint="z")
-    here = rebuilt("AdapterError", str(there), {"path": "a", "problems": ["x", "y"], "hint": "z"})
+    here = TrimtabError.from_dict(json.loads(json.dumps(there.to_dict())))
     assert type(here) is AdapterError and str(here) == str(there) and vars(here) == vars(there)
-    assert isinstance(rebuilt("WorkerDiedError", "gone", {}), DeviceError)
+    assert isinstance(
+        TrimtabError.from_dict({"class": "WorkerDiedError", "message": "gone", "fields": {}}), DeviceError
+    )

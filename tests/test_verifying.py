@@ -89,7 +89,7 @@ def test_the_base_is_compared_without_adapters(inside):
 
 def test_want_of_room_is_told_with_its_numbers_and_nothing_is_compared(inside):
     fields = {"block": None, "device": "cuda:0", "needed_bytes": 2, "budget_bytes": 1, "hint": verifying_inside.HINT}
-    error = {"event": "error", "kind": "DoesNotFitError", "message": "no room", "fields": fields}
+    error = {"event": "error", "class": "DoesNotFitError", "message": "no room", "fields": fields}
     inside.says = lambda what, on_event: outcome(error)
     answer = client().post("/api/verify", json={})
     found = json.loads(told(answer)[-1])["error"]
@@ -268,7 +268,7 @@ def in_this_process(monkeypatch):
             verifying_inside.main(request["request"], on_event)
         except TrimtabError as exc:
             kept.error = exc
-            return outcome({"event": "error", "kind": type(exc).__name__, "message": str(exc), "fields": vars(exc)})
+            return outcome({"event": "error", **exc.to_dict()})
         return outcome()
 
     def compare(case, given, rows, work, **options):

@@ -36,7 +36,7 @@ from trimtab.commands.examples import examples_text
 from trimtab.commands.flags import give_model, group_of
 from trimtab.commands.saying import COLORS, print_json, use_color
 from trimtab.commands.wording import Words, words_of
-from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, TrimtabError
+from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, TrimtabError, public_fields
 from trimtab.exit_codes import exit_code, exit_codes_text
 from trimtab.machine import late_imports
 from trimtab.packages import versions_of
@@ -177,7 +177,7 @@ def error_json(exc: BaseException, words: Words = NO_WORDS) -> dict[str, Any]:
     """Return an error as class, message and the fields that code reads. words: of the command, for the message."""
     kind = RequestError if isinstance(exc, UsageError) else type(exc)
     shown_apart = ("usage", "options")
-    fields = {name: value for name, value in vars(exc).items() if not name.startswith("_") and name not in shown_apart}
+    fields = {name: value for name, value in public_fields(exc).items() if name not in shown_apart}
     if fields.get("hint"):
         fields["hint"] = words.of(fields["hint"], None)
     return {"class": kind.__name__, "message": _text(exc, words), "fields": fields}

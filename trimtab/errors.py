@@ -38,12 +38,31 @@ def _near(allowed: Sequence[str]) -> str:
     return ", ".join(allowed)
 
 
+def public_fields(error: BaseException) -> dict[str, Any]:
+    """Return the fields that code reads: attributes without a leading underscore."""
+    return {name: value for name, value in vars(error).items() if not name.startswith("_")}
+
+
 class TrimtabError(Exception):
     """Every error that this package raises on purpose."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         self.hint = hint
         super().__init__(f"{message}. {hint}" if hint else message)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return class, message and fields as plain values, for another process or for JSON."""
+        return {"class": type(self).__name__, "message": str(self), "fields": public_fields(self)}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> TrimtabError:
+        """Return the error that `to_dict` wrote. A class that is not of this file becomes DeviceError."""
+        kind = next((known for known in KINDS if known.__name__ == values["class"]), DeviceError)
+        error = kind.__new__(kind)
+        Exception.__init__(error, values["message"])
+        fields = values["fields"].items()
+        vars(error).update({name: tuple(value) if isinstance(value, list) else value for name, value in fields})
+        return error
 
 
 class RequestError(TrimtabError):
@@ -160,12 +179,3 @@ class UpstreamError(TrimtabError):
 KINDS: tuple[type[TrimtabError], ...] = (
     RequestError, CheckpointError, DoesNotFitError, AdapterError, DeviceError, ParityError, UpstreamError,
 )  # fmt: skip
-
-
-def rebuilt(kind: str, message: str, fields: Mapping[str, Any]) -> TrimtabError:
-    """Return an error as it was raised in another process. kind: its class; one that is not of this file becomes DeviceError."""
-    found = next((known for known in KINDS if known.__name__ == kind), DeviceError)
-    error = found.__new__(found)
-    Exception.__init__(error, message)
-    vars(error).update({name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
-    return error

@@ -16,7 +16,7 @@ from typing import Any
 
 from trimtab.checkpoint.anatomy import Anatomy, KVLayer, ModuleRow, TensorRow
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.errors import CheckpointError, RequestError, TrimtabError
+from trimtab.errors import RequestError, TrimtabError
 from trimtab.process import DONE, run_inside
 
 TIMEOUT_S = 300.0
@@ -117,16 +117,9 @@ def read_shape(
     if outcome.ended == DONE and reply is not None and "shape" in reply:
         return ModelShape.from_json(reply["shape"])
     if reply is not None and "error" in reply:
-        raise _refusal(reply["error"])
+        raise TrimtabError.from_dict(reply["error"])
     last = (outcome.stderr.strip().splitlines() or [outcome.ended])[-1]
     raise RequestError(f"cannot build the model: {last}", field="python", value=os.fspath(python))
-
-
-def _refusal(reply: Mapping[str, Any]) -> TrimtabError:
-    error = RequestError("", field="") if reply["class"] == "RequestError" else CheckpointError("", path="")
-    error.__dict__.update(reply["fields"])
-    error.args = (reply["message"],)
-    return error
 
 
 def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
@@ -134,8 +127,7 @@ def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> 
     try:
         shape = shape_of(request["model"], request["device_map"], request["quant"], request["dtype"])
     except TrimtabError as exc:
-        kept = {name: value for name, value in vars(exc).items() if not name.startswith("_")}
-        emit({"error": {"class": type(exc).__name__, "message": str(exc), "fields": kept}})
+        emit({"error": exc.to_dict()})
         return
     emit({"shape": shape.to_json()})
 

@@ -14,5 +14,4 @@ def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> 
     try:
         importlib.import_module(request["module"]).main(request["request"], emit)
     except TrimtabError as exc:
-        fields = {name: value for name, value in vars(exc).items() if not name.startswith("__")}
-        emit({"event": "error", "kind": type(exc).__name__, "message": str(exc), "fields": fields})
+        emit({"event": "error", **exc.to_dict()})

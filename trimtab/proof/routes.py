@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from trimtab.errors import DeviceError, UpstreamError, rebuilt
+from trimtab.errors import DeviceError, TrimtabError, UpstreamError
 from trimtab.plan import Plan
 from trimtab.process import FAILED, OOM_HOST, Outcome, run_inside
 from trimtab.proof.compare import Noise, NoiseFloor
@@ -203,7 +203,7 @@ def raise_told(lines: Sequence[Mapping[str, Any]], label: str) -> None:
     """Raise the exception that a process reported."""
     for line in lines:
         if line.get("event") == "error":
-            raise rebuilt(line["kind"], line["message"], line["fields"])
+            raise TrimtabError.from_dict(line)
         if line.get("event") == "upstream":
             raise UpstreamError(
                 f"{label}: {line['type']}: {line['message']}", package=line["package"], installed=line["installed"],

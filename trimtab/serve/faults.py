@@ -14,7 +14,6 @@ from trimtab.errors import RequestError, TrimtabError
 from trimtab.redact import without_paths
 from trimtab.serve.client_words import for_clients
 from trimtab.serve.journal import request_id
-from trimtab.serve.supervisor import WorkerError
 
 # Our class -> (HTTP status, OpenAI's type, code). A class that is not here is a bug of the server: 500, nothing told.
 ERRORS: Mapping[str, tuple[int, str, str]] = {
@@ -125,12 +124,7 @@ def raised_error(exc: TrimtabError, folders: Sequence[str] = ()) -> tuple[int, d
 
 def plain_error(exc: BaseException) -> Mapping[str, Any]:
     """Return an error as the plain values of an event. An exception of another class is a bug: its text is not included."""
-    if isinstance(exc, WorkerError):
-        return exc.error
-    if not isinstance(exc, TrimtabError):
-        return {"class": "bug", "message": "", "fields": {}}
-    fields = {name: value for name, value in vars(exc).items() if not name.startswith("_")}
-    return {"class": type(exc).__name__, "message": str(exc), "fields": fields}
+    return exc.to_dict() if isinstance(exc, TrimtabError) else {"class": "bug", "message": "", "fields": {}}
 
 
 def error_response(status: int, body: Mapping[str, Any]) -> Response:

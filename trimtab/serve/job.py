@@ -83,7 +83,7 @@ class Event:
     "reasoning"  the same of a thought before the answer (text)
     "call"     a piece of a call of a tool (call: index, arguments; with the first piece of each: id, name)
     "done"     the answer is complete (finish, usage; of other kinds of jobs: result)
-    "error"    it ends here (error: class, message and fields as `cli.error_json` writes them)
+    "error"    it ends here (error: class, message and fields as `TrimtabError.to_dict` writes them)
     """
 
     job_id: str

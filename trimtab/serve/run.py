@@ -21,7 +21,7 @@ from sse_starlette.sse import AppStatus
 from starlette.applications import Starlette
 from starlette.routing import BaseRoute
 
-from trimtab.errors import RequestError, rebuilt
+from trimtab.errors import RequestError, TrimtabError
 from trimtab.serve import tracing
 from trimtab.serve.app import make_app
 from trimtab.serve.connection import RESERVE, Guard, GuardedProtocol
@@ -83,7 +83,7 @@ def serve(
         if spans is not None:
             spans.close()
     if server.failure is not None:
-        raise rebuilt(server.failure["class"], server.failure["message"], server.failure["fields"])
+        raise TrimtabError.from_dict(server.failure)
     return server.was_interrupted
 
 

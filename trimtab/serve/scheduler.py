@@ -464,8 +464,4 @@ class Scheduler:
 
 def error_event(job_id: str, error: TrimtabError) -> Event:
     """Return the event that ends a job with an error."""
-    fields = {name: value for name, value in vars(error).items() if not name.startswith("_")}
-    return Event(
-        job_id, "error", finish="error",
-        error={"class": type(error).__name__, "message": str(error), "fields": fields},
-    )  # fmt: skip
+    return Event(job_id, "error", finish="error", error=error.to_dict())

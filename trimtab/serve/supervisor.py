@@ -67,6 +67,9 @@ class WorkerError(TrimtabError):
         self.error = dict(error)
         super().__init__(str(error["message"]))
 
+    def to_dict(self) -> dict[str, Any]:
+        return self.error
+
 
 def _how_it_ended(exit_code: int | None) -> str:
     if exit_code is not None and exit_code < 0:

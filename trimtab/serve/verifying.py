@@ -26,7 +26,8 @@ from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.process import DONE, OOM_HOST, TIMEOUT, Outcome, run_inside
 from trimtab.redact import without_paths
 from trimtab.serve import wire
-from trimtab.serve.faults import error_json, raised_error
+from trimtab.serve.faults import raised_error
+from trimtab.serve.supervisor import WorkerError
 
 INSIDE = "trimtab.serve.verifying_inside"
 TIMEOUT_S = 3600.0
@@ -99,10 +100,6 @@ class _Verifying:
             except TrimtabError as exc:
                 yield {"event": "error", "data": json.dumps(raised_error(exc, self._folders)[1])}
                 return
-            except _ToldError as exc:
-                told_error = error_json(exc.kind, exc.text, exc.fields, self._folders)[1]
-                yield {"event": "error", "data": json.dumps(told_error)}
-                return
             yield {"data": "[DONE]"}
         finally:
             left.set()
@@ -118,14 +115,6 @@ class _ClientLeftError(Exception):
     """Raised where the process is watched, to end it."""
 
 
-class _ToldError(Exception):
-    """An error of ours that was raised in the other process."""
-
-    def __init__(self, kind: str, text: str, fields: Mapping[str, Any]) -> None:
-        self.kind, self.text, self.fields = kind, text, fields
-        super().__init__(text)
-
-
 def _compare(work: Mapping[str, Any], on_event: Any) -> None:
     """Run a comparison to its end. The first process only looks for room: a device is free of it before the second."""
     for what in ("room", "compare"):
@@ -137,7 +126,7 @@ def _compare(work: Mapping[str, Any], on_event: Any) -> None:
 def _check(outcome: Outcome) -> None:
     for line in outcome.lines:
         if line["event"] == "error":
-            raise _ToldError(line["kind"], line["message"], line["fields"])
+            raise WorkerError(line)
     if outcome.ended == DONE:
         return
     words = {
