@@ -38,7 +38,7 @@ from bench.rates import at_most
 from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME
 from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
-from trimtab.files import write_whole
+from trimtab.files import write_text
 from trimtab.proof.remote import verify_remote as remote
 from trimtab.proof.remote.faults import Fault, other_values, write_adapter, write_faults
 from trimtab.proof.remote.local import Reference
@@ -281,7 +281,7 @@ class Proof:
         yield not file.exists()
         if self.asked:
             text = json.dumps(self.asked)
-            write_whole(file, lambda path: path.write_text(text, encoding="utf-8"), field="numbers")
+            write_text(file, text, field="numbers", newline=None)
             self.tell(file.stem)
 
     def faults(self, name: str, where: str, written: Any) -> None:

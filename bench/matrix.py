@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 from trimtab.doctor.cases import CASE_NAMES, find_cases
 from trimtab.doctor.environment import read_environment
 from trimtab.doctor.matrix import FORMAT, matrix_text, read_runs, run_matrix
+from trimtab.files import write_text
 
 TAIL_LINES, LINES = 30, 8
 
@@ -63,9 +63,8 @@ def write(path: Path, environment: Any, runs: list[dict[str, Any]]) -> None:
     """Write the runs file, a run a line."""
     lines = ",\n".join(json.dumps(run) for run in runs)
     head = json.dumps(environment)
-    beside = path.with_suffix(".part")
-    beside.write_text(f'{{"format": {FORMAT}, "environment": {head}, "runs": [\n{lines}\n]}}\n', encoding="utf-8")
-    os.replace(beside, path)
+    text = f'{{"format": {FORMAT}, "environment": {head}, "runs": [\n{lines}\n]}}\n'
+    write_text(path, text, field="out", newline=None)
 
 
 def in_order(*lists: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

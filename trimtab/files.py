@@ -1,17 +1,22 @@
-"""Writing a file as a whole: a temporary file beside it, then a rename."""
+"""Writing a file or a folder as a whole: a temporary sibling, then a rename.
+
+Readers see the old one or the new one, never a part.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trimtab.errors import RequestError
 
 
 def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object], *, field: str) -> None:
-    """Write a temporary file with `write`, then rename it: readers see the old file or the new one, never a part.
+    """Write a temporary file with `write`, then rename it.
 
     Errors: RequestError if the place cannot be written; nothing is left behind.
     """
@@ -25,3 +30,55 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object], *
     finally:
         with suppress(OSError):  # a parent that is a file has no sibling to remove either
             sibling.unlink(missing_ok=True)
+
+
+def write_text(path: str | os.PathLike[str], text: str, *, field: str, newline: str | None = "\n") -> None:
+    """Write a text as a whole, in UTF-8. newline: None ends lines as the system does. Errors: as `write_whole`."""
+    write_whole(path, lambda sibling: sibling.write_text(text, encoding="utf-8", newline=newline), field=field)
+
+
+def write_private(path: Path, contents: bytes) -> None:
+    """Write bytes as a whole, readable by this user alone. Errors: OSError; nothing is left behind."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(contents)
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+@contextmanager
+def whole_folder(folder: Path, *, field: str, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a new folder beside `folder`, and rename it to `folder` at the end. overwrite: an existing one is replaced.
+
+    Errors: RequestError if it cannot be written; nothing is left behind, and an existing folder stays as it was.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".part", dir=folder.parent))
+    except OSError as exc:
+        raise _refused(folder, exc, field) from exc
+    try:
+        partial.chmod(0o755)
+        yield partial
+        old = partial.with_suffix(".old")
+        if overwrite and folder.exists():
+            os.replace(folder, old)
+        try:
+            os.replace(partial, folder)
+        except OSError:
+            if old.exists():
+                os.replace(old, folder)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as exc:
+        raise _refused(folder, exc, field) from exc
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # renamed, if all is well
+
+
+def _refused(folder: Path, exc: OSError, field: str) -> RequestError:
+    return RequestError(f"cannot be written ({exc.strerror or exc})", field=field, value=str(folder))

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from trimtab.checkpoint.adapter_keys import PEFT_HEAD
 from trimtab.checkpoint.adapter_match import AdapterSpec, match_adapter
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import AdapterError, RequestError
+from trimtab.files import whole_folder
 
 # What would narrow an exact pattern once more.
 _OTHER_RULES = ("exclude_modules", "layers_to_transform", "layers_pattern")
@@ -45,30 +45,15 @@ def write_patched(adapter: str | Path, anatomy: Anatomy, out: str | Path) -> dic
         raise AdapterError(file.folder, ["has no LoRA weights that a target could name"])
     others = [row.module_path for row in anatomy.rows if row.module_path not in set(paths)]
     pattern = short_pattern(paths, others)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        staged = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    except OSError as exc:
-        raise _refused(folder, exc) from exc
-    staged.chmod(0o755)
-    try:
+    with whole_folder(folder, field="patched") as staged:
         config = patched_config(spec, pattern)
         (staged / CONFIG_NAME).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         renamed = _renamed(spec)
         linked = _weights(file.file, staged / TENSORS_NAME, renamed)
         _check_equal(spec, read_adapter(staged), anatomy, paths)
-        os.replace(staged, folder)
-    except OSError as exc:
-        raise _refused(folder, exc) from exc
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)  # renamed, if all is well
     return {
         "written": str(folder), "target_modules": pattern, "modules": len(paths), "renamed": len(renamed), "linked": linked,
     }  # fmt: skip
-
-
-def _refused(folder: Path, exc: OSError) -> RequestError:
-    return RequestError(f"cannot be written ({exc.strerror or exc})", field="patched", value=str(folder))
 
 
 def short_pattern(paths: Sequence[str], others: Iterable[str]) -> str:

@@ -166,7 +166,7 @@ class PositionedWriter:
             self.path.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_synced(path: Path, content: bytes) -> None:
     """Write a small file and bring it to the disk."""
     with PositionedWriter(path) as writer:
         writer.write(content, 0)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.commands.flags import read_json_object, read_text
 from trimtab.commands.weights import mix_text
 from trimtab.errors import RequestError
-from trimtab.files import write_whole
+from trimtab.files import write_text
 
 if TYPE_CHECKING:
     from trimtab.request import LoadRequest
@@ -29,7 +29,7 @@ def save(chat: Conversation, request: LoadRequest, path: Path) -> None:
         text = _as_markdown(chat, request)
     else:
         text = json.dumps(_as_json(chat, request), indent=1) + "\n"
-    write_whole(path, lambda file: file.write_text(text, encoding="utf-8"), field="/save")
+    write_text(path, text, field="/save", newline=None)
 
 
 def load(chat: Conversation, path: str) -> None:

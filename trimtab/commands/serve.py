@@ -29,7 +29,7 @@ from trimtab.commands.flags import (
 from trimtab.commands.pull import add_pull, pull_if_asked
 from trimtab.commands.saying import Command, use_color
 from trimtab.errors import RequestError
-from trimtab.files import write_whole
+from trimtab.files import write_text
 from trimtab.serve.scale import ADMIN_KEY_VARIABLE, KEY_VARIABLE
 
 if TYPE_CHECKING:
@@ -278,9 +278,7 @@ def _run_ray(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     if options.print_config == "-":
         sys.stdout.write(text)
         return 0
-    write_whole(
-        options.print_config, lambda sibling: sibling.write_text(text, encoding="utf-8"), field="--print-config"
-    )
+    write_text(options.print_config, text, field="--print-config", newline=None)
     say(f"{options.print_config}: serve deploy {options.print_config}")
     return 0
 

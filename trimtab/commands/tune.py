@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from trimtab import show
 from trimtab.commands.flags import add_placement, check_folder_of, plan_or_request
@@ -27,7 +26,7 @@ def add(command: Command) -> None:
 def run_tune(options: argparse.Namespace) -> int:
     import trimtab
     from trimtab.api import plan_request
-    from trimtab.files import write_whole
+    from trimtab.files import write_text
 
     if not 1 <= options.rows <= MOST_ROWS:
         raise RequestError(f"must be between 1 and {MOST_ROWS}", field="--rows", value=options.rows)
@@ -42,19 +41,15 @@ def run_tune(options: argparse.Namespace) -> int:
     with show.loading_bar(sys.stderr) as progress:
         model = trimtab.load(plan, progress=progress)
     with model:
-        from trimtab.runtime.launch_configs import write_text
         from trimtab.runtime.tune_model import tune_model
 
         with show.bar_when_needed(sys.stderr, "measuring kernels on this GPU") as measuring:
             model.measuring = measuring
             report, document = tune_model(model, rows=options.rows, progress=measuring)
     if options.export:
-        text = write_text(document)
-        write_whole(
-            options.export,
-            lambda sibling: Path(sibling).write_text(text, encoding="utf-8", newline="\n"),
-            field="--export",
-        )
+        from trimtab.runtime import launch_configs
+
+        write_text(options.export, launch_configs.write_text(document), field="--export")
     if options.json:
         print_json(report.to_json())
         return 0

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +34,7 @@ from trimtab.doctor.issues.issue import Fact, facts_of, issue_markdown
 from trimtab.doctor.issues.not_to_file import not_to_file
 from trimtab.doctor.issues.owner import fixed_here, owner_of
 from trimtab.errors import RequestError
+from trimtab.files import whole_folder
 from trimtab.redact import check_clean, clean
 
 NOT_TO_FILE = "NOT_TO_FILE.md"
@@ -361,35 +360,10 @@ def check_folder(folder: Path, *, overwrite: bool = False) -> None:
 
 
 def _write_folder(target: Path, texts: Mapping[str, str], *, overwrite: bool) -> None:
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # A sibling folder and a rename: whoever looks finds all files or none.
-        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
-    except OSError as exc:
-        raise _refused(target, exc) from exc
-    try:
-        partial.chmod(0o755)
+    with whole_folder(target, field="drafts", overwrite=True) as partial:
         for name, text in texts.items():
             (partial / name).write_text(text, encoding="utf-8", newline="\n")
         check_folder(target, overwrite=overwrite)
-        old = partial.with_suffix(".old")
-        if target.exists():
-            os.replace(target, old)
-        try:
-            os.replace(partial, target)
-        except OSError:
-            if old.exists():
-                os.replace(old, target)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-    except OSError as exc:
-        raise _refused(target, exc) from exc
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _refused(target: Path, exc: OSError) -> RequestError:
-    return RequestError(f"cannot be written ({exc.strerror or exc})", field="drafts", value=str(target))
 
 
 def drafts_text(drafts: Drafts) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from trimtab.doctor.draft_evidence import PACKAGES
 from trimtab.doctor.report_memory import memory_pictures
 from trimtab.errors import RequestError, gib
-from trimtab.files import write_whole
+from trimtab.files import write_text
 from trimtab.redact import clean_all
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
@@ -84,7 +84,7 @@ def write_report(
         bisection=bisection,
     )
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(target, lambda sibling: sibling.write_text(text, encoding="utf-8", newline="\n"), field="html")
+    write_text(target, text, field="html")
     return target
 
 

@@ -12,12 +12,13 @@ import hashlib
 import logging
 import os
 import stat
-import tempfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 from platformdirs import user_cache_path
+
+from trimtab.files import write_private
 
 DIGEST_BYTES = 64  # in hexadecimal
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -79,15 +80,7 @@ def read_own(path: Path, key: str, *, limit_bytes: int) -> bytes | None:
 
 def write_own(path: Path, key: str, contents: bytes) -> None:
     """Write contents for a key, whole or not at all. path: in an `own_folder`."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(_digest(key, contents) + contents)
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+    write_private(path, _digest(key, contents) + contents)
 
 
 def _digest(key: str, contents: bytes) -> bytes:

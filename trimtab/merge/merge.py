@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab._version import __version__
 from trimtab.checkpoint.folder import CONFIG, Checkpoint, check_unchanged, read_checkpoint
-from trimtab.checkpoint.write import write_whole
+from trimtab.checkpoint.write import write_synced
 from trimtab.errors import AdapterError, CheckpointError, ParityError, RequestError, TrimtabError
 from trimtab.merge.place import Workplace, check_place, check_room, disk_error
 from trimtab.merge.report import RECORD_NAME, MergedAdapter, MergedFile, MergeReport
@@ -96,7 +96,7 @@ def merge_request(request: MergeRequest, *, progress: Progress | None = None) ->
                 _write_small(small, place.folder)
                 check_unchanged(checkpoint)
                 report = _report(request, checkpoint, work, files, tuple(small))
-                write_whole(place.folder / RECORD_NAME, _json(_with_history(checkpoint, report.record())))
+                write_synced(place.folder / RECORD_NAME, _json(_with_history(checkpoint, report.record())))
                 _check_loads(place.folder, work)
                 checked = time.monotonic()
                 report = replace(report, seconds=checked - started)
@@ -334,7 +334,7 @@ def _write_small(small: Mapping[str, Path | bytes], folder: Path) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(source, bytes):
-            write_whole(path, source)
+            write_synced(path, source)
         else:
             shutil.copyfile(source, path)
             with open(path, "rb+") as handle:

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from trimtab.checkpoint.adapter_file import CONFIG_NAME
-from trimtab.checkpoint.write import sync_folder, write_whole
+from trimtab.checkpoint.write import sync_folder, write_synced
 from trimtab.errors import DoesNotFitError, RequestError
 
 STATE_NAME, LOCK_NAME = ".merge-state.json", ".merge-lock"
@@ -131,7 +131,7 @@ class Workplace:
         self.finished[name] = facts
         content = json.dumps({"key": self.key, "finished": self.finished}, indent=1).encode()
         temporary = self.folder / f"{STATE_NAME}.new"
-        write_whole(temporary, content)
+        write_synced(temporary, content)
         os.replace(temporary, self.folder / STATE_NAME)
 
     def forget(self, name: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimtab.errors import RequestError, gib
-from trimtab.files import write_whole
+from trimtab.files import write_text, write_whole
 from trimtab.plan.table import predicted_rate
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ def write_shapes(shapes: Sequence[Shape], height: float, path: str | os.PathLike
         write_whole(target, lambda sibling: _png(shapes, height, sibling), field="picture")
         return
     text = svg(shapes, height)
-    write_whole(target, lambda sibling: sibling.write_text(text, encoding="utf-8", newline="\n"), field="picture")
+    write_text(target, text, field="picture")
 
 
 def svg(shapes: Sequence[Shape], height: float) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import CheckpointError, RequestError
-from trimtab.files import write_whole
+from trimtab.files import write_text
 from trimtab.plan import picture
 from trimtab.plan.cards import Card, marked
 from trimtab.plan.cost import Rates
@@ -226,7 +226,7 @@ class Plan:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all. Errors: RequestError if the place cannot be written."""
         text = json.dumps(self.to_json(), indent=1) + "\n"
-        write_whole(path, lambda sibling: sibling.write_text(text, encoding="utf-8", newline="\n"), field="save")
+        write_text(path, text, field="save")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

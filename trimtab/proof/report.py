@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import ParityError, RequestError
-from trimtab.files import write_whole
+from trimtab.files import write_text
 
 if TYPE_CHECKING:
     from trimtab.proof.compare import Difference, NoiseFloor
@@ -182,7 +182,7 @@ class ParityReport:
             text = json.dumps(self.to_json(), indent=1) + "\n"
         else:
             text = words.report_markdown(self) if ending == ".md" else page.report_html(self)
-        write_whole(path, lambda sibling: sibling.write_text(text, encoding="utf-8", newline="\n"), field="save")
+        write_text(path, text, field="save")
 
 
 def check_save_path(path: str | os.PathLike[str]) -> None:

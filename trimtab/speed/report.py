@@ -12,7 +12,7 @@ from typing import Any
 from trimtab.columns import aligned
 from trimtab.doctor.environment import Environment
 from trimtab.errors import RequestError, TrimtabError, gib
-from trimtab.files import write_whole
+from trimtab.files import write_text
 from trimtab.plan import Plan
 from trimtab.redact import scrubbed
 from trimtab.speed import figures
@@ -121,7 +121,7 @@ class Report:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report as JSON, whole or not at all. Errors: RequestError if the place cannot be written."""
         text = json.dumps(self.to_json(), indent=1) + "\n"
-        write_whole(path, lambda sibling: sibling.write_text(text, encoding="utf-8", newline="\n"), field="save")
+        write_text(path, text, field="save")
 
     def __str__(self) -> str:
         return text_of(self)

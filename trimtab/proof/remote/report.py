@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.columns import aligned
-from trimtab.files import write_whole
+from trimtab.files import write_text
 from trimtab.proof.remote.channels import Channel
 from trimtab.proof.remote.client import plain
 from trimtab.proof.remote.verdict import ALIVE, CANNOT_TELL, IGNORED, WRONG, Verdict, Weighed
@@ -122,7 +122,7 @@ class RemoteReport:
         text = {".json": json.dumps(self.to_json(), indent=1) + "\n", ".html": report_html(self)}.get(ending)
         if text is None:
             text = report_markdown(self)
-        write_whole(path, lambda sibling: sibling.write_text(text, encoding="utf-8", newline="\n"), field="save")
+        write_text(path, text, field="save")
 
 
 # Words ----------------------------------------------------------------------------------------------------------------
