@@ -39,11 +39,11 @@ from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME
 from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.files import write_text
+from trimtab.packages import stack_versions
 from trimtab.proof.remote import verify_remote as remote
 from trimtab.proof.remote.faults import Fault, other_values, write_adapter, write_faults
 from trimtab.proof.remote.local import Reference
 from trimtab.proof.remote.verdict import Asked, Verdict, judge, nothing_to_tell
-from trimtab.proof.versions import versions
 
 SERVERS = ("none", "nf4", "4 bits of another kind", "merged", "merged, nf4", "int8")
 FAULTY_SERVERS = ("none", "nf4")
@@ -310,7 +310,7 @@ class Proof:
         rows = [row(one) for file in sorted(self.numbers.glob("*.json")) for one in json.loads(file.read_text("utf-8"))]
         return {
             "what": "python -m bench.alive: verdicts of `trimtab verify --against` on the demo model, with planted faults",
-            "versions": versions(), "above_noise": ABOVE, "summary": summary(rows), "cases": rows,
+            "versions": stack_versions(), "above_noise": ABOVE, "summary": summary(rows), "cases": rows,
         }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from bench.served import Served
 from trimtab.demo.line import FOLDER as DEMO
-from trimtab.proof.versions import versions
+from trimtab.packages import stack_versions
 
 STYLE = DEMO / "adapters" / "style"
 SERVED = [str(DEMO / "base"), "--name", "demo", "--adapter", f"style={STYLE}", "--quant", "none", "--context", "1024"]
@@ -50,7 +50,7 @@ def main() -> None:
         runs = [verify(f"http://{server.address}/v1") for _ in range(options.runs)]
     result = {
         "what": "python -m bench.alive_time: `trimtab verify` of the demo's adapter style against `trimtab serve` of the demo",
-        "versions": versions(), "runs": runs,
+        "versions": stack_versions(), "runs": runs,
     }  # fmt: skip
     options.save.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(runs, indent=1))

@@ -184,7 +184,7 @@ class _Ticks:
 
 def save_first_tokens(given: argparse.Namespace) -> None:
     """Measure first tokens of the chosen cases and write each to the file as it is there."""
-    from trimtab.doctor.environment import read_environment
+    from trimtab.environment import read_environment
 
     found: dict[str, Any] = {"note": given.note, "environment": read_environment().to_json(), "cases": {}}
     if given.only and given.save.exists():

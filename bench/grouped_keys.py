@@ -93,7 +93,7 @@ def main() -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from trimtab.doctor.environment import read_environment
+    from trimtab.environment import read_environment
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", type=Path, required=True)

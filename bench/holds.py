@@ -30,7 +30,7 @@ from PIL import Image
 from bench.client import ask, chat_body
 from bench.served import Served
 from trimtab.demo.line import FOLDER as DEMO
-from trimtab.proof.versions import versions
+from trimtab.packages import stack_versions
 
 WAIT_S, BEFORE_S, AFTER_S = 180, 1.0, 0.5
 CONTEXT = 4096
@@ -168,7 +168,7 @@ def measure(runs: int, names: Collection[str]) -> dict[str, Any]:
                 "load_average": [round(min(loads), 1), round(max(loads), 1)],
             }  # fmt: skip
             print(name, cases[name], flush=True)
-    return {"cases": cases, "cores": os.cpu_count(), "versions": versions()}
+    return {"cases": cases, "cores": os.cpu_count(), "versions": stack_versions()}
 
 
 def main() -> None:

@@ -60,11 +60,11 @@ def _rounded(value: Any) -> Any:
 def environment(device: str) -> dict[str, Any]:
     import torch
 
-    from trimtab.proof.versions import versions
+    from trimtab.packages import stack_versions
 
     name = torch.cuda.get_device_name(0) if device.startswith("cuda") else "CPU"
     return {
-        "device": name, "cpu_count": os.cpu_count(), "python": platform.python_version(), **versions(),
+        "device": name, "cpu_count": os.cpu_count(), "python": platform.python_version(), **stack_versions(),
     }  # fmt: skip
 
 

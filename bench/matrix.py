@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.doctor.cases import CASE_NAMES, find_cases
-from trimtab.doctor.environment import read_environment
 from trimtab.doctor.matrix import FORMAT, matrix_text, read_runs, run_matrix
+from trimtab.environment import read_environment
 from trimtab.files import write_text
 
 TAIL_LINES, LINES = 30, 8

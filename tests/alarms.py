@@ -30,11 +30,11 @@ from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.merge import merge
 from trimtab.merge.check import check_files
 from trimtab.merge.report import MergeCheck
+from trimtab.packages import stack_versions
 from trimtab.proof import criterion
 from trimtab.proof.report import ParityReport
 from trimtab.proof.stock_route import load_base
 from trimtab.proof.verify import verify
-from trimtab.proof.versions import versions
 
 DEMO = Path(__file__).parent.parent / "trimtab" / "demo"
 DEMO_ADAPTERS = ("style", "specialist", "rslora-dora")
@@ -382,7 +382,7 @@ def summary(rights: Rows, faults: Rows, routes: Rows, harmed: Rows, demo: Rows) 
     quiet_demo = [row for row in demo if row["fault"] is None]
     harmed_demo = [row for row in demo if row["fault"] is not None]
     return {
-        "versions": versions(), "seed": SEED, "false_alarm_rate": criterion.FALSE_ALARM_RATE, "margin": criterion.MARGIN,
+        "versions": stack_versions(), "seed": SEED, "false_alarm_rate": criterion.FALSE_ALARM_RATE, "margin": criterion.MARGIN,
         "right": {
             "merge_check": _counts(checked, lambda row: row["check"] != "passed"),
             "verify_merged": _counts(judged, lambda row: row["alarm"]),

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from trimtab import cli
-from trimtab.doctor import environment, matrix
+from trimtab import cli, environment
+from trimtab.doctor import matrix
 from trimtab.doctor.matrix import read_runs
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -21,10 +21,10 @@ import torch
 import transformers
 
 import trimtab
+from trimtab import environment as module
 from trimtab import redact
-from trimtab.doctor import environment as module
-from trimtab.doctor.environment import Environment, Gpu, Package, environment_text, read_environment
-from trimtab.doctor.environment_inside import PACKAGES, how_installed, read_package, read_torch
+from trimtab.environment import Environment, Gpu, Package, environment_text, read_environment
+from trimtab.environment_inside import PACKAGES, how_installed, read_package, read_torch
 from trimtab.errors import RequestError
 from trimtab.redact import scrubbed
 
@@ -186,7 +186,7 @@ def test_only_the_number_of_a_kernel_release_is_told(monkeypatch):
 
 
 def test_only_flags_that_decide_kernels_are_told(monkeypatch):
-    monkeypatch.setattr(module, "_cpuinfo", lambda field: "fpu avx2 avx512_bf16 sse" if field == "flags" else "")
+    monkeypatch.setattr(module, "read_cpuinfo", lambda field: "fpu avx2 avx512_bf16 sse" if field == "flags" else "")
     assert module.cpu_flags() == ("avx2", "avx512_bf16")
 
 

@@ -16,9 +16,9 @@ from trimtab.doctor.claims import decide_claims
 from trimtab.doctor.draft import make_drafts
 from trimtab.doctor.draft_buckets import BUCKETS
 from trimtab.doctor.draft_evidence import Shown, Statement, differences, evidence_of
-from trimtab.doctor.environment import read_environment
 from trimtab.doctor.issues.owner import action_for
 from trimtab.doctor.trackers import Tracker
+from trimtab.environment import read_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 NEVER_RECORDED = {"merge-4bit"}  # the merge lanes carry it (trimtab verify --lanes)

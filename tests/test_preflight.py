@@ -23,7 +23,6 @@ from trimtab import cli
 from trimtab.checkpoint.adapter_patch import short_pattern
 from trimtab.doctor import peft_dispatch, preflight_answer, preflight_second
 from trimtab.doctor import preflight as module
-from trimtab.doctor.environment import Environment, Package, read_environment
 from trimtab.doctor.preflight import Preflight, preflight, preflight_text
 from trimtab.doctor.preflight_answer import (
     ALL_ON_GPU,
@@ -37,6 +36,7 @@ from trimtab.doctor.preflight_answer import (
 from trimtab.doctor.preflight_findings import FAILS, NOTE, SEVERITIES, WASTES, WRONG, find_bug, is_met
 from trimtab.doctor.preflight_map import device_text
 from trimtab.doctor.preflight_shape import ModelShape, read_shape, shape_of
+from trimtab.environment import Environment, Package, read_environment
 from trimtab.errors import AdapterError, CheckpointError, RequestError
 from trimtab.plan.machine import Machine
 

@@ -25,8 +25,8 @@ PURE = [
 ]
 NO_TORCH = [file for file in SOURCES if file.parent.name == "machine"]
 PSUTIL = (
-    "trimtab/machine/memory.py", "trimtab/process.py", "trimtab/doctor/environment.py",
-    "trimtab/doctor/environment_inside.py", "trimtab/merge/measure.py",
+    "trimtab/machine/memory.py", "trimtab/process.py", "trimtab/environment.py",
+    "trimtab/environment_inside.py", "trimtab/merge/measure.py",
 )  # fmt: skip
 HEAVY = {
     "torch",

@@ -402,7 +402,7 @@ def test_doctor_given_a_file_says_what_it_takes(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def environment():
-    from trimtab.doctor.environment import Environment, Gpu, Package
+    from trimtab.environment import Environment, Gpu, Package
 
     return Environment(
         python="3.11.7", implementation="CPython", packages={"torch": Package("2.8.0", "index"), "peft": Package("0.19.1", "index"),
@@ -442,7 +442,7 @@ def test_report_holds_no_private_path(environment, tmp_path):
 
 
 def test_report_is_printed_by_the_command(monkeypatch, capsys, environment):
-    from trimtab.doctor import environment as room
+    from trimtab import environment as room
 
     monkeypatch.setattr(room, "read_environment", lambda python=None: environment)
     assert cli.main(["doctor", "--report", "--json"]) == 0

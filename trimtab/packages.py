@@ -10,6 +10,8 @@ from trimtab.errors import RequestError
 
 # What the stock stack is made of, beside torch and transformers, without which this package does not start.
 STOCK = ("accelerate", "bitsandbytes", "peft")
+# What decides the answers of a comparison.
+STACK = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "safetensors")
 
 
 def versions_of(names: Sequence[str]) -> dict[str, str]:
@@ -21,6 +23,16 @@ def versions_of(names: Sequence[str]) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return kept
+
+
+def version_of(name: str) -> str | None:
+    """Return the version of an installed package, None if it is not installed."""
+    return versions_of((name,)).get(name)
+
+
+def stack_versions() -> dict[str, str]:
+    """Return package -> installed version of STACK; "not installed" where there is none."""
+    return dict.fromkeys(STACK, "not installed") | versions_of(STACK)
 
 
 def missing(names: Sequence[str]) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trimtab.bridge.hooks import HOOK, execution_device, hooks_aside, hooks_of, offload_hook, offloaded_to
 from trimtab.checkpoint.adapter_match import AdapterSpec, AdapterTarget
 from trimtab.errors import AdapterError, UpstreamError
+from trimtab.packages import version_of
 
 HEAD = "base_model.model."
 
@@ -53,12 +54,10 @@ def check_dora(spec: AdapterSpec, modules: Mapping[str, nn.Module]) -> None:
     """
     lost = [t.module_path for t in spec.targets if t.use_dora and offloaded_to(modules[t.module_path]) is not None]
     if lost:
-        from importlib.metadata import version
-
         raise UpstreamError(
             f"DoRA on {len(lost)} offloaded modules (first: {lost[0]}): PEFT reads the weight of the base layer outside "
             "its forward, where an offloaded layer has none",
-            package="peft", installed=version("peft"),
+            package="peft", installed=version_of("peft") or "?",
             hint="Keep those modules on the GPU, or load the adapter with trimtab.load, which computes DoRA in every tier",
         )  # fmt: skip
 

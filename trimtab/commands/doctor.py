@@ -173,7 +173,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _examine(options: argparse.Namespace) -> dict[str, Any]:
-    from trimtab.doctor.environment import read_environment
+    from trimtab.environment import read_environment
 
     report: dict[str, Any] = dict.fromkeys(
         ("environment", "verdicts", "preflight", "runs", "bisections", "drafts", "html", "stopped"), None
@@ -293,7 +293,7 @@ def _json(value: Any) -> Any:
 
 def _texts(report: Mapping[str, Any]) -> list[str]:
     """Return what a person reads, part by part."""
-    from trimtab.doctor.environment import environment_text
+    from trimtab.environment import environment_text
 
     texts = [environment_text(report["environment"])]
     if report["verdicts"]:

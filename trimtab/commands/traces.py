@@ -49,8 +49,8 @@ def run_trace(options: argparse.Namespace) -> int:
 def run_report(options: argparse.Namespace) -> int:
     """Print the block to paste."""
     _check_alone(options, "--report", _OTHERS)
-    from trimtab.doctor.environment import read_environment
     from trimtab.doctor.traces.report_block import report_block
+    from trimtab.environment import read_environment
 
     device_map = None if options.device_map is None else read_device_map(options.device_map)
     text = report_block(

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from trimtab.packages import versions_of
+from trimtab.packages import version_of
 
 LIBRARIES = ("accelerate", "bitsandbytes", "peft", "safetensors", "torch", "transformers")
 PROJECTIONS = r"(q|k|v|o|gate|up|down)_proj"
@@ -47,7 +47,7 @@ class Kit:
 
     def version(self, package: str) -> str | None:
         """Return the installed version, None if it is not there."""
-        return versions_of((package,)).get(package)
+        return version_of(package)
 
     def has(self, package: str) -> bool:
         """Return whether the package is installed and can be found for import."""

@@ -16,13 +16,13 @@ from typing import Any
 
 from trimtab.checkpoint.adapter import read_adapter
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.doctor.environment import Environment, read_environment
 from trimtab.doctor.preflight_adapter import AdapterReading, read_adapter_for
 from trimtab.doctor.preflight_answer import TOWERS, Answer, Asking, adapter_name, answer_for
 from trimtab.doctor.preflight_findings import SEVERITIES, Facts, Foreseen, find_bug, foresee, is_met
 from trimtab.doctor.preflight_map import MapReading, check_map, read_map
 from trimtab.doctor.preflight_second import Device, SecondPlan, arithmetic_text, second_plan
 from trimtab.doctor.preflight_shape import ModelShape, read_shape
+from trimtab.environment import Environment, read_environment
 from trimtab.errors import gib
 from trimtab.plan.cost import Rates
 from trimtab.plan.machine import Machine

@@ -8,10 +8,10 @@ import re
 import sys
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 
 from trimtab._version import __version__
+from trimtab.packages import version_of
 
 PACKAGES = ("torch", "transformers", "bitsandbytes")
 
@@ -53,10 +53,7 @@ def versions() -> dict[str, str]:
     """Return what decides a module tree and a process's memory: releases, where they lie, and Python's own."""
     values = {"python": platform.python_version(), "system": sys.platform, "trimtab": __version__}
     for package in PACKAGES:
-        try:
-            values[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            values[package] = "missing"
+        values[package] = version_of(package) or "missing"
         values[f"{package} folder"] = str(_folder(package))
     build = torch_build()
     return values | {"torch build": str(build)}

@@ -20,13 +20,17 @@ CGROUP_FILES = (
 
 
 def cpu_name() -> str:
-    """Return the processor's name."""
+    """Return the processor's name; outside Linux only its family (`environment.full_cpu_name` has the name)."""
+    return read_cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def read_cpuinfo(field: str) -> str:
+    """Return a field of the first processor in Linux's /proc/cpuinfo, "" without one."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine()
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == field), "")
 
 
 def host_available_bytes() -> int:

@@ -24,6 +24,7 @@ from trimtab.errors import AdapterError, CheckpointError, ParityError, RequestEr
 from trimtab.merge.place import Workplace, check_place, check_room, disk_error
 from trimtab.merge.report import RECORD_NAME, MergedAdapter, MergedFile, MergeReport
 from trimtab.merge.request import AdapterOption, MergeRequest, full_dtype, parts_of
+from trimtab.packages import versions_of
 
 if TYPE_CHECKING:
     from trimtab.checkpoint.adapter import AdapterSpec
@@ -208,12 +209,8 @@ def _key(request: MergeRequest, checkpoint: Checkpoint, hashes: tuple[dict[str, 
 
 def versions() -> dict[str, str]:
     """Return the versions of what computed the result."""
-    from importlib.metadata import version
-
-    return {
-        "trimtab": __version__, "torch": version("torch"), "transformers": version("transformers"),
-        "python": platform.python_version(),
-    }  # fmt: skip
+    own = {"trimtab": __version__, **versions_of(("torch", "transformers"))}
+    return {**own, "python": platform.python_version()}
 
 
 def _small_files(checkpoint: Checkpoint, replaced: Mapping[str, bytes]) -> dict[str, Path | bytes]:

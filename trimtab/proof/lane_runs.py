@@ -9,6 +9,7 @@ from typing import Any
 
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.errors import TrimtabError
+from trimtab.packages import stack_versions
 from trimtab.process import run_inside
 from trimtab.proof import compare, forced
 from trimtab.proof.lanes import (
@@ -25,7 +26,6 @@ from trimtab.proof.lanes import (
 )  # fmt: skip
 from trimtab.proof.routes import TIMEOUT_S, Item, Route, run_module, run_route
 from trimtab.proof.survival import Survival
-from trimtab.proof.versions import versions
 from trimtab.request import LoadRequest
 
 STOCK_LANE, OWN_MERGE = "trimtab.proof.stock_lane", "trimtab.proof.own_merge"
@@ -47,7 +47,7 @@ class LaneRunner:
         self.device, self.dtype, self.new_tokens = resolve_device(device), dtype, new_tokens
         self.python, self.isolated = python, isolated
         self.yardstick: dict[str, Line] = {}
-        self.versions = versions()  # of this interpreter, until a stock lane tells those of its own
+        self.versions = stack_versions()  # of this interpreter, until a stock lane tells those of its own
 
     def run(self, lane: Lane) -> LaneRun:
         """Return the result of a lane; an exception is part of it."""

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trimtab.packages import stack_versions
 from trimtab.proof import forced, stock_route
 from trimtab.proof.survival import Survival, lora_delta, survival
-from trimtab.proof.versions import versions
 
 Emit = Callable[[dict[str, Any]], None]
 ADAPTER = "adapter"
@@ -39,7 +39,7 @@ def _run(request: Mapping[str, Any], emit: Emit) -> None:
     with stock_route.recorded_warnings() as loading:
         model = stock_route.load_base(request["folder"], request["quant"], request["dtype"], request["device"])
         device = next(model.parameters()).device
-        _stage(emit, "base", device, versions=versions())
+        _stage(emit, "base", device, versions=stack_versions())
         if request["dequantize"] == "base":
             model = model.dequantize()
         model, notes = stock_route.with_adapters(model, {ADAPTER: request["adapter"]}, Path(request["out"]))

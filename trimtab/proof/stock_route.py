@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 
-from trimtab.packages import versions_of
+from trimtab.packages import stack_versions, version_of
 from trimtab.proof import forced
 from trimtab.proof.loaded_changes import sketch
-from trimtab.proof.versions import versions
 
 Emit = Callable[[dict[str, Any]], None]
 LIBRARIES = ("bitsandbytes", "accelerate", "peft", "transformers", "safetensors", "torch")
@@ -48,7 +47,7 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
         emit(
             {"event": "loaded", "seconds": time.monotonic() - started, "device": route["device"], "tiers": {},
              "quant": route["quant"], "adapters": list(route["adapters"]), "notes": notes, "warnings": dict(counts),
-             "versions": versions(), "changes": stock_changes(model)}
+             "versions": stack_versions(), "changes": stock_changes(model)}
         )  # fmt: skip
         tokenizer = read_tokenizer(route["folder"])
         answers: list[list[int]] = []
@@ -301,7 +300,7 @@ def raised(exc: BaseException) -> dict[str, Any]:
     frames = [frame.filename.replace("\\", "/") for frame in traceback.extract_tb(exc.__traceback__)]
     named = [name for frame in frames for name in LIBRARIES if f"/{name}/" in frame and name != "torch"]
     package = named[-1] if named else "torch"
-    installed = versions_of((package,)).get(package, "?")
+    installed = version_of(package) or "?"
     return {
         "type": type(exc).__name__, "message": str(exc)[:500], "package": package, "installed": installed,
         "frames": _library_frames(exc),

@@ -17,7 +17,7 @@ from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.checkpoint.packed import split_packed
 from trimtab.checkpoint.vocabulary import check_vocabulary
 from trimtab.errors import RequestError
-from trimtab.packages import STOCK, check_installed
+from trimtab.packages import STOCK, check_installed, stack_versions
 from trimtab.plan import Plan
 from trimtab.process import check_python
 from trimtab.proof import compare, forced
@@ -28,7 +28,6 @@ from trimtab.proof.prompts import Prompt
 from trimtab.proof.report import ParityReport, PromptParity
 from trimtab.proof.routes import Item, Ran, prepare, run_route, with_continuations
 from trimtab.proof.stock_faults import wrong_last_positions
-from trimtab.proof.versions import versions
 from trimtab.request import LoadRequest
 
 if TYPE_CHECKING:
@@ -183,7 +182,7 @@ def _compare(
         model=case.model, against=case.against, adapter=case.adapter, expected=case.expected,
         prompts=tuple(compared), floor=reference.noise, layers=_largest_by_layer(layers),
         reference=reference.to_json(), subject=subject.to_json(), findings=findings,
-        survival=survived, weights=weights, changes=changes, versions=versions(),
+        survival=survived, weights=weights, changes=changes, versions=stack_versions(),
     )  # fmt: skip
 
 

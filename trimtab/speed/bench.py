@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab import packages
-from trimtab.doctor.environment import read_environment
+from trimtab.environment import read_environment
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.plan import Plan
 from trimtab.proof.prompts import Prompt

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.columns import aligned
-from trimtab.doctor.environment import Environment
+from trimtab.environment import Environment
 from trimtab.errors import RequestError, TrimtabError, gib
 from trimtab.files import write_text
 from trimtab.plan import Plan

@@ -15,7 +15,7 @@ from trimtab.errors import gib
 from trimtab.redact import check_clean, clean, clean_all
 
 if TYPE_CHECKING:
-    from trimtab.doctor.environment import Environment
+    from trimtab.environment import Environment
 
 PACKAGES = (
     "torch",

@@ -16,6 +16,7 @@ from typing import Any
 
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.errors import AdapterError, DoesNotFitError, RequestError
+from trimtab.packages import stack_versions
 from trimtab.proof import prompts as asked_prompts
 from trimtab.proof.prompts import Prompt
 from trimtab.proof.remote import verdict as judging
@@ -40,7 +41,6 @@ from trimtab.proof.remote.merged import open_merged, spec_with_experts
 from trimtab.proof.remote.report import Answered, RemoteReport
 from trimtab.proof.remote.tokens import TokenTable
 from trimtab.proof.remote.verdict import RIGHT, Asked, Verdict, judge, nothing_to_tell
-from trimtab.proof.versions import versions
 from trimtab.request import LoadRequest
 
 Say = Callable[[str], None]
@@ -435,5 +435,5 @@ def _report(
         channels={kind: opened.channel for kind, opened in work.channels.items()},
         refusals={kind: opened.refusals for kind, opened in work.channels.items()}, answered=answered,
         not_tried=tuple(work.not_tried), notes=tuple(work.notes), requests=work.client.requests,
-        server_s=work.client.waited_s, seconds=time.monotonic() - started, versions=versions(),
+        server_s=work.client.waited_s, seconds=time.monotonic() - started, versions=stack_versions(),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The environment report: versions, how each package was installed, GPUs, memory. No personal data.
+"""The environment of an interpreter and its machine: versions, how each package was installed, GPUs, memory. No personal data.
 
 `read_environment` asks any interpreter, in a process of its own; the machine itself is looked at here. Left out on
 purpose: user and host names, folders, addresses, serial numbers, environment variables.
@@ -14,14 +14,14 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 import trimtab
-from trimtab.doctor.environment_inside import PACKAGES
+from trimtab.environment_inside import PACKAGES
 from trimtab.errors import RequestError, gib
+from trimtab.machine.memory import read_cpuinfo
 from trimtab.process import run_inside
 from trimtab.redact import scrubbed
 
@@ -120,7 +120,7 @@ def read_environment(python: str | os.PathLike[str] | None = None) -> Environmen
     Packages that are missing are told as missing. Errors: RequestError if the interpreter cannot be started or says
     nothing.
     """
-    outcome = run_inside("trimtab.doctor.environment_inside", {}, python=python, timeout_s=TIMEOUT_S)
+    outcome = run_inside("trimtab.environment_inside", {}, python=python, timeout_s=TIMEOUT_S)
     reply: dict[str, Any] = {}
     for line in outcome.lines:
         reply |= line
@@ -137,7 +137,7 @@ def read_environment(python: str | os.PathLike[str] | None = None) -> Environmen
         python=reply["python"]["version"], implementation=reply["python"]["implementation"], packages=packages,
         cuda=torch.get("cuda"), hip=torch.get("hip"), torch_error=torch["error"],
         gpus=tuple(Gpu(**gpu) for gpu in torch["gpus"]), driver=nvidia_driver(), os=os_name(),
-        architecture=platform.machine(), cpu=cpu_name(), cpu_flags=cpu_flags(),
+        architecture=platform.machine(), cpu=full_cpu_name(), cpu_flags=cpu_flags(),
         cpu_capability=torch.get("cpu_capability"), cores=psutil.cpu_count(logical=False) or os.cpu_count() or 1,
         threads=torch.get("threads"), host_total_bytes=int(psutil.virtual_memory().total),
         host_available_bytes=int(psutil.virtual_memory().available), is_other=python is not None,
@@ -163,24 +163,18 @@ def os_name() -> str:
         return f"{kernel}{wsl}"
 
 
-def cpu_name() -> str:
+def full_cpu_name() -> str:
     """Return the processor's name, as far as the system tells it."""
-    named = _cpuinfo("model name") or _cpuinfo("Hardware") or _registry_cpu() or _sysctl("machdep.cpu.brand_string")
+    named = (
+        read_cpuinfo("model name") or read_cpuinfo("Hardware") or _registry_cpu() or _sysctl("machdep.cpu.brand_string")
+    )
     return named or platform.processor() or platform.machine()
 
 
 def cpu_flags() -> tuple[str, ...]:
     """Return those of CPU_FLAGS that the processor has; only Linux tells them all."""
-    known = (_cpuinfo("flags") or _cpuinfo("Features")).split()
+    known = (read_cpuinfo("flags") or read_cpuinfo("Features")).split()
     return tuple(flag for flag in CPU_FLAGS if flag in known)
-
-
-def _cpuinfo(field: str) -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == field), "")
 
 
 def _registry_cpu() -> str:
