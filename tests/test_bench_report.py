@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.test_environment import read_only_environment
 from tests.test_planner import plan
 from trimtab.errors import DeviceError, RequestError, UpstreamError
-from trimtab.plan.picture import WIDTH, Box, Label, Stroke
 from trimtab.proof.prompts import Prompt
+from trimtab.report.charts import WIDTH, Box, Label, Stroke
 from trimtab.request import LoadRequest
 from trimtab.speed import bench as benching
 from trimtab.speed import figures, picture

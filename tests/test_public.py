@@ -21,7 +21,9 @@ PACKAGE = ROOT / "trimtab"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PURE = [
-    file for file in SOURCES if file.parent.name in ("checkpoint", "plan") or file.name in ("request.py", "errors.py")
+    file
+    for file in SOURCES
+    if file.parent.name in ("checkpoint", "plan", "report") or file.name in ("request.py", "errors.py")
 ]
 NO_TORCH = [file for file in SOURCES if file.parent.name == "machine"]
 PSUTIL = (
@@ -120,7 +122,7 @@ def test_each_foreign_library_is_imported_where_it_belongs(file):
 @pytest.mark.parametrize("file", PURE, ids=name_of)
 def test_pure_files_import_the_standard_library_and_each_other(file):
     allowed = set(sys.stdlib_module_names) | {"trimtab"}
-    if file.name == "picture.py":
+    if file.name == "charts.py":
         allowed.add("matplotlib")  # for a PNG, when one is drawn
     assert imports_of(file) <= allowed
 

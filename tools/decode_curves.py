@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trimtab.plan.picture import INK, MARGIN, QUIET, WIDTH, Box, Label, Shape, svg
+from trimtab.report.charts import INK, MARGIN, QUIET, WIDTH, Box, Label, Shape, svg
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "docs" / "images" / "decode.svg"

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = ROOT / "CONTRIBUTING.md"
 # The order for a newcomer; a folder that is not listed comes last.
-FOLDERS = ("", "checkpoint", "plan", "machine", "runtime", "bridge", "merge", "proof", "proof/remote", "speed", "doctor",
+FOLDERS = ("", "checkpoint", "plan", "machine", "runtime", "bridge", "merge", "proof", "proof/remote", "speed", "report", "doctor",
            "serve", "commands",
            "demo")  # fmt: skip
 # Folders with one small file per item: shown as one line.
@@ -26,7 +26,7 @@ TITLES = {
     "machine": "THIS MACHINE, AND CACHES BETWEEN RUNS (no torch)", "runtime": "THE RUNTIME",
     "bridge": "STOCK OBJECTS IN, STOCK OBJECTS OUT", "merge": "A CHECKPOINT AND ADAPTERS -> A NEW CHECKPOINT",
     "proof": "VERIFICATION", "proof/remote": "WHETHER A SERVER APPLIES ITS ADAPTER",
-    "speed": "BENCHMARKS",
+    "speed": "BENCHMARKS", "report": "REPORTS",
     "doctor": "THE DOCTOR", "serve": "THE SERVER", "commands": "THE COMMANDS",
     "demo": "THE DEMO: a small trained model, adapters, images, audio (CARD.md)",
     "doctor/servers": "known adapter bugs in other servers, one small file each",

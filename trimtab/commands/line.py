@@ -127,7 +127,7 @@ def run_plan(options: argparse.Namespace) -> int:
     from trimtab.api import PlanInputs, device_budget_bytes, plan_options, plan_request
     from trimtab.plan.cards import find_card
     from trimtab.plan.options import options_text
-    from trimtab.plan.picture import check_path
+    from trimtab.report.charts import check_path
 
     if is_saved_plan(options):
         raise RequestError(

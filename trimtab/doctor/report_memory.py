@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
-from xml.sax.saxutils import escape
 
 from trimtab.errors import gib
+from trimtab.report.charts import inline_svg, text
 
 WIDTH, NAME_WIDTH, VALUE_WIDTH = 920, 330, 90
 BAR, GAP, TOP = 13, 3, 26
@@ -38,7 +39,7 @@ def _picture(rows: Sequence[tuple[Mapping[str, Any], int]], title: str) -> str:
     scale = (WIDTH - NAME_WIDTH - VALUE_WIDTH) / largest
     shapes, top = [], float(TOP)
     for case, bars in cases.items():
-        shapes.append(_text(NAME_WIDTH - 8, top + BAR - 2, case, "end"))
+        shapes.append(text(NAME_WIDTH - 8, top + BAR - 2, case, anchor="end"))
         for engine, nbytes in bars:
             width = max(1.0, nbytes * scale)
             kind = "bar-trimtab" if engine == "trimtab" else "bar-stock"
@@ -46,15 +47,7 @@ def _picture(rows: Sequence[tuple[Mapping[str, Any], int]], title: str) -> str:
                 f'<rect class="{kind}" x="{NAME_WIDTH}" y="{top:.1f}" width="{width:.1f}" height="{BAR}">'
                 f"<title>{escape(case)}, {escape(engine)}: {nbytes} bytes</title></rect>"
             )
-            shapes.append(_text(NAME_WIDTH + width + 6, top + BAR - 2, f"{gib(nbytes)} {engine}", "start"))
+            shapes.append(text(NAME_WIDTH + width + 6, top + BAR - 2, f"{gib(nbytes)} {engine}"))
             top += BAR + GAP
         top += 2 * GAP
-    height = round(top + GAP)
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title, {chr(34): "&quot;"})}" '
-        f'xmlns="http://www.w3.org/2000/svg">{"".join(shapes)}</svg>'
-    )
-
-
-def _text(left: float, base: float, text: str, anchor: str) -> str:
-    return f'<text x="{left:.1f}" y="{base:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+    return inline_svg(shapes, WIDTH, round(top + GAP), title, more=' xmlns="http://www.w3.org/2000/svg"')

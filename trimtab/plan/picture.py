@@ -1,7 +1,6 @@
 """The chart of a plan: one bar per device, with the budget as its load line.
 
-`draw` writes .svg (by hand, the same bytes for the same plan) or .png (the same shapes through matplotlib). The shapes
-are laid out once, in pixels from the top left corner.
+`draw` writes .svg (the same bytes for the same plan) or .png. The shapes are laid out once, in pixels from the top left corner.
 """
 
 from __future__ import annotations
@@ -9,21 +8,32 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trimtab.errors import RequestError, gib
-from trimtab.files import write_text, write_whole
+from trimtab.errors import gib
 from trimtab.plan.table import predicted_rate
+from trimtab.report.charts import (
+    INK,
+    LINE,
+    MARGIN,
+    OVER,
+    PAPER,
+    QUIET,
+    WIDTH,
+    Box,
+    Label,
+    Shape,
+    Stroke,
+    check_path,
+    write_shapes,
+)
 
 if TYPE_CHECKING:
     from trimtab.plan.plan import Plan
 
-WIDTH, MARGIN, BAR_HEIGHT = 1000, 32, 46
+BAR_HEIGHT = 46
 BAR_WIDTH = WIDTH - 2 * MARGIN
 LEGEND_COLUMNS, LEGEND_ROW = 3, 20
-INK, QUIET, PAPER, LINE, OVER = "#1f2933", "#64707d", "#ffffff", "#c0392b", "#f3f5f7"
 
 # A hue a part; a lighter shade for what only passes through or waits.
 PART_COLORS = {
@@ -75,41 +85,6 @@ class Bar:
     @property
     def nbytes(self) -> int:
         return sum(segment.nbytes for segment in self.segments)
-
-
-@dataclass(frozen=True)
-class Box:
-    left: float
-    top: float
-    width: float
-    height: float
-    fill: str
-
-
-@dataclass(frozen=True)
-class Stroke:
-    """A vertical line."""
-
-    left: float
-    top: float
-    bottom: float
-    color: str
-
-
-@dataclass(frozen=True)
-class Label:
-    """Text with its baseline at `base`; anchor "start", "middle" or "end"."""
-
-    left: float
-    base: float
-    text: str
-    size: float
-    color: str
-    anchor: str = "start"
-    bold: bool = False
-
-
-Shape = Box | Stroke | Label
 
 
 def bars_of(plan: Plan) -> list[Bar]:
@@ -252,68 +227,3 @@ def draw(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write the picture of a plan as .svg or .png. Errors: RequestError for another ending or place."""
     check_path(path)
     write_shapes(*layout(plan), path)
-
-
-def check_path(path: str | os.PathLike[str], *, field: str = "picture") -> None:
-    """Raise RequestError unless an image can have this ending."""
-    if Path(path).suffix.lower() not in (".svg", ".png"):
-        raise RequestError("a chart is .svg or .png", field=field, value=str(path), allowed=(".svg", ".png"))
-
-
-def write_shapes(shapes: Sequence[Shape], height: float, path: str | os.PathLike[str]) -> None:
-    """Write shapes as .svg or .png, whole or not at all. Errors: RequestError if the place cannot be written."""
-    target = Path(path)
-    if target.suffix.lower() == ".png":
-        write_whole(target, lambda sibling: _png(shapes, height, sibling), field="picture")
-        return
-    text = svg(shapes, height)
-    write_text(target, text, field="picture")
-
-
-def svg(shapes: Sequence[Shape], height: float) -> str:
-    """Return the shapes as SVG text."""
-    size = f'width="{WIDTH}" height="{height:g}" viewBox="0 0 {WIDTH} {height:g}"'
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="Helvetica, Arial, DejaVu Sans, sans-serif">',
-        f'<rect width="{WIDTH}" height="{height:g}" fill="{PAPER}"/>',
-    ]
-    for shape in shapes:
-        if isinstance(shape, Box):
-            size = f'width="{shape.width:.2f}" height="{shape.height:.2f}"'
-            lines.append(f'<rect x="{shape.left:.2f}" y="{shape.top:.2f}" {size} fill="{shape.fill}"/>')
-        elif isinstance(shape, Stroke):
-            place = f'x1="{shape.left:.2f}" x2="{shape.left:.2f}" y1="{shape.top:.2f}" y2="{shape.bottom:.2f}"'
-            lines.append(f'<line {place} stroke="{shape.color}" stroke-width="2"/>')
-        else:
-            place = f'x="{shape.left:.2f}" y="{shape.base:.2f}" font-size="{shape.size:g}" text-anchor="{shape.anchor}"'
-            weight = ' font-weight="bold"' if shape.bold else ""
-            lines.append(f'<text {place} fill="{shape.color}"{weight}>{escape(shape.text, quote=False)}</text>')
-    return "\n".join([*lines, "</svg>", ""])
-
-
-def _png(shapes: Sequence[Shape], height: float, path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Rectangle
-
-    inch = 100.0  # pixels of the layout; drawn at twice that for sharp text
-    figure = Figure(figsize=(WIDTH / inch, height / inch), dpi=2 * inch, facecolor=PAPER)
-    FigureCanvasAgg(figure)
-    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
-    axes.set_xlim(0, WIDTH)
-    axes.set_ylim(height, 0)
-    axes.axis("off")
-    for shape in shapes:
-        if isinstance(shape, Box):
-            axes.add_patch(Rectangle((shape.left, shape.top), shape.width, shape.height, color=shape.fill, linewidth=0))
-        elif isinstance(shape, Stroke):
-            ends = [shape.left, shape.left], [shape.top, shape.bottom]
-            axes.add_line(Line2D(*ends, color=shape.color, linewidth=1.5))
-        else:
-            align = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
-            axes.text(
-                shape.left, shape.base, shape.text, fontsize=shape.size * 72 / inch, color=shape.color, ha=align,
-                va="baseline", weight="bold" if shape.bold else "normal",
-            )  # fmt: skip
-    figure.savefig(path, format="png")

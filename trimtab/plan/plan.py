@@ -26,6 +26,7 @@ from trimtab.plan.module_tree import ModuleTree
 from trimtab.plan.reading import read_row
 from trimtab.plan.rows import OUTSIDE_PEAK, Placement, Unquantized
 from trimtab.plan.table import table
+from trimtab.report import charts
 from trimtab.request import DTYPES, HEADS, TIERS, LoadRequest
 
 PLAN_VERSION = 5
@@ -86,12 +87,12 @@ class Plan:
 
     def draw(self, path: str | os.PathLike[str]) -> None:
         """Draw the plan as .svg or .png. Errors: RequestError for another ending, or a place that cannot be written."""
-        picture.check_path(path, field="path")
+        charts.check_path(path, field="path")
         picture.draw(self, path)
 
     def _repr_html_(self) -> str:
         """Return the picture and the table, for notebooks."""
-        return f"<div>{picture.svg(*picture.layout(self))}<pre>{html.escape(str(self))}</pre></div>"
+        return f"<div>{charts.svg(*picture.layout(self))}<pre>{html.escape(str(self))}</pre></div>"
 
     def tier_of(self, block_path: str) -> str:
         """Return the tier of a block; KeyError if the model has no such block."""

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from trimtab.report.charts import inline_svg, text
+
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 720, 150, 64, 24, 10
 DECADES = 8
 
@@ -21,22 +23,22 @@ def lines(
     scale = _Log([*values, dashed or 0.0])
     step = (WIDTH - LEFT - 8) / max(1, len(values))
     points = [(LEFT + step * (at + 0.5), scale.y(value)) for at, value in enumerate(values)]
-    parts = [_frame(scale, label)]
+    parts = [_frame(scale)]
     if mark is not None and 0 < mark < len(values):
         x = LEFT + step * mark
         parts.append(f'<line class="mark" x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{HEIGHT - BOTTOM}"/>')
-        parts.append(_text(x + 4, TOP + 10, mark_label))
+        parts.append(text(x + 4, TOP + 10, mark_label))
     if dashed:
         y = scale.y(dashed)
-        parts.append(f'<line class="floor" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - 8}" y2="{y:.1f}"/>')
-        parts.append(_text(WIDTH - 12, y - 4, dashed_label, anchor="end"))
+        parts.append(_across("floor", y))
+        parts.append(text(WIDTH - 12, y - 4, dashed_label, anchor="end"))
     parts.append(f'<polyline class="line" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>')
     shown = points if len(points) <= 400 else ()
     for (x, y), value, at in zip(shown, values, range(len(values)), strict=False):
         parts.append(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="2"><title>{at}: {value:.3g}</title></circle>')
-    parts.append(_text(LEFT, HEIGHT - 8, "position 0"))
-    parts.append(_text(WIDTH - 8, HEIGHT - 8, str(max(0, len(values) - 1)), anchor="end"))
-    return _svg(parts, label)
+    parts.append(text(LEFT, HEIGHT - 8, "position 0"))
+    parts.append(text(WIDTH - 8, HEIGHT - 8, str(max(0, len(values) - 1)), anchor="end"))
+    return inline_svg(parts, WIDTH, HEIGHT, label)
 
 
 def bars(
@@ -46,7 +48,7 @@ def bars(
     scale = _Log(values) if logarithmic else _Linear([*values, line or 0.0])
     step = (WIDTH - LEFT - 8) / max(1, len(values))
     foot = scale.y(0.0)
-    parts = [_frame(scale, label)]
+    parts = [_frame(scale)]
     for at, (value, name) in enumerate(zip(values, names, strict=True)):
         y = scale.y(value)
         top, size = min(y, foot), max(abs(foot - y), 0.5)
@@ -55,12 +57,11 @@ def bars(
             f'height="{size:.1f}"><title>{escape(name)}: {value:.3g}</title></rect>'
         )
     if line is not None:
-        y = scale.y(line)
-        parts.append(f'<line class="floor" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - 8}" y2="{y:.1f}"/>')
+        parts.append(_across("floor", scale.y(line)))
     if names:
-        parts.append(_text(LEFT, HEIGHT - 8, names[0]))
-        parts.append(_text(WIDTH - 8, HEIGHT - 8, names[-1], anchor="end"))
-    return _svg(parts, label)
+        parts.append(text(LEFT, HEIGHT - 8, names[0]))
+        parts.append(text(WIDTH - 8, HEIGHT - 8, names[-1], anchor="end"))
+    return inline_svg(parts, WIDTH, HEIGHT, label)
 
 
 class _Log:
@@ -107,18 +108,13 @@ class _Linear:
         return [(value, f"{value:.2g}") for value in dict.fromkeys((self.low, 0.0, middle, self.high))]
 
 
-def _frame(scale: _Log | _Linear, label: str) -> str:
+def _frame(scale: _Log | _Linear) -> str:
     parts = []
-    for value, text in scale.ticks():
+    for value, words in scale.ticks():
         y = scale.y(value)
-        parts.append(f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - 8}" y2="{y:.1f}"/>')
-        parts.append(_text(LEFT - 6, y + 3, text, anchor="end"))
+        parts += [_across("grid", y), text(LEFT - 6, y + 3, words, anchor="end")]
     return "".join(parts)
 
 
-def _text(x: float, y: float, text: str, *, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _svg(parts: Sequence[str], label: str) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label, quote=True)}">{"".join(parts)}</svg>'
+def _across(kind: str, y: float) -> str:
+    return f'<line class="{kind}" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - 8}" y2="{y:.1f}"/>'

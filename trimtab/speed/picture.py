@@ -1,6 +1,6 @@
 """The chart of a benchmark: a panel per figure, a bar per engine, its spread as a whisker, the limit as a line.
 
-Drawn from the same shapes as a plan (`plan/picture.py`): .svg by hand, the same bytes for the same report, or .png.
+Drawn from the same shapes as a plan: .svg, the same bytes for the same report, or .png.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 
 from trimtab.errors import RequestError
-from trimtab.plan import picture as shapes
-from trimtab.plan.picture import INK, LINE, MARGIN, OVER, PAPER, QUIET, WIDTH, Box, Label, Shape, Stroke
+from trimtab.report import charts
+from trimtab.report.charts import INK, LINE, MARGIN, OVER, PAPER, QUIET, WIDTH, Box, Label, Shape, Stroke
 from trimtab.speed import figures
 from trimtab.speed.report import OURS, Report, Side, number
 
@@ -24,15 +24,15 @@ WHISKER = 2.0
 
 def check_picture_path(path: str) -> None:
     """Raise RequestError unless an image can be drawn under this name."""
-    shapes.check_path(path, field="--picture")
+    charts.check_path(path, field="--picture")
     if not Path(path).absolute().parent.is_dir():
         raise RequestError("there is no such folder", field="--picture", value=str(Path(path).parent))
 
 
 def draw(report: Report, path: str | os.PathLike[str]) -> None:
     """Write the picture of a report as .svg or .png. Errors: RequestError for another ending or place."""
-    shapes.check_path(path, field="--picture")
-    shapes.write_shapes(*layout(report), path)
+    charts.check_path(path, field="--picture")
+    charts.write_shapes(*layout(report), path)
 
 
 def layout(report: Report) -> tuple[list[Shape], float]:

@@ -1,0 +1,1 @@
+"""Reports as pictures: shapes and SVG text."""
