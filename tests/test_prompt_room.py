@@ -5,13 +5,25 @@ The allocator is a stand-in here; tests/gpu/test_prompt_room.py runs torch's.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
+import trimtab
 from tests.test_execution import E4B, GIB, MIB, plan
+from tests.test_prefill import (
+    DEMO,
+    ON_GPU,
+    TOLERANCE,
+    answered,
+    captured,
+    differ,
+    eager,
+    ids,
+    replayed,  # noqa: F401
+)
 from trimtab.plan.prompt_memory import room_bytes
 from trimtab.runtime import prompt_room
 from trimtab.runtime.prompt_room import LEAST_SHARE, LEFT_BYTES, PromptRoom, room_of
@@ -154,3 +166,36 @@ def test_a_saved_plan_gives_the_room_that_it_was_made_with():
     made = plan(4)
     assert room_of(replace(made, gpu_budget_bytes=16 * GIB), E4B, CUDA) is None
     assert room_of(made, E4B, CUDA).nbytes == room_of(replace(made), E4B, CUDA).nbytes
+
+
+class Untidy:
+    """A room in which every pass leaves something: each check drops all graphs."""
+
+    is_made, checks = True, 0
+
+    def __init__(self, prompts):
+        self.prompts = prompts
+
+    def make(self, *, is_lean):
+        return True
+
+    def using(self):
+        return nullcontext()
+
+    def check(self):
+        self.checks += 1
+        self.prompts.drop_graphs()
+        return False
+
+
+@pytest.mark.skipif(ON_GPU, reason="stands for what a GPU does")
+def test_prompts_are_right_and_captured_again_where_passes_leave_something(replayed):  # noqa: F811
+    """Chunks of a prompt that is longer than a window: one that ran twice would write over keys that it still reads."""
+    plan = trimtab.plan(DEMO / "base", quant="none", dtype="float32", context=384, device="cpu")
+    with trimtab.load(plan, decode="auto") as model:
+        expected = answered(eager(model), model.prepare(ids(150)))
+        batch = captured(model, (16,))
+        batch.prompts.room = room = Untidy(batch.prompts)
+        for again in range(5):
+            assert differ(answered(batch, model.prepare(ids(150))), expected) < TOLERANCE, again
+        assert room.checks >= 5 and len(replayed) > 1 and not batch.prompts._graphs and batch.prompts.captures
