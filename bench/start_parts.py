@@ -69,7 +69,9 @@ def _sample(main: int | None) -> None:
     found = {
         "seconds": whole,
         "parts": {name: number * each for name, number in parts.most_common()},
-        "functions": {name: round(number * each, 3) for name, number in functions.most_common(MOST_FUNCTIONS)},
+        "functions": {
+            from_import_folder(name): round(number * each, 3) for name, number in functions.most_common(MOST_FUNCTIONS)
+        },
     }
     with open(os.environ[VARIABLE], "w", encoding="utf-8") as file:
         json.dump(found, file, indent=1)
@@ -82,6 +84,12 @@ def names_of(frame: FrameType | None) -> list[str]:
         names.append(f"{frame.f_code.co_filename.removesuffix('.py')}:{frame.f_code.co_name}".replace(os.sep, "/"))
         frame = frame.f_back
     return names
+
+
+def from_import_folder(name: str) -> str:
+    """Return a function with its file as it is imported: without the folder of this machine."""
+    folders = [folder.replace(os.sep, "/") + "/" for folder in sys.path if os.path.isabs(folder)]
+    return name.removeprefix(max((folder for folder in folders if name.startswith(folder)), key=len, default=""))
 
 
 def part_of(stack: list[str]) -> str:

@@ -1,5 +1,7 @@
 """What bench/start.py reads and says: imports by package, unseen before seen, medians."""
 
+import os
+import sys
 from pathlib import Path
 
 from bench import start, start_parts
@@ -59,3 +61,10 @@ def test_the_functions_of_parts_exist():
                 continue
             text = (root / "trimtab" / f"{path.removeprefix('trimtab/')}.py").read_text(encoding="utf-8")
             assert f"def {name}" in text, function
+
+
+def test_a_function_is_named_by_its_file_without_the_folder_of_this_machine():
+    here = start_parts.names_of(sys._getframe())[0]
+    shown = start_parts.from_import_folder(here)
+    assert os.path.isabs(here) and shown.startswith("tests/test_bench_start:test_a_function") and here.endswith(shown)
+    assert start_parts.from_import_folder("<string>:<module>") == "<string>:<module>"
