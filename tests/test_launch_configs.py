@@ -26,7 +26,7 @@ def plain(configs):
 
 
 def text_of(configs=CONFIGS, target=TARGET):
-    return launch_configs.write_text(launch_configs.document(target, configs, {"torch": "2.9"}))
+    return launch_configs.to_text(launch_configs.document(target, configs, {"torch": "2.9"}))
 
 
 @pytest.fixture
@@ -45,14 +45,14 @@ def resources(tmp_path, monkeypatch):
 
 def test_a_document_comes_back_with_its_card_one_configuration_a_line():
     text = text_of()
-    assert launch_configs.read_text(text) == (TARGET, plain(CONFIGS))
+    assert launch_configs.from_text(text) == (TARGET, plain(CONFIGS))
     assert sum(line.startswith('  {"rows"') for line in text.splitlines()) == 2
     assert json.loads(text)["about"] == {"torch": "2.9"}
 
 
 def test_the_shipped_configurations_were_measured_with_the_present_source():
     file = Path(launch_configs.__file__).parent / "cuda" / "launch_configs_sm_90.json"
-    target, configs = launch_configs.read_text(file.read_text(encoding="utf-8"))
+    target, configs = launch_configs.from_text(file.read_text(encoding="utf-8"))
     assert configs and target.source == matvec.source_hash()
 
 
@@ -67,13 +67,13 @@ def test_a_configuration_that_this_code_would_not_make_is_dropped_and_the_others
     whole = json.loads(text_of())
     row = next(row for row in whole["configs"] if row["columns"] == 2048 and not row["pair"])
     row.update(change)
-    assert launch_configs.read_text(json.dumps(whole))[1] == plain({PAIR: RING})
+    assert launch_configs.from_text(json.dumps(whole))[1] == plain({PAIR: RING})
 
 
 def test_a_norm_in_front_is_kept_only_where_a_block_has_whole_rows():
     whole = json.loads(text_of({PAIR: RING}))
     whole["configs"][0]["normed"] = True
-    assert launch_configs.read_text(json.dumps(whole))[1] == {}
+    assert launch_configs.from_text(json.dumps(whole))[1] == {}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_norm_in_front_is_kept_only_where_a_block_has_whole_rows():
 )
 def test_another_text_is_no_document(text):
     with pytest.raises(ValueError):
-        launch_configs.read_text(text)
+        launch_configs.from_text(text)
 
 
 @settings(max_examples=60)
@@ -89,7 +89,7 @@ def test_another_text_is_no_document(text):
     st.sampled_from(["form", "configs", "target", "rows", "columns", "n"]), kids)))  # fmt: skip
 def test_any_json_is_a_document_or_a_value_error(value):
     try:
-        launch_configs.read_text(json.dumps(value))
+        launch_configs.from_text(json.dumps(value))
     except ValueError:
         return
 
@@ -127,7 +127,7 @@ def test_every_file_of_the_package_can_be_read_whole():
     from pathlib import Path
 
     for file in (Path(launch_configs.__file__).parent / "cuda").glob("launch_configs_sm_*.json"):
-        target, configs = launch_configs.read_text(file.read_text(encoding="utf-8"))
+        target, configs = launch_configs.from_text(file.read_text(encoding="utf-8"))
         assert len(configs) == len(json.loads(file.read_text(encoding="utf-8"))["configs"])
         assert file.stem == f"launch_configs_sm_{target.capability[0]}{target.capability[1]}"
 

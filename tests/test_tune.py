@@ -68,7 +68,7 @@ def test_products_are_timed_first_then_tried_in_the_whole_step_and_the_last_word
     assert model.steps == [("tune", [1, 2], True), "whole step"]
     best = dataclasses.replace(WAYS[0], estimated_us=0.0)
     assert launch_configs.kept(TARGET) == {KEY: best}
-    assert launch_configs.read_text(launch_configs.write_text(document)) == (TARGET, {KEY: best})
+    assert launch_configs.from_text(launch_configs.to_text(document)) == (TARGET, {KEY: best})
     assert (report.card, report.products) == ("a card", 1)
     assert report.known == (
         {"product": "2560 x 2048", "rows": 1, "cut": str(WAYS[0]), "status": launch_configs.MEASURED},

@@ -53,18 +53,11 @@ def filled(text: str) -> str:
 
 def main(arguments: list[str]) -> int:
     """Return 0 if every page shows what its commands print."""
-    wrong = 0
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        found = filled(text)
-        if "--check" not in arguments:
-            page.write_text(found, encoding="utf-8", newline="\n")
-        elif found != text:
-            print(
-                f"{page.name} shows another plan than is printed; run: python tools/printed_plans.py", file=sys.stderr
-            )
-            wrong = 1
-    return wrong
+    from tools.pages import write_or_check
+
+    return write_or_check(
+        PAGES, filled, arguments, is_wrong="shows another plan than is printed; run: python tools/printed_plans.py"
+    )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 RESULTS = ROOT / "bench" / "results"
 PAGES = (
     ROOT / "README.md", ROOT / "docs" / "how-fast-and-why.md", ROOT / "docs" / "keep-peft.md",
@@ -558,19 +559,11 @@ def filled(text: str) -> str:
 
 def main(arguments: list[str]) -> int:
     """Return 0 if every page says what the results say."""
-    wrong = 0
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        found = filled(text)
-        if "--check" not in arguments:
-            page.write_text(found, encoding="utf-8", newline="\n")
-        elif found != text:
-            print(
-                f"{page.name} does not say what bench/results says; run: python tools/readme_numbers.py",
-                file=sys.stderr,
-            )
-            wrong = 1
-    return wrong
+    from tools.pages import write_or_check
+
+    return write_or_check(
+        PAGES, filled, arguments, is_wrong="does not say what bench/results says; run: python tools/readme_numbers.py"
+    )
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def run_tune(options: argparse.Namespace) -> int:
     if options.export:
         from trimtab.runtime import launch_configs
 
-        write_text(options.export, launch_configs.write_text(document), field="--export")
+        write_text(options.export, launch_configs.to_text(document), field="--export")
     if options.json:
         print_json(report.to_json())
         return 0

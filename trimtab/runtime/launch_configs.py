@@ -81,14 +81,14 @@ def document(target: Target, configs: Mapping[CutKey, Cut], about: Mapping[str, 
     return {"form": FORM, "target": asdict(target), "about": dict(about), "configs": rows}
 
 
-def write_text(whole: Mapping[str, Any]) -> str:
+def to_text(whole: Mapping[str, Any]) -> str:
     """Return a document as text, one configuration a line, so that a change of one is a change of one line."""
     head = json.dumps({name: value for name, value in whole.items() if name != "configs"}, indent=1)
     lines = ",\n".join(f"  {json.dumps(row)}" for row in whole["configs"])
     return f'{head[:-2]},\n "configs": [\n{lines}\n ]\n}}\n'
 
 
-def read_text(text: str) -> tuple[Target, dict[CutKey, Cut]]:
+def from_text(text: str) -> tuple[Target, dict[CutKey, Cut]]:
     """Return the card of a document and its configurations; those that this code would not make itself are dropped.
 
     Errors: ValueError for a text that is no such document.
@@ -127,7 +127,7 @@ def shipped(target: Target) -> tuple[dict[CutKey, Cut], str]:
     name = f"launch_configs_sm_{target.capability[0]}{target.capability[1]}.json"
     file = resources.files("trimtab.runtime") / "cuda" / name
     try:
-        card, configs = read_text(file.read_text(encoding="utf-8"))
+        card, configs = from_text(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}, ESTIMATED
     fitting = {key: cut for key, cut in configs.items() if cut.shared_bytes <= target.shared_bytes}
@@ -139,7 +139,7 @@ def kept(target: Target) -> dict[CutKey, Cut]:
     """Return the configurations that were tuned on this card with these kernels."""
     try:
         text = read_own(own_folder(FOLDER) / hashed(_key(target)), _key(target), limit_bytes=MOST_BYTES)
-        return {} if text is None else read_text(text.decode())[1]
+        return {} if text is None else from_text(text.decode())[1]
     except (OSError, ValueError):
         return {}
 
@@ -149,7 +149,7 @@ def keep(target: Target, configs: Mapping[CutKey, Cut], about: Mapping[str, str]
     processes tune again."""
     with suppress(OSError):
         whole = document(target, kept(target) | dict(configs), about)
-        write_own(own_folder(FOLDER) / hashed(_key(target)), _key(target), write_text(whole).encode())
+        write_own(own_folder(FOLDER) / hashed(_key(target)), _key(target), to_text(whole).encode())
 
 
 def _key(target: Target) -> str:
