@@ -22,6 +22,7 @@ from tests.test_prefill import (
     differ,
     eager,
     ids,
+    named,
     replayed,  # noqa: F401
 )
 from trimtab.plan.prompt_memory import room_bytes
@@ -56,7 +57,7 @@ class Owner:
 @pytest.fixture
 def device(monkeypatch):
     """A device without one. taken: the segments; blocks: (address, bytes) in use; reserved, free: of torch and the device."""
-    state = {"reserved": 0, "free": 8 * GIB, "taken": [], "blocks": [], "fails": False}
+    state = {"reserved": 0, "free": 8 * GIB, "taken": [], "blocks": [], "fails": None}
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: state["reserved"])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (state["free"], 8 * GIB))
@@ -65,7 +66,7 @@ def device(monkeypatch):
 
     def empty(count, *, dtype, device):
         if state["fails"]:
-            raise torch.OutOfMemoryError("no")
+            raise state["fails"]
         state["taken"].append(count)
 
     @contextmanager
@@ -73,6 +74,8 @@ def device(monkeypatch):
         yield
 
     monkeypatch.setattr(torch.cuda, "device", here)
+    monkeypatch.setattr(torch.cuda, "stream", here)
+    monkeypatch.setattr(PromptRoom, "_call_libraries", lambda _: None)
     monkeypatch.setattr(prompt_room.torch, "empty", empty)
     monkeypatch.setattr(prompt_room, "side_stream", here)
     monkeypatch.setattr(PromptRoom, "using", here)
@@ -121,11 +124,29 @@ def test_the_segment_is_what_passes_take_where_torch_holds_more_elsewhere(device
     assert room.make(is_lean=is_lean) and device["taken"] == [int(share * room.nbytes)]
 
 
-@pytest.mark.parametrize("state", [{"free": 60 * MIB}, {"fails": True}])
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"free": 60 * MIB},
+        {"fails": torch.OutOfMemoryError("no")},
+        {"fails": RuntimeError("CUDA error: out of memory")},  # of the driver, where a graph is instantiated
+        {"fails": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")},
+    ],
+)
 def test_without_the_memory_there_is_no_room(device, state):
     device.update(state)
     room = PromptRoom(CUDA, 64 * MIB)
     assert not room.make() and not room.is_made and room.held_bytes == 0 and room.check()
+
+
+def test_another_error_leaves_no_half_of_a_room(device):
+    device["fails"] = RuntimeError("operation not permitted when stream is capturing")
+    room = PromptRoom(CUDA, 64 * MIB)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        room.make()
+    assert not room.is_made
+    device["fails"] = None
+    assert room.make() and room.is_made
 
 
 def test_graphs_go_when_a_pass_leaves_something_and_only_then(device):
@@ -186,6 +207,27 @@ class Untidy:
         self.checks += 1
         self.prompts.drop_graphs()
         return False
+
+
+@pytest.mark.skipif(ON_GPU, reason="stands for what a GPU does")
+def test_prompts_run_uncaptured_where_their_memory_cannot_be_made(replayed, monkeypatch):  # noqa: F811
+    plan = trimtab.plan(DEMO / "base", quant="none", dtype="float32", context=96, device="cpu")
+    with trimtab.load(plan, decode="auto") as model:
+        expected = answered(eager(model), model.prepare(ids(40)))
+        for error, is_ended in ((None, False), (RuntimeError("cudaErrorStreamCaptureInvalidated"), True)):
+            batch = captured(model, (64,))
+            room = batch.prompts.room = Untidy(batch.prompts)
+
+            def make(*, is_lean, error=error):
+                if error is not None:
+                    raise error
+                return False
+
+            monkeypatch.setattr(room, "make", make, raising=False)
+            for _ in range(3):
+                assert differ(answered(batch, model.prepare(ids(40))), expected) < TOLERANCE
+            (why,) = named(batch)
+            assert ("Invalidated" in why) is is_ended and batch.prompts.captures is not is_ended and not replayed
 
 
 @pytest.mark.skipif(ON_GPU, reason="stands for what a GPU does")

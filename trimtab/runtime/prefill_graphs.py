@@ -473,8 +473,7 @@ class Prompts:
         """Return the graph of a form, captured and run; None, and no further captures, where that turns out impossible."""
         form = key[0]
         assert isinstance(form, Form)
-        if self.room is not None and not self.room.make(is_lean=self.kernels().adds):
-            self.fall_back("another pass or program has their memory for now")
+        if not self._allocate_room():
             return None
         self._make_room()
         start = time.perf_counter()
@@ -505,6 +504,21 @@ class Prompts:
         if self.room is not None:
             self.room.check()  # drops this graph too where something is left: the result of its replay is right
         return captured
+
+    def _allocate_room(self) -> bool:
+        """Whether there is the memory that all graphs share; True without such a one."""
+        if self.room is None:
+            return True
+        try:
+            is_made = self.room.make(is_lean=self.kernels().adds)
+        except RuntimeError as exc:
+            torch.zeros(1, device=self.device).item()  # the device says itself whether it got over it
+            self.captures = False
+            self.fall_back(f"capturing failed: {type(exc).__name__}: {exc}")
+            return False
+        if not is_made:
+            self.fall_back("another pass or program has their memory for now")
+        return is_made
 
     def drop_graphs(self) -> None:
         """Forget every graph: their memory is another's."""

@@ -33,6 +33,7 @@ from trimtab.plan.execution import CAPTURED
 from trimtab.plan.prompt_memory import has_room, room_bytes
 from trimtab.runtime.capturing import side_stream, wait_for_all
 from trimtab.runtime.graph_cache import GraphCache
+from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.runtime.transient_room import torch_bytes
 
 # Left to other tensors on the device when the segment is allocated.
@@ -93,10 +94,23 @@ class PromptRoom:
 
     def make(self, *, is_lean: bool = False) -> bool:
         """Allocate the segment. Returns whether the room can be used: False where the device has no such memory left. is_lean:
-        whether passes take less than a plan counts, because our kernels add adapters."""
+        whether passes take less than a plan counts, because our kernels add adapters. Errors: RuntimeError of the capture."""
         if self._pool is not None:
             return True
         torch.cuda.empty_cache()
+        try:
+            with torch.cuda.device(self.device):  # a pool is of the current one
+                return self._allocate(is_lean)
+        except RuntimeError as exc:  # the driver's and cuBLAS's errors for want of memory are not torch's
+            self.release()
+            if is_out_of_memory(exc):
+                return False
+            raise
+
+    def _allocate(self, is_lean: bool) -> bool:
+        self._mark = torch.zeros(16, 16, dtype=self._dtype, device=self.device)
+        with side_stream(self.device) as side, torch.cuda.stream(side):
+            self._call_libraries()
         self.segment_bytes = self.nbytes
         if self.torch_bytes:
             rest = self.torch_bytes - int(torch.cuda.memory_reserved(self.device)) - LEFT_BYTES
@@ -104,16 +118,6 @@ class PromptRoom:
         free, _ = torch.cuda.mem_get_info(self.device)
         if free < self.segment_bytes + _SPARE_BYTES:
             return False
-        with torch.cuda.device(self.device):  # a pool is of the current one
-            try:
-                self._allocate()
-            except torch.OutOfMemoryError:
-                self.release()
-                return False
-        return True
-
-    def _allocate(self) -> None:
-        self._mark = torch.zeros(16, 16, dtype=self._dtype, device=self.device)
         self._pool = torch.cuda.MemPool()
         with side_stream(self.device) as side:
             # torch (seen in 2.11) captures nothing into a pool whose graphs are all gone (CachingHostAllocator.h asserts
@@ -121,6 +125,11 @@ class PromptRoom:
             self._anchor, _ = GraphCache(lambda: self.handle).record(side, self._mark.zero_)
         with self.using():
             torch.empty(self.segment_bytes, dtype=torch.uint8, device=self.device)  # freed at once: the pool keeps it
+        return True
+
+    def _call_libraries(self) -> None:
+        """Let cuBLAS and cuBLASLt allocate the workspaces that they keep for each thread and stream: no part of the room."""
+        torch.addmm(self._mark[0], self._mark, self._mark @ self._mark)
 
     def lend(self, spare_bytes: int) -> None:
         """Give the memory back for a pass that allocates elsewhere (logits of every position, an embedding), where the budget has
@@ -151,8 +160,7 @@ class PromptRoom:
         with side_stream(self.device) as side:
             try:
                 with torch.cuda.stream(side):
-                    # cuBLAS and cuBLASLt keep workspaces for each thread and stream that they were called on: no part of the room.
-                    torch.addmm(self._mark[0], self._mark, self._mark @ self._mark)
+                    self._call_libraries()
                     _begin(index, self.handle)
                     self._is_used = True
                     try:
