@@ -56,6 +56,14 @@ def test_segments_lie_side_by_side_inside_the_bar_and_the_load_line_is_where_the
             assert share == pytest.approx(bar.nbytes / bar.budget_bytes) and share <= 1
 
 
+def test_a_picture_names_what_the_plan_was_made_for(made):
+    shapes, _ = layout(made)
+    (line,) = [
+        shape.text for shape in shapes if isinstance(shape, Label) and "context" in shape.text and "batch" in shape.text
+    ]
+    assert f"context {made.request.context_tokens}, answer {made.answer_tokens}, batch 1" in line
+
+
 def test_labels_stay_on_the_page_and_off_each_other(made):
     shapes, height = layout(made)
     # A letter of a sans-serif face is at most 0.62 of the size wide on average, its height 0.75 above the baseline.

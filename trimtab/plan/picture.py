@@ -144,8 +144,8 @@ def layout(plan: Plan) -> tuple[list[Shape], float]:
         Label(MARGIN, 40, plan.model_class, 20, INK, bold=True),
         Label(
             MARGIN, 62,
-            f"{request.quant}, context {request.context_tokens}, batch {request.batch}, images {request.images}, "
-            f"audio {request.audio_s:g} s", 13, QUIET,
+            f"{request.quant}, context {request.context_tokens}, answer {plan.answer_tokens}, batch {request.batch}, "
+            f"images {request.images}, audio {request.audio_s:g} s", 13, QUIET,
         ),
         Label(MARGIN, 80, _execution_line(plan), 13, QUIET),
     ]  # fmt: skip
