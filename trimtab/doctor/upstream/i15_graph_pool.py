@@ -19,10 +19,15 @@ BUG = Bug(
     "for the device's allocator only, and a capture asserts that the count is above 0",
     affected=(Affected("torch"),),
     versions="2.11.0 with CUDA 13.0 on an H100: captures into a held MemPool failed so in trimtab's tests, and no longer once "
-    "a graph was kept; this probe has not run on a GPU; pools of page-locked memory came with pytorch pull request 167507 (read)",
+    "a graph was kept; reported by others for CUDA 12.8 on a B200; this probe has not run on a GPU; pools of page-locked memory "
+    "came with pytorch pull request 167507 (read)",
     way_round="keep one graph of the pool, however small, or take a new pool",
     owner=("torch",),
-    trackers=("huggingface/transformers#48312 (the same assertion, continuous batching)", "vllm-project/vllm#28426"),
+    trackers=(
+        "vllm-project/vllm#53679 (closed: the same assertion of page-locked memory after a trial capture)",
+        "huggingface/transformers#48312 (open: that of the device's allocator, continuous batching)",
+        "vllm-project/vllm#28426 (closed: that of the device's allocator, piecewise graphs)",
+    ),
     trimtab="one graph of a single kernel stays in the pool that prompts share",
     evidence="tracker",
 )  # fmt: skip
