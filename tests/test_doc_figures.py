@@ -30,12 +30,13 @@ def results_of(name):
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def card(gib, head, run):
+def card(gib, head, run, *, model="e4b", copies=1):
     (row,) = [
         row
         for row in results_of("cards")["rows"]
-        if (row["model"], row["card_gib"], row["head"], row["run"]) == ("e4b", gib, head, run) and "copies" not in row
-    ]
+        if (row["model"], row["card_gib"], row["head"], row["run"]) == (model, gib, head, run)
+        and row.get("copies", 1) == copies and row.get("engine") != "stock"
+    ]  # fmt: skip
     return row
 
 
@@ -45,7 +46,7 @@ def staging():
     yield f"last layers: {whole['tok_s']:.0f}, where {whole['predicted_tok_s']:.0f} are predicted"
     old, new = card(4, "full", 4), card(4, "full", 7)
     yield (
-        f"decodes {new['tok_s']:.0f} instead of {old['tok_s']:.0f}; its plan also streams less, {new['streamed_gib']:.2f} GiB "
+        f"decoded {new['tok_s']:.0f} instead of {old['tok_s']:.0f}; its plan also streamed less, {new['streamed_gib']:.2f} GiB "
         f"instead of {old['streamed_gib']:.2f}"
     )
     yield (f"takes {card(4, 'auto', 2)['ttft_ms']:.0f} ms instead of {card(4, 'auto', 1)['ttft_ms']:.0f} on that card")
@@ -138,30 +139,109 @@ def adapters_inside_decided():
     yield f"{qwen['before_us']:.0f} and {qwen['us']:.0f}"
 
 
+def before_and_now():
+    """Return rows of cards that stream layers, of runs 8 (prompts kernel by kernel) and 10 (captured prompts), both on an H200."""
+    cases = (("e4b", 4, "full"), ("e4b", 3.2, "auto"), ("e2b", 2, "auto"))
+    return [[card(gib, head, run, model=model) for run in (8, 10)] for model, gib, head in cases]
+
+
 def first_tokens_beside_copies():
-    """Of the last runs on an H200 and on an H100."""
-    for gib, head in ((4, "full"), (3.2, "auto")):
-        before, now = card(gib, head, 8), card(gib, head, 9)
-        yield (
-            f"{now['ttft_ms']:.0f} ms instead of {before['ttft_ms']:.0f}"
-            if head == "full"
-            else (f"{now['ttft_ms']:.0f} instead of {before['ttft_ms']:.0f} on {gib} GiB")
-        )
+    full, small, e2b = ([one["ttft_ms"] for one in pair] for pair in before_and_now())
+    yield f"takes {full[1]:.0f} ms instead of {full[0]:.0f} on 4 GiB with the full head"
+    yield f"{small[1]:.0f} instead of {small[0]:.0f} on 3.2 GiB, and with E2B {e2b[1]:.0f} instead of {e2b[0]:.0f} on 2 GiB"
+    full, small, e2b = ([one["tok_s"] for one in pair] for pair in before_and_now())
+    yield (
+        f"decode {full[1]} tokens per second instead of {full[0]}, {small[1]} instead of {small[0]}, and {e2b[1]} "
+        f"instead of {e2b[0]}"
+    )
+    slow = card(4, "full", 10, copies=4)
+    assert slow["prompt"] == "eager"
+    yield f"the first token takes {slow['ttft_ms']} ms"
+    yield f"(runs 1 and 2; {card(4, 'auto', 10)['ttft_ms']} in run 10)"
+
+
+def first_tokens_in_the_changelog():
+    full, small, _ = before_and_now()
+    yield f"takes {full[1]['ttft_ms']:.0f} ms instead of {full[0]['ttft_ms']:.0f}"
+    yield f"on 3.2 GiB {small[1]['ttft_ms']:.0f} instead of {small[0]['ttft_ms']:.0f} (H200)"
+    yield f"on 4 GiB it decodes {full[1]['tok_s']} tokens per second instead of {full[0]['tok_s']}, on 3.2 GiB {small[1]['tok_s']}"
+    yield f"E4B on 3.7 GiB decodes {card(3.7, 'auto', 10)['tok_s']:.0f} tokens per second instead"
+
+
+def first_tokens_decided():
+    full, small, e2b = before_and_now()
+    yield f"{card(4, 'full', 9)['ttft_ms']:.0f} ms instead of {full[0]['ttft_ms']:.0f} on 4 GiB"
+    yield (
+        f"{full[1]['ttft_ms']:.0f} ms on 4 GiB with the full head, {small[1]['ttft_ms']:.0f} on 3.2 GiB, "
+        f"{card(3.7, 'auto', 10)['ttft_ms']:.0f} on 3.7 GiB; E2B on 2 GiB {e2b[1]['ttft_ms']:.0f} ({e2b[0]['ttft_ms']:.0f} before)"
+    )
+    spare = spare_mib(most_gib=6)
+    yield f"took {min(spare)} to {max(spare)} MiB less than their plans"
+    yield f"{full[1]['tok_s']} tokens per second instead of {full[0]['tok_s']} on 4 GiB"
+    yield f"{e2b[1]['tok_s']} instead of {e2b[0]['tok_s']} with E2B"
+    rows = [row for row in results_of("cards")["rows"] if row["run"] == 10]
+    assert not any((row["captured"]["room_mib"] or (0, 0, 0))[2] for row in rows)
+
+
+def spare_mib(most_gib):
+    """Return by how many MiB each process of run 10 on a small card stayed below its plan."""
+    return [
+        round((row["planned_gib"] - row["process_gib"]) * 1024)
+        for row in results_of("cards")["rows"] if row["run"] == 10 and 0 < row["card_gib"] <= most_gib
+    ]  # fmt: skip
+
+
+def link_shares():
+    e2b, full = card(2, "auto", 10, model="e2b"), card(4, "full", 10)
+    yield f"E2B on 2 GiB reached {e2b['link_share']} of the link's limit"
+    for gib in (3.2, 3.5):
+        yield f"E4B on 3.2 and 3.5 GiB {card(gib, 'auto', 10)['link_share']:.2f}"
+    yield (
+        f"{full['tok_s']} tokens per second, {full['link_share']:.2f} of the limit, "
+        f"where {full['predicted_tok_s']} were predicted"
+    )
+    h100 = card(4, "full", 9)
+    yield f"made {h100['tok_s']:.1f} with another plan"
+    assert h100["prompt_chunks"] == [256]
+    yield f"copies {h100['copied_gib']:.2f} GiB in a step instead of {full['copied_gib']:.2f}"
+    high = [100 * (row["predicted_tok_s"] / row["tok_s"] - 1) for row in (card(4, "full", run) for run in (7, 8, 10))]
+    yield f"{min(high):.0f} to {max(high):.0f} % too high in runs 7, 8 and 10"
+    yield f"on the H100 {100 * (h100['predicted_tok_s'] / h100['tok_s'] - 1):.0f} %"
+
+
+def whole_decoder():
+    some, whole = card(3.7, "auto", 10), card(3.8, "auto", 10)
+    assert some["streamed_gib"] and not whole["streamed_gib"]
+    yield (
+        f"on 3.8 nothing is streamed ({whole['tok_s']:.0f} tokens per second), "
+        f"on 3.7 {some['streamed_gib']} GiB ({some['tok_s']:.0f})"
+    )
+    yield f"{some['streamed_gib']} GiB is streamed, at {some['tok_s']:.0f} tokens/s instead of {whole['tok_s']:.0f}"
+    counted = whole["planned_measured_mib"]
+    yield (
+        f"context and kernels {counted['context and kernels'][0]} MiB, activations {whole['items_mib']['activations']}, "
+        f"torch's slack {counted['allocator slack'][0]} (planned)"
+    )
 
 
 def small_card_goals():
-    full, small = card(4, "full", 9), card(3.2, "auto", 9)
-    yield f"| {rounded(100 * full['link_share'], 0)} % (H100) |"
-    yield f"| {rounded(100 * small['link_share'], 0)} % (H100) |"
-    yield f"{card(4, 'auto', 8)['tok_s']:.0f}; H100 {card(4, 'auto', 9)['tok_s']:.0f} |"
-    yield f"{card(4, 'auto', 9)['ttft_ms']:.0f} / {full['ttft_ms']:.0f} ms (H100)"
-    below = [
-        round((row["planned_gib"] - row["process_gib"]) * 1024)
-        for row in results_of("cards")["rows"] if row["run"] == 9 and row["card_gib"] <= 4
-    ]  # fmt: skip
-    wide = card(6, "full", 9)
-    spare = round((wide["planned_gib"] - wide["process_gib"]) * 1024)
-    yield f"{min(below)} to {max(below)} MiB up to 4 GiB, {spare} MiB on 6 GiB (H100)"
+    full, small, head8 = card(4, "full", 10), card(3.2, "auto", 10), card(4, "auto", 10)
+    yield f"| {100 * full['link_share']:.0f} %; H100 {rounded(100 * card(4, 'full', 9)['link_share'], 0)} % (run 9) |"
+    yield f"({100 * full['predicted_tok_s'] / full['link_limit_tok_s']:.0f} % are predicted)"
+    yield f"| 3.2 GiB, tokens/s of the link's limit | 90 % | {100 * small['link_share']:.0f} % |"
+    yield f"{head8['tok_s']:.0f}; H100 {card(4, 'auto', 9)['tok_s']:.0f} |"
+    whole, e2b = card(0, "full", 10), card(0, "full", 10, model="e2b")
+    yield f"15 / {15 + 1000 / full['link_limit_tok_s']:.1f} | {head8['ttft_ms']} / {full['ttft_ms']} |"
+    yield f"which takes {whole['ttft_ms']} ms on the whole GPU"
+    between = [card(gib, "auto", 10)["ttft_ms"] for gib in (3.2, 3.5, 3.7)]
+    yield f"({min(between):.0f} to {max(between):.0f} ms)"
+    below, wide = spare_mib(most_gib=4), card(6, "full", 10)
+    (spare,) = set(spare_mib(most_gib=6)) - set(below)
+    shares = [100 * (1 - row["process_gib"] / row["planned_gib"]) for row in (wide, whole, e2b)]
+    yield f"{min(below)} to {max(below)} MiB up to 4 GiB, {spare} MiB ({shares[0]:.1f} %) on 6 GiB"
+    yield f"whole GPU {shares[1]:.1f} % (E4B) and {shares[2]:.1f} % (E2B)"
+    yield f"E4B {whole['planned_gib']:.2f} GiB planned and {whole['process_gib']:.2f} measured ({shares[1]:.1f} %)"
+    yield f"E2B {e2b['planned_gib']:.2f} and {e2b['process_gib']:.2f} ({shares[2]:.1f} %)"
 
 
 def on_a_cpu():
@@ -339,7 +419,8 @@ CASES = {
     staging: "how-fast-and-why", predictions: "read-a-plan", prompts: "how-fast-and-why",
     towers: "how-fast-and-why", prompt_kernels: "how-fast-and-why", adapters_inside: "how-fast-and-why",
     adapters_inside_decided: "decisions/0026-adapters-inside-products", first_tokens_beside_copies: "how-fast-and-why",
-    small_card_goals: "how-fast-and-why",
+    small_card_goals: "how-fast-and-why", link_shares: "how-fast-and-why", whole_decoder: "how-fast-and-why",
+    first_tokens_in_the_changelog: "../CHANGELOG", first_tokens_decided: "decisions/0025-one-memory-for-prompts",
     on_a_cpu: "how-fast-and-why", server_load: "server-under-load", attackers: "server-under-load",
     steps: "decisions/0007-adapters-by-table", kv8: "fit-a-model", kv_pages: "serve-many-adapters", head8: "8-bit-head",
     head8_in_a_plan: "read-a-plan",

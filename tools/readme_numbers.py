@@ -387,9 +387,12 @@ def small_cards(results: Mapping[str, Any]) -> str:
             f"{row['planned_gib']:.2f} GiB", f"{row['process_gib']:.2f} GiB",
         ])  # fmt: skip
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    gpus = _gpus([found[case] for case in SMALL_CARDS], results)
-    closing = f"{gpus}, 4-bit weights, an adapter of rank 8 on text, vision and audio, context 4096."
-    return f"{table}\n\n{closing} {above_plan(results)}"
+    shown = [found[case] for case in SMALL_CARDS]
+    closing = f"{_gpus(shown, results)}, 4-bit weights, an adapter of rank 8 on text, vision and audio, context 4096."
+    newest = max(row["run"] for row in shown)
+    older = [f"{row['model'].upper()} on {_card_size(row)}" for row in shown if row["run"] < newest]
+    note = f" Measured with an earlier version: {', '.join(older)}." if older else ""
+    return f"{table}\n\n{closing}{note} {above_plan(results)}"
 
 
 def card_predictions(results: Mapping[str, Any]) -> str:
@@ -416,26 +419,17 @@ def card_predictions(results: Mapping[str, Any]) -> str:
 
 
 def above_plan(results: Mapping[str, Any]) -> str:
-    """Return the sentence that names each case whose process took more than its plan, by at least a MiB.
-
-    A second one says that plans of captured prompts counted less, while rows of runs up to 7 are shown.
-    """
+    """Return the sentence that names each case whose process took more than its plan, by at least a MiB."""
     rows = [row for row in _latest_cards(results) if "planned_gib" in row]
     above = [row for row in rows if row["process_gib"] - row["planned_gib"] >= 2**-10]
-    note = ""
-    if any(row["prompt"] == "graph" and row["run"] <= 7 for row in rows):
-        note = (
-            " Rows of an H200 are of earlier versions; their plans of captured prompts did not count the room that weights are "
-            "unpacked into."
-        )
     if not above:
-        return f"No process took more memory than its plan.{note}\n"
+        return "No process took more memory than its plan.\n"
     named = "; ".join(
         f"{row['model'].upper()} on {_card_size(row)} took {row['process_gib']:.3f} GiB, and its plan counts "
         f"{row['planned_gib']:.3f} ({(row['process_gib'] - row['planned_gib']) * 2**10:.0f} MiB more)"
         for row in above
     )
-    return f"Of {len(rows)} measured processes, {len(above)} took more memory than planned: {named}.{note}\n"
+    return f"Of {len(rows)} measured processes, {len(above)} took more memory than planned: {named}.\n"
 
 
 def link_limit(results: Mapping[str, Any]) -> str:
@@ -447,9 +441,10 @@ def link_limit(results: Mapping[str, Any]) -> str:
         size: row["tok_s"] for size, row in latest.items() if row["streamed_gib"] > 0 and row["tok_s"] < 0.9 * whole
     }
     least, most = min(speeds), max(speeds)
+    gpus = " and ".join(sorted({_gpu(latest[size], results) for size in (least, most)}))
     return (
         f"- On {most:g} GiB and less, E4B's decoder does not fit the card, and the link limits the speed: "
-        f"{speeds[least]:.0f} tokens per second at {least:g} GiB,\n  {speeds[most]:.0f} at {most:g} GiB on the GPUs above.\n"
+        f"{speeds[least]:.0f} tokens per second at {least:g} GiB,\n  {speeds[most]:.0f} at {most:g} GiB ({gpus}).\n"
     )
 
 
