@@ -37,6 +37,19 @@ def test_scopes_are_never_shared():
     assert scope_of("x", "") != scope_of("x")
 
 
+def test_a_longer_key_takes_over_the_digests_of_what_both_begin_with():
+    marks = (Mark(2, 6, b"cat"),)
+    first = key(range(11), marks=marks)
+    digests = [first.block(number, SIZE) for number in range(2)]
+    for ids in (range(20), range(7), [*range(10), 99, 98], [9, *range(1, 20)]):
+        fresh, longer = key(ids, marks=marks), first.with_tokens(list(ids))
+        for number in range(len(tuple(ids)) // SIZE):
+            assert longer.block(number, SIZE) == fresh.block(number, SIZE)
+            assert longer.block(0, 2) == fresh.block(0, 2)
+    assert [first.block(number, SIZE) for number in range(2)] == digests
+    assert first.with_tokens([9, *range(1, 11)]).block(1, SIZE) != digests[1]
+
+
 def test_a_picture_is_known_by_its_content_in_every_block_that_it_touches():
     store = PrefixStore(pages=10, block_tokens=SIZE)
     ids = [1, 9, 9, 9, 9, 9, 2, 3, 4, 5, 6, 7]

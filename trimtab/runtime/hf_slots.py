@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from trimtab.plan.kv_pool import PAGE_TOKENS, pool_tokens
 from trimtab.runtime import hf_kv_int8
-from trimtab.runtime.kv_pages import PagedRow, PagePool
+from trimtab.runtime.kv_pages import PagePool
 
 
 class UnsupportedLayersError(Exception):
@@ -89,8 +89,8 @@ class LayerCache(CacheLayerMixin):  # type: ignore[misc]
         self.keys[target].copy_(self.keys[source])
         self.values[target].copy_(self.values[source])
 
-    def row_states(self, name: str, row: int) -> Tensor | PagedRow:
-        """Return one row's "keys" or "values"."""
+    def row_states(self, name: str, row: int) -> Tensor:
+        """Return one row's "keys" or "values": [H, places, D]; those of all rows where they share a pool."""
         states: Tensor = getattr(self, name)[row]
         return states
 
@@ -148,8 +148,9 @@ class PagedLayer(LayerCache):
         for target, source in ((self.keys, keys), (self.values, values)):
             target.index_copy_(1, at, source[0])
 
-    def row_states(self, name: str, row: int) -> Tensor | PagedRow:
-        return PagedRow(getattr(self, name), self.pool.pages_at(row))
+    def row_states(self, name: str, row: int) -> Tensor:
+        states: Tensor = getattr(self, name)
+        return states
 
     def clear(self, pages: Tensor) -> None:
         """Set pages to zero: the places that a row has not written yet are masked, which zeros are needed for."""
@@ -189,6 +190,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.seen_places = context_tokens
         self._masks: dict[int, Tensor] = {}
         self._numbers = torch.arange(context_tokens, device=device)
+        self._row_tensors: dict[int, list[Tensor]] = {}
         self.has_prompt_row = False
         shared = pool_tokens(kv_tokens, rows=rows, context_tokens=context_tokens)
         self.pool = None if shared is None else PagePool(shared, rows + 1, context_tokens, device)
@@ -230,7 +232,7 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def clear(self, row: int) -> None:
         """Set a row's keys and values to zero: an unwritten place is masked, but zero times what is not a number is not one."""
-        tensors = [tensor[row] for layer in self._in_one_piece() for tensor in (layer.keys, layer.values)]
+        tensors = self._tensors_of(row)
         if tensors:
             torch._foreach_zero_(tensors)
         if self.pool is not None and (pages := self.pool.of_row(row)).numel():
@@ -250,12 +252,9 @@ class SlotCache(Cache):  # type: ignore[misc]
     def take(self, row: int, length: int, *, offset: int = 0) -> None:
         """Give a row the prompt of `length` tokens that was written to the prompt's row."""
         if row != self.prompt_row:
-            pairs = [
-                (tensor[row], tensor[self.prompt_row])
-                for layer in self._in_one_piece() for tensor in (layer.keys, layer.values)
-            ]  # fmt: skip
-            if pairs:
-                torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+            tensors = self._tensors_of(row)
+            if tensors:
+                torch._foreach_copy_(tensors, self._tensors_of(self.prompt_row))
             if self.pool is not None:
                 self.pool.move(self.prompt_row, row)
         self.positions[row] = length
@@ -305,6 +304,16 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def _in_one_piece(self) -> list[LayerCache]:
         return [layer for layer in self._own() if not isinstance(layer, PagedLayer)]
+
+    def _tensors_of(self, row: int) -> list[Tensor]:
+        """Return a row's keys and values in layers that are no pool. Its views are made once: layers stay where they are."""
+        tensors = self._row_tensors.get(row)
+        if tensors is None:
+            tensors = [tensor[row] for layer in self._in_one_piece() for tensor in (layer.keys, layer.values)]
+            own = [layer for layer in self.layers if isinstance(layer, LayerCache)]
+            if own and all(layer.is_initialized for layer in own):
+                self._row_tensors[row] = tensors
+        return tensors
 
     def _paged(self) -> list[PagedLayer]:
         return [layer for layer in self._own() if isinstance(layer, PagedLayer)]

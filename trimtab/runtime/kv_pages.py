@@ -134,40 +134,6 @@ class PagePool:
         return self.device.type == "cuda"
 
 
-@dataclass(frozen=True)
-class PagedRow:
-    """One row's keys or values in a pool [H, P, D], as the prefix cache moves them: in blocks, a whole number of them a page."""
-
-    held: Tensor
-    pages: tuple[int, ...]
-
-    def _blocks(self, first: int, count: int, size: int) -> tuple[Tensor, Tensor]:
-        each, rest = divmod(PAGE_TOKENS, size)
-        assert not rest, size
-        numbers = [self.pages[at // each] * each + at % each for at in range(first, first + count)]
-        # From page-locked memory: a copy from elsewhere would wait for every step that is queued.
-        index = torch.tensor(numbers, dtype=torch.long, pin_memory=self.held.is_cuda and bool(numbers))
-        index = index.to(self.held.device, non_blocking=True)
-        return self.held.view(self.held.shape[0], -1, size, self.held.shape[-1]), index
-
-    def read(self, first: int, count: int, size: int) -> Tensor:
-        """Return a copy of blocks of `size` tokens: [count, H, size, D]."""
-        blocks, index = self._blocks(first, count, size)
-        return blocks.index_select(1, index).transpose(0, 1)
-
-    def write(self, first: int, states: Tensor) -> None:
-        """Write blocks [count, H, size, D]."""
-        blocks, index = self._blocks(first, states.shape[0], states.shape[2])
-        blocks.index_copy_(1, index, states.transpose(0, 1))
-
-    def __getitem__(self, part: tuple[slice, slice]) -> Tensor:
-        """Return tokens of one page where they are: [H, n, D]."""
-        start, stop = part[1].start, part[1].stop
-        page, at = divmod(start, PAGE_TOKENS)
-        first = self.pages[page] * PAGE_TOKENS + at
-        return self.held[part[0], first : first + stop - start]
-
-
 class RowPages:
     """Which of a batch's requests have which pages; every request has room where rows share no pool."""
 

@@ -22,9 +22,10 @@ only whole pieces of prompts are kept then, no answers and no prompts with media
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,8 +35,7 @@ from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.plan.prefix_memory import BLOCK_TOKENS, staging_bytes
 from trimtab.runtime import company, encoder_cache, hf_kv_int8, hf_slots
 from trimtab.runtime.hf_slots import LayerCache, SlotCache
-from trimtab.runtime.kv_pages import PagedRow
-from trimtab.runtime.prefix_layout import ALIGNED, LEAST_PAGE_BYTES, Layout, PageField, end_of
+from trimtab.runtime.prefix_layout import ALIGNED, LEAST_PAGE_BYTES, CopyBuffer, Layout, PageField, RowViews, copy
 from trimtab.runtime.prefix_store import Match, PrefixKey, PrefixStore, scope_of
 from trimtab.runtime.read import HostMemory
 
@@ -45,10 +45,6 @@ if TYPE_CHECKING:
 
 # A snapshot that saves fewer tokens than this is not worth a chunk of its own.
 LEAST_SAVED_TOKENS = 64
-
-
-# By layer and name, one row's or prompt's keys and values [H, places, D].
-States = Mapping[tuple[int, str], Tensor | PagedRow]
 
 
 class PrefixCache:
@@ -71,6 +67,7 @@ class PrefixCache:
         is_gpu = self.device.type == "cuda"
         self._memory = HostMemory(capacity_bytes if self.why_not is None else 0, pinned=is_gpu)
         self._staging: Tensor | None = None
+        self._buffer: CopyBuffer | None = None
         self.encoder_counts = encoder_cache.EncoderCounts()
         if is_gpu and self.why_not is None:
             layers, dtype = model.anatomy.kv_layers, model.anatomy.dtype
@@ -92,7 +89,7 @@ class PrefixCache:
     def close(self) -> None:
         """Free the memory."""
         self._memory.close()
-        self.layout, self.store, self._staging = None, None, None
+        self.layout, self.store, self._staging, self._buffer = None, None, None, None
 
     @property
     def staging_bytes(self) -> int:
@@ -128,36 +125,36 @@ class PrefixCache:
             if not (layout.blocks or layout.rings) or not pages:
                 return False
             snapshot = -(-layout.snapshot_bytes // layout.page_bytes)
-            self.layout = layout
+            self.layout, self._buffer = layout, CopyBuffer(layout, self._staging)
             self.store = PrefixStore(pages=pages, block_tokens=self.block_tokens, snapshot_pages=snapshot)
         return self.store is not None
 
     # Moving bytes -----------------------------------------------------------------------------------------------------
 
-    def save(self, key: PrefixKey, states: States, *, snapshot: bool, offset: int | None = None) -> None:
+    def save(self, key: PrefixKey, views: RowViews, *, snapshot: bool, offset: int | None = None) -> None:
         """Keep the states after all tokens of a key. snapshot: whether the sliding layers' are those after the last of them."""
-        assert self.store is not None and self.layout is not None
+        assert self.store is not None and self._buffer is not None
         added = self.store.add(key, snapshot=snapshot, offset=offset)
         try:
             for group in self._groups(added.blocks):
-                first, flat = group[0][0], self._buffer(len(group) * self.layout.page_bytes)
-                self._copy_blocks(flat, first, len(group), states, into_states=False)
+                flat, parts = self._buffer.blocks(len(group))
+                views.copy_blocks(group[0][0], parts, into_row=False)
                 self._to_pages([page for _, page in group], 0, flat)
             if added.snapshot:
-                self._move_snapshot(added.snapshot, len(key.token_ids), states, into_states=False)
+                self._move_snapshot(added.snapshot, len(key.token_ids), views, into_row=False)
         except BaseException:
             self.store.clear()  # pages that were promised and not filled are nobody's
             raise
 
-    def load(self, match: Match, states: States) -> None:
-        """Copy the states of the first match.tokens tokens into `states`."""
-        assert self.layout is not None
+    def load(self, match: Match, views: RowViews) -> None:
+        """Copy the states of the first match.tokens tokens into a row or prompt."""
+        assert self._buffer is not None
         for group in self._groups(list(enumerate(match.blocks))):
-            flat = self._buffer(len(group) * self.layout.page_bytes)
+            flat, parts = self._buffer.blocks(len(group))
             self._from_pages([page for _, page in group], 0, flat)
-            self._copy_blocks(flat, group[0][0], len(group), states, into_states=True)
+            views.copy_blocks(group[0][0], parts, into_row=True)
         if match.snapshot:
-            self._move_snapshot(match.snapshot, match.tokens, states, into_states=True)
+            self._move_snapshot(match.snapshot, match.tokens, views, into_row=True)
 
     def put_blob(self, key: bytes, value: Any) -> None:
         """Keep a value of tensors, dictionaries and lists, if there is room."""
@@ -190,61 +187,31 @@ class PrefixCache:
             tensors.append(tensor)
         return encoder_cache.restored(form, tensors)
 
-    def _buffer(self, count: int) -> Tensor:
-        if self._staging is None:
-            return torch.empty(count, dtype=torch.uint8)
-        return self._staging[:count]
-
-    def _room(self) -> int:
-        return 2**62 if self._staging is None else self._staging.numel()
-
     def _groups(self, blocks: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
         """Yield consecutive blocks, as many at a time as the buffer holds."""
-        assert self.layout is not None
-        count = max(self._room() // self.layout.page_bytes, 1)
+        assert self._buffer is not None
+        count = self._buffer.most_pages
         for first in range(0, len(blocks), count):
             yield blocks[first : first + count]
 
-    def _copy_blocks(self, flat: Tensor, first: int, count: int, states: States, *, into_states: bool) -> None:
-        assert self.layout is not None
-        size = self.block_tokens
-        pages = flat.view(count, self.layout.page_bytes)
-        part = slice(first * size, (first + count) * size)
-        buffer_views, state_views = [], []
-        for field in self.layout.blocks:
-            view, state = field.view(pages), states[field.layer, field.name]
-            if isinstance(state, PagedRow):
-                state.write(first, view) if into_states else view.copy_(state.read(first, count, size))
-                continue
-            buffer_views.append(view)
-            state_views.append(state[:, part].unflatten(1, (count, size)).transpose(0, 1))
-        _copy(state_views, buffer_views) if into_states else _copy(buffer_views, state_views)
-
-    def _move_snapshot(self, pages: Sequence[int], tokens: int, states: States, *, into_states: bool) -> None:
+    def _move_snapshot(self, pages: Sequence[int], tokens: int, views: RowViews, *, into_row: bool) -> None:
         """Copy a snapshot: the sliding layers' states after `tokens`, and the tokens after the last whole block."""
-        assert self.layout is not None
-        tail, rings_end = tokens % self.block_tokens, end_of(self.layout.rings)
-        fields = [*self.layout.rings, *(self.layout.tails if tail else ())]
-        while fields:
-            start, group = fields[0].offset, [fields.pop(0)]
-            while fields and fields[0].offset + fields[0].nbytes - start <= self._room():
-                group.append(fields.pop(0))
-            flat = self._buffer(group[-1].offset + group[-1].nbytes - start)
-            buffer_views, state_views = list[Tensor](), list[Tensor]()
-            for field in group:
-                view, state = field.view(flat[None], field.offset - start)[0], states[field.layer, field.name]
-                is_ring = field.offset < rings_end
-                buffer_views.append(view if is_ring else view[:, :tail])
-                state_views.append(state[:, :] if is_ring else state[:, tokens - tail : tokens])
-            if into_states:
-                self._from_pages(pages, start, flat)
-                _copy(state_views, buffer_views)
-            else:
-                _copy(buffer_views, state_views)
-                self._to_pages(pages, start, flat)
+        assert self._buffer is not None
+        tail = tokens % self.block_tokens
+        for part in self._buffer.parts(has_tail=bool(tail)):
+            flat, rings, tails = self._buffer.part(part)
+            if into_row:
+                self._from_pages(pages, part.start, flat)
+            # Two lists: one tensor with gaps would make torch copy all of a list one by one.
+            copy(views.rings[part.rings.start : part.rings.stop], rings, into_row=into_row)
+            if tails:
+                row_tails = views.tails(tokens - tail, tail, part.tails)
+                copy(row_tails, [view.narrow(1, 0, tail) for view in tails], into_row=into_row)
+            if not into_row:
+                self._to_pages(pages, part.start, flat)
 
-    def _runs(self, pages: Sequence[int], start: int, count: int) -> Iterator[tuple[slice, slice]]:
-        """Yield (bytes of the memory, bytes of a buffer) for `count` bytes from byte `start` of these pages on."""
+    def _runs(self, pages: Sequence[int], start: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (byte of the memory, byte of a buffer, how many) for `count` bytes from byte `start` of these pages on."""
         assert self.layout is not None
         size, done = self.layout.page_bytes, 0
         while done < count:
@@ -254,21 +221,16 @@ class PrefixCache:
                 last += 1
             length = min((last + 1 - number) * size - inside, count - done)
             place = pages[number] * size + inside
-            yield slice(place, place + length), slice(done, done + length)
+            yield place, done, length
             done += length
 
     def _to_pages(self, pages: Sequence[int], start: int, flat: Tensor) -> None:
-        for kept, part in self._runs(pages, start, flat.numel()):
-            self._memory.tensor[kept].copy_(flat[part], non_blocking=True)
+        for place, first, count in self._runs(pages, start, flat.numel()):
+            self._memory.tensor.narrow(0, place, count).copy_(flat.narrow(0, first, count), non_blocking=True)
 
     def _from_pages(self, pages: Sequence[int], start: int, flat: Tensor) -> None:
-        for kept, part in self._runs(pages, start, flat.numel()):
-            flat[part].copy_(self._memory.tensor[kept], non_blocking=True)
-
-
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(list(targets), list(sources))
+        for place, first, count in self._runs(pages, start, flat.numel()):
+            flat.narrow(0, first, count).copy_(self._memory.tensor.narrow(0, place, count), non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -304,6 +266,9 @@ class Prefixes:
     def __init__(self, batch: Batch) -> None:
         self.batch, self.model = batch, batch.model
         self._unsaved: list[_Unsaved] = []
+        # By row, of a cache of this layout.
+        self._row_views: dict[int, RowViews] = {}
+        self._layout_of_views: Layout | None = None
 
     @property
     def cache(self) -> PrefixCache | None:
@@ -407,7 +372,7 @@ class Prefixes:
             if not layer.is_initialized:
                 empty = torch.empty(1, field.shape[0], 1, field.shape[2], dtype=field.dtype, device=self.model.device)
                 layer.lazy_initialization(empty, self._values_like(cache.layout, field, empty))
-        cache.load(match, self._row_states(row))
+        cache.load(match, self._views_of(row))
 
     def _values_like(self, layout: Layout, field: PageField, keys: Tensor) -> Tensor:
         for other in (*layout.blocks, *layout.rings):
@@ -427,7 +392,7 @@ class Prefixes:
             )
             for field in (*cache.layout.blocks, *cache.layout.rings)
         }  # fmt: skip
-        cache.load(match, states)
+        cache.load(match, RowViews.of(cache.layout, states))
         for number, layer in enumerate(prompt_states.layers):
             if (number, "keys") not in states:
                 continue
@@ -472,10 +437,10 @@ class Prefixes:
         if cache is None or not cache.learn(self.batch.cache):
             return
         if self.batch.prompts.holds(prompt):
-            states: States = self._row_states(self.batch.cache.prompt_row)
+            views = partial(self._views_of, self.batch.cache.prompt_row)
         else:
-            states = self._cache_states(prompt.cache, prompt.done_tokens)
-        self._keep(prompt.row, prompt.done_tokens, states, snapshot=True, offset=None)
+            views = partial(self._views_of_prompt, prompt.cache, prompt.done_tokens)
+        self._keep(prompt.row, prompt.done_tokens, views, snapshot=True, offset=None)
 
     def joined(self, prompt: Prompt) -> None:
         """Count what a complete prompt reused that has its row. `flush` copies its states, after its first token is out."""
@@ -497,7 +462,8 @@ class Prefixes:
             cache, row = self.cache, one.row
             if cache is None or cache.store is None or row.reuse is None or row.number < 0:
                 continue
-            kept = self._keep(row, row.prompt_tokens, self._row_states(row.number), snapshot=True, offset=one.offset)
+            views = partial(self._views_of, row.number)
+            kept = self._keep(row, row.prompt_tokens, views, snapshot=True, offset=one.offset)
             if kept and cache.store.snapshot_pages and one.logits is not None:
                 cache.put_blob(_logits_key(row.reuse.key), one.logits)
 
@@ -509,9 +475,12 @@ class Prefixes:
         # A row that others stepped on with after its end has lost the oldest positions of its rings.
         is_whole = row.written <= len(row.token_ids)
         count = min(row.written, len(row.token_ids))
-        self._keep(row, count, self._row_states(row.number), snapshot=is_whole, offset=row.reuse.offset)
+        views = partial(self._views_of, row.number)
+        self._keep(row, count, views, snapshot=is_whole, offset=row.reuse.offset)
 
-    def _keep(self, row: Row, count: int, states: States, *, snapshot: bool, offset: int | None) -> bool:
+    def _keep(
+        self, row: Row, count: int, views: Callable[[], RowViews], *, snapshot: bool, offset: int | None
+    ) -> bool:  # fmt: skip
         """Keep the states of a row's first `count` tokens; returns whether they may be kept."""
         cache, reuse = self.cache, row.reuse
         if cache is None or reuse is None or not cache.learn(self.batch.cache):
@@ -519,23 +488,32 @@ class Prefixes:
         serial = None if row.adapter is None else self.model.route.serial_of(row.adapter)
         if serial != reuse.serial:  # another adapter has this name now
             return False
-        key = PrefixKey(reuse.key.scope, row.token_ids[:count], reuse.key.marks)
+        key = reuse.key.with_tokens(row.token_ids[:count])
         try:
-            cache.save(key, states, snapshot=snapshot, offset=offset)
+            cache.save(key, views(), snapshot=snapshot, offset=offset)
         except Exception as exc:  # the answer goes on without a cache
             cache.switch_off(exc)
             return False
         return True
 
-    def _row_states(self, row: int) -> States:
-        return {
-            (number, name): layer.row_states(name, row)
-            for number, layer in enumerate(self.batch.cache.layers)
-            if isinstance(layer, LayerCache) and layer.is_initialized
-            for name in ("keys", "values")
-        }
+    def _views_of(self, row: int) -> RowViews:
+        """Return the states of a row. Its views are made once: layers stay where they are."""
+        slots, layout = self.batch.cache, None if self.cache is None else self.cache.layout
+        assert layout is not None
+        if self._layout_of_views is not layout:
+            self._layout_of_views, self._row_views = layout, {}
+        views = self._row_views.get(row)
+        if views is None:
+            states = {
+                (number, name): layer.row_states(name, row)
+                for number, layer in enumerate(slots.layers)
+                if isinstance(layer, LayerCache) and layer.is_initialized
+                for name in ("keys", "values")
+            }
+            views = self._row_views[row] = RowViews.of(layout, states)
+        return views if slots.pool is None else replace(views, pages=slots.pool.pages_at(row))
 
-    def _cache_states(self, prompt: Any, count: int) -> States:
+    def _views_of_prompt(self, prompt: Any, count: int) -> RowViews:
         """Return the states of a prompt that transformers runs, its sliding layers' as rings."""
         states: dict[tuple[int, str], Tensor] = {}
         assert self.cache is not None and self.cache.layout is not None
@@ -551,7 +529,7 @@ class Prefixes:
                     places = torch.arange(count - kept, count, device=tensor.device) % rings[number]
                     ring = tensor.new_zeros(tensor.shape[1], rings[number], tensor.shape[3])
                     states[number, name] = ring.index_copy(1, places, tensor[0, :, -kept:] if kept else tensor[0])
-        return states
+        return RowViews.of(self.cache.layout, states)
 
 
 def _logits_key(key: PrefixKey) -> bytes:

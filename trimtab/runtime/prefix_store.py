@@ -50,11 +50,30 @@ def scope_of(*parts: bytes | str) -> bytes:
 
 @dataclass(frozen=True)
 class PrefixKey:
-    """The key of a prefix: its scope, its tokens, and the content of images and audio among them."""
+    """The key of a prefix: its scope, its tokens, which nobody changes, and the content of images and audio among them."""
 
     scope: bytes
     token_ids: Sequence[int]
     marks: tuple[Mark, ...] = ()
+    # By the tokens of a block, the digests of blocks that were asked for.
+    _blocks: dict[int, list[bytes]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def with_tokens(self, token_ids: Sequence[int]) -> PrefixKey:
+        """Return the key of other tokens in the same scope. Digests of what both begin with are not computed again."""
+        key = PrefixKey(self.scope, token_ids, self.marks)
+        count = min(len(self.token_ids), len(token_ids))
+        if list(self.token_ids[:count]) == list(token_ids[:count]):
+            for size, digests in self._blocks.items():
+                key._blocks[size] = digests[: count // size]
+        return key
+
+    def block(self, number: int, size: int) -> bytes:
+        """Return the key of a block of `size` tokens, behind those before it."""
+        digests = self._blocks.setdefault(size, [])
+        while len(digests) <= number:
+            start = len(digests) * size
+            digests.append(self.digest(digests[-1] if digests else self.scope, start, start + size))
+        return digests[number]
 
     def digest(self, parent: bytes, start: int, end: int, kind: bytes = b"block") -> bytes:
         """Return the key of tokens start .. end behind those whose key is `parent`."""
@@ -156,10 +175,9 @@ class PrefixStore:
     def _path(self, key: PrefixKey, limit: int) -> list[_Item]:
         """Return the cached blocks of a prefix, from its first token on."""
         path: list[_Item] = []
-        parent, size = key.scope, self.block_tokens
+        size = self.block_tokens
         while (len(path) + 1) * size <= limit:
-            parent = key.digest(parent, len(path) * size, (len(path) + 1) * size)
-            item = self._items.get(parent)
+            item = self._items.get(key.block(len(path), size))
             if item is None:
                 break
             path.append(item)
@@ -207,8 +225,7 @@ class PrefixStore:
                 break
             parent = path[-1] if path else None
             number = len(path)
-            digest = key.digest(parent.key if parent else key.scope, number * size, (number + 1) * size)
-            item = _Item(digest, parent, pages, offset if (number + 1) * size >= known_from else None)
+            item = _Item(key.block(number, size), parent, pages, offset if (number + 1) * size >= known_from else None)
             path.append(self._put(item))
             kept.add(id(item))
             blocks.append((number, pages[0]))
