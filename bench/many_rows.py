@@ -1,4 +1,4 @@
-"""What products of 9 to 64 rows take: our kernel, a weight unpacked for cuBLAS, and bitsandbytes' own, in microseconds.
+"""What products of 8 to 128 rows take: our kernel, a weight unpacked for cuBLAS, and bitsandbytes' own, in microseconds.
 
     python -m bench.many_rows [--size e4b] [--save bench/results/many_rows.json]
 
@@ -30,7 +30,7 @@ SHAPES: dict[str, tuple[tuple[tuple[int, ...], int, int], ...]] = {
     ),
     "qwen3_8b": (((4096,), 4096, 72), ((1024,), 4096, 72), ((12288,), 4096, 72), ((4096,), 12288, 36)),
 }  # fmt: skip
-COUNTS = (9, 16, 32, 64)
+COUNTS = (8, 16, 32, 64, 128)
 COPIES_BYTES = 200 * 2**20
 RANK = 8
 

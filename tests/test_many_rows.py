@@ -74,7 +74,7 @@ def test_adapters_over_any_layer_are_added_as_the_matrix_vector_kernels_add_them
 
 @on_cpu
 def test_a_kernel_that_takes_the_wrong_scale_is_found():
-    text = many_rows.source().replace("begin + (from + chunk) * 4 + block >> 8", "begin >> 8")
+    text = many_rows.source().replace(" + chunk * 4 + block) >> 8", ") >> 8")
     assert text != many_rows.source()
     weights = [
         packed("nf4-dq", 64, 768)
@@ -87,16 +87,35 @@ def test_a_kernel_that_takes_the_wrong_scale_is_found():
 def test_weights_of_other_forms_are_refused_with_the_reason():
     assert "whole chunks of 256" in many_rows.why_not(packed("nf4", 64, 320), torch.bfloat16)
     assert "stands for" in many_rows.why_not(packed("nf4", 64, 256), torch.float16)
-    assert many_rows.shared_bytes(64, 16384) < 160 * 1024
+    # Two blocks on a multiprocessor of 228 KiB; one of 32 rows where there are 99, of 16 where there are 64.
+    assert 2 * (many_rows.shared_bytes(64) + 1024) <= 228 * 1024
+    assert many_rows.shared_bytes(32) <= 99 * 1024 and many_rows.shared_bytes(16) <= 64 * 1024
 
 
-def test_small_weights_are_split_over_more_blocks():
-    assert many_rows.splits_of([20480], 2560, 132) == 1
-    assert many_rows.splits_of([2560], 10240, 132) > 4
-    for rows, columns in (([2560], 10240), ([2048, 512, 512], 2560), ([256], 2560), ([2560], 256)):
-        splits = many_rows.splits_of(rows, columns, 132)
-        each = -(-(columns // 256) // splits)
-        assert 1 <= splits <= columns // 256 and (splits - 1) * each < columns // 256
+@pytest.mark.parametrize("multiprocessors", [1, 20, 132])
+def test_blocks_have_as_many_items_as_each_other_and_every_item_is_one_blocks(multiprocessors):
+    for rows, columns, pieces in (
+        ([2560], 10240, 1), ([2048, 512, 512], 2560, 2), ([256], 2560, 1), ([2560], 256, 1), ([10240, 10240], 2560, 2),
+        ([130], 512, 1),
+    ):  # fmt: skip
+        each, items, shared = many_rows.each_of(rows, columns, multiprocessors, pieces)
+        chunks = columns // 256
+        assert items == sum(-(-count // 128) for count in rows) * chunks
+        assert -(-items // each) * pieces <= 2 * multiprocessors + pieces and each >= 1
+        blocks = [
+            {item // each for item in range(unit * chunks, (unit + 1) * chunks)} for unit in range(items // chunks)
+        ]
+        assert max(map(len, blocks)) == shared
+
+
+@on_cpu
+@pytest.mark.parametrize(("shared_bytes", "tile"), [(64 * 1024, 16), (99 * 1024, 32), (227 * 1024, 64)])
+def test_more_rows_than_shared_memory_has_room_for_are_multiplied_in_pieces(shared_bytes, tile):
+    module = cpu_module()
+    module.shared_bytes = shared_bytes
+    weights = [packed("nf4-dq", 130, 512)]
+    assert many_rows.wrong(weights, module, torch.bfloat16, counts=(9, 70)) is None
+    assert {one for one in launches(module) if "product" in one} == {"rows_product_16", f"rows_product_{tile}"}
 
 
 def test_in_torch_a_step_of_many_rows_adds_what_peft_adds():

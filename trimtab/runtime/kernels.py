@@ -485,13 +485,13 @@ def _wrong_rows(
         packed = leaf.packed()
         if many_rows.why_not(packed, dtype) is not None:
             continue  # this layer stays with its own product
-        why = many_rows.why_no_room(leaf.in_features, module) or many_rows.wrong([packed], module, dtype)
+        why = many_rows.why_no_room(module) or many_rows.wrong([packed], module, dtype)
         if why is not None:
             return why
         x = torch.randn(n, leaf.in_features, device=module.device).to(dtype)
         out = torch.empty(n, leaf.out_features, dtype=dtype, device=module.device)
         both = partial(many_rows.linear, x, [packed], out, module=module), partial(leaf.base, x)
-        pair = tuning.graph_us(both[0], calls=_CALLS), tuning.graph_us(both[1], calls=_CALLS)
+        pair = tuning.pair_us(*both, calls=_CALLS)
         measured[f"{n} rows: {shape_of([leaf])}"] = pair
         ours, theirs = ours + pair[0], theirs + pair[1]
     if theirs == 0.0:

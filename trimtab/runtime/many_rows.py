@@ -1,4 +1,4 @@
-"""Kernels for decode steps of 9 to 64 rows: 4-bit matmuls on tensor cores, adapters per row.
+"""Kernels for 9 to 128 rows, of decode steps and of prompts: 4-bit matmuls on tensor cores, adapters per row.
 
 The matrix-vector kernels (matvec.py) decode a weight once for 8 rows at most. Here a weight is decoded once for up to 64: it
 becomes code * absmax, rounded once to the type of x, which is what bitsandbytes unpacks; sums are float32, rounded once. So a
@@ -7,10 +7,10 @@ float32, its change rounded first over a quantized layer, as PEFT does; which on
 
 Every kernel has its torch path, and is compared with float64 on the card before it is used (`wrong`).
 
-What it does not know: other blocks of scales than 64, rows of a weight that are no multiple of 256 (`why_not`); more than 64
-rows, which cuBLAS multiplies with an unpacked weight (prompt_kernels.py). A block of the product has up to 132 KiB of shared
-memory. Compute capability 7.5 (64 KiB) compiles everything here; it and 8.6, 8.9 and 12.0 (99 KiB) have no room for the largest
-products, and all kernels of this file are left out there (`why_no_room`).
+What it does not know: other blocks of scales than 64, rows of a weight that are no multiple of 256 (`why_not`); more rows, which
+cuBLAS multiplies with an unpacked weight (prompt_kernels.py). A block of the product has 108 KiB of shared memory for 64 rows, 76
+for 32 and 60 for 16. Compute capability 8.6, 8.9 and 12.0 (99 KiB) multiplies more rows than 32 in pieces, 7.5 (64 KiB) more than
+16.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ from trimtab.runtime.leaves import Leaf, with_products
 from trimtab.runtime.matvec import LoraArgs
 from trimtab.runtime.quant import Packed, dequantize
 
-MOST_ROWS = 64
-# Up to here the kernel is faster than a weight that is unpacked for cuBLAS: all products of E4B's step take 4.7 ms against 6.6 for
-# 16 rows, 10.8 against 6.8 for 64 (bench/results/many_rows.json).
+MOST_ROWS, MOST_TOKENS = 64, 128
+# Up to here prompts use the kernel. Beyond, a weight that is unpacked for cuBLAS has the adapter in its columns
+# (adapter_columns.py): all products of E4B's step take 4.0 ms against 6.5 for 16 rows, 7.0 against 6.6 for 64
+# (bench/results/many_rows.json).
 PAYING_ROWS = 16
 NAMES = ("rows_product_16", "rows_product_32", "rows_product_64", "rows_low", "rows_up")
 _TYPES = (torch.bfloat16, torch.float16)
 # As in cuda/rows.cu.
-_CHUNK, _UNIT, _THREADS, _UP, _RANKS = 256, 64, 128, 256, 8
-_STAGES = {16: 4, 32: 4, 64: 3}
-# Blocks for each multiprocessor that split the columns of a small weight: two run at once.
+_CHUNK, _UNIT, _THREADS, _UP, _RANKS = 256, 128, 256, 256, 8
+_TILES, _STAGES = (16, 32, 64), 2
+# Blocks that one multiprocessor runs at once.
 _BLOCKS = 2
+# Shared memory in front of the stages: codes of each lane's own, codes of scales, sums of 8 rows; and to a multiple of 2048.
+_FRONT_BYTES = 4 * (16 * 32 + 256 + 8 * (_UNIT + 1)) + 1024
 # Weights rounded to 16 bits and sums in float32 in another order: relative error of a whole tensor.
 LARGEST_ERROR = 6e-3
 # Values of a weight that a check has in float64 at once.
@@ -72,32 +75,33 @@ def why_not(packed: Packed, dtype: torch.dtype) -> str | None:
     return None
 
 
-def shared_bytes(n: int, columns: int) -> int:
-    """Return the shared memory of a block that multiplies n rows of so many columns."""
-    tile = _tile(n)
-    stage = tile * (2 * _CHUNK + 32) + _UNIT * (_CHUNK // 2) + _UNIT * 16
-    return _STAGES[tile] * stage + 4 * (columns // _CHUNK + 2)
+def shared_bytes(tile: int) -> int:
+    """Return the shared memory of a block that multiplies `tile` rows."""
+    return _FRONT_BYTES + _STAGES * (tile * 2 * _CHUNK + _UNIT * (_CHUNK // 2) + _UNIT * 16)
 
 
-def why_no_room(columns: int, module: Any) -> str | None:
-    """Return why a card has too little shared memory for products of up to MOST_ROWS rows of so many columns, None if it has."""
-    needed = max(shared_bytes(tile, columns) for tile in _STAGES)
+def why_no_room(module: Any) -> str | None:
+    """Return why a card has too little shared memory for these products, None if it has."""
+    needed = shared_bytes(_TILES[0])
     if needed <= module.shared_bytes:
         return None
-    return (
-        f"a block needs {needed} B of shared memory for rows of {columns} values, this card has {module.shared_bytes}"
-    )
+    return f"a block needs {needed} B of shared memory, this card has {module.shared_bytes}"
 
 
-def _tile(n: int) -> int:
-    return next(size for size in _STAGES if size >= n)
+def _tile(n: int, module: Any) -> int:
+    """Return how many rows a block multiplies: all of them, or as many as there is shared memory for."""
+    fitting = [size for size in _TILES if shared_bytes(size) <= module.shared_bytes]
+    return next((size for size in fitting if size >= n), fitting[-1])
 
 
-def splits_of(rows: Sequence[int], columns: int, multiprocessors: int) -> int:
-    """Return over how many blocks the columns of a weight are split. rows: outputs of each member."""
+def each_of(rows: Sequence[int], columns: int, multiprocessors: int, pieces: int = 1) -> tuple[int, int, int]:
+    """Return (items of a block, all items, the most blocks that share a unit): an item is a chunk of the columns of a unit of
+    outputs. rows: outputs of each member. pieces: of the rows of x."""
     units, chunks = sum(-(-count // _UNIT) for count in rows), columns // _CHUNK
-    each = max(1, chunks * units // max(_BLOCKS * multiprocessors, 1))
-    return -(-chunks // each)
+    items = units * chunks
+    each = -(-items * pieces // (_BLOCKS * multiprocessors))
+    shared = max(((unit + 1) * chunks - 1) // each - unit * chunks // each + 1 for unit in range(units))
+    return each, items, shared
 
 
 def linear(
@@ -125,7 +129,7 @@ def linear(
         return
     n, columns = x.shape
     rows = [packed.shape[0] for packed in weights]
-    assert n <= MOST_ROWS and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    assert n <= MOST_TOKENS and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     assert (
         out.shape == (n, sum(rows))
         and out.stride(1) == 1
@@ -139,8 +143,10 @@ def linear(
             shrink(x, lora, module)
             _up(out, rows, lora, module, round_change=round_change)
         return
-    splits = splits_of(rows, columns, module.multiprocessors)
-    parts = torch.empty(splits, n, sum(rows), device=x.device) if splits > 1 else None
+    tile = _tile(n, module)
+    pieces = -(-n // tile)
+    each, items, shared = each_of(rows, columns, module.multiprocessors, pieces)
+    parts = torch.empty(shared, n, sum(rows), device=x.device) if shared > 1 else None
     half = int(x.dtype == torch.float16)
     members: list[nvrtc.Argument] = []
     for packed, own in zip(weights, biases, strict=True):
@@ -156,17 +162,27 @@ def linear(
     members += [None, None, None, None, None, 0] * (matvec.MAX_MEMBERS - len(weights))
     codes = weights[0].codes
     module.launch(
-        f"rows_product_{_tile(n)}", (sum(-(-count // _UNIT) for count in rows), splits), (_THREADS,),
+        f"rows_product_{tile}", (-(-items // each), 1, pieces), (_THREADS,),
         [
             x, x.stride(0), n, columns, *members, codes["code"], codes.get("nested_code"), out, out.stride(0), parts, sum(rows),
-            -(-(columns // _CHUNK) // splits), half,
+            each, items, half,
         ],
-        shared_bytes=shared_bytes(n, columns),
+        shared_bytes=shared_bytes(tile),
     )  # fmt: skip
     if lora is not None:
         shrink(x, lora, module)
     if lora is not None or parts is not None:
-        _up(out, rows, lora, module, round_change=round_change, parts=parts, bias=biases)
+        _up(
+            out,
+            rows,
+            lora,
+            module,
+            round_change=round_change,
+            parts=parts,
+            bias=biases,
+            chunks=columns // _CHUNK,
+            each=each,
+        )
 
 
 def shrink(x: Tensor, lora: LoraArgs, module: Any) -> None:
@@ -192,7 +208,7 @@ def add(y: Tensor, lora: LoraArgs, module: Any, *, x: Tensor | None = None, roun
 
 def _up(
     y: Tensor, rows: Sequence[int], lora: LoraArgs | None, module: Any, *, round_change: bool, parts: Tensor | None = None,
-    bias: Sequence[Tensor | None] = (),
+    bias: Sequence[Tensor | None] = (), chunks: int = 1, each: int = 1,
 ) -> None:  # fmt: skip
     three = [*rows, *[0] * (3 - len(rows))]
     given: list[nvrtc.Argument] = [None, 0, None, 0, None, 0, None, None, 0, 0]
@@ -204,8 +220,8 @@ def _up(
     module.launch(
         "rows_up", (-(-sum(rows) // _UP), y.shape[0]), (_UP,),
         [
-            y, y.stride(0), y.shape[0], *three, parts, 0 if parts is None else parts.shape[0], *[*bias, None, None, None][:3],
-            *given, int(round_change), int(y.dtype == torch.float16),
+            y, y.stride(0), y.shape[0], *three, parts, *[*bias, None, None, None][:3], *given, int(round_change),
+            int(y.dtype == torch.float16), chunks, each,
         ],
     )  # fmt: skip
 
@@ -243,7 +259,7 @@ def _base(leaf: Leaf, module: Any, least: int, most: int) -> Callable[[Tensor], 
 
 
 def wrong(
-    weights: Sequence[Packed], module: Any, dtype: torch.dtype, *, counts: Sequence[int] = (9, 27, 64)
+    weights: Sequence[Packed], module: Any, dtype: torch.dtype, *, counts: Sequence[int] = (9, 27, 64, 101)
 ) -> str | None:
     """Return what is wrong with the kernels over these weights (a group over one input), None if nothing: random rows, rows with an
     adapter of either of two ranks and without, in float64."""

@@ -450,7 +450,7 @@ def why_slower(
     chosen: PromptKernels, name: str, ours: Callable[[], Any], theirs: Callable[[], Any], device: torch.device
 ) -> str | None:  # fmt: skip
     """Return how much slower ours is on this card, None if it is faster. What was measured is noted."""
-    from trimtab.runtime.tuning import graph_us
+    from trimtab.runtime.tuning import pair_us
 
-    own, other = chosen.measured_us[name] = graph_us(ours, device), graph_us(theirs, device)
+    own, other = chosen.measured_us[name] = pair_us(ours, theirs, device)
     return None if own < other else f"{own:.1f} us against {other:.1f}"

@@ -1,10 +1,9 @@
-// Steps of 9 to 64 rows: a product of 4-bit weights on tensor cores, and LoRA adapters chosen by each row. Read
+// 9 to 128 rows: a product of 4-bit weights on tensor cores, and LoRA adapters chosen by each row. Read
 // runtime/many_rows.py first: it says what each kernel computes and in which shapes. values.cuh stands in front of this.
 
-#define CHUNK 256               // columns of x that a block holds at a time
-#define X_STRIDE (CHUNK * 2 + 32)  // bytes: neighbouring rows of x fall on different banks
-#define UNIT 64                 // outputs of a block, 16 for each of its four warps
-#define THREADS 128
+#define CHUNK 256  // columns of x that a block holds at a time
+#define UNIT 128   // outputs of a block
+#define THREADS 256
 #define MEMBERS 3
 
 // 4 or 16 bytes to shared memory; the copies between two commits are a group. Compute capability 7.5 copies at once: a stage that is
@@ -44,157 +43,217 @@ struct Member {
   int rows;
 };
 
-// out[i, :] = x[i, :] W^T (+ bias) of up to three weights over the same x. A weight becomes code * absmax in float32, rounded once to
-// the type of x, as bitsandbytes unpacks it; sums are float32. Warp w of a block has outputs 16 w .. 16 w + 15 of 64 and all rows of x.
-// Chunks of 256 columns (x, packed weights, scales) come through a ring of stages. parts: with several splits of the columns the sums of
-// each, [splits, n, all outputs] float32, for `rows_up` to add. Grid: [units of 64 outputs, splits].
-template <int TILES, int STAGES>
-__device__ __forceinline__ void rows_product(
-    const u16* x, int x_stride, int n, int columns, const Member* members, const float* code, const float* nested_code, u16* out,
-    int out_stride, float* parts, int total, int split_chunks, int half) {
-  constexpr int X_BYTES = TILES * 8 * X_STRIDE, W_BYTES = UNIT * CHUNK / 2;
-  extern __shared__ __align__(16) u8 shared[];
-  __shared__ float table[16 * 32];  // of each lane's own: no two lanes meet in a bank
-  __shared__ float codes[256];
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
-  let_next_start();
-  Member own = members[0];
-  int first = blockIdx.x * UNIT, begins = 0;
+// The code of a nibble, from the table of the block's own copy for each lane: nibble times 128 bytes, then the lane's 4. The table begins at
+// a multiple of 2048, so that nothing is added.
+#ifndef TRIMTAB_CPU
+__device__ __forceinline__ float code_of(const float*, u32 mine, u32 shifted) {
+  float v;
+  asm("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"((shifted & 0x780u) | mine));
+  return v;
+}
+// Byte k and what is above it (k 0), or that byte alone: shifting it left then is another unit's work than masking it.
+__device__ __forceinline__ u32 byte_of(u32 word, int k) { return k ? __byte_perm(word, 0, 0x4440 + k) : word; }
+#else
+__device__ __forceinline__ float code_of(const float* mine, u32, u32 shifted) { return mine[(shifted & 0x780u) / 4]; }
+__device__ __forceinline__ u32 byte_of(u32 word, int k) { return word >> (8 * k); }
+#endif
+
+// The member that a unit of 128 outputs belongs to, its first output there and in all.
+struct Unit {
+  Member own;
+  int first, begins;
+};
+__device__ __forceinline__ Unit unit_of(const Member* members, int number) {
+  Unit unit = {members[0], number * UNIT, 0};
 #pragma unroll
   for (int m = 1; m < MEMBERS; m++) {
-    const int before = (own.rows + UNIT - 1) / UNIT * UNIT;
-    if (first < before) break;
-    first -= before;
-    begins += own.rows;
-    own = members[m];
+    const int before = (unit.own.rows + UNIT - 1) / UNIT * UNIT;
+    if (unit.first < before) break;
+    unit.first -= before;
+    unit.begins += unit.own.rows;
+    unit.own = members[m];
   }
-  const bool nested = own.nested != nullptr;
-  const int blocks = columns / 64, scale_bytes = nested ? 4 : 16;
-  const int from = blockIdx.y * split_chunks, count = min(split_chunks, columns / CHUNK - from);
-  const int stage_bytes = X_BYTES + W_BYTES + UNIT * 16;
-  float* outer = (float*)(shared + STAGES * stage_bytes);
-  const int outer_first = (int)((i64)first * blocks >> 8);
+  return unit;
+}
 
-  // Row r of the unit; beyond the last one the last again.
-  const auto row_of = [&](int r) { return min(first + r, own.rows - 1); };
-  const auto ask_weights = [&](int chunk) {
-    u8* to = shared + chunk % STAGES * stage_bytes + X_BYTES;
+// out[i, :] = x[i, :] W^T (+ bias) of up to three weights over the same x. A weight becomes code * absmax in float32, rounded once to
+// the type of x, as bitsandbytes unpacks it; sums are float32. An item of work is 256 columns of a unit of 128 outputs, for 8 TILES rows of
+// x; a block has `each` items, which follow each other, and begins the next one's copies (x, packed weights, scales) before it computes one.
+// Of its eight warps, warp w has the outputs 32 (w % 4) .. + 31, all rows, and one half of the columns; both halves are added at the end of a
+// unit. parts: where a unit's items are several blocks', the sums of each, [blocks of a unit, n, all outputs] float32, for `rows_up` to add.
+// Grid: [blocks, 1, pieces of 8 TILES rows]. Dynamic shared memory, from a multiple of 2048 on: codes, of each lane's own so that no two
+// lanes meet in a bank, then the codes of scales, sums of 8 rows and the stages.
+template <int TILES>
+__device__ __forceinline__ void rows_product(
+    const u16* x, int x_stride, int n, int columns, const Member* members, const float* code, const float* nested_code, u16* out,
+    int out_stride, float* parts, int total, int each, int items, int half, u8* shared) {
+  constexpr int X_BYTES = TILES * 8 * CHUNK * 2, W_BYTES = UNIT * CHUNK / 2, STAGE = X_BYTES + W_BYTES + UNIT * 16;
+  float *table = (float*)shared, *codes = table + 16 * 32, *made = codes + 256;
+  constexpr int UNROLLED = TILES == 8 ? 1 : 4;  // registers of the largest do not suffice for more
+  u8* stages = (u8*)(made + 8 * (UNIT + 1));
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
+  let_next_start();
+  const int row_first = blockIdx.z * (TILES * 8), here = min(n - row_first, TILES * 8);
+  x += (size_t)row_first * x_stride;
+  const bool nested = members[0].nested != nullptr;
+  const int blocks = columns / 64, chunks = columns / CHUNK, scale_bytes = nested ? 4 : 16;
+  const int from = blockIdx.x * each, count = min(each, items - from);
+
+  // Of the item that is copied next: its unit and chunk. Rows beyond the member's last are the last again. Pieces of 16 bytes lie where
+  // neighbouring rows meet in no bank.
+  int next_unit = from / chunks, next_chunk = from % chunks;
+  const auto ask_weights = [&](int stage) {
+    const Unit unit = unit_of(members, next_unit);
+    u8* to = stages + stage * STAGE + X_BYTES;
 #pragma unroll
     for (int i = tid; i < UNIT * 8; i += THREADS) {
-      const int r = i >> 3, piece = i & 7;
-      copy_async<16>(to + r * 128 + ((piece ^ ((r & 1) << 2)) << 4), own.weight + (size_t)row_of(r) * (columns / 2) + (from + chunk) * 128 + piece * 16);
+      const int r = i >> 3, piece = i & 7, row = min(unit.first + r, unit.own.rows - 1);
+      copy_async<16>(to + r * 128 + ((piece ^ ((r & 1) << 2)) << 4), unit.own.weight + (size_t)row * (columns / 2) + next_chunk * 128 + piece * 16);
     }
     if (tid < UNIT) {
-      const size_t at = (size_t)row_of(tid) * blocks + (from + chunk) * 4;
+      const size_t at = (size_t)min(unit.first + tid, unit.own.rows - 1) * blocks + next_chunk * 4;
       u8* scales = to + W_BYTES + tid * scale_bytes;
       if (nested)
-        copy_async<4>(scales, own.absmax + at);
+        copy_async<4>(scales, unit.own.absmax + at);
       else
-        copy_async<16>(scales, own.absmax + at * 4);
+        copy_async<16>(scales, unit.own.absmax + at * 4);
     }
   };
-  const auto ask_x = [&](int chunk) {
-    u8* to = shared + chunk % STAGES * stage_bytes;
+  const auto ask_x = [&](int stage) {
+    u8* to = stages + stage * STAGE;
+#pragma unroll
     for (int i = tid; i < TILES * 8 * (CHUNK / 8); i += THREADS) {
       const int r = i / (CHUNK / 8), piece = i % (CHUNK / 8);
-      if (r < n) copy_async<16>(to + r * X_STRIDE + piece * 16, x + (size_t)r * x_stride + (size_t)(from + chunk) * CHUNK + piece * 8);
+      if (r < here)
+        copy_async<16>(to + r * (CHUNK * 2) + ((piece ^ ((r & 1) << 1)) << 4), x + (size_t)r * x_stride + (size_t)next_chunk * CHUNK + piece * 8);
     }
   };
-#pragma unroll
-  for (int s = 0; s < STAGES - 1; s++)
-    if (s < count) ask_weights(s);
+  const auto go_on = [&]() {
+    if (++next_chunk == chunks) next_chunk = 0, next_unit++;
+  };
+  ask_weights(0);
   for (int i = tid; i < 16 * 32; i += THREADS) table[i] = __ldg(code + (i >> 5));
-  if (nested) {
+  if (nested)
     for (int i = tid; i < 256; i += THREADS) codes[i] = __ldg(nested_code + i);
-    const int outer_last = (int)((i64)(row_of(UNIT - 1) + 1) * blocks - 1 >> 8);
-    for (int i = tid; i <= outer_last - outer_first; i += THREADS) outer[i] = __ldg(own.nested + outer_first + i);
-  }
-  const float offset = nested ? __ldg(own.offset) : 0.f;
-  // Rows of x that are not there: zeros, once, in every stage.
-  for (int i = tid; i < STAGES * (TILES * 8 - n) * (X_STRIDE / 16); i += THREADS) {
-    const int piece = i % (X_STRIDE / 16), r = i / (X_STRIDE / 16);
-    *(uint4*)(shared + r % STAGES * stage_bytes + (n + r / STAGES) * X_STRIDE + piece * 16) = make_uint4(0, 0, 0, 0);
+  // Rows of x that are not there: zeros, once, in both stages.
+  for (int i = tid; i < 2 * (TILES * 8 - here) * (CHUNK / 8); i += THREADS) {
+    const int piece = i % (CHUNK / 8), r = i / (CHUNK / 8);
+    *(uint4*)(stages + (r & 1) * STAGE + (here + (r >> 1)) * (CHUNK * 2) + piece * 16) = make_uint4(0, 0, 0, 0);
   }
   wait_for_previous();
-#pragma unroll
-  for (int s = 0; s < STAGES - 1; s++) {
-    if (s < count) ask_x(s);
-    commit_copies();
-  }
+  ask_x(0);
+  commit_copies();
 
-  float sums[TILES][4] = {};
-  const int r0 = warp * 16 + g, r1 = r0 + 8, high = t >> 1;
-  const i64 scales_0 = (i64)row_of(r0) * blocks, scales_1 = (i64)row_of(r1) * blocks;
+  float sums[2][TILES][4] = {};
+  const int r0 = (warp & 3) * 32 + g, step = warp >> 2, high = t >> 1;
+  // The 32 neighbours of a row that a lane has.
+  const int w_at = r0 * 128 + (((step * 4 + t) ^ ((g & 1) << 2)) << 4);
+  const int x_at = g * (CHUNK * 2), x_piece = step * 16 + t * 4, block = step * 2 + high;
+#ifndef TRIMTAB_CPU
+  const u32 mine = shared_address(table) + lane * 4;
+#else
+  const u32 mine = 0;
+#endif
+  int chunk = next_chunk, number = next_unit;
+  Unit unit = unit_of(members, number);
+  float offset = nested ? __ldg(unit.own.offset) : 0.f;
 #pragma unroll 1
-  for (int chunk = 0; chunk < count; chunk++) {
-    wait_for_copies<STAGES - 2>();
+  for (int item = 0; item < count; item++) {
+    float outer[4];
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      const int row = min(unit.first + r0 + 8 * r, unit.own.rows - 1);
+      outer[r] = nested ? __ldg(unit.own.nested + (int)(((i64)row * blocks + chunk * 4 + block) >> 8)) : 0.f;
+    }
+    wait_for_copies<0>();
     __syncthreads();
-    if (chunk + STAGES - 1 < count) {
-      ask_weights(chunk + STAGES - 1);
-      ask_x(chunk + STAGES - 1);
+    go_on();
+    if (item + 1 < count) {
+      ask_weights((item + 1) & 1);
+      ask_x((item + 1) & 1);
     }
     commit_copies();
-    const u8* stage = shared + chunk % STAGES * stage_bytes;
+    const u8* stage = stages + (item & 1) * STAGE;
     const u8 *w = stage + X_BYTES, *scales = w + W_BYTES;
-    const auto scale_of = [&](int r, i64 begin, int block) {
-      if (!nested) return *(const float*)(scales + r * 16 + block * 4);
-      const float inner = codes[scales[r * 4 + block]];
-      return __fadd_rn(__fmul_rn(inner, outer[(int)(begin + (from + chunk) * 4 + block >> 8) - outer_first]), offset);
-    };
+    // 32 neighbours of each of four rows; lanes 2 and 3 take theirs in another order, as the banks of x want it.
+    u32 words[4][4];
+    float scale[4];
 #pragma unroll
-    for (int step = 0; step < 2; step++) {
-      // 32 neighbours of each of two rows; lanes 2 and 3 take theirs in another order, as the banks of x want it.
-      const int piece = step * 4 + t;
-      const uint4 a = *(const uint4*)(w + r0 * 128 + ((piece ^ ((r0 & 1) << 2)) << 4));
-      const uint4 b = *(const uint4*)(w + r1 * 128 + ((piece ^ ((r1 & 1) << 2)) << 4));
-      const u32 words[2][4] = {{high ? a.y : a.x, high ? a.x : a.y, high ? a.w : a.z, high ? a.z : a.w},
-                               {high ? b.y : b.x, high ? b.x : b.y, high ? b.w : b.z, high ? b.z : b.w}};
-      const float s0 = scale_of(r0, scales_0, step * 2 + high), s1 = scale_of(r1, scales_1, step * 2 + high);
+    for (int r = 0; r < 4; r++) {
+      const uint4 a = *(const uint4*)(w + w_at + r * (8 * 128));
+      words[r][0] = high ? a.y : a.x, words[r][1] = high ? a.x : a.y, words[r][2] = high ? a.w : a.z, words[r][3] = high ? a.z : a.w;
+      const u8* own_scales = scales + (r0 + 8 * r) * scale_bytes;
+      scale[r] = nested ? __fadd_rn(__fmul_rn(codes[own_scales[block]], outer[r]), offset) : *(const float*)(own_scales + block * 4);
+    }
+#pragma unroll UNROLLED
+    for (int h = 0; h < 4; h++) {
+      u32 pairs[4][4], now[4];
 #pragma unroll
-      for (int h = 0; h < 4; h++) {
-        u32 pairs[2][4];
+      for (int r = 0; r < 4; r++) {
+        now[r] = words[r][0];
+        words[r][0] = words[r][1], words[r][1] = words[r][2], words[r][2] = words[r][3];
+      }
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
+      for (int k = 0; k < 4; k++) {
 #pragma unroll
-          for (int r = 0; r < 2; r++) {
-            const u32 byte = words[r][h] >> (8 * k) & 255;
-            const float s = r ? s1 : s0, v0 = table[(byte >> 4) * 32 + lane] * s, v1 = table[(byte & 15) * 32 + lane] * s;
-            pairs[r][k] = half ? two_halves(v0, v1) : two_bf16(v0, v1);
-          }
+        for (int r = 0; r < 4; r++) {
+          const u32 byte = byte_of(now[r], k);
+          const float v0 = code_of(table + lane, mine, byte << 3) * scale[r], v1 = code_of(table + lane, mine, byte << 7) * scale[r];
+          pairs[r][k] = half ? two_halves(v0, v1) : two_bf16(v0, v1);
         }
+      }
+      const u8* from_x = stage + x_at + (((x_piece + (h ^ high)) ^ ((g & 1) << 1)) << 4);
 #pragma unroll
-        for (int tile = 0; tile < TILES; tile++) {
-          const uint4 v = *(const uint4*)(stage + (tile * 8 + g) * X_STRIDE + step * 256 + t * 64 + ((h ^ high) << 4));
+      for (int tile = 0; tile < TILES; tile++) {
+        const uint4 v = *(const uint4*)(from_x + tile * (8 * CHUNK * 2));
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+          const u32(*own_pairs)[4] = pairs + 2 * m;
           if (half) {
-            mma_m16n8k16(sums[tile], pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1], v.x, v.y);
-            mma_m16n8k16(sums[tile], pairs[0][2], pairs[1][2], pairs[0][3], pairs[1][3], v.z, v.w);
+            mma_m16n8k16(sums[m][tile], own_pairs[0][0], own_pairs[1][0], own_pairs[0][1], own_pairs[1][1], v.x, v.y);
+            mma_m16n8k16(sums[m][tile], own_pairs[0][2], own_pairs[1][2], own_pairs[0][3], own_pairs[1][3], v.z, v.w);
           } else {
-            mma_m16n8k16_bf16(sums[tile], pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1], v.x, v.y);
-            mma_m16n8k16_bf16(sums[tile], pairs[0][2], pairs[1][2], pairs[0][3], pairs[1][3], v.z, v.w);
+            mma_m16n8k16_bf16(sums[m][tile], own_pairs[0][0], own_pairs[1][0], own_pairs[0][1], own_pairs[1][1], v.x, v.y);
+            mma_m16n8k16_bf16(sums[m][tile], own_pairs[0][2], own_pairs[1][2], own_pairs[0][3], own_pairs[1][3], v.z, v.w);
           }
         }
       }
     }
-  }
-  // By rows of x: [n, 64], so that neighbours are written together.
-  wait_for_copies<0>();
-  __syncthreads();
-  float* made = (float*)shared;
+    if (++chunk < chunks && item + 1 < count) continue;
+    // The unit's end, or the block's: by rows of x, so that neighbours are written together; one half of the columns, then the other.
+    const int part = blockIdx.x - number * chunks / each;
 #pragma unroll
-  for (int tile = 0; tile < TILES; tile++)
+    for (int tile = 0; tile < TILES; tile++) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) made[(tile * 8 + t * 2 + (i & 1)) * (UNIT + 1) + r0 + (i >> 1) * 8] = sums[tile][i];
-  __syncthreads();
-  for (int i = tid; i < n * UNIT; i += THREADS) {
-    const int row = i / UNIT, r = i % UNIT;
-    if (first + r >= own.rows) continue;
-    float sum = made[row * (UNIT + 1) + r];
-    if (parts) {
-      parts[((size_t)blockIdx.y * n + row) * total + begins + first + r] = sum;
-    } else {
-      if (own.bias) sum += value(__ldg(own.bias + first + r), half);
-      out[(size_t)row * out_stride + begins + first + r] = stored(sum, half);
+      for (int turn = 1; turn >= 0; turn--) {
+        if (step == turn) {
+#pragma unroll
+          for (int m = 0; m < 2; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+              float* to = made + (t * 2 + (i & 1)) * (UNIT + 1) + r0 + m * 16 + (i >> 1) * 8;
+              *to = turn ? sums[m][tile][i] : sums[m][tile][i] + *to;
+              sums[m][tile][i] = 0.f;
+            }
+        }
+        __syncthreads();
+      }
+      for (int i = tid; i < 8 * UNIT; i += THREADS) {
+        const int row = tile * 8 + i / UNIT, r = i % UNIT;
+        if (unit.first + r >= unit.own.rows || row >= here) continue;
+        float sum = made[i / UNIT * (UNIT + 1) + r];
+        if (parts) {
+          parts[((size_t)part * n + row_first + row) * total + unit.begins + unit.first + r] = sum;
+        } else {
+          if (unit.own.bias) sum += value(__ldg(unit.own.bias + unit.first + r), half);
+          out[(size_t)(row_first + row) * out_stride + unit.begins + unit.first + r] = stored(sum, half);
+        }
+      }
+      __syncthreads();
     }
+    chunk = 0;
+    unit = unit_of(members, ++number);
+    if (nested && item + 1 < count) offset = __ldg(unit.own.offset);
   }
 }
 
@@ -202,16 +261,28 @@ __device__ __forceinline__ void rows_product(
   const u8 *weight##i, const u8 *absmax##i, const float *nested##i, const float *offset##i, const u16 *bias##i, int rows##i
 #define PRODUCT_PARAMETERS \
   const u16 *x, int x_stride, int n, int columns, MEMBER(0), MEMBER(1), MEMBER(2), const float *code, const float *nested_code, \
-      u16 *out, int out_stride, float *parts, int total, int split_chunks, int half
-#define PRODUCT(TILES, STAGES) \
+      u16 *out, int out_stride, float *parts, int total, int each, int items, int half
+// A program for each type, but for the largest, whose registers do not suffice for that.
+#define PRODUCT(TILES) \
   const Member members[MEMBERS] = {{weight0, absmax0, nested0, offset0, bias0, rows0}, \
                                    {weight1, absmax1, nested1, offset1, bias1, rows1}, \
                                    {weight2, absmax2, nested2, offset2, bias2, rows2}}; \
-  rows_product<TILES, STAGES>( \
-      x, x_stride, n, columns, members, code, nested_code, out, out_stride, parts, total, split_chunks, half)
-extern "C" __global__ void __launch_bounds__(THREADS) rows_product_16(PRODUCT_PARAMETERS) { PRODUCT(2, 4); }
-extern "C" __global__ void __launch_bounds__(THREADS) rows_product_32(PRODUCT_PARAMETERS) { PRODUCT(4, 4); }
-extern "C" __global__ void __launch_bounds__(THREADS) rows_product_64(PRODUCT_PARAMETERS) { PRODUCT(8, 3); }
+  extern __shared__ __align__(16) u8 given[]; \
+  const auto product = [&](int type) { \
+    rows_product<TILES>( \
+        x, x_stride, n, columns, members, code, nested_code, out, out_stride, parts, total, each, items, type, aligned_shared(given)); \
+  }; \
+  if (TILES == 8) product(half); \
+  else if (half) product(1); \
+  else product(0)
+#ifndef TRIMTAB_CPU
+__device__ __forceinline__ u8* aligned_shared(u8* p) { return p + (-shared_address(p) & 2047u); }
+#else
+__device__ __forceinline__ u8* aligned_shared(u8* p) { return p; }
+#endif
+extern "C" __global__ void __launch_bounds__(THREADS, 2) rows_product_16(PRODUCT_PARAMETERS) { PRODUCT(2); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) rows_product_32(PRODUCT_PARAMETERS) { PRODUCT(4); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) rows_product_64(PRODUCT_PARAMETERS) { PRODUCT(8); }
 
 // low[i, m, r] = row r of A of the adapter that row i has for member m, times x_i, float32. A block is a row, a member and 8 values.
 // Grid: [n, members, largest rank / 8].
@@ -270,10 +341,10 @@ extern "C" __global__ void __launch_bounds__(LOW_THREADS) rows_low(
 // change rounded first if round_change. c counts the outputs of up to three layers in turn. Shared: the largest rank, float32.
 // Grid: [all outputs / 256, n].
 extern "C" __global__ void __launch_bounds__(256) rows_up(
-    u16* y, int y_stride, int n, int rows0, int rows1, int rows2, const float* parts, int splits, const u16* bias0,
+    u16* y, int y_stride, int n, int rows0, int rows1, int rows2, const float* parts, const u16* bias0,
     const u16* bias1, const u16* bias2, const i64* lora_B, int B_stride, const int* lora_rank, int rank_stride,
     const float* lora_scale, int scale_stride, const int* slots, const float* low, int low_row, int low_member, int round_change,
-    int half) {
+    int half, int chunks, int each) {
   const int i = blockIdx.y, at = blockIdx.x * 256 + threadIdx.x, total = rows0 + rows1 + rows2;
   let_next_start();
   const int m = at < rows0 ? 0 : at < rows0 + rows1 ? 1 : 2, c = at - (m > 0 ? rows0 : 0) - (m > 1 ? rows1 : 0);
@@ -285,6 +356,9 @@ extern "C" __global__ void __launch_bounds__(256) rows_up(
   if (at >= total || (!rank && !parts)) return;
   float sum;
   if (parts) {
+    // The blocks that had items of this output's unit.
+    const int unit = (m > 0 ? (rows0 + UNIT - 1) / UNIT : 0) + (m > 1 ? (rows1 + UNIT - 1) / UNIT : 0) + c / UNIT;
+    const int splits = ((unit + 1) * chunks - 1) / each - unit * chunks / each + 1;
     sum = 0.f;
     for (int s = 0; s < splits; s++) sum += __ldcg(parts + ((size_t)s * n + i) * total + at);
     const u16* bias = m == 0 ? bias0 : m == 1 ? bias1 : bias2;
