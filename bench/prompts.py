@@ -122,7 +122,7 @@ class Bench:
         from trimtab.runtime.batch import Batch
         from trimtab.runtime.prefill_graphs import Prompts
 
-        batch = Batch(self.model, rows=1, decode="eager")
+        batch = Batch(self.model, rows=1, decode=mode)
         batch.prompts = Prompts(batch, mode)
         batch.ends = frozenset()
         return batch
@@ -269,10 +269,11 @@ def run_trimtab(size: str, work: Path, lengths: Sequence[int], *, profile: bool)
             plain.prompts.without_tower_ops()
             bench.parts(made, plain, "parts of a picture, its towers as transformers and bitsandbytes compute them")
         if profile:
-            ids = [1000 + number for number in range(512)]
-            for adapter in ("r8", None):
-                for _ in range(2):
-                    bench.profile(model.prepare(ids), adapter, captured)
+            for tokens in lengths:
+                ids = [1000 + number for number in range(tokens)]
+                for adapter in ("r8", None):
+                    for _ in range(2):
+                        bench.profile(model.prepare(ids), adapter, captured)
     return bench.rows
 
 

@@ -81,9 +81,26 @@ def test_the_demo_answers_in_8_bits_in_every_mode(decode, quant, kv_tokens):
         layers = [one for one in batch.cache.layers if isinstance(one, LayerCache) and one.is_initialized]
         assert layers and all(one.keys.dtype == one.values.dtype == torch.int8 for one in layers)
         assert batch.steps.captures == 0 if decode == "eager" else batch.steps.captures > 0
-        # Other kernels round sums in another order: the demo's first tokens are certain, its later ones follow them.
-        eager, _ = answered(model, "eager", 4)
-        assert [one[:4] for one in found[0]] == [one[:4] for one in eager[0]]
+        # Other kernels round sums in another order: tokens that no other comes near are the same, later ones follow them.
+        eager, expected = answered(model, "eager", 4)
+        compared = 0
+        for (name, text), ours, wanted in zip(asks(4), found[0], eager[0], strict=True):
+            certain = certain_tokens(expected, text, name)
+            assert ours[:certain] == wanted[:certain], name
+            compared += certain
+        assert compared >= 4
+
+
+def certain_tokens(batch, text, name):
+    """Return how many tokens of an answer come before the first that another one is nearly as likely as. The demo's largest scores
+    are multiples of 1/8: a difference of 0.5 in log-probability is several roundings."""
+    request = GenerateRequest(max_new_tokens=4)
+    drawn = [through(batch, batch.model.prepare(text), request, adapter=name, client=None, top_logprobs=2)]
+    row = drawn[0].row
+    while row.finish is None:
+        drawn += batch.step()
+    batch.leave(row)
+    return next((at for at, one in enumerate(drawn) if one.top[0][1] - one.top[1][1] < 0.5), len(drawn))
 
 
 def test_a_plan_in_8_bits_holds_what_it_counts():

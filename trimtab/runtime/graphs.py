@@ -120,7 +120,7 @@ class Steps:
             outputs = self._run_graph(count, names) if self.is_captured else None
             if outputs is not None:
                 return outputs[0][:count], outputs[1][:count]
-            step = self._fused_step() if self.mode == "fused" else None
+            step = self.fused_step() if self.mode == "fused" else None
             return self._eager(count, names, step or self._short)
         return self._eager(count, names, self._modules)
 
@@ -222,7 +222,8 @@ class Steps:
 
     # Graphs ------------------------------------------------------------------------------------------------------------
 
-    def _fused_step(self) -> hf_gemma4.FusedStep | None:
+    def fused_step(self) -> hf_gemma4.FusedStep | None:
+        """Return the step that is made of kernels, None where steps are not; the cache's layers have to be known."""
         if not self._choice.is_fusable:
             return None
         from trimtab.runtime import hf_gemma4
@@ -252,7 +253,7 @@ class Steps:
         kind = "modules"
         slots = self._slots_for(names)
         if self.mode != "graph" and bucket <= many_rows.MOST_ROWS:
-            fused = self._fused_step()
+            fused = self.fused_step()
             if fused is not None:
                 step, kind = fused, "fused"
         self.batch.cache.seen_places = self._places(sees_all=sees_all)

@@ -9,6 +9,7 @@ Source: transformers 5.6.2 to 5.23.0, models/gemma4/modeling_gemma4.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,7 +64,7 @@ def product_groups(hf_model: Any) -> list[list[list[Leaf]]]:
     """Return for every shape of product the groups of layers that have it; a group reads one input."""
     groups: dict[tuple[int, ...], list[list[Leaf]]] = {}
     for layer in text_model(hf_model).layers:
-        for group in _products(layer):
+        for group in products_of(layer):
             groups.setdefault((group[0].in_features, *(leaf.out_features for leaf in group)), []).append(group)
     front = getattr(text_model(hf_model), "per_layer_model_projection", None)
     if isinstance(front, Leaf):
@@ -93,7 +94,7 @@ def _sizes(hf_model: Any) -> ends.Sizes:
     )  # fmt: skip
 
 
-def _products(layer: Any) -> list[list[Leaf]]:
+def products_of(layer: Any) -> list[list[Leaf]]:
     """Return the layer's linear modules, those that read one input together, in the order they run."""
     attention, mlp = layer.self_attn, layer.mlp
     groups = [_projections(attention), [attention.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
@@ -128,6 +129,16 @@ def _scale(table: Table) -> float:
     return 1.0 if table.embed_scale is None else float(table.embed_scale.to(table.dtype))
 
 
+@dataclass(frozen=True)
+class Where:
+    """Where the tokens of a pass are in their rows of the cache. Shapes: positions, ring [n] int64: the position, and its place in
+    a sliding layer's buffer. pages: of full layers that lie in a pool's."""
+
+    positions: Tensor
+    ring: Tensor
+    pages: Any = None
+
+
 class FusedStep:
     """A step of the rows of a cache: `step(count)` gives the logits [count, V] float32 of tokens[:count] at the cache's
     positions, and the most likely token of each row [count] int64, -1 where its scores are not numbers.
@@ -149,9 +160,9 @@ class FusedStep:
         self._has_own_turns = self._turns_are_right()
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
         # Asked before anything is captured: the answer reads a table on the device.
-        self._is_ours = {group[0]: self._can_multiply(group) for layer in self._layers for group in _products(layer)}
+        self._is_ours = {group[0]: self._can_multiply(group) for layer in self._layers for group in products_of(layer)}
         self._is_many = {
-            group[0]: self._can_multiply_many(group) for layer in self._layers for group in _products(layer)
+            group[0]: self._can_multiply_many(group) for layer in self._layers for group in products_of(layer)
         }
         front = getattr(self.text, "per_layer_model_projection", None)
         if isinstance(front, Leaf):
@@ -180,6 +191,10 @@ class FusedStep:
         kinds = attention_kinds(self.hf_model, "full_attention")
         return fused_check.check_pages(self.kernels.small, kinds, self.text.norm.weight.dtype)
 
+    def multiplies(self, groups: Sequence[Sequence[Leaf]]) -> bool:
+        """Whether one token's products of all these groups are those of the matrix-vector kernels."""
+        return all(self._is_ours[group[0]] for group in groups)
+
     def why_not_rows(self) -> str | None:
         """Return why a step cannot be made of kernels now, None if it can."""
         if self._why_no_pages is not None:
@@ -195,43 +210,45 @@ class FusedStep:
     def __call__(self, count: int, next_tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """next_tokens [count] int64: the most likely tokens are written there too, 0 where there is none."""
         positions = self.cache.positions[:count]
-        if (slots := self._layers[0].self_attn.q_proj.route.slots) is not None:
-            slots.empty(count)
+        self.empty(count)
         ids = self.tokens[:count]
         h, x, own = self._rows(ids, positions)
         hidden = h[:, None]
         extra = self._per_layer(ids, hidden, own)
-        turns = self._turns(hidden, positions)
+        turns = self.turns(hidden, positions)
         norm: matvec.Norm | None = None  # of x, which is not applied yet
         shared: dict[str, tuple[Tensor, Tensor]] = {}
-        for number, layer in enumerate(self._layers):
+        where = Where(
+            positions,
+            self.buffer("ring", (count,), torch.long),
+            None if self.cache.pool is None else self.cache.pool.table,
+        )
+        for number in range(len(self._layers)):
             following = self._layers[number + 1].input_layernorm if number + 1 < len(self._layers) else self.text.norm
-            kind = self.config.layer_types[number]
-            x, norm = self._layer(layer, number, kind, turns[kind], shared, h, x, norm, extra, following)
-            if (staged := self._staged[number]) is not None:
-                staged.leave()
-        return self._head(self._normed(x, norm), next_tokens)
+            own = None if extra is None else extra[:, number]
+            x, norm = self.layer(number, where, turns, shared, h, x, norm, own, following)
+        return self._head(self.normed(x, norm), next_tokens)
 
     def _rows(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the embeddings of the tokens [n, D], the input of the first layer [n, D] and, if one lookup gave both, the
         rows of the per-layer table [n, layers * P]. Also writes each row's position in a sliding-window buffer."""
         norm = self._layers[0].input_layernorm
         count = ids.shape[0]
-        ring = self._buffer("ring", (count,), torch.long)
+        ring = self.buffer("ring", (count,), torch.long)
         first = self._lookup("h", self.text.embed_tokens, count)
         if first is None:
             torch.remainder(positions, self.ring, out=ring)
             hidden = self.text.embed_tokens(ids)
-            h = self._buffer("h", (count, hidden.shape[-1]), hidden.dtype)
+            h = self.buffer("h", (count, hidden.shape[-1]), hidden.dtype)
             h.copy_(hidden[:, 0])
-            x = self._buffer("x", h.shape, h.dtype)
-            self._add_norm(None, h, None, norm, None, None, x)
+            x = self.buffer("x", h.shape, h.dtype)
+            self.add_norm(None, h, None, norm, None, None, x)
             return h, x, None
         second = None
         if self.text.hidden_size_per_layer_input:
             second = self._lookup("own", self.text.embed_tokens_per_layer, count)
         lookups = [first] if second is None else [first, second]
-        x = self._buffer("x", first.out.shape, first.out.dtype)
+        x = self.buffer("x", first.out.shape, first.out.dtype)
         # The first of a graph: there is nothing in front to overlap with.
         ends.rows(
             ids[:, 0], lookups, self.kernels.ends, norm=(norm.weight, norm.eps, x), ring=(positions, self.ring, ring),
@@ -246,10 +263,15 @@ class FusedStep:
         rows, scale = table.held(), self._scales.get(table)
         if rows is None or scale is None or rows[0].dtype != table.dtype:
             return None
-        out = self._buffer(name, (count, rows[0].shape[1]), rows[0].dtype)
+        out = self.buffer(name, (count, rows[0].shape[1]), rows[0].dtype)
         return ends.Lookup(rows[0], scale, out, in_order=rows[1])
 
-    def _turns(self, hidden: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    def empty(self, count: int) -> None:
+        """Let the products of a pass of so many rows find the scratch of their adapters as they must; the first of a pass."""
+        if (slots := self._layers[0].self_attn.q_proj.route.slots) is not None:
+            slots.empty(count)
+
+    def turns(self, hidden: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Return cos and sin [n, D] of the positions for every kind of layer."""
         count, kinds = positions.shape[0], list(dict.fromkeys(self.config.layer_types))
         by_kind: dict[str, tuple[Tensor, Tensor]] = {}
@@ -262,7 +284,7 @@ class FusedStep:
         for kind in kinds:
             inv_freq, factor = self._angles(kind)
             shape = (count, 2 * inv_freq.numel())
-            cos, sin = (self._buffer(f"{name} {kind}", shape, hidden.dtype) for name in ("cos", "sin"))
+            cos, sin = (self.buffer(f"{name} {kind}", shape, hidden.dtype) for name in ("cos", "sin"))
             by_kind[kind] = cos, sin
             wanted.append((inv_freq, factor, cos, sin))
         fused.turns(positions, wanted, self.kernels.small)
@@ -298,49 +320,61 @@ class FusedStep:
         """The sliding layers' number of places."""
         return next(iter(self.cache.ring_places), self.cache.context_tokens)
 
-    def _layer(
-        self, layer: Any, number: int, kind: str, turn: tuple[Tensor, ...], shared: dict[str, tuple[Tensor, Tensor]],
+    def layer(
+        self, number: int, where: Where, turns: dict[str, tuple[Tensor, Tensor]], shared: dict[str, tuple[Tensor, Tensor]],
         h: Tensor, x: Tensor, norm: matvec.Norm | None, extra: Tensor | None, following: Any,
     ) -> tuple[Tensor, matvec.Norm]:  # fmt: skip
-        """Return the last product's output, and the norm that makes the next layer's input (and h) of it."""
+        """Return the last product's output, and the norm that makes the next layer's input (and h) of it.
+
+        Shapes: h [n, D], x [n, D] before `norm`; extra [n, P], the layer's own input. turns, shared: by kind of layer, see `turns`;
+        keys and values that later layers read. following: the norm of the next layer's input, None for h alone.
+        """
+        layer, kind = self._layers[number], self.config.layer_types[number]
+        made = self._layer(layer, number, kind, turns[kind], shared, where, h, x, norm, extra, following)
+        if (staged := self._staged[number]) is not None:
+            staged.leave()
+        return made
+
+    def _layer(
+        self, layer: Any, number: int, kind: str, turn: tuple[Tensor, ...], shared: dict[str, tuple[Tensor, Tensor]],
+        where: Where, h: Tensor, x: Tensor, norm: matvec.Norm | None, extra: Tensor | None, following: Any,
+    ) -> tuple[Tensor, matvec.Norm]:  # fmt: skip
         attention = layer.self_attn
-        attended = self._attend(layer, number, kind, turn, shared, x, norm)
+        attended = self._attend(layer, number, kind, turn, shared, where, x, norm)
         y = self._products([attention.o_proj], attended)
-        middle = self._buffer("middle", h.shape, h.dtype)
+        middle = self.buffer("middle", h.shape, h.dtype)
         norm = _norm(h, layer.post_attention_layernorm, layer.pre_feedforward_layernorm, None, middle)
         down = _ahead([layer.mlp.down_proj])
         gated = self._products([layer.mlp.gate_proj, layer.mlp.up_proj], y, matvec.Gate(self.kind), norm, down)
         y = self._products([layer.mlp.down_proj], gated)
         if extra is None:
             return y, _norm(middle, layer.post_feedforward_layernorm, following, layer.layer_scalar, h)
-        after = self._buffer("after", h.shape, h.dtype)
+        after = self.buffer("after", h.shape, h.dtype)
         norm = _norm(middle, layer.post_feedforward_layernorm, None, None, after)
         # What the next layer reads first: the memory has little else to do until then.
         after_this = self._layers[number + 1 : number + 2]
         ahead = [leaf for one in after_this for leaf in (one.self_attn.q_proj, one.self_attn.o_proj)]
-        mixed = self._products(
-            [layer.per_layer_input_gate], y, matvec.Gate(self.kind, extra[:, number]), norm, _ahead(ahead)
-        )
+        mixed = self._products([layer.per_layer_input_gate], y, matvec.Gate(self.kind, extra), norm, _ahead(ahead))
         y = self._products([layer.per_layer_projection], mixed)
         return y, _norm(after, layer.post_per_layer_input_norm, following, layer.layer_scalar, h)
 
     def _attend(
         self, layer: Any, number: int, kind: str, turn: tuple[Tensor, ...],
-        shared: dict[str, tuple[Tensor, Tensor]], x: Tensor, norm: matvec.Norm | None,
+        shared: dict[str, tuple[Tensor, Tensor]], where: Where, x: Tensor, norm: matvec.Norm | None,
     ) -> Tensor:  # fmt: skip
         attention = layer.self_attn
         count, dim = x.shape[0], attention.head_dim
         cos, sin = turn
         heads = attention.q_proj.out_features // dim
         joined = self._products(_projections(attention), x, None, norm)
-        queries = self._buffer("queries", (count, heads, dim), x.dtype)
+        queries = self.buffer("queries", (count, heads, dim), x.dtype)
         is_ring = kind == "sliding_attention"
-        places = self._buffer("ring", (count,), torch.long) if is_ring else self.cache.positions[:count]
+        places = where.ring if is_ring else where.positions
         if self.cache.kv == "int8":
             return self._attend_int8(attention, number, kind, joined, queries, turn, shared, places)
         mode, keys, values = "shared", None, None
         # Layers of one kind that share keys and values have them in pages, or all of them in one piece.
-        pages = self.cache.pool.table if self.cache.pool is not None and not is_ring else None
+        pages = None if is_ring else where.pages
         if not attention.is_kv_shared_layer:
             mode = "own" if attention.v_proj is not None else "k_is_v"
             own = self.cache.layers[number]
@@ -350,10 +384,10 @@ class FusedStep:
         weight = None if keys is None else attention.k_norm.weight
         if keys is None or values is None:
             keys, values = shared[kind]
-        attended = self._buffer("looked", (count, heads * dim), x.dtype)
+        attended = self.buffer("looked", (count, heads * dim), x.dtype)
         fused.turn_and_attend(
             joined, heads, attention.q_norm.weight, weight, attention.q_norm.eps, cos, sin, keys, values, places,
-            self.cache.positions[:count], attention.scaling, None, attended, queries, self._scratch(count, heads, dim),
+            where.positions, attention.scaling, None, attended, queries, self._scratch(count, heads, dim),
             self.kernels.small, mode=mode, ahead=_ahead([layer.mlp.gate_proj, layer.mlp.up_proj]), pages=pages,
         )  # fmt: skip
         return attended
@@ -369,7 +403,7 @@ class FusedStep:
         if own is not None:
             mode, weight = "own" if attention.v_proj is not None else "k_is_v", attention.k_norm.weight
             new_keys, new_values = (
-                self._buffer(f"new {name}", (count, own.heads, 1, dim), joined.dtype) for name in ("keys", "values")
+                self.buffer(f"new {name}", (count, own.heads, 1, dim), joined.dtype) for name in ("keys", "values")
             )
         kv_heads = shared[kind][0].shape[1] if own is None else own.heads
         cos, sin = turn
@@ -383,7 +417,7 @@ class FusedStep:
             keys, values = own.written(new_keys, new_values, places)
             if attention.store_full_length_kv:
                 shared[kind] = keys, values
-        attended = self._buffer("looked", (count, heads * dim), joined.dtype)
+        attended = self.buffer("looked", (count, heads * dim), joined.dtype)
         # Behind torch's operations: nothing of theirs may be read before they have ended.
         fused.attend(
             queries, keys, values, self.cache.positions[:count], attention.scaling, None, attended,
@@ -413,20 +447,20 @@ class FusedStep:
         is_apart = (
             (own or many) and slots is None and (route.name or route.rows) and any(leaf.adapters for leaf in leaves)
         )
-        out = self._buffer("out" if gate is None else "gated", (count, width), x.dtype)
+        out = self.buffer("out" if gate is None else "gated", (count, width), x.dtype)
         if own and not is_apart:
             args = None if slots is None else slots.args(leaves, count, is_empty=True)
             packed = [leaf.packed() for leaf in leaves]
             pair = gate is not None and gate.other is None
             if norm is not None and not matvec.takes_norm(packed, count, self.kernels.matvec, pair=pair):
-                x, norm = self._normed(x, norm), None
+                x, norm = self.normed(x, norm), None
             matvec.matvec4(
                 x, packed, out, bias=[leaf.bias for leaf in leaves], lora=args, gate=gate, norm=norm,
                 module=self.kernels.matvec, ahead=ahead,
             )  # fmt: skip
             return out
-        x = self._normed(x, norm)
-        wide = out if gate is None else self._buffer("wide", (count, sum(widths)), x.dtype)
+        x = self.normed(x, norm)
+        wide = out if gate is None else self.buffer("wide", (count, sum(widths)), x.dtype)
         if own:
             packed = [leaf.packed() for leaf in leaves]
             matvec.matvec4(x, packed, wide, bias=[leaf.bias for leaf in leaves], module=self.kernels.matvec)
@@ -452,11 +486,11 @@ class FusedStep:
             return None
         return self.unpacked.joined(leaves)
 
-    def _normed(self, y: Tensor, norm: matvec.Norm | None) -> Tensor:
+    def normed(self, y: Tensor, norm: matvec.Norm | None) -> Tensor:
         """Return a product's input, the norm in front of it applied by itself."""
-        return y if norm is None else norm.apply(y, self._buffer("x", y.shape, y.dtype), self.kernels.small)
+        return y if norm is None else norm.apply(y, self.buffer("x", y.shape, y.dtype), self.kernels.small)
 
-    def _add_norm(
+    def add_norm(
         self, y: Tensor | None, residual: Tensor, post: Any, following: Any, scalar: Tensor | None,
         out_h: Tensor | None, out_x: Tensor | None,
     ) -> None:  # fmt: skip
@@ -475,7 +509,7 @@ class FusedStep:
         projection = self.text.per_layer_model_projection
         if isinstance(projection, Leaf) and self._is_ours.get(projection) and not projection.adapters:
             # As project_per_layer_inputs does it, its product from our kernel.
-            norm, out = self.text.per_layer_projection_norm, self._buffer("extra", own[:, 0].shape, hidden.dtype)
+            norm, out = self.text.per_layer_projection_norm, self.buffer("extra", own[:, 0].shape, hidden.dtype)
             ends.per_layer(
                 self._products([projection], hidden[:, 0]), own[:, 0], norm.weight, norm.eps,
                 self.text.per_layer_model_projection_scale, self.text.per_layer_input_scale, out, self.kernels.ends,
@@ -490,7 +524,7 @@ class FusedStep:
 
     # Buffers -----------------------------------------------------------------------------------------------------------
 
-    def _buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the buffer of this name and shape, the same in every step."""
         key = (name, tuple(shape), dtype)
         if key not in self._buffers:
@@ -499,4 +533,4 @@ class FusedStep:
 
     def _scratch(self, count: int, heads: int, dim: int) -> Tensor | None:
         size = fused.scratch_values(count, heads, dim, self.cache.context_tokens)
-        return self._buffer("scratch", (size,), torch.float32) if size else None
+        return self.buffer("scratch", (size,), torch.float32) if size else None

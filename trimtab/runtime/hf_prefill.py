@@ -106,8 +106,7 @@ def _chunk(start: int, end: int, sizes: Sequence[int], *, is_last: bool) -> Chun
 
 def why_not(hf_model: Any) -> str | None:
     """Return why this family's prompts cannot go through in such chunks, None if they can."""
-    state = hf_slots.why_not(hf_model)
-    if state is not None:
+    if (state := hf_slots.why_not(hf_model)) is not None:
         return state
     config = hf_model.config.get_text_config()
     attention = getattr(config, "_attn_implementation", None)
@@ -388,6 +387,8 @@ class ChunkForward:
         self.form = Form(0, 0, is_last=False)
         self._ring_sources: dict[int, Tensor] = {}
         self._paged_places: Tensor | None = None
+        # What stands for the layers from `first_shared` on, if anything: hf_gemma4_last.LastLayers.forward.
+        self.lasts: Callable[[int, Buffers], Callable[..., Tensor]] | None = None
         # Any mask of four dimensions is one that is ready: each layer gets its own instead.
         self._ready = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
 
@@ -582,7 +583,7 @@ class ChunkForward:
             return inner(*map(self._last_of, args), **named | {"attention_mask": self._mask_of_last(mask)})
 
         if number >= self.first_shared:
-            return last if form.is_last else skipped
+            return skipped if not form.is_last else last if self.lasts is None else self.lasts(number, self.buffers)
         return deep if number < form.deep else own
 
     def _mask_of_last(self, mask: Tensor | None) -> Tensor:

@@ -35,6 +35,7 @@ from trimtab.runtime.capturing import side_stream
 from trimtab.runtime.devices import outside_torch
 from trimtab.runtime.form_uses import FormUses
 from trimtab.runtime.graph_cache import GraphCache
+from trimtab.runtime.hf_gemma4_last import LastLayers, route
 from trimtab.runtime.hf_prefill import Chunk, Form, Media
 from trimtab.runtime.leaves import Leaf
 from trimtab.runtime.many_rows import PAYING_ROWS, covering
@@ -99,6 +100,7 @@ class Prompts:
         self.jobs: WeakKeyDictionary[Prompt, _Job] = WeakKeyDictionary()
         self._owner: weakref.ref[Prompt] | None = None
         self._forward: hf_prefill.ChunkForward | None = None
+        self.lasts: LastLayers | None = None
         self._short: short_ops.ShortOps | None = None
         self._kernels: prompt_kernels.PromptKernels | None = None
         self._tower_ops: TowerOps | None = None
@@ -332,7 +334,7 @@ class Prompts:
     # One chunk -------------------------------------------------------------------------------------------------------
 
     def _run(self, form: Form, chunk: Chunk, prompt: Prompt) -> Tensor:
-        key, serial = self.layouts.set_adapter(prompt.row.adapter)
+        key, serial = route(self, self._new_forward(), prompt.row.adapter)
         if not self._can_stage(form, chunk, prompt.row.token_ids):
             self.is_steady = not self.captures
             return self._static(form)
@@ -462,7 +464,7 @@ class Prompts:
             chunk = Chunk(0, min(size, (self.batch.context_tokens or size) - 1), size, is_last=True)
             forward.begin(self.batch.cache.prompt_row)
             forward.load(chunk, [token] * size)
-            key, serial = self.layouts.set_adapter(adapter)
+            key, serial = route(self, forward, adapter)
             whole = (forward.form_of(chunk), key)
             if whole not in self._graphs:
                 self._captured(whole, serial, [forward.row], partial(self._stage, chunk, [token] * size))

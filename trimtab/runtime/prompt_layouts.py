@@ -51,6 +51,11 @@ class Layouts:
     def nbytes(self) -> int:
         return sum(int(one.buffer.nbytes) for one in self._held.values())
 
+    @property
+    def names(self) -> set[str]:
+        """By which layers know the layouts."""
+        return {one.name for one in self._held.values()}
+
     def set_adapter(self, name: str | None) -> tuple[Hashable, int | None]:
         """Route the model to an adapter for this pass; returns what of it is part of a graph, and its serial where a graph
         would read its own addresses."""
