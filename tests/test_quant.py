@@ -67,3 +67,24 @@ def test_experts_that_an_older_file_packs_one_by_one_are_dequantized(tmp_path):
         with trimtab.load(trimtab.plan(plain, device="cpu", context=64, quant="none")) as model:
             expected = stock.logits(model.hf_model, pico.inputs("mixtral", model.hf_model.config))
         assert torch.equal(found, expected), place
+
+
+@pytest.mark.parametrize("shape", [(24, 80), (3, 1104), (5, 33), (2, 64)])
+@pytest.mark.parametrize("kind", ["nf4", "nf4-dq", "fp4"])
+def test_rows_that_begin_inside_a_block_have_that_block_s_scale(kind, shape):
+    """On CPUs with AVX512 bitsandbytes 0.50 takes another (I16)."""
+    weight = torch.randn(*shape, generator=torch.Generator().manual_seed(5)) * torch.logspace(-2, 2, shape[1])
+    packed = quant.quantize(weight, kind)
+    state = quant.quant_state(packed)
+    scales = state.absmax
+    if state.nested:
+        scales = quant.dequantize_blockwise(scales, state.state2) + state.offset
+    bytes_ = packed.parts["weight"].flatten()
+    codes = packed.codes["code"][torch.stack((bytes_ >> 4, bytes_ & 15), 1).flatten().long()][: weight.numel()]
+    expected = (codes * scales.repeat_interleave(packed.blocksize)[: weight.numel()]).view(shape)
+    assert torch.equal(quant.dequantize(packed), expected)
+    bias, x = torch.randn(shape[0]), torch.randn(2, 3, shape[1])
+    layer = quant.shell(packed, bias, torch.float32)
+    assert torch.equal(layer(x), torch.nn.functional.linear(x, expected, bias))
+    rows = quant.dequantize_rows(packed, 1, 2, torch.device("cpu"))
+    assert torch.equal(rows, expected[1:2])

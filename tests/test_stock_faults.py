@@ -1,12 +1,17 @@
-"""A comparison names the stock side's wrong attention where it ran into it, and nowhere else."""
+"""A comparison names the stock side's wrong attention and wrong scales where it ran into them, and nowhere else."""
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.proof import compare, stock_faults, verify
+from trimtab.doctor.bug import PRESENT
+from trimtab.doctor.kit import Kit
+from trimtab.doctor.probes import FOLDER
+from trimtab.doctor.upstream import read_entry
+from trimtab.proof import compare, stock_faults, stock_route, verify
 
 E2B = {"text_config": {"num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512}}
 E4B = {"text_config": {"num_key_value_heads": 2, "head_dim": 256, "global_head_dim": 512}}
@@ -52,3 +57,57 @@ def test_a_comparison_that_differs_says_it_of_the_stock_side(verdict, tokens, en
     rows = [SimpleNamespace(verdict=verdict)]
     lines = verify._stock_faults(SimpleNamespace(model="m"), items, rows, ran(engine), ran("trimtab"))
     assert bool(lines) == is_said
+
+
+@pytest.mark.parametrize(
+    ("verdict", "engine", "paths", "is_said"),
+    [
+        (compare.DIFFERS, "stock", ["a.fc2", "b.fc2"], True), (compare.SAME, "stock", ["a.fc2"], False),
+        (compare.DIFFERS, "stock", [], False), (compare.DIFFERS, "trimtab", ["a.fc2"], False),
+    ],
+)  # fmt: skip
+def test_a_comparison_that_differs_names_layers_with_wrong_scales(verdict, engine, paths, is_said, monkeypatch):
+    def ran(engine):
+        said = SimpleNamespace(continuation=(1,))
+        loaded = {"device": "cpu", "wrong_scales": paths}
+        return SimpleNamespace(route=SimpleNamespace(engine=engine), loaded=loaded, said=(said,))
+
+    monkeypatch.setattr(verify, "read_checkpoint", lambda model: SimpleNamespace(config=E4B))
+    items, rows = [SimpleNamespace(id="river", prompt_tokens=30)], [SimpleNamespace(verdict=verdict)]
+    lines = verify._stock_faults(SimpleNamespace(model="m"), items, rows, ran(engine), ran("trimtab"))
+    assert len(lines) == is_said
+    assert all("I16" in line and "a.fc2 and 1 more" in line for line in lines)
+
+
+def four_bit(rows, width, device="cpu"):
+    layer = torch.nn.Linear(1, 1)
+    state = SimpleNamespace(shape=(rows, width), blocksize=64)
+    layer._parameters.clear()
+    layer.weight = SimpleNamespace(device=torch.device(device), quant_state=state)
+    return layer
+
+
+def test_the_stock_route_names_layers_whose_rows_of_this_length_are_unpacked_wrong(monkeypatch):
+    asked = []
+
+    def answer(*key):
+        asked.append(key)
+        return key[1] == 80
+
+    monkeypatch.setattr(stock_route, "unpacks_wrong", answer)
+    layers = {
+        "whole": four_bit(96, 128),
+        "wrong": four_bit(96, 80),
+        "also": four_bit(200, 80),
+        "right": four_bit(3, 72),
+    }
+    layers["elsewhere"] = four_bit(96, 80, "cuda")
+    assert stock_route.wrong_scales(torch.nn.ModuleDict(layers)) == ["wrong", "also"]
+    assert asked == [(64, 80, 64), (3, 72, 64)]
+
+
+def test_a_small_weight_shows_what_the_catalogue_s_probe_shows(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    seen = read_entry(FOLDER / "i16_row_scales.py").probe(Kit(tmp_path))
+    assert stock_route.unpacks_wrong(24, 80, 64) == (seen.state == PRESENT)
+    assert not stock_route.unpacks_wrong(24, 128, 64)

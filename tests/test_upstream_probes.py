@@ -23,7 +23,9 @@ NEED_SPLIT_OR_QUANTIZED = (
     "C1", "C2", "C3", "C4", "C7", "D2", "D4", "F1", "F5", "G1", "H1", "H2", "H4", "I4", "I10",
 )  # fmt: skip
 NEED_GEMMA4 = ("D1", "D3", "I7")
-NEVER_LOAD = ("C6", "C8", "D5", "E4", "F3", "F4", "G2", "I1", "I7", "I9", "I11", "I12", "I13", "I14", "I15")
+NEVER_LOAD = (
+    "C6", "C8", "D5", "E4", "F3", "F4", "G2", "I1", "I7", "I9", "I11", "I12", "I13", "I14", "I15", "I16",
+)  # fmt: skip
 
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 
@@ -165,6 +167,33 @@ def test_the_streamer_is_fixed_where_no_device_waits_and_present_where_the_cpu_d
     monkeypatch.setattr(utils.StopCheck, "__call__", late)
     seen = probe("I8", Kit(folder))
     assert (seen.state, "1 step(s) late" in seen.evidence) == (PRESENT, True)
+
+
+@pytest.mark.parametrize(
+    ("counts_in_rows", "capability", "system", "state"),
+    [
+        (True, "AVX512", "posix", PRESENT), (False, "AVX512", "posix", FIXED), (False, "AVX2", "posix", NOT_APPLICABLE),
+        (False, "AVX512", "nt", NOT_APPLICABLE),
+    ],
+)  # fmt: skip
+def test_scales_of_rows_are_judged_by_what_is_unpacked(counts_in_rows, capability, system, state, folder, monkeypatch):
+    functional = pytest.importorskip("bitsandbytes.functional")
+    import torch
+
+    def unpack(packed: Any, quant_state: Any) -> Any:
+        rows, width = quant_state.shape
+        at = torch.arange(rows * width)
+        row, column, size = at // width, at % width, quant_state.blocksize
+        block = row * (width // size) + column // size if counts_in_rows else at // size
+        codes = torch.stack((packed.flatten() >> 4, packed.flatten() & 15), dim=1).flatten().long()
+        return (quant_state.code[codes] * quant_state.absmax[block]).view(rows, width)
+
+    monkeypatch.setattr(functional, "dequantize_4bit", unpack)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    module = read_entry(FOLDER / f"{MINE['I16']}.py")
+    monkeypatch.setattr(module, "os", type("FakeOs", (), {"name": system}))
+    seen = module.probe(Kit(folder))
+    assert (seen.state, seen.evidence.endswith(", 0 as one row")) == (state, True)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed")

@@ -31,3 +31,14 @@ def wrong_last_positions(config: Mapping[str, Any], device: str, passes: Sequenc
         f"the stock stack's attention is wrong at the last position of {', '.join(dict.fromkeys(named))}: see I13 in "
         "docs/upstream.md; compare prompts of other lengths"
     ]
+
+
+def wrong_layers(paths: Sequence[str]) -> list[str]:
+    """Return a line if stock computed 4-bit layers with wrong scales. paths: of these layers, as its process told them."""
+    if not paths:
+        return []
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    return [
+        f"the stock stack unpacks 4-bit weights with wrong scales on this CPU: {paths[0]}{more}; see I16 in docs/upstream.md; "
+        "compare on a GPU or without quantization"
+    ]

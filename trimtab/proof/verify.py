@@ -27,7 +27,7 @@ from trimtab.proof.loaded_changes import LoadedChanges, compare_changes
 from trimtab.proof.prompts import Prompt
 from trimtab.proof.report import ParityReport, PromptParity
 from trimtab.proof.routes import Item, Ran, prepare, run_route, with_continuations
-from trimtab.proof.stock_faults import wrong_last_positions
+from trimtab.proof.stock_faults import wrong_last_positions, wrong_layers
 from trimtab.request import LoadRequest
 
 if TYPE_CHECKING:
@@ -198,6 +198,7 @@ def _stock_faults(
                 if row.verdict != compare.SAME
             ]
             found += wrong_last_positions(read_checkpoint(case.model).config, str(ran.loaded.get("device")), differ)
+            found += wrong_layers(ran.loaded.get("wrong_scales") or ()) if differ else []
     return found
 
 

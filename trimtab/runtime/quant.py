@@ -11,6 +11,8 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -191,7 +193,16 @@ def dequantize(packed: Packed) -> Tensor:
         return head8.dense(packed.parts["weight"], packed.parts["scale"], packed.dtype)
     if packed.kind == "int8":
         return int8_vectorwise_dequant(packed.parts["weight"], packed.parts["SCB"])
-    return dequantize_4bit(packed.parts["weight"], quant_state(packed))
+    state = quant_state(packed)
+    if _begins_in_blocks(packed):
+        state.shape = torch.Size((1, prod(packed.shape)))
+    return dequantize_4bit(packed.parts["weight"], state).view(packed.shape)
+
+
+def _begins_in_blocks(packed: Packed) -> bool:
+    """Whether rows of a 4-bit weight on a CPU begin inside a block of values with one scale. bitsandbytes 0.49 and 0.50 take another
+    block's scale for them on CPUs with AVX512 (I16 of the doctor's catalogue), but not for the same values as one row."""
+    return packed.parts["weight"].device.type == "cpu" and packed.shape[-1] % packed.blocksize != 0
 
 
 def dequantize_rows(weight: Packed | Repacked, start: int, stop: int, device: torch.device) -> Tensor:
@@ -265,6 +276,8 @@ def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Sh
         )
         layer.weight = bnb.nn.Int8Params(packed.parts["weight"], requires_grad=False, has_fp16_weights=False)
         layer.state.CB, layer.state.SCB = packed.parts["weight"], packed.parts["SCB"]
+    elif _begins_in_blocks(packed):
+        return partial(_unpacked_product, packed, bias, compute_dtype)
     else:
         nested = "nested_absmax" in packed.parts
         layer = bnb.nn.Linear4bit(
@@ -283,6 +296,13 @@ def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Sh
         layer.support_avx512bf16_for_cpu = False
     layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
     return layer.eval()
+
+
+def _unpacked_product(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype, x: Tensor) -> Tensor:
+    """What bitsandbytes' layer computes on a CPU, from `dequantize`. Source: as `unpacked_shell`."""
+    weight = dequantize(packed).to(compute_dtype)
+    own = None if bias is None else bias.to(compute_dtype)
+    return nn.functional.linear(x.to(compute_dtype), weight, own).to(x.dtype)
 
 
 def unpacked_shell(weight: Tensor, bias: Tensor | None) -> Shell:

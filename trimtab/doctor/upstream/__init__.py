@@ -72,6 +72,7 @@ FILES: tuple[str, ...] = (
     "i13_one_key_head",
     "i14_frozen_last_token",
     "i15_graph_pool",
+    "i16_row_scales",
 )
 
 
