@@ -62,10 +62,28 @@ def predictions():
     yield f"Where layers are streamed, the prediction is up to {100 * (highest - 1):.0f} % too high"
 
 
+def prompt_rows(run=5):
+    return [row for row in results_of("prompts")["rows"] if row["run"] == run]
+
+
+def captured_text(model, tokens, *, adapter=True):
+    (row,) = [
+        row for row in prompt_rows()
+        if (row["model"], row["what"], row.get("tokens"), row.get("adapter"), row.get("way"))
+        == (model, "text", tokens, adapter, "captured")
+    ]  # fmt: skip
+    return row
+
+
+def first_ms(model, tokens, *, adapter=True):
+    """Return the milliseconds to the first token of a captured text."""
+    return captured_text(model, tokens, adapter=adapter)["ms"]
+
+
 def prompts():
     found = {
         (row["model"], row["tokens"], row["way"]): row["ms"]
-        for row in results_of("prompts")["rows"]
+        for row in prompt_rows()
         if row["what"] == "text" and row["adapter"] and "ms" in row
     }
     names = {"e4b": "E4B: stock / eager / captured", "e2b": "E2B", "qwen3-8b": "Qwen3-8B", "qwen3-vl-4b": "Qwen3-VL-4B"}
@@ -76,13 +94,11 @@ def prompts():
             for tokens in (64, 512, 2048)
         ]
         yield f"| {title} | {' | '.join(cells)} |"
-    (alone,) = [
-        row["ms"]
-        for row in results_of("prompts")["rows"]
-        if (row["model"], row.get("tokens"), row.get("adapter"), row.get("way")) == ("e4b", 512, False, "captured")
-    ]
-    yield f"tokens of E4B take {alone:.1f} ms"
-    (memory,) = [row for row in results_of("prompts")["rows"] if (row["model"], row["what"]) == ("e4b", "memory")]
+    yield f"tokens of E4B take {first_ms('e4b', 512, adapter=False):.1f} ms"
+    e4b, qwen = (first_ms(model, 512) - first_ms(model, 512, adapter=False) for model in ("e4b", "qwen3-8b"))
+    yield f"adds {e4b:.1f} ms to 512 tokens of E4B and {qwen:.1f} ms to those of Qwen3-8B"
+    yield f"The graph of 512 tokens of E4B with an adapter takes {captured_text('e4b', 512)['gpu_ms']:.1f} ms"
+    (memory,) = [row for row in prompt_rows() if (row["model"], row["what"]) == ("e4b", "memory")]
     taken = memory["taken_bytes"]
     yield (
         f"{taken['torch'] / 1e6:.0f} MB for all chunk sizes of E4B, mostly the activations of the largest, and "
@@ -90,15 +106,103 @@ def prompts():
     )
 
 
-def towers():
-    rows = [row for row in results_of("prompts")["rows"] if row["model"] == "e4b" and row.get("way") == "captured"]
-    eager, captured = (
-        next(row for row in rows if row["what"] == "picture and sound" and row["run"] == run) for run in (2, 3)
+def same_first_tokens():
+    captured = [row for row in prompt_rows() if row.get("way") == "captured"]
+    texts = [row for row in captured if row["what"] == "text"]
+    others = [(row["model"], row["tokens"], row["adapter"]) for row in texts if not row["same_token"]]
+    assert others == [("e4b", 64, False), ("e2b", 64, True), ("e2b", 2048, False)]
+    yield "It differs for 64 tokens of E4B without the adapter, 64 of E2B with it, and 2,048 of E2B without it"
+    yield f"has {len(texts)} captured texts"
+    yield f"In {len(texts) - len(others)} of them the greedy first token equals"
+    yield f"by up to {100 * max(row['difference'] for row in texts):.1f} % of the largest"
+
+
+def prompt_goals():
+    e4b = [f"{first_ms('e4b', tokens):.1f}" for tokens in (64, 512, 2048)]
+    yield f"| 10 / 15 / 40 | {' / '.join(e4b)} |"
+    yield f"| E2B, 512 tokens, ms | 12 | {first_ms('e2b', 512):.1f} |"
+    yield f"| 28 / 18 | {first_ms('qwen3-8b', 512):.1f} / {first_ms('qwen3-vl-4b', 512):.1f} |"
+    yield f"| 121 ms; {e4b[1]} captured (below) |"
+    image, (parts,) = images("e4b"), parts_of_an_image("e4b")
+    yield f"| 40 | {image['captured']:.1f}; stock {image['stock']:.0f} |"
+    yield (
+        f"inputs on the host {parts['inputs_ms']:.1f}, vision tower {rounded(parts['towers_ms'], 1)}, "
+        f"prompt {parts['prompt_ms']:.1f}"
     )
-    yield f"594 tokens, to the first token | {eager['ms']:.0f} ms | **{captured['ms']:.0f} ms** |"
-    yield f"on the GPU | {eager['gpu_ms']:.0f} | {captured['gpu_ms']:.0f} |"
-    (parts,) = [row for row in results_of("prompts")["rows"] if row["what"] == "parts of a picture"]
+
+
+def prompts_alone():
+    short, long = (f"{first_ms('e4b', tokens):.1f}" for tokens in (64, 512))
+    yield f"64 tokens take {short} ms and 512 take {long}"
+    yield f"A prompt of 64 tokens of E4B takes {short} ms and one of 512 takes {long}"
+
+
+def prompts_with_adapters_decided():
+    for model, text in (("qwen3-8b", "Qwen3-8B ({} and {} ms)"), ("qwen3-vl-4b", "Qwen3-VL-4B ({} and {})")):
+        pair = [first_ms(model, 512, adapter=adapter) for adapter in (True, False)]
+        yield text.format(*(f"{one:.1f}" for one in pair))
+        yield f"{pair[0] - pair[1]:.1f} {'ms to 512 tokens' if model == 'qwen3-8b' else 'to those'} of {text.split()[0]}"
+    pair = [first_ms("e4b", 512, adapter=adapter) for adapter in (True, False)]
+    yield f"For E4B it adds {pair[0] - pair[1]:.1f} ({pair[0]:.1f} and {pair[1]:.1f})"
+
+
+def last_layers_decided():
+    yield f"The graph takes {captured_text('e4b', 512)['gpu_ms']:.1f} ms"
+    yield f"The first token takes {first_ms('e4b', 512):.1f} ms, and {first_ms('e2b', 512):.1f} on E2B"
+
+
+def prompts_in_the_changelog():
+    ms = [f"{first_ms(model, 512):.1f}" for model in ("e4b", "e2b", "qwen3-8b")]
+    yield f"takes {ms[0]} ms on E4B, {ms[1]} on E2B and {ms[2]} on Qwen3-8B"
+    ours, plain = (rounded(one["towers_ms"], 1) for one in parts_of_an_image("e4b", both=True))
+    yield f"takes {ours} ms instead of {plain} for an image of 640x480"
+
+
+def images(model):
+    """Return the milliseconds from an image's file and a question to the first token, by way."""
+    return {row["way"]: row["ms"] for row in prompt_rows() if (row["model"], row["what"]) == (model, "picture 640x480")}
+
+
+def parts_of_an_image(model, *, both=False):
+    """Return the parts of that time; both: and those with transformers' and bitsandbytes' operations in the towers."""
+    rows = [row for row in prompt_rows() if row["model"] == model and row["what"].startswith("parts of a picture")]
+    assert [row["what"].count("transformers") for row in rows] == [0, 1]
+    return rows if both else rows[:1]
+
+
+def towers():
+    eager, captured, now = (
+        next(
+            row for row in prompt_rows(run)
+            if (row["model"], row["what"], row.get("way")) == ("e4b", "picture and sound", "captured")
+        )
+        for run in (2, 3, 5)
+    )  # fmt: skip
+    yield f"594 tokens, to the first token | {eager['ms']:.0f} ms | {captured['ms']:.0f} ms | **{now['ms']:.0f} ms** |"
+    yield f"on the GPU | {eager['gpu_ms']:.1f} | {captured['gpu_ms']:.1f} | {now['gpu_ms']:.1f} |"
+    (parts,) = [row for row in prompt_rows(3) if row["what"] == "parts of a picture"]
     yield f"the vision tower took {parts['towers_ms']:.1f} ms and the decoder {parts['prompt_ms']:.1f}"
+    for model, title in (("e4b", "E4B, 283 tokens"), ("e2b", "E2B")):
+        ms = images(model)
+        yield f"| {title} | {ms['stock']:.0f} ms | {ms['eager']:.0f} ms | **{ms['captured']:.0f} ms** |"
+    (e4b, plain), e2b = parts_of_an_image("e4b", both=True), parts_of_an_image("e2b", both=True)
+    yield (
+        f"are {e4b['inputs_ms']:.1f} ms for the inputs (reading, resizing and the processor, on the host), "
+        f"{rounded(e4b['towers_ms'], 1)} ms for the vision tower and {e4b['prompt_ms']:.1f} ms for the prompt"
+    )
+    yield (
+        f"the tower takes {rounded(plain['towers_ms'], 1)} ms in the same run "
+        f"(E2B: {e2b[1]['towers_ms']:.1f} instead of {e2b[0]['towers_ms']:.1f})"
+    )
+
+
+def towers_decided():
+    ours, plain = (rounded(one["towers_ms"], 1) for one in parts_of_an_image("e4b", both=True))
+    yield f"the vision tower takes {ours} ms for an image of 640x480, and {plain} with"
+    eager, captured = (
+        next(row["ms"] for row in prompt_rows(run) if row.get("way") == "captured") for run in (2, 3)
+    )  # fmt: skip
+    yield f"take {captured:.0f} ms to the first token instead of {eager:.0f}"
 
 
 def prompt_kernels():
@@ -420,6 +524,10 @@ CASES = {
     towers: "how-fast-and-why", prompt_kernels: "how-fast-and-why", adapters_inside: "how-fast-and-why",
     adapters_inside_decided: "decisions/0026-adapters-inside-products", first_tokens_beside_copies: "how-fast-and-why",
     small_card_goals: "how-fast-and-why", link_shares: "how-fast-and-why", whole_decoder: "how-fast-and-why",
+    same_first_tokens: "how-fast-and-why", prompt_goals: "how-fast-and-why", prompts_alone: "serve-many-adapters",
+    prompts_with_adapters_decided: "decisions/0026-adapters-inside-products",
+    last_layers_decided: "decisions/0027-last-layers-in-step-kernels", prompts_in_the_changelog: "../CHANGELOG",
+    towers_decided: "decisions/0019-towers-layer-by-layer",
     first_tokens_in_the_changelog: "../CHANGELOG", first_tokens_decided: "decisions/0025-one-memory-for-prompts",
     on_a_cpu: "how-fast-and-why", server_load: "server-under-load", attackers: "server-under-load",
     steps: "decisions/0007-adapters-by-table", kv8: "fit-a-model", kv_pages: "serve-many-adapters", head8: "8-bit-head",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -10,7 +13,7 @@ from tests import pico
 from tests.cuda_on_cpu import run
 from tests.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
 from tests.test_graphs import demo
-from tests.test_prefill import DEVICE, LENGTHS, ON_GPU, TOLERANCE, answered, differ, eager, ids
+from tests.test_prefill import DEVICE, LENGTHS, ON_GPU, TOLERANCE, answered, differ, eager, ids, through
 from trimtab.plan.kv_pool import PAGE_TOKENS
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.hf_gemma4_last import LastLayers, OneAdapter
@@ -54,23 +57,35 @@ def test_what_they_do_is_what_the_answer_is_made_of(model, monkeypatch):
     expected, batch = eager(model), batch_of(model)
     own = LastLayers._begin
 
-    def begin(self, h, shared):
+    def begin(self, h, *states):
         self._position.add_(1)
-        own(self, h, shared)
+        own(self, h, *states)
 
     monkeypatch.setattr(LastLayers, "_begin", begin)
     found, wanted = (answered(one, model.prepare(ids(9))) for one in (batch, expected))
     assert differ(found[0], wanted[0]) > TOLERANCE
 
 
-def test_states_in_8_bits_and_in_pages_stay_with_the_modules(tmp_path):
+def test_states_in_8_bits_stay_with_the_modules(tmp_path):
     base = pico.build("gemma4", tmp_path / "base")
-    for given in ({"kv": "int8"}, {"batch": 4, "kv_tokens": 96 + 2 * PAGE_TOKENS}):
-        plan = trimtab.plan(base, quant="none", dtype="float32", context=96, device=DEVICE, **given)
-        with trimtab.load(plan) as model:
-            batch = batch_of(model, rows=given.get("batch", 1))
-            answered(batch, model.prepare(ids(9)))
-            assert batch.prompts.lasts is None and batch.prompts._forward.lasts is None
+    plan = trimtab.plan(base, quant="none", dtype="float32", context=96, device=DEVICE, kv="int8")
+    with trimtab.load(plan) as model:
+        batch = batch_of(model)
+        answered(batch, model.prepare(ids(9)))
+        assert batch.prompts.lasts is None and batch.prompts._forward.lasts is None
+
+
+def test_states_in_pages_are_read_there(tmp_path):
+    base = pico.build("gemma4", tmp_path / "base")
+    given = {"quant": "none", "dtype": "float32", "context": 96, "device": DEVICE}
+    plan = trimtab.plan(base, **given, batch=4, kv_tokens=96 + 2 * PAGE_TOKENS)
+    with trimtab.load(trimtab.plan(base, **given)) as plain, trimtab.load(plan) as model:
+        batch, expected = batch_of(model, rows=4), eager(plain)
+        assert batch.cache.pool is not None
+        for tokens in (9, 40, 17, 90):
+            found, wanted = (answered(one, one.model.prepare(ids(tokens))) for one in (batch, expected))
+            assert differ(found, wanted) < TOLERANCE, tokens
+            assert batch.prompts._forward.lasts.__self__ is batch.prompts.lasts
 
 
 def test_steps_of_modules_have_prompts_of_modules(model):
@@ -81,15 +96,21 @@ def test_steps_of_modules_have_prompts_of_modules(model):
 
 
 def test_an_adapter_with_norms_of_its_own_leaves_them_to_the_modules(tmp_path):
-    """A release's own values of a norm are no part of the step's kernels."""
+    """They go back to the kernels when it is gone; both ways have graphs of their own."""
     base = pico.build("gemma4", tmp_path / "base")
     norms = pico.adapter(base, tmp_path / "norms", seed=4, modules_to_save=["input_layernorm"])
     plan = trimtab.plan(base, quant="none", dtype="float32", context=96, device=DEVICE, adapters={"norms": norms})
     with trimtab.load(plan, decode="auto") as model:
         batch = Batch(model, rows=1)
         batch.prompts = Prompts(batch, "auto" if ON_GPU else "static", (16,))
-        wanted, found = (answered(one, model.prepare(ids(9)), adapter="norms") for one in (eager(model), batch))
-        assert differ(found, wanted) < TOLERANCE and batch.prompts._forward.lasts is None
+        batch.steps._choice.is_fusable = True  # as in the mode "fused", whose step refuses such an adapter
+        for name in ("norms", None):
+            wanted, found = (through(one, model.prepare(ids(9)), adapter=name).logits for one in (eager(model), batch))
+            assert differ(found.cpu(), wanted.cpu()) < TOLERANCE and batch.prompts._forward.lasts is None
+        model.unload_adapter("norms")
+        batch = batch_of(model)
+        wanted, found = (answered(one, model.prepare(ids(9))) for one in (eager(model), batch))
+        assert differ(found, wanted) < TOLERANCE and batch.prompts._forward.lasts is not None
 
 
 def test_nothing_is_allocated_in_a_pass_and_tables_go_with_their_adapters(model):
@@ -121,17 +142,32 @@ def test_the_sources_themselves_compute_them_with_the_adapter_in_the_products(on
         expected = eager(model)
         batch = Batch(model, rows=1, decode="fused")
         batch.prompts = Prompts(batch, "static", (16, 64))
-        for name in ("specialist", None, "rslora-dora"):
-            wanted, found = (answered(one, model.prepare(ids(21)), adapter=name) for one in (expected, batch))
-            assert differ(found[0], wanted[0]) < BFLOAT16_TOLERANCE
-            table = batch.prompts.lasts._table
-            assert isinstance(table, OneAdapter) == (name == "specialist")
-        assert "matvec_4" in on_cpu.matvec.launches or "matvec_1" in on_cpu.matvec.launches
+        for name in (None, "specialist", "rslora-dora"):
+            wanted = answered(expected, model.prepare(ids(21)), adapter=name)
+            before = len(on_cpu.matvec.launches)
+            prompt = through(batch, model.prepare(ids(21)), adapter=name)
+            # Of the pass itself: attention, two groups of the MLP and two of the layer's own input, in each last layer.
+            lasts = batch.prompts.lasts
+            launched = [one for one in on_cpu.matvec.launches[before:] if one.startswith("matvec")]
+            assert len(launched) >= 5 * (len(lasts.layers) - lasts.first)
+            assert differ(prompt.logits, wanted[0]) < BFLOAT16_TOLERANCE
+            assert isinstance(lasts._table, OneAdapter) == (name == "specialist")
+            if name is None:
+                buffers = set(lasts.step._buffers)
+            batch.leave(batch.join(prompt).row)
+        assert set(lasts.step._buffers) == buffers  # whichever adapter comes first, no pass makes one
         assert batch.steps.fallbacks == []
         # The adapter counts: another one's scores are further away.
         other = answered(expected, model.prepare(ids(21)))
         mine = answered(batch, model.prepare(ids(21)), adapter="specialist")
         assert differ(mine[0], other[0]) > BFLOAT16_TOLERANCE
+        # Tables have addresses alone: what is unloaded is nobody's.
+        held = weakref.ref(
+            next(leaf.adapters["specialist"].A for leaf in lasts._groups[0] if "specialist" in leaf.adapters)
+        )
+        model.unload_adapter("specialist")
+        gc.collect()
+        assert held() is None
 
 
 def test_a_table_has_the_addresses_of_each_layer_of_a_group():

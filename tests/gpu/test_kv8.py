@@ -86,9 +86,9 @@ def test_the_demo_answers_in_8_bits_in_every_mode(decode, quant, kv_tokens):
         compared = 0
         for (name, text), ours, wanted in zip(asks(4), found[0], eager[0], strict=True):
             certain = certain_tokens(expected, text, name)
-            assert ours[:certain] == wanted[:certain], name
+            assert certain and ours[:certain] == wanted[:certain], name
             compared += certain
-        assert compared >= 4
+        assert compared >= 8
 
 
 def certain_tokens(batch, text, name):

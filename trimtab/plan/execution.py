@@ -50,7 +50,7 @@ FIRST_GRAPH_BYTES = 16 * MIB
 # Scratch of products and adapters, and the buffers between the kernels of a step: 10 MiB for one row.
 SCRATCH_BYTES = {"graph": 12 * MIB, "fused": 12 * MIB}
 # The same for each row of a graph of more than KERNEL_ROWS rows: parts of attention and of products. An estimate from E4B's shapes
-# (8 heads of 512, 32 parts: 0.5 MiB; 8 parts of 2,560 outputs: 0.1 MiB), not measured.
+# (8 heads of 512, 32 parts: 0.5 MiB; 3 parts of 20,480 outputs: 0.2 MiB), not measured.
 ROW_SCRATCH_BYTES = MIB
 # cuBLAS: one workspace for each stream that computes, and one of its own (torch 2.11, CUDABlas.cpp: 8.1 MiB, 32 MiB on
 # compute capability 9.0). Within budgets below 16 GiB they are bounded to the smaller one on every card (runtime/devices.py).

@@ -1,18 +1,19 @@
 """The last layers of Gemma 4 for the last token of a prompt, in the kernels of a decode step.
 
-    key, serial = route(prompts, forward, adapter)   # before a pass of hf_prefill.ChunkForward
+    key, serial, is_here = route(prompts, forward, adapter)   # before a pass of hf_prefill.ChunkForward
 
 These layers read keys and values of earlier ones, and of a prompt they see the last token alone (hf_prefill.py). One token
 through a layer is what a decode step computes, so the step's kernels compute it: about sixteen launches a layer where
 transformers' modules take forty, and adapters inside the products. Results differ from those of the modules by the order of sums,
 as those of a step do.
 
-What stays with the modules: keys and values in 8 bits or in pages, several prompts in one pass, adapters that are not plain LoRA.
+What stays with the modules: keys and values in 8 bits, several prompts in one pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,7 +21,8 @@ from torch import Tensor
 
 from trimtab.runtime import hf_gemma4, lora, matvec
 from trimtab.runtime.hf_gemma4 import FusedStep, Where
-from trimtab.runtime.hf_slots import LayerCache
+from trimtab.runtime.hf_slots import LayerCache, PagedLayer
+from trimtab.runtime.kv_pages import PageTable
 from trimtab.runtime.leaves import Leaf
 from trimtab.runtime.short_ops import is_plain
 from trimtab.runtime.slots import RANK_STEP
@@ -32,12 +34,11 @@ if TYPE_CHECKING:
 
 class OneAdapter:
     """Tables as slots.AdapterSlots has them, with one adapter, which is the only row's. groups: layers that read one input;
-    adapters: by layer, of those that it changes."""
+    adapters: by layer, of those that it changes. It has addresses alone: the tensors are the layers'."""
 
     def __init__(
         self, groups: Sequence[Sequence[Leaf]], adapters: Mapping[Leaf, lora.LinearAdapter], device: torch.device
     ) -> None:
-        self._held = dict(adapters)  # graphs have their addresses
         lines: list[list[int]] = []
         ranks: list[int] = []
         scales, starts = [], []
@@ -74,6 +75,18 @@ class OneAdapter:
         return self._args.get(leaves[0])
 
 
+@dataclass(eq=False)
+class _Pass:
+    """What a layer finds of the one before it, see FusedStep.layer. states: keys and values by kind of layer."""
+
+    h: Tensor
+    x: Tensor
+    norm: matvec.Norm | None
+    turns: dict[str, tuple[Tensor, Tensor]]
+    states: dict[str, tuple[Tensor, Tensor]]
+    where: Where
+
+
 def _is_whole(part: Tensor | None) -> bool:
     return part is not None and part.is_contiguous()
 
@@ -87,18 +100,18 @@ class LastLayers:
         self.layers = list(step.text.layers)
         self.route = self.layers[0].self_attn.q_proj.route
         self._groups = [group for layer in self.layers[first:] for group in hf_gemma4.products_of(layer)]
-        # By what of an adapter is part of a graph: its tables, None for one that is read by no table.
+        # The tables of each adapter, None where there are none; the key is what of the adapter is part of a graph.
         self._tables: dict[Hashable, OneAdapter | None] = {}
         self._table: OneAdapter | None = None
         self._multiplies = step.multiplies(self._groups)
         device = step.cache.device
         self._position, self._ring = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(2))
-        # Of the last layer with keys and values of its own of each kind.
+        # The layer of each kind whose keys and values these layers read.
         self._sources = {
             kind: number for number, kind in enumerate(step.config.layer_types)
             if not self.layers[number].self_attn.is_kv_shared_layer and self.layers[number].self_attn.store_full_length_kv
         }  # fmt: skip
-        self._pass: Any = None
+        self._pass: _Pass | None = None
         self._allocate()
 
     def route_to(self, key: Hashable, name: str | None, layouts: Collection[str]) -> None:
@@ -143,31 +156,43 @@ class LastLayers:
             h = step.buffer("h", (1, hidden.shape[-1]), hidden.dtype)
             h.copy_(hidden[0].index_select(0, last) if hidden.shape[1] > 1 else hidden[0])
             torch.add(start, last, out=self._position)
-            self._begin(h, self._states())
-        h, x, norm, turns, shared, where = self._pass
+            self._begin(h, *self._states())
+        now = self._pass
+        assert now is not None
         own = extra if extra is None or extra.shape[1] == 1 else extra.index_select(1, last)
         is_last = number + 1 == len(self.layers)
         following = None if is_last else self.layers[number + 1].input_layernorm
-        x, norm = step.layer(number, where, turns, shared, h, x, norm, None if own is None else own[0], following)
-        self._pass = None if is_last else (h, x, norm, turns, shared, where)
-        return step.normed(x, norm)[None] if is_last else h[None]
+        self._through(now, number, None if own is None else own[0], following)
+        if not is_last:
+            return now.h[None]
+        self._pass = None
+        assert now.norm is not None
+        return step.normed(now.x, now.norm)[None]
 
-    def _begin(self, h: Tensor, shared: dict[str, tuple[Tensor, Tensor]]) -> None:
+    def _through(self, now: _Pass, number: int, extra: Tensor | None, following: Any) -> None:
+        now.x, now.norm = self.step.layer(
+            number, now.where, now.turns, now.states, now.h, now.x, now.norm, extra, following
+        )
+
+    def _begin(self, h: Tensor, states: dict[str, tuple[Tensor, Tensor]], pages: PageTable | None = None) -> None:
         step = self.step
         torch.remainder(self._position, step.ring, out=self._ring)
         step.empty(1)
         x = step.buffer("x", h.shape, h.dtype)
         step.add_norm(None, h, None, self.layers[self.first].input_layernorm, None, None, x)
-        self._pass = h, x, None, step.turns(h[:, None], self._position), shared, Where(self._position, self._ring)
+        where = Where(self._position, self._ring, pages)
+        self._pass = _Pass(h, x, None, step.turns(h[:, None], self._position), states, where)
 
-    def _states(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the keys and values [1, H, places, D] that these layers read, by kind of layer."""
-        held = {}
+    def _states(self) -> tuple[dict[str, tuple[Tensor, Tensor]], PageTable | None]:
+        """Return the keys and values that these layers read, [1, H, places, D] by kind of layer, and the row's pages where full
+        layers have theirs in a pool [H, P, D]."""
+        held, row, pool = {}, slice(self.row, self.row + 1), self.step.cache.pool
         for kind, number in self._sources.items():
             layer = self.step.cache.layers[number]
             assert isinstance(layer, LayerCache)
-            held[kind] = layer.keys[self.row : self.row + 1], layer.values[self.row : self.row + 1]
-        return held
+            is_paged = isinstance(layer, PagedLayer)
+            held[kind] = (layer.keys, layer.values) if is_paged else (layer.keys[row], layer.values[row])
+        return held, None if pool is None else PageTable(pool.table.table[row], pool.table.places)
 
     def _allocate(self) -> None:
         """Run once over zeros, so that every buffer is there before a pass, whose memory may be a graph's own."""
@@ -175,36 +200,40 @@ class LastLayers:
         dtype = step.text.norm.weight.dtype
         h = step.buffer("h", (1, step.config.hidden_size), dtype)
         h.zero_()
-        shared = {}
+        states = {}
         for kind, number in self._sources.items():
             own = self.layers[number].self_attn
             shape = (1, own.k_proj.out_features // own.head_dim, step.ring, own.head_dim)
-            shared[kind] = (
+            states[kind] = (
                 torch.zeros(shape, dtype=dtype, device=device),
                 torch.zeros(shape, dtype=dtype, device=device),
             )
         width = getattr(step.text, "hidden_size_per_layer_input", 0)
         own_input = torch.zeros(1, width, dtype=dtype, device=device) if width else None
         with torch.no_grad():
-            self._begin(h, shared)
-            h, x, norm, turns, shared, where = self._pass
+            self._begin(h, states)
+            now = self._pass
+            assert now is not None
             for number in range(self.first, len(self.layers)):
-                x, norm = step.layer(number, where, turns, shared, h, x, norm, own_input, None)
-            step.normed(x, norm)
+                self._through(now, number, own_input, None)
+            assert now.norm is not None
+            step.normed(now.x, now.norm)
+            for group in self._groups:  # an adapter without tables has products of layers with a gate here
+                step.buffer("wide", (1, sum(leaf.out_features for leaf in group)), dtype)
         self._pass = None
 
 
-def route(prompts: Prompts, forward: ChunkForward, name: str | None) -> tuple[Hashable, int | None]:
-    """Route the next pass to an adapter and return what Layouts.set_adapter does. Where the batch's steps are made of kernels, its
-    last layers are computed here."""
+def route(prompts: Prompts, forward: ChunkForward, name: str | None) -> tuple[Hashable, int | None, bool]:
+    """Route the next pass to an adapter and return what Layouts.set_adapter does, and whether its last layers are computed here:
+    where the batch's steps are made of kernels."""
     key, serial = prompts.layouts.set_adapter(name)
     forward.lasts, cache = None, prompts.batch.cache
-    if forward.first_shared == len(forward.layers) or cache.kv != "full" or cache.pool is not None:
-        return key, serial
+    if forward.first_shared == len(forward.layers) or cache.kv != "full":
+        return key, serial, False
     step = prompts.batch.steps.fused_step()
     if step is not None:
         if prompts.lasts is None or prompts.lasts.step is not step:
             prompts.lasts = LastLayers(step, forward.first_shared, cache.prompt_row)
         prompts.lasts.route_to(key, prompts.model.route.name, prompts.layouts.names)
         forward.lasts = prompts.lasts.forward
-    return key, serial
+    return key, serial, step is not None

@@ -8,8 +8,8 @@ float32, its change rounded first over a quantized layer, as PEFT does; which on
 Every kernel has its torch path, and is compared with float64 on the card before it is used (`wrong`).
 
 What it does not know: other blocks of scales than 64, rows of a weight that are no multiple of 256 (`why_not`); more rows, which
-cuBLAS multiplies with an unpacked weight (prompt_kernels.py). A block of the product has 108 KiB of shared memory for 64 rows, 76
-for 32 and 60 for 16. Compute capability 8.6, 8.9 and 12.0 (99 KiB) multiplies more rows than 32 in pieces, 7.5 (64 KiB) more than
+cuBLAS multiplies with an unpacked weight (prompt_kernels.py). A block of the product has 109 KiB of shared memory for 64 rows, 77
+for 32 and 61 for 16. Compute capability 8.6, 8.9 and 12.0 (99 KiB) multiplies more rows than 32 in pieces, 7.5 (64 KiB) more than
 16.
 """
 
@@ -31,8 +31,7 @@ from trimtab.runtime.quant import Packed, dequantize
 
 MOST_ROWS, MOST_TOKENS = 64, 128
 # Up to here prompts use the kernel. Beyond, a weight that is unpacked for cuBLAS has the adapter in its columns
-# (adapter_columns.py): all products of E4B's step take 4.0 ms against 6.5 for 16 rows, 7.0 against 6.6 for 64
-# (bench/results/many_rows.json).
+# (adapter_columns.py). All products of E4B's step: bench/results/many_rows.json.
 PAYING_ROWS = 16
 NAMES = ("rows_product_16", "rows_product_32", "rows_product_64", "rows_low", "rows_up")
 _TYPES = (torch.bfloat16, torch.float16)
@@ -42,7 +41,7 @@ _TILES, _STAGES = (16, 32, 64), 2
 # Blocks that one multiprocessor runs at once.
 _BLOCKS = 2
 # Shared memory in front of the stages: codes of each lane's own, codes of scales, sums of 8 rows; and to a multiple of 2048.
-_FRONT_BYTES = 4 * (16 * 32 + 256 + 8 * (_UNIT + 1)) + 1024
+_FRONT_BYTES = 4 * (16 * 32 + 256 + 8 * (_UNIT + 1)) + 2032
 # Weights rounded to 16 bits and sums in float32 in another order: relative error of a whole tensor.
 LARGEST_ERROR = 6e-3
 # Values of a weight that a check has in float64 at once.
@@ -129,6 +128,7 @@ def linear(
         return
     n, columns = x.shape
     rows = [packed.shape[0] for packed in weights]
+    assert len({(packed.kind, "nested_absmax" in packed.parts) for packed in weights}) == 1
     assert n <= MOST_TOKENS and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     assert (
         out.shape == (n, sum(rows))

@@ -334,12 +334,12 @@ class Prompts:
     # One chunk -------------------------------------------------------------------------------------------------------
 
     def _run(self, form: Form, chunk: Chunk, prompt: Prompt) -> Tensor:
-        key, serial = route(self, self._new_forward(), prompt.row.adapter)
+        key, serial, in_kernels = route(self, self._new_forward(), prompt.row.adapter)
         if not self._can_stage(form, chunk, prompt.row.token_ids):
             self.is_steady = not self.captures
             return self._static(form)
         stage = partial(self._stage, chunk, prompt.row.token_ids)
-        return self.computed((form, key), serial, [self.batch.cache.prompt_row], stage)
+        return self.computed((form, key, in_kernels), serial, [self.batch.cache.prompt_row], stage)
 
     def computed(
         self, key: tuple[Hashable, ...], serial: int | None, rows: Sequence[int], stage: Callable[[], None] = lambda: None,
@@ -464,8 +464,8 @@ class Prompts:
             chunk = Chunk(0, min(size, (self.batch.context_tokens or size) - 1), size, is_last=True)
             forward.begin(self.batch.cache.prompt_row)
             forward.load(chunk, [token] * size)
-            key, serial = route(self, forward, adapter)
-            whole = (forward.form_of(chunk), key)
+            key, serial, in_kernels = route(self, forward, adapter)
+            whole = (forward.form_of(chunk), key, in_kernels)
             if whole not in self._graphs:
                 self._captured(whole, serial, [forward.row], partial(self._stage, chunk, [token] * size))
 

@@ -379,7 +379,7 @@ def pair_us(
     most: int = 4,
 ) -> tuple[float, float]:  # fmt: skip
     """Return the microseconds of two ways. Where the first is no faster, both are measured again, up to `most` times, and the
-    shortest times count: another program on the card can only lengthen them."""
+    shortest times count: another program on the card can only lengthen them. Of two equal ways the first mostly wins."""
     own = other = float("inf")
     for _ in range(most):
         own, other = min(own, graph_us(ours, device, calls=calls)), min(other, graph_us(theirs, device, calls=calls))

@@ -58,7 +58,7 @@ __device__ __forceinline__ float code_of(const float* mine, u32, u32 shifted) { 
 __device__ __forceinline__ u32 byte_of(u32 word, int k) { return word >> (8 * k); }
 #endif
 
-// The member that a unit of 128 outputs belongs to, its first output there and in all.
+// The member that a unit of 128 outputs belongs to; its first output in the member, and the outputs of the members in front.
 struct Unit {
   Member own;
   int first, begins;
@@ -102,7 +102,7 @@ __device__ __forceinline__ void rows_product(
   // Of the item that is copied next: its unit and chunk. Rows beyond the member's last are the last again. Pieces of 16 bytes lie where
   // neighbouring rows meet in no bank.
   int next_unit = from / chunks, next_chunk = from % chunks;
-  const auto ask_weights = [&](int stage) {
+  const auto copy_weights = [&](int stage) {
     const Unit unit = unit_of(members, next_unit);
     u8* to = stages + stage * STAGE + X_BYTES;
 #pragma unroll
@@ -119,7 +119,7 @@ __device__ __forceinline__ void rows_product(
         copy_async<16>(scales, unit.own.absmax + at * 4);
     }
   };
-  const auto ask_x = [&](int stage) {
+  const auto copy_x = [&](int stage) {
     u8* to = stages + stage * STAGE;
 #pragma unroll
     for (int i = tid; i < TILES * 8 * (CHUNK / 8); i += THREADS) {
@@ -128,10 +128,10 @@ __device__ __forceinline__ void rows_product(
         copy_async<16>(to + r * (CHUNK * 2) + ((piece ^ ((r & 1) << 1)) << 4), x + (size_t)r * x_stride + (size_t)next_chunk * CHUNK + piece * 8);
     }
   };
-  const auto go_on = [&]() {
+  const auto advance = [&]() {
     if (++next_chunk == chunks) next_chunk = 0, next_unit++;
   };
-  ask_weights(0);
+  copy_weights(0);
   for (int i = tid; i < 16 * 32; i += THREADS) table[i] = __ldg(code + (i >> 5));
   if (nested)
     for (int i = tid; i < 256; i += THREADS) codes[i] = __ldg(nested_code + i);
@@ -141,7 +141,7 @@ __device__ __forceinline__ void rows_product(
     *(uint4*)(stages + (r & 1) * STAGE + (here + (r >> 1)) * (CHUNK * 2) + piece * 16) = make_uint4(0, 0, 0, 0);
   }
   wait_for_previous();
-  ask_x(0);
+  copy_x(0);
   commit_copies();
 
   float sums[2][TILES][4] = {};
@@ -167,10 +167,10 @@ __device__ __forceinline__ void rows_product(
     }
     wait_for_copies<0>();
     __syncthreads();
-    go_on();
+    advance();
     if (item + 1 < count) {
-      ask_weights((item + 1) & 1);
-      ask_x((item + 1) & 1);
+      copy_weights((item + 1) & 1);
+      copy_x((item + 1) & 1);
     }
     commit_copies();
     const u8* stage = stages + (item & 1) * STAGE;
