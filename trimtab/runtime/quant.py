@@ -200,8 +200,8 @@ def dequantize(packed: Packed) -> Tensor:
 
 
 def _begins_in_blocks(packed: Packed) -> bool:
-    """Whether rows of a 4-bit weight on a CPU begin inside a block of values with one scale. bitsandbytes 0.49 and 0.50 take another
-    block's scale for them on CPUs with AVX512 (I16 of the doctor's catalogue), but not for the same values as one row."""
+    """Whether rows of a 4-bit weight on a CPU begin inside a block of values with one scale. bitsandbytes 0.49 and 0.50 take
+    another block's scale for them on CPUs with AVX512 (I16 of the doctor's catalogue), but not for the same values as one row."""
     return packed.parts["weight"].device.type == "cpu" and packed.shape[-1] % packed.blocksize != 0
 
 
