@@ -23,7 +23,7 @@ from tests import pico, split, stock
 from trimtab.bridge import check, load_peft
 from trimtab.bridge.config import REFUSED
 from trimtab.bridge.hooks import execution_device, hooks_of
-from trimtab.doctor.scan_findings import BY_NAME
+from trimtab.bridge.inspect_findings import BY_NAME
 from trimtab.errors import AdapterError, RequestError, UpstreamError
 
 transformers.logging.disable_progress_bar()
@@ -654,10 +654,10 @@ def test_hooks_that_copy_shared_keys_and_values_are_refused_before_the_release_t
 ) -> None:
     model = stock.load_stock(folder_of(work), device=DEVICE)
     add_hook_to_module(model.model.language_model.layers[3], AlignDevicesHook(split.GPU))
-    monkeypatch.setattr("trimtab.doctor.scan_rules.SHARES_SAFELY", (99,))
+    monkeypatch.setattr("trimtab.bridge.inspect_rules.SHARES_SAFELY", (99,))
     error = refusal(model, adapter_of(work))
     assert is_about(error, "shared-kv-copied") and error.fixed_in == "5.23.0"
-    monkeypatch.setattr("trimtab.doctor.scan_rules.SHARES_SAFELY", (5, 0))
+    monkeypatch.setattr("trimtab.bridge.inspect_rules.SHARES_SAFELY", (5, 0))
     assert isinstance(load_peft(model, adapter_of(work)), PeftModel)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trimtab.doctor.scan import Scan
+    from trimtab.bridge.inspect import Scan
 
 __all__ = ["check", "load_peft", "place_inputs"]
 
@@ -45,7 +45,7 @@ def place_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(model: Any) -> Scan:
-    """Return the placement of a live model and its problems: `trimtab.doctor.scan.scan`."""
-    from trimtab.doctor.scan import scan
+    """Return the placement of a live model and its problems: `trimtab.bridge.inspect.scan`."""
+    from trimtab.bridge.inspect import scan
 
     return scan(model)

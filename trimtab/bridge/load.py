@@ -11,13 +11,13 @@ from typing import Any
 
 from trimtab.bridge.attach import Filler, check_dora, follow_leaf_entries, inject_first, inject_next, keep_devices
 from trimtab.bridge.config import check_kwargs, peft_config
+from trimtab.bridge.inspect import scan
+from trimtab.bridge.inspect_findings import BY_NAME, Finding
 from trimtab.bridge.live import read_live
 from trimtab.bridge.merging import keep_merges
 from trimtab.checkpoint.adapter import match_adapter, read_adapter
 from trimtab.checkpoint.adapter_match import AdapterSpec
 from trimtab.checkpoint.anatomy import Anatomy
-from trimtab.doctor.scan import scan
-from trimtab.doctor.scan_findings import BY_NAME, Finding
 from trimtab.errors import RequestError, UpstreamError
 
 # With one of these the first forward fails, with or without an adapter.
@@ -84,7 +84,7 @@ def _finish(peft_model: Any, spec: AdapterSpec, adapter_name: str, given: Mappin
 
 
 def _match(path: Path, anatomy: Anatomy, base: Any) -> AdapterSpec:
-    from trimtab.doctor.scan_rules import view
+    from trimtab.bridge.inspect_rules import view
 
     spec = match_adapter(read_adapter(path), anatomy)
     check_dora(spec, view(base).modules)
@@ -92,7 +92,7 @@ def _match(path: Path, anatomy: Anatomy, base: Any) -> AdapterSpec:
 
 
 def _config(spec: AdapterSpec, anatomy: Anatomy, base: Any, *, is_trainable: bool) -> Any:
-    from trimtab.doctor.scan_rules import view
+    from trimtab.bridge.inspect_rules import view
 
     has_experts = any(row.kind == "experts" for row in anatomy.rows)
     return peft_config(spec, view(base).modules, has_experts=has_experts, is_trainable=is_trainable)

@@ -207,7 +207,7 @@ def _scan(model: Any) -> list[dict[str, Any]]:
     from dataclasses import asdict
 
     try:
-        from trimtab.doctor.scan import scan
+        from trimtab.bridge.inspect import scan
     except ImportError:
         return []
     return [asdict(finding) for finding in scan(model).findings]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import warnings
@@ -18,10 +19,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import trimtab
 from tests import pico, split, stock
 from tests.test_bridge import adapter_of, folder_of
-from trimtab.doctor.scan import Scan, scan, scan_text
-from trimtab.doctor.scan_findings import BY_NAME, KINDS, Finding
+from trimtab.bridge.inspect import Scan, scan, scan_text
+from trimtab.bridge.inspect_findings import BY_NAME, KINDS, Finding
 from trimtab.errors import AdapterError, RequestError
 
 transformers.logging.disable_progress_bar()
@@ -365,7 +367,7 @@ def test_hooks_that_copy_shared_keys_and_values(work: Path, monkeypatch: pytest.
     model = stock.load_stock(folder_of(work))
     for layer in model.model.language_model.layers:
         add_hook_to_module(layer, AlignDevicesHook(split.GPU))
-    monkeypatch.setattr("trimtab.doctor.scan_rules.SHARES_SAFELY", (99,))
+    monkeypatch.setattr("trimtab.bridge.inspect_rules.SHARES_SAFELY", (99,))
     assert only(scan(model), "shared-kv-copied").count == 5
     # transformers' own dispatch names the keys that hooks must leave alone.
     assert not scan(split.load(folder_of(work), split.towers_off())).of("shared-kv-copied")
@@ -402,3 +404,16 @@ def test_scan_moves_nothing(work: Path) -> None:
     before = split.placement(base)
     scan(base)
     assert split.placement(base) == before
+
+
+def test_no_room_imports_the_doctor_but_the_commands():
+    """What runs a model does not depend on the tables of known bugs."""
+    package = Path(trimtab.__file__).parent
+    importing = {
+        path.relative_to(package).parts[0]
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trimtab.doctor"))
+        or (isinstance(node, ast.Import) and any(one.name.startswith("trimtab.doctor") for one in node.names))
+    }
+    assert importing - {"__main__.py"} == {"doctor", "commands"}

@@ -1,7 +1,8 @@
 """A scan of a live torch model: where its weights are, what is quantized, what is broken or idle.
 
 `scan` takes any model of transformers: plain, quantized, split by accelerate's hooks, with adapters of PEFT, or empty on
-the meta device. It moves nothing and calls no forward. The rules are in scan_rules.py, the kinds of findings in scan_findings.py.
+the meta device. It moves nothing and calls no forward. The rules are in inspect_rules.py, the kinds of findings in
+inspect_findings.py.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trimtab.doctor.scan_findings import KINDS, Finding
-from trimtab.doctor.scan_rules import read_versions, view
+from trimtab.bridge.inspect_findings import KINDS, Finding
+from trimtab.bridge.inspect_rules import read_versions, view
 from trimtab.errors import RequestError, gib
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.bridge.hooks import CPU, DISK, execution_device, hooks_of, is_sequential, offload_hook, offloaded_to
+from trimtab.bridge.inspect_findings import Finding
 from trimtab.bridge.live import QUANTIZED, is_linear
 from trimtab.checkpoint.adapter_keys import part_of_key
 from trimtab.checkpoint.names import is_under, near_names
-from trimtab.doctor.scan_findings import Finding
 from trimtab.errors import gib
 from trimtab.packages import versions_of
 
