@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes as bnb
 import peft
 import pytest
 import torch
@@ -22,8 +23,10 @@ from torch import nn
 import trimtab
 from tests import pico, split, stock
 from tests.test_bridge import adapter_of, folder_of
+from trimtab import row_scales
 from trimtab.bridge.inspect import Scan, scan, scan_text
 from trimtab.bridge.inspect_findings import BY_NAME, KINDS, Finding
+from trimtab.bridge.inspect_rules import View
 from trimtab.errors import AdapterError, RequestError
 
 transformers.logging.disable_progress_bar()
@@ -390,6 +393,19 @@ def test_scan_goes_through_json(work: Path) -> None:
     )
     text = scan_text(found)
     assert "sequential-hook (C2, C3)" in text and "and 109 more" in text and "left-unquantized (A4)" in text
+
+
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_4_bit_rows_that_the_cpu_unpacks_with_other_scales_are_named(
+    work: Path, monkeypatch: Any, is_wrong: bool
+) -> None:
+    """What the CPU does is asked of a small weight; rows of whole blocks are not asked about."""
+    asked: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(row_scales, "unpacks_wrong", lambda *key: asked.append(key) or is_wrong)
+    model = nn.ModuleDict({"narrow": bnb.nn.Linear4bit(80, 24), "whole": bnb.nn.Linear4bit(128, 24)}).to("cpu")
+    found = [one for one in View(model, model).findings() if one.kind == "wrong-scales"]
+    assert found == ([Finding("wrong-scales", "narrow", "[24, 80] on the CPU")] if is_wrong else [])
+    assert asked == [(24, 80, 64)]
 
 
 def test_every_kind_says_what_to_do() -> None:

@@ -7,11 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trimtab import row_scales
 from trimtab.doctor.bug import PRESENT
 from trimtab.doctor.kit import Kit
 from trimtab.doctor.probes import FOLDER
 from trimtab.doctor.upstream import read_entry
-from trimtab.proof import compare, stock_faults, stock_route, verify
+from trimtab.proof import compare, stock_faults, verify
 
 E2B = {"text_config": {"num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512}}
 E4B = {"text_config": {"num_key_value_heads": 2, "head_dim": 256, "global_head_dim": 512}}
@@ -94,7 +95,7 @@ def test_the_stock_route_names_layers_whose_rows_of_this_length_are_unpacked_wro
         asked.append(key)
         return key[1] == 80
 
-    monkeypatch.setattr(stock_route, "unpacks_wrong", answer)
+    monkeypatch.setattr(row_scales, "unpacks_wrong", answer)
     layers = {
         "whole": four_bit(96, 128),
         "wrong": four_bit(96, 80),
@@ -102,12 +103,12 @@ def test_the_stock_route_names_layers_whose_rows_of_this_length_are_unpacked_wro
         "right": four_bit(3, 72),
     }
     layers["elsewhere"] = four_bit(96, 80, "cuda")
-    assert stock_route.wrong_scales(torch.nn.ModuleDict(layers)) == ["wrong", "also"]
+    assert row_scales.wrong_scales(torch.nn.ModuleDict(layers)) == ["wrong", "also"]
     assert asked == [(64, 80, 64), (3, 72, 64)]
 
 
 def test_a_small_weight_shows_what_the_catalogue_s_probe_shows(tmp_path):
     pytest.importorskip("bitsandbytes")
     seen = read_entry(FOLDER / "i16_row_scales.py").probe(Kit(tmp_path))
-    assert stock_route.unpacks_wrong(24, 80, 64) == (seen.state == PRESENT)
-    assert not stock_route.unpacks_wrong(24, 128, 64)
+    assert row_scales.unpacks_wrong(24, 80, 64) == (seen.state == PRESENT)
+    assert not row_scales.unpacks_wrong(24, 128, 64)

@@ -22,6 +22,7 @@ from trimtab.checkpoint.adapter_keys import part_of_key
 from trimtab.checkpoint.names import is_under, near_names
 from trimtab.errors import gib
 from trimtab.packages import versions_of
+from trimtab.row_scales import layers_of
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
 # The first release in which keys and values of layers are shared by an object that hooks do not copy.
@@ -123,6 +124,7 @@ class View:
     def findings(self) -> Iterator[Finding]:
         if not self.is_empty:
             yield from self._quant_states()
+            yield from self._scales()
             yield from self._on_meta()
             yield from self._hooks()
             yield from self._embedding()
@@ -143,6 +145,10 @@ class View:
                 yield Finding("quant-state-on-meta", path, f"{', '.join(lost)} on meta")
             elif away is not None and name == "Linear4bit":
                 yield Finding("quantized-weight-offloaded", path, f"{name} offloaded to {away}")
+
+    def _scales(self) -> Iterator[Finding]:
+        for path, (rows, width) in layers_of(self.modules.items()):
+            yield Finding("wrong-scales", path, f"[{rows}, {width}] on the CPU")
 
     def _on_meta(self) -> Iterator[Finding]:
         for path, module in self.modules.items():

@@ -23,7 +23,7 @@ from trimtab.errors import RequestError, UpstreamError
 # With one of these the first forward fails, with or without an adapter.
 BROKEN = (
     "quant-state-on-meta", "quantized-weight-offloaded", "weight-on-meta", "embedding-offloaded", "shared-kv-copied",
-    "hooks-unknown",
+    "hooks-unknown", "wrong-scales",
 )  # fmt: skip
 LOG = logging.getLogger("trimtab.bridge")
 # The anatomy and the specs of what the bridge loaded; on the PeftModel, so that they live as long as it does.
@@ -128,7 +128,8 @@ def _upstream(broken: tuple[Finding, ...], versions: Mapping[str, str]) -> Upstr
     more = f"; also {', '.join(others)}" if others else ""
     return UpstreamError(
         f"{kind.name}{bugs}: {kind.meaning}. {sum(f.count for f in mine)} modules, first {mine[0].module_path}: "
-        f"{mine[0].detail}{more}. The base cannot answer, with or without an adapter",
+        f"{mine[0].detail}{more}. The base {'is wrong' if kind.breaks == 'answer' else 'cannot answer'}, with or without "
+        "an adapter",
         package=kind.package, installed=versions.get(kind.package, "?"),
         fixed_in="5.23.0" if kind.name == "shared-kv-copied" else None, hint=kind.way_round,
     )  # fmt: skip

@@ -26,6 +26,7 @@ import torch
 from trimtab.packages import stack_versions, version_of
 from trimtab.proof import forced
 from trimtab.proof.loaded_changes import sketch
+from trimtab.row_scales import wrong_scales
 
 Emit = Callable[[dict[str, Any]], None]
 LIBRARIES = ("bitsandbytes", "accelerate", "peft", "transformers", "safetensors", "torch")
@@ -141,35 +142,6 @@ def stock_changes(model: Any) -> dict[str, dict[str, list[float]]]:
                     own_path = path.removeprefix("base_model.model.").removesuffix(".linear")
                     changes.setdefault(name, {})[own_path] = sketch(right, left, scale)
     return changes
-
-
-def wrong_scales(model: Any) -> list[str]:
-    """Return the paths of the 4-bit layers that bitsandbytes unpacks with scales of other blocks on this CPU (I16 of the doctor's
-    catalogue). A small weight with rows of the same length shows it."""
-    paths = []
-    known: dict[tuple[int, int, int], bool] = {}
-    for path, module in model.named_modules():
-        weight: Any = getattr(module, "weight", None)
-        state = getattr(weight, "quant_state", None)
-        if state is None or weight.device.type != "cpu" or state.shape[-1] % state.blocksize == 0:
-            continue
-        key = (min(state.shape[0], state.blocksize), state.shape[-1], state.blocksize)
-        if key not in known:
-            known[key] = unpacks_wrong(*key)
-        if known[key]:
-            paths.append(path.removeprefix("base_model.model.").removesuffix(".base_layer"))
-    return paths
-
-
-def unpacks_wrong(rows: int, width: int, blocksize: int) -> bool:
-    """Return whether bitsandbytes unpacks a 4-bit weight [rows, width] on the CPU otherwise than the same values as one row."""
-    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-
-    weight = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
-    packed, state = quantize_4bit(weight, blocksize=blocksize, quant_type="nf4")
-    unpacked = dequantize_4bit(packed, state).flatten()
-    state.shape = torch.Size((1, weight.numel()))
-    return not torch.equal(unpacked, dequantize_4bit(packed, state).flatten())
 
 
 def loadable_adapter(model: Any, folder: Path, copy: Path) -> tuple[Path, str]:
