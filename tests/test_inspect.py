@@ -23,7 +23,7 @@ from torch import nn
 import trimtab
 from tests import pico, split, stock
 from tests.test_bridge import adapter_of, folder_of
-from trimtab import row_scales
+from trimtab.bridge import row_scales
 from trimtab.bridge.inspect import Scan, scan, scan_text
 from trimtab.bridge.inspect_findings import BY_NAME, KINDS, Finding
 from trimtab.bridge.inspect_rules import View

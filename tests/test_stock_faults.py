@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab import row_scales
+from trimtab.bridge import row_scales
 from trimtab.doctor.bug import PRESENT
 from trimtab.doctor.kit import Kit
 from trimtab.doctor.probes import FOLDER

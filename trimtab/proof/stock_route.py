@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
+from trimtab.bridge.row_scales import wrong_scales
 from trimtab.packages import stack_versions, version_of
 from trimtab.proof import forced
 from trimtab.proof.loaded_changes import sketch
-from trimtab.row_scales import wrong_scales
 
 Emit = Callable[[dict[str, Any]], None]
 LIBRARIES = ("bitsandbytes", "accelerate", "peft", "transformers", "safetensors", "torch")
