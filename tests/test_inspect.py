@@ -383,7 +383,7 @@ def test_hooks_that_copy_shared_keys_and_values(work: Path, monkeypatch: pytest.
 # The value ------------------------------------------------------------------------------------------------------------
 
 
-def test_scan_goes_through_json(work: Path) -> None:
+def test_inspect_goes_through_json(work: Path) -> None:
     found = scan(split.load(folder_of(work), split.catch_all(), "nf4"))
     data = json.loads(json.dumps(found.to_json()))
     assert data["counts"] == found.counts and data["findings"][0]["bugs"] == ["C2", "C3"]
@@ -415,7 +415,7 @@ def test_every_kind_says_what_to_do() -> None:
         assert kind.breaks in ("forward", "merge", "answer", "")
 
 
-def test_scan_moves_nothing(work: Path) -> None:
+def test_inspect_moves_nothing(work: Path) -> None:
     base = split.load(folder_of(work), split.towers_off(), "nf4")
     before = split.placement(base)
     scan(base)

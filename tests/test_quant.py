@@ -86,5 +86,8 @@ def test_rows_that_begin_inside_a_block_have_that_block_s_scale(kind, shape):
     bias, x = torch.randn(shape[0]), torch.randn(2, 3, shape[1])
     layer = quant.shell(packed, bias, torch.float32)
     assert torch.equal(layer(x), torch.nn.functional.linear(x, expected, bias))
+    half = quant.shell(packed, bias, torch.bfloat16)  # rounded once, from the codes
+    rounded = torch.nn.functional.linear(x.bfloat16(), expected.bfloat16(), bias.bfloat16())
+    assert torch.equal(half(x), rounded.float())
     rows = quant.dequantize_rows(packed, 1, 2, torch.device("cpu"))
     assert torch.equal(rows, expected[1:2])

@@ -105,6 +105,10 @@ def test_the_stock_route_names_layers_whose_rows_of_this_length_are_unpacked_wro
     layers["elsewhere"] = four_bit(96, 80, "cuda")
     assert row_scales.wrong_scales(torch.nn.ModuleDict(layers)) == ["wrong", "also"]
     assert asked == [(64, 80, 64), (3, 72, 64)]
+    wrapped = torch.nn.Module()
+    wrapped.q = four_bit(96, 80)
+    wrapped.q.base_layer = four_bit(96, 80)
+    assert row_scales.wrong_scales(wrapped) == ["q"]
 
 
 def test_a_small_weight_shows_what_the_catalogue_s_probe_shows(tmp_path):

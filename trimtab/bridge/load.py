@@ -20,7 +20,7 @@ from trimtab.checkpoint.adapter_match import AdapterSpec
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import RequestError, UpstreamError
 
-# With one of these the first forward fails, with or without an adapter.
+# With one of these the first forward fails or is wrong, with or without an adapter.
 BROKEN = (
     "quant-state-on-meta", "quantized-weight-offloaded", "weight-on-meta", "embedding-offloaded", "shared-kv-copied",
     "hooks-unknown", "wrong-scales",

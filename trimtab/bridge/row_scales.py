@@ -11,17 +11,23 @@ import torch
 def wrong_scales(model: Any) -> list[str]:
     """Return the paths of the layers of a live model that are unpacked so, without PEFT's wrappers."""
     found = layers_of(model.named_modules())
-    return [path.removeprefix("base_model.model.").removesuffix(".base_layer") for path, _ in found]
+    # A wrapper of PEFT has its layer's weight too.
+    return list(dict.fromkeys(path.removeprefix("base_model.model.").removesuffix(".base_layer") for path, _ in found))
 
 
 def layers_of(modules: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the path and the shape of each layer that is unpacked so. A small weight with rows of the same length shows it.
-    modules: by path."""
+    Blocks of more than 1,024 values are unpacked another way. modules: (path, module)."""
     known: dict[tuple[int, int, int], bool] = {}
     for path, module in modules:
         weight: Any = getattr(module, "weight", None)
         state = getattr(weight, "quant_state", None)
-        if state is None or weight.device.type != "cpu" or state.shape[-1] % state.blocksize == 0:
+        if (
+            state is None
+            or weight.device.type != "cpu"
+            or state.shape[-1] % state.blocksize == 0
+            or state.blocksize > 1024
+        ):
             continue
         key = (min(state.shape[0], state.blocksize), state.shape[-1], state.blocksize)
         if key not in known:
@@ -34,7 +40,7 @@ def unpacks_wrong(rows: int, width: int, blocksize: int) -> bool:
     """Return whether bitsandbytes unpacks a 4-bit weight [rows, width] on the CPU otherwise than the same values as one row."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    weight = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(rows, width, generator=torch.Generator().manual_seed(0), device="cpu")
     packed, state = quantize_4bit(weight, blocksize=blocksize, quant_type="nf4")
     unpacked = dequantize_4bit(packed, state).flatten()
     state.shape = torch.Size((1, weight.numel()))

@@ -77,7 +77,7 @@ class OneAdapter:
 
 @dataclass(eq=False)
 class _Pass:
-    """What a layer finds of the one before it, see FusedStep.layer. states: keys and values by kind of layer."""
+    """State passed between layers, see FusedStep.layer. states: keys and values by kind of layer."""
 
     h: Tensor
     x: Tensor

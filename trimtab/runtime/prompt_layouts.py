@@ -53,7 +53,7 @@ class Layouts:
 
     @property
     def names(self) -> set[str]:
-        """The names under which layers have these layouts."""
+        """Adapter names of these layouts in the layers."""
         return {one.name for one in self._held.values()}
 
     def set_adapter(self, name: str | None) -> tuple[Hashable, int | None]:

@@ -195,7 +195,9 @@ def dequantize(packed: Packed) -> Tensor:
         return int8_vectorwise_dequant(packed.parts["weight"], packed.parts["SCB"])
     state = quant_state(packed)
     if _begins_in_blocks(packed):
-        state.shape = torch.Size((1, prod(packed.shape)))
+        count = prod(packed.shape)
+        whole = count % packed.blocksize == 0  # then rows of one block each, which bitsandbytes unpacks side by side
+        state.shape = torch.Size((count // packed.blocksize, packed.blocksize) if whole else (1, count))
     return dequantize_4bit(packed.parts["weight"], state).view(packed.shape)
 
 
@@ -300,7 +302,7 @@ def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Sh
 
 def _unpacked_product(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype, x: Tensor) -> Tensor:
     """What bitsandbytes' layer computes on a CPU, from `dequantize`. Source: as `unpacked_shell`."""
-    weight = dequantize(packed).to(compute_dtype)
+    weight = dequantize(replace(packed, dtype=compute_dtype))
     own = None if bias is None else bias.to(compute_dtype)
     return nn.functional.linear(x.to(compute_dtype), weight, own).to(x.dtype)
 
