@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from trimtab.runtime.kernels import Kernels
     from trimtab.runtime.unpacked_weights import UnpackedWeights
 
-# Rows from which on a step multiplies with weights that are kept unpacked: with fewer it decodes packed ones.
-UNPACKED_ROWS = 9
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}
 
 
@@ -153,9 +151,7 @@ class FusedStep:
     ) -> None:  # fmt: skip
         self.hf_model, self.cache, self.tokens, self.kernels = hf_model, cache, tokens, kernels
         self.unpacked = unpacked
-        self.least_many = (
-            cuts.MAX_ROWS + 1 if unpacked is None else UNPACKED_ROWS
-        )  # rows from which on products are those of many
+        self.least_many = cuts.MAX_ROWS + 1  # rows from which on products are those of many rows
         self.text = text_model(hf_model)
         self.config = self.text.config
         self.kind = ACTIVATIONS[self.config.hidden_activation]
