@@ -163,6 +163,19 @@ def forced_bytes(plan: Any, again: Callable[..., Any]) -> int:
     return max(0, min(needed) - plan.gpu_budget_bytes)
 
 
+def keep_rates() -> None:
+    """Measure the machine's rates while nothing else runs: those that it has kept may be of a busy machine."""
+    import torch
+
+    from trimtab.machine import rates_file
+    from trimtab.runtime import devices
+
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    rates = devices.measure_rates(device, cache=False)
+    rates_file.write(devices.device_name(device), str(torch.__version__), torch.get_num_threads(), rates)
+    print(f"link {rates.pinned_h2d_Bps / 1e9:.1f} GB/s, device {rates.device_Bps / 1e9:.0f} GB/s", flush=True)
+
+
 def link_row(plan: Any, tok_s: float | None, forced: int) -> dict[str, Any]:
     """Return what a row says of the link. The limits are None where nothing is copied."""
     copied, link_Bps = copied_bytes(plan), plan.rates.pinned_h2d_Bps
@@ -393,9 +406,13 @@ def main() -> int:
     )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--hold", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--rates", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.hold:
         hold()
+        return 0
+    if given.rates:
+        keep_rates()
         return 0
     if given.case:
         case = json.loads(given.case)
@@ -412,6 +429,7 @@ def main() -> int:
     if given.mixed:
         wanted = [case if case.get("engine") else {**case, "mixed": True} for case in wanted]
     given.work.mkdir(parents=True, exist_ok=True)
+    subprocess.run([sys.executable, "-m", "bench.cards", "--rates"], check=True)
     holder = Holder()
     try:
         for case in wanted:

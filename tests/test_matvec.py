@@ -474,6 +474,37 @@ def test_each_row_uses_its_own_adapter(modules, dtype, splits):
 
 @needs_gxx
 @pytest.mark.parametrize(
+    "rows, cut",
+    [((48, 16, 17), None), ((48, 48), held(8, 6, 1, 2, 8, 2, 6)), ((48, 48), None)],
+)
+def test_fixed_ranks_give_a_row_the_same_bits_beside_larger_adapters(modules, rows, cut):
+    """Ranks on both sides of what one thread has of B. Sums in which large values cancel show in which order they are added."""
+    torch.manual_seed(21)
+    columns, n = 1024, 8
+    group, x = group_of(rows, columns), torch.randn(n, columns).bfloat16()
+    x[:, 1] = -x[:, 0]
+    adapters = adapters_of(rows, columns, [8, 5, 64, 16])
+    for A, B, _ in (one for layer in adapters for one in layer):
+        A[:, :2], B[:, 0], B[:, 4] = 2**20, 2**26, -(2**26)
+        A[4] = A[0]  # so that what cancels is the same
+    gate = matvec.Gate("gelu_tanh") if rows == (48, 48) else None
+
+    def row_0(own, other, *, is_fixed, module):
+        slots = torch.tensor([own] + [other] * (n - 1), dtype=torch.int32)
+        lora = dataclasses.replace(matvec.lora_args(adapters, slots, 64), is_fixed=is_fixed)
+        out = torch.full((n, 48 if gate else sum(rows)), math.nan, dtype=torch.bfloat16)
+        matvec.matvec4(x, group, out, lora=lora, gate=gate, module=module, cut=cut)
+        return out[0]
+
+    for own in (0, 1, 3):
+        found = [row_0(own, other, is_fixed=True, module=module) for other, module in zip((-1, 0, 2), modules, strict=True)]
+        assert all(torch.equal(one, found[0]) for one in found) and found[0].isfinite().all()
+    differ = [not torch.equal(*(row_0(own, other, is_fixed=False, module=modules[0]) for other in (own, 2))) for own in (0, 1)]
+    assert any(differ)  # else this test could not fail
+
+
+@needs_gxx
+@pytest.mark.parametrize(
     "ranks", [[64, 24, 0], *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in ([8, 4, 72], [33, 6, 64]))]
 )
 @pytest.mark.parametrize(

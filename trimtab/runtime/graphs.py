@@ -305,7 +305,7 @@ class Steps:
         if self._slots is None:
             self._slots = AdapterSlots(
                 self.model.hf_model, self.model.route, self.batch.rows, self.device, module=self.kernels.matvec,
-                slots=max(LEAST_SLOTS, self.batch.rows), many=self.kernels.rows,
+                slots=max(LEAST_SLOTS, self.batch.rows), many=self.kernels.rows, is_fixed=self.batch.is_invariant,
             )  # fmt: skip
         return self._slots
 

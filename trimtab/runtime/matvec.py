@@ -100,7 +100,8 @@ class LoraArgs:
     this member is not adapted), scale [M, S] float32; each contiguous along S. row_slots [n] int32 (-1: no adapter). low
     [n, M, R] float32 scratch, R at least the largest rank. adapters: the same as tensors, [M][S] of (A, B, scale) or
     None, for the torch path alone. is_empty: `low` is EMPTY in every bit, as a product's blocks must find it (else `matvec4`
-    makes it so first).
+    makes it so first). is_fixed: sums are shared among threads by R, not by the largest rank of these rows, so that a row's bits
+    do not depend on the others' adapters.
     """
 
     A_ptr: Tensor
@@ -111,6 +112,7 @@ class LoraArgs:
     low: Tensor
     adapters: Sequence[Sequence[tuple[Tensor, Tensor, float] | None]] | None = None
     is_empty: bool = False
+    is_fixed: bool = False
 
     def member(self, index: int) -> LoraArgs:
         """Return the adapters of one layer of the group; `low` is that layer's part, still strided over the group."""
@@ -118,7 +120,7 @@ class LoraArgs:
         adapters = None if self.adapters is None else self.adapters[part]
         return LoraArgs(
             self.A_ptr[part], self.B_ptr[part], self.rank[part], self.scale[part], self.row_slots, self.low[:, part],
-            adapters, self.is_empty,
+            adapters, self.is_empty, self.is_fixed,
         )  # fmt: skip
 
     def rows(self, part: slice) -> LoraArgs:
@@ -340,11 +342,13 @@ def options(
     members: int = 1,
     pair: bool = False,
     normed: bool = False,
+    fixed: bool = False,
 ) -> tuple[str, ...]:
-    """Return what the products of weights like this are compiled with."""
+    """Return what the products of weights like this are compiled with. fixed: as `LoraArgs.is_fixed`."""
     half, nested = dtype == torch.float16, "nested_absmax" in packed.parts
     own = () if cut is None else cut.options(packed.shape[1] // BLOCK, members, pair=pair, normed=normed)
-    return (f"-DHALF={half:d}", f"-DNESTED={nested:d}", f"-DWHOLE={packed.shape[1] % (4 * BLOCK) == 0:d}", *own)
+    format_of = (f"-DHALF={half:d}", f"-DNESTED={nested:d}", f"-DWHOLE={packed.shape[1] % (4 * BLOCK) == 0:d}")
+    return (*format_of, *own, *(("-DFIXED_RANKS=1",) if fixed else ()))
 
 
 def _three(values: Sequence[Any], empty: Any = None) -> list[Any]:
@@ -484,7 +488,10 @@ def matvec4(
     if norm is not None:
         assert cut.may_be_normed and norm.residual.shape == norm.out_h.shape == x.shape
         assert norm.residual.data_ptr() != norm.out_h.data_ptr() != x.data_ptr() and x.dtype == norm.out_h.dtype
-    wanted = options(weights[0], x.dtype, cut, members=len(weights), pair=pair, normed=norm is not None)
+    wanted = options(
+        weights[0], x.dtype, cut, members=len(weights), pair=pair, normed=norm is not None,
+        fixed=lora is not None and lora.is_fixed,
+    )  # fmt: skip
     module.variant(wanted).launch(
         cut.kernel, (cut.grid * cut.splits,), (cut.threads,),
         arguments(

@@ -51,7 +51,7 @@ class _Columns:
 
 class AdapterSlots:
     """The tables of one loaded model, for steps of up to `rows` rows. module: the compiled kernels that read them; many: those for
-    steps of more rows than they take at once (many_rows.py).
+    steps of more rows than they take at once (many_rows.py). is_fixed: as `matvec.LoraArgs` has it.
 
     Errors: RequestError for fewer slots than rows.
 
@@ -61,14 +61,14 @@ class AdapterSlots:
 
     def __init__(
         self, hf_model: Any, route: lora.Route, rows: int, device: torch.device, *, module: Any, slots: int = LEAST_SLOTS,
-        many: Any = None,
+        many: Any = None, is_fixed: bool = False,
     ) -> None:  # fmt: skip
         if slots < rows:
             raise RequestError(
                 "each row may need a slot of its own", field="slots", value=slots, hint=f"At least {rows}"
             )
         self.hf_model, self.route, self.device, self.slots, self.module = hf_model, route, device, slots, module
-        self.many = many
+        self.many, self.is_fixed = many, is_fixed
         leaves = [module for module in hf_model.modules() if isinstance(module, Leaf)]
         self._place = {leaf: number for number, leaf in enumerate(leaves)}
         self._of_kind: dict[str, list[Leaf]] = {}
@@ -252,7 +252,7 @@ class AdapterSlots:
         return matvec.LoraArgs(
             A_ptr=self._table["A_ptr"][part], B_ptr=self._table["B_ptr"][part], rank=self._table["rank"][part],
             scale=self._table["scale"][part], row_slots=self.row_slots[:rows],
-            low=low.view(rows, len(leaves), self.largest_rank), is_empty=is_empty,
+            low=low.view(rows, len(leaves), self.largest_rank), is_empty=is_empty, is_fixed=self.is_fixed,
         )  # fmt: skip
 
     def columns_of(self, leaf: Leaf) -> matvec.LoraColumns:

@@ -20,6 +20,8 @@
 // loop is straight code and all that a block reads, or two batches of it, is under way before the kernel in front has ended.
 //
 // Compiled for one format: HALF (1: fp16, 0: bf16), NESTED (1: scales of scales), WHOLE (1: a row is a multiple of 4 blocks).
+// FIXED_RANKS (1): how the sums of an adapter are shared among threads follows `low_width`, not the largest rank of these rows, so
+// that no bit of a row depends on whose adapters the others have.
 // Without them only the kernels for adapters of other layers are there. With HELD (pairs of blocks that a warp asks for at
 // once) also for ROWS, BLOCKS, UNITS, K_WARPS, CHUNK, SPLITS, PAIRED, LAYERS and NORMED (1: the norm in front is a part of it),
 // and matvec_held is the only product.
@@ -40,6 +42,9 @@
 #endif
 #ifndef NORMED
 #define NORMED 0
+#endif
+#ifndef FIXED_RANKS
+#define FIXED_RANKS 0
 #endif
 #if HELD
 #define STEPS (CHUNK / 2 / K_WARPS)  // pairs of blocks that a warp takes
@@ -450,11 +455,15 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     return Part{warps * 32, tid - group * warps * 32, group < side ? index + group * makers : 1 << 20};
   };
   if (all_low) {
+#if FIXED_RANKS
+    most_rank = a.low_width;
+#else
     most_rank = entry.rank;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2)
       if ((d < COLUMNS ? n : a.members) > 1) most_rank = max(most_rank, __shfl_xor_sync(ALL, most_rank, d));
     most_rank = __shfl_sync(ALL, most_rank, 0);
+#endif
     const int dots = n * a.members * most_rank;
     if (index < min(makers, dots)) {
       if (dots > makers) {
