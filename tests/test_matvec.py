@@ -497,9 +497,13 @@ def test_fixed_ranks_give_a_row_the_same_bits_beside_larger_adapters(modules, ro
         return out[0]
 
     for own in (0, 1, 3):
-        found = [row_0(own, other, is_fixed=True, module=module) for other, module in zip((-1, 0, 2), modules, strict=True)]
+        found = [
+            row_0(own, other, is_fixed=True, module=module) for other, module in zip((-1, 0, 2), modules, strict=True)
+        ]
         assert all(torch.equal(one, found[0]) for one in found) and found[0].isfinite().all()
-    differ = [not torch.equal(*(row_0(own, other, is_fixed=False, module=modules[0]) for other in (own, 2))) for own in (0, 1)]
+    differ = [
+        not torch.equal(*(row_0(own, other, is_fixed=False, module=modules[0]) for other in (own, 2))) for own in (0, 1)
+    ]
     assert any(differ)  # else this test could not fail
 
 

@@ -13,7 +13,7 @@ who else is answered:
   pieces of a prompt, not of an answer (prefix_cache.py).
 
 What it does not promise: the same bits for another number of rows, on another card, after another choice of kernels (which a card's
-first start makes), or after an adapter was loaded that changes layers that none did before.
+first start makes), or after an adapter was loaded that changes layers that none did before or has a larger rank than all before.
 """
 
 from __future__ import annotations

@@ -51,13 +51,18 @@ def why_not(hf_model: Any) -> str | None:
     return None
 
 
-def choose_kernels(hf_model: Any, rows: int, *, progress: Callable[[int, int], None] | None = None) -> Kernels:
-    """Return the kernels that work and pay for this model's steps of up to `rows` rows. progress: of measuring them."""
+def choose_kernels(
+    hf_model: Any, rows: int, *, is_invariant: bool = False, progress: Callable[[int, int], None] | None = None
+) -> Kernels:
+    """Return the kernels that work and pay for this model's steps of up to `rows` rows. is_invariant: of all of them, each with the
+    bits that it has alone. progress: of measuring them."""
     from trimtab.runtime.kernels import Kernels
 
-    return Kernels.choose(
-        product_groups(hf_model), attention_kinds(hf_model), rows=rows, sizes=_sizes(hf_model), progress=progress
-    )
+    groups = product_groups(hf_model)
+    kernels = Kernels.choose(groups, attention_kinds(hf_model), rows=rows, sizes=_sizes(hf_model), progress=progress)
+    if is_invariant and rows <= cuts.MAX_ROWS:
+        kernels.compile_fixed(groups, groups[0][0][0].dtype, rows)
+    return kernels
 
 
 def product_groups(hf_model: Any) -> list[list[list[Leaf]]]:
@@ -152,6 +157,7 @@ class FusedStep:
         self.hf_model, self.cache, self.tokens, self.kernels = hf_model, cache, tokens, kernels
         self.unpacked = unpacked
         self.least_many = cuts.MAX_ROWS + 1  # rows from which on products are those of many rows
+        self.beside: torch.cuda.Stream | None = None  # for A x of their adapters
         self.text = text_model(hf_model)
         self.config = self.text.config
         self.kind = ACTIVATIONS[self.config.hidden_activation]
@@ -468,7 +474,7 @@ class FusedStep:
             many_rows.linear(
                 x, [leaf.packed() for leaf in leaves], wide, bias=[leaf.bias for leaf in leaves],
                 lora=None if slots is None else slots.args(leaves, count), module=self.kernels.rows,
-                unpacked=self._joined(leaves),
+                unpacked=self._joined(leaves), beside=self.beside,
             )  # fmt: skip
         start = 0
         for leaf, size in zip(leaves if is_apart or not many else (), widths, strict=False):

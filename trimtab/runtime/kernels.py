@@ -191,6 +191,16 @@ class Kernels:
             self.measure(group[0], dtype)
         report(2 * len(wanted), 2 * len(wanted))
 
+    def compile_fixed(self, groups: Sequence[Sequence[Sequence[Leaf]]], dtype: torch.dtype, rows: int) -> None:
+        """Compile, several at once, the products of steps of `rows` rows whose bits do not depend on the others' adapters."""
+        if self.matvec is None:
+            return
+        chosen = self.matvec.products.chosen
+        products = [one for one in self.products(groups, dtype, [rows]) if one.key in chosen]
+        tuning.compile_cuts(
+            [(one.groups[0], one.gate is not None, chosen[one.key]) for one in products], self.matvec, dtype, fixed=True
+        )
+
     def _config_of(self, one: Product, dtype: torch.dtype) -> tuple[Cut, str] | None:
         """Return a product's launch configuration, and how it is known: as `matvec.config_of`, or as it was checked before."""
         kept = None if matvec.is_tuned_before(one.groups[0], one.n, self.matvec, pair=one.gate is not None) else (

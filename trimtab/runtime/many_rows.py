@@ -105,11 +105,12 @@ def each_of(rows: Sequence[int], columns: int, multiprocessors: int, pieces: int
 
 def linear(
     x: Tensor, weights: Sequence[Packed], out: Tensor, *, bias: Sequence[Tensor | None] = (), lora: LoraArgs | None = None,
-    module: Any = None, round_change: bool = True, unpacked: Tensor | None = None,
+    module: Any = None, round_change: bool = True, unpacked: Tensor | None = None, beside: torch.cuda.Stream | None = None,
 ) -> None:  # fmt: skip
     """Write x W^T (+ bias), with each row's adapter, for up to three weights over the same x, side by side.
 
-    unpacked: the same weights as one [all D_out, D_in] of x's type; cuBLAS then multiplies, and there is no bias.
+    unpacked: the same weights as one [all D_out, D_in] of x's type; cuBLAS then multiplies, and there is no bias. beside: a stream
+    for A x, which then runs at the same time as the product.
 
     Shapes: x [n, D_in], out [n, all D_out], n up to MOST_ROWS; bias [D_out] each. module None: in torch. Ask `why_not` about each
     weight first.
@@ -136,12 +137,17 @@ def linear(
         and out.dtype == x.dtype
         and len(weights) <= matvec.MAX_MEMBERS
     )
+    fork = None if lora is None else beside
+    if lora is not None and fork is not None:
+        fork.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(fork):
+            shrink(x, lora, module, dependent=False)
     if unpacked is not None:
         assert all(own is None for own in biases)
         torch.mm(x, unpacked.T, out=out)
         if lora is not None:
-            shrink(x, lora, module)
-            _up(out, rows, lora, module, round_change=round_change)
+            _meet(x, lora, module, fork)
+            _up(out, rows, lora, module, round_change=round_change, dependent=None if fork is None else False)
         return
     tile = _tile(n, module)
     pieces = -(-n // tile)
@@ -170,7 +176,7 @@ def linear(
         shared_bytes=shared_bytes(tile),
     )  # fmt: skip
     if lora is not None:
-        shrink(x, lora, module)
+        _meet(x, lora, module, fork)
     if lora is not None or parts is not None:
         _up(
             out,
@@ -182,10 +188,19 @@ def linear(
             bias=biases,
             chunks=columns // _CHUNK,
             each=each,
+            dependent=None if fork is None else False,
         )
 
 
-def shrink(x: Tensor, lora: LoraArgs, module: Any) -> None:
+def _meet(x: Tensor, lora: LoraArgs, module: Any, fork: torch.cuda.Stream | None) -> None:
+    """Let `low` be there for what is launched next."""
+    if fork is None:
+        shrink(x, lora, module)
+    else:
+        torch.cuda.current_stream(x.device).wait_stream(fork)
+
+
+def shrink(x: Tensor, lora: LoraArgs, module: Any, *, dependent: bool | None = None) -> None:
     """Write low[i, m, :rank] = A x_i for every row and member that has an adapter."""
     n, members, width = lora.low.shape
     assert lora.A_ptr.shape[0] == members and lora.low.stride(2) == 1 and x.shape[0] == n and x.stride(1) == 1
@@ -195,6 +210,7 @@ def shrink(x: Tensor, lora: LoraArgs, module: Any) -> None:
             x, x.stride(0), x.shape[1], lora.A_ptr, lora.A_ptr.stride(0), lora.rank, lora.rank.stride(0), lora.row_slots, lora.low,
             lora.low.stride(0), lora.low.stride(1), int(x.dtype == torch.float16),
         ],
+        dependent=dependent,
     )  # fmt: skip
 
 
@@ -208,7 +224,7 @@ def add(y: Tensor, lora: LoraArgs, module: Any, *, x: Tensor | None = None, roun
 
 def _up(
     y: Tensor, rows: Sequence[int], lora: LoraArgs | None, module: Any, *, round_change: bool, parts: Tensor | None = None,
-    bias: Sequence[Tensor | None] = (), chunks: int = 1, each: int = 1,
+    bias: Sequence[Tensor | None] = (), chunks: int = 1, each: int = 1, dependent: bool | None = None,
 ) -> None:  # fmt: skip
     three = [*rows, *[0] * (3 - len(rows))]
     given: list[nvrtc.Argument] = [None, 0, None, 0, None, 0, None, None, 0, 0]
@@ -223,6 +239,7 @@ def _up(
             y, y.stride(0), y.shape[0], *three, parts, *[*bias, None, None, None][:3], *given, int(round_change),
             int(y.dtype == torch.float16), chunks, each,
         ],
+        dependent=dependent,
     )  # fmt: skip
 
 

@@ -116,7 +116,12 @@ class StepChoice:
             return
         self.is_fusable = True
         if self.device.type == "cuda":
-            self._take(hf_gemma4.choose_kernels(self.model.hf_model, self.rows, progress=self.model.measuring))
+            invariant = bool(self.model.plan.request.batch_invariant)
+            self._take(
+                hf_gemma4.choose_kernels(
+                    self.model.hf_model, self.rows, is_invariant=invariant, progress=self.model.measuring
+                )
+            )
             # Without any of them the modules' own operations are as few as plain torch's.
             self.is_fusable = self.mode == "fused" or not self.kernels.is_empty
 

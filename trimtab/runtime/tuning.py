@@ -321,18 +321,19 @@ def compile_ahead(
 
 
 def compile_cuts(
-    wanted: Sequence[tuple[Sequence[Packed], bool, Cut]], module: nvrtc.Module, dtype: torch.dtype
+    wanted: Sequence[tuple[Sequence[Packed], bool, Cut]],
+    module: nvrtc.Module,
+    dtype: torch.dtype,
+    *,
+    fixed: bool = False,
 ) -> None:
-    """Compile, several at once, what these products (weights, whether two are multiplied, cut) need."""
-    module.compile_variants(
-        sorted(
-            {matvec.options(weights[0], dtype, cut, members=len(weights), pair=pair) for weights, pair, cut in wanted}
-            | {
-                matvec.options(weights[0], dtype, cut, members=len(weights), pair=pair, normed=True)
-                for weights, pair, cut in wanted if cut.normed
-            }
-        )
-    )  # fmt: skip
+    """Compile, several at once, what these products (weights, whether two are multiplied, cut) need. fixed: as
+    `matvec.LoraArgs.is_fixed`."""
+    variants = {
+        matvec.options(weights[0], dtype, cut, members=len(weights), pair=pair, normed=normed, fixed=fixed)
+        for weights, pair, cut in wanted for normed in ((False, True) if cut.normed else (False,))
+    }  # fmt: skip
+    module.compile_variants(sorted(variants))
 
 
 def keep_tuned(module: nvrtc.Module) -> None:
