@@ -308,11 +308,12 @@ def shares_of(torch: Any) -> dict[str, Any]:
     """Return MiB in tensors, reserved by torch, and in the driver's own count of the process beyond that; for each pool of torch's
     what it reserves, what is in use and the largest free piece; how often torch gave its cache back to have room."""
     from trimtab.runtime.devices import gpu_process_bytes
+    from trimtab.runtime.memory_segments import segments
 
     torch.cuda.synchronize()
     reserved = torch.cuda.memory_reserved()
     pools: dict[str, list[int]] = {}
-    for segment in torch.cuda.memory_snapshot():
+    for segment in segments():
         is_graph = tuple(segment["segment_pool_id"]) != (0, 0)
         name = f"{'graphs' if is_graph else 'stream'} {segment['stream']} {segment['segment_type']}"
         one = pools.setdefault(name, [0, 0, 0])

@@ -36,15 +36,22 @@ CUDA = torch.device("cuda:0")
 class Pool:
     id = (0, 7)
 
-    def __init__(self, state):
-        self.state = state
 
-    def snapshot(self):
-        used = [{"address": at, "size": size, "state": "active_allocated"} for at, size in self.state["blocks"]]
-        return [
-            {"total_size": 64 * MIB, "blocks": [*used, {"address": 5, "size": 60 * MIB, "state": "inactive"}]},
-            {"total_size": 2 * MIB, "blocks": []},
+def described(state):
+    """Return torch's description of all pools: this one's segments beside another's."""
+    used = [{"address": at, "size": size, "state": "active_allocated"} for at, size in state["blocks"]]
+    other = [{"address": 1, "size": MIB, "state": "active_allocated"}]
+    return {
+        "segments": [
+            {"total_size": 9 * MIB, "blocks": other, "segment_pool_id": (0, 0)},
+            {
+                "total_size": 64 * MIB,
+                "blocks": [*used, {"address": 5, "size": 60 * MIB, "state": "inactive"}],
+                "segment_pool_id": Pool.id,
+            },
+            {"total_size": 2 * MIB, "blocks": [], "segment_pool_id": Pool.id},
         ]
+    }
 
 
 class Owner:
@@ -54,14 +61,27 @@ class Owner:
         self.dropped += 1
 
 
+@pytest.fixture(params=[True, False], ids=["what lives is known", "described"])
+def knows_what_lives(request):
+    return request.param
+
+
 @pytest.fixture
-def device(monkeypatch):
+def device(monkeypatch, knows_what_lives):
     """A device without one. taken: the segments; blocks: (address, bytes) in use; reserved, free: of torch and the device."""
     state = {"reserved": 0, "free": 8 * GIB, "taken": [], "blocks": [], "fails": None}
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: state["reserved"])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (state["free"], 8 * GIB))
-    monkeypatch.setattr(torch.cuda, "MemPool", lambda: Pool(state))
+    monkeypatch.setattr(torch.cuda, "MemPool", Pool)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: described(state))
+
+    def lives(index, pool, expected):
+        assert (index, pool) == (0, Pool.id)
+        return expected == {at for at, _ in state["blocks"]}
+
+    if knows_what_lives:
+        monkeypatch.setattr(torch._C, "_cuda_checkPoolLiveAllocations", lives, raising=False)
     monkeypatch.setattr(prompt_room, "wait_for_all", lambda _: None)
 
     def empty(count, *, dtype, device):

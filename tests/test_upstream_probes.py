@@ -25,6 +25,7 @@ NEED_SPLIT_OR_QUANTIZED = (
 NEED_GEMMA4 = ("D1", "D3", "I7")
 NEVER_LOAD = (
     "C6", "C8", "D5", "E4", "F3", "F4", "G2", "I1", "I7", "I9", "I11", "I12", "I13", "I14", "I15", "I16",
+    "I17",
 )  # fmt: skip
 
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
@@ -194,6 +195,29 @@ def test_scales_of_rows_are_judged_by_what_is_unpacked(counts_in_rows, capabilit
     monkeypatch.setattr(module, "os", type("FakeOs", (), {"name": system}))
     seen = module.probe(Kit(folder))
     assert (seen.state, seen.evidence.endswith(", 0 as one row")) == (state, True)
+
+
+@pytest.mark.parametrize(
+    ("releases", "takes", "state"),
+    [(True, 3, PRESENT), (False, 3, FIXED), (True, 2, PRESENT), (False, 1, NOT_APPLICABLE)],
+)
+def test_references_that_a_snapshot_releases_are_counted_and_given_back(releases, takes, state, folder, monkeypatch):
+    import ctypes
+
+    import torch
+
+    def snapshot(asked: Any) -> Any:
+        if len(asked) != takes:
+            raise RuntimeError("mempool_id must be a tuple of other integers")
+        if releases:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(asked[1]))
+        return {"segments": []}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_memorySnapshot", snapshot, raising=False)
+    module = read_entry(FOLDER / f"{MINE['I17']}.py")
+    for _ in range(20):
+        assert module.probe(Kit(folder)).state == state
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed")

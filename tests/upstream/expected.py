@@ -80,6 +80,7 @@ EXPECTED_C_TO_H: dict[str, tuple[str, str]] = {
     "I12": (N, f"{N} or {P}"),  # only a GPU of compute capability 9.0 or 10.x shows it
     "I13": (N, f"{N} or {P}"),  # only a GPU shows it
     "I15": (N, f"{N} or {P} or {F}"),  # only a GPU shows it
+    "I17": (N, f"{N} or {P} or {F}"),  # only a GPU shows it
     "I14": (f"{N} or {P}", f"{N} or {P}"),  # only a CPU with AVX512-BF16 shows it
     "I16": (f"{N} or {P}", f"{N} or {P}"),  # only a CPU with AVX512 shows it
 }

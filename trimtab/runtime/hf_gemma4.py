@@ -157,7 +157,8 @@ class FusedStep:
         self.hf_model, self.cache, self.tokens, self.kernels = hf_model, cache, tokens, kernels
         self.unpacked = unpacked
         self.least_many = cuts.MAX_ROWS + 1  # rows from which on products are those of many rows
-        self.beside: torch.cuda.Stream | None = None  # for A x of their adapters
+        # For A x of their adapters, at the same time as the product over the same x.
+        self.beside = torch.cuda.Stream(cache.device) if cache.device.type == "cuda" else None
         self.text = text_model(hf_model)
         self.config = self.text.config
         self.kind = ACTIVATIONS[self.config.hidden_activation]

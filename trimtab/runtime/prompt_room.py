@@ -33,6 +33,7 @@ from trimtab.plan.execution import CAPTURED
 from trimtab.plan.prompt_memory import has_room, room_bytes
 from trimtab.runtime.capturing import side_stream, wait_for_all
 from trimtab.runtime.graph_cache import GraphCache
+from trimtab.runtime.memory_segments import is_empty, segments
 from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.runtime.transient_room import torch_bytes
 
@@ -156,7 +157,7 @@ class PromptRoom:
         if self._pool is None or self._is_used:
             yield
             return
-        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        index = self._index
         with side_stream(self.device) as side:
             try:
                 with torch.cuda.stream(side):
@@ -175,6 +176,8 @@ class PromptRoom:
     def check(self) -> bool:
         """Drop the graphs if passes have left tensors in the room since the last check. Returns whether nothing was left."""
         if self._pool is None:
+            return True
+        if not self._left and is_empty(self._index, self.handle):  # as it should be: nothing to compare
             return True
         left = self._blocks()
         if not left <= self._left and gc.isenabled():  # it is off while a graph is captured (capturing.py)
@@ -196,12 +199,11 @@ class PromptRoom:
         return frozenset((block["address"], block["size"]) for block in blocks if block["state"] != "inactive")
 
     def _segments(self) -> list[dict[str, Any]]:
-        if self._pool is None:
-            return []
-        if hasattr(self._pool, "snapshot"):
-            segments: list[dict[str, Any]] = self._pool.snapshot()
-            return segments
-        return [one for one in torch.cuda.memory_snapshot() if tuple(one["segment_pool_id"]) == tuple(self.handle)]
+        return [] if self._pool is None else segments(self.handle)
+
+    @property
+    def _index(self) -> int:
+        return torch.cuda.current_device() if self.device.index is None else self.device.index
 
 
 def _begin(index: int, handle: tuple[int, int]) -> None:

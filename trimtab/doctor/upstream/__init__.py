@@ -73,6 +73,7 @@ FILES: tuple[str, ...] = (
     "i14_frozen_last_token",
     "i15_graph_pool",
     "i16_row_scales",
+    "i17_snapshot_references",
 )
 
 
