@@ -18,8 +18,8 @@ BUG = Bug(
     cause="the function behind both takes the numbers out of its tuple of arguments as borrowed references, and releases them; "
     "Python 3.12 spares its own integers up to 256, and frees a larger one twice",
     affected=(Affected("torch"),),
-    versions="2.11.0 with CUDA 13.0 on an H100: processes that had run many of trimtab's tests ended so in two of two runs, the next "
-    "free block of Python's allocator was -1; other releases were not run",
+    versions="2.11.0 with CUDA 13.0 on an H100: processes that had run many of trimtab's tests ended so in two of two runs, the "
+    "next free block of Python's allocator was -1; other releases were not run",
     way_round="torch.cuda.memory._snapshot(), which takes no id, and choose the segments by their segment_pool_id",
     owner=("torch",),
     trackers=(),
