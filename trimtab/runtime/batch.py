@@ -246,7 +246,7 @@ class Batch:
             all_logits = self.prompts.packs.run(together, numbers)
         for prompt, number, logits in zip(together.prompts, numbers, all_logits, strict=True):
             prompt.logits, prompt.done_tokens, prompt.offset = logits, prompt.inputs.prompt_tokens, 0
-            self.cache.positions[number], self.cache.offsets[number] = prompt.done_tokens, 0
+            self.cache.place(number, prompt.done_tokens)
             self._is_placed(prompt, number)
         return list(together.prompts), together.tokens
 
@@ -317,7 +317,7 @@ class Batch:
         self._commit(token)
         self.prefixes.joined(prompt)
         prompt.logits, prompt.cache, prompt.first = None, None, None
-        self.tokens[row.number, 0] = token.token_id
+        self.tokens[row.number, 0].fill_(token.token_id)  # an assignment would wait for the device
         return token
 
     def _fill(self, number: int, prompt: Prompt) -> None:

@@ -227,8 +227,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         for mine, theirs in zip(self.layers, prompt.layers, strict=True):
             if isinstance(mine, LayerCache):
                 mine.fill(row, theirs.keys, theirs.values, length)
-        self.positions[row] = length
-        self.offsets[row] = offset
+        self.place(row, length, offset)
 
     def clear(self, row: int) -> None:
         """Set a row's keys and values to zero: an unwritten place is masked, but zero times what is not a number is not one."""
@@ -257,8 +256,12 @@ class SlotCache(Cache):  # type: ignore[misc]
                 torch._foreach_copy_(tensors, self._tensors_of(self.prompt_row))
             if self.pool is not None:
                 self.pool.move(self.prompt_row, row)
-        self.positions[row] = length
-        self.offsets[row] = offset
+        self.place(row, length, offset)
+
+    def place(self, row: int, length: int, offset: int = 0) -> None:
+        """Let a row's next token be at position `length`. Nothing waits for the device, as an assignment of a number would."""
+        self.positions[row].fill_(length)
+        self.offsets[row].fill_(offset)
 
     def _build(self, prompt: DynamicCache) -> None:
         for number, layer in enumerate(prompt.layers):
@@ -349,7 +352,7 @@ class SlotCache(Cache):  # type: ignore[misc]
             for paged in self._paged():
                 paged.clear(own)
                 paged.copy(sources, targets)
-        self.positions[target] = length
+        self.positions[target].fill_(length)  # an assignment would wait for the device
         self.offsets[target] = self.offsets[source]
 
     def rings(self, rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
