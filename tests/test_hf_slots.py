@@ -33,4 +33,4 @@ def test_the_offset_is_kept_by_the_model_or_within_its_head(depth):
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma4", "gemma3n", "mistral3", "llama"])
 def test_real_models_keep_it_where_a_walk_over_all_modules_finds_it(family, tmp_path):
     model = hf.probe(read_checkpoint(pico.build(family, tmp_path / "base"))).model
-    assert hf_slots.has_three_axes(model) == any(hasattr(module, "rope_deltas") for module in model.modules())
+    assert hf_slots._rope_module(model) is next((one for one in model.modules() if hasattr(one, "rope_deltas")), None)

@@ -418,6 +418,10 @@ def card_predictions(results: Mapping[str, Any]) -> str:
     )
 
 
+def _since(row: Mapping[str, Any]) -> str:
+    return f"; {row['since']}" if "since" in row else ""
+
+
 def above_plan(results: Mapping[str, Any]) -> str:
     """Return the sentence that names each case whose process took more than its plan, by at least a MiB."""
     rows = [row for row in _latest_cards(results) if "planned_gib" in row]
@@ -426,7 +430,7 @@ def above_plan(results: Mapping[str, Any]) -> str:
         return "No process took more memory than its plan.\n"
     named = "; ".join(
         f"{row['model'].upper()} on {_card_size(row)} took {row['process_gib']:.3f} GiB, and its plan counts "
-        f"{row['planned_gib']:.3f} ({(row['process_gib'] - row['planned_gib']) * 2**10:.0f} MiB more)"
+        f"{row['planned_gib']:.3f} ({(row['process_gib'] - row['planned_gib']) * 2**10:.0f} MiB more{_since(row)})"
         for row in above
     )
     return f"Of {len(rows)} measured processes, {len(above)} took more memory than planned: {named}.\n"

@@ -451,7 +451,7 @@ def read_offset(hf_model: Any) -> int:
 def _rope_module(hf_model: Any) -> Any:
     """Return the module that keeps the offset, if there is one: the model itself or the one within its head. It is asked for in
     every pass, and a model has thousands of modules below."""
-    near = (hf_model, *hf_model.children(), *(one for child in hf_model.children() for one in child.children()))
+    near = (hf_model, *(one for child in hf_model.children() for one in (child, *child.children())))
     return next((module for module in near if "rope_deltas" in vars(module)), None)
 
 

@@ -1,7 +1,7 @@
 """What torch's allocator holds on GPUs, asked for in a way that is safe in every release.
 
 `torch.cuda.memory_snapshot` and `MemPool.snapshot` of torch 2.11 release references that they do not own: of the numbers of the
-pool's id. A number above 256 is freed twice (Python spares its own small integers), and the process ends later in whatever
+pool's id. A number above 256 is freed twice (Python 3.12 spares smaller ones), and the process ends later in whatever
 allocates memory next (I17 of the doctor's catalogue). The snapshot without arguments takes no id.
 """
 
