@@ -14,8 +14,8 @@ BUG = Bug(
     title="A process ends by a segmentation fault some time after torch described one of its memory pools",
     symptom="Segmentation fault in memory_snapshot, or anywhere else in Python's memory allocator, after many CUDA graphs or pools "
     "of memory were made",
-    trigger="torch.cuda.MemPool.snapshot() or torch.cuda.memory_snapshot(pool.id), of a pool whose number is above 256 (before Python "
-    "3.12, by the rules of its integers, also of a smaller one)",
+    trigger="torch.cuda.MemPool.snapshot() or torch.cuda.memory_snapshot(pool.id), of a pool whose number is above 256 (before "
+    "Python 3.12, by the rules of its integers, also of a smaller one)",
     cause="the function behind both takes the numbers out of its tuple of arguments as borrowed references, and releases them; "
     "Python 3.12 spares its own integers up to 256, and frees a larger one twice",
     affected=(Affected("torch"),),
