@@ -179,7 +179,7 @@ def test_batch_invariant_steps_are_one_graph_of_all_rows_whoever_is_active(on_cp
 
         def scores(*asked, of):
             batch = joined(model, decode, [(name, ids, {}) for name, ids in asked], rows=4)
-            assert batch.steps.is_captured and batch.is_invariant
+            assert batch.steps.is_captured and batch.is_invariant and batch.steps._adapter_slots().is_fixed
             found = [batch.logits()[of].clone() for _ in range(3)]
             captures = batch.steps.captures
             return torch.stack(found), captures

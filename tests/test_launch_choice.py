@@ -37,6 +37,9 @@ def product():
     return Product([group_of((64,), 512)], 2, None)
 
 
+COMPILE_CUTS = tuning.compile_cuts
+
+
 def ways(product, module, *, held):
     return next(cut for cut in matvec.ways(product.groups[0], product.n, module) if bool(cut.held) is held)
 
@@ -49,6 +52,18 @@ def configured(module, product, monkeypatch, **facts):
     monkeypatch.setattr(tuning, "compile_cuts", lambda wanted, *_: compiled.extend(cut for _, _, cut in wanted))
     made.prepare([], torch.bfloat16, [product.n])
     return made, compiled
+
+
+def test_products_of_batch_invariant_steps_are_compiled_with_the_chosen_cuts(module, product, monkeypatch):
+    made, _ = configured(module, product, monkeypatch)
+    compiled = []
+    monkeypatch.setattr(type(module), "compile_variants", lambda _, wanted: compiled.extend(wanted), raising=False)
+    monkeypatch.setattr(tuning, "compile_cuts", COMPILE_CUTS)
+    made.compile_fixed([], torch.bfloat16, product.n)
+    cut = matvec.choose(product.groups[0], product.n, module)
+    wanted = matvec.options(product.groups[0][0], torch.bfloat16, cut, members=len(product.groups[0]), fixed=True)
+    assert wanted in compiled and all("-DFIXED_RANKS=1" in options for options in compiled)
+    assert "-DFIXED_RANKS=1" not in matvec.options(product.groups[0][0], torch.bfloat16, cut)
 
 
 def test_without_any_measurement_the_best_estimate_is_compiled_checked_and_marked(module, product, monkeypatch):

@@ -504,7 +504,31 @@ def test_fixed_ranks_give_a_row_the_same_bits_beside_larger_adapters(modules, ro
     differ = [
         not torch.equal(*(row_0(own, other, is_fixed=False, module=modules[0]) for other in (own, 2))) for own in (0, 1)
     ]
-    assert any(differ)  # else this test could not fail
+    assert all(differ)  # else this test could not fail
+
+
+@needs_gxx
+def test_fixed_ranks_make_a_x_in_the_same_order_beside_larger_adapters():
+    """Beside rank 64 a block makes several values of A x at once, each of fewer threads."""
+    module = run.CpuModule(matvec.source(), matvec.NAMES, multiprocessors=64)
+    matvec.prepare(module)
+    torch.manual_seed(3)
+    rows, columns, n = (64 * 16,), 512, 4
+    group, x = group_of(rows, columns), torch.randn(n, columns).bfloat16()
+    x[:, 200] = -x[:, 0]
+    adapters = adapters_of(rows, columns, [8, 64])
+    for A, _, _ in adapters[0]:
+        A[:, 0] = A[:, 200] = 2**24
+    cut = cuts.cuts(rows, columns, n, multiprocessors=64, shared_bytes=H200["shared_bytes"])[0]
+
+    def a_x(other, *, is_fixed):
+        slots = torch.tensor([0] + [other] * (n - 1), dtype=torch.int32)
+        lora = dataclasses.replace(matvec.lora_args(adapters, slots, 64), is_fixed=is_fixed)
+        matvec.matvec4(x, group, torch.empty(n, sum(rows)).bfloat16(), lora=lora, module=module, cut=cut)
+        return lora.low[0, 0, :8].clone()
+
+    assert torch.equal(a_x(0, is_fixed=True), a_x(1, is_fixed=True))
+    assert not torch.equal(a_x(0, is_fixed=False), a_x(1, is_fixed=False))  # else this test could not fail
 
 
 @needs_gxx

@@ -7,7 +7,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from tests.test_graphs import ASKED, answers, demo, joined
-from trimtab.runtime import many_rows
+from trimtab.runtime import many_rows, matvec
+from trimtab.runtime.capturing import side_stream
+from trimtab.runtime.graph_cache import GraphCache
+from trimtab.runtime.quant import dequantize
 from trimtab.runtime.tuning import RandomWeights
 
 
@@ -29,6 +32,39 @@ def test_products_of_many_rows_are_right_at_the_sizes_of_layers(module, quant, d
     ):
         group = [weights.make(rows, columns, dtype) for rows in shape]
         assert many_rows.wrong(group, module, dtype) is None
+
+
+@pytest.mark.parametrize("is_unpacked", [False, True])
+@pytest.mark.parametrize("n", [12, 32])
+def test_a_x_beside_the_product_changes_no_bits(module, n, is_unpacked):
+    device = torch.device("cuda:0")
+    weights, shape, columns = RandomWeights(device), (2048, 512, 512), 2560
+    group = [weights.make(rows, columns, torch.bfloat16) for rows in shape]
+    unpacked = torch.cat([dequantize(one) for one in group]) if is_unpacked else None
+    x = torch.randn(n, columns, device=device).bfloat16()
+    adapters = [
+        [(torch.randn(8, columns, device=device), torch.randn(rows, 8, device=device), 0.5) for _ in range(4)]
+        for rows in shape
+    ]
+    lora = matvec.lora_args(adapters, torch.arange(n, dtype=torch.int32, device=device) % 5 - 1, 16)
+    stream, found = torch.cuda.Stream(device), []
+    for beside in (None, stream):
+        out = torch.full((n, sum(shape)), torch.nan, dtype=torch.bfloat16, device=device)
+
+        def run(out=out, beside=beside):
+            many_rows.linear(x, group, out, lora=lora, module=module, unpacked=unpacked, beside=beside)
+
+        run()
+        found.append(out.clone())
+        with side_stream(device) as side:
+            torch.cuda.synchronize()
+            graph, _ = GraphCache().record(side, run)
+        for _ in range(20):
+            out.fill_(torch.nan)
+            lora.low.fill_(torch.nan)
+            graph.replay()
+            found.append(out.clone())
+    assert found[0].isfinite().all() and all(torch.equal(one, found[0]) for one in found)
 
 
 @pytest.mark.parametrize("rows", [12, 32])
