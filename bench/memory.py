@@ -201,7 +201,7 @@ def stream_share(model: Any) -> dict[str, Any]:
 
     def once() -> None:
         for group in streamer.groups:
-            streamer.enter(group)
+            streamer.enter(group.pieces[0])
 
     once()
     before = streamer.copied_bytes

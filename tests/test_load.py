@@ -20,7 +20,9 @@ import transformers
 import trimtab
 from tests import long_runs, pico, stock
 from trimtab.errors import CheckpointError, DoesNotFitError, RequestError
+from trimtab.plan.pieces import CopyOrder, Piece
 from trimtab.runtime import leaves, load, tiers
+from trimtab.runtime.step_capture import in_pass
 
 QUANTS = ("none", "nf4", "nf4-dq", "int8")
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")  # tests/gpu runs this file on "cuda:0"
@@ -108,6 +110,40 @@ def test_resident_equals_stock_and_every_tier_equals_resident(family, quant, bui
                 assert difference <= floor, (name, difference, floor)
         seen.append(name)
     assert {"stream", "disk", "host"} <= set(seen)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("family", pico.FAMILIES)
+def test_a_pass_that_is_copied_piece_by_piece_equals_resident(family, slots, built):
+    """As a captured pass copies: pieces of the next block are written over this one while the rest of it is computed with."""
+
+    def scores(model) -> torch.Tensor:
+        ids = torch.arange(3, 12, device=model.device)[None]
+        return stock.logits(model.hf_model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+    folder = built(family)
+    with trimtab.load(plan_of(folder, quant="nf4", place={"*": "resident"})) as model:
+        reference = scores(model)
+    with trimtab.load(plan_of(folder, quant="nf4", place={"*": "stream"})) as model:
+        streamer = model.streamer
+        streamer.slots, streamer.poison = streamer.slots[:slots], True
+        order: list[Piece] = []
+        with in_pass(streamer, entered=order):
+            assert torch.equal(scores(model), reference)
+        groups = list(dict.fromkeys(piece.block for piece in order))
+        assert tiers.is_cycle(order)
+        for _ in range(2):
+            before, entered = streamer.copied_bytes, []
+            with in_pass(streamer, order, entered=entered):
+                assert streamer._in_order and torch.equal(scores(model), reference)
+                assert streamer._in_order, "the pass left its order"
+            assert entered == order
+        again = [group for number, group in enumerate(groups) if len(groups[number % slots :: slots]) > 1]
+        assert streamer.copied_bytes - before == sum(group.nbytes for group in again)
+        layers = [group for group in groups if ".layers." in group.block]
+        whole = {step.block for step in CopyOrder(order, slots).steps if step.nbytes == step.block.nbytes}
+        # Gemma 3n computes with small weights of a layer at both ends of it; every other layer is copied in pieces.
+        assert layers and all((group in whole) == (family == "gemma3n") for group in layers)
 
 
 def model_config(folder: Path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from trimtab.errors import CheckpointError, DeviceError
+from trimtab.plan.pieces import Piece
 from trimtab.runtime import leaves, lora, read, tiers
 from trimtab.runtime.quant import CodeTables, Packed, dequantize, keep, quantize, shell
 
@@ -21,18 +22,22 @@ def packed_weight(quant: str, rows: int, columns: int, seed: int) -> Packed:
     return keep(weight) if quant == "none" else quantize(weight, quant)
 
 
-def stack(quant: str, tmp_path, *, home: str, count: int = 4, slots: int = 2):
-    """Return (staged leaves, resident leaves, streamer): `count` blocks of two linears of unlike shapes."""
+def stack(quant: str, tmp_path, *, home: str, count: int = 4, slots: int = 2, cuts: bool = True):
+    """Return (staged leaves, resident leaves, streamer): `count` blocks of two linears of unlike shapes, each of them a piece."""
     codes, route = CodeTables(), lora.Route()
     spill = tiers.Spill(tmp_path) if home == "disk" else None
     staged_leaves, resident, groups, staged = [], [], [], []
     common = {"bias": None, "device": CPU, "dtype": torch.bfloat16, "route": route}
     for block in range(count):
         writer = tiers.GroupWriter(f"layers.{block}")
-        for place, shape in enumerate(((128, 64), (64, 192))):
+        # The larger one comes first in every other block: pieces of two blocks do not begin at the same places.
+        for place, shape in enumerate(((128, 64), (64, 192)) if block % 2 else ((64, 192), (128, 64))):
+            if cuts:
+                writer.cut()
             packed = codes.share(packed_weight(quant, *shape, seed=10 * block + place))
             path = f"layers.{block}.{place}"
-            staged.append((path, writer.group, packed.with_parts({}, packed.codes), writer.add(packed.parts)))
+            facts = packed.with_parts({}, packed.codes)
+            staged.append((path, writer.group, facts, writer.add(packed.parts), len(writer.group.cuts)))
             resident.append(leaves.ResidentLeaf(path, packed, **common).eval())
         groups.append(writer.finish(pinned=False, spill=spill))
     streamer = tiers.Streamer(CPU, groups, slot_count=slots, spill=spill)
@@ -40,6 +45,11 @@ def stack(quant: str, tmp_path, *, home: str, count: int = 4, slots: int = 2):
     for path, *weight in staged:
         staged_leaves.append(leaves.StagedLeaf(path, tiers.Staged(streamer, *weight), **common).eval())
     return staged_leaves, resident, streamer
+
+
+def order_of(staged) -> list[Piece]:
+    """Return the pieces that calling all leaves in turn enters."""
+    return list(dict.fromkeys(leaf.staged.group.pieces[leaf.staged.piece] for leaf in staged))
 
 
 def inputs_for(leaf: leaves.Leaf, rows: int = 3) -> torch.Tensor:
@@ -70,15 +80,17 @@ def test_any_order_of_calls_gives_the_same_answer(slots, home, tmp_path):
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_a_pass_in_a_known_order_copies_each_block_once_and_ahead(slots, tmp_path):
+@pytest.mark.parametrize("cuts", [False, True])
+def test_a_pass_in_a_known_order_copies_each_block_once_and_ahead(cuts, slots, tmp_path):
     """What a CUDA graph holds: the first blocks are there, and each of the others comes as soon as a buffer is free."""
-    staged, resident, streamer = stack("nf4-dq", tmp_path, home="host", count=6, slots=slots)
-    order = list(dict.fromkeys(leaf.staged.group for leaf in staged))
+    staged, resident, streamer = stack("nf4-dq", tmp_path, home="host", count=6, slots=slots, cuts=cuts)
+    order, groups = order_of(staged), streamer.groups
+    assert len(order) == (12 if cuts else 6)
     for says_so in (True, False):
         streamer.begin_pass(order)
         before = streamer.copied_bytes
-        assert {slot.owner for slot in streamer.slots} == set(order[:slots])
-        for number, group in enumerate(order):
+        assert {slot.owner for slot in streamer.slots} == set(groups[:slots])
+        for number, group in enumerate(groups):
             for mine, reference in zip(staged, resident, strict=True):
                 if mine.staged.group is group:
                     assert torch.equal(mine(inputs_for(mine)), reference(inputs_for(mine)))
@@ -87,11 +99,11 @@ def test_a_pass_in_a_known_order_copies_each_block_once_and_ahead(slots, tmp_pat
                 mine.staged.leave()
                 if slots == 2:  # its buffer has the one after the next already
                     held = {slot.owner for slot in streamer.slots}
-                    assert set(order[number + 1 : number + 3]) <= held
+                    assert set(groups[number + 1 : number + 3]) <= held
         assert streamer.end_pass() == order
         # The first ones are copied again at the end: the next pass begins with them.
-        assert streamer.copied_bytes - before == sum(group.nbytes for group in order)
-        assert [slot.owner for slot in streamer.slots] == order[:slots]
+        assert streamer.copied_bytes - before == sum(group.nbytes for group in groups)
+        assert [slot.owner for slot in streamer.slots] == groups[:slots]
     streamer.close()
 
 
@@ -99,8 +111,8 @@ def test_a_pass_in_a_known_order_copies_each_block_once_and_ahead(slots, tmp_pat
 def test_the_buffers_hold_the_same_blocks_at_both_ends_of_a_pass(count, slots, tmp_path):
     """What lets a replay follow a replay without a copy between them; a block that has a buffer to itself is not copied again."""
     staged, resident, streamer = stack("nf4", tmp_path, home="host", count=count, slots=slots)
-    order = list(dict.fromkeys(leaf.staged.group for leaf in staged))
-    again = sum(group.nbytes for place, group in enumerate(order) if len(order[place % slots :: slots]) > 1)
+    order, groups = order_of(staged), streamer.groups
+    again = sum(group.nbytes for place, group in enumerate(groups) if len(groups[place % slots :: slots]) > 1)
     for number in range(3):
         streamer.hold(order)
         before = streamer.copied_bytes
@@ -114,19 +126,19 @@ def test_the_buffers_hold_the_same_blocks_at_both_ends_of_a_pass(count, slots, t
         assert streamer.end_pass() == order
         assert streamer.copied_bytes - before == again
         held = [slot.owner for slot in streamer.slots]
-        assert held == order[: len(held)]
+        assert held == groups[: len(held)]
     streamer.close()
 
 
 def test_what_another_pass_left_in_the_buffers_is_exchanged_before_a_replay(tmp_path):
     staged, _, streamer = stack("nf4", tmp_path, home="host", count=4, slots=2)
-    order = list(dict.fromkeys(leaf.staged.group for leaf in staged))
+    order = order_of(staged)
     staged[-1](inputs_for(staged[-1]))
     before, replays = streamer.copied_bytes, []
     tiers.replay(
         streamer, order, SimpleNamespace(replay=lambda: replays.append([slot.owner for slot in streamer.slots]))
     )
-    assert replays == [order[:2]] and streamer.copied_bytes > before
+    assert replays == [streamer.groups[:2]] and streamer.copied_bytes > before
     # Blocks that are entered twice have no such order: a replay then begins with empty buffers.
     tiers.replay(
         streamer, [*order, order[0]], SimpleNamespace(replay=lambda: replays.append([s.owner for s in streamer.slots]))
@@ -136,15 +148,17 @@ def test_what_another_pass_left_in_the_buffers_is_exchanged_before_a_replay(tmp_
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_a_pass_that_leaves_its_order_is_right_all_the_same(slots, tmp_path):
+@pytest.mark.parametrize(
+    "places", [(0, 6, 7, 3, 1, 8, 4, 0), (0, 1, 2, 1, 3), (0, 1, 2, 3, 2), (0, 2, 4, 6, 8), (9, 0), (0, 1, 2)]
+)
+def test_a_pass_that_leaves_its_order_is_right_all_the_same(places, slots, tmp_path):
     staged, resident, streamer = stack("nf4", tmp_path, home="host", count=5, slots=slots)
-    order = list(dict.fromkeys(leaf.staged.group for leaf in staged))
-    streamer.begin_pass(order)
-    for place in (0, 6, 7, 3, 1, 8, 4, 0):
+    streamer.begin_pass(order_of(staged))
+    for place in places:
         x = inputs_for(staged[place])
         assert torch.equal(staged[place](x), resident[place](x)), place
     streamer.end_pass()
-    assert [slot.owner for slot in streamer.slots] == order[:slots]
+    assert [slot.owner for slot in streamer.slots] == streamer.groups[:slots]
     streamer.close()
 
 
@@ -282,7 +296,7 @@ def test_code_tables_are_shared_only_when_equal():
 
 def test_a_streamed_leaf_shows_shape_and_computing_dtype_but_no_data():
     staged, _, streamer = stack("nf4", None, home="host")
-    assert staged[0].weight.shape == (128, 64) and staged[0].weight.dtype == torch.bfloat16
+    assert staged[1].weight.shape == (128, 64) and staged[1].weight.dtype == torch.bfloat16
     with pytest.raises((NotImplementedError, RuntimeError)):
         staged[0].weight.sum().item()
     streamer.close()

@@ -26,15 +26,25 @@ from trimtab.runtime.read import HostMemory, seen_by
 GPU = torch.device("cuda:0")
 
 
-def big_groups(count: int, nbytes: int):
+def big_groups(count: int, nbytes: int, pieces: int = 1):
+    """Return blocks in so many pieces, neighbours cut at other places: (group, places of pieces) of each, and the pieces' sums."""
     groups, expected = [], []
     for number in range(count):
-        writer = tiers.GroupWriter(f"layers.{number}")
-        data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=GPU)
-        place = writer.add({"weight": data})["weight"]
-        groups.append((writer.finish(pinned=True), place))
-        expected.append(int(data.sum()))
+        writer, places = tiers.GroupWriter(f"layers.{number}"), []
+        shares = [1 + (number + piece) % 3 for piece in range(pieces)]
+        for share in shares:
+            writer.cut()
+            data = torch.randint(0, 256, (nbytes * share // sum(shares),), dtype=torch.uint8, device=GPU)
+            places.append(writer.add({"weight": data})["weight"])
+            expected.append(int(data.sum()))
+        groups.append((writer.finish(pinned=True), places))
     return groups, expected
+
+
+def views_of(streamer, group, places):
+    """Enter every piece of a block in turn and yield its bytes."""
+    for piece, place in zip(group.pieces, places, strict=True):
+        yield place.view(streamer.enter(piece).buffer)
 
 
 def test_a_slot_is_not_overwritten_while_queued_work_reads_it():
@@ -44,27 +54,29 @@ def test_a_slot_is_not_overwritten_while_queued_work_reads_it():
     streamer.poison = True
     sums = []
     for _ in range(5):
-        for group, place in groups:
-            view = place.view(streamer.enter(group).buffer)
-            torch.cuda._sleep(20_000_000)
-            sums.append(view.sum())
+        for group, places in groups:
+            for view in views_of(streamer, group, places):
+                torch.cuda._sleep(20_000_000)
+                sums.append(view.sum())
     assert [int(value) for value in sums] == expected * 5
     streamer.close()
 
 
+@pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.parametrize(("count", "slots"), [(2, 2), (3, 2), (5, 2), (4, 1), (1, 1)])
-def test_captured_passes_follow_each_other_with_the_first_blocks_in_the_buffers(count, slots):
+def test_captured_passes_follow_each_other_with_the_first_blocks_in_the_buffers(count, slots, pieces):
     """Replays are queued without a wait, others' blocks enter between them; a copy too early or too late would change the sums."""
-    groups, expected = big_groups(count + 1, 16 * 2**20)
+    groups, expected = big_groups(count + 1, 16 * 2**20, pieces)
     streamer = tiers.Streamer(GPU, [group for group, _ in groups], slot_count=slots)
     streamer.poison = True
-    order, sums = [group for group, _ in groups[:count]], torch.zeros(count, dtype=torch.long, device=GPU)
+    order = [piece for group, _ in groups[:count] for piece in group.pieces]
+    sums = torch.zeros(count * pieces, dtype=torch.long, device=GPU)
 
     def run(says_so):
-        for number, (group, place) in enumerate(groups[:count]):
-            view = place.view(streamer.enter(group).buffer)
-            torch.cuda._sleep(1_000_000)
-            sums[number] = view.sum()
+        for number, (group, places) in enumerate(groups[:count]):
+            for piece, view in enumerate(views_of(streamer, group, places)):
+                torch.cuda._sleep(1_000_000)
+                sums[number * pieces + piece] = view.sum()
             if says_so:
                 streamer.leave(group)
 
@@ -90,10 +102,9 @@ def test_captured_passes_follow_each_other_with_the_first_blocks_in_the_buffers(
             tiers.replay(streamer, order, graph)
             replayed.append(sums.clone())
             if number % 3 == 2:  # another block takes a buffer between two replays
-                group, place = groups[count]
-                others.append(place.view(streamer.enter(group).buffer).sum())
-        assert [one.tolist() for one in replayed] == [expected[:count]] * 8
-        assert [int(one) for one in others] == expected[count:] * 2
+                others += [view.sum() for view in views_of(streamer, *groups[count])]
+        assert [one.tolist() for one in replayed] == [expected[: count * pieces]] * 8
+        assert [int(one) for one in others] == expected[count * pieces :] * 2
     cache.clear()
     streamer.close()
 

@@ -16,6 +16,7 @@ from typing import Literal
 from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, Part, TensorRow
 from trimtab.errors import gib
 from trimtab.plan.cost import HEAD8, HEAD_PIECE_BYTES, allocated_bytes, buffer_bytes, packed_bytes, packed_parts
+from trimtab.plan.pieces import cut
 from trimtab.plan.rows import Unquantized
 from trimtab.request import DEFAULT_QUANT, QUANTS, TIERS
 
@@ -71,7 +72,8 @@ class Block:
     what moves. refused: tier -> why it is not allowed. largest_leaf_bytes: the largest weight as stored.
     load_transient_bytes: the most that loading one weight takes at once. dense_bytes: what is read of the weights that
     loading packs. flops_per_token: multiply-adds a row. row_bytes: one row of a table, 0 for other blocks. is_in_file:
-    whether a table is one tensor of the checkpoint, whose rows can be read from there.
+    whether a table is one tensor of the checkpoint, whose rows can be read from there. pieces: the leaves of each piece that is
+    copied by itself in a captured pass; piece_bytes: of each, in the buffer.
     """
 
     block_path: str
@@ -91,6 +93,8 @@ class Block:
     flops_per_token: int
     row_bytes: int = 0
     is_in_file: bool = True
+    pieces: tuple[tuple[str, ...], ...] = ()
+    piece_bytes: tuple[int, ...] = ()
 
     @property
     def is_table(self) -> bool:
@@ -165,6 +169,11 @@ def _block(path: str, rows: list[ModuleRow], anatomy: Anatomy, quant: str, tied:
     part = (moving_rows or rows)[0].part
     is_table = bool(moving_rows) and all(row.gather_only for row in moving_rows)
     allowed, refused = _tiers(path, rows, leaves, is_table, anatomy, tied)
+    pieces = cut(leaves)
+    places = {path: number for number, piece in enumerate(pieces) for path in piece}
+    piece_bytes = [0] * len(pieces)
+    for leaf in leaves:
+        piece_bytes[places[leaf.module_path]] += buffer_bytes(leaf.parts)
     return Block(
         block_path=path, part=part,
         movable_bytes=sum(leaf.nbytes for leaf in leaves), fixed_bytes=sum(tensor.nbytes for tensor in fixed),
@@ -180,6 +189,7 @@ def _block(path: str, rows: list[ModuleRow], anatomy: Anatomy, quant: str, tied:
         flops_per_token=0 if is_table else sum(2 * prod(leaf.shape) for leaf in leaves),
         row_bytes=sum(leaf.dense_bytes // leaf.shape[0] for leaf in leaves) if is_table else 0,
         is_in_file=all(len(t.sources) == 1 for row in rows for t in row.tensors if t.tensor_path in moving),
+        pieces=pieces, piece_bytes=tuple(piece_bytes),
     )  # fmt: skip
 
 

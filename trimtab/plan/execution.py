@@ -228,12 +228,14 @@ def step_bytes(
 
 @dataclass(frozen=True)
 class BlockWork:
-    """Reads, copies and launches of one block in a step. is_layer: whether it is a decoder layer."""
+    """Reads, copies and launches of one block in a step. is_layer: whether it is a decoder layer. pieces: bytes of each piece that
+    is copied by itself."""
 
     device_bytes: int
     link_bytes: int
     linears: int
     is_layer: bool
+    pieces: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,6 +281,7 @@ def step_s(mode: str, work: StepWork, rates: Rates, *, link_Bps: float, has_adap
                 one.device_bytes / rate
                 + (per_layer * one.is_layer if mode == "fused" else one.linears * GRAPH_LINEAR_S[which]),
                 one.link_bytes,
+                one.pieces,
             )
             for one in work.blocks
         ]  # fmt: skip

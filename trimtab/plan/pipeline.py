@@ -1,9 +1,10 @@
 """The decoder layers that are copied in every step, and the time of such a step.
 
-Copies of a step run in order on one link, into a few staging buffers; a buffer takes its next layer once the one in it has been
-computed with, and after its last one of a step the layer that the next step begins with. While layers that stay are computed the
-link works ahead by as many layers as there are buffers, and no further: copied layers that lie side by side can leave it idle for
-the rest of the step. `evened` looks for a better order. Blocks that are no more than the buffers are never copied again.
+Copies of a step run in order on one link, into a few staging buffers; a buffer takes its next layer piece by piece, each once what
+lies in its place has been computed with (`pieces.py`), and after its last one of a step the layer that the next step begins with.
+While layers that stay are computed the link works ahead by as many layers as there are buffers, and no further: copied layers that
+lie side by side can leave it idle for the rest of the step. `evened` looks for a better order. Blocks that are no more than the
+buffers are never copied again.
 
 Pure: blocks, choices and rates.
 """
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from trimtab.plan.blocks import Block
 from trimtab.plan.budget import Choice, Item
+from trimtab.plan.pieces import CopyOrder, Piece
 
 # Where the first of the spread layers lies, as shares of the distance between two.
 PHASES = (0.0, 0.5)
@@ -24,30 +27,40 @@ MOST_LESS, MOST_MORE = 2, 3
 
 @dataclass(frozen=True)
 class Stage:
-    """One block of a step, in the order of computing. seconds: of computing; copied_bytes: copied to the device before."""
+    """One block of a step, in the order of computing. seconds: of computing; copied_bytes: copied to the device before; pieces: the
+    bytes of its pieces, () for a single one."""
 
     seconds: float
     copied_bytes: int = 0
+    pieces: tuple[int, ...] = ()
+
+
+class _Copied:
+    """A stage that is copied, cut into its pieces."""
+
+    def __init__(self, stage: Stage) -> None:
+        ends = list(accumulate(stage.pieces or (stage.copied_bytes,)))
+        self.pieces = [Piece(self, start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        self.seconds, self.nbytes = stage.seconds, ends[-1]
 
 
 def pipeline_s(stages: Sequence[Stage], *, link_Bps: float, slots: int) -> float:
     """Return the seconds of one of many steps, whose `slots` staging buffers hold the first copied blocks when it begins, and again
-    when it ends: the last copies of a step are those that the next one begins with."""
-    copied = [stage.copied_bytes for stage in stages if stage.copied_bytes]
-    ready_s = [0.0] * len(copied)
+    when it ends: the last copies of a step are those that the next one begins with. A block's seconds are spread over its bytes."""
+    blocks = [_Copied(stage) if stage.copied_bytes else None for stage in stages]
+    order = CopyOrder([piece for block in blocks if block is not None for piece in block.pieces], slots)
+    ready_s = [0.0] * len(order.steps)
     link_s = computed_s = 0.0
     place = 0
-    for stage in stages:
-        if stage.copied_bytes:
-            computed_s = max(computed_s, ready_s[place])
-        computed_s += stage.seconds
-        if stage.copied_bytes:
-            later = place + slots
-            following = later if later < len(copied) else place % slots
-            if following != place:
-                link_s = max(link_s, computed_s) + copied[following] / link_Bps
-                if later < len(copied):
-                    ready_s[later] = link_s
+    for stage, block in zip(stages, blocks, strict=True):
+        if block is None:
+            computed_s += stage.seconds
+            continue
+        for piece in block.pieces:
+            computed_s = max(computed_s, ready_s[place]) + block.seconds * (piece.nbytes / block.nbytes)
+            for copy in order.due[place]:
+                link_s = max(link_s, computed_s) + copy.nbytes / link_Bps
+                ready_s[order.place[copy]] = link_s
             place += 1
     return max(computed_s, link_s)
 

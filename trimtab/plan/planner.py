@@ -238,11 +238,15 @@ class _Planner:
         return prompt_s + self.use.answer_tokens * self._step_s(chosen, slots)
 
     def _waits_s(self, chosen: Sequence[Choice], slots: int) -> float:
-        """Return what the passes of a prompt take longer with one staging buffer, which copies and computes in turn."""
+        """Return what the passes of a prompt take longer with one staging buffer, which copies and computes in turn. Captured
+        passes through blocks of several pieces do not: the link goes on."""
         staged = [block for block, choice in zip(self.blocks, chosen, strict=True) if choice.staged_bytes]
         if slots != 1 or len(staged) < 2:
             return 0.0
-        weighed = ((self._weights(block), self.works[block.paid]) for block in staged)
+        in_turn = [
+            block for block in staged if not (self.captures_prompts and block.paid == "token" and len(block.pieces) > 1)
+        ]
+        weighed = ((self._weights(block), self.works[block.paid]) for block in in_turn)
         return sum(unhidden_s(*pair, self.rates, pinned=self.machine.has_pinned) for pair in weighed)
 
     def _evened(self, chosen: list[Choice], totals: Totals) -> tuple[list[Choice], Totals]:

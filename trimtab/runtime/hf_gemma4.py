@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trimtab.runtime import cuts, ends, fused, fused_check, lora, many_rows, matvec
 from trimtab.runtime.hf_slots import SlotCache
-from trimtab.runtime.leaves import Leaf, ResidentLeaf, staged_in
+from trimtab.runtime.leaves import Leaf, ResidentLeaf, packed_together, staged_in
 from trimtab.runtime.lora import SavedModule
 from trimtab.runtime.tables import Table
 
@@ -457,7 +457,7 @@ class FusedStep:
         out = self.buffer("out" if gate is None else "gated", (count, width), x.dtype)
         if own and not is_apart:
             args = None if slots is None else slots.args(leaves, count, is_empty=True)
-            packed = [leaf.packed() for leaf in leaves]
+            packed = packed_together(leaves)
             pair = gate is not None and gate.other is None
             if norm is not None and not matvec.takes_norm(packed, count, self.kernels.matvec, pair=pair):
                 x, norm = self.normed(x, norm), None
@@ -469,11 +469,11 @@ class FusedStep:
         x = self.normed(x, norm)
         wide = out if gate is None else self.buffer("wide", (count, sum(widths)), x.dtype)
         if own:
-            packed = [leaf.packed() for leaf in leaves]
+            packed = packed_together(leaves)
             matvec.matvec4(x, packed, wide, bias=[leaf.bias for leaf in leaves], module=self.kernels.matvec)
         if many:
             many_rows.linear(
-                x, [leaf.packed() for leaf in leaves], wide, bias=[leaf.bias for leaf in leaves],
+                x, packed_together(leaves), wide, bias=[leaf.bias for leaf in leaves],
                 lora=None if slots is None else slots.args(leaves, count), module=self.kernels.rows,
                 unpacked=self._joined(leaves), beside=self.beside,
             )  # fmt: skip

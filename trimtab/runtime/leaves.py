@@ -195,6 +195,17 @@ class HostLeaf(StillLeaf):
         return self.stored.to(self.device)
 
 
+def packed_together(leaves: Sequence[Leaf]) -> list[Packed]:
+    """Return the packed weights of layers that one kernel reads.
+
+    Errors: RuntimeError if streamed ones are in several pieces: opening the next would give the place of the one before to others.
+    """
+    staged = [leaf.staged for leaf in leaves if isinstance(leaf, StagedLeaf)]
+    if any((one.group, one.piece) != (staged[0].group, staged[0].piece) for one in staged):
+        raise RuntimeError(f"{leaves[0].module_path} and what is computed with it are copied in several pieces")
+    return [leaf.packed() for leaf in leaves]
+
+
 def staged_in(module: nn.Module) -> Iterator[Staged]:
     """Yield what says where the streamed weights of a module's layers are."""
     return (leaf.staged for leaf in module.modules() if isinstance(leaf, StagedLeaf))

@@ -23,6 +23,7 @@ from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.packed import PackedEntry, split_packed
 from trimtab.errors import CheckpointError, TrimtabError
 from trimtab.plan import Plan
+from trimtab.plan.blocks import blocks_of
 from trimtab.plan.cost import HEAD8, HEAD_PIECE_VALUES, buffer_bytes, packed_parts
 from trimtab.runtime import head8, head8_choice, hf, hf_attention, leaves, lora, tables, tiers
 from trimtab.runtime.devices import spill_folder
@@ -96,6 +97,7 @@ class _Filler:
         self.entries, self.packed = split_packed(checkpoint)
         self.tier = {row.block: plan.tier_of(row.block) for row in self.rows}
         self.home = {placement.block_path: placement.home for placement in plan.placements}
+        self.pieces = {block.block_path: block.pieces for block in blocks_of(anatomy, plan.request.quant)}
         self.codes = CodeTables()
         self.arena = tiers.Arena(sum(map(self._arena_bytes, self.rows)), self.device)
         self.owners: dict[str, nn.Parameter] = {}
@@ -156,7 +158,16 @@ class _Filler:
             tied = any(tensor.tied_to for row in item[1] for tensor in row.tensors)
             return rank[self.tier[item[0]]], int(tied)
 
-        return sorted(grouped.items(), key=key)
+        return sorted(((block, self._in_pieces(block, rows)) for block, rows in grouped.items()), key=key)
+
+    def _in_pieces(self, block: str, rows: list[ModuleRow]) -> list[ModuleRow]:
+        """Return the rows of a block piece by piece, in their own order where its modules are in that order."""
+        place, numbers = 0, {path: number for number, piece in enumerate(self.pieces[block]) for path in piece}
+        found: list[tuple[int, ModuleRow]] = []
+        for row in rows:
+            place = numbers.get(row.module_path, place)
+            found.append((place, row))
+        return [row for _, row in sorted(found, key=lambda pair: pair[0])]
 
     def _arena_bytes(self, row: ModuleRow) -> int:
         """Return what a module's packed weight takes in the arena: 0 unless it is quantized and stays."""
@@ -268,7 +279,10 @@ class _Filler:
     def _fill_block(self, block: str, rows: list[ModuleRow]) -> None:
         tier = self.tier[block]
         writer = tiers.GroupWriter(block) if tier in ("stream", "disk") else None
+        firsts = {piece[0] for piece in self.pieces[block]}
         for row in rows:
+            if writer is not None and row.module_path in firsts:
+                writer.cut()
             module = self.probe.model.get_submodule(row.module_path)
             if row.is_head8:
                 self._fill_head8(row, module, tier, writer)
@@ -390,8 +404,8 @@ class _Filler:
     def _staged(
         self, packed: Packed, places: Mapping[str, tiers.Part], writer: tiers.GroupWriter
     ) -> Callable[[tiers.Streamer], tiers.Staged]:
-        facts = packed.with_parts({}, packed.codes)
-        return lambda streamer: tiers.Staged(streamer, writer.group, facts, places)
+        facts, piece = packed.with_parts({}, packed.codes), len(writer.group.cuts)
+        return lambda streamer: tiers.Staged(streamer, writer.group, facts, places, piece)
 
     def _stage_linear(
         self, row: ModuleRow, staged: Callable[[tiers.Streamer], tiers.Staged], common: Mapping[str, Any]

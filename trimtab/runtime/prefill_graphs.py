@@ -29,6 +29,7 @@ from torch import Tensor
 from trimtab.errors import gib
 from trimtab.plan.activations import use_of
 from trimtab.plan.execution import CAPTURED
+from trimtab.plan.pieces import Piece
 from trimtab.plan.prompt_memory import LEAST_LARGEST, choose_chunks, planned_graphs, prompt_graph_bytes
 from trimtab.runtime import adapter_columns, hf_prefill, hf_slots, prompt_kernels, short_ops, tables, tiers
 from trimtab.runtime.capturing import side_stream
@@ -79,7 +80,7 @@ class _Job:
 @dataclass(eq=False)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    order: Sequence[tiers.Group]  # the streamed blocks that it enters
+    order: Sequence[Piece]  # the pieces of streamed blocks that it enters
     serial: int | None  # of the adapter whose own addresses it reads
 
 
@@ -383,7 +384,7 @@ class Prompts:
         oldest = next(iter(self._graphs), None) if len(self._graphs) >= self._most_graphs() else None
         return self._uses.pays(key, oldest)
 
-    def _static(self, form: Form, entered: list[tiers.Group] | None = None) -> Tensor:
+    def _static(self, form: Form, entered: list[Piece] | None = None) -> Tensor:
         """Return what a graph of this form computes, kernel by kernel. entered: becomes the streamed blocks of the pass, which
         then begins as a replay does."""
         begun = nullcontext() if entered is None else in_pass(self.model.streamer, entered=entered)
@@ -556,9 +557,7 @@ class Prompts:
         """Whether there is room for this many graphs beyond those of cut prompts, with this many bytes left over."""
         return self._most_graphs() >= len(self.sizes) + CUT_GRAPHS + graphs and self.left_bytes() >= spare_bytes
 
-    def _graph(
-        self, form: Form, before: Sequence[tuple[Tensor, Tensor]]
-    ) -> tuple[torch.cuda.CUDAGraph, list[tiers.Group]]:
+    def _graph(self, form: Form, before: Sequence[tuple[Tensor, Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Piece]]:
         """Return a graph that has run once with the result of the captured pass, and the blocks that it streams."""
         expected, order = self._warm(form)
         hf_slots.restore(before)
@@ -569,15 +568,15 @@ class Prompts:
         check_replay(output.view(form.rows, -1), expected.view(form.rows, -1), form.rows)
         return graph, order
 
-    def _warm(self, form: Form) -> tuple[Tensor, list[tiers.Group]]:
+    def _warm(self, form: Form) -> tuple[Tensor, list[Piece]]:
         """Return what the pass computes and the streamed blocks it enters: once for whatever is made on first use."""
-        order: list[tiers.Group] = []
+        order: list[Piece] = []
         with side_stream(self.device) as side, torch.cuda.stream(side):
             expected = self._static(form, order).clone()
         torch.cuda.current_stream(self.device).wait_stream(side)
         return expected, order
 
-    def _record(self, form: Form, order: Sequence[tiers.Group], output: Tensor) -> torch.cuda.CUDAGraph:
+    def _record(self, form: Form, order: Sequence[Piece], output: Tensor) -> torch.cuda.CUDAGraph:
         with side_stream(self.device) as side:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()  # what the pass left on the side stream has no other user
@@ -596,5 +595,5 @@ class Prompts:
         for table in self.staged_tables:
             table.stage(padded, chunk.size)
 
-    def _replay(self, graph: torch.cuda.CUDAGraph, order: Sequence[tiers.Group]) -> None:
+    def _replay(self, graph: torch.cuda.CUDAGraph, order: Sequence[Piece]) -> None:
         tiers.replay(self.model.streamer, order, graph)

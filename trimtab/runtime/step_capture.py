@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trimtab.errors import DeviceError
 from trimtab.plan import Plan
+from trimtab.plan.pieces import Piece
 from trimtab.runtime import tables, tiers
 from trimtab.runtime.capturing import side_stream
 from trimtab.runtime.graph_cache import GraphCache
@@ -55,10 +56,10 @@ def streams_layers(plan: Plan) -> bool:
 
 @contextmanager
 def in_pass(
-    streamer: tiers.Streamer | None, order: Sequence[tiers.Group] = (), *, entered: list[tiers.Group] | None = None
+    streamer: tiers.Streamer | None, order: Sequence[Piece] = (), *, entered: list[Piece] | None = None
 ) -> Iterator[None]:  # fmt: skip
     """A pass through the model that begins with empty staging buffers, as every replay of it will; around a replay, the graph fills
-    them without the streamer seeing it. order: of the blocks it enters, where that is known. entered: becomes the ones it did."""
+    them without the streamer seeing it. order: of what it enters, where that is known. entered: becomes what it did."""
     if streamer is None:
         yield
         return
@@ -79,7 +80,7 @@ class CapturedStep:
     outputs: tuple[Tensor, Tensor]
     keep: Any  # tensors that the graph reads by address
     streamer: tiers.Streamer | None = None
-    order: Sequence[tiers.Group] = ()  # the streamed blocks that it enters
+    order: Sequence[Piece] = ()  # the pieces of streamed blocks that it enters
 
     def replay(self) -> None:
         tiers.replay(self.streamer, self.order, self.graph)
@@ -93,8 +94,8 @@ class StepCapture:
     ) -> None:  # fmt: skip
         self.choice, self.model, self.device, self.tokens = choice, choice.model, choice.device, tokens
         self.graphs, self.tables = graphs, staged
-        # The streamed blocks that a step enters, in order, once one was run.
-        self.order: list[tiers.Group] = []
+        # The pieces of streamed blocks that a step enters, in order, once one was run.
+        self.order: list[Piece] = []
         self.has_streamed_layers = streams_layers(self.model.plan)
         self._pays_beside_copies: bool | None = None
 

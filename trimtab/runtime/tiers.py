@@ -1,9 +1,9 @@
 """Tiers at run time: where a weight is, and how it gets to the computing device.
 
 Leaves (leaves.py) compute, blocks schedule. Staged weights (the `stream` and `disk` tiers) are grouped by placement block: one
-contiguous buffer a block, copied as one piece into a ring of staging buffers. Entering a block prefetches the one that
-followed it last time; skipped or repeated blocks cost time only. Inference only: autograd would save views that are
-overwritten.
+contiguous buffer a block, copied as a whole into a ring of staging buffers. Entering a block prefetches the one that
+followed it last time; skipped or repeated blocks cost time only. In a pass whose order is known, as a captured one, a block is
+copied piece by piece (plan/pieces.py). Inference only: autograd would save views that are overwritten.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import CheckpointError, DeviceError
+from trimtab.plan.pieces import CopyOrder, Piece, blocks_in
 from trimtab.runtime.capturing import wait_for_all
 from trimtab.runtime.quant import Packed
 from trimtab.runtime.read import HostMemory, bytes_of
@@ -49,13 +52,20 @@ class Part:
 
 @dataclass(eq=False)
 class Group:
-    """One streamed block: its bytes in one piece, in host memory (`host`) or at `spill_start` of the spill file."""
+    """One streamed block: its bytes side by side, in host memory (`host`) or at `spill_start` of the spill file. cuts: where its
+    pieces begin, but the first."""
 
     block: str
     nbytes: int
     host: HostMemory | None = None
     spill_start: int | None = None
     follows: Group | None = None  # the block that is expected next; learned from what followed last time
+    cuts: list[int] = field(default_factory=list)
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """The pieces of the complete block, in order."""
+        return [Piece(self, *ends) for ends in pairwise([0, *self.cuts, self.nbytes])]
 
 
 class Arena:
@@ -104,6 +114,11 @@ class GroupWriter:
         self._parts: list[tuple[Part, Tensor]] = []
         self._device_bytes = 0
         self._memory: HostMemory | None = None
+
+    def cut(self) -> None:
+        """Begin another piece: what is added from here on is used after what was added before."""
+        if self.group.nbytes > (self.group.cuts or [0])[-1]:
+            self.group.cuts.append(self.group.nbytes)
 
     def add(self, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
         """Take over tensors (they are copied at `finish`) and return their places."""
@@ -211,12 +226,13 @@ class _HostBuffer:
     last_used: int = 0
 
 
-def is_cycle(order: Sequence[Group]) -> bool:
+def is_cycle(order: Sequence[Piece]) -> bool:
     """Whether the buffers can hold the first groups of this order at both ends of a pass: all in host memory, each entered once."""
-    return bool(order) and len(set(order)) == len(order) and all(group.host is not None for group in order)
+    groups = blocks_in(order)
+    return bool(groups) and len(set(groups)) == len(groups) and all(group.host is not None for group in groups)
 
 
-def replay(streamer: Streamer | None, order: Sequence[Group], graph: torch.cuda.CUDAGraph) -> None:
+def replay(streamer: Streamer | None, order: Sequence[Piece], graph: torch.cuda.CUDAGraph) -> None:
     """Replay a pass that was captured with this order of streamed blocks: it fills the buffers without the streamer seeing it."""
     if streamer is None:
         graph.replay()
@@ -260,53 +276,59 @@ class Streamer:
         self._clock = 0
         self._current: Slot | None = None
         self._next: dict[Group, Group | None] | None = None
-        self._entered: list[Group] = []
-        # In a pass of a known order: where in it each group is. Empty in any other.
-        self._order: tuple[Group, ...] = ()
-        self._places: dict[Group, int] = {}
+        self._entered: list[Piece] = []
+        # In a pass of a known order: that order, whether the pass still follows it, how many of its steps have been used, and the
+        # copies that nothing has waited for.
+        self._order: CopyOrder | None = None
+        self._in_order, self._used = False, 0
+        self._copied: dict[Piece, torch.cuda.Event | None] = {}
         self._copies_before, self._is_capturing = 0, False
         for here, following in zip(self.groups, self.groups[1:], strict=False):
             here.follows = following
 
-    def begin_pass(self, order: Sequence[Group] = ()) -> None:
+    def begin_pass(self, order: Sequence[Piece] = ()) -> None:
         """Begin a pass that depends on no pass before it, as one that is captured in a CUDA graph has to be.
 
-        order: the groups that it will enter, as `end_pass` of an earlier one returned them. Where each is entered once, the buffers
-        hold the first of them from the start and again at the end, so that the next such pass waits for no copy: before a replay
-        `hold` sees to it. Otherwise they alone are fetched ahead, the first ones now, as many as there are buffers.
+        order: what it will enter, as `end_pass` of an earlier one returned it. Where each block is entered once, the buffers hold
+        the first of them from the start and again at the end, so that the next such pass waits for no copy: before a replay `hold`
+        sees to it. Otherwise they alone are fetched ahead, the first ones now, as many as there are buffers.
         """
         if is_cycle(order):
+            self._order = CopyOrder(order, len(self.slots))
             self._is_capturing = self._stream is not None and torch.cuda.is_current_stream_capturing()
             if self._is_capturing:
                 self._forget()
-                for slot, group in zip(self.slots, order, strict=False):
+                for slot, group in zip(self.slots, self._order.blocks, strict=False):
                     slot.owner = group
             else:
                 self.hold(order)
-            self._order, self._places = tuple(order), {group: place for place, group in enumerate(order)}
+            self._current, self._in_order, self._used, self._copied = None, True, 0, {}
             self._entered, self._next, self._copies_before = [], {}, self.copied_bytes
             return
         self._forget()
         self._entered, self._next = [], {}
         self._join()
-        if order:
-            self._next = dict(zip(order, [*order[1:], None], strict=True))
-            for group in dict.fromkeys(order[: len(self.slots)]):
+        if groups := blocks_in(order):
+            self._next = dict(zip(groups, [*groups[1:], None], strict=True))
+            for group in dict.fromkeys(groups[: len(self.slots)]):
                 self._fetch(group)
 
-    def end_pass(self) -> list[Group]:
-        """End it with every copy done for whatever comes next on this stream; returns the groups in the order entered."""
-        if self._order:
-            order, self._order, self._places, self._next = self._order, (), {}, None
+    def end_pass(self) -> list[Piece]:
+        """End it with every copy done for whatever comes next on this stream; returns the pieces in the order entered."""
+        if self._order is not None:
+            order = self._order
             try:
-                for slot, group in zip(self.slots, order, strict=False):
+                if self._in_order and self._entered and order.place[self._entered[-1]] == len(order.steps) - 1:
+                    self._use(len(order.steps))
+                self._in_order = False
+                for slot, group in zip(self.slots, order.blocks, strict=False):
                     if slot.owner is not group:
                         self._fetch(group, into=slot)
                     slot.ready = None
                 if self._stream is not None and self.copied_bytes != self._copies_before:
                     torch.cuda.current_stream(self.device).wait_stream(self._stream)
             finally:
-                self._current = None
+                self._order, self._in_order, self._next, self._current, self._copied = None, False, None, None, {}
                 if self._is_capturing:
                     self._forget()  # what was captured has not been copied
             return self._entered
@@ -316,11 +338,11 @@ class Streamer:
         self._next = None
         return self._entered
 
-    def hold(self, order: Sequence[Group]) -> None:
+    def hold(self, order: Sequence[Piece]) -> None:
         """Let the buffers hold the first groups of an order, for whatever comes next on this stream; what they hold is not copied
         again. A replay of a pass that was captured with this order leaves them so."""
         self._current = None
-        for slot, group in zip(self.slots, order, strict=False):
+        for slot, group in zip(self.slots, blocks_in(order), strict=False):
             if slot.owner is not group or slot.pending is not None:
                 self._fetch(group, into=slot)
             self._wait(slot)
@@ -343,13 +365,17 @@ class Streamer:
             return  # copies from before the capture are no part of it; whoever captures has waited for them
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
-    def enter(self, group: Group) -> Slot:
-        """Return the slot with the group's bytes; work enqueued on the current stream from now on may read them."""
-        current = self._current
+    def enter(self, piece: Piece) -> Slot:
+        """Return the slot with a piece of a group; work enqueued on the current stream from now on may read it, until another piece
+        is entered."""
+        slot = self._enter_in_order(piece) if self._in_order else None
+        if slot is not None:
+            return slot
+        if self._next is not None and (not self._entered or self._entered[-1] is not piece):
+            self._entered.append(piece)
+        group, current = piece.block, self._current
         if current is not None and current.owner is group:
             return current
-        if current is not None:
-            self._go_on(current)
         slot = next((slot for slot in self.slots if slot.owner is group), None)
         if slot is None:
             slot = self._fetch(group)
@@ -361,7 +387,6 @@ class Streamer:
                 current.owner.follows = group
             following = group.follows
         else:
-            self._entered.append(group)
             following = self._next.get(group)
         self._current = slot
         if len(self.slots) > 1 and following is not None and all(s.owner is not following for s in self.slots):
@@ -369,12 +394,40 @@ class Streamer:
             self._read_ahead(following.follows, keep=following)
         return slot
 
+    def _enter_in_order(self, piece: Piece) -> Slot | None:
+        """Return the slot of a piece in a pass of a known order, None if the order no longer says what the buffers hold."""
+        assert self._order is not None
+        place = self._order.place.get(piece, -1)
+        if place < self._used:  # not in it, or given up to another block
+            self._in_order = False
+            return None
+        if not self._entered or self._entered[-1] is not piece:
+            self._use(place)
+            self._entered.append(piece)
+            self._wait_for(self._copied.pop(self._order.steps[place], None))
+        return self.slots[self._order.slot_of[piece.block]]
+
+    def _use(self, count: int) -> None:
+        """In a pass of a known order, begin the copies that may begin once its first `count` steps have been used."""
+        assert self._order is not None
+        for copies in self._order.due[self._used : count]:
+            for copy in copies:
+                slot, group = self.slots[self._order.slot_of[copy.block]], copy.block
+                free = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
+                slot.owner = None
+                slot.ready = self._copied[copy] = self._copy(
+                    group.host.tensor[copy.start : copy.end], slot, free, copy.start
+                )
+                if copy is self._order.steps[self._order.last[group]]:
+                    slot.owner = group
+        self._used = max(self._used, count)
+
     def leave(self, group: Group) -> None:
         """Let the copy of the group after the next one begin: whatever reads this one's bytes is queued. Without it that copy waits
         until the next group is entered, behind all that is computed between the two."""
-        if self._order:
-            if self._current is not None and self._current.owner is group:
-                self._go_on(self._current)
+        if self._order is not None:
+            if self._in_order and self._entered and self._entered[-1].block is group:
+                self._use(self._order.last[group] + 1)
             return
         slot, following = self._current, self._following(group)
         if slot is None or slot.owner is not group or following is None:
@@ -384,18 +437,6 @@ class Streamer:
             return
         if any(one.owner is following for one in self.slots):
             self._fetch(second, into=slot)
-
-    def _go_on(self, slot: Slot) -> None:
-        """In a pass of a known order, let a buffer take its next group, because its contents have been used."""
-        place = None if slot.owner is None else self._places.get(slot.owner)
-        if place is None:
-            return
-        later = place + len(self.slots)
-        due = self._order[later] if later < len(self._order) else None
-        if due is None and slot.index < len(self._order):
-            due = self._order[slot.index]
-        if due is not None and due is not slot.owner:
-            self._fetch(due, into=slot)
 
     def _following(self, group: Group) -> Group | None:
         return group.follows if self._next is None else self._next.get(group)
@@ -419,19 +460,21 @@ class Streamer:
         slot.last_used = self._clock
         return slot
 
-    def _copy(self, source: Tensor, slot: Slot, free: torch.cuda.Event | None) -> torch.cuda.Event | None:
+    def _copy(
+        self, source: Tensor, slot: Slot, free: torch.cuda.Event | None, start: int = 0
+    ) -> torch.cuda.Event | None:
         self.copied_bytes += source.numel()
-        target = slot.buffer[: source.numel()]
+        target = slot.buffer[start : start + source.numel()]
         if self._stream is None:
             if self.poison:
-                slot.buffer.fill_(0xAB)
+                target.fill_(0xAB)
             target.copy_(source)
             return None
         with torch.cuda.stream(self._stream):
             assert free is not None
             self._stream.wait_event(free)
             if self.poison:
-                slot.buffer.fill_(0xAB)
+                target.fill_(0xAB)
             target.copy_(source, non_blocking=True)
             return self._stream.record_event()
 
@@ -483,8 +526,11 @@ class Streamer:
 
     def _wait(self, slot: Slot) -> None:
         self._settle(slot)
-        if slot.ready is not None:
-            torch.cuda.current_stream(self.device).wait_event(slot.ready)
+        self._wait_for(slot.ready)
+
+    def _wait_for(self, copied: torch.cuda.Event | None) -> None:
+        if copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(copied)
             # A kernel that may begin before the one in front of it ends must not begin before the copy has ended. It begins after
             # this one, which waits for both and does not let others begin early.
             self._mark.zero_()
@@ -513,6 +559,7 @@ class Staged:
     group: Group
     packed: Packed  # its parts are empty; facts and shared code tables only
     places: Mapping[str, Part]
+    piece: int = 0  # which of the block's pieces it is part of
     views: dict[int, Packed] = field(default_factory=dict)
 
     def leave(self) -> None:
@@ -520,8 +567,8 @@ class Staged:
         self.streamer.leave(self.group)
 
     def open(self) -> tuple[int, Packed]:
-        """Return the slot's index and the weight as views of its buffer, valid until another block is entered."""
-        slot = self.streamer.enter(self.group)
+        """Return the slot's index and the weight as views of its buffer, valid until a weight outside its piece is opened."""
+        slot = self.streamer.enter(self.group.pieces[self.piece])
         packed = self.views.get(slot.index)
         if packed is None:
             parts = {name: place.view(slot.buffer) for name, place in self.places.items()}
