@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -183,6 +184,47 @@ def test_rates_are_measured_once_and_read_back_equal(cache):
     assert [file.name for file in file_of().parent.iterdir()] == [file_of().name]
 
 
+def test_rates_of_a_busy_machine_are_kept_for_minutes_only(cache, monkeypatch):
+    now, busy = [1000.0], [True]
+    monkeypatch.setattr(rates_file.time, "time", lambda: now[0])
+    monkeypatch.setattr(devices, "_cpu_is_busy", lambda: busy[0])
+    assert devices.measure_rates("cpu") == MEASURED == devices.measure_rates("cpu")
+    assert cache == ["cpu"]
+    now[0] += rates_file.BUSY_S
+    busy[0] = False
+    assert devices.measure_rates("cpu") == MEASURED and len(cache) == 2
+    now[0] += 365 * 86400
+    assert devices.measure_rates("cpu") == MEASURED and len(cache) == 2, "those of an idle machine stay"
+    busy[0] = True
+    file_of().unlink()
+    devices.measure_rates("cpu")
+    now[0] -= 86400  # a clock that was set back
+    devices.measure_rates("cpu")
+    assert len(cache) == 4
+
+
+@pytest.mark.parametrize(("percent", "is_busy"), [(None, False), (0, False), (20, False), (21, True), (100, True)])
+def test_a_gpu_that_others_use_is_busy(percent, is_busy, monkeypatch):
+    monkeypatch.setattr(devices.gpus, "busy_percent", lambda index: percent if index == 1 else 100)
+    assert devices._gpu_is_busy(torch.device("cuda:1")) is is_busy
+    assert not devices._gpu_is_busy(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("share", "is_busy"), [(1.0, False), (0.85, False), (0.75, True), (0.5, True)])
+def test_threads_that_get_less_than_their_cores_are_on_a_busy_machine(share, is_busy, monkeypatch):
+    clock = [0.0]
+
+    def wall() -> float:
+        clock[0] += 0.01
+        return clock[0]
+
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(
+        devices, "time", SimpleNamespace(perf_counter=wall, process_time=lambda: clock[0] * share * threads)
+    )
+    assert devices._cpu_is_busy() is is_busy
+
+
 def test_without_the_cache_they_are_measured_every_time_and_nothing_is_written(cache):
     devices.measure_rates("cpu", cache=False)
     devices.measure_rates("cpu", cache=False)
@@ -197,6 +239,7 @@ def test_without_the_cache_they_are_measured_every_time_and_nothing_is_written(c
         json.dumps(asdict(MEASURED) | {"disk_Bps": 0}), json.dumps(asdict(MEASURED) | {"disk_Bps": -1.0}),
         json.dumps(asdict(MEASURED) | {"disk_Bps": "fast"}), json.dumps(asdict(MEASURED) | {"disk_Bps": None}),
         json.dumps(asdict(MEASURED) | {"disk_Bps": float("nan")}),
+        json.dumps(asdict(MEASURED) | {"busy_at_s": "noon"}), json.dumps(asdict(MEASURED) | {"busy_at_s": 1e400}),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("has_digest", [False, True], ids=["as it is", "with its digest"])

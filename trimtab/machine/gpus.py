@@ -10,6 +10,9 @@ import sys
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
+
+Answer = TypeVar("Answer")
 
 # cuda.h: CUDA_ERROR_NO_DEVICE, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, ..._COMPUTE_CAPABILITY_MAJOR and _MINOR.
 _NO_DEVICE = 100
@@ -32,12 +35,35 @@ class _Memory(ctypes.Structure):
     _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
 
 
+class _Utilization(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint) for name in ("gpu", "memory")]
+
+
 class _UnknownError(Exception):
     """The driver's libraries do not answer."""
 
 
 def read_gpus() -> tuple[Gpu, ...] | None:
     """Return the GPUs in CUDA's order, empty without a driver or a GPU; None if the driver cannot be asked."""
+    return _asked(
+        lambda cuda, nvml: tuple(_gpu(cuda, nvml, index, _driver(cuda)) for index in range(_int(cuda.cuDeviceGetCount)))
+    )
+
+
+def busy_percent(index: int) -> int | None:
+    """Return how much of the last second or so a GPU was computing, as NVML counts it; None if the driver does not say."""
+
+    def ask(cuda: ctypes.CDLL, nvml: ctypes.CDLL) -> tuple[int, ...]:
+        found = _Utilization()
+        device = ctypes.c_int(_int(cuda.cuDeviceGet, ctypes.c_int(index)))
+        _check(nvml.nvmlDeviceGetUtilizationRates(_handle(cuda, nvml, device), ctypes.byref(found)))
+        return (int(found.gpu),)
+
+    return next(iter(_asked(ask) or ()), None)
+
+
+def _asked(ask: Callable[[ctypes.CDLL, ctypes.CDLL], tuple[Answer, ...]]) -> tuple[Answer, ...] | None:
+    """Return what the driver's libraries answer, empty without a driver or a GPU; None if they cannot be asked."""
     if sys.platform == "darwin":
         return ()
     windows = sys.platform == "win32"
@@ -53,12 +79,16 @@ def read_gpus() -> tuple[Gpu, ...] | None:
         nvml = ctypes.CDLL("nvml.dll" if windows else "libnvidia-ml.so.1")
         _check(nvml.nvmlInit_v2())
         try:
-            count, driver = _int(cuda.cuDeviceGetCount), _int(cuda.cuDriverGetVersion)
-            return tuple(_gpu(cuda, nvml, index, (driver // 1000, driver % 1000 // 10)) for index in range(count))
+            return ask(cuda, nvml)
         finally:
             nvml.nvmlShutdown()
     except (OSError, AttributeError, _UnknownError):
         return None
+
+
+def _driver(cuda: ctypes.CDLL) -> tuple[int, int]:
+    driver = _int(cuda.cuDriverGetVersion)
+    return driver // 1000, driver % 1000 // 10
 
 
 def _check(code: int) -> None:
@@ -88,12 +118,16 @@ def _gpu(cuda: ctypes.CDLL, nvml: ctypes.CDLL, index: int, driver: tuple[int, in
 
 
 def _free_bytes(cuda: ctypes.CDLL, nvml: ctypes.CDLL, device: ctypes.c_int) -> int:
+    memory = _Memory()
+    _check(nvml.nvmlDeviceGetMemoryInfo(_handle(cuda, nvml, device), ctypes.byref(memory)))
+    return int(memory.free)
+
+
+def _handle(cuda: ctypes.CDLL, nvml: ctypes.CDLL, device: ctypes.c_int) -> ctypes.c_void_p:
     raw = (ctypes.c_ubyte * 16)()
     _check(cuda.cuDeviceGetUuid_v2(ctypes.byref(raw), device))
     named, handle = uuid.UUID(bytes=bytes(raw)), ctypes.c_void_p()
     # A slice of a card that is shared (MIG) has a UUID of its own.
     if nvml.nvmlDeviceGetHandleByUUID(f"GPU-{named}".encode(), ctypes.byref(handle)):
         _check(nvml.nvmlDeviceGetHandleByUUID(f"MIG-{named}".encode(), ctypes.byref(handle)))
-    memory = _Memory()
-    _check(nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)))
-    return int(memory.free)
+    return handle

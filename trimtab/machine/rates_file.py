@@ -1,8 +1,12 @@
-"""The rates of this machine as an earlier process measured them, in the user's cache."""
+"""The rates of this machine as an earlier process measured them, in the user's cache.
+
+Rates of a busy machine are kept for minutes only, so that processes that follow each other do not measure again and again.
+"""
 
 from __future__ import annotations
 
 import json
+import time
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -13,6 +17,8 @@ from trimtab.plan.cost import Rates
 
 FOLDER = "machine"
 MOST_BYTES = 64 * 1024
+# Beside the rates: when they were measured, in seconds since 1970, if the machine was busy then.
+BUSY, BUSY_S = "busy_at_s", 600
 
 
 def path_of(device_name: str, torch_version: str, threads: int) -> Path:
@@ -26,19 +32,22 @@ def _slug(text: str) -> str:
 
 
 def read(device_name: str, torch_version: str, threads: int) -> Rates | None:
-    """Return the rates that were kept; None if there are none that can be used."""
+    """Return the rates that were kept; None if there are none that can be used, or no longer."""
     names = {item.name for item in fields(Rates)}
     try:
         path = path_of(device_name, torch_version, threads)
         text = read_own(path, path.name, limit_bytes=MOST_BYTES)
         values = {} if text is None else json.loads(text)
+        if (busy_at := values.pop(BUSY, None)) is not None and not 0 <= time.time() - busy_at < BUSY_S:
+            return None
         return Rates(**values) if set(values) == names else None
-    except (OSError, ValueError, TypeError, RequestError):
+    except (OSError, ValueError, TypeError, AttributeError, RequestError):
         return None
 
 
-def write(device_name: str, torch_version: str, threads: int, rates: Rates) -> None:
-    """Keep rates; a folder that cannot be written costs time only."""
+def write(device_name: str, torch_version: str, threads: int, rates: Rates, *, is_busy: bool = False) -> None:
+    """Keep rates; a folder that cannot be written costs time only. is_busy: keep them for `BUSY_S` seconds."""
+    values = asdict(rates) | ({BUSY: time.time()} if is_busy else {})
     with suppress(OSError):
         path = path_of(device_name, torch_version, threads)
-        write_own(path, path.name, json.dumps(asdict(rates), indent=1).encode())
+        write_own(path, path.name, json.dumps(values, indent=1).encode())

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import DeviceError, gib
-from trimtab.machine import gpu_process, known, rates_file
+from trimtab.machine import gpu_process, gpus, known, rates_file
 from trimtab.machine.known import resolve
 from trimtab.machine.memory import (
     cpu_name,
@@ -50,6 +50,9 @@ WORKSPACE_CONFIG = ":4096:2:16:8"
 _STACK_LIMIT = 0
 ROOM_TOLERANCE_BYTES = 64 * 2**20
 SAMPLE_BYTES = 64 * 2**20
+# A machine is busy if its GPU was used for so much of the last second, or if threads of this process got so little of their cores:
+# on two cores 0.97 to 1.00 without other programs, 0.5 to 0.6 beside two of them.
+BUSY_GPU_PERCENT, BUSY_CPU_SHARE, BUSY_SAMPLE_S = 20, 0.8, 0.1
 DISK_SAMPLE_BYTES = 32 * 2**20
 SMALL_READ_BYTES = 4096
 GEMV_SIDE = 2048
@@ -163,14 +166,34 @@ def device_name(device: str) -> str:
 
 
 def measure_rates(device: str, *, cache: bool = True) -> Rates:
-    """Return the machine's rates, measured now or as they were kept. device: "cpu" or "cuda:N"."""
+    """Return the machine's rates, measured now or as they were kept. device: "cpu" or "cuda:N".
+
+    Rates of a machine that others keep busy are too low, and kept for minutes only.
+    """
     key = (device_name(device), str(torch.__version__), torch.get_num_threads())
     if cache and (kept := rates_file.read(*key)) is not None:
         return kept
+    before = _gpu_is_busy(torch.device(device))
     rates = _measure(torch.device(device))
     if cache:
-        rates_file.write(*key, rates)
+        rates_file.write(*key, rates, is_busy=before or _cpu_is_busy())
     return rates
+
+
+def _gpu_is_busy(device: torch.device) -> bool:
+    """Whether a GPU computes for others: this process has not begun to."""
+    return device.type == "cuda" and (gpus.busy_percent(device.index or 0) or 0) > BUSY_GPU_PERCENT
+
+
+def _cpu_is_busy() -> bool:
+    """Whether this process's threads get less than their share of the cores for a product that keeps all of them busy."""
+    side = torch.ones(GEMV_SIDE, GEMV_SIDE)
+    torch.mm(side, side)
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    while time.perf_counter() - wall_s < BUSY_SAMPLE_S:
+        torch.mm(side, side)
+    wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+    return cpu_s < BUSY_CPU_SHARE * wall_s * torch.get_num_threads()
 
 
 def _median_s(run: Callable[[], object], repeat: int = 5) -> float:
