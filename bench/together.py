@@ -4,8 +4,9 @@
 
 A random checkpoint of a size (as bench.load has it), 32 rows of 512 tokens. "step": milliseconds of one captured step by rows, for
 the base, 8 adapters and an adapter for each row. "pass": milliseconds of prompts alone, and of several in one pass. Times are the
-device's, medians of ten. `unpacked`: whether the decoder's weights are kept in the model's own type beside the packed ones;
-`least`: from how many rows on a step uses them.
+device's, medians of ten. "beside" (`--beside`): the graph of a step on a stream of high priority while graphs of chunks run on
+another one. It asks what that could gain: the two share scratch, so what they compute then is not used. `unpacked`: whether the
+decoder's weights are kept in the model's own type beside the packed ones; `least`: from how many rows on a step uses them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ REPEAT = 10
 TOKENS = 512
 COUNTS = (32, 16, 8, 4)
 SINGLES = (64, 128, 256, 512, 1024)
+# Steps beside chunks: rows, tokens of a chunk, and how many chunks run one behind the other.
+BESIDE_COUNTS, BESIDE_TOKENS, BESIDE_CHUNKS = (8, 16, 31), (64, 256, 512), 8
 
 
 def timed(run: Callable[[], Any]) -> float:
@@ -95,6 +98,63 @@ def passes(model: Any, batch: Any, name: str, about: dict[str, Any]) -> list[dic
     return found
 
 
+def beside(model: Any, batch: Any, name: str, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return rows of a step's graph and a chunk's, by themselves and at once. A row of the batch has to be free."""
+    from trimtab.request import GenerateRequest
+
+    rows, found = list(batch.active), []
+    for count in BESIDE_COUNTS:
+        if count > len(rows):
+            continue
+        batch.active[:] = rows[:count]
+        batch.tell_tokens()
+        batch.steps.run()
+        step = batch.steps._graphs[next(reversed(batch.steps._graphs))].graph
+        for tokens in BESIDE_TOKENS:
+            inputs = model.prepare(ids(tokens - 1))
+            for _ in range(3):
+                prompt = batch.begin(inputs, GenerateRequest(max_new_tokens=1), adapter=name, client=None)
+                while not prompt.step():
+                    pass
+                batch.prompts.release(prompt)
+            chunk = batch.prompts._graphs[next(reversed(batch.prompts._graphs))].graph
+            alone = {"step_ms": timed(step.replay), "chunk_ms": timed(chunk.replay)}
+            found.append(
+                {"what": "beside", "rows": count, "tokens": tokens, **alone, **at_once(step, chunk, **alone), **about}
+            )
+            print(json.dumps(found[-1]), flush=True)
+    batch.active[:] = rows
+    return found
+
+
+def at_once(step: Any, chunk: Any, *, step_ms: float, chunk_ms: float) -> dict[str, float]:
+    """Return what steps and chunks take on two streams; gain: the time of as many behind each other, of that which they took."""
+    high, low = torch.cuda.Stream(priority=-1), torch.cuda.Stream(priority=0)
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    most = int(4 * BESIDE_CHUNKS * chunk_ms / step_ms) + 2
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(most)]
+    for stream in (high, low):
+        stream.wait_event(start)
+    with torch.cuda.stream(low):
+        for _ in range(BESIDE_CHUNKS):
+            chunk.replay()
+        end.record()
+    with torch.cuda.stream(high):
+        for mark in marks:
+            step.replay()
+            mark.record()
+    torch.cuda.synchronize()
+    taken_ms = start.elapsed_time(end)
+    done_ms = [ms for mark in marks if (ms := start.elapsed_time(mark)) <= taken_ms]
+    behind_ms = len(done_ms) * step_ms + BESIDE_CHUNKS * chunk_ms
+    return {
+        "beside_step_ms": round(done_ms[-1] / len(done_ms), 2) if done_ms else 0.0,
+        "beside_chunk_ms": round(taken_ms / BESIDE_CHUNKS, 2), "gain": round(behind_ms / taken_ms, 2),
+    }  # fmt: skip
+
+
 def ids(count: int, seed: int = 0) -> list[int]:
     return [1000 + (number * 7919 + seed * 31) % 90_000 for number in range(count)]
 
@@ -124,6 +184,7 @@ def main() -> None:
     parser.add_argument(
         "--least", type=int, nargs="*", default=(), help="also steps of so many rows with unpacked weights"
     )
+    parser.add_argument("--beside", action="store_true", help="also steps and chunks on two streams")
     parser.add_argument("--save", type=Path)
     given = parser.parse_args()
     import trimtab
@@ -164,6 +225,9 @@ def main() -> None:
             batch.steps._fused_step().least_many = least
             keep(steps(model, batch, names, {"unpacked": True, "least": least}, (8, 4)))
         fallbacks = [f"{one.what}: {one.why}" for one in batch.steps.fallbacks]
+        if given.beside:
+            batch.leave(batch.active[-1])
+            keep(beside(model, batch, names[0], {"unpacked": kept is not None}))
         for row in list(batch.active):
             batch.leave(row)
         for unpacked in (True, False) if kept is not None else (False,):
