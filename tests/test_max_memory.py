@@ -57,7 +57,6 @@ def test_what_cannot_be_followed_is_refused_by_name(given_map, field, word):
     ("others", "field"),
     [
         ({"gpu_memory_bytes": GIB}, "max_memory"),
-        ({"host_memory_bytes": GIB}, "max_memory"),
         ({"device": "cpu"}, "max_memory"),
         ({"device": "cuda:1"}, "max_memory"),
     ],
@@ -67,6 +66,12 @@ def test_a_budget_given_twice_is_refused(others, field):
     with pytest.raises(RequestError) as caught:
         merged_budgets({0: "4GiB"}, **values)
     assert caught.value.field == field
+    with pytest.raises(RequestError):
+        merged_budgets({0: GIB, "cpu": GIB}, gpu_memory_bytes=None, host_memory_bytes=GIB, device="auto")
+    with pytest.raises(RequestError):
+        merged_budgets({"cpu": GIB}, gpu_memory_bytes=GIB, host_memory_bytes=None, device="auto")
+    beside = merged_budgets({0: GIB}, gpu_memory_bytes=None, host_memory_bytes=3 * GIB, device="auto")
+    assert (beside["gpu_memory_bytes"], beside["host_memory_bytes"]) == (GIB, 3 * GIB)
     assert merged_budgets({0: GIB}, gpu_memory_bytes=None, host_memory_bytes=None, device="cuda")["device"] == "cuda:0"
 
 

@@ -30,7 +30,7 @@ from trimtab.plan.dtypes import choose_dtype, reason_of
 from trimtab.plan.max_memory import merged_budgets
 from trimtab.plan.media_memory import ServedMedia, media_memory
 from trimtab.plan.module_tree import ModuleTree
-from trimtab.plan.options import Option, options_of
+from trimtab.plan.options import Option, options_of, with_larger_card
 from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, LoadRequest, parse_bytes
 
 if TYPE_CHECKING:
@@ -89,11 +89,12 @@ def plan(
         "gpu_memory_bytes": parse_bytes(gpu_memory, field_name="gpu_memory"),
         "host_memory_bytes": parse_bytes(host_memory, field_name="host_memory"), "device": device,
     }  # fmt: skip
+    profile = find_card(card) if max_memory is not None and isinstance(card, str) else None
     return plan_request(
         LoadRequest(
             model=str(model),
             adapters=paths_of(adapters),
-            **(budgets if max_memory is None else merged_budgets(max_memory, **budgets)),
+            **(budgets if max_memory is None else merged_budgets(max_memory, **budgets, card=profile)),
             quant=quant,
             dtype=dtype,
             context_tokens=context,
@@ -143,6 +144,20 @@ def plan_request(
     In a process that has not loaded torch it is made without torch where earlier processes kept what it needs: the module
     tree of this config and these releases, and the machine's rates.
     """
+    inputs = inputs or PlanInputs()
+    make = partial(_planned, later=later, inputs=inputs, media=media)
+    try:
+        return make(request, is_advised=is_advised)
+    except DoesNotFitError as exc:
+        if not is_advised or request.card is None:
+            raise
+        raise with_larger_card(exc, request, partial(make, is_advised=False)) from None
+
+
+def _planned(
+    request: LoadRequest, *, later: Mapping[str, str] | None, inputs: PlanInputs, is_advised: bool, media: ServedMedia | None
+) -> Plan:  # fmt: skip
+    """Return the plan of a request, as `plan_request` does, with an error that knows this card alone."""
     from trimtab.machine import anatomies, known
     from trimtab.machine.memory import disk_free_bytes, host_available_bytes, process_bytes
 
@@ -152,7 +167,7 @@ def plan_request(
     for path in every.values():
         check_vocabulary(path, checkpoint.folder)
     request = replace(request, quant=resolve_quant(request.quant, checkpoint))
-    given, inputs = request, inputs or PlanInputs()
+    given = request
     bytes_now = process_bytes() if inputs.process_bytes is None else inputs.process_bytes
     bytes_before = None if known.torch_is_loaded() else bytes_now
     card = None if request.card is None else find_card(request.card)
@@ -174,7 +189,7 @@ def plan_request(
     inputs.machines[request.device, request.card] = here
     if given.dtype == "auto" and choose_dtype(model_type, machine.capability)[0] != request.dtype:
         # The card was not known before torch asked it.
-        return plan_request(given, later=later, inputs=replace(inputs, probe=None), is_advised=is_advised, media=media)
+        return _planned(given, later=later, inputs=replace(inputs, probe=None), is_advised=is_advised, media=media)
     head_refused, head8 = "", None
     if request.head == "auto" and not machine.on_cpu:
         head_refused = head_change(specs, anatomy)

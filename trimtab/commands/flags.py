@@ -11,6 +11,7 @@ from typing import Any
 from trimtab.adapter_names import parse_adapters, parse_unweighted
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.plan import Plan
+from trimtab.plan.cards import find_card
 from trimtab.plan.max_memory import merged_budgets
 from trimtab.request import (
     DECODE_MODES,
@@ -264,7 +265,8 @@ def load_request(options: argparse.Namespace, **counted: Any) -> LoadRequest:
     if getattr(options, "max_memory", None) is not None:
         max_memory = read_json_object(options.max_memory, "--max-memory", MAX_MEMORY)
         budgets = {name: values.get(name) for name in ("gpu_memory_bytes", "host_memory_bytes")}
-        values |= merged_budgets(max_memory, device=values.get("device", "auto"), **budgets)
+        card = None if values.get("card") is None else find_card(values["card"])
+        values |= merged_budgets(max_memory, device=values.get("device", "auto"), **budgets, card=card)
     return LoadRequest(**values)
 
 

@@ -46,6 +46,7 @@ from trimtab.commands.wording import in_flags
 from trimtab.commands.words_apart import Style
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.plan.options import Option
+from trimtab.plan.placing import NO_GPU
 from trimtab.request import LoadRequest
 
 if TYPE_CHECKING:
@@ -169,6 +170,8 @@ def run_plan(options: argparse.Namespace) -> int:
     print(plan if options.wide else _narrow(plan))
     if helpful:
         print(f"\n{options_text(helpful, card=plan.card)}")
+    if plan.execution_device == "cpu" and request.device == "auto" and request.gpu_memory_bytes is not None:
+        print(f"this plan is for the CPU. {in_flags(NO_GPU, None, {'card': '--card'})}", file=sys.stderr)
     for path in (options.save, options.picture):
         if path:
             print(f"written: {path}", file=sys.stderr)
@@ -194,7 +197,7 @@ def _as_flags(change: str) -> str:
         return " ".join(f"--place {part}={tier}" for part, tier in ast.literal_eval(change[6:]).items())
     if change.startswith("card="):
         return f'--card "{ast.literal_eval(change[5:])}"'
-    names = ("head", "kv", "context", "batch", "images", "audio_s", "gpu_memory")
+    names = ("head", "kv", "kv_tokens", "context", "batch", "images", "audio_s", "gpu_memory")
     return in_flags(change, None, {name: f"--{name.replace('_', '-')}" for name in names})
 
 

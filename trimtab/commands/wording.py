@@ -93,7 +93,7 @@ def in_flags(text: str, field: object, flags: Mapping[str, str]) -> str:
         if flag in _BUDGETS and value.isdecimal():
             value += "B"
         if value:
-            return f"{flag} {value}"
+            return f'{flag} "{value}"' if " " in value and '"' not in value else f"{flag} {value}"
         after = match.string[match.end() : match.end() + 1]
         is_other_value = match[0].endswith("=") and after.strip(".,;) ") != ""  # a tuple, for example
         return f"{flag}=" if is_other_value else flag

@@ -184,13 +184,14 @@ def _named(text: str) -> Card:
     )
 
 
-def larger_cards(card: Card, count: int = 2) -> list[str]:
-    """Return names, as `find_card` takes them, of cards with the next larger sizes of memory: no older ones, laptops for a laptop;
+def larger_cards(card: Card) -> list[str]:
+    """Return names, as `find_card` takes them, of cards with more memory, the smallest first: no older ones, laptops for a laptop;
     of each size the one that is nearest in bandwidth. An unknown card has unknown ones."""
 
     def is_alike(one: Card) -> bool:
         is_newer = _number(one.capability) >= _number(card.capability)
-        return is_newer and (_LAPTOP in _words(one.name)) == (_LAPTOP in _words(card.name))
+        is_kind = card.source == UNKNOWN or (_LAPTOP in _words(one.name)) == (_LAPTOP in _words(card.name))
+        return is_newer and is_kind
 
     larger = [
         one for one in known_cards()
@@ -198,7 +199,7 @@ def larger_cards(card: Card, count: int = 2) -> list[str]:
     ]  # fmt: skip
     boxes = sorted({_box_gb(one.memory_mib) for one in larger})
     titles = []
-    for box in boxes[:count]:
+    for box in boxes:
         alike = [one for one in larger if _box_gb(one.memory_mib) == box]
         nearest = min(alike, key=lambda one: (abs(one.bandwidth_GBps - card.bandwidth_GBps), one.name))
         titles.append(f"{box}GiB" if card.source == UNKNOWN else nearest.title)
@@ -266,11 +267,11 @@ def check_here(card: Card, device_names: Iterable[tuple[str, int]], device: str)
     )  # fmt: skip
 
 
-def check_budget(card: Card, budget_bytes: int | None) -> None:
-    """Raise RequestError for a budget that is larger than the card."""
+def check_budget(card: Card, budget_bytes: int | None, *, field: str = "gpu_memory") -> None:
+    """Raise RequestError for a budget that is larger than the card. field: that set it."""
     if budget_bytes is not None and budget_bytes > card.memory_bytes:
         raise RequestError(
-            f"is more than the memory of {card.title}: {gib(card.memory_bytes)}", field="gpu_memory", value=gib(budget_bytes),
+            f"is more than the memory of {card.title}: {gib(card.memory_bytes)}", field=field, value=gib(budget_bytes),
             hint="Omit it to plan for the whole card",
         )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Budgets from a `max_memory` in transformers' form: {0: "4GiB", "cpu": "16GiB", "disk": "64GiB"}.
 
-A device that is not named is not used, as in accelerate: without a GPU the CPU computes. Pure: no file, no torch.
+Without a GPU's entry the CPU computes. Host memory and disk without one are used as far as they are free, as with trimtab's own
+budgets. Pure: no file, no torch.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.errors import RequestError
+from trimtab.plan.cards import Card, check_budget
 from trimtab.request import parse_bytes
 
 FIELD = "max_memory"
@@ -65,15 +67,21 @@ def read_max_memory(max_memory: Any) -> MemoryBudgets:
 
 
 def merged_budgets(
-    max_memory: Any, *, gpu_memory_bytes: int | None, host_memory_bytes: int | None, device: str
+    max_memory: Any, *, gpu_memory_bytes: int | None, host_memory_bytes: int | None, device: str, card: Card | None = None
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what a max_memory gives of LoadRequest's fields, beside those that were given by themselves.
+    """Return what a max_memory gives of LoadRequest's fields, with those that were given by themselves where it has no entry.
 
-    Errors: RequestError as `read_max_memory`, and for a budget or device that is given twice.
+    card: that the plan is for. Errors: RequestError as `read_max_memory`, for a budget or device that is given twice, and for more
+    memory than the card has.
     """
     budgets = read_max_memory(max_memory)
-    for name, value in (("gpu_memory", gpu_memory_bytes), ("host_memory", host_memory_bytes)):
-        if value is not None:
+    if card is not None and budgets.gpu_memory_bytes is not None:
+        check_budget(card, budgets.gpu_memory_bytes, field=FIELD)
+    given = (
+        ("gpu_memory", gpu_memory_bytes, budgets.gpu_memory_bytes), ("host_memory", host_memory_bytes, budgets.host_memory_bytes)
+    )  # fmt: skip
+    for name, value, other in given:
+        if value is not None and (other is not None or (name == "gpu_memory" and budgets.device == "cpu")):
             raise RequestError(
                 f"max_memory and {name} both set a budget", field=FIELD, value=dict(max_memory), hint="Give one of them"
             )
@@ -82,7 +90,9 @@ def merged_budgets(
             f"names {budgets.device}, device is {device}", field=FIELD, value=dict(max_memory), allowed=(device,)
         )
     return {
-        "gpu_memory_bytes": budgets.gpu_memory_bytes, "host_memory_bytes": budgets.host_memory_bytes, "device": budgets.device,
+        "gpu_memory_bytes": gpu_memory_bytes if budgets.gpu_memory_bytes is None else budgets.gpu_memory_bytes,
+        "host_memory_bytes": host_memory_bytes if budgets.host_memory_bytes is None else budgets.host_memory_bytes,
+        "device": budgets.device,
         "disk_memory_bytes": budgets.disk_memory_bytes,
     }  # fmt: skip
 

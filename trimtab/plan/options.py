@@ -28,6 +28,7 @@ from trimtab.plan.execution import (
 from trimtab.plan.head_cost import torch_head_s, why_no_kernel, with_head_cost
 from trimtab.plan.kv_form import check_kv, why_not_int8
 from trimtab.plan.plan import Plan
+from trimtab.plan.table import predicted_rate, rate_text
 from trimtab.request import LoadRequest
 
 # Modes of a decode step, the fastest first.
@@ -39,6 +40,10 @@ HEAD8_KL = 1.4e-4
 LEAST_CONTEXT = 256
 # How the error of an option begins that does not fit.
 NEEDS = "needs "
+# How advice begins that names what fits.
+FITS = "This fits: "
+# How many options with more memory are listed.
+MOST_LARGER = 2
 # Sizes of cards that are sold.
 CARD_GIB = (4, 6, 8, 10, 12, 16, 24, 32, 48, 80)
 
@@ -230,7 +235,7 @@ def _chosen_head(
     whole, small = plans["full"], plans["int8"]
     kept = whole.blocks_off_device - small.blocks_off_device
     if kept > 0 and small.expected_s < whole.expected_s:
-        rates = f"{small.execution.tokens_per_s:.0f} instead of {whole.execution.tokens_per_s:.0f} tokens/s predicted"
+        rates = f"{predicted_rate(small.execution)} instead of {predicted_rate(whole.execution)} predicted"
         return "int8", f"keeps {kept} more decoder blocks on the device, {rates}; {_cost()}"
     if kept > 0:
         return "full", "8 bits keep more of the decoder on the device, but are not faster"
@@ -247,7 +252,7 @@ def _cost() -> str:
 @dataclass(frozen=True, kw_only=True)
 class Option:
     """One changed request. what: the argument that differs; needed_bytes: of the device, None where it does not fit; error:
-    why not. is_rate_estimate: whether the rate follows in part from what was never measured (`Phase.estimated_s`)."""
+    why not. is_rate_estimate: whether the rate follows from what was never measured (a card's data sheet, `Phase.estimated_s`)."""
 
     what: str
     needed_bytes: int | None
@@ -264,34 +269,43 @@ def options_of(
 ) -> list[Option]:  # fmt: skip
     """Return the plan of the request, and the plan after each single change. plan: makes the plan of a request. budget_bytes:
     of the execution device. on_cpu: whether that is the CPU, which no larger card and no tower in host memory would help.
-    capability: of the GPU. An 8-bit head that its kernel cannot compute is listed only where the request does not fit without."""
-    options = []
-    for what, changed in _changes(request, budget_bytes, on_cpu=on_cpu):
+    capability: of the GPU. An 8-bit head that its kernel cannot compute is listed only where the request does not fit without. Of
+    pools of tokens the largest that fits is listed, of more memory the next two sizes that do, and the next ones if none does."""
+    options: list[Option] = []
+
+    def tried(what: str, changed: LoadRequest) -> Option | None:
         try:
-            changed_plan = plan(changed)
+            made = plan(changed)
         except DoesNotFitError as exc:
-            options.append(
-                Option(what=what, needed_bytes=None, tokens_per_s=None, error=f"{NEEDS}{gib(exc.needed_bytes)}")
-            )
+            return Option(what=what, needed_bytes=None, tokens_per_s=None, error=f"{NEEDS}{gib(exc.needed_bytes)}")
         except TrimtabError as exc:
             if changed.kv != request.kv and isinstance(exc, RequestError) and exc.field == "kv":
-                continue  # `check_kv`: this model cannot have it, whatever the memory
-            options.append(Option(what=what, needed_bytes=None, tokens_per_s=None, error=str(exc).splitlines()[0]))
-        else:
-            no_kernel = "" if on_cpu else why_no_kernel(changed_plan.request.dtype, capability)
-            if changed.head == "int8" != request.head and no_kernel and options[0].needed_bytes is not None:
-                continue
-            options.append(
-                Option(
-                    what=what, needed_bytes=changed_plan.gpu_needed_bytes, tokens_per_s=changed_plan.execution.tokens_per_s,
-                    head=changed_plan.execution.head, mode=changed_plan.execution.step.mode,
-                    is_rate_estimate=changed_plan.execution.step.estimated_s > 0,
-                )
-            )  # fmt: skip
+                return None  # `check_kv`: this model cannot have it, whatever the memory
+            return Option(what=what, needed_bytes=None, tokens_per_s=None, error=str(exc).splitlines()[0])
+        no_kernel = "" if on_cpu else why_no_kernel(made.request.dtype, capability)
+        if changed.head == "int8" != request.head and no_kernel and options[0].needed_bytes is not None:
+            return None
+        return Option(
+            what=what, needed_bytes=made.gpu_needed_bytes, tokens_per_s=made.execution.tokens_per_s,
+            head=made.execution.head, mode=made.execution.step.mode,
+            is_rate_estimate=made.execution.step.estimated_s > 0 or request.card is not None,
+        )  # fmt: skip
+
+    for what, changed in _changes(request, on_cpu=on_cpu):
+        options += [one for one in (tried(what, changed),) if one is not None]
+    pools = [(_pools(request), 1)]
+    pools += [] if on_cpu else [(sizes, MOST_LARGER) for sizes in _larger(request, budget_bytes)]
+    for changes, most in pools:
+        found: list[Option] = []
+        for what, changed in changes:
+            found += [one for one in (tried(what, changed),) if one is not None]
+            if sum(one.needed_bytes is not None for one in found) == most:
+                break
+        options += [one for one in found if one.needed_bytes is not None] or found[:most]
     return options
 
 
-def _changes(request: LoadRequest, budget_bytes: int, *, on_cpu: bool) -> Iterator[tuple[str, LoadRequest]]:
+def _changes(request: LoadRequest, *, on_cpu: bool) -> Iterator[tuple[str, LoadRequest]]:
     yield "as asked", request
     for head in ("full", "int8"):
         if request.head != head:
@@ -312,21 +326,51 @@ def _changes(request: LoadRequest, budget_bytes: int, *, on_cpu: bool) -> Iterat
         return
     if not request.place and request.device_map is None:
         yield "place={'vision': 'host', 'audio': 'host'}", replace(request, place={"vision": "host", "audio": "host"})
-    yield from _larger(request, budget_bytes)
 
 
-def _larger(request: LoadRequest, budget_bytes: int) -> Iterator[tuple[str, LoadRequest]]:
-    """Yield the request with more memory: of this card, then, in a plan for a card that is not here, on larger cards."""
+def _pools(request: LoadRequest) -> list[tuple[str, LoadRequest]]:
+    """Return the request with fewer and fewer tokens that its rows hold together, down to one context."""
+    tokens, pools = (request.kv_tokens or request.batch * request.context_tokens) // 2, []
+    while request.batch > 1 and tokens > request.context_tokens:
+        pools.append((f"kv_tokens={tokens}", replace(request, kv_tokens=tokens)))
+        tokens //= 2
+    if pools:
+        pools.append((f"kv_tokens={request.context_tokens}", replace(request, kv_tokens=request.context_tokens)))
+    return pools
+
+
+def _larger(request: LoadRequest, budget_bytes: int) -> list[list[tuple[str, LoadRequest]]]:
+    """Return the request with more and more memory: of this card, and, in a plan for a card that is not here, on larger cards."""
     card = None if request.card is None else find_card(request.card)
     if card is not None and request.gpu_memory_bytes is None:
         budget_bytes = card.memory_bytes  # the driver's share is no reason to buy another one
     sizes = [size * 2**30 for size in CARD_GIB if size * 2**30 > budget_bytes * 1.02]
     if card is not None:
         sizes = [size for size in sizes if size <= card.memory_bytes]
-    for size in sizes[:2]:
-        yield f"gpu_memory='{size // 2**30}GiB'", replace(request, gpu_memory_bytes=size)
-    for title in [] if card is None else larger_cards(card):
-        yield f"card={title!r}", replace(request, card=title, gpu_memory_bytes=None)
+    titles = [] if card is None else larger_cards(card)
+    return [
+        [(f"gpu_memory='{size // 2**30}GiB'", replace(request, gpu_memory_bytes=size)) for size in sizes],
+        [(f"card={title!r}", replace(request, card=title, gpu_memory_bytes=None)) for title in titles],
+    ]
+
+
+def with_larger_card(
+    error: DoesNotFitError, request: LoadRequest, plan: Callable[[LoadRequest], Plan]
+) -> DoesNotFitError:
+    """Return the error of a request for a card, with the smallest larger card that it fits on. plan: makes a request's plan."""
+    card = find_card(request.card or "")
+    hint = error.hint
+    for title in larger_cards(card):
+        with suppress(TrimtabError):
+            plan(replace(request, card=title, gpu_memory_bytes=None))
+            others = hint.removeprefix(FITS) if hint.startswith(FITS) else ""
+            rest = "" if others or not hint else f"; {hint}"
+            hint = f"{FITS}card={title!r}{f', or {others}' if others else rest}"
+            break
+    return DoesNotFitError(
+        f"{error.reason}; estimated from the data sheet of {card.title}", block=error.block, device=error.device,
+        needed_bytes=error.needed_bytes, budget_bytes=error.budget_bytes, hint=hint,
+    )  # fmt: skip
 
 
 def fitting_changes(request: LoadRequest, anatomy: Anatomy, fits: Callable[[LoadRequest], bool]) -> list[str]:
@@ -362,7 +406,7 @@ def _smaller(request: LoadRequest, anatomy: Anatomy) -> list[list[tuple[str, Loa
         contexts.append((f"context={tokens}", replace(request, context_tokens=tokens)))
         tokens //= 2
     batches = [(f"batch={rows}", replace(request, batch=rows)) for rows in (4, 2, 1) if rows < request.batch]
-    kinds = [contexts, batches]
+    kinds = [contexts, batches, _pools(request)]
     if request.images:
         kinds.append([("images=0", replace(request, images=0))])
     if request.audio_s:
@@ -390,7 +434,9 @@ def options_text(options: Sequence[Option], *, card: Card | None = None) -> str:
         needed = "-" if one.needed_bytes is None else f"{mark}{gib(one.needed_bytes)}"
         if one.error.startswith(NEEDS):
             needed = one.error.replace(NEEDS, NEEDS + mark, 1)
-        rate = "-" if one.tokens_per_s is None else f"{'~' if one.is_rate_estimate else mark}{one.tokens_per_s:.0f}"
+        rate = (
+            "-" if one.tokens_per_s is None else f"{'~' if one.is_rate_estimate else mark}{rate_text(one.tokens_per_s)}"
+        )
         why = one.error if one.error and needed == "-" else one.mode or "-"
         rows.append((one.what, needed, rate, one.head or "-", why))
     lines = aligned(rows, right=(1, 2))
@@ -419,7 +465,7 @@ def advised(
         return False
 
     changes = fitting_changes(request, anatomy, fits)
-    hint = "; ".join(part for part in (f"This fits: {', or '.join(changes)}" if changes else "", error.hint) if part)
+    hint = "; ".join(part for part in (f"{FITS}{', or '.join(changes)}" if changes else "", error.hint) if part)
     return DoesNotFitError(
         error.reason, block=error.block, device=error.device, needed_bytes=error.needed_bytes,
         budget_bytes=error.budget_bytes, hint=hint,

@@ -17,6 +17,8 @@ from trimtab.errors import RequestError
 from trimtab.plan.blocks import Block, tied_paths, why_fixed
 
 CATCH_ALL = "*"
+# Where a GPU is named and none can be used.
+NO_GPU = "No GPU can be used here; card='RTX 4060 8GB', for example, plans for one that is not in this machine"
 # A device of a map -> the tier and, for tables, where the rows are. "cpu" keeps weights in host memory, "disk" on disk.
 _MAPPED = {
     "cpu": (("stream", None), ("gather", "host")),
@@ -181,7 +183,10 @@ def _device(key: str, value: Any, execution_device: str) -> str:
     if text == "meta":
         raise RequestError("meta tensors hold no data to compute with", field=field, value=text, allowed=allowed)
     if re.fullmatch(r"cuda(:\d+)?", text):
-        raise RequestError(f"the model runs on one device, {index}", field=field, value=text, allowed=allowed)
+        hint = NO_GPU if execution_device == "cpu" else ""
+        raise RequestError(
+            f"the model runs on one device, {index}", field=field, value=text, allowed=allowed, hint=hint
+        )
     raise RequestError("not a device of this machine", field=field, value=text, allowed=allowed)
 
 

@@ -243,9 +243,8 @@ class _Planner:
         staged = [block for block, choice in zip(self.blocks, chosen, strict=True) if choice.staged_bytes]
         if slots != 1 or len(staged) < 2:
             return 0.0
-        in_turn = [
-            block for block in staged if not (self.captures_prompts and block.paid == "token" and len(block.pieces) > 1)
-        ]
+        cut = self.captures_prompts
+        in_turn = [block for block in staged if not (cut and block.paid == "token" and len(block.pieces) > 1)]
         weighed = ((self._weights(block), self.works[block.paid]) for block in in_turn)
         return sum(unhidden_s(*pair, self.rates, pinned=self.machine.has_pinned) for pair in weighed)
 
@@ -541,6 +540,8 @@ class _Planner:
     ) -> DoesNotFitError:
         is_budget = argument in ("gpu_memory", "host_memory")
         advice = [f"{argument}={needed_bytes}" if is_budget else argument] if argument else []
+        if argument == "gpu_memory" and 0 < self.machine.gpu_total_bytes < needed_bytes:
+            advice = []  # no budget makes a card larger
         if device not in ("host", "disk"):
             reason = f"{reason}; {self._taken()}"
             advice += [f"{what} saves {gib(saved)}" for what, saved in self._savings()]
