@@ -528,12 +528,8 @@ class _Planner:
 
     def _spilled_bytes(self) -> int:
         """Return the bytes of the blocks that the request puts on disk."""
-        asked = (self.asked.get(block.block_path) for block in self.blocks)
-        return sum(
-            block.buffer_bytes
-            for block, requested in zip(self.blocks, asked, strict=True)
-            if requested is not None and requested.tier == "disk"
-        )
+        on_disk = {path for path, requested in self.asked.items() if requested.tier == "disk"}
+        return sum(block.buffer_bytes for block in self.blocks if block.block_path in on_disk)
 
     def _error(
         self, device: str, needed_bytes: int, budget_bytes: int, reason: str, argument: str = ""
