@@ -96,13 +96,13 @@ class CopyOrder:
     def __init__(self, order: Sequence[Piece], slots: int) -> None:
         self.blocks = blocks_in(order)
         self.slot_of = {block: number % slots for number, block in enumerate(self.blocks)}
-        entered: dict[Any, list[Piece]] = {block: [] for block in self.blocks}
+        entered: dict[Pieces, list[Piece]] = {block: [] for block in self.blocks}
         for piece in order:
             entered[piece.block].append(piece)
         self.steps: list[Piece] = []
         self.place: dict[Piece, int] = {}
-        self.last: dict[Any, int] = {}
-        first: dict[Any, int] = {}
+        self.last: dict[Pieces, int] = {}
+        first: dict[Pieces, int] = {}
         for block, pieces in entered.items():
             first[block] = len(self.steps)
             is_cut = len(pieces) == len(block.pieces) == len(set(pieces))

@@ -232,7 +232,7 @@ def tune_stepwise(
     L2 cache, or the second run reads no memory. Each cut runs over all groups in a CUDA graph, launches overlapping where the card
     can do that, as in a step. gate: the activation of a pair. A cut that cannot run here or does not compute what `choose`'s does
     is dropped, whatever its time. small: the module with `add_norm`, to time the norm in front by itself and as a part of the
-    product. What was nearly as fast is in `kept["others"]`: in a whole step, another one may be faster.
+    product. What was nearly as fast is in `products.near`: in a whole step, another one may be faster.
     """
     weights, device = groups[0], module.device
     product = _Product(weights, n, module, dtype, gate)
