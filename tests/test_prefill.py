@@ -137,6 +137,26 @@ def test_a_prompt_in_chunks_is_the_prompt(family, tmp_path):
             assert family in NOT_CAPTURED or not named(batch)
 
 
+# The sizes that models are given, and prompts on both sides of their borders, of two and of three chunks.
+REAL_SIZES = ((16, 64, 128, 256, 512, 1024), (64,), (256,))
+REAL_LENGTHS = (63, 64, 65, 128, 129, 255, 257, 511, 513, 1024, 1025, 1100, 2048, 2049)
+
+
+@pytest.mark.parametrize("family", [
+    "llama", "gemma4", *(long_runs.slow_on_cpu(family) for family in ("gemma3", "gemma3n", "qwen3_vl")),
+])  # fmt: skip
+def test_a_prompt_in_chunks_of_the_real_sizes_is_the_prompt(family, tmp_path):
+    with load(family, tmp_path, context=2304) as model:
+        whole = eager(model)
+        expected = {count: answered(whole, model.prepare(ids(count))) for count in REAL_LENGTHS}
+        for sizes in REAL_SIZES:
+            batch = in_chunks(model, sizes)
+            for count in REAL_LENGTHS:
+                found = answered(batch, model.prepare(ids(count)))
+                assert differ(found, expected[count]) < TOLERANCE, (sizes, count)
+            assert family in NOT_CAPTURED or not named(batch)
+
+
 WITH_PICTURES = ("gemma4", "gemma4_dense", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3")
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The load table of docs/server-under-load.md on a GPU, about 500 s: trimtab, stock and `transformers serve --continuous-batching`
-# under the same clients. tools/load_all.sh WORK OUT [SECONDS]: random checkpoints are made in WORK; load.json, load_mixed.json,
+# under the same clients. tools/load_all.sh WORK OUT [SECONDS]: random checkpoints are made in WORK; load_text.json, load_mixed.json,
 # load_many.json, load_qwen.json and load.log are written in OUT. Needs the wheels of "transformers[serving]" (fastapi, opentelemetry-api, openai) beside
 # the others; PYTHONPATH as tools/gpu_setup.sh sets it. Every part is bounded, and leaves load-PART.done in OUT: a second call does
 # what is left, and ends with an error while something is.
@@ -27,12 +27,12 @@ sized('$size', Path('$work'), $adapters, device='cuda', context=1024, audio_s=5.
 }
 # trimtab by itself, because its kernels are timed when it starts; Poisson arrivals at 70 % behind the closed loops. `--rates` without
 # a value: no open loop where none is in the table.
-run trimtab 130 e4b 8 --clients 1 8 32 --save "$out/load.json" --seconds 18 --skip-s 8 --share 0.7 --engines trimtab
-run mixed 70 e4b 8 --clients 32 --rates --save "$out/load_mixed.json" --seconds 18 --skip-s 8 --mixed --engines trimtab
+run trimtab 130 e4b 8 --clients 1 8 32 --save "$out/load_text.json" --seconds 20 --skip-s 10 --share 0.7 --engines trimtab
+run mixed 70 e4b 8 --clients 32 --rates --save "$out/load_mixed.json" --seconds 20 --skip-s 10 --mixed --engines trimtab
 # as many adapters as rows
-run many 80 e4b 32 --clients 32 --rows 32 --rates --save "$out/load_many.json" --seconds 18 --skip-s 8 --engines trimtab
+run many 80 e4b 32 --clients 32 --rows 32 --rates --save "$out/load_many.json" --seconds 20 --skip-s 10 --engines trimtab
 # one request at a time, both of them: short cells
-run others 130 e4b 8 --clients 1 8 32 --rates --save "$out/load.json" --seconds 8 --skip-s 2 --engines stock transformers
+run others 130 e4b 8 --clients 1 8 32 --rates --save "$out/load_text.json" --seconds 8 --skip-s 2 --engines stock transformers
 run mixed-stock 70 e4b 8 --clients 32 --rates --save "$out/load_mixed.json" --seconds 10 --skip-s 2 --mixed --engines stock
 # a model that only reads: continuous batching on both sides
 run qwen 150 qwen3-8b 8 --clients 1 8 32 --rates --save "$out/load_qwen.json" --seconds 10 --skip-s 4 --engines trimtab transformers
