@@ -102,7 +102,7 @@ def beside(model: Any, batch: Any, name: str, about: dict[str, Any]) -> list[dic
     """Return rows of a step's graph and a chunk's, by themselves and at once. A row of the batch has to be free."""
     from trimtab.request import GenerateRequest
 
-    rows, found = list(batch.active), []
+    rows, results = list(batch.active), []
     for count in BESIDE_COUNTS:
         if count > len(rows):
             continue
@@ -119,12 +119,12 @@ def beside(model: Any, batch: Any, name: str, about: dict[str, Any]) -> list[dic
                 batch.prompts.release(prompt)
             chunk = batch.prompts._graphs[next(reversed(batch.prompts._graphs))].graph
             alone = {"step_ms": timed(step.replay), "chunk_ms": timed(chunk.replay)}
-            found.append(
+            results.append(
                 {"what": "beside", "rows": count, "tokens": tokens, **alone, **at_once(step, chunk, **alone), **about}
             )
-            print(json.dumps(found[-1]), flush=True)
+            print(json.dumps(results[-1]), flush=True)
     batch.active[:] = rows
-    return found
+    return results
 
 
 def at_once(step: Any, chunk: Any, *, step_ms: float, chunk_ms: float) -> dict[str, float]:

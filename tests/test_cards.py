@@ -357,6 +357,17 @@ def test_a_pool_of_tokens_is_offered_where_rows_share_one(e4b, capsys):
     assert sum(what.startswith("--kv-tokens") for what in options) == 1
 
 
+@pytest.mark.parametrize(
+    ("batch", "given", "sizes"),
+    [(1, None, []), (2, None, [256]), (8, None, [1024, 512, 256]), (3, None, [384, 256]), (8, 600, [300, 256]), (4, 256, [])],
+)  # fmt: skip
+def test_pools_go_down_to_one_context(batch, given, sizes):
+    request = LoadRequest(model="m", batch=batch, context_tokens=256, kv_tokens=given)
+    pools = plan_options._pools(request)
+    assert [changed.kv_tokens for _, changed in pools] == sizes
+    assert [what for what, _ in pools] == [f"kv_tokens={size}" for size in sizes]
+
+
 def test_both_rates_of_an_eight_bit_head_are_marked_as_estimates(e4b):
     plan = trimtab.plan(e4b, card="RTX 3050 laptop 4GB", host_memory="16GiB")
     assert plan.execution.head == "int8"

@@ -40,8 +40,8 @@ class Nvml:
     def nvmlDeviceGetHandleByUUID(self, named, handle):
         return int(named.startswith(b"GPU-") == self.is_slice)
 
-    def nvmlDeviceGetUtilizationRates(self, handle, found):
-        found._obj.gpu, found._obj.memory = self.percent, 99
+    def nvmlDeviceGetUtilizationRates(self, handle, utilization):
+        utilization._obj.gpu, utilization._obj.memory = self.percent, 99
         return self.code
 
 

@@ -136,3 +136,10 @@ def test_the_disk_budget_bounds_what_is_spilled():
             BASE, card="T4", place={"model.language_model.layers.*": "disk"}, max_memory={0: "4GiB", "disk": 4096}
         )
     assert caught.value.device == "disk" and caught.value.budget_bytes == 4096
+
+
+def test_a_card_that_is_no_name_is_refused_by_its_own_field():
+    for options in ({}, {"max_memory": {0: "4GiB"}}):
+        with pytest.raises(RequestError) as caught:
+            trimtab.plan(BASE, card=8, **options)
+        assert caught.value.field == "card"

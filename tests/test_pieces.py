@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.test_execution import E4B
 from trimtab.plan.blocks import blocks_of
-from trimtab.plan.pieces import CopyOrder, Piece, blocks_in, cut
+from trimtab.plan.pieces import CopyOrder, Piece, blocks_in, pieces_of
 
 
 @dataclass(frozen=True)
@@ -40,29 +40,29 @@ def names(pieces) -> list[list[str]]:
 
 def test_what_reads_one_input_is_one_piece_and_small_neighbours_are_joined():
     small = [linear("per_layer_input_gate", 2, 10), linear("per_layer_projection", 10, 2)]
-    assert names(cut([*ATTENTION, *MLP, *small])) == [
+    assert names(pieces_of([*ATTENTION, *MLP, *small])) == [
         ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj"],
         ["down_proj", "per_layer_input_gate", "per_layer_projection"],
     ]  # fmt: skip
 
 
 def test_attention_first_or_last_and_a_model_whose_sides_are_equal():
-    assert names(cut([*MLP, *ATTENTION])) == [
+    assert names(pieces_of([*MLP, *ATTENTION])) == [
         ["gate_proj", "up_proj"], ["down_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
     ]  # fmt: skip
     equal = [linear(f"self_attn.{name}_proj", 10, 10) for name in "qkvo"] + MLP
-    assert names(cut(equal))[0] == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert names(pieces_of(equal))[0] == ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def test_modules_that_are_listed_in_another_order_are_together_all_the_same():
     turned = [ATTENTION[0], ATTENTION[3], *MLP, ATTENTION[1], ATTENTION[2]]
-    assert names(cut(turned))[0] == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert names(pieces_of(turned))[0] == ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def test_the_experts_of_a_layer_are_one_piece():
     experts = [Weight("layers.0.mlp.experts", (4, 20, 10)), Weight("layers.0.mlp.experts", (4, 10, 10))]
-    assert cut([*ATTENTION, *experts])[-1] == ("layers.0.mlp.experts",)
-    assert cut([]) == ()
+    assert pieces_of([*ATTENTION, *experts])[-1] == ("layers.0.mlp.experts",)
+    assert pieces_of([]) == ()
 
 
 def test_every_layer_of_the_real_size_has_three_pieces_that_fill_its_buffer():
@@ -87,7 +87,7 @@ WEIGHTS = st.lists(
 
 @given(WEIGHTS)
 def test_pieces_hold_every_weight_once_and_what_reads_one_input_together(weights):
-    pieces = cut(weights)
+    pieces = pieces_of(weights)
     assert sorted(path for piece in pieces for path in piece) == sorted(one.module_path for one in weights)
     number = {path: count for count, piece in enumerate(pieces) for path in piece}
     for one in weights:

@@ -65,11 +65,11 @@ CUTS = st.lists(st.integers(1, 30), min_size=1, max_size=4)
 def test_pieces_make_no_step_slower(given_stages, slots, link_Bps):
     whole = [Stage(seconds, sum(pieces)) for seconds, pieces in given_stages]
     cut = [Stage(seconds, sum(pieces), tuple(pieces)) for seconds, pieces in given_stages]
-    found = pipeline_s(cut, link_Bps=link_Bps, slots=slots)
-    assert found <= pipeline_s(whole, link_Bps=link_Bps, slots=slots) * (1 + 1e-9)
+    taken_s = pipeline_s(cut, link_Bps=link_Bps, slots=slots)
+    assert taken_s <= pipeline_s(whole, link_Bps=link_Bps, slots=slots) * (1 + 1e-9)
     copied = [one.copied_bytes for one in cut if one.copied_bytes]
     again = [count for place, count in enumerate(copied) if len(copied[place % slots :: slots]) > 1]
-    assert found * (1 + 1e-9) >= max(sum(again) / link_Bps, sum(one.seconds for one in cut))
+    assert taken_s * (1 + 1e-9) >= max(sum(again) / link_Bps, sum(one.seconds for one in cut))
 
 
 @given(

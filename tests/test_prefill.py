@@ -152,8 +152,8 @@ def test_a_prompt_in_chunks_of_the_real_sizes_is_the_prompt(family, tmp_path):
         for sizes in REAL_SIZES:
             batch = in_chunks(model, sizes)
             for count in REAL_LENGTHS:
-                found = answered(batch, model.prepare(ids(count)))
-                assert differ(found, expected[count]) < TOLERANCE, (sizes, count)
+                scores = answered(batch, model.prepare(ids(count)))
+                assert differ(scores, expected[count]) < TOLERANCE, (sizes, count)
             assert family in NOT_CAPTURED or not named(batch)
 
 

@@ -149,7 +149,7 @@ def made(cuda, sizes, slots):
     for number, pieces in enumerate(sizes):
         ends = list(accumulate(pieces))
         host = SimpleNamespace(tensor=Bytes(number, 0, ends[-1]), close=lambda: None)
-        groups.append(tiers.Group(str(number), ends[-1], host, cuts=ends[:-1]))
+        groups.append(tiers.Group(str(number), ends[-1], host, piece_starts=ends[:-1]))
     streamer = tiers.Streamer(torch.device("cpu"), groups, slot_count=slots)
     streamer._stream = cuda.copies
     for slot in streamer.slots:

@@ -33,11 +33,11 @@ def stack(quant: str, tmp_path, *, home: str, count: int = 4, slots: int = 2, cu
         # The larger one comes first in every other block: pieces of two blocks do not begin at the same places.
         for place, shape in enumerate(((128, 64), (64, 192)) if block % 2 else ((64, 192), (128, 64))):
             if cuts:
-                writer.cut()
+                writer.begin_piece()
             packed = codes.share(packed_weight(quant, *shape, seed=10 * block + place))
             path = f"layers.{block}.{place}"
             facts = packed.with_parts({}, packed.codes)
-            staged.append((path, writer.group, facts, writer.add(packed.parts), len(writer.group.cuts)))
+            staged.append((path, writer.group, facts, writer.add(packed.parts), len(writer.group.piece_starts)))
             resident.append(leaves.ResidentLeaf(path, packed, **common).eval())
         groups.append(writer.finish(pinned=False, spill=spill))
     streamer = tiers.Streamer(CPU, groups, slot_count=slots, spill=spill)
@@ -194,6 +194,24 @@ def test_an_exception_in_the_middle_leaves_no_stale_weight(tmp_path):
     staged, resident, streamer = stack("nf4", tmp_path, home="host")
     with pytest.raises(RuntimeError):
         staged[1](torch.randn(1, 3, 7, dtype=torch.bfloat16))
+    for mine, reference in zip(staged, resident, strict=True):
+        assert torch.equal(mine(inputs_for(mine)), reference(inputs_for(mine)))
+    streamer.close()
+
+
+def test_a_pass_that_cannot_begin_leaves_the_streamer_as_it_was(tmp_path, monkeypatch):
+    staged, resident, streamer = stack("nf4", tmp_path, home="host", slots=1)
+    copy = tiers.Streamer._copy
+
+    def fails(*args):
+        raise DeviceError("the copy failed", device="cpu")
+
+    staged[-1](inputs_for(staged[-1]))
+    monkeypatch.setattr(tiers.Streamer, "_copy", fails)
+    with pytest.raises(DeviceError):
+        streamer.begin_pass(order_of(staged))
+    monkeypatch.setattr(tiers.Streamer, "_copy", copy)
+    assert streamer._order is None
     for mine, reference in zip(staged, resident, strict=True):
         assert torch.equal(mine(inputs_for(mine)), reference(inputs_for(mine)))
     streamer.close()

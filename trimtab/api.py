@@ -89,12 +89,11 @@ def plan(
         "gpu_memory_bytes": parse_bytes(gpu_memory, field_name="gpu_memory"),
         "host_memory_bytes": parse_bytes(host_memory, field_name="host_memory"), "device": device,
     }  # fmt: skip
-    profile = find_card(card) if max_memory is not None and isinstance(card, str) else None
     return plan_request(
         LoadRequest(
             model=str(model),
             adapters=paths_of(adapters),
-            **(budgets if max_memory is None else merged_budgets(max_memory, **budgets, card=profile)),
+            **(budgets if max_memory is None else merged_budgets(max_memory, **budgets, card=card)),
             quant=quant,
             dtype=dtype,
             context_tokens=context,

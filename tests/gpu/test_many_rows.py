@@ -47,7 +47,7 @@ def test_a_x_beside_the_product_changes_no_bits(module, n, is_unpacked):
         for rows in shape
     ]
     lora = matvec.lora_args(adapters, torch.arange(n, dtype=torch.int32, device=device) % 5 - 1, 16)
-    stream, found = torch.cuda.Stream(device), []
+    stream, outputs = torch.cuda.Stream(device), []
     for beside in (None, stream):
         out = torch.full((n, sum(shape)), torch.nan, dtype=torch.bfloat16, device=device)
 
@@ -55,7 +55,7 @@ def test_a_x_beside_the_product_changes_no_bits(module, n, is_unpacked):
             many_rows.linear(x, group, out, lora=lora, module=module, unpacked=unpacked, beside=beside)
 
         run()
-        found.append(out.clone())
+        outputs.append(out.clone())
         with side_stream(device) as side:
             torch.cuda.synchronize()
             graph, _ = GraphCache().record(side, run)
@@ -63,8 +63,8 @@ def test_a_x_beside_the_product_changes_no_bits(module, n, is_unpacked):
             out.fill_(torch.nan)
             lora.low.fill_(torch.nan)
             graph.replay()
-            found.append(out.clone())
-    assert found[0].isfinite().all() and all(torch.equal(one, found[0]) for one in found)
+            outputs.append(out.clone())
+    assert outputs[0].isfinite().all() and all(torch.equal(one, outputs[0]) for one in outputs)
 
 
 @pytest.mark.parametrize("rows", [12, 32])

@@ -33,7 +33,7 @@ def big_groups(count: int, nbytes: int, pieces: int = 1):
         writer, places = tiers.GroupWriter(f"layers.{number}"), []
         shares = [1 + (number + piece) % 3 for piece in range(pieces)]
         for share in shares:
-            writer.cut()
+            writer.begin_piece()
             data = torch.randint(0, 256, (nbytes * share // sum(shares),), dtype=torch.uint8, device=GPU)
             places.append(writer.add({"weight": data})["weight"])
             expected.append(int(data.sum()))

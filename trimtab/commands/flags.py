@@ -11,7 +11,6 @@ from typing import Any
 from trimtab.adapter_names import parse_adapters, parse_unweighted
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.plan import Plan
-from trimtab.plan.cards import find_card
 from trimtab.plan.max_memory import merged_budgets
 from trimtab.request import (
     DECODE_MODES,
@@ -265,8 +264,7 @@ def load_request(options: argparse.Namespace, **counted: Any) -> LoadRequest:
     if getattr(options, "max_memory", None) is not None:
         max_memory = read_json_object(options.max_memory, "--max-memory", MAX_MEMORY)
         budgets = {name: values.get(name) for name in ("gpu_memory_bytes", "host_memory_bytes")}
-        card = None if values.get("card") is None else find_card(values["card"])
-        values |= merged_budgets(max_memory, device=values.get("device", "auto"), **budgets, card=card)
+        values |= merged_budgets(max_memory, device=values.get("device", "auto"), **budgets, card=values.get("card"))
     return LoadRequest(**values)
 
 

@@ -54,10 +54,10 @@ def busy_percent(index: int) -> int | None:
     """Return how much of the last second or so a GPU was computing, as NVML counts it; None if the driver does not say."""
 
     def ask(cuda: ctypes.CDLL, nvml: ctypes.CDLL) -> tuple[int, ...]:
-        found = _Utilization()
+        utilization = _Utilization()
         device = ctypes.c_int(_int(cuda.cuDeviceGet, ctypes.c_int(index)))
-        _check(nvml.nvmlDeviceGetUtilizationRates(_handle(cuda, nvml, device), ctypes.byref(found)))
-        return (int(found.gpu),)
+        _check(nvml.nvmlDeviceGetUtilizationRates(_handle(cuda, nvml, device), ctypes.byref(utilization)))
+        return (int(utilization.gpu),)
 
     return next(iter(_asked(ask) or ()), None)
 

@@ -16,7 +16,7 @@ from typing import Literal
 from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, Part, TensorRow
 from trimtab.errors import gib
 from trimtab.plan.cost import HEAD8, HEAD_PIECE_BYTES, allocated_bytes, buffer_bytes, packed_bytes, packed_parts
-from trimtab.plan.pieces import cut
+from trimtab.plan.pieces import pieces_of
 from trimtab.plan.rows import Unquantized
 from trimtab.request import DEFAULT_QUANT, QUANTS, TIERS
 
@@ -169,7 +169,7 @@ def _block(path: str, rows: list[ModuleRow], anatomy: Anatomy, quant: str, tied:
     part = (moving_rows or rows)[0].part
     is_table = bool(moving_rows) and all(row.gather_only for row in moving_rows)
     allowed, refused = _tiers(path, rows, leaves, is_table, anatomy, tied)
-    pieces = cut(leaves)
+    pieces = pieces_of(leaves)
     places = {path: number for number, piece in enumerate(pieces) for path in piece}
     piece_bytes = [0] * len(pieces)
     for leaf in leaves:

@@ -141,8 +141,8 @@ def find_card(text: str) -> Card:
     Case, "NVIDIA" and "GeForce" do not matter; the memory is needed where a card was made with several sizes. A bare size is an
     unknown card with that much memory. Errors: RequestError with near names for a card that has no profile.
     """
-    if not text.strip() or len(text) > 200:
-        raise RequestError("is not a card name", field="card", value=text[:200], allowed=("RTX 4060 8GB", "8GiB"))
+    if not isinstance(text, str) or not text.strip() or len(text) > 200:
+        raise RequestError("is not a card name", field="card", value=str(text)[:200], allowed=("RTX 4060 8GB", "8GiB"))
     name, pcie = _split_link(text)
     card = _unknown(name) if _BARE.fullmatch(name) else _named(name)
     return replace(card, pcie=pcie) if pcie else card

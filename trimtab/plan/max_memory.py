@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.errors import RequestError
-from trimtab.plan.cards import Card, check_budget
+from trimtab.plan.cards import check_budget, find_card
 from trimtab.request import parse_bytes
 
 FIELD = "max_memory"
@@ -67,16 +67,16 @@ def read_max_memory(max_memory: Any) -> MemoryBudgets:
 
 
 def merged_budgets(
-    max_memory: Any, *, gpu_memory_bytes: int | None, host_memory_bytes: int | None, device: str, card: Card | None = None
+    max_memory: Any, *, gpu_memory_bytes: int | None, host_memory_bytes: int | None, device: str, card: str | None = None
 ) -> dict[str, Any]:  # fmt: skip
     """Return what a max_memory gives of LoadRequest's fields, with those that were given by themselves where it has no entry.
 
-    card: that the plan is for. Errors: RequestError as `read_max_memory`, for a budget or device that is given twice, and for more
-    memory than the card has.
+    card: the name of the card that the plan is for. Errors: RequestError as `read_max_memory`, for a budget or device that is given
+    twice, and for more memory than the card has.
     """
     budgets = read_max_memory(max_memory)
-    if card is not None and budgets.gpu_memory_bytes is not None:
-        check_budget(card, budgets.gpu_memory_bytes, field=FIELD)
+    if card is not None:
+        check_budget(find_card(card), budgets.gpu_memory_bytes, field=FIELD)
     given = (
         ("gpu_memory", gpu_memory_bytes, budgets.gpu_memory_bytes), ("host_memory", host_memory_bytes, budgets.host_memory_bytes)
     )  # fmt: skip

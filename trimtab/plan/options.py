@@ -296,12 +296,12 @@ def options_of(
     pools = [(_pools(request), 1)]
     pools += [] if on_cpu else [(sizes, MOST_LARGER) for sizes in _larger(request, budget_bytes)]
     for changes, most in pools:
-        found: list[Option] = []
+        listed: list[Option] = []
         for what, changed in changes:
-            found += [one for one in (tried(what, changed),) if one is not None]
-            if sum(one.needed_bytes is not None for one in found) == most:
+            listed += [one for one in (tried(what, changed),) if one is not None]
+            if sum(one.needed_bytes is not None for one in listed) == most:
                 break
-        options += [one for one in found if one.needed_bytes is not None] or found[:most]
+        options += [one for one in listed if one.needed_bytes is not None] or listed[:most]
     return options
 
 
@@ -330,13 +330,11 @@ def _changes(request: LoadRequest, *, on_cpu: bool) -> Iterator[tuple[str, LoadR
 
 def _pools(request: LoadRequest) -> list[tuple[str, LoadRequest]]:
     """Return the request with fewer and fewer tokens that its rows hold together, down to one context."""
-    tokens, pools = (request.kv_tokens or request.batch * request.context_tokens) // 2, []
+    sizes, tokens = [], request.kv_tokens or request.batch * request.context_tokens
     while request.batch > 1 and tokens > request.context_tokens:
-        pools.append((f"kv_tokens={tokens}", replace(request, kv_tokens=tokens)))
-        tokens //= 2
-    if pools:
-        pools.append((f"kv_tokens={request.context_tokens}", replace(request, kv_tokens=request.context_tokens)))
-    return pools
+        tokens = max(tokens // 2, request.context_tokens)
+        sizes.append(tokens)
+    return [(f"kv_tokens={tokens}", replace(request, kv_tokens=tokens)) for tokens in sizes]
 
 
 def _larger(request: LoadRequest, budget_bytes: int) -> list[list[tuple[str, LoadRequest]]]:
@@ -434,9 +432,7 @@ def options_text(options: Sequence[Option], *, card: Card | None = None) -> str:
         needed = "-" if one.needed_bytes is None else f"{mark}{gib(one.needed_bytes)}"
         if one.error.startswith(NEEDS):
             needed = one.error.replace(NEEDS, NEEDS + mark, 1)
-        rate = (
-            "-" if one.tokens_per_s is None else f"{'~' if one.is_rate_estimate else mark}{rate_text(one.tokens_per_s)}"
-        )
+        rate = "-" if one.tokens_per_s is None else f"{'~' * one.is_rate_estimate}{rate_text(one.tokens_per_s)}"
         why = one.error if one.error and needed == "-" else one.mode or "-"
         rows.append((one.what, needed, rate, one.head or "-", why))
     lines = aligned(rows, right=(1, 2))

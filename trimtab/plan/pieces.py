@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 
 class Movable(Protocol):
-    """One weight that moves, as cutting a block sees it."""
+    """One weight that moves, as `pieces_of` sees it."""
 
     @property
     def module_path(self) -> str: ...
@@ -26,7 +26,7 @@ class Movable(Protocol):
     def nbytes(self) -> int: ...
 
 
-def cut(leaves: Sequence[Movable]) -> tuple[tuple[str, ...], ...]:
+def pieces_of(leaves: Sequence[Movable]) -> tuple[tuple[str, ...], ...]:
     """Return the module paths of each piece of a block, about in the order of computing.
 
     What reads one input is never cut apart, because one kernel may read it all: the linears of one parent with the same D_in
@@ -77,11 +77,11 @@ class Piece:
 
 def blocks_in(order: Sequence[Piece]) -> list[Any]:
     """Return the blocks that a pass enters, in order; pieces of one block side by side are entering it once."""
-    found: list[Any] = []
+    blocks: list[Any] = []
     for piece in order:
-        if not found or found[-1] is not piece.block:
-            found.append(piece.block)
-    return found
+        if not blocks or blocks[-1] is not piece.block:
+            blocks.append(piece.block)
+    return blocks
 
 
 class CopyOrder:

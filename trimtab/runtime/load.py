@@ -163,11 +163,11 @@ class _Filler:
     def _in_pieces(self, block: str, rows: list[ModuleRow]) -> list[ModuleRow]:
         """Return the rows of a block piece by piece, in their own order where its modules are in that order."""
         place, numbers = 0, {path: number for number, piece in enumerate(self.pieces[block]) for path in piece}
-        found: list[tuple[int, ModuleRow]] = []
+        numbered: list[tuple[int, ModuleRow]] = []
         for row in rows:
             place = numbers.get(row.module_path, place)
-            found.append((place, row))
-        return [row for _, row in sorted(found, key=lambda pair: pair[0])]
+            numbered.append((place, row))
+        return [row for _, row in sorted(numbered, key=lambda pair: pair[0])]
 
     def _arena_bytes(self, row: ModuleRow) -> int:
         """Return what a module's packed weight takes in the arena: 0 unless it is quantized and stays."""
@@ -282,7 +282,7 @@ class _Filler:
         firsts = {piece[0] for piece in self.pieces[block]}
         for row in rows:
             if writer is not None and row.module_path in firsts:
-                writer.cut()
+                writer.begin_piece()
             module = self.probe.model.get_submodule(row.module_path)
             if row.is_head8:
                 self._fill_head8(row, module, tier, writer)
@@ -404,7 +404,7 @@ class _Filler:
     def _staged(
         self, packed: Packed, places: Mapping[str, tiers.Part], writer: tiers.GroupWriter
     ) -> Callable[[tiers.Streamer], tiers.Staged]:
-        facts, piece = packed.with_parts({}, packed.codes), len(writer.group.cuts)
+        facts, piece = packed.with_parts({}, packed.codes), len(writer.group.piece_starts)
         return lambda streamer: tiers.Staged(streamer, writer.group, facts, places, piece)
 
     def _stage_linear(

@@ -52,20 +52,20 @@ class Part:
 
 @dataclass(eq=False)
 class Group:
-    """One streamed block: its bytes side by side, in host memory (`host`) or at `spill_start` of the spill file. cuts: where its
-    pieces begin, but the first."""
+    """One streamed block: its bytes side by side, in host memory (`host`) or at `spill_start` of the spill file. piece_starts: of
+    its pieces but the first."""
 
     block: str
     nbytes: int
     host: HostMemory | None = None
     spill_start: int | None = None
     follows: Group | None = None  # the block that is expected next; learned from what followed last time
-    cuts: list[int] = field(default_factory=list)
+    piece_starts: list[int] = field(default_factory=list)
 
     @cached_property
     def pieces(self) -> list[Piece]:
         """The pieces of the complete block, in order."""
-        return [Piece(self, *ends) for ends in pairwise([0, *self.cuts, self.nbytes])]
+        return [Piece(self, *ends) for ends in pairwise([0, *self.piece_starts, self.nbytes])]
 
 
 class Arena:
@@ -115,10 +115,10 @@ class GroupWriter:
         self._device_bytes = 0
         self._memory: HostMemory | None = None
 
-    def cut(self) -> None:
+    def begin_piece(self) -> None:
         """Begin another piece: what is added from here on is used after what was added before."""
-        if self.group.nbytes > (self.group.cuts or [0])[-1]:
-            self.group.cuts.append(self.group.nbytes)
+        if self.group.nbytes > (self.group.piece_starts or [0])[-1]:
+            self.group.piece_starts.append(self.group.nbytes)
 
     def add(self, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
         """Take over tensors (they are copied at `finish`) and return their places."""
@@ -294,15 +294,15 @@ class Streamer:
         sees to it. Otherwise they alone are fetched ahead, the first ones now, as many as there are buffers.
         """
         if is_cycle(order):
-            self._order = CopyOrder(order, len(self.slots))
+            copy_order = CopyOrder(order, len(self.slots))
             self._is_capturing = self._stream is not None and torch.cuda.is_current_stream_capturing()
             if self._is_capturing:
                 self._forget()
-                for slot, group in zip(self.slots, self._order.blocks, strict=False):
+                for slot, group in zip(self.slots, copy_order.blocks, strict=False):
                     slot.owner = group
             else:
                 self.hold(order)
-            self._current, self._in_order, self._used, self._copied = None, True, 0, {}
+            self._order, self._current, self._in_order, self._used, self._copied = copy_order, None, True, 0, {}
             self._entered, self._next, self._copies_before = [], {}, self.copied_bytes
             return
         self._forget()
