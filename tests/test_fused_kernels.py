@@ -5,6 +5,8 @@ Slow, thread by thread: few steps of the demo model. That the kernels are right 
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ import trimtab
 from tests import pico
 from tests.cuda_on_cpu import run
 from tests.test_graphs import ASKED, answers, demo, joined, replayed  # noqa: F401 - replayed is a fixture
-from trimtab.runtime import ends, fused, graphs, kernels, matvec, nvrtc, slots, tuning
+from trimtab.runtime import ends, fused, graphs, kernels, matvec, nvrtc, slots, tiers, tuning
 
 pytestmark = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 # bfloat16: every product, norm and attention rounds once, in another order of sums than torch's.
@@ -139,6 +141,34 @@ def test_a_step_of_mixed_rows_from_the_kernels_is_the_modules(on_cpu, replayed):
         counted = [on_cpu.ends.launches.count(name) for name in ("rows", "per_layer", "likeliest_8")]
         # Here the modules' steps end with the kernel too.
         assert counted[0] == counted[1] == counted[2] - 3 > 2
+
+
+@pytest.mark.parametrize("decode", ["eager", "fused"])
+def test_a_step_says_of_each_streamed_block_that_it_was_read(on_cpu, replayed, monkeypatch, decode):  # noqa: F811
+    """Otherwise the next copy begins when its own block is asked for, and nothing hides it. Where kernels read a block, no module's
+    end can say so."""
+    said = []
+
+    def recorded(name):
+        own = getattr(tiers.Streamer, name)
+
+        def call(self, what):
+            said.append((name, what.block.block if name == "enter" else what.block))
+            return own(self, what)
+
+        return call
+
+    with demo("front") as model:
+        batch = joined(model, decode, [ASKED[0]], rows=1)
+        batch.logits()
+        for name in ("enter", "leave"):
+            monkeypatch.setattr(tiers.Streamer, name, recorded(name))
+        batch.steps._graphs.clear()
+        batch.logits()
+    # Of the text model itself one layer is streamed: the projection of each layer's own input.
+    streamed = ["model.language_model", *(f"model.language_model.layers.{number}" for number in (3, 5))]
+    once = [what for what, _ in groupby(said)]
+    assert once[:6] == [(what, block) for block in streamed for what in ("enter", "leave")]
 
 
 @pytest.mark.parametrize("place", ["resident", "streamed"])

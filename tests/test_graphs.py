@@ -35,6 +35,8 @@ PLACES = {
     "resident": {"*": "resident"},
     "lean": LEAN,
     "streamed": LEAN | {f"model.language_model.layers.{number}": "stream" for number in range(2, 6)},
+    "front": LEAN
+    | {f"model.language_model.{name}": "stream" for name in ("per_layer_model_projection", "layers.3", "layers.5")},
 }
 
 

@@ -521,6 +521,8 @@ class FusedStep:
                 self._products([projection], hidden[:, 0]), own[:, 0], norm.weight, norm.eps,
                 self.text.per_layer_model_projection_scale, self.text.per_layer_input_scale, out, self.kernels.ends,
             )  # fmt: skip
+            for staged in staged_in(projection):  # its module, which says so otherwise, was not called
+                staged.leave()
             return out
         extra: Tensor = self.text.project_per_layer_inputs(hidden, own)
         return extra[:, 0]
