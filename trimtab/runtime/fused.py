@@ -209,7 +209,7 @@ def rope_write(
     before their norm). Values are normed without a weight and not rotated.
     """
     assert mode in MODES, mode
-    n, own = qkv.shape[0], mode != "shared"
+    own = mode != "shared"
     assert (keys is not None and values is not None and places is not None and k_weight is not None) or not own
     assert qkv.shape[1] == (heads + {"own": 2, "k_is_v": 1, "shared": 0}[mode] * kv_heads) * dim
     v = next(count for count in (1, 2, 4, 8) if count * 64 >= dim or count == 8)
@@ -225,14 +225,73 @@ def rope_write(
             qkv, heads, kv_heads, dim, q_weight, k_weight, eps, cos, sin, keys, values, places, q_out, mode
         )
         return
+    own_queries, own_keys, own_values = _parts(qkv, heads, kv_heads, dim, mode)
+    _launch_rope(
+        module, v, own_queries, own_keys, own_values, dim, q_weight, k_weight, eps, cos, sin, keys, values, places, q_out,
+        mode, dependent,
+    )  # fmt: skip
+
+
+def _parts(qkv: Tensor, heads: int, kv_heads: int, dim: int, mode: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the queries, keys and values of products that lie side by side."""
+    ends = [heads * dim, (heads + kv_heads) * dim]
+    keys = None if mode == "shared" else qkv[:, ends[0] : ends[1]]
+    return qkv[:, : ends[0]], keys, qkv[:, ends[1] :] if mode == "own" else None
+
+
+def _launch_rope(
+    module: nvrtc.Module, v: int, own_queries: Tensor, own_keys: Tensor | None, own_values: Tensor | None, dim: int,
+    q_weight: Tensor, k_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, keys: Tensor | None,
+    values: Tensor | None, places: Tensor | None, q_out: Tensor, mode: str, dependent: bool | None,
+) -> None:  # fmt: skip
+    """keys, values [rows, Hkv, L, D]; places None: the first place of each row."""
+    n, heads = own_queries.shape[0], own_queries.shape[1] // dim
+    kv_heads = 1 if own_keys is None else own_keys.shape[1] // dim
+    steps = (0, 0, 0) if keys is None else (keys.stride(0), keys.stride(1), keys.shape[2])
     module.launch(
         f"rope_write_{v}", (heads + {"own": 2, "k_is_v": 1, "shared": 0}[mode] * kv_heads, n), (32,),
         [
-            qkv, qkv.stride(0), heads, kv_heads, dim, q_weight, k_weight, float(eps), cos, cos.stride(0), sin,
-            sin.stride(0), keys if own else None, values if own else None, 0 if keys is None else keys.shape[2],
-            places if own else None, q_out, int(mode == "k_is_v"), _half(qkv),
+            own_queries, own_queries.stride(0), own_keys, own_values, 0 if own_keys is None else own_keys.stride(0), heads,
+            kv_heads, dim, q_weight, k_weight, float(eps), cos, cos.stride(0), sin, sin.stride(0), keys, values,
+            nvrtc.Long(steps[0]), nvrtc.Long(steps[1]), steps[2], places, q_out, int(mode == "k_is_v"), _half(own_queries),
         ],
         dependent=dependent,
+    )  # fmt: skip
+
+
+def turn(
+    queries: Tensor, keys: Tensor | None, values: Tensor | None, dim: int, q_weight: Tensor, k_weight: Tensor | None,
+    eps: float, cos: Tensor, sin: Tensor, q_out: Tensor, k_out: Tensor | None, v_out: Tensor | None, *,
+    module: nvrtc.Module | None = None, dependent: bool | None = None,
+) -> None:  # fmt: skip
+    """Write the normed and rotated queries and keys, and normed values, of n tokens of one prompt, as attention reads them.
+
+    Shapes: queries [n, Hq * D], keys, values [n, Hkv * D] (no values: they are the keys before their norm; no keys: queries
+    alone), weights [D], cos and sin [n, D], q_out [n, Hq, D], k_out and v_out [Hkv, n, D]. Rows of what is read may be strided.
+    """
+    mode = "shared" if keys is None else "k_is_v" if values is None else "own"
+    heads = queries.shape[1] // dim
+    kv_heads = heads if keys is None else keys.shape[1] // dim
+    v = next(count for count in (1, 2, 4, 8) if count * 64 >= dim or count == 8)
+    # A place of a token is a row of the cache here: [n, Hkv, 1, D].
+    k_rows, v_rows = (None if one is None else one.transpose(0, 1)[:, :, None] for one in (k_out, v_out))
+    tensors = (queries, keys, values, q_weight, k_weight, cos, sin, q_out, k_out, v_out)
+    if (
+        module is None or not _runs(module, queries) or why_not(heads, kv_heads, dim, queries.dtype)
+        or not q_out.is_contiguous() or not all(_fits(x, queries, v) for x in tensors)
+        or (keys is not None and values is not None and keys.stride(0) != values.stride(0))
+        or (k_out is not None and v_out is not None and k_out.stride() != v_out.stride())
+    ):  # fmt: skip
+        given = [one for one in (queries, keys, values) if one is not None]
+        places = None if k_out is None else torch.zeros(len(queries), dtype=torch.long, device=queries.device)
+        _rope_write_torch(
+            torch.cat(given, dim=1), heads, kv_heads, dim, q_weight, k_weight, eps, cos, sin, k_rows, v_rows, places, q_out,
+            mode,
+        )  # fmt: skip
+        return
+    _launch_rope(
+        module, v, queries, keys, values, dim, q_weight, k_weight, eps, cos, sin, k_rows, v_rows, None, q_out, mode,
+        dependent,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from trimtab.runtime import hf_gemma4, lora, matvec
 from trimtab.runtime.hf_gemma4 import FusedStep, Where
+from trimtab.runtime.hf_gemma4_chunk import ChunkLayers
 from trimtab.runtime.hf_slots import LayerCache, PagedLayer
 from trimtab.runtime.kv_pages import PageTable
 from trimtab.runtime.leaves import Leaf
@@ -224,16 +225,27 @@ class LastLayers:
 
 
 def route(prompts: Prompts, forward: ChunkForward, name: str | None) -> tuple[Hashable, int | None, bool]:
-    """Route the next pass to an adapter and return what Layouts.set_adapter does, and whether its last layers are computed here:
-    where the batch's steps are made of kernels."""
+    """Route the next pass to an adapter and return what Layouts.set_adapter does, and whether its layers are computed here and in
+    hf_gemma4_chunk.py: where the batch's steps are made of kernels."""
     key, serial = prompts.layouts.set_adapter(name)
-    forward.lasts, cache = None, prompts.batch.cache
-    if forward.first_shared == len(forward.layers) or cache.kv != "full":
-        return key, serial, False
+    forward.lasts = forward.firsts = None
     step = prompts.batch.steps.fused_step()
-    if step is not None:
+    if step is None:
+        return key, serial, False
+    forward.firsts = firsts(prompts, forward)
+    if forward.first_shared < len(forward.layers) and prompts.batch.cache.kv == "full":
         if prompts.lasts is None or prompts.lasts.step is not step:
-            prompts.lasts = LastLayers(step, forward.first_shared, cache.prompt_row)
+            prompts.lasts = LastLayers(step, forward.first_shared, prompts.batch.cache.prompt_row)
         prompts.lasts.route_to(key, prompts.model.route.name, prompts.layouts.names)
         forward.lasts = prompts.lasts.forward
-    return key, serial, step is not None
+    return key, serial, True
+
+
+def firsts(prompts: Prompts, forward: ChunkForward) -> Callable[[int, Tensor | None], Callable[..., Tensor]] | None:
+    """Return what stands for the layers in front of those in a pass, None where the modules compute them."""
+    step = prompts.batch.steps.fused_step()
+    if step is None or any(layer.self_attn.is_kv_shared_layer for layer in forward.layers[: forward.first_shared]):
+        return None
+    if prompts.firsts is None or prompts.firsts.step is not step:
+        prompts.firsts = ChunkLayers(step, forward.first_shared)
+    return prompts.firsts.forward

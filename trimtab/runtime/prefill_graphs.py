@@ -36,6 +36,7 @@ from trimtab.runtime.capturing import side_stream
 from trimtab.runtime.devices import outside_torch
 from trimtab.runtime.form_uses import FormUses
 from trimtab.runtime.graph_cache import GraphCache
+from trimtab.runtime.hf_gemma4_chunk import ChunkLayers
 from trimtab.runtime.hf_gemma4_last import LastLayers, route
 from trimtab.runtime.hf_prefill import Chunk, Form, Media
 from trimtab.runtime.leaves import Leaf
@@ -101,6 +102,7 @@ class Prompts:
         self.jobs: WeakKeyDictionary[Prompt, _Job] = WeakKeyDictionary()
         self._owner: weakref.ref[Prompt] | None = None
         self._forward: hf_prefill.ChunkForward | None = None
+        self.firsts: ChunkLayers | None = None
         self.lasts: LastLayers | None = None
         self._short: short_ops.ShortOps | None = None
         self._kernels: prompt_kernels.PromptKernels | None = None

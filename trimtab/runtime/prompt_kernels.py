@@ -187,7 +187,9 @@ class ChunkAdapters(short_ops.ShortAdapters):
     def apply(self, leaf: Any, x: Tensor, y: Tensor) -> Tensor:
         route: lora.Route = leaf.route
         adapter = None if route.rows is not None or route.name is None else leaf.adapters.get(route.name)
-        if adapter is None or self.module is None or not y.is_contiguous() or adapter.A.shape[0] > PAYING_RANK:
+        # As rows, where they lie; those of a part of a joined product are apart.
+        has_rows = y.is_contiguous() or y.shape[:-1].numel() == y.shape[-2]
+        if adapter is None or self.module is None or not has_rows or adapter.A.shape[0] > PAYING_RANK:
             return super().apply(leaf, x, y)
         flat, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         if not can_add(adapter.A, adapter.B, flat, out):

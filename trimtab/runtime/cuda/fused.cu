@@ -74,12 +74,13 @@ GATED(gated_8, 8)
 GATED(gated_1, 1)
 
 // A warp is a head of a row: queries first, then keys, then (own_values) values. Lane l holds V values from l V on in the
-// lower half of the head and their partners in the upper half. Grid: [heads of all kinds, n].
+// lower half of the head and their partners in the upper half. Keys and values go to place_of[row] of the row and head, 0 without
+// place_of; row_step, head_step: values from one to the next. Grid: [heads of all kinds, n].
 template <int V>
 __device__ __forceinline__ void rope_write(
-    const u16* qkv, int stride, int heads, int kv_heads, int dim, const u16* q_weight, const u16* k_weight, float eps,
-    const u16* cos, int cos_stride, const u16* sin, int sin_stride, u16* keys, u16* values, int places, const i64* place_of,
-    u16* q_out, int k_is_v, int half) {
+    const u16* q, int q_stride, const u16* k, const u16* v, int kv_stride, int heads, int kv_heads, int dim, const u16* q_weight,
+    const u16* k_weight, float eps, const u16* cos, int cos_stride, const u16* sin, int sin_stride, u16* keys, u16* values,
+    i64 row_step, i64 head_step, int places, const i64* place_of, u16* q_out, int k_is_v, int half) {
   const int head = blockIdx.x, row = blockIdx.y, h = dim / 2, at = threadIdx.x * V;
   const bool live = at < h, is_q = head < heads, is_v = head >= heads + kv_heads;
   const u16* weight = is_q ? q_weight : is_v ? nullptr : k_weight;
@@ -94,7 +95,8 @@ __device__ __forceinline__ void rope_write(
   wait_for_previous();
   float a[V] = {}, b[V] = {}, c0[V] = {}, c1[V] = {}, s0[V] = {}, s1[V] = {}, sum = 0.f;
   if (live) {
-    const u16* from = qkv + (size_t)row * stride + head * dim + at;
+    const u16* from = is_q ? q + (size_t)row * q_stride + head * dim : (is_v ? v : k) + (size_t)row * kv_stride + (head - heads) % kv_heads * dim;
+    from += at;
     load<V>(a, from, half);
     load<V>(b, from + h, half);
     if (!is_v) {
@@ -110,9 +112,9 @@ __device__ __forceinline__ void rope_write(
   if (!live) return;
   u16* to = q_out + ((size_t)row * heads + head) * dim;
   if (!is_q) {
-    const i64 place = __ldcg(place_of + row);
+    const i64 place = place_of ? __ldcg(place_of + row) : 0;
     if (place < 0 || place >= places) return;
-    const size_t cell = (((size_t)row * kv_heads + (head - heads) % kv_heads) * places + place) * dim;
+    const i64 cell = row * row_step + (head - heads) % kv_heads * head_step + place * dim;
     if (is_v || k_is_v) {
       float v0[V], v1[V];
 #pragma unroll
@@ -132,13 +134,14 @@ __device__ __forceinline__ void rope_write(
   store<V>(to + at, a, half);
   store<V>(to + h + at, b, half);
 }
-#define ROPE(name, V)                                                                                                      \
-  extern "C" __global__ void __launch_bounds__(32) name(                                                                   \
-      const u16* qkv, int stride, int heads, int kv_heads, int dim, const u16* q_weight, const u16* k_weight, float eps,   \
-      const u16* cos, int cos_stride, const u16* sin, int sin_stride, u16* keys, u16* values, int places,                  \
-      const i64* place_of, u16* q_out, int k_is_v, int half) {                                                             \
-    rope_write<V>(qkv, stride, heads, kv_heads, dim, q_weight, k_weight, eps, cos, cos_stride, sin, sin_stride, keys,      \
-                  values, places, place_of, q_out, k_is_v, half);                                                          \
+#define ROPE(name, V)                                                                                                         \
+  extern "C" __global__ void __launch_bounds__(32) name(                                                                      \
+      const u16* q, int q_stride, const u16* k, const u16* v, int kv_stride, int heads, int kv_heads, int dim,                \
+      const u16* q_weight, const u16* k_weight, float eps, const u16* cos, int cos_stride, const u16* sin, int sin_stride,    \
+      u16* keys, u16* values, i64 row_step, i64 head_step, int places, const i64* place_of, u16* q_out, int k_is_v,           \
+      int half) {                                                                                                             \
+    rope_write<V>(q, q_stride, k, v, kv_stride, heads, kv_heads, dim, q_weight, k_weight, eps, cos, cos_stride, sin,          \
+                  sin_stride, keys, values, row_step, head_step, places, place_of, q_out, k_is_v, half);                      \
   }
 ROPE(rope_write_1, 1)
 ROPE(rope_write_2, 2)

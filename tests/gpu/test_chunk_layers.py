@@ -1,0 +1,9 @@
+"""The layers of captured chunks on the GPU: the tests of tests/test_chunk_layers.py; the demo's are in test_last_layers.py."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from tests.test_chunk_layers import *
