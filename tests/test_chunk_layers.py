@@ -72,6 +72,8 @@ def test_several_prompts_of_one_pass_go_through_them_too(model, names, monkeypat
     expected, batch = eager(model), wide(batch_of(model, rows=5), monkeypatch)
     if batch.prompts.packs.why_not() is not None:
         pytest.skip(batch.prompts.packs.why_not())
+    if ON_GPU and any(names):
+        pytest.skip("a table of adapters is of 16 bits, and this test of float32")
     lengths = (7, 16, 3, 12)
     prompts = [
         batch.begin(model.prepare(ids(count)), REQUEST, adapter=name)

@@ -17,7 +17,7 @@ from tests.test_prefill import answered, differ, eager, ids, in_chunks
 from trimtab.plan import Machine, Plan, Rates, make_plan
 from trimtab.plan.unpacked import ITEM, unpacked_bytes
 from trimtab.request import LoadRequest
-from trimtab.runtime import prompt_kernels
+from trimtab.runtime import many_rows, prompt_kernels
 from trimtab.runtime.quant import dequantize, shell
 from trimtab.runtime.unpacked_weights import UnpackedWeights
 
@@ -111,6 +111,7 @@ def test_they_are_the_bits_that_bitsandbytes_unpacks(monkeypatch, tmp_path):
 @needs_sources
 def test_a_step_of_ten_rows_with_unpacked_weights_is_the_modules(on_cpu, replayed, monkeypatch, tmp_path):  # noqa: F811
     on_cpu.rows = rows_module()
+    monkeypatch.setattr(many_rows, "PAYING_ROWS", 9)  # so many rows have the packed weights
     asked = [(("a", None, "b")[number % 3], [5 + number, 6, 7 + 2 * number], {}) for number in range(10)]
     with loaded("gemma4", tmp_path, monkeypatch) as model:
         batch_of_modules = joined(model, "eager", asked, rows=10)

@@ -21,14 +21,24 @@ from trimtab.plan.execution import CAPTURED, FUSED_DTYPES, FUSED_QUANTS, KERNEL_
 from trimtab.plan.plan import Plan
 
 ITEM = "unpacked_weights"
+# Behind each row, for the adapter of a prompt (runtime/unpacked_columns.py): three for each rank of the layers over one input.
+COLUMNS = 128
 # Of what a plan leaves over: the rest is for adapters that come later and for what nobody has counted.
 MOST_SHARE = 0.5
 
 
-def unpacked_bytes(anatomy: Anatomy) -> int:
-    """Return the bytes of all 4-bit linear layers of the decoder in the model's own type."""
+def unpacked_bytes(anatomy: Anatomy, columns: int = 0) -> int:
+    """Return the bytes of all 4-bit linear layers of the decoder in the model's own type, each row with so many columns more."""
     weights = [row.weight for row in anatomy.rows if row.part == "language" and row.kind == "linear" and row.quantized]
-    return sum(aligned(prod(weight.shape)) for weight in weights if weight is not None) * DTYPE_BYTES[anatomy.dtype]
+    values = [prod(one.shape) + prod(one.shape[:-1]) * columns for one in weights if one is not None]
+    return sum(map(aligned, values)) * DTYPE_BYTES[anatomy.dtype]
+
+
+def columns_of(plan: Plan) -> int:
+    """Return the columns behind each row of a plan's unpacked weights: for adapters, where chunks of prompts have products of the
+    layers over one input."""
+    has_products = plan.execution.step.mode == "fused" and plan.execution_device != "cpu"
+    return COLUMNS if has_products and plan.request.adapters and plan.request.dtype == "bfloat16" else 0
 
 
 def aligned(count: int) -> int:
@@ -49,7 +59,7 @@ def with_unpacked(plan: Plan, anatomy: Anatomy, *, shared_bytes: int | None = No
     left = plan.gpu_budget_bytes - plan.gpu_needed_bytes
     if shared_bytes is not None:
         left = min(left, shared_bytes - plan.gpu_needed_bytes - plan.host_peak_bytes)
-    count = unpacked_bytes(anatomy)
+    count = unpacked_bytes(anatomy, columns_of(plan))
     if not count or count > MOST_SHARE * left:
         return plan
     return replace(

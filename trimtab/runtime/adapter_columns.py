@@ -48,7 +48,7 @@ STEP = 64
 # Tokens of a product: fewer are multiplied with packed weights (many_rows.py), and there is a counter for each 16.
 LEAST_TOKENS, MOST_TOKENS = PAYING_ROWS + 1, 65536
 # As in cuda/prompt.cu: values of a block that unpacks, columns of one that writes B, tokens and values of x of one that sums.
-_UNPACKED, _WRITTEN, _TOKENS, _SLICE, _THREADS, _RANKS = 8192, 2048, 16, 1024, 256, 8
+_UNPACKED, _WRITTEN, TOKENS, _SLICE, _THREADS, _RANKS = 8192, 2048, 16, 1024, 256, 8
 # The relative error of v B by parts of bfloat16, which is about 2^-17, and of a product that is rounded to bfloat16 once.
 LARGEST_COLUMN_ERROR, LARGEST_ERROR = 2**-14, 4e-3
 # Rows of a weight that a check multiplies in float64.
@@ -75,17 +75,17 @@ def extend(
     afterwards. out, low: memory for the result and for sums in float32.
     """
     n, width = x.shape
-    ranks = [_rank(one) for one in adapters]
+    ranks = [rank_of(one) for one in adapters]
     wide, slices = extended_width(width, sum(ranks), step), -(-width // _SLICE)
     out = torch.empty(n, wide, dtype=x.dtype, device=x.device) if out is None else out
     low = torch.empty(slices, n, sum(ranks), device=x.device) if low is None else low
     assert x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and width % 16 == 0
-    assert counts.numel() * _TOKENS >= n and len(adapters) <= MOST_LAYERS and out.shape == (n, wide)
-    members: list[Any] = [value for one in adapters for value in (one.A, _rank(one), float(one.scale))]
+    assert counts.numel() * TOKENS >= n and len(adapters) <= MOST_LAYERS and out.shape == (n, wide)
+    members: list[Any] = [value for one in adapters for value in (one.A, rank_of(one), float(one.scale))]
     members += [None, 0, 0.0] * (MOST_LAYERS - len(adapters))
     groups = sum(-(-rank // _RANKS) for rank in ranks)
     module.launch(
-        "extend_input", (-(-n // _TOKENS), slices, 1 + groups), (_THREADS,),
+        "extend_input", (-(-n // TOKENS), slices, 1 + groups), (_THREADS,),
         [x, x.stride(0), n, width, *members, low, counts, out, wide],
     )  # fmt: skip
     return out
@@ -142,7 +142,7 @@ class AdapterColumns:
         self.leaves, self.kernels = list(leaves), kernels
         self._groups = groups_of(self.leaves)
         # One piece for good: captured graphs have its address.
-        self.counts = torch.zeros(MOST_TOKENS // _TOKENS, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(MOST_TOKENS // TOKENS, dtype=torch.int32, device=device)
         # The input that was extended last while layers of its group are still to come: x, its version, the adapters, the result.
         self._last: tuple[weakref.ref[Tensor], int, tuple[Any, ...], Tensor] | None = None
 
@@ -183,7 +183,7 @@ class AdapterColumns:
         if place is None:
             return None
         adapters = tuple(adapter for _, adapter in members if adapter is not None)
-        ranks = [_rank(one) for one in adapters]
+        ranks = [rank_of(one) for one in adapters]
         wide = extended_width(leaf.in_features, sum(ranks))
         packed, room = leaf.packed(), self.kernels.room(x.dtype)
         # The plan counts an extended input that is at most twice x (plan/activations.py).
@@ -211,7 +211,7 @@ class AdapterColumns:
         return extended
 
 
-def _rank(adapter: lora.LinearAdapter) -> int:
+def rank_of(adapter: lora.LinearAdapter) -> int:
     assert adapter.A is not None
     return int(adapter.A.shape[0])
 
@@ -283,7 +283,7 @@ def wrong(
         return torch.randn(*shape, device=device, generator=generator)
 
     expected_weight = dequantize(packed)
-    counts = torch.zeros(-(-max(tokens) // _TOKENS), dtype=torch.int32, device=device)
+    counts = torch.zeros(-(-max(tokens) // TOKENS), dtype=torch.int32, device=device)
     for number, n in enumerate(tokens):
         for layers in range(1, MOST_LAYERS + 1):
             own = [ranks[(number + layer) % len(ranks)] for layer in range(layers)]

@@ -475,7 +475,7 @@ class FusedStep:
             many_rows.linear(
                 x, packed_together(leaves), wide, bias=[leaf.bias for leaf in leaves],
                 lora=None if slots is None else slots.args(leaves, count), module=self.kernels.rows,
-                unpacked=self._joined(leaves), beside=self.beside,
+                unpacked=self._joined(leaves) if count > many_rows.PAYING_ROWS else None, beside=self.beside,
             )  # fmt: skip
         start = 0
         for leaf, size in zip(leaves if is_apart or not many else (), widths, strict=False):

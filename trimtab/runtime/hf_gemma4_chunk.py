@@ -6,7 +6,7 @@ A layer of transformers' modules takes about 36 operations beside its products: 
 tokens each of them takes longer to start than to compute. Here one kernel adds a residual and makes the next norm, one turns
 queries and keys and lays them out as attention reads them, one applies a gate: six a layer. Products, attention and the cache stay
 what they are (cuBLAS, torch's `sdpa`, hf_prefill.ChunkLayer), and roundings are the modules' own. Where the plan keeps weights
-unpacked, products over one input are one.
+unpacked, products over one input are one, with the adapter of the prompt inside (unpacked_columns.py).
 
 What stays with the modules: several prompts in one pass, layers that see the last token alone (hf_gemma4_last.py).
 """
@@ -25,14 +25,15 @@ from trimtab.runtime.hf_gemma4 import FusedStep
 from trimtab.runtime.leaves import Leaf
 
 if TYPE_CHECKING:
+    from trimtab.runtime.unpacked_columns import UnpackedColumns
     from trimtab.runtime.unpacked_weights import UnpackedWeights
 
 
 class ChunkLayers:
     """The layers in front of those that see the last token alone. kernels of `step`; nothing is kept from pass to pass."""
 
-    def __init__(self, step: FusedStep, first_shared: int) -> None:
-        self.step, self.first_shared = step, first_shared
+    def __init__(self, step: FusedStep, first_shared: int, columns: UnpackedColumns | None = None) -> None:
+        self.step, self.first_shared, self.columns = step, first_shared, columns
         self.layers = list(step.text.layers)
         self.unpacked: UnpackedWeights | None = step.unpacked
         # The output of the layer before, and the next one's input, which the same kernel made.
@@ -118,12 +119,15 @@ class ChunkLayers:
     def _products(self, leaves: Sequence[Leaf], x: Tensor, rows: int) -> list[Tensor]:
         """Return [n, D_out] of each of the layers over x [n, D_in], with its adapter. Those of one product lie side by side."""
         joined = None
-        if self.unpacked is not None and len(leaves) > 1 and all(leaf.bias is None for leaf in leaves):
+        if self.unpacked is not None and all(leaf.bias is None for leaf in leaves):
             joined = self.unpacked.joined(leaves)
         batch = x.view(rows, -1, x.shape[-1])  # one object for all: what is made of it for an adapter is made once
         if joined is None or leaves[0].route.slots is not None:
             return [leaf(batch).flatten(0, 1) for leaf in leaves]
-        parts = (x @ joined.T).split([leaf.out_features for leaf in leaves], dim=1)
+        widths = [leaf.out_features for leaf in leaves]
+        if self.columns is not None and (whole := self.columns.product(leaves, x)) is not None:
+            return list(whole.split(widths, dim=1))
+        parts = (x @ joined.T).split(widths, dim=1)
         return [
             lora.apply_linear(leaf, batch, part.view(rows, -1, part.shape[1])).flatten(0, 1) if leaf.adapters else part
             for leaf, part in zip(leaves, parts, strict=True)

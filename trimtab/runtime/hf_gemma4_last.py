@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from trimtab.runtime import hf_gemma4, lora, matvec
+from trimtab.runtime import hf_gemma4, lora, matvec, unpacked_columns
 from trimtab.runtime.hf_gemma4 import FusedStep, Where
 from trimtab.runtime.hf_gemma4_chunk import ChunkLayers
 from trimtab.runtime.hf_slots import LayerCache, PagedLayer
@@ -232,7 +232,7 @@ def route(prompts: Prompts, forward: ChunkForward, name: str | None) -> tuple[Ha
     step = prompts.batch.steps.fused_step()
     if step is None:
         return key, serial, False
-    forward.firsts = firsts(prompts, forward)
+    forward.firsts = firsts(prompts, forward, key, name)
     if forward.first_shared < len(forward.layers) and prompts.batch.cache.kv == "full":
         if prompts.lasts is None or prompts.lasts.step is not step:
             prompts.lasts = LastLayers(step, forward.first_shared, prompts.batch.cache.prompt_row)
@@ -241,11 +241,18 @@ def route(prompts: Prompts, forward: ChunkForward, name: str | None) -> tuple[Ha
     return key, serial, True
 
 
-def firsts(prompts: Prompts, forward: ChunkForward) -> Callable[[int, Tensor | None], Callable[..., Tensor]] | None:
-    """Return what stands for the layers in front of those in a pass, None where the modules compute them."""
-    step = prompts.batch.steps.fused_step()
+def firsts(
+    prompts: Prompts, forward: ChunkForward, key: Hashable = None, name: str | None = None
+) -> Callable[[int, Tensor | None], Callable[..., Tensor]] | None:
+    """Return what stands for the layers in front of those in a pass, None where the modules compute them. key, name: of the one
+    adapter of the pass, which the model is routed to; None where its rows look theirs up."""
+    step, route = prompts.batch.steps.fused_step(), prompts.model.route
     if step is None or any(layer.self_attn.is_kv_shared_layer for layer in forward.layers[: forward.first_shared]):
         return None
     if prompts.firsts is None or prompts.firsts.step is not step:
-        prompts.firsts = ChunkLayers(step, forward.first_shared)
+        groups = [group for layer in forward.layers[: forward.first_shared] for group in hf_gemma4.products_of(layer)]
+        columns = unpacked_columns.choose(prompts, groups, prompts.fall_back)
+        prompts.firsts = ChunkLayers(step, forward.first_shared, columns)
+    if (columns := prompts.firsts.columns) is not None:
+        columns.hold(key, None if key is None else route.name, (name, route.serials.get(name)))
     return prompts.firsts.forward

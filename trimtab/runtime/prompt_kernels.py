@@ -31,7 +31,7 @@ from trimtab.runtime.quant import Packed, dequantize
 
 NAMES = (
     "unpack_nested", "unpack_plain", "lora_low", "lora_low_tensor", "lora_up", "lora_low_rows", "lora_low_rows_tensor",
-    "lora_up_rows", "unpack_columns_nested", "unpack_columns_plain", "extend_input",
+    "lora_up_rows", "unpack_columns_nested", "unpack_columns_plain", "write_columns", "extend_input",
 )  # fmt: skip
 _TYPES = (torch.bfloat16, torch.float16)
 # As in cuda/prompt.cu: values of a block that unpacks, tokens and columns of one that adds, and how much of x one sums.

@@ -6,12 +6,13 @@
 
 They are the bits that bitsandbytes unpacks, so a product equals its own up to the order of a sum. On a CPU bitsandbytes unpacks a
 weight and multiplies as torch does: there every product of the layers reads the kept weight, and its bits are the same. All lie
-in one piece of memory, in the order of the modules: layers that read the same input and follow one another are one matrix.
+in one piece of memory, in the order of the modules: layers that read the same input and follow one another are one matrix. Behind
+each row there may be columns for the adapter of a prompt (unpacked_columns.py), which nothing else reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,18 +21,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trimtab.plan.unpacked import ITEM, aligned
+from trimtab.plan.unpacked import ITEM, aligned, columns_of
 from trimtab.runtime.leaves import Leaf, ResidentLeaf, with_products
 from trimtab.runtime.quant import dequantize
 
 
 class UnpackedWeights:
-    """The weights of some layers, of one type. Shapes: each [D_out, D_in]."""
+    """The weights of some layers, of one type. Shapes: each [D_out, D_in]. columns: values behind each row, zeros at first; holds:
+    of which adapter they are, None for nobody's."""
 
-    def __init__(self, leaves: Sequence[Leaf]) -> None:
+    def __init__(self, leaves: Sequence[Leaf], columns: int = 0) -> None:
+        self.columns = columns
+        self.holds: Hashable = None
         # Each starts where torch would start a tensor: a product's sums may depend on the alignment of its operands.
-        sizes = [aligned(leaf.out_features * leaf.in_features) for leaf in leaves]
-        self._flat = torch.empty(sum(sizes), dtype=leaves[0].dtype, device=leaves[0].device)
+        sizes = [aligned(leaf.out_features * (leaf.in_features + columns)) for leaf in leaves]
+        self._flat = torch.zeros(sum(sizes), dtype=leaves[0].dtype, device=leaves[0].device)
         self._starts: dict[Leaf, int] = {}
         start = 0
         for leaf, size in zip(leaves, sizes, strict=True):
@@ -50,7 +54,7 @@ class UnpackedWeights:
             and one.packed().dtype == one.dtype  # of another type, releases of bitsandbytes round in different places
         ]  # fmt: skip
         with torch.no_grad():
-            return cls(leaves) if leaves else None
+            return cls(leaves, columns_of(model.plan)) if leaves else None
 
     @property
     def nbytes(self) -> int:
@@ -58,11 +62,16 @@ class UnpackedWeights:
 
     def weight(self, leaf: Leaf) -> Tensor:
         """Return a layer's weight. Errors: KeyError for a layer that is not among them."""
-        start, shape = self._starts[leaf], (leaf.out_features, leaf.in_features)
-        return self._flat[start : start + shape[0] * shape[1]].view(shape)
+        start, wide = self._starts[leaf], leaf.in_features + self.columns
+        return self._flat[start : start + leaf.out_features * wide].view(-1, wide)[:, : leaf.in_features]
 
     def joined(self, leaves: Sequence[Leaf]) -> Tensor | None:
         """Return the weights of layers over one input as one [all D_out, D_in], None where they do not lie side by side."""
+        extended = self.extended(leaves)
+        return None if extended is None else extended[:, : leaves[0].in_features]
+
+    def extended(self, leaves: Sequence[Leaf]) -> Tensor | None:
+        """Return the same with its columns, [all D_out, D_in + columns]."""
         wide, start = leaves[0].in_features, self._starts.get(leaves[0])
         if start is None:
             return None
@@ -70,8 +79,8 @@ class UnpackedWeights:
         for leaf in leaves:
             if self._starts.get(leaf) != end or leaf.in_features != wide:
                 return None
-            end += leaf.out_features * wide
-        return self._flat[start:end].view(-1, wide)
+            end += leaf.out_features * (wide + self.columns)
+        return self._flat[start:end].view(-1, wide + self.columns)
 
     def replace_products(self) -> None:
         """Let every product of the layers read these weights from now on, on a CPU: the same bits, and nothing is unpacked."""

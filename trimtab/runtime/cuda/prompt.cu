@@ -62,10 +62,10 @@ extern "C" __global__ void __launch_bounds__(256) unpack_plain(UNPACK_PARAMETERS
 
 // The same with columns behind each row of bfloat16, from `width` to `stride`: they multiply what extend_input puts behind x. Three for
 // each rank of the layer's B [rows, rank]: hi(b), hi(b), lo(b), where hi(b) is b rounded and lo(b) is b - hi(b) rounded. `before` ranks
-// of other layers and the columns behind the last are zeros. A thread is 8 columns. Grid: [values / 8192 + columns / 2048].
+// of other layers and the columns behind the last, up to `end`, are zeros. A thread is 8 columns. Grid: [values / 8192 + columns / 2048].
 __device__ __forceinline__ void store_columns(
-    int number, const float* B, int rank, int before, int rows, int width, int stride, u16* out) {
-  const int each = (stride - width) >> 3, row = number / each, first = (number - row * each) * 8;
+    int number, const float* B, int rank, int before, int rows, int width, int end, int stride, u16* out) {
+  const int each = (end - width) >> 3, row = number / each, first = (number - row * each) * 8;
   if (row >= rows) return;
   u32 words[4];
 #pragma unroll
@@ -91,7 +91,7 @@ __device__ __forceinline__ void unpack_with_columns(UNPACK_PARAMETERS, COLUMN_PA
   if ((int)blockIdx.x < blocks)
     unpack_4bit<NESTED, true>(packed, absmax, outer, offset, code2, code, values, shift, outer_shift, out, half, width, stride);
   else
-    store_columns((blockIdx.x - blocks) * 256 + threadIdx.x, B, rank, before, (int)(values / width), width, stride, out);
+    store_columns((blockIdx.x - blocks) * 256 + threadIdx.x, B, rank, before, (int)(values / width), width, stride, stride, out);
 }
 extern "C" __global__ void __launch_bounds__(256) unpack_columns_nested(UNPACK_PARAMETERS, COLUMN_PARAMETERS) {
   unpack_with_columns<true>(
@@ -100,6 +100,15 @@ extern "C" __global__ void __launch_bounds__(256) unpack_columns_nested(UNPACK_P
 extern "C" __global__ void __launch_bounds__(256) unpack_columns_plain(UNPACK_PARAMETERS, COLUMN_PARAMETERS) {
   unpack_with_columns<false>(
       packed, absmax, outer, offset, code2, code, values, shift, outer_shift, out, half, B, rank, before, width, stride);
+}
+
+// The columns of weights that stay unpacked, for one adapter. A line of `lines` is a weight: the addresses of its B (0: none) and of its
+// first row, then rank, before, rows, width, end and stride, see store_columns. Grid: [the most columns of a weight / 2048, weights].
+extern "C" __global__ void __launch_bounds__(256) write_columns(const i64* lines) {
+  const i64* line = lines + blockIdx.y * 8;
+  store_columns(
+      blockIdx.x * 256 + threadIdx.x, (const float*)line[0], (int)line[2], (int)line[3], (int)line[4], (int)line[5], (int)line[6],
+      (int)line[7], (u16*)line[1]);
 }
 
 #define TOKENS 8
