@@ -389,7 +389,7 @@ class ChunkForward:
         self._paged_places: Tensor | None = None
         # What stands for the layers from `first_shared` on, if anything: hf_gemma4_last.LastLayers.forward.
         self.lasts: Callable[[int, Buffers], Callable[..., Tensor]] | None = None
-        # What stands for those in front of them, given the mask of its kind: hf_gemma4_chunk.ChunkLayers.forward.
+        # And for those in front of them, given a mask: hf_gemma4_chunk.ChunkLayers.forward.
         self.firsts: Callable[[int, Tensor | None], Callable[..., Tensor]] | None = None
         # Any mask of four dimensions is one that is ready: each layer gets its own instead.
         self._ready = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
@@ -586,9 +586,9 @@ class ChunkForward:
 
         if number >= self.first_shared:
             return skipped if not form.is_last else last if self.lasts is None else self.lasts(number, self.buffers)
-        if self.firsts is not None and number >= form.deep:
-            return self.firsts(number, mask)
-        return deep if number < form.deep else own
+        if number < form.deep:
+            return deep
+        return own if self.firsts is None else self.firsts(number, mask)
 
     def _mask_of_last(self, mask: Tensor | None) -> Tensor:
         if mask is not None:

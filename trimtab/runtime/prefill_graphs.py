@@ -95,8 +95,8 @@ class Prompts:
     ) -> None:  # fmt: skip
         self.batch, self.model, self.device = batch, batch.model, batch.model.device
         self.captures = mode == "auto" and self.device.type == "cuda"
-        self.counted_bytes, self.capture_s = counted_bytes, 0.0
-        self.graph_bytes = 0  # that the driver took while graphs were captured beforehand
+        # graph_bytes: that the driver took for graphs captured beforehand
+        self.counted_bytes, self.capture_s, self.graph_bytes = counted_bytes, 0.0, 0
         self.sizes: tuple[int, ...] = ()
         self.is_steady = True  # whether the last chunk took as long as the next one of its form will
         self.jobs: WeakKeyDictionary[Prompt, _Job] = WeakKeyDictionary()
@@ -122,10 +122,8 @@ class Prompts:
             if isinstance(module, tables.GatheredTable) and module.seen is None
         ]  # fmt: skip
         self._placeholders = hf_slots.placeholder_ids(self.model.hf_model)
-        if self.captures or mode == "static":
-            why = self._why_not(sizes)
-            if why is not None:
-                self.fall_back(why)
+        if (self.captures or mode == "static") and (why := self._why_not(sizes)) is not None:
+            self.fall_back(why)
         batch.cache.has_prompt_row = self.is_on and batch.rows > 1
         self.packs = Packs(self)
         if self.room is not None:
