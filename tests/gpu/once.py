@@ -30,6 +30,7 @@ from trimtab.runtime import (
     matvec,
     prompt_kernels,
     tuning,
+    unpacked_columns,
 )
 
 # Outputs of layers over one input, columns, whether two are gate and up.
@@ -134,6 +135,8 @@ def findings_of_many(
                 found = many_rows.wrong(group, many, dtype, counts=rows)
                 if found is not None:
                     yield f"many rows, {quant}, {dtype}: {found}"
+    if (found := unpacked_columns.wrong(prompts, torch.device(device))) is not None:
+        yield f"adapters inside products of unpacked weights: {found}"
     for shape in HEADS:
         for bias in (None, torch.randn(shape[0], device=device).bfloat16()):
             q, scale = head8.quantize_rows(torch.randn(shape, device=device).bfloat16())

@@ -387,9 +387,8 @@ class ChunkForward:
         self.form = Form(0, 0, is_last=False)
         self._ring_sources: dict[int, Tensor] = {}
         self._paged_places: Tensor | None = None
-        # What stands for the layers from `first_shared` on, if anything: hf_gemma4_last.LastLayers.forward.
+        # What stands for the layers from `first_shared` on (hf_gemma4_last.py) and in front (hf_gemma4_chunk.py), if anything.
         self.lasts: Callable[[int, Buffers], Callable[..., Tensor]] | None = None
-        # And for those in front of them, given a mask: hf_gemma4_chunk.ChunkLayers.forward.
         self.firsts: Callable[[int, Tensor | None], Callable[..., Tensor]] | None = None
         # Any mask of four dimensions is one that is ready: each layer gets its own instead.
         self._ready = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
