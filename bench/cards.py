@@ -383,10 +383,10 @@ def missing(cases: list[dict[str, Any]], results: dict[str, Any]) -> list[dict[s
 
 def merged(results: dict[str, Any], rows: list[dict[str, Any]], where: dict[str, Any]) -> dict[str, Any]:
     """Return the results of earlier runs with these rows behind them, as one more run. Rows that failed are left out; of a case
-    that was measured before, the earlier row stays and the later one counts."""
+    that was measured before, the earlier row stays and the later one counts. Rows of another machine name it."""
     kept = results.get("rows", [])
     run = max((row.get("run", 0) for row in kept), default=0) + 1
-    other = {} if results.get("environment", where) == where else {"environment": where}
+    other = {} if results.get("environment", where) == where else {"gpu": where.get("gpu"), "environment": where}
     return {
         "environment": where,
         **results,

@@ -78,3 +78,20 @@ def test_the_table_shows_the_link_once_a_row_has_it():
     lines = readme_numbers.cards({"environment": where, "rows": [{**row, **link}, whole]}).splitlines()
     assert "| link limit tokens/s | of it | forced GiB |" in lines[0]
     assert lines[2].endswith("| 140 | 0.79 | 0.31 |") and lines[3].endswith("| - | - | 0.00 |")
+
+
+def test_rows_of_another_machine_are_named_after_it_and_compared_with_its_own():
+    first, other = ({"gpu": f"NVIDIA {name}", "python": "3.12"} for name in ("H200", "H100 80GB HBM3"))
+
+    def row(gib, tok_s, streamed):
+        return {
+            "model": "e4b", "card_gib": gib, "head": "auto", "tok_s": tok_s, "predicted_tok_s": tok_s, "streamed_gib": streamed,
+        }  # fmt: skip
+
+    results = cards.merged({}, [row(4, 400.0, 0.0)], first)
+    results = cards.merged(results, [row(4, 380.0, 0.0), row(3.7, 358.0, 0.1), row(3.5, 176.0, 0.3)], other)
+    # 358 is nine tenths of 380 and more, but not of another GPU's 400.
+    assert "On 3.5 GiB and less" in readme_numbers.link_limit(results) and "(H100)" in readme_numbers.link_limit(
+        results
+    )
+    assert [readme_numbers._gpu(one, results) for one in results["rows"]] == ["H200", "H100", "H100", "H100"]

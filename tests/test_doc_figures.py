@@ -320,6 +320,10 @@ def link_shares():
     yield f"{min(high):.0f} to {max(high):.0f} % too high in runs 7, 8 and 10"
     first, second = (100 * (row["predicted_tok_s"] / row["tok_s"] - 1) for row in (h100, later))
     yield f"on the H100 {first:.0f} % in run 9 and {second:.0f} % in run 11"
+    mended = [card(4, "full", run) for run in (13, 15)]
+    yield f"made {mended[0]['tok_s']} in run 13 and {mended[1]['tok_s']} in run 15"
+    shares = " and ".join(f"{row['link_share']:.2f}" for row in mended)
+    yield f"{shares} of the limit, where {mended[1]['predicted_tok_s']:.0f} are predicted"
 
 
 def whole_decoder():

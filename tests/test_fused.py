@@ -84,6 +84,43 @@ def test_rope_write_is_what_attention_does_before_it_looks(dtype, mode):
 
 
 @pytest.mark.parametrize("dtype", [*TYPES, torch.float32])
+@pytest.mark.parametrize("mode", fused.MODES)
+@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=on_cpu)])
+def test_turn_is_what_attention_does_before_it_looks_for_every_token(dtype, mode, kernel):
+    """Products of one matrix, or apart; keys and values by head."""
+    n, heads, kv_heads, dim = 5, 4, 2, 32
+    parts = {"own": 2, "k_is_v": 1, "shared": 0}[mode]
+    joined = random(n, (heads + parts * kv_heads) * dim, dtype=dtype)
+    weights = random(dim, dtype=dtype, seed=1), random(dim, dtype=dtype, seed=2)
+    angles = torch.randn(n, dim // 2, generator=torch.Generator().manual_seed(3)).repeat(1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def turned(x, weight):
+        return gemma4.apply_rotary_pos_emb(norm_of(weight, dim, dtype)(x[None]), cos[None], sin[None], unsqueeze_dim=2)[
+            0
+        ]
+
+    shaped = joined.view(n, -1, dim)
+    own = shaped[:, heads : heads + kv_heads]
+    other = own if mode == "k_is_v" else shaped[:, heads + kv_heads :]
+    widths = [heads * dim, *[kv_heads * dim] * parts]
+    module = cpu_module() if kernel else None
+    for given in (joined.split(widths, dim=1), [one.clone() for one in joined.split(widths, dim=1)]):
+        q_out = poisoned(n, heads, dim, dtype=dtype)
+        k_out, v_out = (poisoned(kv_heads, n, dim, dtype=dtype) if parts else None for _ in range(2))
+        queries, keys, values = [*given, None, None][:3]
+        k_weight = weights[1] if parts else None
+        fused.turn(queries, keys, values, dim, weights[0], k_weight, EPS, cos, sin, q_out, k_out, v_out, module=module)
+        same = close if kernel else torch.equal
+        assert same(q_out, turned(shaped[:, :heads], weights[0]))
+        if parts:
+            assert same(k_out, turned(own, weights[1]).transpose(0, 1))
+            assert same(v_out, norm_of(None, dim, dtype)(other).transpose(0, 1))
+    if kernel and dtype != torch.float32:
+        assert len(module.launches) == 2
+
+
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float32])
 @pytest.mark.parametrize("kind, name", [("gelu_tanh", "gelu_pytorch_tanh"), ("gelu", "gelu"), ("silu", "silu")])
 def test_gated_is_what_the_mlp_does_before_its_last_product(dtype, kind, name):
     config = Gemma4TextConfig(

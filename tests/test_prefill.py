@@ -26,10 +26,11 @@ from trimtab.errors import RequestError
 from trimtab.plan.activations import use_of
 from trimtab.plan.prompt_memory import choose_chunks, prompt_graph_bytes
 from trimtab.request import GenerateRequest, LoadRequest
-from trimtab.runtime import hf, hf_prefill, prefill_graphs
+from trimtab.runtime import hf, hf_prefill, hf_prompt_media, prefill_graphs
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.chat import Inputs
-from trimtab.runtime.hf_prefill import Chunk, Media, chunks_of
+from trimtab.runtime.hf_prefill import Chunk, chunks_of
+from trimtab.runtime.hf_prompt_media import Media
 from trimtab.runtime.prefill_graphs import Prompts
 from trimtab.runtime.step_capture import in_pass
 
@@ -189,13 +190,13 @@ def test_a_picture_beside_every_border_of_a_chunk_is_the_picture(family, tmp_pat
             expected = answered(whole, inputs)
             for _ in range(3 if ON_GPU else 1):
                 assert differ(answered(batch, inputs), expected) < TOLERANCE, before
-            media = hf_prefill.media_of(model.hf_model, inputs.tensors)
+            media = hf_prompt_media.media_of(model.hf_model, inputs.tensors)
             seen = [place for place, token in enumerate(inputs.token_ids) if token == pico.IMAGE]
             ends = [chunk.start for chunk in chunks_of(inputs.prompt_tokens, (8, 16), may_end_at=media.may_end_at)]
             split += any(seen[0] < end <= seen[-1] for end in ends)
             looks_ahead += bool(media.masks)
         assert looks_ahead == (12 if family in ("gemma3", "gemma4_dense") else 0)
-        assert (split == 0) == bool(looks_ahead) == hf_prefill.images_look_ahead(model.hf_model.config)
+        assert (split == 0) == bool(looks_ahead) == hf_prompt_media.images_look_ahead(model.hf_model.config)
         assert not named(batch)
 
 

@@ -318,3 +318,15 @@ def test_a_streamed_leaf_shows_shape_and_computing_dtype_but_no_data():
     with pytest.raises((NotImplementedError, RuntimeError)):
         staged[0].weight.sum().item()
     streamer.close()
+
+
+def test_a_block_is_left_behind_its_only_reader_or_as_a_whole():
+    """Fused experts read their block too, whose names are parameters and no layers."""
+    group, block = tiers.Group("block", 0), torch.nn.Module()
+    block.first, block.second, block.third = (torch.nn.Module() for _ in range(3))
+    assert leaves.last_reader(block, group) is block
+    block.first.staged = SimpleNamespace(group=group)
+    block.third.staged = SimpleNamespace(group=tiers.Group("another", 0))
+    assert leaves.last_reader(block, group) is block.first
+    block.second.staged = SimpleNamespace(group=group)
+    assert leaves.last_reader(block, group) is block

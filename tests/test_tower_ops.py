@@ -24,7 +24,7 @@ from tests.test_execution import E4B
 from tests.test_prefill import WITH_PICTURES, eager, in_chunks, picture, through
 from tests.test_tower_graphs import MODE, same
 from trimtab.plan.prompt_memory import uncaptured_bytes
-from trimtab.runtime import hf_prefill, lora, prompt_kernels
+from trimtab.runtime import hf_prompt_media, lora, prompt_kernels
 from trimtab.runtime.leaves import HostLeaf, StagedLeaf, with_products
 from trimtab.runtime.prompt_kernels import LEAST_TOKENS, PAYING_RANK, PromptKernels
 from trimtab.runtime.quant import dequantize
@@ -71,7 +71,7 @@ def given(model, family, adapter=None):
     """Return what a prompt with an image (Gemma 4: and audio) gives to the decoder."""
     model.route.set(adapter)
     with torch.no_grad():
-        media = hf_prefill.media_of(model.hf_model, picture(model, family, 9).tensors)
+        media = hf_prompt_media.media_of(model.hf_model, picture(model, family, 9).tensors)
     return [media.embeddings, *media.deep]
 
 

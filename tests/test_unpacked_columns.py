@@ -20,7 +20,7 @@ from tests.test_prefill import ON_GPU, answered, differ, eager, ids
 from trimtab.errors import DeviceError
 from trimtab.plan.unpacked import COLUMNS, ITEM, unpacked_bytes
 from trimtab.runtime import hf_gemma4, prompt_kernels, unpacked_columns
-from trimtab.runtime.hf_gemma4_chunk import ChunkLayers
+from trimtab.runtime.hf_gemma4_chunk import ChunkLayers, layers_of
 from trimtab.runtime.unpacked_columns import UnpackedColumns, wrong
 from trimtab.runtime.unpacked_weights import UnpackedWeights
 
@@ -102,10 +102,16 @@ def test_prompts_with_adapters_in_turn_have_the_scores_of_the_modules(columned):
 
 
 @needs_sources
-def test_a_short_chunk_and_several_prompts_do_without(columned):
+def test_a_short_chunk_and_passes_whose_rows_look_theirs_up_do_without(columned):
     model, batch, module = columned
     answered(batch, model.prepare(ids(9)), adapter="specialist")  # 16 tokens: written, not read
     assert "extend_input" not in module.launches
+    columns = batch.prompts.firsts.columns
+    group = next(one for one in columns.groups if one[0] in columns._table.changed)
+    x = torch.zeros(64, group[0].in_features, dtype=torch.bfloat16)
+    assert columns.product(group, x) is not None
+    layers_of(batch.prompts, batch.prompts._forward)  # as a pass of several prompts asks for them
+    assert columns.product(group, x) is None
 
 
 @needs_sources

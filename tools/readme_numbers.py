@@ -443,10 +443,15 @@ def link_limit(results: Mapping[str, Any]) -> str:
     """Return the sentence on E4B below 4 GiB, from the latest row of each size that streams layers in bench/results/cards.json."""
     latest = {row["card_gib"]: row for row in results["rows"] if row["model"] == "e4b" and 0 < row["card_gib"] < 4}
     # A few copied layers cost nothing where their copies end before the step's computing does.
-    whole = max(row["tok_s"] for row in results["rows"] if row["model"] == "e4b" and "predicted_tok_s" in row)
+    whole: dict[str, float] = {}
+    for row in results["rows"]:
+        if row["model"] == "e4b" and "predicted_tok_s" in row:
+            gpu = _gpu(row, results)
+            whole[gpu] = max(whole.get(gpu, 0.0), row["tok_s"])
     speeds = {
-        size: row["tok_s"] for size, row in latest.items() if row["streamed_gib"] > 0 and row["tok_s"] < 0.9 * whole
-    }
+        size: row["tok_s"] for size, row in latest.items()
+        if row["streamed_gib"] > 0 and row["tok_s"] < 0.9 * whole[_gpu(row, results)]
+    }  # fmt: skip
     least, most = min(speeds), max(speeds)
     gpus = " and ".join(sorted({_gpu(latest[size], results) for size in (least, most)}))
     return (

@@ -14,7 +14,16 @@ from torch import Tensor
 
 from trimtab.plan.kv_pool import PAGE_TOKENS
 from trimtab.runtime import nvrtc
-from trimtab.runtime.fused import ACTIVATIONS, add_norm, attend, gated, rope_write, scratch_values, turn_and_attend
+from trimtab.runtime.fused import (
+    ACTIVATIONS,
+    add_norm,
+    attend,
+    gated,
+    rope_write,
+    scratch_values,
+    turn,
+    turn_and_attend,
+)
 from trimtab.runtime.kv_pages import PagePool
 
 _Make = Callable[..., Tensor]
@@ -126,6 +135,19 @@ def _wrong_attention(
                 mode=mode,
             )  # fmt: skip
         if reason := wrong(f"rope_write ({mode}) {what}", [turned[0], *written], [turned[1], *wanted]):
+            return reason
+        # As a prompt's chunk has them: products apart, keys and values by head.
+        own_keys, own_values = (random(n, kv_heads * dim) if parts > part else None for part in range(2))
+        outs = [
+            [poisoned(n, heads, dim), *(poisoned(kv_heads, n, dim) for _ in range(2 * (parts > 0)))] for _ in range(2)
+        ]
+        for (q_out, *rest), one in zip(outs, (module, None), strict=True):
+            k_out, v_out = rest or (None, None)
+            turn(
+                qkv[:, : heads * dim], own_keys, own_values, dim, q_weight, k_weight if parts else None, 1e-6, cos, sin, q_out,
+                k_out, v_out, module=one,
+            )  # fmt: skip
+        if reason := wrong(f"turn ({mode}) {what}", *outs):
             return reason
     for length, position in LENGTHS:
         keys, values = random(n, kv_heads, length, dim), random(n, kv_heads, length, dim)

@@ -356,7 +356,7 @@ def anatomy_of(
 
     Errors: RequestError if a keep_unquantized pattern names no linear, or if the model has no head that could be in 8 bits.
     """
-    from trimtab.runtime import hf_gemma4, hf_prefill, hf_slots
+    from trimtab.runtime import hf_gemma4, hf_prefill, hf_prompt_media, hf_slots
 
     packed = split_packed(checkpoint)[1]
     built = build_anatomy(
@@ -369,7 +369,7 @@ def anatomy_of(
         capture_unsupported=hf_slots.why_not(probed.model),
         fused_unsupported=hf_gemma4.why_not(probed.model),
         prompts_unsupported=hf_prefill.why_not(probed.model),
-        images_look_ahead=hf_prefill.images_look_ahead(probed.config),
+        images_look_ahead=hf_prompt_media.images_look_ahead(probed.config),
     )
 
 

@@ -1,30 +1,32 @@
 """The layers of Gemma 4 for a chunk of a prompt: what lies between their products in the kernels of a decode step.
 
-    forward.firsts = ChunkLayers(step, forward.first_shared).forward   # before a pass of hf_prefill.ChunkForward
+    forward.firsts = layers_of(prompts, forward, key, name)   # before a pass of hf_prefill.ChunkForward
 
-A layer of transformers' modules takes about 36 operations beside its products: norms, residuals, rotation, gates. For a few hundred
-tokens each of them takes longer to start than to compute. Here one kernel adds a residual and makes the next norm, one turns
-queries and keys and lays them out as attention reads them, one applies a gate: six a layer. Products, attention and the cache stay
-what they are (cuBLAS, torch's `sdpa`, hf_prefill.ChunkLayer), and roundings are the modules' own. Where the plan keeps weights
-unpacked, products over one input are one, with the adapter of the prompt inside (unpacked_columns.py).
+A layer of transformers' modules takes 26 operations beside products, adapters, attention and cache: norms, residuals, rotation,
+gates. For a few hundred tokens each takes longer to start than to compute. Here one kernel adds a residual and makes the next norm,
+one turns queries and keys and lays them out as attention reads them, one applies a gate: six a layer. Products, attention and the
+cache stay what they are (cuBLAS, torch's `sdpa`, hf_prefill.ChunkLayer), and roundings are the modules' own. Where the plan keeps
+weights unpacked, products over one input are one, with the adapter of the prompt inside (unpacked_columns.py).
 
-What stays with the modules: several prompts in one pass, layers that see the last token alone (hf_gemma4_last.py).
+Passes of several prompts use them too. Layers that see the last token alone do not (hf_gemma4_last.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trimtab.runtime import fused, lora
-from trimtab.runtime.hf_gemma4 import FusedStep
+from trimtab.runtime import fused, lora, unpacked_columns
+from trimtab.runtime.hf_gemma4 import FusedStep, products_of
 from trimtab.runtime.leaves import Leaf
 
 if TYPE_CHECKING:
+    from trimtab.runtime.hf_prefill import ChunkForward
+    from trimtab.runtime.prefill_graphs import Prompts
     from trimtab.runtime.unpacked_columns import UnpackedColumns
     from trimtab.runtime.unpacked_weights import UnpackedWeights
 
@@ -132,3 +134,20 @@ class ChunkLayers:
             lora.apply_linear(leaf, batch, part.view(rows, -1, part.shape[1])).flatten(0, 1) if leaf.adapters else part
             for leaf, part in zip(leaves, parts, strict=True)
         ]
+
+
+def layers_of(
+    prompts: Prompts, forward: ChunkForward, key: Hashable = None, name: str | None = None
+) -> Callable[[int, Tensor | None], Callable[..., Tensor]] | None:
+    """Return what stands for these layers in a pass, None where the modules compute them. key, name: of the one adapter of the
+    pass, which the model is routed to; None where its rows look theirs up."""
+    step, route = prompts.batch.steps.fused_step(), prompts.model.route
+    if step is None or any(layer.self_attn.is_kv_shared_layer for layer in forward.layers[: forward.first_shared]):
+        return None
+    if prompts.firsts is None or prompts.firsts.step is not step:
+        groups = [group for layer in forward.layers[: forward.first_shared] for group in products_of(layer)]
+        columns = unpacked_columns.choose(prompts, groups, prompts.fall_back)
+        prompts.firsts = ChunkLayers(step, forward.first_shared, columns)
+    if (columns := prompts.firsts.columns) is not None:
+        columns.hold(key, None if key is None else route.name, (name, route.serials.get(name)))
+    return prompts.firsts.forward

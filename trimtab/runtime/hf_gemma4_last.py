@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from trimtab.runtime import hf_gemma4, lora, matvec, unpacked_columns
+from trimtab.runtime import hf_gemma4, lora, matvec
 from trimtab.runtime.hf_gemma4 import FusedStep, Where
-from trimtab.runtime.hf_gemma4_chunk import ChunkLayers
+from trimtab.runtime.hf_gemma4_chunk import layers_of
 from trimtab.runtime.hf_slots import LayerCache, PagedLayer
 from trimtab.runtime.kv_pages import PageTable
 from trimtab.runtime.leaves import Leaf
@@ -232,27 +232,10 @@ def route(prompts: Prompts, forward: ChunkForward, name: str | None) -> tuple[Ha
     step = prompts.batch.steps.fused_step()
     if step is None:
         return key, serial, False
-    forward.firsts = firsts(prompts, forward, key, name)
+    forward.firsts = layers_of(prompts, forward, key, name)
     if forward.first_shared < len(forward.layers) and prompts.batch.cache.kv == "full":
         if prompts.lasts is None or prompts.lasts.step is not step:
             prompts.lasts = LastLayers(step, forward.first_shared, prompts.batch.cache.prompt_row)
         prompts.lasts.route_to(key, prompts.model.route.name, prompts.layouts.names)
         forward.lasts = prompts.lasts.forward
     return key, serial, True
-
-
-def firsts(
-    prompts: Prompts, forward: ChunkForward, key: Hashable = None, name: str | None = None
-) -> Callable[[int, Tensor | None], Callable[..., Tensor]] | None:
-    """Return what stands for the layers in front of those in a pass, None where the modules compute them. key, name: of the one
-    adapter of the pass, which the model is routed to; None where its rows look theirs up."""
-    step, route = prompts.batch.steps.fused_step(), prompts.model.route
-    if step is None or any(layer.self_attn.is_kv_shared_layer for layer in forward.layers[: forward.first_shared]):
-        return None
-    if prompts.firsts is None or prompts.firsts.step is not step:
-        groups = [group for layer in forward.layers[: forward.first_shared] for group in hf_gemma4.products_of(layer)]
-        columns = unpacked_columns.choose(prompts, groups, prompts.fall_back)
-        prompts.firsts = ChunkLayers(step, forward.first_shared, columns)
-    if (columns := prompts.firsts.columns) is not None:
-        columns.hold(key, None if key is None else route.name, (name, route.serials.get(name)))
-    return prompts.firsts.forward

@@ -26,7 +26,7 @@ from trimtab.runtime.quant import (
     unpacked_shell,
     why_not_repacked,
 )  # fmt: skip
-from trimtab.runtime.tiers import Staged
+from trimtab.runtime.tiers import Group, Staged
 
 
 class Leaf(nn.Module):
@@ -209,6 +209,12 @@ def packed_together(leaves: Sequence[Leaf]) -> list[Packed]:
 def staged_in(module: nn.Module) -> Iterator[Staged]:
     """Yield what says where the streamed weights of a module's layers are."""
     return (leaf.staged for leaf in module.modules() if isinstance(leaf, StagedLeaf))
+
+
+def last_reader(block: nn.Module, group: Group) -> nn.Module:
+    """Return the module after which nothing reads a streamed block: the only one that reads it, or all of the block."""
+    readers = [one for one in block.modules() if getattr(vars(one).get("staged"), "group", None) is group]
+    return readers[0] if len(readers) == 1 else block
 
 
 def stage_parameters(module: nn.Module, staged: Staged) -> None:

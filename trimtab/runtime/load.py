@@ -529,16 +529,9 @@ class _Filler:
         for put in self.waiting:
             put(streamer)
         for group in self.groups:
-            self._last_reader(group).register_forward_hook(partial(_left, streamer, group))
+            block = self.probe.model.get_submodule(group.block)
+            leaves.last_reader(block, group).register_forward_hook(partial(_left, streamer, group))
         return streamer
-
-    def _last_reader(self, group: tiers.Group) -> nn.Module:
-        """Return the module after which nothing reads a streamed block: its only layer, or all of it."""
-        block = self.probe.model.get_submodule(group.block)
-        staged = [
-            leaf for leaf in block.modules() if isinstance(leaf, leaves.StagedLeaf) and leaf.staged.group is group
-        ]
-        return staged[0] if len(staged) == 1 else block
 
 
 def _left(streamer: tiers.Streamer, group: tiers.Group, *_: Any) -> None:

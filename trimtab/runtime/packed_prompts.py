@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trimtab.runtime import many_rows, prompt_kernels
-from trimtab.runtime.hf_gemma4_last import firsts
+from trimtab.runtime.hf_gemma4_chunk import layers_of
 from trimtab.runtime.hf_prefill import Form
 from trimtab.runtime.packed_prefill import PackForward, Piece
 from trimtab.runtime.prefix_store import Match
@@ -265,7 +265,7 @@ class Packs:
             key = table.shape_key
         else:
             model.route.set_rows(padded)
-        forward.firsts = firsts(prompts, forward)
+        forward.firsts = layers_of(prompts, forward)
         form = forward.pack_form(pieces, size, rows, by_table=table is not None)
         forward.load_pack(form, pieces)
         self.passes += 1

@@ -38,7 +38,8 @@ from trimtab.runtime.form_uses import FormUses
 from trimtab.runtime.graph_cache import GraphCache
 from trimtab.runtime.hf_gemma4_chunk import ChunkLayers
 from trimtab.runtime.hf_gemma4_last import LastLayers, route
-from trimtab.runtime.hf_prefill import Chunk, Form, Media
+from trimtab.runtime.hf_prefill import Chunk, Form
+from trimtab.runtime.hf_prompt_media import Media
 from trimtab.runtime.leaves import Leaf
 from trimtab.runtime.many_rows import PAYING_ROWS, covering
 from trimtab.runtime.out_of_memory import is_out_of_memory, memory_error

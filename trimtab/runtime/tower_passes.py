@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import RequestError
-from trimtab.runtime import hf_prefill, hf_slots
-from trimtab.runtime.hf_prefill import Media, covered
+from trimtab.runtime import hf_slots
+from trimtab.runtime.hf_prefill import covered
+from trimtab.runtime.hf_prompt_media import Media, looking_ahead, media_of
 from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.runtime.tower_pieces import (
     PIECE_POSITIONS,
@@ -63,7 +64,7 @@ class TowerPasses:
                 self.prompts.towers.running(*key, is_busy=is_busy, pieces=pieces),
                 self.prompts.batch.prefixes.encoders(prompt),
             ):
-                media = hf_prefill.media_of(self.prompts.model.hf_model, prompt.inputs.tensors)
+                media = media_of(self.prompts.model.hf_model, prompt.inputs.tensors)
         except PausedError:
             self.paused[prompt] = pieces
             if room is not None:
@@ -199,4 +200,4 @@ def _may_be_chunked(inputs: Mapping[str, Any]) -> bool:
         return False
     if (isinstance(positions, Tensor) and positions.dim() == 3) or (isinstance(mask, Tensor) and mask.dim() != 2):
         return False
-    return not hf_prefill.looking_ahead(mask)[0]
+    return not looking_ahead(mask)[0]

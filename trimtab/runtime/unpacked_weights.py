@@ -27,15 +27,16 @@ from trimtab.runtime.quant import dequantize
 
 
 class UnpackedWeights:
-    """The weights of some layers, of one type. Shapes: each [D_out, D_in]. columns: values behind each row, zeros at first; holds:
-    of which adapter they are, None for nobody's."""
+    """The weights of some layers, of one type. Shapes: each [D_out, D_in]. columns: values behind each row, zeros at first;
+    holds: of which adapter they are, None for nobody's."""
 
     def __init__(self, leaves: Sequence[Leaf], columns: int = 0) -> None:
         self.columns = columns
         self.holds: Hashable = None
         # Each starts where torch would start a tensor: a product's sums may depend on the alignment of its operands.
         sizes = [aligned(leaf.out_features * (leaf.in_features + columns)) for leaf in leaves]
-        self._flat = torch.zeros(sum(sizes), dtype=leaves[0].dtype, device=leaves[0].device)
+        make = torch.zeros if columns else torch.empty
+        self._flat = make(sum(sizes), dtype=leaves[0].dtype, device=leaves[0].device)
         self._starts: dict[Leaf, int] = {}
         start = 0
         for leaf, size in zip(leaves, sizes, strict=True):

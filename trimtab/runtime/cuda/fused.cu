@@ -95,8 +95,8 @@ __device__ __forceinline__ void rope_write(
   wait_for_previous();
   float a[V] = {}, b[V] = {}, c0[V] = {}, c1[V] = {}, s0[V] = {}, s1[V] = {}, sum = 0.f;
   if (live) {
-    const u16* from = is_q ? q + (size_t)row * q_stride + head * dim : (is_v ? v : k) + (size_t)row * kv_stride + (head - heads) % kv_heads * dim;
-    from += at;
+    const u16* from = (is_q ? q : is_v ? v : k) + (size_t)row * (is_q ? q_stride : kv_stride);
+    from += (is_q ? head : (head - heads) % kv_heads) * dim + at;
     load<V>(a, from, half);
     load<V>(b, from + h, half);
     if (!is_v) {
