@@ -69,7 +69,7 @@ def test_a_kernel_that_cannot_run_is_named_and_left_out(monkeypatch):
 def test_a_plan_with_adapters_counts_their_columns():
     large, base = plan(139, batch=32, adapters={"a": "a"}), plan(139, batch=32)
     assert base.gpu[ITEM] == unpacked_bytes(E4B) < large.gpu[ITEM] == unpacked_bytes(E4B, COLUMNS)
-    assert large.gpu[ITEM] < 1.06 * base.gpu[ITEM]
+    assert large.gpu[ITEM] < 1.07 * base.gpu[ITEM]
 
 
 @pytest.fixture
@@ -99,6 +99,17 @@ def test_prompts_with_adapters_in_turn_have_the_scores_of_the_modules(columned):
     # Once for an adapter's turn; the base and an adapter of another kind read none, and leave what is there.
     assert written == [1, 0, 1, 0, 1, 0, 1]
     assert "extend_input" in module.launches
+
+
+@needs_sources
+def test_an_adapter_whose_table_has_gone_has_its_columns_written_again(columned, monkeypatch):
+    model, batch, _ = columned
+    monkeypatch.setattr(unpacked_columns, "MOST_TABLES", 1)
+    expected = eager(model)
+    for name in ("specialist", "style", "specialist"):
+        wanted, found = (answered(one, model.prepare(ids(40)), adapter=name)[0] for one in (expected, batch))
+        assert differ(found, wanted) < BFLOAT16_TOLERANCE, name
+    assert len(batch.prompts.firsts.columns._tables) == 1
 
 
 @needs_sources

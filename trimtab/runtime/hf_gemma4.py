@@ -2,7 +2,8 @@
 
 What transformers' layer does in forty operations on one token is done here in about sixteen: products that read the same
 input are one launch, and everything between two products is one. Roundings are transformers' own: each value that it
-rounds to the model's dtype is rounded here. Prompts, towers and layers with experts stay with transformers' modules.
+rounds to the model's dtype is rounded here. Towers and layers with experts stay with transformers' modules; chunks of prompts use
+some of the kernels (hf_gemma4_chunk.py, hf_gemma4_last.py).
 Source: transformers 5.6.2 to 5.23.0, models/gemma4/modeling_gemma4.py.
 """
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class ChunkLayers:
-    """The layers in front of those that see the last token alone. kernels of `step`; nothing is kept from pass to pass."""
+    """The layers in front of those that see the last token alone. They use the kernels of `step`."""
 
     def __init__(self, step: FusedStep, first_shared: int, columns: UnpackedColumns | None = None) -> None:
         self.step, self.first_shared, self.columns = step, first_shared, columns
@@ -40,6 +40,10 @@ class ChunkLayers:
         self.unpacked: UnpackedWeights | None = step.unpacked
         # The output of the layer before, and the next one's input, which the same kernel made.
         self._made: tuple[Tensor, Tensor] | None = None
+
+    def forget(self) -> None:
+        """Drop what a pass that failed has left."""
+        self._made = None
 
     def forward(self, number: int, mask: Tensor | None) -> Callable[..., Tensor]:
         """Return what stands for a layer's forward in a pass. mask: added to the scores, None for a causal one."""
@@ -142,12 +146,18 @@ def layers_of(
     """Return what stands for these layers in a pass, None where the modules compute them. key, name: of the one adapter of the
     pass, which the model is routed to; None where its rows look theirs up."""
     step, route = prompts.batch.steps.fused_step(), prompts.model.route
-    if step is None or any(layer.self_attn.is_kv_shared_layer for layer in forward.layers[: forward.first_shared]):
+    is_slow = step is not None and step.kernels.small is None and prompts.device.type == "cuda"
+    if (
+        step is None
+        or is_slow
+        or any(layer.self_attn.is_kv_shared_layer for layer in forward.layers[: forward.first_shared])
+    ):
         return None
     if prompts.firsts is None or prompts.firsts.step is not step:
         groups = [group for layer in forward.layers[: forward.first_shared] for group in products_of(layer)]
         columns = unpacked_columns.choose(prompts, groups, prompts.fall_back)
         prompts.firsts = ChunkLayers(step, forward.first_shared, columns)
+    prompts.firsts.forget()
     if (columns := prompts.firsts.columns) is not None:
         columns.hold(key, None if key is None else route.name, (name, route.serials.get(name)))
     return prompts.firsts.forward

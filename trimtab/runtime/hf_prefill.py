@@ -10,7 +10,8 @@
 A chunk has one of a few sizes and is padded; its first position and its number of tokens are tensors, from which masks,
 places in the cache and the index of the last token are computed on the device. What is part of the program instead of the
 data (`Form`) is the size, whether it is the first or the last chunk, and how many places of the cache attention reads.
-Modules and their operations are transformers' own; a decoder layer is given another mask, not another computation.
+Modules and their operations are transformers' own; a decoder layer is given another mask, not another computation, unless
+kernels stand for it (`firsts`, `lasts`).
 
 Layers that read the keys and values of earlier ones (Gemma 3n, Gemma 4) write none: they see the last token of the last
 chunk alone, and no other chunk at all. That is exact: the same operations on fewer rows; a product of one row may be

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from trimtab.runtime.batch_request import Prompt
     from trimtab.runtime.prefill_graphs import Prompts
 
-# What a pass takes beyond its tokens, in tokens: E4B with an adapter takes 12.0 ms for 64 tokens, 16.5 for 512
+# What a pass takes beyond its tokens, in tokens: E4B with an adapter took 12.0 ms for 64 tokens, 16.5 for 512
 # (bench/results/prompts.json).
 FIXED_TOKENS = 800
 # Prompts of a pass, and the fewest tokens of one: a smaller pass saves hardly anything.
