@@ -175,6 +175,14 @@ def filled(model: Any, rows: int) -> Any:
     return batch
 
 
+def begin_anew(batch: Any) -> None:
+    """Forget a batch's graphs, those of chunks too: they hold addresses of the step's buffers."""
+    batch.steps._graphs.clear()
+    batch.prompts.drop_graphs()
+    batch.prompts.firsts = batch.prompts.lasts = None
+    batch.steps._fused = None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
@@ -215,13 +223,11 @@ def main() -> None:
         batch = filled(model, given.rows)
         for unpacked in (True, False) if kept is not None else (False,):
             model.unpacked = kept if unpacked else None
-            batch.steps._graphs.clear()
-            batch.steps._fused = None
+            begin_anew(batch)
             keep(steps(model, batch, names, {"unpacked": unpacked}, COUNTS if unpacked else COUNTS[:3]))
         model.unpacked = kept
         for least in given.least if kept is not None else ():
-            batch.steps._graphs.clear()
-            batch.steps._fused = None
+            begin_anew(batch)
             batch.steps._fused_step().least_many = least
             keep(steps(model, batch, names, {"unpacked": True, "least": least}, (8, 4)))
         fallbacks = [f"{one.what}: {one.why}" for one in batch.steps.fallbacks]

@@ -140,18 +140,21 @@ class ChunkLayers:
         ]
 
 
+def pays(step: FusedStep, device: torch.device) -> bool:
+    """Whether these layers are faster than the modules. On a GPU without the small kernels each would be several of torch's:
+    float32 has none, nor has a card where they are wrong."""
+    return step.kernels.small is not None or device.type != "cuda"
+
+
 def layers_of(
     prompts: Prompts, forward: ChunkForward, key: Hashable = None, name: str | None = None
 ) -> Callable[[int, Tensor | None], Callable[..., Tensor]] | None:
     """Return what stands for these layers in a pass, None where the modules compute them. key, name: of the one adapter of the
     pass, which the model is routed to; None where its rows look theirs up."""
     step, route = prompts.batch.steps.fused_step(), prompts.model.route
-    is_slow = step is not None and step.kernels.small is None and prompts.device.type == "cuda"
-    if (
-        step is None
-        or is_slow
-        or any(layer.self_attn.is_kv_shared_layer for layer in forward.layers[: forward.first_shared])
-    ):
+    if step is None or not pays(step, prompts.device):
+        return None
+    if any(layer.self_attn.is_kv_shared_layer for layer in forward.layers[: forward.first_shared]):
         return None
     if prompts.firsts is None or prompts.firsts.step is not step:
         groups = [group for layer in forward.layers[: forward.first_shared] for group in products_of(layer)]
