@@ -30,15 +30,26 @@ needs_sources = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why
 def test_a_plan_of_many_rows_keeps_weights_unpacked_where_half_of_what_is_left_holds_them():
     count = unpacked_bytes(E4B)
     assert 7 * 2**30 < count < 8 * 2**30  # 3.9 billion weights of two bytes
-    large, few = plan(139, batch=32), plan(139, batch=8)
-    assert large.gpu[ITEM] == count and ITEM not in few.gpu
-    assert large.gpu_needed_bytes - few.gpu_needed_bytes > count
+    large = plan(139, batch=32)
+    assert large.gpu[ITEM] == count
     assert "unpacked weights" in str(large)
     left = large.gpu_budget_bytes - large.gpu_needed_bytes
     assert left > count
     # Everything else stays as it is on a card that has no room.
     small = plan(16, batch=32)
     assert ITEM not in small.gpu and {row.tier for row in small.placements} == {row.tier for row in large.placements}
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_few_rows_keep_them_for_their_prompts_where_a_quarter_of_what_is_left_holds_them(rows):
+    count = unpacked_bytes(E4B)
+    large, middle, many = plan(139, batch=rows), plan(36, batch=rows), plan(36, batch=9)
+    assert large.gpu[ITEM] == count and many.gpu[ITEM] == count
+    assert ITEM not in middle.gpu
+    left = middle.gpu_budget_bytes - middle.gpu_needed_bytes
+    assert count > left / 4
+    enough = plan(middle.gpu_needed_bytes / 2**30 + 4 * count / 2**30 + 1, batch=rows)
+    assert ITEM in enough.gpu and enough.gpu_needed_bytes <= enough.gpu_budget_bytes
 
 
 @pytest.mark.parametrize("changed", [{"decode": "eager"}, {"place": {"model.language_model.layers.3": "stream"}}])

@@ -2,8 +2,9 @@
 
 A step of one row reads the packed weights: fewer bytes, so faster. A chunk of a prompt, and a step of more rows than the
 matrix-vector kernels take, multiply with weights in the model's own type, which are unpacked in every pass: on an H200 that is 2.2
-of the 16.5 ms of a prompt of 512 tokens, and most of a step of 32 rows (bench/results/many_rows.json). Where several rows are
-planned and the budget leaves room, the plan keeps that form, the same bits, for good.
+of the 16.5 ms of a prompt of 512 tokens, and most of a step of 32 rows (bench/results/many_rows.json). Where the budget leaves
+room, the plan keeps that form, the same bits, for good: for many rows of half of what is left, for few rows, whose prompts alone
+gain, of a quarter.
 
 On a CPU the packed weights are never faster: bitsandbytes unpacks a weight in every pass, a step of one row included, writes it
 to memory and reads it again. There the plan keeps that form for one row too, unless `decode="repacked"`, which unpacks nothing.
@@ -26,6 +27,8 @@ ITEM = "unpacked_weights"
 COLUMNS = 192
 # Of what a plan leaves over: the rest is for adapters that come later and for what nobody has counted.
 MOST_SHARE = 0.5
+# The same for few rows on a GPU: only prompts are faster.
+FEW_ROWS_SHARE = 0.25
 
 
 def unpacked_bytes(anatomy: Anatomy, columns: int = 0) -> int:
@@ -51,9 +54,9 @@ def with_unpacked(plan: Plan, anatomy: Anatomy, *, shared_bytes: int | None = No
     """Return the plan with unpacked weights counted where they pay and fit, else as it is.
 
     shared_bytes: of the memory that device and host share on a CPU, None on a GPU."""
-    pays = _pays_on_gpu(plan) if shared_bytes is None else plan.request.decode != "repacked"
+    share = _share_on_gpu(plan) if shared_bytes is None else MOST_SHARE * (plan.request.decode != "repacked")
     if (
-        not pays or plan.request.quant not in FUSED_QUANTS
+        not share or plan.request.quant not in FUSED_QUANTS
         or any(row.part in ("language", "head") and row.tier != "resident" for row in plan.placements)
     ):  # fmt: skip
         return plan
@@ -61,7 +64,7 @@ def with_unpacked(plan: Plan, anatomy: Anatomy, *, shared_bytes: int | None = No
     if shared_bytes is not None:
         left = min(left, shared_bytes - plan.gpu_needed_bytes - plan.host_peak_bytes)
     count = unpacked_bytes(anatomy, columns_of(plan))
-    if not count or count > MOST_SHARE * left:
+    if not count or count > share * left:
         return plan
     return replace(
         plan, gpu={**plan.gpu, ITEM: count}, gpu_peak_bytes=plan.gpu_peak_bytes + count,
@@ -69,7 +72,11 @@ def with_unpacked(plan: Plan, anatomy: Anatomy, *, shared_bytes: int | None = No
     )  # fmt: skip
 
 
-def _pays_on_gpu(plan: Plan) -> bool:
+def _share_on_gpu(plan: Plan) -> float:
+    """Return how much of what is left the copy may take: 0 where nothing would read it."""
     request = plan.request
-    is_captured = plan.execution.step.mode in CAPTURED
-    return is_captured and request.batch > KERNEL_ROWS and request.dtype in FUSED_DTYPES
+    if plan.execution.step.mode not in CAPTURED or request.dtype not in FUSED_DTYPES:
+        return 0.0
+    if request.batch > KERNEL_ROWS:
+        return MOST_SHARE
+    return FEW_ROWS_SHARE if plan.execution.prompt.mode == "graph" else 0.0
