@@ -123,10 +123,10 @@ def slow_link(copies: int) -> None:
 
     copy, measure = tiers.Streamer._copy, devices.measure_rates
 
-    def repeated(self: Any, source: Any, slot: Any, free: Any) -> Any:
+    def repeated(self: Any, *given: Any) -> Any:
         for _ in range(copies - 1):
-            copy(self, source, slot, free)
-        return copy(self, source, slot, free)
+            copy(self, *given)
+        return copy(self, *given)
 
     def slower(device: str, **options: Any) -> Any:
         rates = measure(device, **options)

@@ -22,12 +22,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from trimtab.errors import DeviceError, RequestError
+from trimtab.plan.activations import row_cache_bytes
+from trimtab.plan.cost import ALLOCATION_BYTES
+from trimtab.plan.kv_pool import pool_tokens
 from trimtab.request import GenerateRequest
 from trimtab.runtime import company, finite, graphs, hf_generate, hf_slots, prefill_graphs, prefix_cache
 from trimtab.runtime.batch_request import Constraint, Drawn, First, Prompt, Row
@@ -78,7 +82,7 @@ class Batch:
         self.ends = frozenset(hf_generate.end_token_ids(self.model.hf_model))
         self.cache = hf_slots.SlotCache(
             self.rows, self.context_tokens, self.model.device, kv_tokens=self.model.plan.request.kv_tokens,
-            kv=self.model.plan.request.kv,
+            kv=self.model.plan.request.kv, bytes_of=partial(_kv_bytes, self.model, self.context_tokens, self.rows),
         )  # fmt: skip
         self.pages = RowPages(self.cache, self.context_tokens)
         self.tokens = torch.zeros(self.rows, 1, dtype=torch.long, device=self.model.device)
@@ -528,3 +532,13 @@ class Batch:
             self.active[number] = last
             last.number = number
             self.tell_tokens()
+
+
+def _kv_bytes(model: Any, context_tokens: int, rows: int, held_rows: int) -> int:
+    """Return the bytes of a batch's keys and values in one piece, each tensor rounded up as torch does."""
+    layers, request = model.anatomy.kv_layers, model.plan.request
+    pool = pool_tokens(request.kv_tokens, rows=rows, context_tokens=context_tokens)
+    count = row_cache_bytes(
+        layers, request.dtype, rows=held_rows, context_tokens=context_tokens, pool=pool, kv=request.kv
+    )
+    return count + 2 * len(layers) * ALLOCATION_BYTES
