@@ -526,6 +526,7 @@ CHAT = [
 @pytest.fixture
 def cuts_soon(monkeypatch):
     monkeypatch.setattr("trimtab.runtime.prefix_cache.LEAST_SAVED_TOKENS", 16)
+    monkeypatch.setattr("trimtab.runtime.prefix_cache.LEAST_CUT_TOKENS", 16)
 
 
 def told(engine, *jobs):
@@ -551,17 +552,17 @@ def test_clients_of_a_server_have_cached_prefixes_of_their_own_and_adapters_too(
     def ask(name, messages=CHAT, **options):
         return Job(name, messages, GenerateRequest(max_new_tokens=24), **options)
 
-    # The model has sliding layers: the same prompt is kept whole; another leaves a snapshot where a third resumes.
+    # The model has sliding layers: the same prompt is kept whole, and another resumes behind the system message.
     first, second = told(engine, *(ask(name, client="a") for name in "12"))
     ((other, usage),) = told(engine, ask("other", client="b"))
     assert first[0] == second[0] == other
     assert first[1]["cached_tokens"] == usage["cached_tokens"] == 0
     assert second[1]["cached_tokens"] == second[1]["prompt_tokens"]
     others = [[CHAT[0], {"role": "user", "content": text}] for text in ("What is red?", "And what is green?")]
-    third, fourth = told(engine, *(ask(chat[1]["content"], chat, client="a") for chat in others))
-    assert third[1]["cached_tokens"] == 0
-    # The system message ends at 29 tokens, the last whole block before the questions part at 24.
-    assert fourth[1]["cached_tokens"] == 24
+    asked = (ask(f"{who} {chat[1]['content']}", chat, client=who) for chat in others for who in "ac")
+    usages = [usage for _, usage in told(engine, *asked)]
+    # The system message ends at 29 tokens, and a question begins behind two more: `<|turn>` and its role with a line's end.
+    assert [usage["cached_tokens"] for usage in usages] == [31, 0, 31, 31]
     # The next turn resumes behind the answer, or, where the template writes it otherwise than it was said, before it.
     turn = [*CHAT, {"role": "assistant", "content": first[0]}, {"role": "user", "content": "And what is blue?"}]
     ((text, usage),) = told(engine, ask("4", turn, client="a"))
@@ -594,8 +595,8 @@ def test_pictures_of_a_server_are_known_by_their_pixels(served, cuts_soon):
     answers = told(engine, ask("1", 1), ask("2", 2), ask("3", 3), ask("4", 1), ask("5", 2))
     cached = [usage["cached_tokens"] for _, usage in answers]
     assert answers[0][0] == answers[3][0] != answers[1][0] == answers[4][0]
-    # The first picture is another one: the second prompt shares the system prompt and leaves a snapshot there.
-    assert cached[:2] == [0, 0] and 29 <= cached[2] <= 32
+    # The pictures are different ones: the prompts share the system prompt.
+    assert cached[:3] == [0, 31, 31]
     assert cached[3:] == [usage["prompt_tokens"] for _, usage in answers[3:]]
 
 

@@ -6,6 +6,8 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from trimtab.runtime.content_parts import empty_place, own_form
 from trimtab.runtime.control_tokens import ControlTokens, PromptText
 from trimtab.runtime.hf_processor import TOKENIZER_HINT
 from trimtab.runtime.hf_slots import media_ids, placeholder_ids
-from trimtab.runtime.marks import marks_of, picture_digest, sound_digest, turns_of
+from trimtab.runtime.marks import marks_of, opening_of, picture_digest, sound_digest, turns_of
 from trimtab.runtime.media import SAMPLE_RATE, LowDetail, read_audio, read_image
 from trimtab.runtime.media_check import check_frames, check_pictures, check_sound_lengths, check_taken
 from trimtab.runtime.prefix_store import Mark
@@ -38,7 +40,8 @@ class Inputs:
     """The inputs of a forward pass: tensors on the execution device, floats in the model's dtype, one row.
 
     marks: the tokens of each image or audio clip, with the digest of its content; empty where that is unknown. turns: the
-    number of tokens up to the end of each turn.
+    number of tokens up to the end of each turn. opening: how many tokens all chats with its tools and system messages begin with; 0
+    without any, and where no prefix cache needs the number.
     """
 
     tensors: Mapping[str, Tensor]
@@ -47,6 +50,7 @@ class Inputs:
     has_media: bool
     marks: tuple[Mark, ...] = ()
     turns: tuple[int, ...] = ()
+    opening: int = 0
 
     def to(self, device: torch.device) -> Inputs:
         """Return the same inputs on a device."""
@@ -322,8 +326,29 @@ def _rendered(
         except (jinja2.TemplateError, ValueError, TypeError, KeyError) as exc:
             problem = problem or exc
         else:
-            return prompt
+            return replace(prompt, opening=_opening(model, render, form, tools, prompt.text))
     raise RequestError(f"the chat template refuses these messages ({problem})", field="prompt") from problem
+
+
+def _opening(
+    model: Any, render: Callable[..., str], messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], text: str
+) -> str:  # fmt: skip
+    """Return what a rendered prompt begins with in all chats with its tools and first system messages; "" where no prefix cache
+    needs it, or there are none."""
+    import jinja2
+
+    cache = getattr(model, "prefix_cache", None)
+    first = list(takewhile(lambda message: message["role"] in ("system", "developer"), messages))
+    if cache is None or not cache.windows or not (first or tools):
+        return ""
+    is_listed = any(isinstance(message["content"], list) for message in messages)
+    question = {"role": "user", "content": [{"type": "text", "text": _END}] if is_listed else _END}
+    try:
+        other = render([*first, question], *([tools] if tools else []))
+    except (jinja2.TemplateError, ValueError, TypeError, KeyError):
+        return ""  # a template that wants more than one question has no known opening
+    opening, mark, _ = other.partition(_END)
+    return opening if mark and text.startswith(opening) else ""
 
 
 def _with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -398,7 +423,7 @@ def _text_only(
 
     rendered = _rendered(model, tokenizer, _joined(messages), template_kwargs, tools, continue_final_message)
     encoded = model.control_tokens.encode(encode, rendered, adds_special=False)
-    return _inputs(model, tokenizer, encoded, device, has_media=False)
+    return _inputs(model, tokenizer, encoded, device, has_media=False, rendered=rendered)
 
 
 def _plain(
@@ -456,7 +481,8 @@ def _through_processor(
         [picture_digest(picture) for picture in options.get("images", ())],
         [sound_digest(samples) for samples in options.get("audio", ())],
     )
-    return _inputs(model, tokenizer, encoded, device, has_media=bool(pictures or sounds), digests=digests)
+    has_media = bool(pictures or sounds)
+    return _inputs(model, tokenizer, encoded, device, has_media=has_media, digests=digests, rendered=rendered)
 
 
 def _tensors(encoded: Any) -> Any:
@@ -502,7 +528,7 @@ def _read_sounds(model: Any, feature: Any, sounds: Sequence[Any], *, most_s: flo
 
 def _inputs(
     model: Any, tokenizer: Any, encoded: Mapping[str, Any], device: torch.device, *, has_media: bool,
-    digests: tuple[Sequence[bytes], Sequence[bytes]] = ((), ()),
+    digests: tuple[Sequence[bytes], Sequence[bytes]] = ((), ()), rendered: PromptText | None = None,
 ) -> Inputs:  # fmt: skip
     tensors = {}
     for name, value in encoded.items():
@@ -515,8 +541,18 @@ def _inputs(
     _check_known(model, tokenizer, ids)
     kinds = media_ids(model.hf_model)
     marks = marks_of(ids, list(zip(kinds, digests, strict=True))) if has_media else ()
-    turns = turns_of(ids, model.control_tokens.ids - kinds[0] - kinds[1])
-    return Inputs(tensors, len(ids), ids, has_media, marks, turns)
+    ends = model.control_tokens.ids - kinds[0] - kinds[1]
+    turns, opening = turns_of(ids, ends), 0
+    if rendered is not None and rendered.opening:
+        controls = [one for one in model.control_tokens.in_opening(rendered) if one[1] in ends]
+        encode = partial(_encoded, tokenizer)
+        opening = opening_of(rendered.opening, controls, ids, turns, encode)
+    return Inputs(tensors, len(ids), ids, has_media, marks, turns, opening)
+
+
+def _encoded(tokenizer: Any, text: str) -> Sequence[int]:
+    token_ids: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return token_ids
 
 
 def _check_known(model: Any, tokenizer: Any, ids: Sequence[int]) -> None:

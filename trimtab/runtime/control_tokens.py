@@ -33,11 +33,13 @@ _PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_id
 @dataclass(frozen=True)
 class PromptText:
     """A rendered prompt. user_spans: where control tokens stand that users wrote, wholly or in part. harmless: the same
-    conversation without a sign of any, for tokenizers that search the normalized text."""
+    conversation without a sign of any, for tokenizers that search the normalized text. opening: what it begins with in all chats
+    with the same tools and system messages, where that is asked for."""
 
     text: str
     user_spans: tuple[tuple[int, int], ...] = ()
     harmless: str | None = None
+    opening: str = ""
 
 
 class ControlTokens:
@@ -96,6 +98,16 @@ class ControlTokens:
                 read.append(text[start:stop])
                 end = stop
         return read
+
+    def in_opening(self, prompt: PromptText) -> list[tuple[int, int]]:
+        """Return (end, token id) of each control token in the opening of a prompt, but for those that users wrote."""
+        found, last, of_users = list[tuple[int, int]](), 0, set(prompt.user_spans)
+        for start, end in self.matches(prompt.opening):
+            if start >= last:
+                last = end
+                if (start, end) not in of_users:
+                    found.append((end, self._tokenizer.convert_tokens_to_ids(prompt.opening[start:end])))
+        return found
 
     # Rendering --------------------------------------------------------------------------------------------------------
 

@@ -243,12 +243,19 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def fill(self, row: int, prompt: DynamicCache, length: int, *, offset: int = 0) -> None:
         """Copy a computed prompt of `length` tokens into a row. Errors: UnsupportedLayersError."""
-        if not self.layers:
-            self.lay_out(prompt)
+        self.prepare(prompt)
         for mine, theirs in zip(self.layers, prompt.layers, strict=True):
             if isinstance(mine, LayerCache):
                 mine.fill(row, theirs.keys, theirs.values, length)
         self.place(row, length, offset)
+
+    def prepare(self, prompt: DynamicCache) -> None:
+        """Allocate keys and values of the shapes that a prompt's have, if there are none. Errors: UnsupportedLayersError."""
+        if not self.layers:
+            self.lay_out(prompt)
+        for mine, theirs in zip(self.layers, prompt.layers, strict=True):
+            if isinstance(mine, LayerCache) and not mine.is_initialized:
+                mine.lazy_initialization(theirs.keys, theirs.values)
 
     def clear(self, row: int) -> None:
         """Set a row's keys and values to zero: an unwritten place is masked, but zero times what is not a number is not one."""
@@ -408,6 +415,12 @@ def why_not(hf_model: Any) -> str | None:
         ):
             return _unsupported(number, layer)
     return None
+
+
+def windows(hf_model: Any, context_tokens: int) -> tuple[int, ...]:
+    """Return the windows of a family's sliding layers, each once; () if all layers keep every position."""
+    sliding = (layer for layer in prompt_cache(hf_model).layers if type(layer) in hf_kv_int8.SLIDING_LAYERS)
+    return tuple(sorted({min(int(layer.sliding_window), context_tokens) for layer in sliding}))
 
 
 def _unsupported(number: int, layer: Any) -> str:

@@ -1,8 +1,8 @@
-"""Marks beside a prompt's tokens: the image or audio of a placeholder, and the ends of turns."""
+"""Marks beside a prompt's tokens: media, the ends of turns, and the opening that chats share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from itertools import groupby
 from typing import Any
 
@@ -45,3 +45,27 @@ def marks_of(token_ids: Sequence[int], kinds: Sequence[tuple[Set[int], Sequence[
 def turns_of(token_ids: Sequence[int], control_ids: Set[int]) -> tuple[int, ...]:
     """Return how many tokens there are up to each control token, itself included: turns, system prompts and tools end there."""
     return tuple(place + 1 for place, token in enumerate(token_ids) if token in control_ids)
+
+
+def opening_of(
+    opening: str, controls: Sequence[tuple[int, int]], token_ids: Sequence[int], turns: Sequence[int],
+    encode: Callable[[str], Sequence[int]],
+) -> int:  # fmt: skip
+    """Return how many tokens of a prompt are those of its opening, the text that it begins with; 0 if that cannot be told.
+
+    controls: (end, token id) of each control token of the opening. turns: of the prompt (`turns_of`). What follows the last control
+    token is tokenized by itself, as tokenizers do; a last token that reaches into what follows the opening is not counted.
+    """
+    ends, ids = [end for end, _ in controls], [token_id for _, token_id in controls]
+    own = [token_ids[turn - 1] for turn in turns[: len(ids) + 1]]
+    before = next(
+        (place for place in (0, 1) if own[place : place + len(ids)] == ids), None
+    )  # 1: the tokenizer added one
+    if not opening or before is None:
+        return 0
+    start = turns[before + len(ids) - 1] if before + len(ids) else 0
+    behind = encode(opening[ends[-1] if ends else 0 :])
+    pairs = enumerate(zip(behind, token_ids[start:], strict=False))
+    return start + next(
+        (place for place, (one, other) in pairs if one != other), min(len(behind), len(token_ids) - start)
+    )

@@ -11,8 +11,10 @@ of its adapter, images and audio, and its client: names are never enough. A prom
 answer when its row leaves, so that the next turn of a chat computes what is new in it.
 
 Full attention resumes behind any block of tokens. A family with sliding layers resumes where a snapshot is kept: at the end of
-every prompt and answer, and where a second prompt parts from an earlier one (at the end of the last turn they share: of a
-system prompt, of tools). Families whose state is not keys and values by position are refused by name (`why_not`).
+every prompt and answer, at the end of a prompt's opening (tools and system prompt, which all chats of an application begin with),
+and where a second prompt parts from an earlier one (at the end of the last turn they share). A snapshot inside a prompt costs no
+pass while the sliding layers still hold the window before it; else the prompt is cut there. Families whose state is not keys and
+values by position are refused by name (`why_not`).
 
 A prompt that resumes where one of its own chunks begins computes the same bits; elsewhere its chunks have other sizes, which
 round in another order, as chunks of any sizes do. Batch-invariant prompts (company.py) resume only where their own pieces begin;
@@ -35,16 +37,30 @@ from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.plan.prefix_memory import BLOCK_TOKENS, staging_bytes
 from trimtab.runtime import company, encoder_cache, hf_kv_int8, hf_slots
 from trimtab.runtime.hf_slots import LayerCache, SlotCache
-from trimtab.runtime.prefix_layout import ALIGNED, LEAST_PAGE_BYTES, CopyBuffer, Layout, PageField, RowViews, copy
+from trimtab.runtime.prefix_layout import (
+    ALIGNED,
+    LEAST_PAGE_BYTES,
+    CopyBuffer,
+    Layout,
+    PageField,
+    RowViews,
+    copy,
+    holds_window,
+)
 from trimtab.runtime.prefix_store import Match, PrefixKey, PrefixStore, scope_of
 from trimtab.runtime.read import HostMemory
 
 if TYPE_CHECKING:
     from trimtab.runtime.batch import Batch
     from trimtab.runtime.batch_request import Prompt, Row
+    from trimtab.runtime.chat import Inputs
 
-# A snapshot that saves fewer tokens than this is not worth a chunk of its own.
+# A snapshot that saves fewer tokens than this is not worth its room, nor a chunk of its own behind what two prompts share.
 LEAST_SAVED_TOKENS = 64
+# An opening that saves fewer is not worth a cut: no second prompt has shown yet that it is shared. A cut costs one pass more, which
+# reads all weights: with E4B on an H100 64 tokens take 9.5 ms, as long as about 600 tokens more of a long prompt. What is saved has
+# to pay for that after few prompts.
+LEAST_CUT_TOKENS = 256
 
 
 class PrefixCache:
@@ -60,6 +76,8 @@ class PrefixCache:
         self.device: torch.device = model.device
         self.why_not = hf_slots.why_not(model.hf_model)
         self.context_tokens: int = model.context_tokens
+        # The windows of sliding layers: without any, a prompt resumes behind every block and needs no snapshot.
+        self.windows = () if self.why_not else hf_slots.windows(model.hf_model, self.context_tokens)
         self.layout: Layout | None = None
         self.store: PrefixStore | None = None
         # Whoever can guess tokens cannot guess keys: they are of this process alone.
@@ -250,12 +268,14 @@ class Reuse:
     """The prefix that a request reuses and caches.
 
     key: of its prompt. serial: of its adapter when it began. border: where its prompt is cut for a snapshot, from which later
-    prompts resume. offset: of positions after its images. logits: of its last token, if the whole prompt is cached.
+    prompts resume. places: where else snapshots are taken, of the states at its end. offset: of positions after its images.
+    logits: of its last token, if the whole prompt is cached.
     """
 
     key: PrefixKey
     serial: int | None
     border: int | None = None
+    places: tuple[int, ...] = ()
     offset: int | None = None
     logits: Tensor | None = None
 
@@ -294,20 +314,39 @@ class Prefixes:
         row.reuse = reuse = Reuse(PrefixKey(scope, inputs.token_ids, inputs.marks), serial)
         if piece:
             return self._find_pieces(row, piece)
-        if cache.store is None:
-            return Match()
-        match = self._find_all(cache, reuse, inputs.prompt_tokens, may_end_at)
-        if reuse.logits is None:
-            match = cache.store.find(reuse.key, limit=inputs.prompt_tokens - 1, may_end_at=may_end_at)
+        match = Match()
+        if cache.store is not None:
+            match = self._find_all(cache, reuse, inputs.prompt_tokens, may_end_at)
+            if reuse.logits is None:
+                match = cache.store.find(reuse.key, limit=inputs.prompt_tokens - 1, may_end_at=may_end_at)
         row.cached_tokens, reuse.offset = match.tokens, match.offset
-        if cache.store.snapshot_pages and reuse.logits is None:
-            # The end of a turn, where it saves half of what two prompts share: what comes behind it is often chance.
-            least = (match.tokens + match.shared_tokens) / 2
-            turns = [turn for turn in inputs.turns if least <= turn <= match.shared_tokens]
-            border = max(turns, default=match.shared_tokens)
-            if border - match.tokens >= LEAST_SAVED_TOKENS and may_end_at(border):
-                reuse.border = border
+        if cache.windows and reuse.logits is None:
+            self._choose_snapshots(cache.windows, reuse, inputs, match, may_end_at)
         return match
+
+    def _choose_snapshots(
+        self, windows: Sequence[int], reuse: Reuse, inputs: Inputs, match: Match, may_end_at: Callable[[int], bool]
+    ) -> None:  # fmt: skip
+        """Choose where in a prompt snapshots are kept for later prompts: at its end, or with a cut where the sliding layers will
+        have written over them by then."""
+        # The end of a turn, where it saves half of what two prompts share: what comes behind it is often chance.
+        least = (match.tokens + match.shared_tokens) / 2
+        turns = [turn for turn in inputs.turns if least <= turn <= match.shared_tokens]
+        shared, places = max(turns, default=match.shared_tokens), set[int]()
+        # Where each pass copies weights, a cut takes longer than many openings save.
+        is_cut = not self.model.plan.blocks_off_device
+        for place, may_cut in (
+            (shared, True),
+            (inputs.opening, is_cut and inputs.opening - match.tokens >= LEAST_CUT_TOKENS),
+        ):
+            if place - match.tokens < LEAST_SAVED_TOKENS or any(mark.start < place < mark.end for mark in inputs.marks):
+                continue
+            # A prompt leaves window - 1 positions at least: those that transformers keeps.
+            if all(holds_window(place, inputs.prompt_tokens, window, window - 1) for window in windows):
+                places.add(place)
+            elif may_cut and may_end_at(place):
+                reuse.border = max(place, reuse.border or 0)
+        reuse.places = tuple(sorted(places))
 
     def _find_pieces(self, row: Row, piece: int) -> Match:
         """Return the whole pieces of a batch-invariant prompt that are kept, and cut it behind its last one to keep them."""
@@ -434,7 +473,11 @@ class Prefixes:
         if reuse is None or reuse.border is None or prompt.done_tokens != reuse.border:
             return
         reuse.border = None
-        if cache is None or not cache.learn(self.batch.cache):
+        if cache is None:
+            return
+        if prompt.cache is not None:  # the batch's own states have no shapes before the first prompt is complete
+            self.batch.cache.prepare(prompt.cache)
+        if not cache.learn(self.batch.cache):
             return
         if self.batch.prompts.holds(prompt):
             views = partial(self._views_of, self.batch.cache.prompt_row)
@@ -463,6 +506,8 @@ class Prefixes:
             if cache is None or cache.store is None or row.reuse is None or row.number < 0:
                 continue
             views = partial(self._views_of, row.number)
+            for place in row.reuse.places:
+                self._keep(row, place, views, snapshot=True, offset=one.offset)
             kept = self._keep(row, row.prompt_tokens, views, snapshot=True, offset=one.offset)
             if kept and cache.store.snapshot_pages and one.logits is not None:
                 cache.put_blob(_logits_key(row.reuse.key), one.logits)

@@ -115,6 +115,16 @@ class SnapshotPart:
     tails: range
 
 
+def holds_window(place: int, written: int, window: int, held: int) -> bool:
+    """Whether a sliding layer that holds the last `held` of `written` positions still has the window - 1 positions before `place`,
+    which is all that a prompt needs that resumes there.
+
+    Such a ring may also hold later positions. Masks exclude them: they take each place of a ring for the last position before the
+    next token that belongs there. Of a place that holds a later one, that position is outside the window or before the first token.
+    """
+    return max(place - window + 1, 0) >= min(place, max(written - held, 0))
+
+
 def end_of(fields: Sequence[PageField]) -> int:
     """Return the bytes up to the end of the last field, aligned."""
     return max((-(-(one.offset + one.nbytes) // ALIGNED) * ALIGNED for one in fields), default=0)
