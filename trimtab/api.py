@@ -27,10 +27,12 @@ from trimtab.plan.adapter_room import head_change, held_bytes
 from trimtab.plan.card_machine import machine_of, rates_of
 from trimtab.plan.cards import check_budget, check_here, find_card
 from trimtab.plan.dtypes import choose_dtype, reason_of
+from trimtab.plan.kv_pool import check_pool
 from trimtab.plan.max_memory import merged_budgets
 from trimtab.plan.media_memory import ServedMedia, media_memory
 from trimtab.plan.module_tree import ModuleTree
 from trimtab.plan.options import Option, options_of, with_larger_card
+from trimtab.plan.prefix_memory import prefix_reason
 from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, LoadRequest, parse_bytes
 
 if TYPE_CHECKING:
@@ -143,6 +145,7 @@ def plan_request(
     In a process that has not loaded torch it is made without torch where earlier processes kept what it needs: the module
     tree of this config and these releases, and the machine's rates.
     """
+    check_pool(request.kv_tokens, rows=request.batch)
     inputs = inputs or PlanInputs()
     make = partial(_planned, later=later, inputs=inputs, media=media)
     try:
@@ -183,6 +186,7 @@ def _planned(
         request = replace(request, dtype=dtype)
     first = replace(request, head="full") if request.head == "auto" else request
     anatomy = _anatomy(checkpoint, first, inputs, may_be_kept=here is not None)
+    kept_reason = prefix_reason(request, anatomy)
     specs = {name: match_adapter(file, anatomy) for name, file in files.items()}
     machine, rates = here = here or _ask_machine(request, bytes_before)
     inputs.machines[request.device, request.card] = here
@@ -217,7 +221,9 @@ def _planned(
         with suppress(TrimtabError):  # for advice alone
             head8 = _anatomy(checkpoint, replace(request, head="int8"), inputs, may_be_kept=is_known)
         made = make(head8=head8)
-    made = replace(made, card=card, dtype_reason=dtype_reason or reason_of(request.dtype, machine.capability))
+    made = replace(
+        made, card=card, dtype_reason=dtype_reason or reason_of(request.dtype, machine.capability), prefix_reason=kept_reason
+    )  # fmt: skip
     # The probed module tree takes a second to make and holds no weights. The first load uses it up.
     return replace(made, module_tree=ModuleTree(inputs.probe, made.made_of))
 

@@ -26,7 +26,7 @@ from trimtab.commands.opening import opened, say_fallbacks
 from trimtab.commands.pull import add_pull, pull_if_asked
 from trimtab.commands.saying import Command
 from trimtab.commands.weights import chosen
-from trimtab.errors import DoesNotFitError
+from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.plan import Plan
 from trimtab.request import parse_bytes
 
@@ -89,12 +89,11 @@ def _plan(options: argparse.Namespace, decode: str) -> tuple[Plan, Any]:
         return source, adapter
     try:
         return plan_request(source), adapter
-    except DoesNotFitError:
-        if not is_default:
+    except (DoesNotFitError, RequestError) as exc:
+        if not is_default or (isinstance(exc, RequestError) and exc.field != "prefix_cache"):
             raise
+        is_large = isinstance(exc, DoesNotFitError)
+        why = "the host budget has no room for a prefix cache" if is_large else f"the default prefix cache {exc.reason}"
     plan = plan_request(replace(source, prefix_cache_bytes=0))
-    print(
-        "the host budget has no room for a prefix cache: every turn computes the whole prompt again",
-        file=sys.stderr,
-    )
+    print(f"{why}: every turn computes the whole prompt again", file=sys.stderr)
     return plan, adapter

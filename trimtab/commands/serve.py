@@ -171,6 +171,7 @@ def add(command: Command) -> None:
 
 def run_serve(options: argparse.Namespace) -> int:
     from trimtab.serve import journal
+    from trimtab.serve.registry import check_sharing
 
     def say(text: str) -> None:
         if options.log_format == "json" and not options.json:  # every line of such a log is an object
@@ -199,7 +200,9 @@ def run_serve(options: argparse.Namespace) -> int:
             now.model = options.model
             _name_as_asked(now, asked_model)
         waiting = [name for name in READ_ONCE if getattr(now, name) != getattr(options, name)]
-        return served_models(now), settings_of(now), waiting
+        changed = served_models(now), settings_of(now)
+        check_sharing(*changed)
+        return *changed, waiting
 
     settings = settings_of(options)  # keys and limits are read before the models' files
     if _serve(served_models(options), settings, 1 if options.together is None else options.together, say, reread):
@@ -250,7 +253,7 @@ def configured(options: argparse.Namespace) -> argparse.Namespace:
 
 def _run_ray(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     from trimtab.serve.on_ray import check_ray, run
-    from trimtab.serve.registry import check_present
+    from trimtab.serve.registry import check_present, check_sharing
     from trimtab.serve.scale import arguments_of, config, read_replicas
 
     check_ray()
@@ -259,6 +262,7 @@ def _run_ray(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     replicas = read_replicas("1" if options.replicas is None else options.replicas)
     cpus = 1.0 if options.cpus_per_replica is None else options.cpus_per_replica
     models, settings = served_models(options), settings_of(options)
+    check_sharing(models, settings)
     if settings.key_limits:
         raise RequestError(
             "have no effect with --ray", field="keys", value=[one.name for one in settings.key_limits.values()]

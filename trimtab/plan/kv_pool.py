@@ -6,6 +6,8 @@ sliding layer needs its window of every row.
 
 from __future__ import annotations
 
+from trimtab.errors import RequestError
+
 # Positions of a page. A tile of the attention kernels is half of one; a row wastes half a page on average.
 PAGE_TOKENS = 64
 # Pages of the pool that no row has: one that reads as zeros, one for what nobody reads. Rows' own pages follow.
@@ -22,3 +24,12 @@ def pool_tokens(kv_tokens: int | None, *, rows: int, context_tokens: int) -> int
     if kv_tokens is None or rows < 2 or kv_tokens >= rows * context_tokens:
         return None
     return pages_of(kv_tokens) * PAGE_TOKENS
+
+
+def check_pool(kv_tokens: int | None, *, rows: int | None) -> None:
+    """Raise RequestError for a pool of one row, which has its whole context without one. rows: None where a plan chooses them."""
+    if kv_tokens is not None and rows == 1:
+        raise RequestError(
+            "has no effect with one row: it has its whole context", field="kv_tokens", value=kv_tokens,
+            hint="Plan two rows or more (--batch, of a server --rows), or leave it out",
+        )  # fmt: skip

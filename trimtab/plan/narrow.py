@@ -76,7 +76,8 @@ def _devices(plan: Plan) -> list[str]:
     wrapped = _wrapping(plan)
     disk = [f"disk: {gib(plan.disk_bytes)} in a spill file that ends with the process"] if plan.disk_bytes else []
     media = [f"media: {plan.media_reason}"] if plan.media_reason else []
-    return [line for text in (device, host, *disk, *media) for line in wrapped(text, hanging=4)]
+    kept = [f"prefix cache: {plan.prefix_reason}"] if plan.prefix_reason else []
+    return [line for text in (device, host, *disk, *media, *kept) for line in wrapped(text, hanging=4)]
 
 
 def _size(byte_count: int) -> str:

@@ -317,7 +317,7 @@ def _changes(request: LoadRequest, *, on_cpu: bool) -> Iterator[tuple[str, LoadR
             tokens = request.context_tokens // share
             yield f"context={tokens}", replace(request, context_tokens=tokens)
     if request.batch > 1:
-        yield "batch=1", replace(request, batch=1)
+        yield "batch=1", replace(request, batch=1, kv_tokens=None)
     if request.images:
         yield "images=0", replace(request, images=0)
     if request.audio_s:

@@ -50,7 +50,8 @@ class Plan:
     execution: how prompts and steps run, and the output head. adapter_bytes: name -> bytes on the execution device.
     adapter_stamps: name -> the stamps of its files. card: the profile that all figures were estimated from, None for this
     machine's own. dtype_reason: why the dtype was chosen, or what a requested one costs; "" for a usual one. media_reason:
-    what the host memory of a server's images and audio follows from; "" where none is counted. version: of the file format.
+    what the host memory of a server's images and audio follows from; "" where none is counted. prefix_reason: how many tokens a
+    prefix cache holds that is smaller than one prompt of the context; "" for others. version: of the file format.
     module_tree: what planning may leave to the first load; no part of the plan's value, not compared, not saved.
     """
 
@@ -79,6 +80,7 @@ class Plan:
     card: Card | None = None
     dtype_reason: str = ""
     media_reason: str = ""
+    prefix_reason: str = ""
     version: int = PLAN_VERSION
     module_tree: ModuleTree[Any] = field(default_factory=ModuleTree, compare=False, repr=False)
 

@@ -35,7 +35,8 @@ def table(plan: Plan) -> str:
     ]
     rows += [_line(name, group) for name, group in grouped(plan.placements)]
     sections = [head, "", *aligned(rows, right=range(4, 9)), "", *_devices(plan)]
-    sections += [f"media: {plan.media_reason}"] * bool(plan.media_reason) + ["", *_execution(plan)]
+    sections += [f"media: {plan.media_reason}"] * bool(plan.media_reason)
+    sections += [f"prefix cache: {plan.prefix_reason}"] * bool(plan.prefix_reason) + ["", *_execution(plan)]
     if plan.unquantized:
         sections += ["", *_unquantized(plan.unquantized)]
     return "\n".join(line.rstrip() for line in sections)

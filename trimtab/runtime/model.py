@@ -404,7 +404,7 @@ class LoadedModel(Asking):
         """Cache keys and values of prompts and answers in host memory, so that a repeated prefix is not computed again.
 
         capacity_bytes: size of the cache. A model that was planned with `prefix_cache=` has one already. Errors:
-        RequestError if there is one, DoesNotFitError if the host budget leaves too little memory.
+        RequestError if there is one, or if so few bytes hold no prefix; DoesNotFitError if the host budget leaves less.
         """
         if self.prefix_cache is not None:
             raise RequestError("the model already has a prefix cache", field="prefix_cache", value=capacity_bytes)

@@ -34,12 +34,10 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import DoesNotFitError, RequestError, gib
-from trimtab.plan.prefix_memory import BLOCK_TOKENS, staging_bytes
+from trimtab.plan.prefix_memory import ALIGNED, BLOCK_TOKENS, LEAST_PAGE_BYTES, prefix_reason, staging_bytes
 from trimtab.runtime import company, encoder_cache, hf_kv_int8, hf_slots
 from trimtab.runtime.hf_slots import LayerCache, SlotCache
 from trimtab.runtime.prefix_layout import (
-    ALIGNED,
-    LEAST_PAGE_BYTES,
     CopyBuffer,
     Layout,
     PageField,
@@ -94,8 +92,10 @@ class PrefixCache:
 
     @classmethod
     def within(cls, model: Any, capacity_bytes: int) -> PrefixCache:
-        """Return a model's cache. Errors: DoesNotFitError if the plan's host budget leaves less."""
+        """Return a model's cache. Errors: RequestError if no prompt could resume from so few bytes, DoesNotFitError if the plan's
+        host budget leaves less."""
         plan = model.plan
+        prefix_reason(plan.request, model.anatomy, capacity_bytes)
         free_bytes = int(plan.host_budget_bytes - plan.host_peak_bytes + plan.host.get("prefix_cache", 0))
         if capacity_bytes > free_bytes:
             raise DoesNotFitError(

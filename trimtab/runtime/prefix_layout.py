@@ -18,14 +18,11 @@ import torch
 from torch import Tensor
 
 from trimtab.plan.kv_pool import PAGE_TOKENS
+from trimtab.plan.prefix_memory import ALIGNED, LEAST_PAGE_BYTES
 from trimtab.runtime.hf_slots import LayerCache, SlotCache
 
 # By layer and name, keys and values of one row or prompt: [H, places, D]; of a whole pool where rows share one.
 States = Mapping[tuple[int, str], Tensor]
-
-ALIGNED = 16
-# The smallest page: the index of a page takes a few hundred bytes.
-LEAST_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from trimtab.redact import own_folders
 from trimtab.serve.clock import Clock
 from trimtab.serve.faults import UnknownModelError, plain_error, told_error
 from trimtab.serve.job import Event, Job
-from trimtab.serve.registry import ServedModel, in_full
+from trimtab.serve.registry import ServedModel, check_sharing, in_full
 from trimtab.serve.scheduler import QueueFullError, StoppingError
 from trimtab.serve.settings import Settings
 from trimtab.serve.supervisor import ModelFailedError, Supervisor
@@ -93,6 +93,7 @@ class Pool:
             raise RequestError("has no effect with one model", field="together", value=together)
         if not 1 <= together <= max(len(models), 1):
             raise RequestError(f"must be between 1 and {len(models)}", field="together", value=together)
+        check_sharing(models, settings)
         self.settings, self._together, self._turn_s = settings, together, turn_s
         # What no answer may name.
         self.folders = folders_of(models, settings)

@@ -34,9 +34,10 @@ from trimtab.checkpoint.adapter import read_adapter
 from trimtab.checkpoint.folder import read_loadable
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import AdapterError, CheckpointError, RequestError, TrimtabError
+from trimtab.plan.kv_pool import check_pool
 from trimtab.request import DECODE_MODES, LoadRequest, check_choice, parse_bytes
 from trimtab.serve.row_count import PLANNED, check_rows
-from trimtab.serve.settings import Limits
+from trimtab.serve.settings import Limits, Settings
 
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")
 MEDIA = ("image", "audio")
@@ -79,6 +80,7 @@ class ServedModel:
                     allowed=near_names(name, list(self.adapters)) or list(self.adapters),
                 )  # fmt: skip
         check_rows(self.rows)
+        check_pool(self.request.kv_tokens, rows=self.rows)
         if self.resident_limit is not None and self.resident_limit < max(1, len(self.kept)):
             raise RequestError(
                 f"must be at least {max(1, len(self.kept))}: every kept adapter stays on the model", field="resident_adapters",
@@ -311,3 +313,12 @@ def _shared_names(models: list[ServedModel]) -> list[str]:
         for name in model.adapters
         if name in names
     ]
+
+
+def check_sharing(models: Sequence[ServedModel], settings: Settings) -> None:
+    """Raise RequestError where clients should share a prefix cache and no model has one."""
+    if settings.share_prefixes and not any(model.request.prefix_cache_bytes for model in models):
+        raise RequestError(
+            "has no effect without a prefix cache", field="share_prefix_cache", value=True,
+            hint="Give a model a size for it (prefix_cache), or leave it out",
+        )  # fmt: skip
