@@ -8,19 +8,22 @@ The compiler is NVRTC, or a toolkit's nvcc where that is installed; without eith
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import trimtab
-from tests import pico
+from tests import pico, talking, talking_families
 from trimtab import api, cli
-from trimtab.errors import DeviceError, RequestError
+from trimtab.errors import CheckpointError, DeviceError, RequestError
 from trimtab.plan import Plan
 from trimtab.plan.dtypes import choose_dtype
 from trimtab.request import LoadRequest
@@ -186,3 +189,94 @@ def test_a_model_whose_activations_do_not_survive_is_refused_with_the_type_to_ta
         loaded(llama, "float16", "chosen")
     loaded(llama, "float16").close()  # asked for by name: the user's own choice
     loaded(llama, "float32", "chosen").close()
+
+
+# Images and audio ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    return talking_families.save("qwen3_vl", pico.build("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl") / "base"))
+
+
+@pytest.fixture(scope="module")
+def hearing(tmp_path_factory):
+    return talking.build_gemma4(tmp_path_factory.mktemp("gemma4") / "base")
+
+
+def loaded_with_media(folder, *, images=1, audio_s=1.0, context=256, reason="", **options):
+    plan = trimtab.plan(
+        folder, dtype="float16", quant="none", context=context, device="cpu", images=images, audio_s=audio_s, **options
+    )
+    return trimtab.load(replace(plan, dtype_reason=reason))
+
+
+def test_activations_of_an_image_are_those_of_the_tower(seeing):
+    """The other route: the tower alone, over what the processor made of the same noise."""
+    with loaded_with_media(seeing) as model:
+        found = float16_check.largest_activations(model)
+        noise = np.random.default_rng(0).integers(0, 256, (448, 448, 3), np.uint8)
+        inputs = model.prepare(float16_check.PROMPT, image=Image.fromarray(noise)).tensors
+        tower = model.hf_model.model.visual
+        with torch.no_grad():
+            hidden = tower(inputs["pixel_values"].half(), grid_thw=inputs["image_grid_thw"]).last_hidden_state
+        assert found["visual (image)"] == pytest.approx(float(hidden.abs().max()), rel=1e-3)
+        blocks = [name for name in found if re.fullmatch(r"visual\.blocks\.\d+\.mlp \(image\)", name)]
+        assert len(blocks) == len(tower.blocks) > 0
+        assert "layers.0" in found and "layers.0 (image)" in found
+        assert all(not module._forward_hooks for module in model.hf_model.modules())
+
+
+@pytest.mark.parametrize(("medium", "tower"), [("image", "vision_tower"), ("audio", "audio_tower")])
+def test_every_tower_of_the_plan_is_measured_and_no_other(medium, tower, hearing):
+    lacks = {"image": {"audio_s": 0.0}, "audio": {"images": 0}}[medium]
+    with loaded_with_media(hearing, **lacks) as model:
+        found = float16_check.largest_activations(model)
+        towers = {re.split(r"[. ]", name)[0] for name in found if "_tower" in name}
+        assert towers == {tower} and all(name.endswith(f"({medium})") for name in found if tower in name)
+    with loaded_with_media(hearing, images=0, audio_s=0.0) as model:
+        assert not any(name.endswith(")") for name in float16_check.largest_activations(model))
+
+
+@pytest.mark.parametrize(
+    ("medium", "tower", "flag"), [("image", "vision_tower", "images=0"), ("audio", "audio_tower", "audio_s=0")]
+)
+def test_a_tower_whose_activations_do_not_survive_is_refused_and_named(medium, tower, flag, hearing):
+    with loaded_with_media(hearing) as model:
+        float16_check.check(model)
+        part = getattr(model.hf_model.model, tower)
+        norm = next(
+            module for module in part.modules() if "Norm" in type(module).__name__ and hasattr(module, "weight")
+        )
+        with torch.no_grad():
+            norm.weight.fill_(6e4)
+        with pytest.raises(DeviceError, match=rf"in {tower}\.\S+ \({medium}\), float16 holds") as caught:
+            float16_check.check(model)
+        assert caught.value.hint == f"Plan again with dtype='float32', or with {flag}"
+
+
+@pytest.mark.parametrize(("context", "side"), [(64, 64), (40, 32), (30, None)])
+def test_the_largest_image_is_taken_that_the_context_has_room_for(context, side, seeing, monkeypatch):
+    """47 tokens with an image of 64 x 64, 35 with one of 32 x 32."""
+    monkeypatch.setattr(float16_check, "SIDES", (64, 32))
+    with loaded_with_media(seeing, context=context, reason="chosen") as model:
+        sides = [prompt["image"].width for _, prompt in float16_check._with_media(model)]
+        found = float16_check.largest_activations(model)
+    assert sides == ([] if side is None else [side])
+    assert any(name.startswith("visual.") for name in found) == (side is not None)
+
+
+def test_the_check_changes_no_answer(seeing):
+    picture, ids = Image.new("RGB", (64, 64), "red"), list(range(5, 25))
+    with loaded_with_media(seeing) as plain, loaded_with_media(seeing, reason="chosen") as checked:
+        for model in (plain, checked):
+            assert model.dtype == torch.float16
+        assert torch.equal(checked.logits(ids), plain.logits(ids))
+        assert torch.equal(checked.logits("What?", image=picture), plain.logits("What?", image=picture))
+        assert checked.answer(ids, max_new_tokens=4).token_ids == plain.answer(ids, max_new_tokens=4).token_ids
+
+
+def test_a_model_without_a_processor_loads_because_it_takes_no_images(tmp_path):
+    folder = pico.build("qwen3_vl", tmp_path / "base")
+    with loaded_with_media(folder, reason="chosen") as model, pytest.raises(CheckpointError):
+        model.answer("What is it?", image=Image.new("RGB", (64, 64)), max_new_tokens=2)

@@ -1,37 +1,51 @@
 """Whether activations stay within float16, measured on the loaded model where the plan chose that type.
 
 One pass over a prompt of tokens from all over the vocabulary, the first one that texts begin with: there models have their
-largest activations ("Massive activations", arXiv 2402.17762). Measured is what every layer of the decoder gives, and its MLP.
+largest activations ("Massive activations", arXiv 2402.17762). Then one pass over a prompt with an image and one with an audio clip,
+where the plan has them: of noise, which has every frequency. Measured is what every layer of the decoder gives, and its MLP, and
+what every module of the towers and projectors gives.
 
-What is not measured: pictures, audio clips, and other prompts. The headroom is for them.
+What is not measured: other prompts, images and audio clips, and adapters. The headroom is for them.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+from PIL import Image
+from torch import Tensor, nn
 
-from trimtab.errors import DeviceError
+from trimtab.errors import CheckpointError, DeviceError, RequestError, UpstreamError
 
 LARGEST = 65504.0
 # The largest activation may be this share of what the type holds: a choice, not a measurement.
 HEADROOM = 0.25
 TOKENS = 64
+# Sides of the image, the first that the context has room for; seconds and samples per second of the audio clip.
+SIDES = (448, 224, 96, 64)
+SOUND_S, SOUND_RATE = 1.0, 16_000
+PROMPT = "What is it?"
 
 
 def largest_activations(model: Any) -> dict[str, float]:
-    """Return the largest magnitude of each decoder layer's output and of its MLP's; infinite where one is not a number."""
-    decoder = model.hf_model.get_decoder()
-    largest: dict[str, Tensor] = {}
-    with ExitStack() as stack:
-        for number, layer in enumerate(decoder.layers):
-            for name, module in ((f"layers.{number}", layer), (f"layers.{number}.mlp", getattr(layer, "mlp", None))):
-                if module is not None:
-                    stack.callback(module.register_forward_hook(_measure(name, largest)).remove)
-        model.logits(_ids(model))
-    return {name: float(value) for name, value in largest.items()}
+    """Return the largest magnitude of what each decoder layer, its MLP and each tower module gives; infinite where that has a NaN.
+
+    Names are module paths; those of the passes with media end in "(image)" or "(audio)".
+    """
+    prompts: list[tuple[str, dict[str, Any]]] = [("", {"prompt": _ids(model)}), *_with_media(model)]
+    found: dict[str, float] = {}
+    for medium, prompt in prompts:
+        suffix = f" ({medium})" if medium else ""
+        with _measuring(model, with_towers=bool(medium)) as largest:
+            model.logits(**prompt)
+        found |= {f"{name}{suffix}": float(value) for name, value in largest.items()}
+    return found
+
+
+_WITHOUT = (("(image)", "images=0"), ("(audio)", "audio_s=0"))
 
 
 def check(model: Any) -> float:
@@ -39,19 +53,79 @@ def check(model: Any) -> float:
     activations = largest_activations(model)
     name, most = max(activations.items(), key=lambda pair: pair[1])
     if most > LARGEST * HEADROOM:
+        without = next(
+            (f", or with {flag}" for end, flag in _WITHOUT if name.endswith(end) and _fits_text(activations)), ""
+        )
         raise DeviceError(
             f"activations reach {most:.3g} in {name}, float16 holds {LARGEST:g}", device=str(model.device),
-            hint="Plan again with dtype='float32'",
+            hint=f"Plan again with dtype='float32'{without}",
         )  # fmt: skip
     return most
 
 
+def _fits_text(activations: dict[str, float]) -> bool:
+    """Whether the prompt without media stays within the type."""
+    return all(value <= LARGEST * HEADROOM for name, value in activations.items() if not name.endswith(")"))
+
+
+@contextmanager
+def _measuring(model: Any, *, with_towers: bool) -> Iterator[dict[str, Tensor]]:
+    """Give the dictionary that the passes inside fill, by module path."""
+    largest: dict[str, Tensor] = {}
+    with ExitStack() as stack:
+        for number, layer in enumerate(model.hf_model.get_decoder().layers):
+            for name, module in ((f"layers.{number}", layer), (f"layers.{number}.mlp", getattr(layer, "mlp", None))):
+                if module is not None:
+                    stack.callback(module.register_forward_hook(_measure(name, largest)).remove)
+        for name, module in _tower_modules(model.hf_model) if with_towers else ():
+            stack.callback(module.register_forward_hook(_measure(name, largest)).remove)
+        yield largest
+
+
+def _tower_modules(hf_model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Give every module of the parts beside the decoder, with its path."""
+    decoder, base = hf_model.get_decoder(), getattr(hf_model, "model", hf_model)
+    for part_name, part in base.named_children():
+        if not any(module is decoder for module in part.modules()):
+            yield from part.named_modules(prefix=part_name)
+
+
 def _measure(name: str, largest: dict[str, Tensor]) -> Any:
     def hook(module: Any, given: Any, output: Any) -> None:
-        value = output[0] if isinstance(output, tuple) else output
-        largest[name] = value.detach().abs().amax().float().nan_to_num(nan=float("inf"))
+        value = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output)
+        if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
+            return  # masks, lengths and positions
+        most = value.detach().abs().amax().float().nan_to_num(nan=float("inf"))
+        before = largest.get(name)
+        largest[name] = most if before is None else before.maximum(most)
 
     return hook
+
+
+def _with_media(model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Give "image" and "audio" with a prompt of each, where the plan and the model have them."""
+    config, request = model.hf_model.config, model.plan.request
+    noise = np.random.default_rng(0)
+    if request.images and getattr(config, "vision_config", None) is not None:
+        pictures = [Image.fromarray(noise.integers(0, 256, (side, side, 3), np.uint8)) for side in SIDES]
+        yield from _first_possible(model, "image", pictures)
+    if request.audio_s and getattr(config, "audio_config", None) is not None:
+        samples = noise.uniform(-1, 1, int(min(SOUND_S, request.audio_s) * SOUND_RATE)).astype(np.float32)
+        yield from _first_possible(model, "audio", [samples])
+
+
+def _first_possible(model: Any, medium: str, tries: list[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Give a prompt with the first medium that the model and its context take. If there is none, as without processor files, no
+    request can have one."""
+    for one in tries:
+        prompt = {"prompt": PROMPT, medium: one}
+        try:
+            tokens = len(model.prepare(**prompt).token_ids)
+        except (RequestError, CheckpointError, UpstreamError):
+            continue
+        if tokens <= model.context_tokens:
+            yield medium, prompt
+            return
 
 
 def _ids(model: Any) -> list[int]:
