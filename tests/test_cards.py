@@ -13,7 +13,7 @@ import trimtab
 from tests import pico
 from trimtab import cli
 from trimtab.demo.line import FOLDER as DEMO
-from trimtab.errors import DeviceError, RequestError
+from trimtab.errors import DeviceError, DoesNotFitError, RequestError
 from trimtab.plan import Plan
 from trimtab.plan import options as plan_options
 from trimtab.plan.card_machine import machine_of, rates_of
@@ -385,6 +385,37 @@ def test_without_a_gpu_a_request_for_one_is_told_about_cards(e4b, tmp_path, caps
     assert "this plan is for the CPU. No GPU can be used here" in capsys.readouterr().err
     assert cli.main(["plan", str(e4b), "--gpu-memory", "4GiB", "--device", "cpu"]) == 0
     assert "No GPU" not in capsys.readouterr().err
+
+
+def test_a_budget_below_the_card_is_no_reason_for_a_larger_card(e4b, capsys):
+    """The budget that the error names, and the whole card, do hold it."""
+    asked = ["plan", str(e4b), "--card", E4B_CARD, "--host-memory", "16GiB"]
+    assert cli.main([*asked, "--gpu-memory", "500MiB", "--json"]) == 4
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert "This fits: the whole card;" in error["message"] and "RTX 4070" not in error["message"]
+    for budget in ([], ["--gpu-memory", f"{error['fields']['needed_bytes']}B"]):
+        assert cli.main([*asked, *budget, "--json"]) == 0
+        capsys.readouterr()
+
+
+def test_of_images_and_rows_the_most_is_named_that_fits_by_halving(e4b):
+    for name, count in (("images", 500), ("batch", 400)):
+        options = {"card": E4B_CARD, "host_memory": "16GiB", name: count}
+        with pytest.raises(DoesNotFitError) as caught:
+            trimtab.plan(e4b, **options)
+        named = int(re.search(rf"or {name}=(\d+)", caught.value.hint)[1])
+        assert 1 < named < count
+        trimtab.plan(e4b, **options | {name: named})
+        larger = next(size for size in (count // 2**power for power in range(10, -1, -1)) if size > named)
+        with pytest.raises(DoesNotFitError):
+            trimtab.plan(e4b, **options | {name: larger})
+
+
+@pytest.mark.parametrize("name", ["foo", "RX 7900 XTX", "M2 Max"])
+def test_a_name_that_is_no_nvidia_card_is_refused_with_cards_and_says_so(name):
+    with pytest.raises(RequestError, match="Only NVIDIA cards have profiles") as caught:
+        find_card(name)
+    assert caught.value.allowed and all(find_card(title) for title in caught.value.allowed)
 
 
 def test_every_larger_card_has_a_profile_with_more_memory():

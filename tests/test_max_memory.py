@@ -143,3 +143,12 @@ def test_a_card_that_is_no_name_is_refused_by_its_own_field():
         with pytest.raises(RequestError) as caught:
             trimtab.plan(BASE, card=8, **options)
         assert caught.value.field == "card"
+
+
+@pytest.mark.parametrize(("given_map", "device"), [({"cpu": "8GiB"}, "cpu"), ({1: "4GiB", "cpu": "8GiB"}, "cuda:1")])
+def test_a_plan_for_a_card_refuses_budgets_of_another_device_by_the_name_of_the_argument(given_map, device):
+    with pytest.raises(
+        RequestError, match=f"names {device}, and a plan for GeForce RTX 4060 8GB computes on that card"
+    ) as caught:
+        trimtab.plan(BASE, card="RTX 4060 8GB", max_memory=given_map)
+    assert caught.value.field == "max_memory" and caught.value.allowed == ("0", "cuda:0")

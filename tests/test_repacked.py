@@ -127,6 +127,29 @@ def test_what_would_change_nothing_is_refused(monkeypatch):
         trimtab.load(trimtab.plan(DEMO / "base", quant="nf4", dtype="float32", **OPTIONS), decode="repacked")
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"quant": "none"}, "quantizes to none"), ({"quant": "int8"}, "quantizes to int8"),
+        ({"quant": "nf4", "dtype": "float32"}, "computes in float32"),
+        ({"quant": "nf4", "card": "RTX 4060 8GB"}, "no block is in tier host"),
+    ],
+)  # fmt: skip
+def test_a_plan_in_which_nothing_would_change_is_refused(options, why):
+    """Whatever the CPU: such a plan would load on none."""
+    given = {**OPTIONS, **options}
+    given = {name: value for name, value in given.items() if "card" not in options or name != "device"}
+    with pytest.raises(RequestError, match=f"would change no layer: .*{why}") as caught:
+        trimtab.plan(DEMO / "base", decode="repacked", **given)
+    assert (caught.value.field, caught.value.value) == ("decode", "repacked")
+
+
+def test_a_plan_whose_cpu_computes_4_bit_layers_may_be_repacked():
+    assert trimtab.plan(DEMO / "base", decode="repacked", quant="nf4", **OPTIONS).request.decode == "repacked"
+    beside = {"card": "RTX 4060 8GB", "place": {"model.language_model.layers.0": "host"}, "context": 64}
+    assert trimtab.plan(DEMO / "base", decode="repacked", quant="nf4", **beside).request.decode == "repacked"
+
+
 def test_scales_that_do_not_fit_are_refused_with_numbers(monkeypatch):
     monkeypatch.setattr(quant, "has_avx512bf16", lambda: True)
     plan = trimtab.plan(DEMO / "base", quant="nf4", **OPTIONS)

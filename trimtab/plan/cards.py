@@ -180,7 +180,11 @@ def _named(text: str) -> Card:
             allowed=[card.title for card in alike],
         )  # fmt: skip
     raise RequestError(
-        "there is no profile of this card", field="card", value=text, allowed=_near(text, words), hint=_HINT
+        "there is no profile of this card",
+        field="card",
+        value=text,
+        allowed=_near(text, words) or larger_cards(known_cards()[0])[:8],
+        hint=_HINT,
     )
 
 
@@ -216,7 +220,7 @@ def _box_gb(memory_mib: int) -> int:
     return next((box for box in BOX_GB if box + 0.1 >= size), round(size))
 
 
-_HINT = 'A bare size, such as "8GiB", plans for an unknown card of that size'
+_HINT = 'Only NVIDIA cards have profiles. A bare size, such as "8GiB", plans for an unknown card of that size'
 
 
 def _is_in_box(card: Card, box_gb: float) -> bool:

@@ -76,7 +76,13 @@ def merged_budgets(
     """
     budgets = read_max_memory(max_memory)
     if card is not None:
-        check_budget(find_card(card), budgets.gpu_memory_bytes, field=FIELD)
+        profile = find_card(card)
+        if budgets.device != "cuda:0":
+            raise RequestError(
+                f"names {budgets.device}, and a plan for {profile.title} computes on that card, cuda:0", field=FIELD,
+                value=dict(max_memory), allowed=("0", "cuda:0"), hint="Add a size for it",
+            )  # fmt: skip
+        check_budget(profile, budgets.gpu_memory_bytes, field=FIELD)
     given = (
         ("gpu_memory", gpu_memory_bytes, budgets.gpu_memory_bytes), ("host_memory", host_memory_bytes, budgets.host_memory_bytes)
     )  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from math import ceil
 from typing import Any, Protocol
 
 from trimtab.checkpoint.anatomy import Anatomy
@@ -33,6 +34,8 @@ from trimtab.request import LoadRequest
 
 # Modes of a decode step, the fastest first.
 FASTEST_FIRST = ("fused", "graph", "eager")
+# Formats that `decode="repacked"` repacks.
+FOUR_BITS = ("fp4", "nf4", "nf4-dq")
 # Mean KL of next-token distributions, full head against 8 bits, on the demo model: the largest of eight, without an adapter and
 # with each of three, in 4 bits and in bfloat16 (bench/results/head8.json; it is that of "specialist" in 4 bits).
 HEAD8_KL = 1.4e-4
@@ -93,11 +96,27 @@ def choose_plan(
         raise _nearest(errors)
     chosen, reason = _chosen_head(request, plans, machine, head_refused, no_kernel)
     plan = plans[chosen]
+    _check_repacked(plan, heads[chosen], on_cpu=machine.on_cpu)
     slow = no_kernel or (f"its kernel computes up to {KERNEL_ROWS} rows" if request.batch > KERNEL_ROWS else "")
     if chosen == "int8" and slow and not machine.on_cpu:
         torch_s = torch_head_s(heads[chosen], plan.rates, rows=request.batch)
         reason += f"; {slow}: torch takes {1000 * torch_s:.1f} ms of each step for it, scaled from an H200"
     return replace(plan, execution=replace(plan.execution, head_reason=reason))
+
+
+def _check_repacked(plan: Plan, anatomy: Anatomy, *, on_cpu: bool) -> None:
+    """Raise RequestError for decode="repacked" where no layer of the plan is in 4 bits and computed by the CPU in bfloat16."""
+    if plan.request.decode != "repacked":
+        return
+    quant, why = quant_of(anatomy, plan.request.quant), ""
+    if quant not in FOUR_BITS:
+        why = f"the plan quantizes to {quant}, not to 4 bits"
+    elif anatomy.dtype != "bfloat16":
+        why = f"the model computes in {anatomy.dtype}, not in bfloat16"
+    elif not on_cpu and not any(placement.tier == "host" for placement in plan.placements):
+        why = "the CPU computes none: no block is in tier host"
+    if why:
+        raise RequestError(f"would change no layer: {why}", field="decode", value="repacked", hint="Omit it")
 
 
 def choose_chunks_of(
@@ -355,15 +374,18 @@ def _larger(request: LoadRequest, budget_bytes: int) -> list[list[tuple[str, Loa
 def with_larger_card(
     error: DoesNotFitError, request: LoadRequest, plan: Callable[[LoadRequest], Plan]
 ) -> DoesNotFitError:
-    """Return the error of a request for a card, with the smallest larger card that it fits on. plan: makes a request's plan."""
+    """Return the error of a request for a card, with the smallest larger card that it fits on; where a smaller budget was set than
+    the card has, and the whole card would do, with that. plan: makes a request's plan."""
     card = find_card(request.card or "")
     hint = error.hint
-    for title in larger_cards(card):
+    larger = [(f"card={title!r}", replace(request, card=title, gpu_memory_bytes=None)) for title in larger_cards(card)]
+    whole = [] if request.gpu_memory_bytes is None else [("the whole card", replace(request, gpu_memory_bytes=None))]
+    for what, changed in (*whole, *larger):
         with suppress(TrimtabError):
-            plan(replace(request, card=title, gpu_memory_bytes=None))
+            plan(changed)
             others = hint.removeprefix(FITS) if hint.startswith(FITS) else ""
             rest = "" if others or not hint else f"; {hint}"
-            hint = f"{FITS}card={title!r}{f', or {others}' if others else rest}"
+            hint = f"{FITS}{what}{f', or {others}' if others else rest}"
             break
     return DoesNotFitError(
         f"{error.reason}; estimated from the data sheet of {card.title}", block=error.block, device=error.device,
@@ -396,6 +418,13 @@ def _differences(request: LoadRequest, changed: LoadRequest) -> dict[str, Any]:
     return {name: after for name, before, after in pairs if before != after}
 
 
+def _halved(count: int) -> Iterator[int]:
+    """Give a half of a count, a half of that, and so on, down to 0."""
+    while count:
+        count //= 2
+        yield count
+
+
 def _smaller(request: LoadRequest, anatomy: Anatomy) -> list[list[tuple[str, LoadRequest]]]:
     """Return what a request may ask less of: for each kind, from a little less to the least."""
     contexts = []
@@ -403,12 +432,12 @@ def _smaller(request: LoadRequest, anatomy: Anatomy) -> list[list[tuple[str, Loa
     while tokens >= LEAST_CONTEXT:
         contexts.append((f"context={tokens}", replace(request, context_tokens=tokens)))
         tokens //= 2
-    batches = [(f"batch={rows}", replace(request, batch=rows)) for rows in (4, 2, 1) if rows < request.batch]
-    kinds = [contexts, batches, _pools(request)]
-    if request.images:
-        kinds.append([("images=0", replace(request, images=0))])
-    if request.audio_s:
-        kinds.append([("audio_s=0", replace(request, audio_s=0.0))])
+    batches = [(f"batch={rows}", replace(request, batch=rows)) for rows in _halved(request.batch) if rows]
+    images = [(f"images={count}", replace(request, images=count)) for count in _halved(request.images)]
+    sounds = [
+        (f"audio_s={length}", replace(request, audio_s=float(length))) for length in _halved(ceil(request.audio_s))
+    ]
+    kinds = [contexts, batches, _pools(request), images, sounds]
     if request.head == "full":
         kinds.append([("head='int8'", replace(request, head="int8"))])
     if request.kv == "full" and why_not_int8(anatomy) is None:
