@@ -433,6 +433,21 @@ def test_options_of_a_card_name_larger_cards_and_no_budget_that_the_card_does_no
     assert "--gpu-memory 6GiB" in {one["what"] for one in json.loads(capsys.readouterr().out)["options"]}
 
 
+@pytest.mark.parametrize(
+    ("family", "towers"), [("llama", []), ("qwen3_vl", ["vision"]), ("gemma4", ["vision", "audio"])]
+)
+def test_options_are_of_the_towers_that_the_model_has(family, towers, tmp_path, capsys):
+    folder = pico.build(family, tmp_path / "base")
+    flags = ["--card", "RTX 4060 8GB", "--context", "256", "--options", "--json"]
+    assert cli.main(["plan", str(folder), *flags]) == 0
+    options = {one["what"]: one for one in json.loads(capsys.readouterr().out)["options"]}
+    assert all(one["needed_bytes"] and one["tokens_per_s"] and not one["error"] for one in options.values()), options
+    assert [what for what in options if what.startswith(("--images", "--audio-s", "--place"))] == [
+        *(["--images 0"] if "vision" in towers else []), *(["--audio-s 0"] if "audio" in towers else []),
+        *([" ".join(f"--place {part}=host" for part in towers)] if towers else []),
+    ]  # fmt: skip
+
+
 def test_a_refused_plan_gives_its_options_as_json_too(capsys, monkeypatch):
     # The changes beside it need no plan for this; the budget of the GPU is the request's, though the host's is short.
     real, kept = plan_options._changes, ("as asked", "gpu_memory=")

@@ -137,6 +137,21 @@ def test_a_type_and_a_mode_that_are_asked_for_are_named_with_their_cost_and_the_
     assert caught.value.field == "decode" and caught.value.allowed == ("auto", "eager", "graph")
 
 
+@pytest.mark.parametrize("device", [{"card": "T4"}, {"card": "RTX 4060 8GB"}, {"device": "cpu"}])
+def test_float16_that_is_asked_for_names_a_family_whose_activations_exceed_it(device, llama, hearing):
+    given = {"context": 256, "dtype": "float16", **device}
+    why = trimtab.plan(hearing, **given).dtype_reason
+    assert why.startswith("asked for") and "(gemma4) exceed float16" in why
+    assert trimtab.plan(llama, **given).dtype_reason == ""
+
+
+def test_a_requested_type_is_not_measured(hearing, monkeypatch):
+    monkeypatch.setattr(float16_check, "check", lambda model: pytest.fail("measured"))
+    plan = trimtab.plan(hearing, dtype="float16", quant="none", context=64, device="cpu", images=0, audio_s=0.0)
+    assert plan.dtype_reason
+    trimtab.load(plan).close()
+
+
 def test_a_gpu_that_torch_has_to_be_asked_for_is_planned_for_in_its_type(llama, monkeypatch):
     """Where the driver's own libraries do not answer, the type is known after torch was asked."""
     from trimtab import api

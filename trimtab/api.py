@@ -33,6 +33,7 @@ from trimtab.plan.media_memory import ServedMedia, media_memory
 from trimtab.plan.module_tree import ModuleTree
 from trimtab.plan.options import Option, options_of, with_larger_card
 from trimtab.plan.prefix_memory import prefix_reason
+from trimtab.plan.options import TOWERS, Option, options_of, with_larger_card
 from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, LoadRequest, parse_bytes
 
 if TYPE_CHECKING:
@@ -224,6 +225,8 @@ def _planned(
     made = replace(
         made, card=card, dtype_reason=dtype_reason or reason_of(request.dtype, machine.capability), prefix_reason=kept_reason
     )  # fmt: skip
+        made, card=card, dtype_reason=dtype_reason or reason_of(request.dtype, machine.capability, model_type)
+    )
     # The probed module tree takes a second to make and holds no weights. The first load uses it up.
     return replace(made, module_tree=ModuleTree(inputs.probe, made.made_of))
 
@@ -281,9 +284,10 @@ def plan_options(request: LoadRequest, budget_bytes: int, *, inputs: PlanInputs 
     inputs = inputs or PlanInputs()
     here = inputs.machines.get((request.device, request.card))
     on_cpu = request.device == "cpu" if here is None else here[0].on_cpu
+    parts = next((anatomy.parts for anatomy in inputs.anatomies.values()), TOWERS)
     return options_of(
         request, partial(plan_request, inputs=inputs, is_advised=False), budget_bytes=budget_bytes, on_cpu=on_cpu,
-        capability=None if here is None else here[0].capability,
+        capability=None if here is None else here[0].capability, towers=[part for part in TOWERS if part in parts],
     )  # fmt: skip
 
 

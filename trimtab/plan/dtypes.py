@@ -17,11 +17,22 @@ LEAST_BF16 = (8, 0)
 BEYOND_FLOAT16 = ("gemma",)
 
 
-def reason_of(dtype: str, capability: tuple[int, int] | None) -> str:
-    """Return the cost of a requested type on a device, "" if there is none."""
+# How the reason of a requested type begins.
+ASKED = "asked for"
+
+
+def reason_of(dtype: str, capability: tuple[int, int] | None, model_type: str) -> str:
+    """Return the cost of a requested type on a device, "" if there is none. model_type: of the model's config."""
+    if dtype == "float16" and model_type.startswith(BEYOND_FLOAT16):
+        return f"{ASKED}; activations of this family ({model_type}) exceed float16, and loading does not measure a requested type"
     if dtype != "bfloat16" or capability is None or capability >= LEAST_BF16:
         return ""
-    return f"asked for; bfloat16 is emulated on compute capability {capability[0]}.{capability[1]}"
+    return f"{ASKED}; bfloat16 is emulated on compute capability {capability[0]}.{capability[1]}"
+
+
+def was_chosen(dtype_reason: str) -> bool:
+    """Whether the plan chose the type for this reason, and nobody asked for it."""
+    return bool(dtype_reason) and not dtype_reason.startswith(ASKED)
 
 
 def choose_dtype(model_type: str, capability: tuple[int, int] | None) -> tuple[str, str]:

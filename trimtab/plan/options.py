@@ -47,6 +47,8 @@ NEEDS = "needs "
 FITS = "This fits: "
 # How many options with more memory are listed.
 MOST_LARGER = 2
+# Parts that read images and audio, as `--place` names them.
+TOWERS = ("vision", "audio")
 # Sizes of cards that are sold.
 CARD_GIB = (4, 6, 8, 10, 12, 16, 24, 32, 48, 80)
 
@@ -284,12 +286,13 @@ class Option:
 
 def options_of(
     request: LoadRequest, plan: Callable[[LoadRequest], Plan], *, budget_bytes: int, on_cpu: bool = False,
-    capability: tuple[int, int] | None = None,
+    capability: tuple[int, int] | None = None, towers: Sequence[str] = TOWERS,
 ) -> list[Option]:  # fmt: skip
     """Return the plan of the request, and the plan after each single change. plan: makes the plan of a request. budget_bytes:
     of the execution device. on_cpu: whether that is the CPU, which no larger card and no tower in host memory would help.
-    capability: of the GPU. An 8-bit head that its kernel cannot compute is listed only where the request does not fit without. Of
-    pools of tokens the largest that fits is listed, of more memory the next two sizes that do, and the next ones if none does."""
+    capability: of the GPU. towers: those of TOWERS that the model has: media of others are in no plan. An 8-bit head that its
+    kernel cannot compute is listed only where the request does not fit without. Of pools of tokens the largest that fits is listed,
+    of more memory the next two sizes that do, and the next ones if none does."""
     options: list[Option] = []
 
     def tried(what: str, changed: LoadRequest) -> Option | None:
@@ -310,7 +313,7 @@ def options_of(
             is_rate_estimate=made.execution.step.estimated_s > 0 or request.card is not None,
         )  # fmt: skip
 
-    for what, changed in _changes(request, on_cpu=on_cpu):
+    for what, changed in _changes(request, on_cpu=on_cpu, towers=towers):
         options += [one for one in (tried(what, changed),) if one is not None]
     pools = [(_pools(request), 1)]
     pools += [] if on_cpu else [(sizes, MOST_LARGER) for sizes in _larger(request, budget_bytes)]
@@ -324,7 +327,7 @@ def options_of(
     return options
 
 
-def _changes(request: LoadRequest, *, on_cpu: bool) -> Iterator[tuple[str, LoadRequest]]:
+def _changes(request: LoadRequest, *, on_cpu: bool, towers: Sequence[str]) -> Iterator[tuple[str, LoadRequest]]:
     yield "as asked", request
     for head in ("full", "int8"):
         if request.head != head:
@@ -338,13 +341,14 @@ def _changes(request: LoadRequest, *, on_cpu: bool) -> Iterator[tuple[str, LoadR
     if request.batch > 1:
         yield "batch=1", replace(request, batch=1, kv_tokens=None)
     if request.images:
+        yield "batch=1", replace(request, batch=1)
+    if request.images and "vision" in towers:
         yield "images=0", replace(request, images=0)
-    if request.audio_s:
+    if request.audio_s and "audio" in towers:
         yield "audio_s=0", replace(request, audio_s=0.0)
-    if on_cpu:
-        return
-    if not request.place and request.device_map is None:
-        yield "place={'vision': 'host', 'audio': 'host'}", replace(request, place={"vision": "host", "audio": "host"})
+    if towers and not on_cpu and not request.place and request.device_map is None:
+        place = dict.fromkeys(towers, "host")
+        yield f"place={place}", replace(request, place=place)
 
 
 def _pools(request: LoadRequest) -> list[tuple[str, LoadRequest]]:

@@ -27,6 +27,7 @@ from trimtab.checkpoint.vocabulary import check_vocabulary
 from trimtab.errors import AdapterError, DoesNotFitError, RequestError, gib
 from trimtab.plan import Plan
 from trimtab.plan.adapter_room import copies_bytes, first_adapter_bytes, head_change, refuses_head_change
+from trimtab.plan.dtypes import was_chosen
 from trimtab.plan.execution import CAPTURED
 from trimtab.plan.kv_form import check_kv
 from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
@@ -122,7 +123,7 @@ class LoadedModel(Asking):
                     self._attach_planned(name, self.read_adapter(path))
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # what packing took is not kept from others
-            if self.dtype == torch.float16 and plan.dtype_reason:
+            if self.dtype == torch.float16 and was_chosen(plan.dtype_reason):
                 with self._out_of_memory_named("measuring activations"):
                     float16_check.check(self)
             self.prompt_room = room_of(plan, self.anatomy, self.device)
