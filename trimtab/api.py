@@ -31,9 +31,8 @@ from trimtab.plan.kv_pool import check_pool
 from trimtab.plan.max_memory import merged_budgets
 from trimtab.plan.media_memory import ServedMedia, media_memory
 from trimtab.plan.module_tree import ModuleTree
-from trimtab.plan.options import Option, options_of, with_larger_card
-from trimtab.plan.prefix_memory import prefix_reason
 from trimtab.plan.options import TOWERS, Option, options_of, with_larger_card
+from trimtab.plan.prefix_memory import prefix_reason
 from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, LoadRequest, parse_bytes
 
 if TYPE_CHECKING:
@@ -222,11 +221,8 @@ def _planned(
         with suppress(TrimtabError):  # for advice alone
             head8 = _anatomy(checkpoint, replace(request, head="int8"), inputs, may_be_kept=is_known)
         made = make(head8=head8)
-    made = replace(
-        made, card=card, dtype_reason=dtype_reason or reason_of(request.dtype, machine.capability), prefix_reason=kept_reason
-    )  # fmt: skip
-        made, card=card, dtype_reason=dtype_reason or reason_of(request.dtype, machine.capability, model_type)
-    )
+    dtype_reason = dtype_reason or reason_of(request.dtype, machine.capability, model_type)
+    made = replace(made, card=card, dtype_reason=dtype_reason, prefix_reason=kept_reason)
     # The probed module tree takes a second to make and holds no weights. The first load uses it up.
     return replace(made, module_tree=ModuleTree(inputs.probe, made.made_of))
 

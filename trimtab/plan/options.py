@@ -340,8 +340,6 @@ def _changes(request: LoadRequest, *, on_cpu: bool, towers: Sequence[str]) -> It
             yield f"context={tokens}", replace(request, context_tokens=tokens)
     if request.batch > 1:
         yield "batch=1", replace(request, batch=1, kv_tokens=None)
-    if request.images:
-        yield "batch=1", replace(request, batch=1)
     if request.images and "vision" in towers:
         yield "images=0", replace(request, images=0)
     if request.audio_s and "audio" in towers:
