@@ -5,11 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.serve.budget import RATIO, SIZES, TOWERS, Budget
+from trimtab.serve.budget import DEARER, LEAST_TOKENS, RATIO, SIZES, TOWERS, TRIES, Budget
+
+# Of captured chunks.
+CAPTURED = (16, 64, 128, 256, 512, 1024)
 
 
-def told(chunks=(), steps=()):
-    made = Budget(SIZES)
+def told(chunks=(), steps=(), sizes=CAPTURED):
+    made = Budget(sizes)
     for size, seconds in chunks:
         made.took_chunk(size, seconds)
     for rows, seconds in steps:
@@ -51,14 +54,15 @@ def test_what_has_not_run_is_estimated_from_what_has():
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(SIZES), st.floats(1e-4, 1)), max_size=20),
+    st.lists(st.tuples(st.integers(1, 1024), st.floats(1e-4, 1)), max_size=20),
     st.one_of(st.none(), st.floats(0, 1)), st.booleans(),
+    st.one_of(st.just(()), st.sets(st.sampled_from(CAPTURED), min_size=1).map(tuple)),
 )  # fmt: skip
-def test_a_first_chunk_is_always_there_and_no_later_one_takes_longer_than_is_left(chunks, left_s, is_first):
-    made = told(chunks=chunks)
+def test_a_first_chunk_is_always_there_and_no_later_one_takes_longer_than_is_left(chunks, left_s, is_first, sizes):
+    made = told(chunks=chunks, sizes=sizes)
     size = made.size(left_s, is_first=is_first)
     if is_first or left_s is None or not chunks:
-        assert size in SIZES
+        assert size in (sizes or SIZES)  # one that the engine has
     elif size is not None:
         assert made.chunk_s(size) <= left_s
 
@@ -69,3 +73,98 @@ def test_a_pass_of_towers_is_known_by_itself():
     assert made.fits_towers(None) and made.fits_towers(0.006) and not made.fits_towers(0.005)
     assert told(chunks=[(512, 0.02)]).fits_towers(0.0)  # nothing is known of it
     assert told(chunks=[(512, 0.02)]).chunk_s(TOWERS) is None
+
+
+# The least size ------------------------------------------------------------------------------------------------------
+
+
+def served(budget, chunk_s, *, step_s, prompts, rows=8):
+    """Put prompts of so many tokens through, one chunk behind each step; returns the sizes. chunk_s: tokens -> seconds."""
+    taken = []
+    budget.took_step(rows, step_s)
+    for left in prompts:
+        while left:
+            size = budget.size(budget.left_s(rows), is_first=True)
+            taken.append(size)
+            done = min(size, left)
+            # A captured chunk is computed with its padding.
+            computed = done if budget.sizes == SIZES else min(one for one in budget.sizes if one >= done)
+            budget.took_chunk(computed, chunk_s(computed))
+            left -= done
+    return taken
+
+
+def test_nothing_is_smaller_than_the_least_size_as_long_as_nothing_else_is_known():
+    assert told().least == told(sizes=()).least == LEAST_TOKENS
+    assert told(sizes=(16, 64)).least == 64 and told(sizes=(512,)).least == 512
+    assert told(chunks=[(64, 0.064)]).least == LEAST_TOKENS  # one size says nothing of another's cost
+    assert told(chunks=[(256, 0.026), (1024, 0.1)]).least == LEAST_TOKENS  # captured: nothing smaller has been needed
+
+
+def test_a_cpus_rows_wait_for_a_small_chunk_only():
+    # 1 ms a token and 8 ms whatever its size: a step of 8 rows takes 21 ms, a chunk of 256 tokens 264.
+    taken = served(Budget(), lambda tokens: 0.008 + 0.001 * tokens, step_s=0.021, prompts=[700] * 4)
+    assert taken[0] == 1024 and set(taken[-20:]) == {32}  # 40 of the 42 ms that are left
+    # One of 16 tokens would fit more easily. A token would cost 1.5 times what it costs in one of 32.
+    taken = served(Budget(), lambda tokens: 0.008 + 0.001 * tokens, step_s=0.001, prompts=[700] * 6)
+    assert set(taken[-20:]) == {16}
+    # Most of the time is that of reading weights: few tokens take as long.
+    taken = served(Budget(), lambda tokens: 0.128 + 0.001 * tokens, step_s=0.001, prompts=[700] * 30)
+    assert set(taken[-20:]) == {256}
+
+
+def test_a_server_of_short_prompts_alone_learns_too():
+    taken = served(Budget(), lambda tokens: 0.008 + 0.001 * tokens, step_s=0.021, prompts=[80] * 12)
+    assert set(taken[-6:]) == {32}
+    # A token costs twice as much in one of 80 as in one of 256, which has not run.
+    made = Budget()
+    served(made, lambda tokens: 0.300 + 0.001 * tokens, step_s=0.021, prompts=[80] * 12)
+    assert made.size(0.042, is_first=True) == LEAST_TOKENS
+
+
+def test_sizes_that_prompts_needed_are_judged_where_chunks_are_captured():
+    slow = told(chunks=[(size, 0.002 + 0.001 * size) for size in (16, 256, 512)])
+    assert slow.least == 16 and slow.size(0.020, is_first=True) == 16 and slow.size(0.200, is_first=True) == 128
+    # An H200 with unpacked weights, from bench/results/chunk_layers.json.
+    fast = told(chunks=[(64, 0.0058), (256, 0.0069), (512, 0.0092)])
+    assert fast.least == LEAST_TOKENS and fast.size(0.001, is_first=True) == LEAST_TOKENS
+
+
+def test_a_size_whose_first_chunk_took_long_is_tried_again():
+    made = told(chunks=[(256, 0.264), (512, 0.520)], sizes=())
+    assert made.least == 192 and made.size(0.010, is_first=True) == 192
+    made.took_chunk(192, 2.0)  # what it computes was set up first
+    for _ in range(TRIES - 1):
+        assert made.size(0.010, is_first=True) == 192
+        made.took_chunk(192, 0.200)
+    assert made.least == 128
+
+
+@given(
+    st.floats(0, 1), st.floats(1e-6, 1e-2), st.floats(1e-5, 1.0), st.lists(st.integers(1, 1500), min_size=1, max_size=6),
+    st.one_of(st.just(()), st.sets(st.sampled_from(CAPTURED), min_size=1).map(tuple)),
+)  # fmt: skip
+def test_prompts_come_to_an_end_in_sizes_that_the_engine_has(fixed_s, token_s, step_s, prompts, sizes):
+    made = Budget(sizes)
+    taken = served(made, lambda tokens: fixed_s + token_s * tokens, step_s=step_s, prompts=prompts)
+    assert set(taken) <= set(sizes or SIZES)
+    assert len(taken) <= sum(-(-count // min(sizes or SIZES)) for count in prompts)
+
+
+@given(st.floats(0, 1), st.floats(1e-6, 1e-2), st.floats(1e-5, 1.0))
+def test_what_is_learned_keeps_the_promise_or_costs_no_more_than_it_may(fixed_s, token_s, step_s):
+    """By another route: the sizes whose cost a token is known in closed form."""
+
+    def chunk_s(tokens):
+        return fixed_s + token_s * tokens
+
+    made = Budget()
+    taken = served(made, chunk_s, step_s=step_s, prompts=[1024, 1536, *[768] * 20])
+    last, left_s = taken[-1], (RATIO - 1) * step_s
+    cheapest = min(chunk_s(size) / size for size in SIZES)
+    if last < LEAST_TOKENS:
+        assert chunk_s(last) / last <= DEARER * cheapest * (1 + 1e-9) or len(made._token_s[last]) <= TRIES
+    if chunk_s(last) > left_s:  # nothing smaller pays
+        smaller = [size for size in SIZES if size < min(last, LEAST_TOKENS)]
+        paying = [size for size in smaller if chunk_s(size) / size <= DEARER * chunk_s(1024) / 1024 * (1 - 1e-9)]
+        assert not paying or chunk_s(last) <= 1.2 * chunk_s(paying[0]) * (1 + 1e-9)

@@ -1,12 +1,18 @@
 """The share of waiting prompts that runs behind one decode step, so that no answer waits long.
 
 A turn is a step of all rows and, behind it, chunks of prompts. Their time is bounded: step and chunks together take no more than
-`RATIO` times the median step of as many rows. A chunk reads every weight, so very small ones would make prompts slow for
-everybody: one chunk of `LEAST_TOKENS` at least goes through behind a step, and a larger one where it takes hardly longer. Without
-rows nothing is bounded. Pure: durations are told, none is measured here.
+`RATIO` times the median step of as many rows. One chunk goes through behind a step even where it takes longer: the least size, or a
+larger one that takes hardly longer. Without rows nothing is bounded. Pure: durations are told, none is measured here.
 
-What it does not know: how long a chunk of a size takes that has not run yet; it estimates from those that have, a chunk costing
-half of its time whatever its size. A pass of towers (`TOWERS`) is bounded by nothing: it goes through first in a turn, or where the
+A chunk reads every weight. On a GPU this is most of its time up to a few hundred tokens, and smaller chunks would make prompts slow
+for everybody, so the least size is `LEAST_TOKENS`. On a CPU a chunk's time is nearly proportional to its tokens, and a small one
+keeps the rows waiting for less. The least size is therefore the smallest that pays: a token costs at most `DEARER` times what it
+costs in the size where it costs least. An engine that takes chunks of any size has smaller ones tried. Captured sizes are judged by
+what prompts happened to need, because a trial would capture graphs.
+
+What it does not know: how long a chunk of a size takes that has not run yet. It estimates from the next smaller and the next larger
+one that have, and takes half of the time of a larger one alone for independent of the size. Nor that a size which was tried while the
+machine was busy would pay later. A pass of towers (`TOWERS`) is bounded by nothing: it goes through first in a turn, or where the
 median one fits into what is left.
 """
 
@@ -18,11 +24,19 @@ from statistics import median
 
 # Time between two tokens of an answer, in median steps of as many rows without prompts.
 RATIO = 3.0
+# The least size of a chunk as long as no smaller one is known to pay.
 LEAST_TOKENS = 256
+# A smaller size pays if its seconds per token are at most so many times those of the size that has the fewest. Chunks of 256 tokens
+# of E4B on an H200 take 0.75 times as long as those of 512 (bench/results/chunk_layers.json), 1.5 times as long per token.
+DEARER = 1.5
+# Chunks of a smaller size that are tried before it is judged.
+TRIES = 3
+# A chunk with this share of a size's tokens is one of that size where chunks have any: none of SIZES is further from the next.
+_FULL = 2 / 3
 # A chunk that takes so many times as long as the least one is taken in its place.
 HARDLY = 1.2
 # Sizes to choose from where chunks are not captured.
-SIZES = (16, 64, 128, 256, 512, 1024)
+SIZES = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 # Stands for the size of a chunk where a prompt's images and audio went through their towers.
 TOWERS = -1
 _KEPT = 65  # durations of a kind that a median is made of
@@ -30,12 +44,15 @@ _FIXED = 0.5
 
 
 class Budget:
-    """The durations of steps and chunks. sizes: of chunks that an engine runs, ascending."""
+    """The durations of steps and chunks. sizes: of chunks that an engine runs; empty for any. least: of a chunk behind a step."""
 
-    def __init__(self, sizes: Sequence[int] = SIZES) -> None:
-        self.sizes = tuple(sorted(sizes)) or SIZES
+    def __init__(self, sizes: Sequence[int] = ()) -> None:
+        self.sizes, self._tries = tuple(sorted(sizes)) or SIZES, not sizes
         self._steps: dict[int, deque[float]] = {}
         self._chunks: dict[int, deque[float]] = {}
+        self._token_s: dict[int, deque[float]] = {}  # seconds per token of full chunks, by size
+        self._unlearned_least = next((size for size in self.sizes if size >= LEAST_TOKENS), self.sizes[-1])
+        self.least, self._is_trying = self._unlearned_least, False
 
     def took_step(self, rows: int, seconds: float) -> None:
         """Learn how long a step without prompts took."""
@@ -44,6 +61,10 @@ class Budget:
     def took_chunk(self, size: int, seconds: float) -> None:
         """Learn how long a chunk of a size took."""
         self._chunks.setdefault(size, deque(maxlen=_KEPT)).append(seconds)
+        full = next((one for one in self.sizes if _FULL * one <= size <= one), None)
+        if full is not None:
+            self._token_s.setdefault(full, deque(maxlen=_KEPT)).append(seconds / size)
+            self._judge()
 
     def step_s(self, rows: int) -> float | None:
         """Return the median step of as many rows, of the nearest known number of rows, or None if nothing is known."""
@@ -58,10 +79,14 @@ class Budget:
         if size == TOWERS:
             return None
         larger = min((known for known in self._chunks if known > size), default=None)
-        if larger is not None:
-            return median(self._chunks[larger]) * (_FIXED + (1 - _FIXED) * size / larger)
-        smaller = max((known for known in self._chunks if known != TOWERS), default=None)
-        return None if smaller is None else median(self._chunks[smaller]) * size / smaller
+        smaller = max((known for known in self._chunks if known < size and known != TOWERS), default=None)
+        if larger is None:
+            return None if smaller is None else median(self._chunks[smaller]) * size / smaller
+        larger_s = median(self._chunks[larger])
+        if smaller is None:
+            return larger_s * (_FIXED + (1 - _FIXED) * size / larger)
+        smaller_s = min(median(self._chunks[smaller]), larger_s)
+        return smaller_s + (larger_s - smaller_s) * (size - smaller) / (larger - smaller)
 
     def left_s(self, rows: int) -> float | None:
         """Return the seconds left for chunks after a step of this many rows; None if nothing limits them."""
@@ -73,22 +98,42 @@ class Budget:
         short prompt takes a smaller one. For the first chunk of a turn there always is one, so that no prompt waits for ever."""
         if left_s is None:
             return self.sizes[-1]
-        least_s = self.chunk_s(self._least)
-        if is_first and least_s is not None:
-            left_s = max(left_s, least_s * HARDLY)
-        for size in reversed([size for size in self.sizes if size >= self._least]):
-            taken_s = self.chunk_s(size)
-            if taken_s is None or taken_s <= left_s:
-                return size
-        return None
+        taken_s = {size: self.chunk_s(size) or 0.0 for size in self.sizes if size >= self.least}
+        # That of the least size, unless one of its few chunks took long, as a first one may.
+        most_s = max(left_s, min(taken_s.values()) * HARDLY) if is_first else left_s
+        size = max((size for size, seconds in taken_s.items() if seconds <= most_s), default=None)
+        if size is not None and taken_s[size] > left_s and (self._is_trying or self.least not in self._chunks):
+            return self.least  # its time is an estimate, which a larger one is not measured by
+        return size
 
     def fits_towers(self, left_s: float | None) -> bool:
         """Whether a pass of towers takes no longer than what is left; so as long as none has run."""
         return left_s is None or (self.chunk_s(TOWERS) or 0.0) <= left_s
 
-    @property
-    def _least(self) -> int:
-        return next((size for size in self.sizes if size >= LEAST_TOKENS), self.sizes[-1])
+    def _judge(self) -> None:
+        """Let the least size be the smallest that pays, or the next smaller one as long as that is tried."""
+        token_s = {size: median(known) for size, known in self._token_s.items()}
+        most_s = self._most_token_s(token_s)
+        paying = {size for size, seconds in token_s.items() if seconds <= most_s}
+        first = self._unlearned_least
+        self.least = min((size for size in paying if size < first), default=first)
+        smaller = max((size for size in self.sizes if size < self.least), default=None)
+        known = len(self._token_s.get(smaller, ())) if smaller is not None else TRIES
+        self._is_trying = self._tries and self.least in paying and known < TRIES
+        if self._is_trying and smaller is not None:
+            self.least = smaller
+
+    def _most_token_s(self, token_s: dict[int, float]) -> float:
+        """Return the most seconds that a token may take in a size that pays. token_s: those of each known size."""
+        smallest, largest, first = min(token_s), max(token_s), self._unlearned_least
+        fewest_s = min(token_s.values())
+        if largest < first:  # what a token takes in the first least size is on the line through what is known
+            if smallest == largest:
+                return DEARER * fewest_s if self._tries else 0.0
+            taken_s = {size: size * token_s[size] for size in (smallest, largest)}
+            slope = max(taken_s[largest] - taken_s[smallest], 0.0) / (largest - smallest)
+            fewest_s = min(fewest_s, (taken_s[largest] + slope * (first - largest)) / first)
+        return DEARER * fewest_s
 
 
 def _bucket(rows: int) -> int:
