@@ -1,10 +1,13 @@
 """Keys and values in pages: the pool's accounts, and attention over pages equals attention over rows in one piece, bit for bit."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
+from bench.kv_waste import mixes
 from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import small as cpu_module
@@ -13,6 +16,12 @@ from trimtab.plan.kv_pool import FIRST, NONE, PAGE_TOKENS, SCRAP, pages_of, pool
 from trimtab.runtime import fused, fused_check
 from trimtab.runtime.kv_pages import PagePool
 
+# Of the mixes of bench/kv_waste.py in the docs.
+TITLES = (
+    "texts of 512, answers of 128", "texts of 513, answers of 128",
+    "half texts of 512, a quarter images of 283 and audio of 152; answers of 128", "16 to 768 in, 16 to 256 out",
+    "16 to 128 in, 16 to 64 out",
+)  # fmt: skip
 on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 
 
@@ -67,6 +76,22 @@ def test_a_pool_is_for_several_rows_that_share_less_than_their_contexts():
     assert pool_tokens(8192, rows=8, context_tokens=1024) is None
     assert pool_tokens(4000, rows=8, context_tokens=1024) == 4032
     assert [pages_of(one) for one in (1, 64, 65)] == [1, 1, 2]
+
+
+def test_the_committed_shares_of_waste_are_those_of_pages_rounded_up_and_those_of_the_docs():
+    """By another route: bench/kv_waste.py reserves the pages of a batch, here lengths are rounded up to whole pages."""
+    root = Path(__file__).parents[1]
+    rows = {row["mix"]: row for row in json.loads((root / "bench/results/kv_waste.json").read_text("utf-8"))["rows"]}
+    page = (root / "docs/serve-many-adapters.md").read_text("utf-8")
+    assert set(rows) == set(mixes())
+    for (name, mix), title in zip(mixes().items(), TITLES, strict=True):
+        allocated = sum(math.ceil((prompt + answer) / 64) * 64 for prompt, answer in mix)
+        wasted = 1 - sum(map(sum, mix)) / allocated
+        early = 1 - sum(prompt + answer // 2 for prompt, answer in mix) / allocated
+        row = rows[name]
+        assert (row["allocated_tokens"], row["wasted"], row["early"]) == (allocated, round(wasted, 4), round(early, 4))
+        assert row["allocated_bytes"] == allocated * row["bytes_per_token"]
+        assert f"| {title} | {100 * wasted:.1f} % | {100 * early:.1f} % |" in page
 
 
 # Attention -----------------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ costs in the size where it costs least. An engine that takes chunks of any size 
 what prompts happened to need, because a trial would capture graphs.
 
 What it does not know: how long a chunk of a size takes that has not run yet. It estimates from the next smaller and the next larger
-one that have, and takes half of the time of a larger one alone for independent of the size. Nor that a size which was tried while the
-machine was busy would pay later. A pass of towers (`TOWERS`) is bounded by nothing: it goes through first in a turn, or where the
-median one fits into what is left.
+one that have, and takes half of the time of a larger one alone for independent of the size. Nor that a size which was tried while
+the machine was busy would pay later. A pass of towers (`TOWERS`) is bounded by nothing: it goes through first in a turn, or where
+the median one fits into what is left.
 """
 
 from __future__ import annotations
