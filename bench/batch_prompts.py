@@ -1,0 +1,74 @@
+"""How long `LoadedModel.batch` takes for many short prompts on a GPU: several of them in one pass, and one after the other.
+
+    python -m bench.batch_prompts --work FOLDER --size e4b --save bench/results/batch_prompts.json
+
+A random checkpoint of a size (as bench.load has it), 8 adapters in turn. A row: `prompts` of `tokens` tokens with answers of
+`answer` tokens in `rows` rows, `way` ("together", "one by one"), `ms` until the last answer is there (median of three, after one
+that captures), `first_ms` until the first tokens of half of them are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+PROMPTS, ROWS, ANSWER, REPEAT = 64, 32, 16, 3
+LENGTHS = (16, 64, 128)
+
+
+def answered(model: Any, tokens: int, names: list[str], seed: int) -> tuple[float, float]:
+    """Return the milliseconds of all answers, and of half of the first tokens."""
+    from bench.together import ids
+
+    requests = [
+        {"prompt": ids(tokens, seed + number), "adapter": names[number % len(names)], "max_new_tokens": ANSWER}
+        for number in range(PROMPTS)
+    ]
+    start = time.perf_counter()
+    answers = list(model.batch(requests, rows=ROWS))
+    taken = time.perf_counter() - start
+    return taken * 1e3, statistics.median(answer.ttft_s for answer in answers) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--size", default="e4b")
+    parser.add_argument("--save", type=Path)
+    given = parser.parse_args()
+    import trimtab
+    from bench.load import environment, sized
+    from trimtab.runtime.packed_prompts import Packs
+
+    made = sized(given.size, given.work, 8, device="cuda")
+    plan = trimtab.plan(
+        made.folder,
+        quant="nf4-dq",
+        adapters=made.adapters,
+        context=1024,
+        batch=ROWS,
+        device="cuda",
+        images=0,
+        audio_s=0.0,
+    )
+    found: list[dict[str, Any]] = []
+    own = Packs.why_not
+    with trimtab.load(plan) as model:
+        for tokens in LENGTHS:
+            for way in ("together", "one by one"):
+                Packs.why_not = own if way == "together" else lambda self: "left out"  # type: ignore[method-assign]
+                times = [answered(model, tokens, list(made.adapters), 1000 * turn) for turn in range(REPEAT + 1)][1:]
+                ms, first = (round(statistics.median(column), 1) for column in zip(*times, strict=True))
+                about = {"prompts": PROMPTS, "tokens": tokens, "answer": ANSWER, "rows": ROWS}
+                found.append({**about, "way": way, "ms": ms, "first_ms": first})
+                print(json.dumps(found[-1]), flush=True)
+    if given.save:
+        given.save.write_text(json.dumps({"environment": environment("cuda"), "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""`LoadedModel.batch` where several prompts go through in one pass: the answers given alone, and whose error is whose."""
+
+from __future__ import annotations
+
+import pytest
+
+import trimtab
+from tests.test_many import QUESTION, REQUESTS, alone
+from trimtab import demo
+from trimtab.errors import RequestError
+from trimtab.runtime import packed_prompts
+from trimtab.runtime.batch import Batch
+from trimtab.runtime.packed_prompts import Packs
+from trimtab.runtime.prefill_graphs import Prompts
+
+ROWS = 8
+
+
+def loaded(**options):
+    adapters = {name: str(demo.ADAPTERS[name]) for name in ("style", "specialist")}
+    given = {"quant": "none", "dtype": "float32", "head": "full", "device": "cpu", "context": 128, "batch": ROWS}
+    return trimtab.load(trimtab.plan(demo.BASE, adapters=adapters, images=2, audio_s=2.0, **given | options))
+
+
+@pytest.fixture(scope="module")
+def model():
+    with loaded() as found:
+        yield found
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Let batches on a CPU compute prompts as a GPU does, in chunks and several at once; the sizes of the passes."""
+    own_init, own_run, found = Batch.__post_init__, Packs.run, []
+
+    def init(self):
+        own_init(self)
+        self.prompts = Prompts(self, "static", (16, 64))
+
+    def run(self, together, numbers):
+        found.append(len(together.prompts))
+        return own_run(self, together, numbers)
+
+    monkeypatch.setattr(Batch, "__post_init__", init)
+    monkeypatch.setattr(Packs, "run", run)
+    monkeypatch.setattr(Prompts, "most_packed", property(lambda self: 512))
+    monkeypatch.setattr(packed_prompts, "LEAST_TOKENS", 16)
+    return found
+
+
+MORE = [*REQUESTS, *({"prompt": f"{number} and {number}?", "adapter": "style"} for number in range(6)), *REQUESTS[:2]]
+
+
+@pytest.mark.parametrize("rows", [3, ROWS])
+def test_prompts_that_go_through_together_have_the_answers_given_alone(model, passes, rows):
+    expected = [alone(model, request) for request in MORE]
+    found = list(model.batch(MORE, rows=rows, max_new_tokens=10))
+    assert max(passes) > 1 and max(passes) <= rows
+    for one, other in zip(found, expected, strict=True):
+        assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
+        assert one.prompt_tokens == other.prompt_tokens and one.ttft_s > 0
+
+
+def test_prompts_together_wait_for_room_in_the_pool_of_pages(passes):
+    with loaded(kv_tokens=256) as model:
+        expected = [alone(model, request) for request in MORE]
+        found = list(model.batch(MORE, max_new_tokens=10))
+        assert max(passes) > 1
+        assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+
+
+def test_a_wrong_request_among_them_is_its_own_error_alone(model, passes):
+    requests = [{"prompt": QUESTION}, {"prompt": QUESTION, "adapter": "nobody"}, {"prompt": "Hello"}, {"text": "none"}]
+    found = list(model.batch(requests, rows=ROWS, max_new_tokens=4, errors="return"))
+    assert [isinstance(one, RequestError) for one in found] == [False, True, False, True]
+    assert found[1].field == "adapter" and passes
+    for place in (0, 2):
+        assert found[place].token_ids == alone(model, {**requests[place], "max_new_tokens": 4}).token_ids
+
+
+def test_a_pass_that_fails_leaves_each_prompt_to_itself(model, passes, monkeypatch):
+    def refused(self, together, numbers):
+        raise RequestError("is not possible together", field="prompt")
+
+    expected = [alone(model, request) for request in REQUESTS]
+    monkeypatch.setattr(Packs, "run", refused)
+    found = list(model.batch(REQUESTS, rows=ROWS, max_new_tokens=10))
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+
+
+@pytest.mark.parametrize("errors", ["return", "raise"])
+def test_a_first_token_that_cannot_be_drawn_is_the_error_of_its_request(model, passes, monkeypatch, errors):
+    own = Batch._draw
+
+    def draw(self, row, logits, likeliest):
+        if row.adapter == "specialist" and not row.answer_ids:
+            raise RequestError("has no token", field="prompt")
+        return own(self, row, logits, likeliest)
+
+    adapters = [None, "specialist", "style", None]
+    requests = [{"prompt": f"{QUESTION} {number}", "adapter": name} for number, name in enumerate(adapters)]
+    expected = [alone(model, {**one, "max_new_tokens": 4}) for one in requests]
+    monkeypatch.setattr(Batch, "_draw", draw)
+    answers = model.batch(requests, rows=ROWS, max_new_tokens=4, errors=errors)
+    if errors == "raise":
+        with pytest.raises(RequestError, match="has no token"):
+            list(answers)
+    else:
+        found = list(answers)
+        assert passes and isinstance(found[1], RequestError)
+        for place in (0, 2, 3):
+            assert found[place].token_ids == expected[place].token_ids
+    monkeypatch.setattr(Batch, "_draw", own)
+    # Nobody's row or pages are left.
+    again = list(model.batch(requests, rows=ROWS, max_new_tokens=4))
+    assert [one.token_ids for one in again] == [one.token_ids for one in expected]
