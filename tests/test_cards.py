@@ -524,3 +524,22 @@ def test_a_plan_is_chosen_by_the_link_that_the_card_has():
     )
     assert fast.rates.pinned_h2d_Bps == pytest.approx(4 * slow.rates.pinned_h2d_Bps)
     assert slow.token_s > fast.token_s
+
+
+def test_the_whole_decoder_of_e4b_fits_a_card_whose_driver_takes_less():
+    """An H100 counts 395 MiB for its context, a card of 24 multiprocessors 179."""
+    from tests.test_execution import GIB, MIB, Machine, off_device, plan
+    from trimtab.plan.card_machine import context_bytes
+
+    def made(gib, multiprocessors):
+        context, total = context_bytes(multiprocessors), int(gib * GIB)
+        machine = Machine(
+            execution_device="cuda:0", gpu_total_bytes=total, gpu_free_bytes=total - context,
+            host_available_bytes=100 * GIB, context_bytes=context, capability=(8, 9),
+        )  # fmt: skip
+        return plan(machine=machine, head="auto")
+
+    assert (context_bytes(24) // MIB, context_bytes(132) // MIB) == (179, 395)
+    small = made(3.5, 24)
+    assert not off_device(small) and small.execution.step.mode == "fused"
+    assert off_device(made(3.5, 132))
