@@ -417,6 +417,33 @@ def test_rows_that_draw_are_queued_ahead_too_and_say_the_same(model, decode, rep
     assert not any(never) and all(ahead[1:]) and told == []  # from the second step on, and no token goes by the host
 
 
+@pytest.mark.parametrize("decode", ["graph", "fused"])
+def test_rows_that_take_another_place_are_queued_ahead_and_say_the_same(model, decode, replayed, monkeypatch):
+    """The tokens of a step that was queued before a row left are written to the places that the others have now."""
+
+    def story(look_ahead):
+        batch, rows, ahead = Batch(model, rows=4, decode=decode), [], []
+        if not look_ahead:
+            monkeypatch.setattr(batch.steps, "may_look_ahead", lambda: False)
+        run = batch.steps.run
+        monkeypatch.setattr(batch.steps, "run", lambda **more: ahead.append(bool(more.get("ahead"))) or run(**more))
+        for number, options in enumerate(DRAWS):
+            request = GenerateRequest(max_new_tokens=24, **options)
+            asked = model.prepare(f"Hello {number}" * (number + 1))
+            rows.append(through(batch, asked, request, adapter=("style", None, "specialist", "style")[number]))
+        for leaving in (None, 0, 1, 3):
+            if leaving is not None:
+                batch.leave(rows[leaving])
+            for _ in range(4):
+                batch.step()
+        return [row.answer_ids for row in rows], ahead
+
+    expected, never = story(False)
+    found, ahead = story(True)
+    assert found == expected and len({tuple(ids) for ids in found}) == len(DRAWS)
+    assert not any(never) and not ahead[0] and all(ahead[1:])
+
+
 def test_a_step_ahead_that_fails_loses_no_token(model, replayed, monkeypatch):
     expected = answers(joined(model, "graph", [ASKED[3]], tokens=8))
     batch = joined(model, "graph", [ASKED[3]], tokens=8)

@@ -365,9 +365,11 @@ class Batch:
             logits, greedy = self._forward()
         # From here on the step counts as done: if memory ran out before, the same one can be done again.
         self._advance()
-        wrote_tokens = self.steps.wrote_tokens and not has_moved
-        queued, failed = self._queue_draws(going, places, logits, greedy, write=wrote_tokens)
-        tokens, has_tuned = self._read_tokens(queued, going, look_ahead=not has_moved and not failed, behind=behind)
+        wrote_tokens = self.steps.wrote_tokens
+        queued, failed = self._queue_draws(going, places, logits, greedy, write=wrote_tokens and not has_moved)
+        if has_moved and wrote_tokens:
+            self._write_moved(queued, places)
+        tokens, has_tuned = self._read_tokens(queued, going, places, look_ahead=not failed, behind=behind)
         sampled = []
         for row in going:
             try:
@@ -410,10 +412,16 @@ class Batch:
             self.tokens[: chosen.shape[0], 0].copy_(chosen.clamp_min(0))
         return chosen, failed
 
+    def _write_moved(self, queued: Tensor, places: dict[Row, int]) -> None:
+        """Write the tokens of a step whose rows have moved since to where the next one reads them. queued: by the places then."""
+        order = torch.tensor([places[row] for row in self.active]).to(queued.device, non_blocking=True)
+        self.tokens[: len(self.active), 0].copy_(queued.index_select(0, order).clamp_min(0))
+
     def _read_tokens(
-        self, greedy: Tensor, going: Sequence[Row], *, look_ahead: bool, behind: Callable[[], bool] | None = None
+        self, greedy: Tensor, going: Sequence[Row], places: dict[Row, int], *, look_ahead: bool,
+        behind: Callable[[], bool] | None = None,
     ) -> tuple[list[int], bool]:  # fmt: skip
-        """Return each row's token, and whether the next step was queued or attempted.
+        """Return the tokens by the places that rows had in the step, and whether the next step was queued or attempted.
 
         This is the step's only wait for the device, which can compute the next step during it. The logits of this step are
         overwritten then, so only rows that no longer need them look ahead.
@@ -440,7 +448,7 @@ class Batch:
             expected = {
                 row: (
                     row.number, len(row.token_ids) + (row in going),
-                    token_ids[row.number] if row in going else row.token_ids[-1],
+                    token_ids[places[row]] if row in going else row.token_ids[-1],
                     None if row.adapter is None else (row.adapter, holders[row.adapter].serial),
                 )
                 for row in self.active
