@@ -53,7 +53,26 @@ def load_on_an_h100():
     )
 
 
-CASES = {pictures: "how-fast-and-why", prompts_on_an_h100: "how-fast-and-why", load_on_an_h100: "server-under-load"}
+def together():
+    rows = results_of("together_h100")["rows"]
+    alone = {row["tokens"]: row["ms"] for row in rows if row["what"] == "alone"}
+    passes = {(row["prompts"], row["tokens"]): row["ms"] for row in rows if row["what"] == "together"}
+    (step,) = {row["ms"] for row in rows if row["what"] == "step" and (row["rows"], row["adapters"]) == (16, 8)} - {
+        6.42
+    }
+    yield f"an H100 takes {alone[64]:.1f} ms for 64 tokens and {alone[512]:.1f} for 512"
+    yield f"of 16 rows with 8 adapters takes {step:.1f} ms over packed weights"
+    yield f"prompts of 64 tokens take {passes[16, 64]:.0f} ms instead of {16 * alone[64]:.0f}"
+    yield f"two of 256 take {passes[2, 256]:.1f} instead of {2 * alone[256]:.1f}"
+    yield f"in {2 * alone[512]:.1f} ms instead of {passes[2, 512]:.1f}"
+
+
+CASES = {
+    pictures: "how-fast-and-why",
+    prompts_on_an_h100: "how-fast-and-why",
+    load_on_an_h100: "server-under-load",
+    together: "serve-many-adapters",
+}
 
 
 @pytest.mark.parametrize("texts", CASES, ids=lambda texts: texts.__name__)

@@ -6,6 +6,9 @@ same tests with graphs.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -35,12 +38,13 @@ from tests.test_prefill import (  # noqa: F401
 from trimtab.demo.line import ADAPTERS
 from trimtab.runtime import packed_prompts, prompt_kernels
 from trimtab.runtime.batch import Batch
-from trimtab.runtime.packed_prompts import choose_shape, shapes_of
+from trimtab.runtime.packed_prompts import ADAPTER_INSIDE, choose_shape, shapes_of
 from trimtab.runtime.prefill_graphs import Prompts
 from trimtab.runtime.prompt_kernels import PromptKernels, wrong_add_rows
 
 # On both sides of the families' window of 8 tokens, and of rows of 8 and 16 places.
 LENGTHS = (1, 7, 8, 9, 15, 16, 3, 12)
+RESULTS = Path(__file__).parents[1] / "bench" / "results"
 on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 
 
@@ -260,6 +264,18 @@ def test_prompts_go_together_where_that_saves_time(monkeypatch):
     assert choose_shape([60], SIZES, 1024) is None
     members = choose_shape([64] * 20, SIZES, 1024)[1]
     assert members == list(range(16))
+
+
+def test_over_weights_with_adapters_inside_passes_are_chosen_as_they_were_measured():
+    """Prompts that fill a measured shape go together where that took less time than as many alone."""
+    rows = json.loads((RESULTS / "together_h100.json").read_text(encoding="utf-8"))["rows"]
+    alone = {row["tokens"]: row["ms"] for row in rows if row["what"] == "alone"}
+    passes = {(row["tokens"], row["prompts"]): row["ms"] for row in rows if row["what"] == "together"}
+    faster = {shape: ms < shape[1] * alone[shape[0]] for shape, ms in passes.items() if shape[0] in alone}
+    assert len(faster) == 9 and list(faster.values()).count(False) == 1
+    for (tokens, count), pays in faster.items():
+        choice = choose_shape([tokens] * count, [tokens], tokens * count, ADAPTER_INSIDE)
+        assert (choice == ((tokens, count), list(range(count)))) == pays, (tokens, count)
 
 
 # Kernels -------------------------------------------------------------------------------------------------------------

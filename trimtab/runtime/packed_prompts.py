@@ -33,9 +33,21 @@ if TYPE_CHECKING:
     from trimtab.runtime.batch_request import Prompt
     from trimtab.runtime.prefill_graphs import Prompts
 
-# What a pass takes beyond its tokens, in tokens: E4B with an adapter took 12.0 ms for 64 tokens, 16.5 for 512
-# (bench/results/prompts.json).
-FIXED_TOKENS = 800
+
+@dataclass(frozen=True)
+class Costs:
+    """What passes take, in tokens of a prompt alone. alone, together: beyond their tokens; token: one of several prompts' pass."""
+
+    alone: float
+    together: float
+    token: float
+
+
+# E4B with an adapter took 12.0 ms for 64 tokens, 16.5 for 512 (bench/results/prompts.json).
+PACKED_WEIGHTS = Costs(800, 800, 1.0)
+# Unpacked weights whose columns have the adapter of a prompt alone, while passes of several look theirs up: 6.4 ms for 64 tokens
+# and 9.5 for 512, two prompts of 512 take 20.8 together (H100, bench/results/together_h100.json).
+ADAPTER_INSIDE = Costs(860, 1300, 1.66)
 # Prompts of a pass, and the fewest tokens of one: a smaller pass saves hardly anything.
 MOST_PROMPTS = 16
 LEAST_TOKENS = 256
@@ -73,17 +85,17 @@ def shapes_of(sizes: Sequence[int], most_tokens: int) -> list[tuple[int, int]]:
 
 
 def choose_shape(
-    waiting: Sequence[int], sizes: Sequence[int], most_tokens: int
+    waiting: Sequence[int], sizes: Sequence[int], most_tokens: int, costs: Costs = PACKED_WEIGHTS
 ) -> tuple[tuple[int, int], list[int]] | None:
     """Return the shape that saves most beside passes of one prompt each, and which prompts take part, the first always; None if
     none saves anything. waiting: tokens of each."""
-    best, saved = None, 0
+    best, saved = None, 0.0
     for size, rows in shapes_of(sizes, most_tokens):
         members = [number for number, count in enumerate(waiting) if count <= size][:rows]
         if len(members) < 2 or members[0] != 0:
             continue
-        alone = sum(FIXED_TOKENS + min(one for one in sizes if one >= waiting[number]) for number in members)
-        gain = alone - (FIXED_TOKENS + size * rows)
+        alone = sum(costs.alone + min(one for one in sizes if one >= waiting[number]) for number in members)
+        gain = alone - (costs.together + costs.token * size * rows)
         if gain > saved:
             best, saved = ((size, rows), members), gain
     return best
@@ -181,7 +193,9 @@ class Packs:
         fitting = [number for number, count in enumerate(lengths) if count <= largest]
         if not fitting or fitting[0] != 0:
             return None
-        choice = choose_shape([lengths[number] for number in fitting], prompts.sizes, most)
+        unpacked = prompts.model.unpacked
+        costs = ADAPTER_INSIDE if unpacked is not None and unpacked.columns else PACKED_WEIGHTS
+        choice = choose_shape([lengths[number] for number in fitting], prompts.sizes, most, costs)
         if choice is None:
             return None
         (size, rows), members = choice
