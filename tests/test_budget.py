@@ -168,3 +168,15 @@ def test_what_is_learned_keeps_the_promise_or_costs_no_more_than_it_may(fixed_s,
         smaller = [size for size in SIZES if size < min(last, LEAST_TOKENS)]
         paying = [size for size in smaller if chunk_s(size) / size <= DEARER * chunk_s(1024) / 1024 * (1 - 1e-9)]
         assert not paying or chunk_s(last) <= 1.2 * chunk_s(paying[0]) * (1 + 1e-9)
+
+
+def test_a_prompt_without_a_chunk_says_nothing_of_chunks():
+    """One that the prefix cache holds whole: its size is 0."""
+    budget, other = Budget(), Budget()
+    for one in (budget, other):
+        one.took_chunk(1024, 0.4)
+    budget.took_chunk(0, 0.002)
+    assert [budget.chunk_s(size) for size in (64, 256, 1024)] == [other.chunk_s(size) for size in (64, 256, 1024)]
+    alone = Budget()
+    alone.took_chunk(0, 0.002)
+    assert alone.chunk_s(256) is None

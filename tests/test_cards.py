@@ -543,3 +543,15 @@ def test_the_whole_decoder_of_e4b_fits_a_card_whose_driver_takes_less():
     small = made(3.5, 24)
     assert not off_device(small) and small.execution.step.mode == "fused"
     assert off_device(made(3.5, 132))
+
+
+def test_advice_for_one_row_leaves_out_the_pool_that_it_cannot_have():
+    with pytest.raises(DoesNotFitError) as caught:
+        trimtab.plan(
+            DEMO / "base", quant="none", context=32768, batch=2, kv_tokens=60000, card="8GiB", gpu_memory="620MiB", images=0,
+            audio_s=0,
+        )  # fmt: skip
+    assert "batch=1 without kv_tokens" in str(caught.value) and "batch=1;" not in str(caught.value)
+    trimtab.plan(
+        DEMO / "base", quant="none", context=32768, batch=1, card="8GiB", gpu_memory="620MiB", images=0, audio_s=0
+    )  # fmt: skip

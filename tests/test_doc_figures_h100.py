@@ -67,11 +67,17 @@ def together():
     yield f"in {2 * alone[512]:.1f} ms instead of {passes[2, 512]:.1f}"
 
 
+def second_turns():
+    now, before = results_of("turns")["rows"][0]["ms"], results_of("turns")["before_h100"]["rows"][0]["ms"]
+    yield f"takes {now:.1f} ms instead of {before:.1f}"
+
+
 CASES = {
     pictures: "how-fast-and-why",
     prompts_on_an_h100: "how-fast-and-why",
     load_on_an_h100: "server-under-load",
     together: "serve-many-adapters",
+    second_turns: "decisions/0018-unpacked-weights",
 }
 
 

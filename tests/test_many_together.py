@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
+
 import pytest
 
 import trimtab
@@ -28,13 +32,22 @@ def model():
         yield found
 
 
+class Passes(list):
+    """The prompts of each pass; batches: references to those that were made."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches = []
+
+
 @pytest.fixture
 def passes(monkeypatch):
     """Let batches on a CPU compute prompts as a GPU does, in chunks and several at once; the sizes of the passes."""
-    own_init, own_run, found = Batch.__post_init__, Packs.run, []
+    own_init, own_run, found = Batch.__post_init__, Packs.run, Passes()
 
     def init(self):
         own_init(self)
+        found.batches.append(weakref.ref(self))
         self.prompts = Prompts(self, "static", (16, 64))
 
     def run(self, together, numbers):
@@ -114,3 +127,39 @@ def test_a_first_token_that_cannot_be_drawn_is_the_error_of_its_request(model, p
     # Nobody's row or pages are left.
     again = list(model.batch(requests, rows=ROWS, max_new_tokens=4))
     assert [one.token_ids for one in again] == [one.token_ids for one in expected]
+
+
+def test_images_are_not_prepared_ahead_of_a_prompt_that_has_one(model, passes, monkeypatch):
+    own, begun = Batch.begin, []
+
+    def begin(self, inputs, *given, **options):
+        begun.append((inputs.has_media, len(self.active)))
+        return own(self, inputs, *given, **options)
+
+    monkeypatch.setattr(Batch, "begin", begin)
+    asked = {"prompt": "What is shown?", "image": str(demo.IMAGES[0])}
+    list(model.batch([asked] * 4, rows=ROWS, max_new_tokens=6))
+    assert begun == [(True, number) for number in range(4)]  # each when the one before has its row
+
+
+@pytest.mark.parametrize("errors", ["return", "raise"])
+def test_a_batch_whose_answers_nobody_wants_is_nobodys(passes, monkeypatch, errors):
+    """Its keys and values are counted once: another batch's come when they are gone."""
+    with loaded(kv_tokens=128) as model:
+        answers = model.batch([[5] * 70, [6] * 70, [7] * 70], rows=ROWS, max_new_tokens=40)
+        next(answers)
+        answers.close()
+        assert [made() for made in passes.batches] == [None]
+        own = Batch._draw
+
+        def draw(self, row, logits, likeliest):
+            raise RequestError("has no token", field="prompt")
+
+        monkeypatch.setattr(Batch, "_draw", draw)
+        kept = []
+        with contextlib.suppress(RequestError):
+            kept += model.batch(["one", "two"], rows=ROWS, max_new_tokens=4, errors=errors)
+        monkeypatch.setattr(Batch, "_draw", own)
+        gc.collect()
+        assert [made() for made in passes.batches] == [None, None]
+        assert errors == "raise" or [type(one) for one in kept] == [RequestError] * 2

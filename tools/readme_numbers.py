@@ -390,9 +390,10 @@ def small_cards(results: Mapping[str, Any]) -> str:
     shown = [found[case] for case in SMALL_CARDS]
     closing = f"{_gpus(shown, results)}, 4-bit weights, an adapter of rank 8 on text, vision and audio, context 4096. "
     links = sorted(round(row["link_gb_s"]) for row in shown if row.get("link_gb_s") and "copies" not in row)
+    slow = " and ".join(sorted({f"{row['link_gb_s']:.0f}" for row in shown if "copies" in row}))
     closing += (
         f"Before each run their link measured {links[0]} to {links[-1]} GB/s; with link / 4 each copy is issued four times: "
-        "14 GB/s, as small cards have it."
+        f"{slow} GB/s, as small cards have it."
     )
     newest = max(row["run"] for row in shown)
     older = [f"{row['model'].upper()} on {_card_size(row)}" for row in shown if row["run"] < newest]

@@ -339,7 +339,7 @@ def _changes(request: LoadRequest, *, on_cpu: bool, towers: Sequence[str]) -> It
             tokens = request.context_tokens // share
             yield f"context={tokens}", replace(request, context_tokens=tokens)
     if request.batch > 1:
-        yield "batch=1", replace(request, batch=1, kv_tokens=None)
+        yield _with_rows(request, 1)
     if request.images and "vision" in towers:
         yield "images=0", replace(request, images=0)
     if request.audio_s and "audio" in towers:
@@ -434,7 +434,7 @@ def _smaller(request: LoadRequest, anatomy: Anatomy) -> list[list[tuple[str, Loa
     while tokens >= LEAST_CONTEXT:
         contexts.append((f"context={tokens}", replace(request, context_tokens=tokens)))
         tokens //= 2
-    batches = [(f"batch={rows}", replace(request, batch=rows)) for rows in _halved(request.batch) if rows]
+    batches = [_with_rows(request, rows) for rows in _halved(request.batch) if rows]
     images = [(f"images={count}", replace(request, images=count)) for count in _halved(request.images)]
     sounds = [
         (f"audio_s={length}", replace(request, audio_s=float(length))) for length in _halved(ceil(request.audio_s))
@@ -453,6 +453,13 @@ def _smaller(request: LoadRequest, anatomy: Anatomy) -> list[list[tuple[str, Loa
     if request.adapters:
         kinds.append([("no adapters", replace(request, adapters={}))])
     return [tries for tries in kinds if tries]
+
+
+def _with_rows(request: LoadRequest, rows: int) -> tuple[str, LoadRequest]:
+    """Return a request with so many rows, and what is asked with it: one row has no pool of tokens."""
+    if rows == 1 and request.kv_tokens is not None:
+        return "batch=1 without kv_tokens", replace(request, batch=1, kv_tokens=None)
+    return f"batch={rows}", replace(request, batch=rows)
 
 
 def options_text(options: Sequence[Option], *, card: Card | None = None) -> str:

@@ -24,6 +24,7 @@ from trimtab.request import GenerateRequest, check_choice
 from trimtab.runtime import company, hf_slots
 from trimtab.runtime.chat import Inputs
 from trimtab.runtime.generate import Answer, Detokenizer, TokenLogprob, detokenizer_of, generate_text, logprobs_of
+from trimtab.runtime.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from trimtab.runtime.batch import Batch
@@ -99,7 +100,9 @@ def _raised(error: TrimtabError) -> TrimtabError:
 
 
 def _returned(error: TrimtabError) -> TrimtabError:
-    return error
+    return error.with_traceback(
+        None
+    )  # its frames know the batch, whose memory would stay as long as somebody keeps the error
 
 
 _OnError = Callable[[TrimtabError], TrimtabError]
@@ -151,11 +154,11 @@ def _together(
         waiting: _Prepared | None = next(prepared, None)
         begun: deque[_Begun] = deque()  # prompts that have not gone through
         ready: list[_Begun] = []
+        failed: tuple[int, RequestError] | None = None
         try:
             while waiting is not None or begun or flights:
                 while (waiting is not None or begun) and batch.free_rows:
-                    most = MOST_BEGUN if batch.prompts.packs.why_not() is None else 1
-                    while waiting is not None and len(begun) < min(most, batch.free_rows):
+                    while waiting is not None and len(begun) < _most_begun(batch, begun):
                         (index, question), waiting = waiting, next(prepared, None)
                         try:
                             begun.append(_begin(model, batch, index, question, group, begun))
@@ -164,8 +167,8 @@ def _together(
                     ready = _with_room(batch, begun)
                     if not ready:
                         break  # until an answer ends
-                    for index, error in _go_on(model, batch, begun, ready, flights):
-                        yield index, on_error(error)
+                    for failed in _go_on(model, batch, begun, ready, flights):
+                        yield failed[0], on_error(failed[1])
                 for sampled in batch.step() if any(row.finish is None for row in flights) else ():
                     flights[sampled.row].take(sampled)
                 for row in [row for row, flight in flights.items() if row.finish is not None or flight.stopped]:
@@ -175,15 +178,14 @@ def _together(
                         raise row.error
                     yield flight.index, flight.answer(row.finish)
         finally:
-            for one in begun:
-                batch.pages.forget(one.prompt.row)
+            while begun:
+                batch.pages.forget(begun.popleft().prompt.row)
             for row in [*batch.active, *batch.placed]:
                 batch.leave(row)
             if is_own:
                 # The plan counts one batch: this one's keys and values go before another is made.
                 del batch
-                begun.clear()  # they know the batch
-                ready = []
+                ready, failed = [], None  # they know the batch
                 gc.collect()  # a batch and its steps know each other
                 if model.device.type == "cuda":
                     torch.cuda.empty_cache()
@@ -209,6 +211,14 @@ def _begin(
     return _Begun(index, prompt, start)
 
 
+def _most_begun(batch: Batch, begun: Sequence[_Begun]) -> int:
+    """Return how many prompts are begun before the first of them goes through: one whose images or audio are on the device goes by
+    itself, and so do all where none go together."""
+    if batch.prompts.packs.why_not() is not None or any(one.prompt.inputs.has_media for one in begun):
+        return 1
+    return min(MOST_BEGUN, batch.free_rows)
+
+
 def _with_room(batch: Batch, begun: Iterable[_Begun]) -> list[_Begun]:
     """Return the first prompts whose keys and values find room, and keep it for them."""
     found = []
@@ -226,7 +236,9 @@ def _through(batch: Batch, ready: Sequence[_Begun]) -> list[_Begun]:
     by_prompt = {id(one.prompt): one for one in ready}
     try:
         together, _ = batch.place_together([one.prompt for one in ready]) if len(ready) > 1 else ([], 0)
-    except RequestError:  # whose fault it was shows when each goes by itself
+    except Exception as exc:  # whose fault it was shows when each goes by itself, which takes less memory too
+        if not isinstance(exc, TrimtabError) and not is_out_of_memory(exc):
+            raise
         together = []
     if together:
         return [by_prompt[id(prompt)] for prompt in together]

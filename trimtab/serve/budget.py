@@ -59,7 +59,9 @@ class Budget:
         self._steps.setdefault(_bucket(rows), deque(maxlen=_KEPT)).append(seconds)
 
     def took_chunk(self, size: int, seconds: float) -> None:
-        """Learn how long a chunk of a size took."""
+        """Learn how long a chunk of a size took. A prompt that the prefix cache holds whole has none."""
+        if not size:
+            return
         self._chunks.setdefault(size, deque(maxlen=_KEPT)).append(seconds)
         full = next((one for one in self.sizes if _FULL * one <= size <= one), None)
         if full is not None:
