@@ -31,5 +31,5 @@ def check_pool(kv_tokens: int | None, *, rows: int | None) -> None:
     if kv_tokens is not None and rows == 1:
         raise RequestError(
             "has no effect with one row: it has its whole context", field="kv_tokens", value=kv_tokens,
-            hint="Plan two rows or more (--batch, of a server --rows), or leave it out",
+            hint="Plan two rows or more, or leave it out",
         )  # fmt: skip
