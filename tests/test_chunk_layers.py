@@ -8,11 +8,22 @@ import torch
 import trimtab
 from tests import pico
 from tests.cuda_on_cpu import run
+from tests.long_runs import skip_without_rings
 from tests.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
 from tests.test_graphs import demo
 from tests.test_last_layers import ADAPTERS, BFLOAT16_TOLERANCE
 from tests.test_packed_prompts import both, together, wide
-from tests.test_prefill import DEVICE, ON_GPU, REQUEST, TOLERANCE, answered, differ, eager, ids, through
+from tests.test_prefill import (
+    DEVICE,
+    ON_GPU,
+    REQUEST,
+    TOLERANCE,
+    answered,
+    differ,
+    eager,
+    ids,
+    through,
+)  # fmt: skip
 from trimtab.runtime import packed_prompts
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.hf_gemma4_chunk import ChunkLayers
@@ -40,6 +51,7 @@ def batch_of(model, *, sizes=(8, 16), rows=1):
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request, tmp_path_factory):
     with load(request.param, tmp_path_factory.mktemp(request.param)) as found:
+        skip_without_rings(found)
         yield found
 
 

@@ -18,6 +18,7 @@ import torch
 
 import trimtab
 from tests import long_runs, pico
+from tests.long_runs import skip_without_rings
 from tests.test_execution import plan as narrow_plan
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.demo.line import ADAPTERS
@@ -63,6 +64,7 @@ def eager(model, rows=1):
 
 
 def in_chunks(model, sizes, rows=1):
+    skip_without_rings(model)
     batch = Batch(model, rows=rows, decode="eager")  # steps as transformers runs them: prompts alone are in question
     batch.prompts = Prompts(batch, "auto" if ON_GPU else "static", sizes)
     assert batch.prompts.sizes == tuple(sizes)

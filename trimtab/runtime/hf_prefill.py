@@ -118,11 +118,18 @@ def why_not(hf_model: Any) -> str | None:
     if not kinds <= set(_KINDS):
         return f"its layers are of kinds {sorted(kinds - set(_KINDS))}"
     layers = getattr(hf_model.get_decoder(), "layers", None)
-    if layers is None or len(layers) != len(hf_slots.prompt_cache(hf_model).layers):
+    cached = len(hf_slots.prompt_cache(hf_model).layers)
+    # transformers 5.6.2 caches no layer that uses another one's keys and values.
+    if layers is None or not (len(layers) == cached or (cached and all(map(_is_shared, layers[cached:])))):
         return f"the layers of {type(hf_model).__name__} were not recognized"
     if getattr(config, "use_bidirectional_attention", None) == "all":
         return "its attention is not causal"
     return None
+
+
+def _is_shared(layer: Any) -> bool:
+    """Whether a decoder layer uses the keys and values of an earlier one."""
+    return bool(getattr(getattr(layer, "self_attn", None), "is_kv_shared_layer", False))
 
 
 # The cache -----------------------------------------------------------------------------------------------------------
@@ -307,7 +314,7 @@ class ChunkForward:
 
     def _first_shared(self) -> int:
         """Return the number of the first layer from which on all use the keys and values of earlier ones."""
-        shared = [bool(getattr(layer.self_attn, "is_kv_shared_layer", False)) for layer in self.layers]
+        shared = [_is_shared(layer) for layer in self.layers]
         first = len(shared)
         while first and shared[first - 1]:
             first -= 1
