@@ -21,6 +21,7 @@ from trimtab.plan.execution import (
     CAPTURED,
     CAPTURED_CHUNKS,
     CHUNKS,
+    FUSED_QUANTS,
     KERNEL_ROWS,
     MODES,
     UNCAPTURED_CHUNKS,
@@ -34,8 +35,6 @@ from trimtab.request import LoadRequest
 
 # Modes of a decode step, the fastest first.
 FASTEST_FIRST = ("fused", "graph", "eager")
-# Formats that `decode="repacked"` repacks.
-FOUR_BITS = ("fp4", "nf4", "nf4-dq")
 # Mean KL of next-token distributions, full head against 8 bits, on the demo model: the largest of eight, without an adapter and
 # with each of three, in 4 bits and in bfloat16 (bench/results/head8.json; it is that of "specialist" in 4 bits).
 HEAD8_KL = 1.4e-4
@@ -111,7 +110,7 @@ def _check_repacked(plan: Plan, anatomy: Anatomy, *, on_cpu: bool) -> None:
     if plan.request.decode != "repacked":
         return
     quant, why = quant_of(anatomy, plan.request.quant), ""
-    if quant not in FOUR_BITS:
+    if quant not in FUSED_QUANTS:
         why = f"the plan quantizes to {quant}, not to 4 bits"
     elif anatomy.dtype != "bfloat16":
         why = f"the model computes in {anatomy.dtype}, not in bfloat16"

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
-from PIL import Image
 from torch import Tensor, nn
 
 from trimtab.errors import CheckpointError, DeviceError, RequestError, UpstreamError
@@ -104,6 +102,9 @@ def _measure(name: str, largest: dict[str, Tensor]) -> Any:
 
 def _with_media(model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Give "image" and "audio" with a prompt of each, where the plan and the model have them."""
+    import numpy as np
+    from PIL import Image
+
     config, request = model.hf_model.config, model.plan.request
     noise = np.random.default_rng(0)
     if request.images and getattr(config, "vision_config", None) is not None:

@@ -210,8 +210,8 @@ class SlotCache(Cache):  # type: ignore[misc]
     def zeros(self, like: Tensor, *shape: int) -> Tensor:
         """Return a layer's keys or values before any are written, in one piece of memory with those of the other layers.
 
-        By themselves tensors of 1 to 10 MiB share segments of 20 MiB in torch, whose rests are of no use: 144 MiB for Qwen3-8B and
-        4,096 tokens, which no plan counts. What `bytes_of` has not counted is allocated by itself.
+        By themselves tensors of 1 to 10 MiB share segments of 20 MiB in torch, whose rests are of no use. No plan counts them: two
+        tensors of 8 MiB leave 4 (a layer of Qwen3-8B, 4,096 tokens). What `bytes_of` has not counted is allocated by itself.
         """
         count = prod(shape) * like.element_size()
         if self._bytes_of is not None:
