@@ -123,7 +123,7 @@ def first_tokens(load: Any, *, repeats: int, prompt_tokens: int, own_path: bool)
     plan = trimtab.plan(load.model, adapters=load.adapters, device="cpu", quant=load.quant, dtype=load.dtype)
     with trimtab.load(plan) as model, tempfile.TemporaryDirectory() as work:
         answer_to_the_end(model.hf_model)
-        model.route.set("adapter")
+        model.adapter_store.set("adapter")
         folder = str(model.processor_folder)
         stock = stock_route.load_base(folder, plan.request.quant, plan.request.dtype, "cpu")
         stock, notes = stock_route.with_adapters(stock, dict(load.adapters), Path(work))

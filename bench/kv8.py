@@ -122,9 +122,9 @@ def compared(
                 small = model.answer(one["text"], **media, adapter=name, max_new_tokens=NEW_TOKENS)
             same += small.token_ids == answer.token_ids
             whole = extended(model.prepare(one["text"], **media).tensors, answer.token_ids)
-            model.route.set(name)
+            model.adapter_store.set(name)
             logits = {form: logits_of(model.hf_model, whole, cache()) for form, cache in caches(model.hf_model).items()}
-            model.route.none()
+            model.adapter_store.none()
             for form, one_sum in sums.items():
                 one_sum.add(logits["full"], logits[form])
         return {
@@ -203,9 +203,9 @@ def steps_of(given: argparse.Namespace, kv: str, logits: dict[int, Tensor]) -> l
                 continue
             batch.active[:] = going[:count]
             batch.tell_tokens()
-            made = batch.steps.run()[0].double().cpu()
+            made = batch.steps.run(batch.state())[0].double().cpu()
             batch.tell_tokens()
-            ms = timed(lambda: (batch.steps.run(), batch.tell_tokens()))
+            ms = timed(lambda: (batch.steps.run(batch.state()), batch.tell_tokens()))
             found.append({
                 "model": given.model, "kv": kv, "mode": plan.execution.step.mode, "rows": count,
                 "context": given.context, "written": given.context // 2, "ms": ms,

@@ -97,10 +97,10 @@ def steps(model: Any, rows: int, tokens: int, kv_tokens: int | None, about: dict
             continue
         batch.active[:] = going[:count]
         batch.tell_tokens()
-        logits = batch.steps.run()[0].float().cpu()
+        logits = batch.steps.run(batch.state())[0].float().cpu()
         other = about.setdefault("logits", {}).setdefault(count, logits)
         batch.tell_tokens()
-        ms = timed(lambda: (batch.steps.run(), batch.tell_tokens()))
+        ms = timed(lambda: (batch.steps.run(batch.state()), batch.tell_tokens()))
         found.append({
             "what": "step", "layout": layout, "rows": count, "ms": ms, "equal": bool(torch.equal(logits, other)),
             "largest_difference": float((logits - other).abs().max()), "largest_logit": float(other.abs().max()),

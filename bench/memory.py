@@ -167,7 +167,7 @@ def run_trimtab(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[s
         torch.cuda.synchronize()
         load_s = time.perf_counter() - start
         load_peak, load_host = model.memory()["gpu_peak_bytes"], model.memory()["host_peak_bytes"]
-        model.route.set("a")
+        model.adapter_store.set("a")
         row = measure(case, model.hf_model, model.hf_model.config)
         row["gpu_load_peak_gib"] = round(load_peak / 2**30, 3)
         memory = model.memory()

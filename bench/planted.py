@@ -109,9 +109,9 @@ class Planted:
         model = self.model
         request = GenerateRequest(max_new_tokens=new_tokens)
         tokens = list(model.answer_inputs(inputs, request, adapter=adapter).token_ids)
-        model.route.set(adapter)
+        model.adapter_store.set(adapter)
         logits, _ = forced.forward(model.hf_model, forced.extended(dict(inputs.tensors), tokens[:-1]))
-        model.route.set(None)
+        model.adapter_store.set(None)
         return tokens, logits[0, inputs.prompt_tokens - 1 :].float(), inputs.prompt_tokens
 
     def _inputs(self, body: Mapping[str, Any]) -> Any:

@@ -16,6 +16,7 @@ from tests.test_prefill import answered, differ, eager, ids, in_chunks
 from trimtab.plan.prompt_memory import ADAPTER_COLUMNS
 from trimtab.runtime import adapter_columns, lora, prompt_kernels
 from trimtab.runtime.adapter_columns import LARGEST_ERROR, AdapterColumns, extended_width, groups_of, wrong
+from trimtab.runtime.adapter_store import EAGER, AdapterStore, Selection
 from trimtab.runtime.kept_checks import KeptChecks
 from trimtab.runtime.leaves import ResidentLeaf
 from trimtab.runtime.prompt_kernels import PromptKernels
@@ -86,13 +87,13 @@ class Layers:
     """Layers of one block on the CPU, an adapter "a" on each with its rank, and what computes them."""
 
     def __init__(self, ranks, *, highs=None, bias=False, wide=WIDE):
-        self.module, self.route = cpu_module(), lora.Route()
+        self.module, self.adapter_store = cpu_module(), AdapterStore()
         self.leaves = {}
         for number, (name, rank) in enumerate(ranks.items()):
             high = 48 + 16 * number if highs is None else highs[number]
             own = random(high, dtype=BF16) if bias else None
             leaf = ResidentLeaf(
-                f"layers.0.{name}", packed((high, wide)), bias=own, device=CPU, dtype=BF16, route=self.route
+                f"layers.0.{name}", packed((high, wide)), bias=own, device=CPU, dtype=BF16, store=self.adapter_store
             )
             if rank:
                 leaf.adapters["a"] = lora.LinearAdapter(
@@ -102,7 +103,7 @@ class Layers:
         self.kernels = PromptKernels(self.module, unpacks=True)
         self.kernels.reserve(list(self.leaves.values()), columns=ADAPTER_COLUMNS)
         self.columns = AdapterColumns(list(self.leaves.values()), self.kernels, CPU)
-        self.route.name = "a"
+        self.adapter_store.select(Selection("a"))
 
     def run(self, *inputs):
         """Return each layer's output in one pass; inputs: of each layer, or one of all of them."""
@@ -205,7 +206,7 @@ def test_a_group_without_its_last_layer_keeps_nothing_after_the_pass():
 
 
 def rows_differ(layers):
-    layers.route.name, layers.route.rows = None, ("a",)
+    layers.adapter_store.select(Selection(None, ("a",)))
 
 
 def dora(layers):
@@ -217,11 +218,11 @@ def narrow_room(layers):
 
 
 def by_table(layers):
-    layers.route.slots = SimpleNamespace(covers=lambda leaf: False)
+    layers.adapter_store.applier = SimpleNamespace(table=object(), apply=EAGER.apply)
 
 
 def base(layers):
-    layers.route.name = None
+    layers.adapter_store.none()
 
 
 @on_cpu
@@ -251,10 +252,10 @@ def test_few_tokens_high_ranks_narrow_inputs_and_float16_are_computed_as_before(
 
 
 def test_layers_are_grouped_by_what_they_read():
-    route = lora.Route()
+    store = AdapterStore()
 
     def leaf(path, wide=64):
-        return ResidentLeaf(path, packed((8, wide)), bias=None, device=CPU, dtype=BF16, route=route)
+        return ResidentLeaf(path, packed((8, wide)), bias=None, device=CPU, dtype=BF16, store=store)
 
     q, k, v, other_q = leaf("a.0.q_proj"), leaf("a.0.k_proj"), leaf("a.0.v_proj"), leaf("a.1.q_proj")
     gate, up, down = leaf("a.0.gate_proj"), leaf("a.0.up_proj", 128), leaf("a.0.down_proj", 128)
@@ -300,7 +301,7 @@ def test_a_prompt_with_the_adapter_inside_its_products_is_the_prompt(monkeypatch
 
 
 def chosen(monkeypatch, *, why=None, slower=None, adapters=True, unpacked=None, quant="nf4", kept=None):
-    common = {"device": CPU, "dtype": BF16, "route": lora.Route()}
+    common = {"device": CPU, "dtype": BF16, "store": AdapterStore()}
     leaf = ResidentLeaf("q_proj", packed((64, 64), quant), bias=None, **common)
     decoder = torch.nn.ModuleList([leaf])
     model = SimpleNamespace(

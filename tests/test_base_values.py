@@ -14,7 +14,7 @@ from tests.anatomies import e_series
 from trimtab.plan import activations
 from trimtab.plan.cost import HEAD8
 from trimtab.runtime import base_values, head8, leaves, quant, tables
-from trimtab.runtime.lora import Route
+from trimtab.runtime.adapter_store import AdapterStore
 
 CPU = torch.device("cpu")
 KINDS = ("none", HEAD8, "int8", "fp4", "nf4", "nf4-dq", "repacked")
@@ -49,7 +49,7 @@ def test_dequantized_rows_are_the_rows_of_the_dequantized_weight(kind, columns):
 
 def model_with(kind, dtype=torch.bfloat16):
     """Return a module with the layer or the table `it`, and a DoRA pair for it."""
-    common = {"device": CPU, "dtype": dtype, "route": Route()}
+    common = {"device": CPU, "dtype": dtype, "store": AdapterStore()}
     if kind == "table":
         weight = nn.Parameter(torch.randn(ROWS, WIDTH).to(dtype), requires_grad=False)
         it = tables.ResidentTable("it", weight, embed_scale=None, padding_idx=None, **common)

@@ -13,7 +13,8 @@ from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import step_ends as cpu_module
 from tests.test_fused import close
 from trimtab.errors import DeviceError
-from trimtab.runtime import ends, finite, kernels, lora, nvrtc, tables
+from trimtab.runtime import ends, finite, kernels, nvrtc, tables
+from trimtab.runtime.adapter_store import AdapterStore
 
 on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 TYPES = (torch.bfloat16, torch.float16)
@@ -279,7 +280,7 @@ def test_what_a_kernel_cannot_read_is_done_in_torch():
 
 def test_a_table_says_what_lies_on_the_device():
     facts = {
-        "embed_scale": torch.tensor(4.0), "device": torch.device("cpu"), "dtype": torch.bfloat16, "route": lora.Route(),
+        "embed_scale": torch.tensor(4.0), "device": torch.device("cpu"), "dtype": torch.bfloat16, "store": AdapterStore(),
         "padding_idx": 0,
     }  # fmt: skip
     weight = torch.nn.Parameter(random(6, 8), requires_grad=False)
@@ -296,7 +297,7 @@ def test_a_table_says_what_lies_on_the_device():
 
 def test_a_table_that_the_device_sees_is_read_where_it_is(monkeypatch):
     monkeypatch.setattr(tables, "seen_by", lambda source, device: source)
-    facts = {"embed_scale": None, "device": torch.device("cpu"), "dtype": torch.bfloat16, "route": lora.Route()}
+    facts = {"embed_scale": None, "device": torch.device("cpu"), "dtype": torch.bfloat16, "store": AdapterStore()}
     source = random(6, 8)
     table = tables.GatheredTable("t", (6, 8), source, 1, padding_idx=0, **facts)
     assert table.held() == (source, False) and table.held()[0] is source

@@ -17,7 +17,7 @@ def prompts(monkeypatch):
     made._graphs[("first", None)] = SimpleNamespace(serial=None)
     made._graphs[("second", "a")] = SimpleNamespace(serial=7)
     plan = SimpleNamespace(request=SimpleNamespace(batch_invariant=False))
-    made.model = SimpleNamespace(plan=plan, route=SimpleNamespace(serials={"a": 7}))
+    made.model = SimpleNamespace(plan=plan, store=SimpleNamespace(serials={"a": 7}))
     monkeypatch.setattr(Prompts, "_most_graphs", lambda self: 2)
     return made
 
@@ -39,7 +39,7 @@ def test_the_graph_of_an_unloaded_adapter_keeps_no_other_out(prompts):
     for _ in range(9):
         prompts._uses.note(("first", None))
         prompts._uses.note(("second", "a"))
-    prompts.model.route.serials = {}
+    prompts.model.adapter_store.serials = {}
     assert not may_capture(prompts, ("new", None), 1)
     assert may_capture(prompts, ("new", None), 1)
     assert list(prompts._graphs) == [("first", None)]

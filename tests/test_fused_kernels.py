@@ -14,7 +14,7 @@ import trimtab
 from tests import pico
 from tests.cuda_on_cpu import run
 from tests.test_graphs import ASKED, answers, demo, joined, replayed  # noqa: F401 - replayed is a fixture
-from trimtab.runtime import ends, fused, graphs, kernels, matvec, nvrtc, slots, tiers, tuning
+from trimtab.runtime import decode_step, ends, fused, kernels, matvec, nvrtc, slots, tiers, tuning
 
 pytestmark = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 # bfloat16: every product, norm and attention rounds once, in another order of sums than torch's.
@@ -42,7 +42,7 @@ def on_cpu(monkeypatch):
     chosen = kernels.Kernels(small, products, ends=both_ends)
     monkeypatch.setattr(nvrtc, "why_not", lambda device: None)
     monkeypatch.setattr(fused, "load_attention", attention)
-    monkeypatch.setattr(graphs.Kernels, "none", staticmethod(lambda: chosen))
+    monkeypatch.setattr(decode_step.Kernels, "none", staticmethod(lambda: chosen))
     return chosen
 
 
@@ -78,7 +78,7 @@ def test_layers_share_a_x_only_of_the_very_same_numbers(on_cpu, tmp_path, monkey
     base = pico.build("llama", tmp_path / "base")
     adapters = {"a": pico.adapter(base, tmp_path / "a", seed=1, rank=6)}
     with trimtab.load(trimtab.plan(base, quant="none", adapters=adapters, context=64, device="cpu")) as model:
-        table = slots.AdapterSlots(model.hf_model, model.route, 2, torch.device("cpu"), module=on_cpu.matvec)
+        table = slots.AdapterSlots(model.hf_model, model.adapter_store, 2, torch.device("cpu"), module=on_cpu.matvec)
         table.set_rows(["a", "a"])
         attention = model.hf_model.model.layers[0].self_attn
         q, k = attention.q_proj, attention.k_proj

@@ -18,7 +18,7 @@ from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import graphs, step_capture, step_choice, step_memory, tables, transient_room
+from trimtab.runtime import decode_step, step_capture, step_choice, step_memory, tables, transient_room
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.graph_cache import GraphCache
 from trimtab.runtime.prefill_graphs import Prompts
@@ -87,14 +87,14 @@ class Again:
 
     def __init__(self, capture, run):
         self.capture, self.run, self.outputs = capture, run, None
-        route = capture.model.route
-        self.state = {name: getattr(route, name) for name in ("name", "rows", "towers", "slots")}
+        store = capture.model.adapter_store
+        self.state = {name: getattr(store, name) for name in ("selection", "applier")}
         self.replays = 0
 
     def replay(self):
-        route, self.replays = self.capture.model.route, self.replays + 1
-        before = {name: getattr(route, name) for name in self.state}
-        vars(route).update(self.state)
+        store, self.replays = self.capture.model.adapter_store, self.replays + 1
+        before = {name: getattr(store, name) for name in self.state}
+        vars(store).update(self.state)
         for table in self.capture.tables:
             table.reads_staged = True
         try:
@@ -102,7 +102,7 @@ class Again:
             for kept, made in zip(self.outputs, self.run(), strict=True):
                 kept.copy_(made)
         finally:
-            vars(route).update(before)
+            vars(store).update(before)
             for table in self.capture.tables:
                 table.reads_staged = False
 
@@ -215,13 +215,13 @@ def test_a_capture_that_fails_is_told_and_the_modules_go_on(model, replayed, mon
 
 
 def test_a_step_keeps_the_row_numbers_that_its_graph_reads(model, replayed):
-    """The route forgets them with the next prompt, and a replay would read whatever lies there then."""
+    """The store forgets them with the next prompt, and a replay would read whatever lies there then."""
     batch = joined(model, "graph", [("rslora-dora", "Hello", {}), (None, "Hello", {}), ("style", "Hello", {})])
     batch.step()
     (captured,) = batch.steps._graphs.values()
-    model.route.none()
-    assert not model.route.indices
-    (groups,) = captured.keep[1].values()
+    model.adapter_store.none()
+    assert not model.adapter_store.selection.indices
+    (groups,) = captured.keep[1].indices.values()
     assert sorted((name, index.tolist()) for name, index in groups) == [("rslora-dora", [0]), ("style", [2])]
 
 
@@ -245,7 +245,7 @@ def test_a_replay_that_gives_other_scores_is_found():
 def test_more_rows_than_any_bucket_have_one_of_their_own(model, replayed):
     asked = [ASKED[3], ASKED[4]] * 5
     assert answers(joined(model, "graph", asked)) == answers(joined(model, "eager", asked))
-    assert 10 not in graphs.BUCKETS
+    assert 10 not in decode_step.BUCKETS
 
 
 @pytest.mark.parametrize("decode", MODES)
@@ -308,7 +308,7 @@ def test_teacher_forced_scores_agree_past_the_sliding_window(decode, family, tmp
 
 @pytest.mark.parametrize("decode", MODES)
 def test_a_drawn_picture_token_is_embedded_as_transformers_does(model, decode):
-    token = next(iter(graphs.hf_slots.placeholder_ids(model.hf_model)))
+    token = next(iter(decode_step.hf_slots.placeholder_ids(model.hf_model)))
     found = {}
     for way in ("eager", decode):
         batch = joined(model, way, ASKED[:1])
@@ -359,7 +359,7 @@ def test_steps_queued_ahead_change_no_word_whoever_joins_leaves_or_switches(
         if not look_ahead:
             monkeypatch.setattr(batch.steps, "may_look_ahead", lambda: False)
         run = batch.steps.run
-        monkeypatch.setattr(batch.steps, "run", lambda **more: ahead.append(bool(more.get("ahead"))) or run(**more))
+        monkeypatch.setattr(batch.steps, "run", lambda state: ahead.append(state.ahead) or run(state))
         first, second, third, fourth = batch.active
 
         def steps(count):
@@ -401,7 +401,7 @@ def test_rows_that_draw_are_queued_ahead_too_and_say_the_same(model, decode, rep
         if not look_ahead:
             monkeypatch.setattr(batch.steps, "may_look_ahead", lambda: False)
         run, tell = batch.steps.run, batch.tell_tokens
-        monkeypatch.setattr(batch.steps, "run", lambda **more: ahead.append(bool(more.get("ahead"))) or run(**more))
+        monkeypatch.setattr(batch.steps, "run", lambda state: ahead.append(state.ahead) or run(state))
         monkeypatch.setattr(batch, "tell_tokens", lambda: told.append(True) or tell())
         for options in DRAWS:
             request = GenerateRequest(max_new_tokens=24, **options)
@@ -426,7 +426,7 @@ def test_rows_that_take_another_place_are_queued_ahead_and_say_the_same(model, d
         if not look_ahead:
             monkeypatch.setattr(batch.steps, "may_look_ahead", lambda: False)
         run = batch.steps.run
-        monkeypatch.setattr(batch.steps, "run", lambda **more: ahead.append(bool(more.get("ahead"))) or run(**more))
+        monkeypatch.setattr(batch.steps, "run", lambda state: ahead.append(state.ahead) or run(state))
         for number, options in enumerate(DRAWS):
             request = GenerateRequest(max_new_tokens=24, **options)
             asked = model.prepare(f"Hello {number}" * (number + 1))
@@ -449,12 +449,12 @@ def test_a_step_ahead_that_fails_loses_no_token(model, replayed, monkeypatch):
     batch = joined(model, "graph", [ASKED[3]], tokens=8)
     run, failed = batch.steps.run, []
 
-    def fails(*, ahead=False):
-        if ahead and len(failed) < 3:
+    def fails(state):
+        if state.ahead and len(failed) < 3:
             failed.append(True)
             batch.tokens.zero_()
             raise RuntimeError("out of memory")
-        return run(ahead=ahead)
+        return run(state)
 
     monkeypatch.setattr(batch.steps, "run", fails)
     assert answers(batch) == expected and len(failed) == 3
@@ -601,7 +601,7 @@ def test_every_family_is_prepared_and_its_rows_are_clean_afterwards(family, repl
 
 def test_graphs_that_look_up_fewer_layers_than_are_covered_now_are_dropped(model):
     steps = Batch(model, rows=1).steps
-    keys = [("fused", 1), ("fused", 1, graphs._TABLE, (16, 48)), ("fused", 2, graphs._TABLE, (16, 56))]
+    keys = [("fused", 1), ("fused", 1, decode_step._TABLE, (16, 48)), ("fused", 2, decode_step._TABLE, (16, 56))]
     steps._graphs.update(dict.fromkeys(keys))
     steps._forget_smaller((16, 56))
     assert list(steps._graphs) == [keys[0], keys[2]]
@@ -676,7 +676,7 @@ def test_a_cut_that_is_faster_in_a_whole_step_is_kept_there_and_no_other():
 def test_whether_launches_overlap_beside_copied_layers_is_measured_for_that_batch():
     """Kernels are shared by models of one shape: what paid for a resident one is not taken for one with copied layers."""
     same, other = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 3.0]])
-    kernels, tries, told = graphs.Kernels(matvec=object(), overlap_pays=True), [], []
+    kernels, tries, told = decode_step.Kernels(matvec=object(), overlap_pays=True), [], []
 
     def pays(tier, part, *, overlapping=(1.0, same), order=()):
         capture = object.__new__(step_capture.StepCapture)

@@ -409,10 +409,10 @@ def test_dora_on_the_head_scales_by_the_8_bit_weights_own_norms(base, tmp_path):
         norm = torch.linalg.norm(dense.float() + own.scale * (own.B @ own.A), dim=1)
         stored = own.magnitude.flatten() * norm
         x = torch.randn(3, leaf.in_features).bfloat16()
-        model.route.set("a")
+        model.adapter_store.set("a")
         changed = (dense.double() + own.scale * (own.B @ own.A).double()) * (stored / norm).double()[:, None]
         y = leaf(x)
-        model.route.set(None)
+        model.adapter_store.set(None)
         assert (y.double() - x.double() @ changed.T).abs().max() <= 4 * y.abs().max() * 2**-8
 
 
@@ -429,9 +429,9 @@ def test_an_adapter_that_brings_the_unchanged_head_costs_nothing_and_a_changed_o
             assert ("a" in model.hf_model.lm_head.adapters) is is_kept
             if is_kept:
                 x = torch.randn(2, weight.shape[1]).bfloat16()
-                model.route.set("a")
+                model.adapter_store.set("a")
                 torch.testing.assert_close(model.hf_model.lm_head(x), x @ tensors[name].bfloat16().T)
-                model.route.set(None)
+                model.adapter_store.set(None)
 
 
 def test_a_full_embedding_in_an_adapter_reaches_the_tied_head_too(base, tmp_path):

@@ -197,6 +197,8 @@ def test_what_the_plan_counts_is_what_is_held(monkeypatch):
 
 def test_one_registry_says_which_adapters_are_on_the_model(model):
     model.load_adapter("one", STYLE)
-    assert model.adapters == ("one",) and set(model.route.names) == {"one"} and set(model.adapter_sizes) == {"one"}
-    lora.detach(model.hf_model, "one", route=model.route)
-    assert model.adapters == () and not model.route.names and not model.adapter_sizes
+    assert (
+        model.adapters == ("one",) and set(model.adapter_store.names) == {"one"} and set(model.adapter_sizes) == {"one"}
+    )
+    lora.detach(model.hf_model, "one", store=model.adapter_store)
+    assert model.adapters == () and not model.adapter_store.names and not model.adapter_sizes

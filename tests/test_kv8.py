@@ -414,7 +414,7 @@ def test_the_largest_copies_are_captured_first(model, replayed, monkeypatch, dec
     step = replace(execution.step, bytes={**execution.step.bytes, **copies})
     monkeypatch.setattr(model, "plan", replace(model.plan, execution=replace(execution, step=step)))
     with_pool(model, None)
-    monkeypatch.setattr("trimtab.runtime.graphs.SMALLEST_PLACES", 16)
+    monkeypatch.setattr("trimtab.runtime.decode_step.SMALLEST_PLACES", 16)
     batch = batch_of(model, decode, (), 4)
     seen = []
     record = step_capture.StepCapture.record

@@ -124,7 +124,7 @@ def test_nothing_is_allocated_in_a_pass_and_tables_go_with_their_adapters(model)
     # The step after the prompt makes the buffers of its own ends.
     ours = {key for key in lasts.step._buffers if key not in buffers}
     assert not ours and all(lasts.step._buffers[key] is one for key, one in buffers.items())
-    serial = model.route.serial_of("dora")
+    serial = model.adapter_store.serial_of("dora")
     key = ("dora", serial)
     assert key in lasts._tables
     lasts.route_to(("gone", 1), None, ())

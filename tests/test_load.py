@@ -313,9 +313,9 @@ def test_an_adapter_equals_stock_peft_in_every_tier(quant, variant, built, tmp_p
             continue  # other kernels: the noise floor of the tier is tested without an adapter
         with trimtab.load(plan_of(folder, quant=quant, place=place, adapters={"a": adapter})) as model:
             assert torch.equal(forward(model, family), base), place
-            model.route.set("a")
+            model.adapter_store.set("a")
             assert torch.equal(forward(model, family), expected), place
-            model.route.set(None)
+            model.adapter_store.set(None)
             model.unload_adapter("a")
             assert model.adapters == () and torch.equal(forward(model, family), base), place
 

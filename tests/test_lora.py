@@ -39,17 +39,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_every_variant_equals_peft_bit_for_bit(variant: str, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     toy = Toy(kind, dtype, scaled=True)
     folder = make_adapter(tmp_path, toy, **VARIANTS[variant])
-    model, route = ours(toy, dtype)
-    put_on(model, route, toy, folder, "one")
+    model, store = ours(toy, dtype)
+    put_on(model, store, toy, folder, "one")
     base = toy(IDS)
     with torch.no_grad():
         expected = peft_output(toy, folder)
         assert torch.equal(model(IDS), base)
-        route.set("one")
+        store.set("one")
         found = model(IDS)
         assert torch.equal(found, expected)
         assert not torch.equal(found, base)
-        route.none()
+        store.none()
         assert torch.equal(model(IDS), base)
 
 
@@ -61,10 +61,10 @@ def test_an_adapter_stored_in_half_precision_is_computed_in_float32_as_peft_does
     folder = make_adapter(tmp_path, toy, dtype=stored)
     spec = spec_of(folder, toy)
     assert {entry.dtype for target in spec.targets for entry in target.tensors.values()} == {str(stored)[6:]}
-    model, route = ours(toy, torch.bfloat16)
-    put_on(model, route, toy, folder, "one")
+    model, store = ours(toy, torch.bfloat16)
+    put_on(model, store, toy, folder, "one")
     assert model.up.adapters["one"].A.dtype == torch.float32
-    route.set("one")
+    store.set("one")
     with torch.no_grad():
         assert torch.equal(model(IDS), peft_output(toy, folder))
 
@@ -79,18 +79,18 @@ def test_training_only_variants_are_plain_lora_at_inference(option: str, tmp_pat
     folder = make_adapter(tmp_path, toy, **{option: made()})
     spec = spec_of(folder, toy)
     assert {why for _, why in spec.no_effect} == {"used in training only"}
-    model, route = ours(toy, torch.float32)
-    put_on(model, route, toy, folder, "one")
-    route.set("one")
+    model, store = ours(toy, torch.float32)
+    put_on(model, store, toy, folder, "one")
+    store.set("one")
     with torch.no_grad():
         assert torch.equal(model(IDS), peft_output(toy, folder))
 
 
 def test_plain_and_dora_agree_with_float64(tmp_path: Path) -> None:
     toy = Toy("none", torch.float32)
-    model, route = ours(toy, torch.float32)
-    put_on(model, route, toy, make_adapter(tmp_path / "plain", toy, use_rslora=True), "plain")
-    put_on(model, route, toy, make_adapter(tmp_path / "dora", toy, use_dora=True), "dora")
+    model, store = ours(toy, torch.float32)
+    put_on(model, store, toy, make_adapter(tmp_path / "plain", toy, use_rslora=True), "plain")
+    put_on(model, store, toy, make_adapter(tmp_path / "dora", toy, use_dora=True), "dora")
     x = torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(5))
     weight, bias = toy.up.weight.double(), toy.up.bias.double()
 
@@ -105,7 +105,7 @@ def test_plain_and_dora_agree_with_float64(tmp_path: Path) -> None:
     moved = moved * (found["magnitude"] / moved.norm(dim=1))[:, None]
     expected["dora"] = x.double() @ moved.T + bias
     for name, answer in expected.items():
-        route.set(name)
+        store.set(name)
         with torch.no_grad():
             got = model.up(x).double()
         # float32 carries 24 bits and the longest sum here has 64 terms: 64 x 2**-24 of the largest value, about 4e-6.
@@ -114,18 +114,18 @@ def test_plain_and_dora_agree_with_float64(tmp_path: Path) -> None:
 
 def test_two_adapters_switch_without_leaving_a_trace(tmp_path: Path) -> None:
     toy = Toy("nf4", torch.bfloat16)
-    model, route = ours(toy, torch.bfloat16)
+    model, store = ours(toy, torch.bfloat16)
     folders = {
         "a": make_adapter(tmp_path / "a", toy, seed=1),
         "b": make_adapter(tmp_path / "b", toy, seed=2, use_dora=True),
     }
     for name, folder in folders.items():
-        put_on(model, route, toy, folder, name)
+        put_on(model, store, toy, folder, name)
     with torch.no_grad():
         for name in ("a", "b", "a"):
-            route.set(name)
+            store.set(name)
             assert torch.equal(model(IDS), peft_output(toy, folders[name]))
-        route.set(None)
+        store.set(None)
         assert torch.equal(model(IDS), toy(IDS))
 
 
@@ -147,9 +147,9 @@ def test_an_embedding_that_peft_writes_next_to_lora_acts_as_in_peft(tied: bool, 
     folder = make_adapter(tmp_path, toy, target_modules=["embed", "up"])
     table = toy.embed.weight.detach().clone() + (0.5 if changed else 0)
     with_tensor(folder, "base_model.model.embed.base_layer.weight", table)
-    model, route = ours(toy, torch.float32)
-    put_on(model, route, toy, folder, "one")
-    route.set("one")
+    model, store = ours(toy, torch.float32)
+    put_on(model, store, toy, folder, "one")
+    store.set("one")
     with torch.no_grad():
         assert torch.equal(model(IDS), peft_output(toy, folder))
     kept = [
@@ -168,9 +168,9 @@ def test_dora_next_to_a_changed_base_weight_takes_the_changed_one(tmp_path: Path
     for name in ("embed", "head"):
         changed = getattr(toy, name).weight.detach() + 0.5
         with_tensor(folder, f"base_model.model.{name}.base_layer.weight", changed)
-    model, route = ours(toy, torch.float32)
-    put_on(model, route, toy, folder, "one")
-    route.set("one")
+    model, store = ours(toy, torch.float32)
+    put_on(model, store, toy, folder, "one")
+    store.set("one")
     with torch.no_grad():
         assert torch.equal(model(IDS), peft_output(toy, folder))
 
@@ -182,17 +182,17 @@ def test_a_copy_that_differs_in_one_late_row_is_kept(tmp_path: Path, monkeypatch
     table[-1] += 1
     with_tensor(folder, "base_model.model.embed.base_layer.weight", table)
     monkeypatch.setattr(base_values, "COMPARED_VALUES", 5 * WIDTH)
-    model, route = ours(toy, torch.float32)
-    put_on(model, route, toy, folder, "one")
+    model, store = ours(toy, torch.float32)
+    put_on(model, store, toy, folder, "one")
     assert torch.equal(model.embed.adapters["one"].weight, table)
 
 
 def test_a_saved_linear_takes_its_own_bias(tmp_path: Path) -> None:
     toy = Toy("none", torch.float32)
     folder = make_adapter(tmp_path, toy, target_modules=["down"], modules_to_save=["up"])
-    model, route = ours(toy, torch.float32)
-    put_on(model, route, toy, folder, "one")
-    route.set("one")
+    model, store = ours(toy, torch.float32)
+    put_on(model, store, toy, folder, "one")
+    store.set("one")
     with torch.no_grad():
         assert torch.equal(model(IDS), peft_output(toy, folder))
 
@@ -200,9 +200,9 @@ def test_a_saved_linear_takes_its_own_bias(tmp_path: Path) -> None:
 def test_modules_to_save_leaves_a_tied_partner_alone(tmp_path: Path) -> None:
     toy = Toy("none", torch.float32, tied=True)
     folder = make_adapter(tmp_path, toy, modules_to_save=["head"])
-    model, route = ours(toy, torch.float32)
-    put_on(model, route, toy, folder, "one")
-    route.set("one")
+    model, store = ours(toy, torch.float32)
+    put_on(model, store, toy, folder, "one")
+    store.set("one")
     assert "one" not in model.embed.adapters
     assert model.head.adapters["one"].weight is not None
     with torch.no_grad():
@@ -213,8 +213,8 @@ def test_modules_to_save_leaves_a_tied_partner_alone(tmp_path: Path) -> None:
 def test_the_promised_bytes_are_the_bytes_attached(variant: str, tmp_path: Path) -> None:
     toy = Toy("none", torch.float32)
     spec = spec_of(make_adapter(tmp_path, toy, **VARIANTS[variant]), toy)
-    model, route = ours(toy, torch.float32)
-    attach(model, spec, "one", read=read, device="cpu", route=route)
+    model, store = ours(toy, torch.float32)
+    attach(model, spec, "one", read=read, device="cpu", store=store)
     found = 0
     for module in model.modules():
         adapter = module.__dict__.get("adapters", {}).get("one")
@@ -226,10 +226,10 @@ def test_the_promised_bytes_are_the_bytes_attached(variant: str, tmp_path: Path)
 def test_large_weights_are_taken_in_pieces_with_the_same_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toy = Toy("none", torch.float32)
     folder = make_adapter(tmp_path, toy, target_modules=["embed", "up"], use_dora=True)
-    model, route = ours(toy, torch.float32)
-    put_on(model, route, toy, folder, "whole")
+    model, store = ours(toy, torch.float32)
+    put_on(model, store, toy, folder, "whole")
     monkeypatch.setattr(base_values, "NORM_VALUES", 5 * WIDTH)
-    put_on(model, route, toy, folder, "pieces")
+    put_on(model, store, toy, folder, "pieces")
     for layer in (model.up, model.embed):
         whole, pieces = layer.adapters["whole"].magnitude, layer.adapters["pieces"].magnitude
         # Another order of summation over at most 64 squares in float32.

@@ -43,12 +43,12 @@ def test_logits_equal_pefts(
     adapter = pico.adapter(folder, tmp_path / "adapter", **VARIANTS[variant])
     stock, model = pico.make_model(family), pico.make_model(family)
     given = pico.inputs(family, stock.config)
-    route = with_our_layers(model)
-    attach(model, match_adapter(read_adapter(adapter), anatomy), "one", read=read, device="cpu", route=route)
+    store = with_our_layers(model)
+    attach(model, match_adapter(read_adapter(adapter), anatomy), "one", read=read, device="cpu", store=store)
     with torch.no_grad():
         base = stock(**given).logits
         assert torch.equal(model(**given).logits, base)
-        route.set("one")
+        store.set("one")
         found = model(**given).logits
         assert torch.equal(found, PeftModel.from_pretrained(stock, adapter).eval()(**given).logits)
         assert not torch.equal(found, base)

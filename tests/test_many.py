@@ -60,7 +60,7 @@ def test_answers_of_a_batch_are_those_given_alone_in_order_or_as_they_finish(mod
     assert [answer.prompt_tokens for answer in found] == [answer.prompt_tokens for answer in expected]
     finished = dict(model.batch_as_finished(REQUESTS, rows=2, max_new_tokens=10))
     assert [finished[index].token_ids for index in range(len(REQUESTS))] == [answer.token_ids for answer in expected]
-    assert model.route.active() == (None,)
+    assert model.adapter_store.selection.active() == (None,)
 
 
 def test_short_answers_come_first_and_requests_are_read_as_rows_become_free(model):
@@ -333,7 +333,9 @@ def test_a_mix_of_rescaling_adapters_is_the_weighted_sum_of_what_they_add(tmp_pa
     )
     with trimtab.load(plan) as model, torch.no_grad():
         name = model._adapter_name({"dora": 0.5, "plain": 2.0})
-        leaf = next(place.leaf for place in model.route.holders["plain"].fitting.plain if "dora" in place.leaf.adapters)
+        leaf = next(
+            place.leaf for place in model.adapter_store.holders["plain"].fitting.plain if "dora" in place.leaf.adapters
+        )
         x = torch.randn(3, leaf.in_features, dtype=torch.float32)
         y = torch.nn.functional.linear(x, leaf.dense_weight().float())
         one, two = (leaf.adapters[adapter].apply(leaf, x, y.clone()) - y for adapter in ("dora", "plain"))

@@ -185,7 +185,7 @@ def test_an_adapter_larger_than_the_planned_ones_counts_its_copy_too(model, monk
     monkeypatch.setattr(
         model, "plan", replace(model.plan, execution=replace(model.plan.execution, prompt=prompt))
     )  # fmt: skip
-    monkeypatch.setattr(model.route, "holders", {"a": Holders(None, [], about=AttachedAdapter(None, 100))})
+    monkeypatch.setattr(model.adapter_store, "holders", {"a": Holders(None, [], about=AttachedAdapter(None, 100))})
     held = model.read_adapter(DEMO / "adapters" / next(iter(ADAPTERS)))
     own = held.device_bytes
     assert model.adapter_bytes(held) == 2 * own  # the copies of both, less what was counted for the first

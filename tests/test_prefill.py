@@ -338,21 +338,21 @@ def test_an_adapter_that_goes_while_its_prompt_is_on_its_way_is_named(demo, come
 
 
 class Again:
-    """Stands for a CUDA graph on a CPU: a replay runs what was captured once more, with the route of the capture."""
+    """Stands for a CUDA graph on a CPU: a replay runs what was captured once more, with the adapters of the capture."""
 
     def __init__(self, prompts, form, output):
         self.prompts, self.form, self.output = prompts, form, output
-        self.route = prompts.model.route.name
+        self.selection = prompts.model.adapter_store.selection
         self.replays = 0
 
     def replay(self):
-        route, self.replays = self.prompts.model.route, self.replays + 1
-        before, route.name = route.name, self.route
+        store, self.replays = self.prompts.model.adapter_store, self.replays + 1
+        before, store.selection = store.selection, self.selection
         staged = [table.reads_staged for table in self.prompts.staged_tables]
         for table in self.prompts.staged_tables:
             table.reads_staged = True
         self.output.copy_(self.prompts._static(self.form))
-        route.name = before
+        store.selection = before
         for table, value in zip(self.prompts.staged_tables, staged, strict=True):
             table.reads_staged = value
 
@@ -419,7 +419,7 @@ def test_adapters_of_one_layout_share_their_graphs(demo, replayed):
     demo.load_adapter("other", folder)
     try:
         with torch.no_grad():
-            for one in demo.route.holders["other"].fitting.plain:
+            for one in demo.adapter_store.holders["other"].fitting.plain:
                 one.leaf.adapters["other"].B.mul_(-1)
         batch = captured(demo, (16,))
         names = ["style", "other", None, "specialist", "rslora-dora"]

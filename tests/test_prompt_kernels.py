@@ -12,6 +12,7 @@ from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import prompts as cpu_module
 from trimtab.runtime import lora, prompt_kernels
+from trimtab.runtime.adapter_store import EAGER, AdapterStore, Selection
 from trimtab.runtime.kept_checks import KeptChecks
 from trimtab.runtime.leaves import ResidentLeaf
 from trimtab.runtime.prompt_kernels import PromptKernels, add, unpack, wrong_add, wrong_unpack
@@ -121,10 +122,10 @@ def test_a_kernel_that_is_wrong_is_found():
 
 @on_cpu
 def test_a_layer_multiplies_with_the_weight_that_is_unpacked_for_it():
-    module, route = cpu_module(), lora.Route()
+    module, store = cpu_module(), AdapterStore()
     leaves = [
         ResidentLeaf(f"layer.{number}", quantize(random(96, 128, dtype=torch.bfloat16, seed=number), "nf4-dq"), bias=None,
-                     device=torch.device("cpu"), dtype=torch.bfloat16, route=route)
+                     device=torch.device("cpu"), dtype=torch.bfloat16, store=store)
         for number in range(2)
     ]  # fmt: skip
     many, few = random(1, 12, 128, dtype=torch.bfloat16), random(1, 4, 128, dtype=torch.bfloat16)
@@ -141,10 +142,10 @@ def test_a_layer_multiplies_with_the_weight_that_is_unpacked_for_it():
 
 @on_cpu
 def test_an_adapter_of_many_ranks_stays_with_torch():
-    module, route = cpu_module(), lora.Route()
+    module, store = cpu_module(), AdapterStore()
     leaf = ResidentLeaf(
         "layer", quantize(random(96, 128, dtype=torch.bfloat16), "nf4-dq"), bias=None, device=torch.device("cpu"),
-        dtype=torch.bfloat16, route=route,
+        dtype=torch.bfloat16, store=store,
     )  # fmt: skip
     x = random(1, 12, 128, dtype=torch.bfloat16)
     base = leaf(x)
@@ -152,16 +153,16 @@ def test_an_adapter_of_many_ranks_stays_with_torch():
     for rank, expected in ((prompt_kernels.PAYING_RANK, 2), (prompt_kernels.PAYING_RANK + 1, 0)):
         module.launches.clear()
         leaf.adapters["a"] = lora.LinearAdapter("language", 0.5, random(rank, 128), random(96, rank))
-        route.name, route.short = "a", adapters
+        store.selection, store.applier = Selection("a"), adapters
         found = leaf(x)
-        route.short = None
+        store.applier = EAGER
         assert len(launches(module)) == expected
         assert float((found.float() - leaf(x).float()).abs().max()) <= 2**-7 * float(leaf(x).float().abs().max())
         assert not torch.equal(found, base)
 
 
 def leaf(rows, columns, quant="nf4"):
-    common = {"bias": None, "device": torch.device("cpu"), "dtype": torch.bfloat16, "route": lora.Route()}
+    common = {"bias": None, "device": torch.device("cpu"), "dtype": torch.bfloat16, "store": AdapterStore()}
     return ResidentLeaf("a", packed(quant, (rows, columns)), **common)
 
 

@@ -14,7 +14,8 @@ import trimtab
 from trimtab.cli import parser
 from trimtab.commands.flags import decode_of
 from trimtab.errors import RequestError
-from trimtab.runtime import leaves, lora, quant
+from trimtab.runtime import leaves, quant
+from trimtab.runtime.adapter_store import AdapterStore
 
 DEMO = Path(trimtab.__file__).parent / "demo"
 needs_product = pytest.mark.skipif(not stock.has_avx512bf16(), reason="this CPU has no AVX512-BF16")
@@ -72,7 +73,7 @@ def test_the_product_is_stocks(count, with_bias):
 @pytest.mark.parametrize("kind", ["resident", "host"])
 def test_a_leaf_keeps_its_weight_for_whoever_asks(kind):
     packed, cpu = packed_of(64, 128), torch.device("cpu")
-    common = {"bias": None, "device": cpu, "dtype": torch.bfloat16, "route": lora.Route()}
+    common = {"bias": None, "device": cpu, "dtype": torch.bfloat16, "store": AdapterStore()}
     made = leaves.ResidentLeaf if kind == "resident" else leaves.HostLeaf
     plain, leaf = (made("a", one, **common).eval() for one in (copied(packed), packed))
     x = torch.randn(3, 128).bfloat16()

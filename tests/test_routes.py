@@ -219,12 +219,12 @@ def test_the_rounding_run_is_pefts_merge(tmp_path):
         # Both round once to bf16, from float64 here and float32 there: a few values on the edge fall to the other side.
         assert float((ours != theirs_).float().mean()) < 0.01
         assert not torch.equal(ours, module.dense_weight())
-        model.route.set(None)
+        model.adapter_store.set(None)
         before = forced.forward(model.hf_model, inputs)[0]
         with rounding.merged_in_memory(model, "a", 1):
             assert not torch.equal(forced.forward(model.hf_model, inputs)[0], before)
         assert torch.equal(forced.forward(model.hf_model, inputs)[0], before)
-        assert model.route.names == {"a"} and model.route.name is None
+        assert model.adapter_store.names == {"a"} and model.adapter_store.selection.name is None
 
 
 # Processes ------------------------------------------------------------------------------------------------------------

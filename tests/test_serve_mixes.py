@@ -198,12 +198,14 @@ def answered(engine, *names):
 
 def test_a_mix_from_host_memory_holds_the_values_of_pythons_and_needs_no_other_place(loaded):
     name = loaded._adapter_name(WEIGHTS)  # compared with PEFT's weighted sum in test_many.py
-    expected = {place.leaf.module_path: place.leaf.adapters[name] for place in loaded.route.holders[name].fitting.plain}
+    expected = {
+        place.leaf.module_path: place.leaf.adapters[name] for place in loaded.adapter_store.holders[name].fitting.plain
+    }
     values = {path: (one.A.clone(), one.B.clone()) for path, one in expected.items()}
     alone = {str(one): loaded.answer(IDS, adapter=one, max_new_tokens=8).token_ids for one in (WEIGHTS, "a2", None)}
     engine = engine_of(loaded, 1)
     assert engine.shelf.bring(MIX, []) == MIX and engine.shelf.resident == () and engine.shelf.mixes == (MIX,)
-    places = loaded.route.holders[MIX].fitting.plain
+    places = loaded.adapter_store.holders[MIX].fitting.plain
     assert len(places) == len(values) > 5
     for place in places:
         A, B = values[place.leaf.module_path]
@@ -224,7 +226,7 @@ def test_a_mix_with_dora_has_its_adapters_beside_it(loaded):
     # An adapter that the mix needs goes with it.
     engine.shelf.bring("a1", [])
     engine.shelf.bring("a2", [])
-    assert engine.shelf.mixes == () and name not in loaded.route.names
+    assert engine.shelf.mixes == () and name not in loaded.adapter_store.names
     with pytest.raises(RequestError, match="needs 3 adapter slots"):
         engine_of(loaded, 2).shelf.check(name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -18,9 +19,9 @@ import trimtab
 from tests import pico
 from tests.test_graphs import ASKED, answers, demo, joined, replayed  # noqa: F401 - a fixture
 from tests.toy_lora import Toy, make_adapter, ours, put_on
-from trimtab.runtime import graphs, lora, short_ops
+from trimtab.runtime import decode_step, lora, short_ops
+from trimtab.runtime.adapter_store import EAGER, AdapterStore
 from trimtab.runtime.leaves import ResidentLeaf
-from trimtab.runtime.lora import Route
 from trimtab.runtime.short_ops import ShortAdapters, ShortOps
 
 # PEFT and bitsandbytes warn about biases that cannot be merged, casts to float16 and their own calls into torch.
@@ -83,9 +84,9 @@ def operations(call):
     return counter.found
 
 
-def short_of(model, told=None, route=None):
+def short_of(model, told=None, store=None):
     return ShortOps(
-        model, route or Route(), CPU, lambda what, why: told.append((what, why)) if told is not None else None
+        model, store or AdapterStore(), CPU, lambda what, why: told.append((what, why)) if told is not None else None
     )
 
 
@@ -227,16 +228,16 @@ def test_a_norm_of_an_adapter_is_computed_with_the_adapters_weight(tmp_path):
             super().__init__()
             self.norm = Gemma3RMSNorm(WIDTH)
 
-    model, route = Normed(), Route()
+    model, store = Normed(), AdapterStore()
     own = model.norm
-    held = lora.SavedModule(own, route, "text")
+    held = lora.SavedModule(own, store, "text")
     model.norm = held
     held.__dict__["adapters"]["one"] = {"weight": torch.full((WIDTH,), 0.5)}
-    route.attached("one", lora.Holders(None, []))
+    store.attached("one", lora.Holders(None, []))
     x = torch.randn(2, 1, WIDTH)
-    short = short_of(model, route=route)
+    short = short_of(model, store=store)
     for rows in ([None, None], ["one", "one"], ["one", None], [None, None]):
-        route.set_rows(rows)
+        store.set_rows(rows)
         expected = model.norm(x)
         with short.step():
             found = model.norm(x)
@@ -254,39 +255,39 @@ def test_everything_is_as_it_was_after_a_step(fails):
         pass
 
     Placed.__name__ = "PlacedRMSNorm"
-    model, route = nn.ModuleList([LlamaRMSNorm(WIDTH), Placed(WIDTH)]), Route()
+    model, store = nn.ModuleList([LlamaRMSNorm(WIDTH), Placed(WIDTH)]), AdapterStore()
 
     def elsewhere(x):
         return x
 
     model[1].forward = elsewhere  # as a tier that computes on the host does
     before = [dict(vars(module)) for module in model]
-    short = short_of(model, route=route)
+    short = short_of(model, store=store)
     for _ in range(2):
         try:
             with short.step():
-                assert route.short is short.adapters and "forward" in vars(model[0])
+                assert store.applier is short.adapters and "forward" in vars(model[0])
                 model[0](torch.randn(1, WIDTH))
                 short.adapters.wide(torch.randn(1, WIDTH).bfloat16())
                 with short.step():
                     pass
-                assert route.short is short.adapters and "forward" in vars(model[0])
+                assert store.applier is short.adapters and "forward" in vars(model[0])
                 if fails:
                     raise KeyboardInterrupt
         except KeyboardInterrupt:
             assert fails
         assert [dict(vars(module)) for module in model] == before
-        assert model[1].forward is elsewhere and route.short is None
+        assert model[1].forward is elsewhere and store.applier is EAGER
         assert short.adapters._source is None and short.adapters._wide is None
     assert "forward" not in vars(LlamaRMSNorm)["forward"].__dict__ and LlamaRMSNorm.forward is not elsewhere
 
 
 def test_a_torch_without_a_kernel_for_norms_is_named_and_adapters_are_short_all_the_same(monkeypatch):
     monkeypatch.setattr(short_ops, "why_not", lambda device: "no kernel")
-    model, route, told = nn.ModuleList([LlamaRMSNorm(WIDTH)]), Route(), []
-    short = short_of(model, told, route)
+    model, store, told = nn.ModuleList([LlamaRMSNorm(WIDTH)]), AdapterStore(), []
+    short = short_of(model, told, store)
     with short.step():
-        assert "forward" not in vars(model[0]) and route.short is not None
+        assert "forward" not in vars(model[0]) and store.applier is short.adapters
     assert told == [("norm as one operation", "all of them: no kernel")]
 
 
@@ -295,11 +296,11 @@ def test_a_torch_without_a_kernel_for_norms_is_named_and_adapters_are_short_all_
 
 def four_adapters(tmp_path, kind, dtype):
     toy = Toy(kind, dtype)
-    model, route = ours(toy, dtype)
+    model, store = ours(toy, dtype)
     options = {"a": {"lora_alpha": 3}, "b": {"lora_alpha": 20}, "rank": {"r": 2}, "dora": {"use_dora": True}}
     for seed, (name, more) in enumerate(options.items()):
-        put_on(model, route, toy, make_adapter(tmp_path / name, toy, seed=seed, **more), name)
-    return model, route
+        put_on(model, store, toy, make_adapter(tmp_path / name, toy, seed=seed, **more), name)
+    return model, store
 
 
 def base_of(leaf):
@@ -315,17 +316,17 @@ ROWS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["none", "nf4", "int8"])
 def test_rows_have_their_adapters_up_to_one_rounding(kind, dtype, tmp_path):
-    model, route = four_adapters(tmp_path, kind, dtype)
+    model, store = four_adapters(tmp_path, kind, dtype)
     short = ShortAdapters()
     x = torch.randn(4, 1, 64, generator=torch.Generator().manual_seed(5)).to(dtype)
     for rows in ROWS:
-        route.set_rows(rows)
+        store.set_rows(rows)
         with torch.no_grad():
             before = base_of(model.up)(x)
             expected = model.up(x)
-            route.short = short
+            store.applier = short
             found = model.up(x)
-            route.short = None
+            store.applier = EAGER
         # float32: a sum of 64 values in another order. bfloat16: what PEFT rounds once more, and the sum's own rounding.
         step = 2**-18 if dtype == torch.float32 else 2**-7
         assert torch.allclose(found, expected, rtol=step, atol=step * float(expected.abs().max())), rows
@@ -335,8 +336,8 @@ def test_rows_have_their_adapters_up_to_one_rounding(kind, dtype, tmp_path):
 
 @pytest.mark.parametrize("kind", ["none", "nf4"])
 def test_a_change_that_is_rounded_once_is_nearer_to_the_exact_one_than_pefts(kind, tmp_path):
-    model, route = four_adapters(tmp_path, kind, torch.bfloat16)
-    route.set("a")
+    model, store = four_adapters(tmp_path, kind, torch.bfloat16)
+    store.set("a")
     x = torch.randn(64, 1, 64, generator=torch.Generator().manual_seed(6)).bfloat16()
     adapter = model.up.adapters["a"]
     with torch.no_grad():
@@ -344,34 +345,34 @@ def test_a_change_that_is_rounded_once_is_nearer_to_the_exact_one_than_pefts(kin
             x.double() @ adapter.A.double().T @ adapter.B.double().T
         )
         errors = []
-        for route.short in (None, ShortAdapters()):
+        for store.applier in (EAGER, ShortAdapters()):
             errors.append(float((model.up(x).double() - exact).pow(2).mean()))
     assert errors[1] <= errors[0] * (1.0001 if kind == "none" else 1.0)
 
 
 def test_an_adapter_that_is_not_a_number_stays_in_its_rows(tmp_path):
-    model, route = four_adapters(tmp_path, "none", torch.float32)
+    model, store = four_adapters(tmp_path, "none", torch.float32)
     model.up.adapters["a"].B.fill_(float("nan"))
-    route.set_rows(["b", "a", None, "b"])
-    route.short = ShortAdapters()
+    store.set_rows(["b", "a", None, "b"])
+    store.applier = ShortAdapters()
     with torch.no_grad():
         found = model.up(torch.randn(4, 1, 64))
     assert found.isnan().any(dim=-1).flatten().tolist() == [False, True, False, False]
 
 
 def test_one_adapter_is_four_operations_and_three_where_the_input_was_read_before(tmp_path):
-    model, route = four_adapters(tmp_path, "nf4", torch.bfloat16)
-    route.set("a")
+    model, store = four_adapters(tmp_path, "nf4", torch.bfloat16)
+    store.set("a")
     x = torch.randn(1, 1, 64).bfloat16()
     with torch.no_grad():
         y = base_of(model.up)(x)
-        plain = operations(lambda: lora.apply_linear(model.up, x, y.clone()))
+        plain = operations(lambda: model.up.adapted(x, y.clone()))
         del plain["aten.clone.default"]
-        route.short = ShortAdapters()
-        first, second = (operations(lambda: lora.apply_linear(model.up, x, y)) for _ in range(2))
+        store.applier = ShortAdapters()
+        first, second = (operations(lambda: model.up.adapted(x, y)) for _ in range(2))
         x.add_(1.0)
-        third = operations(lambda: lora.apply_linear(model.up, x, y))
-        other = operations(lambda: lora.apply_linear(model.up, x.clone(), y))
+        third = operations(lambda: model.up.adapted(x, y))
+        other = operations(lambda: model.up.adapted(x.clone(), y))
     assert sum(plain.values()) == 6
     assert sum(first.values()) == sum(third.values()) == 4 and sum(second.values()) == 3
     assert sum(other.values()) == 5  # the clone itself is one
@@ -387,7 +388,7 @@ def test_an_input_without_a_version_is_not_kept():
 
 
 def test_rows_next_to_each_other_are_few_products(tmp_path, monkeypatch):
-    model, route = four_adapters(tmp_path, "nf4", torch.bfloat16)
+    model, store = four_adapters(tmp_path, "nf4", torch.bfloat16)
 
     def runs(rows):
         return list(short_ops._runs([None if name is None else model.up.adapters[name] for name in rows]))
@@ -398,14 +399,14 @@ def test_rows_next_to_each_other_are_few_products(tmp_path, monkeypatch):
     monkeypatch.setattr(short_ops, "STACK_BYTES", 0)
     assert runs(["a", "a", "b", "b"]) == [(0, 2), (2, 4)]
     # Many single rows of few adapters: gathering each adapter's rows is shorter.
-    route.set_rows(["a", "b"] * 8)
+    store.set_rows(["a", "b"] * 8)
     assert not ShortAdapters().can(model.up, torch.zeros(16, 1, 64))
 
 
 def test_rows_of_another_number_are_refused_as_ever(tmp_path):
-    model, route = four_adapters(tmp_path, "nf4", torch.bfloat16)
-    route.set_rows(["a", "b"])
-    route.short = ShortAdapters()
+    model, store = four_adapters(tmp_path, "nf4", torch.bfloat16)
+    store.set_rows(["a", "b"])
+    store.applier = ShortAdapters()
     with pytest.raises(trimtab.RequestError, match="3 inputs"), torch.no_grad():
         model.up(torch.zeros(3, 1, 64).bfloat16())
 
@@ -416,7 +417,7 @@ def test_rows_of_another_number_are_refused_as_ever(tmp_path):
 @pytest.fixture
 def allowed(monkeypatch):
     """Short steps without a GPU."""
-    monkeypatch.setattr(graphs.Steps, "_may_be_short", lambda self: True)
+    monkeypatch.setattr(decode_step.DecodeStep, "_may_be_short", lambda self: True)
 
 
 @pytest.fixture(scope="module")
@@ -450,7 +451,7 @@ def test_operations_of_a_layer_stay_below(model, allowed, asked, most):
     for decode in ("eager", "auto"):
         batch = joined(model, decode, [asked])
         batch.logits()
-        found = operations(batch.steps.run)
+        found = operations(partial(batch.steps.run, batch.state()))
         counts[decode] = sum(found.values()) / layers
     assert counts["auto"] <= most < counts["eager"] / 2, found
     assert found["aten.pow.Tensor_Scalar"] == found["aten.mean.dim"] == 0
@@ -467,7 +468,7 @@ def test_captured_short_steps_answer_as_the_modules_and_leave_nothing_behind(rep
     batch = joined(model, "graph", ASKED)
     assert answers(batch) == expected and batch.steps.captures == len(replayed) > 0
     assert {module: set(vars(module)) for module in model.hf_model.modules()} == before
-    assert model.route.short is None and batch.steps.fallbacks == []
+    assert model.adapter_store.applier is EAGER and batch.steps.fallbacks == []
 
 
 def test_a_step_that_fails_in_the_middle_leaves_nothing_behind(model, allowed, monkeypatch):
@@ -483,9 +484,9 @@ def test_a_step_that_fails_in_the_middle_leaves_nothing_behind(model, allowed, m
     with monkeypatch.context() as patch:
         patch.setattr(ShortAdapters, "apply", fail)
         with pytest.raises(torch.OutOfMemoryError):
-            batch.steps.run()
+            batch.steps.run(batch.state())
     assert seen == [len(norms)] and not any("forward" in vars(module) for module in norms)
-    assert model.route.short is None
+    assert model.adapter_store.applier is EAGER
     # The same step again: what the failed one wrote is written over.
     assert batch.logits().argmax(-1).tolist() == expected.argmax(-1).tolist()
 

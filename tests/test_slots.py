@@ -23,7 +23,7 @@ def model():
 
 
 def slots_of(model, rows=4, **options):
-    return AdapterSlots(model.hf_model, model.route, rows, torch.device("cpu"), module=None, **options)
+    return AdapterSlots(model.hf_model, model.adapter_store, rows, torch.device("cpu"), module=None, **options)
 
 
 def leaves_of(model):
@@ -130,7 +130,7 @@ def test_rows_that_switch_among_attached_adapters_never_change_the_shape(model, 
     slots.set_rows(["one"])
     shape = slots.shape_key
     # "one" is small and touches one layer, the others are larger, touch other kinds of layers, and towers.
-    assert shape[0] == 48 and model.route.holders["one"].fitting.largest_rank == 4
+    assert shape[0] == 48 and model.adapter_store.holders["one"].fitting.largest_rank == 4
     for names in (["style", "one"], ["specialist"], [None, "gate"], ["gate", "specialist", None, "style"], [None]):
         slots.set_rows(names)
         assert slots.shape_key == shape
@@ -186,15 +186,15 @@ def test_what_is_held_is_fitted_once_and_only_to_its_own_model(model, tmp_path):
     held = model.read_adapter(DEMO / "adapters" / "style")
     fitting = model.fitting(held)
     model.load_adapter("again", held)
-    assert model.route.holders["again"].fitting is fitting is model.fitting(held)
+    assert model.adapter_store.holders["again"].fitting is fitting is model.fitting(held)
     model.unload_adapter("again")
-    assert all("again" not in leaf.adapters for leaf in leaves_of(model)) and "again" not in model.route.holders
+    assert all("again" not in leaf.adapters for leaf in leaves_of(model)) and "again" not in model.adapter_store.holders
     plan = trimtab.plan(DEMO / "base", quant="none", dtype="float32", context=128, device="cpu")
     with trimtab.load(plan) as other:
         other.load_adapter("style", held)
         assert other.fitting(held) is not fitting
         assert all("style" in leaf.adapters for leaf in leaves_of(other) if leaf.module_path.endswith("mlp.up_proj"))
-    assert other.route.holders == {}
+    assert other.adapter_store.holders == {}
 
 
 def test_an_adapter_comes_and_goes_without_a_walk_through_the_model(model, monkeypatch):

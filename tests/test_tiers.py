@@ -9,7 +9,8 @@ import torch
 
 from trimtab.errors import CheckpointError, DeviceError
 from trimtab.plan.pieces import Piece
-from trimtab.runtime import leaves, lora, read, tiers
+from trimtab.runtime import leaves, read, tiers
+from trimtab.runtime.adapter_store import AdapterStore
 from trimtab.runtime.quant import CodeTables, Packed, dequantize, keep, quantize, shell
 
 CPU = torch.device("cpu")
@@ -24,10 +25,10 @@ def packed_weight(quant: str, rows: int, columns: int, seed: int) -> Packed:
 
 def stack(quant: str, tmp_path, *, home: str, count: int = 4, slots: int = 2, cuts: bool = True):
     """Return (staged leaves, resident leaves, streamer): `count` blocks of two linears of unlike shapes, each of them a piece."""
-    codes, route = CodeTables(), lora.Route()
+    codes, store = CodeTables(), AdapterStore()
     spill = tiers.Spill(tmp_path) if home == "disk" else None
     staged_leaves, resident, groups, staged = [], [], [], []
-    common = {"bias": None, "device": CPU, "dtype": torch.bfloat16, "route": route}
+    common = {"bias": None, "device": CPU, "dtype": torch.bfloat16, "store": store}
     for block in range(count):
         writer = tiers.GroupWriter(f"layers.{block}")
         # The larger one comes first in every other block: pieces of two blocks do not begin at the same places.
@@ -258,7 +259,7 @@ def test_a_host_leaf_equals_the_resident_one_on_the_same_device(quant):
         "bias": torch.ones(64, dtype=torch.bfloat16),
         "device": CPU,
         "dtype": torch.bfloat16,
-        "route": lora.Route(),
+        "store": AdapterStore(),
     }
     x = torch.randn(2, 5, 128, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     host = leaves.HostLeaf("a", packed, **common).eval()

@@ -40,12 +40,12 @@ def towers_of(model, mode=MODE):
 
 def features(model, family, seed, towers=None, *, name="get_image_features", adapter=None, **options):
     """Return the tensors of a tower's output for a picture; through `towers` where they are given."""
-    model.route.set(adapter)
+    model.adapter_store.set(adapter)
     given = {
         key: value.to(DEVICE) if isinstance(value, torch.Tensor) else value
         for key, value in asked(model, family, seed if isinstance(seed, list) else [seed]).items()
     }
-    serial = None if adapter is None else model.route.serials[adapter]
+    serial = None if adapter is None else model.adapter_store.serials[adapter]
     compute = getattr(model.hf_model.model, name)
     with torch.no_grad():
         if towers is None:
@@ -464,7 +464,7 @@ def test_a_piece_also_ends_after_a_time():
 def counting(most_bytes=2**62):
     towers = object.__new__(Towers)
     model = SimpleNamespace(device=torch.device("cpu"), plan=SimpleNamespace(execution=SimpleNamespace(towers=None)))
-    model.route = SimpleNamespace(serials={})
+    model.adapter_store = SimpleNamespace(serials={})
     model.hf_model = SimpleNamespace(config=SimpleNamespace(model_type="other"))
     model.plan.tiers, model.anatomy = dict, SimpleNamespace(rows=())
     Towers.__init__(towers, model, "eager", lambda why, what: None)
@@ -553,7 +553,7 @@ def heard(model, given, towers=None):
 def test_a_sound_that_is_padded_is_the_sound(frames, tmp_path):
     with load("gemma4", tmp_path) as model:
         towers, why = towers_of(model)
-        model.route.none()
+        model.adapter_store.none()
         for seed in range(3):
             given = sounds(model, frames, seed=seed, count=2, valid=[frames, frames - 5])
             found, expected = heard(model, given, towers), heard(model, given)
@@ -569,7 +569,7 @@ def test_what_lies_in_the_padding_changes_nothing(tmp_path, monkeypatch):
     with load("gemma4", tmp_path) as model:
         features, mask = sounds(model, 200, valid=[150])
         with torch.no_grad():
-            model.route.none()
+            model.adapter_store.none()
             expected = heard(model, (features, mask))
             features[:, 150:] = 1e3
             found = heard(model, (features, mask))
@@ -581,7 +581,7 @@ def test_what_lies_in_the_padding_changes_nothing(tmp_path, monkeypatch):
 def test_sounds_of_few_lengths_share_graphs(tmp_path):
     with load("gemma4", tmp_path) as model:
         towers, _ = towers_of(model)
-        model.route.none()
+        model.adapter_store.none()
         for frames in (130, 150, 170, 192, 191):
             heard(model, sounds(model, frames), towers)
         assert len(towers._shapes) == 1

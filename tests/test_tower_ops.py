@@ -25,6 +25,7 @@ from tests.test_prefill import WITH_PICTURES, eager, in_chunks, picture, through
 from tests.test_tower_graphs import MODE, same
 from trimtab.plan.prompt_memory import uncaptured_bytes
 from trimtab.runtime import hf_prompt_media, lora, prompt_kernels
+from trimtab.runtime.adapter_store import EAGER
 from trimtab.runtime.leaves import HostLeaf, StagedLeaf, with_products
 from trimtab.runtime.prompt_kernels import LEAST_TOKENS, PAYING_RANK, PromptKernels
 from trimtab.runtime.quant import dequantize
@@ -59,7 +60,7 @@ def ops_of(model, *, norms=True):
     """Return (what towers use, the module whose launches it makes). norms: whether norms are one operation too."""
     module = prompt_kernels.load(model.device) if ON_GPU else cpu_module()
     told = []
-    short = ShortOps(model.hf_model, model.route, model.device, lambda what, why: told.append((what, why)))
+    short = ShortOps(model.hf_model, model.adapter_store, model.device, lambda what, why: told.append((what, why)))
     if not norms:
         short._why = "not in this test"
     ops = TowerOps(model, PromptKernels(module, unpacks=True, adds=True), short)
@@ -69,14 +70,14 @@ def ops_of(model, *, norms=True):
 
 def given(model, family, adapter=None):
     """Return what a prompt with an image (Gemma 4: and audio) gives to the decoder."""
-    model.route.set(adapter)
+    model.adapter_store.set(adapter)
     with torch.no_grad():
         media = hf_prompt_media.media_of(model.hf_model, picture(model, family, 9).tensors)
     return [media.embeddings, *media.deep]
 
 
 def features(model, family, seed, adapter):
-    model.route.set(adapter)
+    model.adapter_store.set(adapter)
     arguments = {
         name: value.to(DEVICE, model.dtype if value.is_floating_point() else None)
         if isinstance(value, torch.Tensor) else value
@@ -123,7 +124,7 @@ def test_without_an_adapter_the_bits_are_bitsandbytes_own(family, tmp_path):
     with loaded(family, tmp_path) as model:
         ops, module = ops_of(model, norms=False)
         is_bitsandbytes_own(model, family, ops)
-        assert all("base" not in vars(leaf) for leaf in ops.leaves) and model.route.short is None
+        assert all("base" not in vars(leaf) for leaf in ops.leaves) and model.adapter_store.applier is EAGER
         if not ON_GPU:
             # Layers over fewer rows than LEAST_TOKENS, as those of a short sound, stay as they are.
             assert set(launches(module)) == {"unpack_nested"} and len(launches(module)) >= 8
@@ -150,7 +151,7 @@ def test_with_an_adapter_every_pass_gives_the_same_and_is_as_right_as_pefts(fami
             plain = features(model, family, 1, adapter)
             with ops.running():
                 expected = features(model, family, 1, adapter)
-            serial = None if adapter is None else model.route.serials[adapter]
+            serial = None if adapter is None else model.adapter_store.serials[adapter]
             for _ in range(3):  # as it is, captured, replayed
                 with ops.running(), towers.running(adapter, serial):
                     same(features(model, family, 1, adapter), expected)
@@ -172,7 +173,7 @@ def test_an_adapter_of_a_high_rank_is_torchs_and_leaves_nothing_for_the_next_lay
             expected = features(model, "gemma3", 1, "a")
             assert ops.adapters._wide is None and ops.adapters._source is None
         for _ in range(3):
-            with ops.running(), towers.running("a", model.route.serials["a"]):
+            with ops.running(), towers.running("a", model.adapter_store.serials["a"]):
                 same(features(model, "gemma3", 1, "a"), expected)
         assert far(expected, plain) < TOLERANCE
         assert ON_GPU or not any(name.startswith("lora") for name in launches(module))
@@ -196,7 +197,7 @@ def test_the_weights_of_towers_and_decoder_are_unpacked_into_one_place(tmp_path)
         assert decoder and towers and not set(decoder) & set(towers)
         kernels = PromptKernels(object(), unpacks=True)
         kernels.reserve(decoder)
-        TowerOps(model, kernels, ShortOps(model.hf_model, model.route, model.device, lambda what, why: None))
+        TowerOps(model, kernels, ShortOps(model.hf_model, model.adapter_store, model.device, lambda what, why: None))
         largest = max(leaf.out_features * leaf.in_features for leaf in (*decoder, *towers))
         assert [room.numel() for room in kernels._weights.values()] == [largest]
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from trimtab.checkpoint.adapter import AdapterSpec, match_adapter, read_adapter
 from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, TensorRow
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.runtime import lora
-from trimtab.runtime.lora import Route, attach
+from trimtab.runtime.adapter_store import AdapterStore
+from trimtab.runtime.lora import attach
 
 WIDTH, VOCABULARY = 64, 32
 
@@ -82,9 +82,9 @@ def quantized(linear: nn.Linear, kind: str, dtype: torch.dtype) -> nn.Module:
 class Leaf(nn.Module):
     """What runtime/tiers.py promises of a leaf, around a stock layer."""
 
-    def __init__(self, path: str, layer: Any, route: Route, dtype: torch.dtype) -> None:
+    def __init__(self, path: str, layer: Any, store: AdapterStore, dtype: torch.dtype) -> None:
         super().__init__()
-        self.module_path, self.route, self.adapters = path, route, {}
+        self.module_path, self.adapter_store, self.adapters = path, store, {}
         self.in_features, self.out_features = layer.in_features, layer.out_features
         kinds = {"Linear8bitLt": "int8", "Linear4bit": "nf4"}
         self.quant_kind = kinds.get(type(layer).__name__, "none")
@@ -107,15 +107,18 @@ class Leaf(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.__dict__["layer"](x)
-        return lora.apply_linear(self, x, y) if self.adapters else y
+        return self.adapted(x, y)
+
+    def adapted(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.adapter_store.applier.apply(self, x, y)
 
 
 class Table(nn.Module):
     """What runtime/tiers.py promises of a table, around a stock embedding."""
 
-    def __init__(self, path: str, layer: nn.Embedding, route: Route) -> None:
+    def __init__(self, path: str, layer: nn.Embedding, store: AdapterStore) -> None:
         super().__init__()
-        self.module_path, self.route, self.adapters = path, route, {}
+        self.module_path, self.adapter_store, self.adapters = path, store, {}
         self.num_embeddings, self.embedding_dim, self.dtype = (
             layer.num_embeddings,
             layer.embedding_dim,
@@ -133,23 +136,23 @@ class Table(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = self.__dict__["layer"](ids)
-        return lora.apply_embedding(self, ids, rows) if self.adapters else rows
+        return self.adapter_store.applier.apply(self, ids, rows)
 
 
-def with_our_layers(model: Any, dtype: torch.dtype = torch.bfloat16) -> Route:
+def with_our_layers(model: Any, dtype: torch.dtype = torch.bfloat16) -> AdapterStore:
     """Put our layers in place of every Linear and Embedding of a model that computes in dtype."""
-    route = Route()
+    store = AdapterStore()
     for path, layer in list(model.named_modules()):
         parent, _, last = path.rpartition(".")
         holder = model.get_submodule(parent)._modules
         if isinstance(layer, nn.Embedding):
-            holder[last] = Table(path, layer, route)
+            holder[last] = Table(path, layer, store)
         elif isinstance(layer, nn.Linear):
-            holder[last] = Leaf(path, layer, route, dtype)
-    return route
+            holder[last] = Leaf(path, layer, store, dtype)
+    return store
 
 
-def ours(toy: Toy, dtype: torch.dtype) -> tuple[Toy, Route]:
+def ours(toy: Toy, dtype: torch.dtype) -> tuple[Toy, AdapterStore]:
     """Return the same toy model over the same tensors, with our layers in it."""
     model = copy.copy(toy)
     model._modules = dict(toy._modules)
@@ -197,8 +200,8 @@ def spec_of(folder: Path, toy: Toy) -> AdapterSpec:
     return match_adapter(read_adapter(folder), anatomy_of(toy))
 
 
-def put_on(model: Toy, route: Route, toy: Toy, folder: Path, name: str) -> None:
-    attach(model, spec_of(folder, toy), name, read=read, device="cpu", route=route)
+def put_on(model: Toy, store: AdapterStore, toy: Toy, folder: Path, name: str) -> None:
+    attach(model, spec_of(folder, toy), name, read=read, device="cpu", store=store)
 
 
 def peft_output(toy: Toy, folder: Path) -> Tensor:

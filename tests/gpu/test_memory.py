@@ -17,7 +17,8 @@ from tests import pico, stock
 from tests.test_load import inputs_of
 from trimtab.errors import DeviceError
 from trimtab.plan.card_machine import THREAD_STACK_BYTES
-from trimtab.runtime import devices, fused, fused_check, kernels, leaves, lora, matvec, tiers, transient_room, tuning
+from trimtab.runtime import devices, fused, fused_check, kernels, leaves, matvec, tiers, transient_room, tuning
+from trimtab.runtime.adapter_store import AdapterStore
 from trimtab.runtime.capturing import side_stream
 from trimtab.runtime.graph_cache import GraphCache
 from trimtab.runtime.quant import Packed
@@ -156,7 +157,7 @@ def test_registered_host_memory_is_exact_and_pinned():
 
 def test_a_host_leaf_moves_activations_and_not_weights():
     packed = Packed("none", (64, 64), torch.bfloat16, {"weight": torch.eye(64, dtype=torch.bfloat16)}, {})
-    leaf = leaves.HostLeaf("a", packed, bias=None, device=GPU, dtype=torch.bfloat16, route=lora.Route()).eval()
+    leaf = leaves.HostLeaf("a", packed, bias=None, device=GPU, dtype=torch.bfloat16, store=AdapterStore()).eval()
     x = torch.randn(1, 3, 64, device=GPU, dtype=torch.bfloat16)
     before = torch.cuda.memory_allocated()
     y = leaf(x)

@@ -13,7 +13,7 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from trimtab.runtime import short_ops
-from trimtab.runtime.lora import Route
+from trimtab.runtime.adapter_store import AdapterStore
 
 DEVICE = torch.device("cuda")
 
@@ -46,7 +46,7 @@ def test_a_norm_takes_its_form_and_few_kernels(kind, options, form, most, width,
         nn.init.normal_(model[0].weight)
     x = torch.randn(8, 1, width, device=DEVICE).to(dtype)
     expected = model[0](x)
-    short = short_ops.ShortOps(model, Route(), DEVICE, lambda what, why: told.append(why))
+    short = short_ops.ShortOps(model, AdapterStore(), DEVICE, lambda what, why: told.append(why))
     with short.step(), torch.no_grad():
         found = model[0](x)
         launched = kernels(lambda: model[0](x))

@@ -14,6 +14,7 @@ from tests.test_tower_ops import *
 from tests.test_tower_ops import CHANCE, TOLERANCE, far, loaded, ops_of
 from trimtab.request import GenerateRequest
 from trimtab.runtime import lora, prompt_kernels
+from trimtab.runtime.adapter_store import AdapterStore, Selection
 from trimtab.runtime.leaves import ResidentLeaf
 from trimtab.runtime.prompt_kernels import PromptKernels
 from trimtab.runtime.quant import dequantize, quantize
@@ -32,7 +33,7 @@ def random(*shape, seed=0):
 
 def layer(shape, quant):
     weight = quantize((random(*shape) / shape[1] ** 0.5).bfloat16(), quant)
-    return ResidentLeaf("layer", weight, bias=None, device=DEVICE, dtype=torch.bfloat16, route=lora.Route())
+    return ResidentLeaf("layer", weight, bias=None, device=DEVICE, dtype=torch.bfloat16, store=AdapterStore())
 
 
 @pytest.mark.parametrize("quant", ["nf4-dq", "nf4", "fp4"])
@@ -53,12 +54,12 @@ def test_an_adapter_of_an_image_s_patches_is_as_right_as_pefts(shape, rank):
     leaf, x = layer(shape, "nf4-dq"), random(1, PATCHES, shape[1]).bfloat16()
     A, B = random(rank, shape[1]) / shape[1] ** 0.5, random(shape[0], rank)
     leaf.adapters["a"] = lora.LinearAdapter("vision", 0.5, A, B)
-    leaf.route.name = "a"
+    leaf.adapter_store.select(Selection("a"))
     weight = dequantize(leaf.packed()).double()
     exact = x.double() @ weight.T + 0.5 * (x.double() @ A.double().T @ B.double().T)
     with torch.no_grad():
         plain = leaf(x)
-        leaf.route.short = TowerAdapters(prompt_kernels.load(DEVICE))
+        leaf.adapter_store.applier = TowerAdapters(prompt_kernels.load(DEVICE))
         found = leaf(x)
     assert far([found], [exact]) < CHANCE * far([plain], [exact]) < TOLERANCE
     # Both round the same sums in float32: few values lie so near a border that they round to the other side.

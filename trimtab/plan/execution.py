@@ -27,7 +27,7 @@ MODES = ("eager", "graph", "fused")
 CAPTURED = ("graph", "fused")
 # Steps are captured for so many rows at a time; fewer rows are padded.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
-# Graphs that one batch keeps (runtime/graphs.py).
+# Graphs that one batch keeps (runtime/decode_step.py).
 MOST_GRAPHS = 16
 # Attention of a captured step through the modules reads so many positions, doubled until the longest row fits.
 SMALLEST_POSITIONS = 256

@@ -127,18 +127,18 @@ def _stepped(model: Any, inputs: Inputs, continuation: Sequence[int], adapter: s
         logits.append(batch.logits()[0].to(before.device, before.dtype, copy=True))
         row.token_ids.append(token)
     batch.leave(row)
-    model.route.set(None)
+    model.adapter_store.set(None)
     return torch.cat([before[0], torch.stack(logits)]) if logits else before[0]
 
 
 @contextmanager
 def _using(model: Any, adapter: str | None) -> Iterator[None]:
     model.lend_prompt_room()  # these passes hold the logits of every position
-    model.route.set(adapter)
+    model.adapter_store.set(adapter)
     try:
         yield
     finally:
-        model.route.set(None)
+        model.adapter_store.set(None)
 
 
 def _emit_noise(
@@ -167,11 +167,11 @@ def _run_batched(model: Any, items: Sequence[Mapping[str, Any]], request: Mappin
         group = items[start : start + count]
         rows = [forced.extended(forced.read_inputs(i["file"], model.device), i["continuation"]) for i in group]
         model.lend_prompt_room()
-        model.route.set_rows([item["adapter"] for item in group])
+        model.adapter_store.set_rows([item["adapter"] for item in group])
         try:
             logits, _ = forced.forward(model.hf_model, forced.padded_batch(rows))
         finally:
-            model.route.set(None)
+            model.adapter_store.set(None)
         for at, (item, row) in enumerate(zip(group, rows, strict=True)):
             file = Path(request["out"]) / f"run-{start + at}.safetensors"
             forced.save_run(file, logits[at, : row["input_ids"].shape[1]], ())

@@ -64,8 +64,8 @@ def merged_in_memory(
     model: Any, adapter: str, seed: int | None, packed: Mapping[str, str] | None = None
 ) -> Iterator[None]:
     """Make every layer that a merge changes compute with its new weight, rounded once to its dtype or to 4 bits."""
-    route = model.route
-    before = route.name
+    store = model.adapter_store
+    before = store.selection.name
     forms = packed or {}
     changed = [
         module for module in model.hf_model.modules()
@@ -80,14 +80,14 @@ def merged_in_memory(
                 form = forms.get(getattr(module, "module_path", ""))
                 module.__dict__["adapters"][_NAME] = _rounded(module, own, form, generator)
         # Without a serial: nothing captures it.
-        route.holders[_NAME] = Holders(Fitting(model.hf_model, [], {}, frozenset(), 0), [])
-        route.set(_NAME)
+        store.holders[_NAME] = Holders(Fitting(model.hf_model, [], {}, frozenset(), 0), [])
+        store.set(_NAME)
         yield
     finally:
         for module in changed:
             module.__dict__["adapters"].pop(_NAME, None)
-        route.holders.pop(_NAME, None)
-        route.set(before)
+        store.holders.pop(_NAME, None)
+        store.set(before)
 
 
 def _rounded(module: Any, adapter: Any, form: str | None, generator: torch.Generator | None) -> Any:

@@ -167,8 +167,9 @@ class AdapterColumns:
 
     def product(self, leaf: Leaf, x: Tensor) -> Tensor | None:
         """Return the layer's output with its adapter, [..., D_out], None where another way computes it."""
-        route = leaf.route
-        if route.name is None or route.rows is not None or route.slots is not None or x.dtype != torch.bfloat16:
+        store = leaf.adapter_store
+        name = store.selection.name
+        if name is None or store.table is not None or x.dtype != torch.bfloat16:
             return None
         flat = x.reshape(-1, x.shape[-1])
         if not LEAST_TOKENS <= flat.shape[0] <= MOST_TOKENS:
@@ -177,7 +178,7 @@ class AdapterColumns:
             return None
         # Whether a tensor that counts no versions was changed in between is not known.
         group = (leaf,) if x.is_inference() else self._groups[leaf]
-        found = [(one, one.adapters.get(route.name)) for one in group]
+        found = [(one, one.adapters.get(name)) for one in group]
         members = [(one, adapter) for one, adapter in found if adapter is not None and fits(adapter, one)]
         place = next((number for number, (one, _) in enumerate(members) if one is leaf), None)
         if place is None:

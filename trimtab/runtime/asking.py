@@ -168,7 +168,7 @@ class Asking:
                     hint="Plan again with the new files",
                 )  # fmt: skip
             self.mixes.forget(name)
-            lora.detach(self.hf_model, name, route=self.route)
+            lora.detach(self.hf_model, name, store=self.adapter_store)
             self._attach(name, held)
         return True
 

@@ -33,8 +33,9 @@ from trimtab.plan.activations import row_cache_bytes
 from trimtab.plan.cost import ALLOCATION_BYTES
 from trimtab.plan.kv_pool import pool_tokens
 from trimtab.request import GenerateRequest
-from trimtab.runtime import company, finite, graphs, hf_generate, hf_slots, prefill_graphs, prefix_cache
+from trimtab.runtime import company, decode_step, finite, hf_generate, hf_slots, prefill_graphs, prefix_cache
 from trimtab.runtime.batch_request import Constraint, Drawn, First, Prompt, Row
+from trimtab.runtime.batch_state import BatchState, StepBuffers
 from trimtab.runtime.capture_ahead import CaptureAhead
 from trimtab.runtime.chat import Inputs, fitted
 from trimtab.runtime.ends import with_likeliest
@@ -59,7 +60,7 @@ class _Ahead:
 class Batch:
     """Up to `rows` requests of one loaded model, decoded together.
 
-    context_tokens: positions of a row; None is the plan's context. decode: how a step is computed, as in `graphs.Steps`;
+    context_tokens: positions of a row; None is the plan's context. decode: how a step is computed, as in `DecodeStep`;
     None is the model's mode. active: the rows that decode. placed: rows whose prompts are complete, in order, each with a
     place behind the active ones.
     Errors: RequestError for less than one row; DeviceError at the first `join` for a family whose state cannot be kept per
@@ -93,7 +94,9 @@ class Batch:
         self._read = torch.empty(self.rows, dtype=torch.long, pin_memory=self.model.device.type == "cuda")
         mode = self.decode or self.model.decode
         self.is_invariant = bool(self.model.plan.request.batch_invariant)
-        self.steps = graphs.Steps(self, mode)
+        self.steps = decode_step.DecodeStep(
+            self.model, StepBuffers(self.tokens, self.cache, self.rows, self.context_tokens), mode
+        )
         self.prompts = prefill_graphs.Prompts(self, "eager" if mode == "eager" else "auto")
         self.prefixes = prefix_cache.Prefixes(self)
         self.captures_ahead = CaptureAhead(self)
@@ -119,7 +122,7 @@ class Batch:
             self.pages.forget_all(one)
             self.prompts.release(prompt)
             self.cache.positions.zero_()
-            self.model.route.none()
+            self.model.adapter_store.none()
 
     @property
     def free_rows(self) -> int:
@@ -139,7 +142,7 @@ class Batch:
         Errors: RequestError if prompt and answer exceed the context, or for an adapter that is not loaded.
         """
         request = fitted(self.model, inputs, request)
-        if adapter is not None and adapter not in self.model.route.names:
+        if adapter is not None and adapter not in self.model.adapter_store.names:
             raise RequestError(
                 "no adapter of this name is loaded", field="adapter", value=adapter, allowed=self.model.adapters
             )
@@ -192,7 +195,7 @@ class Batch:
                 "input_ids": tensors["input_ids"][:, start:end].to(self.model.device),
                 "attention_mask": torch.ones(1, end, dtype=torch.long, device=self.model.device), **positions,
             }  # fmt: skip
-        self.model.route.set(prompt.row.adapter)
+        self.model.adapter_store.set(prompt.row.adapter)
         self.model.lend_prompt_room()
         hf_slots.reset_offset(self.model.hf_model)
 
@@ -439,12 +442,12 @@ class Batch:
             # What goes wrong here goes wrong again when the step is asked for, and is named there.
             with suppress(Exception):
                 self.prefixes.flush()
-                outputs = self.steps.run(ahead=True)
+                outputs = self.steps.run(self.state(ahead=True))
         if read is not None:
             read.synchronize()
         token_ids: list[int] = self._read[:count].tolist()
         if outputs is not None:
-            holders = self.model.route.holders
+            holders = self.model.adapter_store.holders
             expected = {
                 row: (
                     row.number, len(row.token_ids) + (row in going),
@@ -469,10 +472,18 @@ class Batch:
                 if row not in ahead.expected:
                     return False
                 continue
-            adapter = None if row.adapter is None else (row.adapter, self.model.route.serial_of(row.adapter))
+            adapter = None if row.adapter is None else (row.adapter, self.model.adapter_store.serial_of(row.adapter))
             if ahead.expected.get(row, (0, 0, 0, None))[1:] != (len(row.token_ids), row.token_ids[-1], adapter):
                 return False
-        return not self.steps.has_placeholder()
+        return not self.steps.has_placeholder(self.state())
+
+    def state(self, *, ahead: bool = False) -> BatchState:
+        """Return what the next step needs to know of the active rows. ahead: their last tokens are not in their lists yet."""
+        rows = self.active
+        return BatchState(
+            tuple(row.adapter for row in rows), tuple(row.token_ids[-1] for row in rows),
+            max((len(row.token_ids) for row in rows), default=0), ahead,
+        )  # fmt: skip
 
     def logits(self) -> Tensor:
         """Return [rows, V] float32 of one decode step of all rows, their last tokens written into the cache."""
@@ -486,7 +497,7 @@ class Batch:
         return logits
 
     def _forward(self) -> tuple[Tensor, Tensor]:
-        return self.steps.run()
+        return self.steps.run(self.state())
 
     def _advance(self) -> None:
         assert self.context_tokens is not None

@@ -82,8 +82,8 @@ class CaptureAhead:
 
     def _capture_steps(self, token: int, expected: Iterable[HeldAdapter], sizes: Sequence[int]) -> None:
         with self.batch.stand_ins(token):
-            self.batch.steps.prepare([self.model.fitting(held) for held in expected], sizes)
+            self.batch.steps.prepare(self.batch.state(), [self.model.fitting(held) for held in expected], sizes)
 
     def _capture_prompts(self, token: int, sizes: Sequence[int] | None) -> None:
         self.batch.prompts.prepare(token, next(iter(self.model.adapters), None), sizes)
-        self.model.route.none()
+        self.model.adapter_store.none()

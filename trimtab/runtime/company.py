@@ -31,7 +31,7 @@ from trimtab.runtime import ends
 if TYPE_CHECKING:
     from trimtab.runtime.batch import Batch
     from trimtab.runtime.batch_request import Prompt
-    from trimtab.runtime.graphs import Steps
+    from trimtab.runtime.decode_step import DecodeStep
     from trimtab.runtime.prefill_graphs import Prompts
 
 
@@ -61,19 +61,19 @@ def check_turn(prompts: Prompts, prompt: Prompt) -> None:
         )  # fmt: skip
 
 
-def one_by_one(steps: Steps, rows: Mapping[int, str | None]) -> tuple[Tensor, Tensor]:
+def one_by_one(steps: DecodeStep, rows: Mapping[int, str | None]) -> tuple[Tensor, Tensor]:
     """Return the logits [count, V] float32 and the likeliest tokens [count] of these rows (number -> adapter), each alone."""
-    batch, route = steps.batch, steps.model.route
-    batch.cache.seen_places = batch.context_tokens or batch.cache.seen_places
+    cache, store = steps.cache, steps.model.adapter_store
+    cache.seen_places = steps.buffers.context_tokens
     logits, tokens = [], []
     try:
         for number, name in rows.items():
-            batch.cache.first_row = number
-            route.set(name)
+            cache.first_row = number
+            store.set(name)
             with torch.no_grad():
                 scores, token = ends.likeliest(steps._modules(1), None, None, None)
             logits.append(scores[0].clone())
             tokens.append(token[0].clone())
     finally:
-        batch.cache.first_row = 0
+        cache.first_row = 0
     return torch.stack(logits), torch.stack(tokens)

@@ -39,7 +39,7 @@ class Embedding:
         end = min(count, start + min(chunk, most_tokens or chunk))
         ids = self._inputs.tensors["input_ids"][:, start:end].to(model.device)
         mask = torch.ones(1, end, dtype=torch.long, device=ids.device)
-        model.route.set(self.adapter)
+        model.adapter_store.set(self.adapter)
         model.lend_prompt_room()
         hf_slots.reset_offset(model.hf_model)
         with torch.no_grad():

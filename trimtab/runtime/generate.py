@@ -1,6 +1,6 @@
 """Generation: model inputs become text in one worker thread, delivered as it arrives.
 
-On a GPU steps are captured (`runtime/graphs.py`); where they cannot be, and on a CPU, transformers' own generation runs.
+On a GPU steps are captured (`runtime/decode_step.py`); where they cannot be, and on a CPU, transformers' own generation runs.
 
 Pieces are whole characters and never part of a stop text. Closing the iterator, or Ctrl-C while waiting, ends the worker
 within one step; what it raises is raised here.
@@ -257,7 +257,7 @@ class Generation:
             hf_generate.generate(
                 self._model.hf_model, dict(self._inputs.tensors), self.request, streamer=self._stream,
                 is_over=self._stream.is_over, prefill_chunk_tokens=self._chunk(), device=self._model.device,
-                adapter=getattr(getattr(self._model, "route", None), "name", None), logprobs=self._stream.logprobs,
+                adapter=_adapter_of(self._model), logprobs=self._stream.logprobs,
                 kv=_kv_of(self._model),
             )  # fmt: skip
         except BaseException as exc:  # raised in the consumer's thread
@@ -268,7 +268,10 @@ class Generation:
     def _run_rows(self, batch: Any) -> None:
         """Answer as the only row of a batch: its steps are captured, transformers' generation is not."""
         prompt = batch.begin(
-            self._inputs, self.request, adapter=self._model.route.name, top_logprobs=self.request.logprobs
+            self._inputs,
+            self.request,
+            adapter=self._model.adapter_store.selection.name,
+            top_logprobs=self.request.logprobs,
         )
         while not prompt.step():
             if self._stream.is_over():
@@ -289,6 +292,12 @@ class Generation:
         """Return the prompt's piece size, None for one piece: an image or sound has to be in one with its tokens."""
         chunk = getattr(self._model, "prefill_tokens", None)
         return chunk if chunk and not self._inputs.has_media and self._inputs.prompt_tokens > chunk else None
+
+
+def _adapter_of(model: Any) -> str | None:
+    """Return the adapter that all rows use, None for the base and for what is no loaded model of ours."""
+    store = getattr(model, "adapter_store", None)
+    return None if store is None else store.selection.name
 
 
 def _kv_of(model: Any) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trimtab.runtime import cuts, ends, fused, fused_check, lora, many_rows, matvec
+from trimtab.runtime import cuts, ends, fused, fused_check, many_rows, matvec
 from trimtab.runtime.hf_slots import SlotCache
 from trimtab.runtime.leaves import Leaf, ResidentLeaf, packed_together, staged_in
 from trimtab.runtime.lora import SavedModule
@@ -276,8 +276,8 @@ class FusedStep:
 
     def empty(self, count: int) -> None:
         """Let the products of a pass of so many rows find the scratch of their adapters as they must; the first of a pass."""
-        if (slots := self._layers[0].self_attn.q_proj.route.slots) is not None:
-            slots.empty(count)
+        if (table := self._layers[0].self_attn.q_proj.adapter_store.table) is not None:
+            table.empty(count)
 
     def turns(self, hidden: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Return cos and sin [n, D] of the positions for every kind of layer."""
@@ -445,19 +445,22 @@ class FusedStep:
 
         norm: the norm that computes this input from x. ahead: weights to prefetch into L2 at the same time.
         """
-        count, route = x.shape[0], leaves[0].route
+        count, store = x.shape[0], leaves[0].adapter_store
         widths = [leaf.out_features for leaf in leaves]
         width = widths[0] if gate is not None else sum(widths)
         own = self._is_ours[leaves[0]] and count < self.least_many
         many = not own and count >= self.least_many and self._is_many.get(leaves[0], False)
-        slots = route.slots
+        table, selection = store.table, store.selection
         # Adapters that no table holds are added by their own modules' way, to the plain products.
         is_apart = (
-            (own or many) and slots is None and (route.name or route.rows) and any(leaf.adapters for leaf in leaves)
+            (own or many)
+            and table is None
+            and (selection.name or selection.rows)
+            and any(leaf.adapters for leaf in leaves)
         )
         out = self.buffer("out" if gate is None else "gated", (count, width), x.dtype)
         if own and not is_apart:
-            args = None if slots is None else slots.args(leaves, count, is_empty=True)
+            args = None if table is None else table.args(leaves, count, is_empty=True)
             packed = packed_together(leaves)
             pair = gate is not None and gate.other is None
             if norm is not None and not matvec.takes_norm(packed, count, self.kernels.matvec, pair=pair):
@@ -475,13 +478,13 @@ class FusedStep:
         if many:
             many_rows.linear(
                 x, packed_together(leaves), wide, bias=[leaf.bias for leaf in leaves],
-                lora=None if slots is None else slots.args(leaves, count), module=self.kernels.rows,
+                lora=None if table is None else table.args(leaves, count), module=self.kernels.rows,
                 unpacked=self._joined(leaves) if count > many_rows.PAYING_ROWS else None, beside=self.beside,
             )  # fmt: skip
         start = 0
         for leaf, size in zip(leaves if is_apart or not many else (), widths, strict=False):
             part = wide[:, start : start + size]
-            part.copy_(lora.apply_linear(leaf, x, part.clone()) if own or many else leaf(x))
+            part.copy_(leaf.adapted(x, part.clone()) if own or many else leaf(x))
             start += size
         if gate is not None:
             up = wide[:, width:] if gate.other is None else gate.other

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trimtab.runtime import fused, lora, unpacked_columns
+from trimtab.runtime import fused, unpacked_columns
 from trimtab.runtime.hf_gemma4 import FusedStep, products_of
 from trimtab.runtime.leaves import Leaf
 
@@ -128,14 +128,14 @@ class ChunkLayers:
         if self.unpacked is not None and all(leaf.bias is None for leaf in leaves):
             joined = self.unpacked.joined(leaves)
         batch = x.view(rows, -1, x.shape[-1])  # one object for all: what is made of it for an adapter is made once
-        if joined is None or leaves[0].route.slots is not None:
+        if joined is None or leaves[0].adapter_store.table is not None:
             return [leaf(batch).flatten(0, 1) for leaf in leaves]
         widths = [leaf.out_features for leaf in leaves]
         if self.columns is not None and (whole := self.columns.product(leaves, x)) is not None:
             return list(whole.split(widths, dim=1))
         parts = (x @ joined.T).split(widths, dim=1)
         return [
-            lora.apply_linear(leaf, batch, part.view(rows, -1, part.shape[1])).flatten(0, 1) if leaf.adapters else part
+            leaf.adapted(batch, part.view(rows, -1, part.shape[1])).flatten(0, 1)
             for leaf, part in zip(leaves, parts, strict=True)
         ]
 
@@ -151,7 +151,7 @@ def layers_of(
 ) -> Callable[[int, Tensor | None], Callable[..., Tensor]] | None:
     """Return what stands for these layers in a pass, None where the modules compute them. key, name: of the one adapter of the
     pass, which the model is routed to; None where its rows look theirs up."""
-    step, route = prompts.batch.steps.fused_step(), prompts.model.route
+    step, store = prompts.batch.steps.fused_step(), prompts.model.adapter_store
     if step is None or not pays(step, prompts.device):
         return None
     if any(layer.self_attn.is_kv_shared_layer for layer in forward.layers[: forward.first_shared]):
@@ -162,5 +162,5 @@ def layers_of(
         prompts.firsts = ChunkLayers(step, forward.first_shared, columns)
     prompts.firsts.forget()
     if (columns := prompts.firsts.columns) is not None:
-        columns.hold(key, None if key is None else route.name, (name, route.serials.get(name)))
+        columns.hold(key, None if key is None else store.selection.name, (name, store.serials.get(name)))
     return prompts.firsts.forward

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from trimtab.runtime import hf_gemma4, lora, matvec
+from trimtab.runtime.adapter_store import EAGER, AdapterTable
 from trimtab.runtime.hf_gemma4 import FusedStep, Where
 from trimtab.runtime.hf_gemma4_chunk import layers_of
 from trimtab.runtime.hf_slots import LayerCache, PagedLayer
@@ -67,6 +68,14 @@ class OneAdapter:
                     low=self._low[None, part], is_empty=True,
                 )  # fmt: skip
 
+    @property
+    def table(self) -> AdapterTable:
+        return self
+
+    def apply(self, layer: Any, x: Tensor, y: Tensor) -> Tensor:
+        """As `EagerAdapters`: these layers are computed by kernels, which read the table."""
+        return EAGER.apply(layer, x, y)
+
     def empty(self, count: int) -> None:
         """As AdapterSlots.empty."""
         self._low.view(torch.int32).fill_(matvec.EMPTY)
@@ -99,7 +108,7 @@ class LastLayers:
     def __init__(self, step: FusedStep, first: int, row: int) -> None:
         self.step, self.first, self.row = step, first, row
         self.layers = list(step.text.layers)
-        self.route = self.layers[0].self_attn.q_proj.route
+        self.adapter_store = self.layers[0].self_attn.q_proj.adapter_store
         self._groups = [group for layer in self.layers[first:] for group in hf_gemma4.products_of(layer)]
         # The tables of each adapter, None where there are none; the key is what of the adapter is part of a graph.
         self._tables: dict[Hashable, OneAdapter | None] = {}
@@ -126,7 +135,7 @@ class LastLayers:
 
     def _is_gone(self, key: Hashable, layouts: Collection[str]) -> bool:
         if isinstance(key, tuple):
-            return self.route.serials.get(key[0]) != key[1]
+            return self.adapter_store.serials.get(key[0]) != key[1]
         return key is not None and key not in layouts
 
     def _table_of(self, name: str | None) -> OneAdapter | None:
@@ -143,11 +152,8 @@ class LastLayers:
         [1, S, P] it gives [1, 1, D], which the last of these layers writes. buffers: of the chunk."""
 
         def forward(hidden_states: Tensor, per_layer_input: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
-            before, self.route.slots = self.route.slots, cast(Any, self._table)
-            try:
+            with self.adapter_store.applying(self._table):
                 return self._layer(number, hidden_states, per_layer_input, buffers.last, buffers.start)
-            finally:
-                self.route.slots = before
 
         return forward
 
@@ -236,6 +242,6 @@ def route(prompts: Prompts, forward: ChunkForward, name: str | None) -> tuple[Ha
     if forward.first_shared < len(forward.layers) and prompts.batch.cache.kv == "full":
         if prompts.lasts is None or prompts.lasts.step is not step:
             prompts.lasts = LastLayers(step, forward.first_shared, prompts.batch.cache.prompt_row)
-        prompts.lasts.route_to(key, prompts.model.route.name, prompts.layouts.names)
+        prompts.lasts.route_to(key, prompts.model.adapter_store.selection.name, prompts.layouts.names)
         forward.lasts = prompts.lasts.forward
     return key, serial, True

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.runtime import lora
+from trimtab.runtime.adapter_store import AdapterStore
 from trimtab.runtime.quant import (
     Packed,
     Repacked,
@@ -39,12 +40,12 @@ class Leaf(nn.Module):
 
     def __init__(
         self, module_path: str, shape: tuple[int, int], *, quant_kind: str, bias: Tensor | None, device: torch.device,
-        dtype: torch.dtype, route: lora.Route,
+        dtype: torch.dtype, store: AdapterStore,
     ) -> None:  # fmt: skip
         super().__init__()
         self.module_path, self.quant_kind, self.device, self.dtype = module_path, quant_kind, device, dtype
         self.out_features, self.in_features = shape
-        self.route = route
+        self.adapter_store = store
         self.adapters: dict[str, lora.LinearAdapter] = {}
         # Not a Parameter: nothing may move, cast or save it behind the tier's back.
         self.bias: Tensor | None
@@ -82,11 +83,11 @@ class Leaf(nn.Module):
         return dequantize_rows(self.packed(), start, stop, self.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.base(x)
-        slots = self.route.slots
-        if slots is not None and slots.covers(self):
-            return slots.add(self, x, y)
-        return lora.apply_linear(self, x, y) if self.adapters else y
+        return self.adapted(x, self.base(x))
+
+    def adapted(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the layer's base output y for x with the adapters of the selected rows; y may be overwritten."""
+        return self.adapter_store.applier.apply(self, x, y)
 
 
 @contextmanager

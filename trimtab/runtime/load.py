@@ -25,7 +25,8 @@ from trimtab.errors import CheckpointError, TrimtabError
 from trimtab.plan import Plan
 from trimtab.plan.blocks import blocks_of
 from trimtab.plan.cost import HEAD8, HEAD_PIECE_VALUES, buffer_bytes, packed_parts
-from trimtab.runtime import head8, head8_choice, hf, hf_attention, leaves, lora, tables, tiers
+from trimtab.runtime import head8, head8_choice, hf, hf_attention, leaves, tables, tiers
+from trimtab.runtime.adapter_store import AdapterStore
 from trimtab.runtime.devices import spill_folder
 from trimtab.runtime.quant import CodeTables, Packed, dequantize, keep, prequantized, quantize
 from trimtab.runtime.read import Reader, Wanted
@@ -65,7 +66,7 @@ def check_same_checkpoint(plan: Plan, checkpoint: Checkpoint) -> None:
 
 
 def fill(
-    plan: Plan, route: lora.Route, *, progress: Progress | None = None, probe: hf.Probe | None = None
+    plan: Plan, store: AdapterStore, *, progress: Progress | None = None, probe: hf.Probe | None = None
 ) -> tuple[Loaded, Anatomy]:
     """Return the model of the plan with every tensor in its tier, and its anatomy.
 
@@ -80,7 +81,7 @@ def fill(
         probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head
     )
     with ExitStack() as undo:
-        filler = _Filler(plan, checkpoint, probe, anatomy, route, undo)
+        filler = _Filler(plan, checkpoint, probe, anatomy, store, undo)
         loaded = filler.run(progress)
         undo.pop_all()
     return loaded, anatomy
@@ -88,9 +89,15 @@ def fill(
 
 class _Filler:
     def __init__(
-        self, plan: Plan, checkpoint: Checkpoint, probe: hf.Probe, anatomy: Anatomy, route: lora.Route, undo: ExitStack
+        self,
+        plan: Plan,
+        checkpoint: Checkpoint,
+        probe: hf.Probe,
+        anatomy: Anatomy,
+        store: AdapterStore,
+        undo: ExitStack,
     ) -> None:
-        self.plan, self.probe, self.route, self.undo = plan, probe, route, undo
+        self.plan, self.probe, self.adapter_store, self.undo = plan, probe, store, undo
         self.device = torch.device(plan.execution_device)
         self.dtype = getattr(torch, plan.request.dtype)
         self.rows = [row for row in anatomy.rows if row.tensors]
@@ -309,7 +316,7 @@ class _Filler:
         packed = keep(self.owners[weight.tied_to].data) if weight.tied_to else self._packed(row, weight)
         self._fill_fixed(row, module, others)
         bias = None if module.bias is None else module.bias.data
-        common = {"bias": bias, "device": self.device, "dtype": self.dtype, "route": self.route}
+        common = {"bias": bias, "device": self.device, "dtype": self.dtype, "store": self.adapter_store}
         leaf: leaves.Leaf
         if tier == "resident" or tied:
             packed = self.arena.hold(packed) if row.quantized else packed
@@ -350,7 +357,7 @@ class _Filler:
         self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors} - {weight.tensor_path})
         bias = module.bias if isinstance(module.bias, Tensor) else None
         common: dict[str, Any] = {
-            "bias": None if bias is None else bias.data, "device": self.device, "dtype": self.dtype, "route": self.route,
+            "bias": None if bias is None else bias.data, "device": self.device, "dtype": self.dtype, "store": self.adapter_store,
         }  # fmt: skip
         packed = Packed(HEAD8, shape, self.dtype, parts, {}, kernel=head8.Kernel())
         if places is not None:
@@ -449,7 +456,7 @@ class _Filler:
             scale = torch.tensor(scale)
         common: dict[str, Any] = {
             "embed_scale": scale.to(self.device) if isinstance(scale, Tensor) else None, "device": self.device,
-            "dtype": self.dtype, "route": self.route, "padding_idx": module.padding_idx,
+            "dtype": self.dtype, "store": self.adapter_store, "padding_idx": module.padding_idx,
         }  # fmt: skip
         table: tables.Table
         if parameter is not None:

@@ -1,17 +1,17 @@
 """Adapters at run time: PEFT's mathematics on trimtab's layers, selected per batch row.
 
-`attach` puts a matched adapter on the model, all of it or nothing; `Route` says which adapter each row uses now; layers
-call `apply_linear` and `apply_embedding` on their own output. Same operations in the same order and precision as PEFT
+`attach` puts a matched adapter on the model, all of it or nothing; `AdapterStore` (adapter_store.py) says which adapter each row
+uses now, and layers hand their output to its applier. Same operations in the same order and precision as PEFT
 0.19.1 to 0.21.2, so equal bit for bit where the kernels are the same; norms of DoRA are computed once, at attach.
 Unlike PEFT's mixed batches, which round once more, a row here equals the row run alone. Inference only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, KeysView, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,136 +20,9 @@ from trimtab.checkpoint.adapter import AdapterSpec, AdapterTarget
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import AdapterError, RequestError
+from trimtab.runtime.adapter_store import TOWERS, AdapterStore
 from trimtab.runtime.attached_adapter import AttachedAdapter
 from trimtab.runtime.base_values import BaseValues, base_values, finished
-
-if TYPE_CHECKING:
-    from trimtab.runtime.short_ops import ShortAdapters
-    from trimtab.runtime.slots import AdapterSlots
-
-# Towers see images and audio, not rows: the first dimension of their input is another count.
-TOWERS = ("vision", "audio", "connector")
-
-
-class Route:
-    """Which attached adapter each row uses now; one object per loaded model, shared by all its layers.
-
-    `name` is the adapter of all rows (None for the base); while rows differ, `rows` has one name a row instead.
-    """
-
-    def __init__(self) -> None:
-        self._attached = 0
-        # The one registry of attached adapters, and how often a module was exchanged for one with an adapter's own values.
-        self.holders: dict[str, Holders] = {}
-        self.exchanges = 0
-        # Set while a step chooses adapters by a table on the device instead (`runtime/slots.py`).
-        self.slots: AdapterSlots | None = None
-        # Set while a decode step computes plain LoRA from fewer operations (`runtime/short_ops.py`).
-        self.short: ShortAdapters | None = None
-        self.name: str | None = None
-        self.rows: tuple[str | None, ...] | None = None
-        self.towers: dict[str, tuple[str | None, ...]] = {}
-        self.indices: dict[tuple[tuple[str | None, ...], torch.device], list[tuple[str, Tensor]]] = {}
-
-    def none(self) -> None:
-        """Use the base model for every row."""
-        self.name, self.rows, self.towers = None, None, {}
-        self.indices.clear()
-
-    def set(self, name: str | None) -> None:
-        """Use one adapter for every row. Errors: RequestError for a name that is not attached."""
-        self._check([name])
-        self.none()
-        self.name = name
-
-    def set_rows(self, rows: Sequence[str | None], *, towers: Mapping[str, Sequence[str | None]] | None = None) -> None:
-        """Use rows[i] for batch row i (None: the base).
-
-        towers: the same for the pictures ("vision", "connector") or audio clips ("audio") of the batch, in the order the
-        tower gets them; needed only where rows differ and an adapter changes that part. Errors: RequestError.
-        """
-        towers = towers or {}
-        for names in (rows, *towers.values()):
-            self._check(names)
-        for part in towers:
-            if part not in TOWERS:
-                raise RequestError("not a tower", field="towers", value=part, allowed=TOWERS)
-        if not rows:
-            raise RequestError("a batch has at least one row", field="rows", value=list(rows))
-        wanted = {part: tuple(names) for part, names in towers.items()}
-        if self.rows == tuple(rows) and self.towers == wanted:
-            return
-        self.none()
-        if len(set(rows)) == 1:
-            self.name = rows[0]
-            return
-        self.rows = tuple(rows)
-        self.towers = wanted
-
-    def attached(self, name: str, holders: Holders) -> None:
-        """Take up a name whose tensors are in place."""
-        self._attached += 1
-        holders.serial = self._attached
-        self.holders[name] = holders
-
-    @property
-    def names(self) -> KeysView[str]:
-        """The names of the attached adapters."""
-        return self.holders.keys()
-
-    @property
-    def serials(self) -> dict[str, int]:
-        """Name -> serial of the attached adapters, in the order in which they were attached. A copy."""
-        return {name: one.serial for name, one in list(self.holders.items())}
-
-    def serial_of(self, name: str) -> int | None:
-        """Return the serial of an attached adapter, None for a name that is not attached."""
-        holders = self.holders.get(name)
-        return None if holders is None else holders.serial
-
-    @property
-    def last_serial(self) -> int:
-        """The number of the adapter that was attached last, whether or not it still is."""
-        return self._attached
-
-    def detached(self, name: str) -> None:
-        """Forget a name; rows that used it use the base from now on."""
-        self.holders.pop(name, None)
-        if name in self.active():
-            self.none()
-
-    def active(self) -> tuple[str | None, ...]:
-        """Return the adapters in use: one entry for all rows, or one per row."""
-        return (self.name,) if self.rows is None else self.rows
-
-    def groups(self, part: str, count: int, device: torch.device) -> list[tuple[str, Tensor]]:
-        """Return (adapter, row numbers on the device) for a module of `part` whose input has `count` rows.
-
-        Errors: RequestError if it is not known which adapter each of those rows belongs to.
-        """
-        assert self.rows is not None
-        rows = self.towers.get(part) if part in TOWERS else self.rows
-        if rows is None or len(rows) != count:
-            known = f"{len(rows)} are routed" if rows is not None else f"pass towers={{{part!r}: [...]}}"
-            raise RequestError(
-                f"rows of this batch use different adapters, but which one each of the {count} inputs of the {part} "
-                f"part belongs to is not known ({known})", field="adapter", value=sorted({n for n in self.rows if n}),
-                hint="Run the requests one adapter at a time",
-            )  # fmt: skip
-        row_groups = self.indices.get((rows, device))
-        if row_groups is None:
-            row_groups = [
-                (name, torch.tensor([i for i, row in enumerate(rows) if row == name], device=device))
-                for name in dict.fromkeys(rows)
-                if name is not None
-            ]
-            self.indices[rows, device] = row_groups
-        return row_groups
-
-    def _check(self, names: Sequence[str | None]) -> None:
-        for name in names:
-            if name is not None and name not in self.names:
-                raise RequestError("no such adapter", field="adapter", value=name, allowed=sorted(self.names))
 
 
 @dataclass(eq=False)
@@ -229,19 +102,19 @@ class SavedModule(nn.Module):
     gives that adapter's. Rows with different adapters are run one adapter at a time.
     """
 
-    def __init__(self, original: nn.Module, route: Route, part: str) -> None:
+    def __init__(self, original: nn.Module, store: AdapterStore, part: str) -> None:
         super().__init__()
         # In __dict__, not as a child: parameter paths stay what they were.
         self.__dict__.update(
-            original=original, route=route, part=part, adapters={}, training=original.training,
+            original=original, adapter_store=store, part=part, adapters={}, training=original.training,
             _parameters=original._parameters, _buffers=original._buffers, _modules=original._modules,
         )  # fmt: skip
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        route, adapters = self.__dict__["route"], self.__dict__["adapters"]
-        if route.rows is None:
-            return self._run(adapters.get(route.name), args, kwargs)
-        if not any(name in adapters for name in route.rows):
+        selection, adapters = self.__dict__["adapter_store"].selection, self.__dict__["adapters"]
+        if selection.rows is None:
+            return self._run(adapters.get(selection.name), args, kwargs)
+        if not any(name in adapters for name in selection.rows):
             return self._run(None, args, kwargs)
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             raise RequestError(
@@ -250,7 +123,7 @@ class SavedModule(nn.Module):
             )  # fmt: skip
         (x,) = args
         result = self._run(None, (x,), {})
-        for name, index in route.groups(self.__dict__["part"], x.shape[0], x.device):
+        for name, index in selection.groups(self.__dict__["part"], x.shape[0], x.device):
             if name in adapters:
                 result = result.index_copy(0, index, self._run(adapters[name], (x[index],), {}))
         return result
@@ -264,40 +137,10 @@ class SavedModule(nn.Module):
     def __getattr__(self, name: str) -> Any:
         inside = self.__dict__
         if "original" in inside:
-            saved = inside["adapters"].get(inside["route"].name) if inside["route"].rows is None else None
+            selection = inside["adapter_store"].selection
+            saved = inside["adapters"].get(selection.name) if selection.rows is None else None
             return saved[name] if saved is not None and name in saved else getattr(inside["original"], name)
         return super().__getattr__(name)
-
-
-def apply_linear(leaf: Any, x: Tensor, base_output: Tensor) -> Tensor:
-    """Return base_output [..., D_out] changed by the adapters that the route gives to the rows of x [B, ..., D_in].
-
-    base_output may be overwritten. Errors: RequestError if rows use different adapters and x is not in batch rows.
-    """
-    short: ShortAdapters | None = leaf.route.short
-    if short is not None and short.can(leaf, x):
-        return short.apply(leaf, x, base_output)
-    return _apply(leaf, x, base_output)
-
-
-def apply_embedding(table: Any, ids: Tensor, base_output: Tensor) -> Tensor:
-    """Return base_output [B, S, D] changed by the adapters that the route gives to the rows of ids [B, S]."""
-    return _apply(table, ids, base_output)
-
-
-def _apply(layer: Any, x: Tensor, y: Tensor) -> Tensor:
-    route: Route = layer.route
-    adapters: dict[str, LinearAdapter | EmbeddingAdapter] = layer.adapters
-    if route.rows is None:
-        adapter = None if route.name is None else adapters.get(route.name)
-        return y if adapter is None else adapter.apply(layer, x, y)
-    used = [name for name in route.rows if name is not None and name in adapters]
-    if not used:
-        return y
-    for name, index in route.groups(adapters[used[0]].part, x.shape[0], x.device):
-        if name in adapters:
-            y.index_copy_(0, index, adapters[name].apply(layer, x[index], y[index]))
-    return y
 
 
 @dataclass
@@ -442,18 +285,18 @@ def fit(model: nn.Module, spec: AdapterSpec, starts: Mapping[tuple[Path, int], i
 
 def attach(
     model: nn.Module, spec: AdapterSpec, name: str, *, read: Callable[[TensorEntry], Tensor],
-    device: torch.device | str, route: Route, dtype: str = "float32",
+    device: torch.device | str, store: AdapterStore, dtype: str = "float32",
 ) -> None:  # fmt: skip
     """Attach an adapter under a name: every tensor of it, or nothing and an error.
 
     read: gives a tensor of the file on the CPU. dtype: of the LoRA tensors; PEFT casts half precision up to float32.
     Errors: RequestError for a name in use; AdapterError for modules that the model does not hold or cannot adapt.
     """
-    attach_fitted(fit(model, spec), name, read=read, device=device, route=route, dtype=dtype)
+    attach_fitted(fit(model, spec), name, read=read, device=device, store=store, dtype=dtype)
 
 
 def attach_fitted(
-    fitting: Fitting, name: str, *, read: Callable[[TensorEntry], Tensor], device: torch.device | str, route: Route,
+    fitting: Fitting, name: str, *, read: Callable[[TensorEntry], Tensor], device: torch.device | str, store: AdapterStore,
     dtype: str = "float32", piece: Tensor | None = None, base: BaseValues | None = None,
     about: AttachedAdapter | None = None,
 ) -> None:  # fmt: skip
@@ -463,7 +306,7 @@ def attach_fitted(
     adapter and model; None: computed now, which reads whole weights. about: kept beside it. Errors: RequestError for a name in
     use.
     """
-    if name in route.names:
+    if name in store.names:
         raise RequestError("an adapter with this name is attached", field="adapter", value=name)
     model = fitting.model
     to, of = torch.device(device), getattr(torch, dtype)
@@ -489,8 +332,8 @@ def attach_fitted(
     holders = Holders(fitting, [], 0 if piece is None else piece.data_ptr(), about)
     for path, module, adapter in attached:
         if adapter is not None:
-            holders.rest.append((path, _install(model, module, path, name, adapter, fitting.rest[path], route)))
-    route.attached(name, holders)
+            holders.rest.append((path, _install(model, module, path, name, adapter, fitting.rest[path], store)))
+    store.attached(name, holders)
 
 
 def _check_modules(
@@ -531,39 +374,41 @@ def _make(builder: _Builder, path: str, module: Any, lora: AdapterTarget | None,
 
 def _install(
     model: nn.Module, module: nn.Module, path: str, name: str, adapter: Any, targets: Mapping[str, AdapterTarget],
-    route: Route,
+    store: AdapterStore,
 ) -> nn.Module:  # fmt: skip
     if isinstance(adapter, dict) and not isinstance(module, SavedModule):
-        module = SavedModule(module, route, targets["saved"].part)
-        _replace(model, path, module, route)
+        module = SavedModule(module, store, targets["saved"].part)
+        _replace(model, path, module, store)
     module.__dict__["adapters"][name] = adapter
     return module
 
 
-def _replace(model: nn.Module, path: str, module: nn.Module, route: Route) -> None:
-    route.exchanges += 1
+def _replace(model: nn.Module, path: str, module: nn.Module, store: AdapterStore) -> None:
+    store.exchanges += 1
     parent, _, last = path.rpartition(".")
     model.get_submodule(parent)._modules[last] = module
 
 
-def detach(model: nn.Module, name: str, *, route: Route | None = None) -> None:
+def detach(model: nn.Module, name: str, *, store: AdapterStore | None = None) -> None:
     """Take an adapter off the model and give its memory back; if it is in use, every row uses the base from now on.
 
-    route: the model's, looked for if it is not given. Errors: RequestError for a name that is not attached.
+    store: the model's, looked for if it is not given. Errors: RequestError for a name that is not attached.
     """
-    route = route or _route_of(model)
-    holders = None if route is None else route.holders.get(name)
-    if route is None or holders is None:
-        known = sorted(route.names) if route is not None else []
+    store = store or _store_of(model)
+    holders = None if store is None else store.holders.get(name)
+    if store is None or holders is None:
+        known = sorted(store.names) if store is not None else []
         raise RequestError("no such adapter", field="adapter", value=name, allowed=known)
     for one in holders.fitting.plain:
         one.leaf.adapters.pop(name, None)
     for path, module in holders.rest:
         module.__dict__["adapters"].pop(name, None)
         if isinstance(module, SavedModule) and not module.__dict__["adapters"]:
-            _replace(model, path, module.__dict__["original"], route)
-    route.detached(name)
+            _replace(model, path, module.__dict__["original"], store)
+    store.detached(name)
 
 
-def _route_of(model: nn.Module) -> Route | None:
-    return next((module.__dict__["route"] for module in model.modules() if "route" in module.__dict__), None)
+def _store_of(model: nn.Module) -> AdapterStore | None:
+    return next(
+        (module.__dict__["adapter_store"] for module in model.modules() if "adapter_store" in module.__dict__), None
+    )

@@ -149,7 +149,7 @@ def weight_bytes(model: LoadedModel) -> int:
 def _adapter_bytes(model: LoadedModel) -> int:
     """Return what attached adapters hold on the device: one piece of memory for what is plain, and the rest."""
     tensors: list[Tensor] = []
-    for name, holders in model.route.holders.items():
+    for name, holders in model.adapter_store.holders.items():
         leaves = [one.leaf for one in holders.fitting.plain[:1]]
         for module in (*leaves, *(module for _, module in holders.rest)):
             adapter = module.__dict__["adapters"][name]

@@ -24,6 +24,7 @@ from trimtab.adapter_names import check_weight, mix_name
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.runtime import lora
+from trimtab.runtime.adapter_store import TOWERS, AdapterStore
 from trimtab.runtime.attached_adapter import AttachedAdapter
 from trimtab.runtime.held_adapter import ADAPTER_DTYPE, HeldAdapter
 from trimtab.runtime.lora import EmbeddingAdapter, Fitting, Holders, LinearAdapter, PlainPlace
@@ -96,7 +97,7 @@ class Mixes:
         weights = dict(sorted(weights.items()))  # the order of a sum rounds
         if len(weights) == 1 and next(iter(weights.values())) == 1:
             return next(iter(weights))
-        name, serials = mix_name(weights), self._model.route.serials
+        name, serials = mix_name(weights), self._model.adapter_store.serials
         made_of = {one: serials[one] for one in weights}
         if self._made.get(name) == made_of:
             self._made.move_to_end(name)
@@ -183,12 +184,12 @@ class Mixes:
     def _drop(self, name: str) -> None:
         if self._made.pop(name, None) is not None:
             self._added.discard(name)
-            lora.detach(self._model.hf_model, name, route=self._model.route)
+            lora.detach(self._model.hf_model, name, store=self._model.adapter_store)
 
     def _attach(
         self, name: str, weights: Mapping[str, float], in_use: Collection[str | None], content: str = ""
     ) -> None:
-        self._attach_parts(name, _parts_of(self._model.route, weights), in_use, content)
+        self._attach_parts(name, _parts_of(self._model.adapter_store, weights), in_use, content)
 
     def _attach_parts(
         self, name: str, parts: Mapping[nn.Module, tuple[str, _Parts]], in_use: Collection[str | None],
@@ -212,7 +213,7 @@ class Mixes:
         for place in places:
             _fill(place, piece, plain[place.leaf])
         kinds = frozenset(lora.kind_of(path) for path, adapters in parts.values() if _in_decoder(adapters))
-        ranks = [place.rank for place in places if place.part not in lora.TOWERS]
+        ranks = [place.rank for place in places if place.part not in TOWERS]
         fitting = Fitting(model.hf_model, places, {}, kinds, max(ranks, default=0))
         # `attach_fitted` reads what is not plain from files: these come from adapters on the device.
         for place in places:
@@ -223,14 +224,14 @@ class Mixes:
             module.__dict__["adapters"][name] = adapter
         address, about = piece.data_ptr() if places else 0, AttachedAdapter(None, needed, content)
         holders = Holders(fitting, [(parts[module][0], module) for module in rest], address, about)
-        model.route.attached(name, holders)
+        model.adapter_store.attached(name, holders)
 
 
-def _parts_of(route: lora.Route, weights: Mapping[str, float]) -> dict[nn.Module, tuple[str, _Parts]]:
+def _parts_of(store: AdapterStore, weights: Mapping[str, float]) -> dict[nn.Module, tuple[str, _Parts]]:
     """Return module -> (its path, what each adapter of the mix does there). Errors: RequestError for replaced values."""
     parts: dict[nn.Module, tuple[str, _Parts]] = {}
     for name, weight in weights.items():
-        holders = route.holders[name]
+        holders = store.holders[name]
         held = [(place.leaf.module_path, place.leaf) for place in holders.fitting.plain]
         for path, module in [*held, *holders.rest]:
             adapter = module.__dict__["adapters"][name]
@@ -255,7 +256,7 @@ def _is_plain(module: nn.Module, parts: _Parts) -> bool:
 
 
 def _in_decoder(parts: _Parts) -> bool:
-    return isinstance(parts[0][1], LinearAdapter) and parts[0][1].part not in lora.TOWERS
+    return isinstance(parts[0][1], LinearAdapter) and parts[0][1].part not in TOWERS
 
 
 def _places(plain: Mapping[nn.Module, _Parts]) -> tuple[list[PlainPlace], int]:

@@ -32,6 +32,7 @@ from trimtab.plan.execution import CAPTURED
 from trimtab.plan.kv_form import check_kv
 from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
 from trimtab.runtime import cudnn, float16_check, hf, hf_processor, lora, mixes, prefix_cache, transient_room
+from trimtab.runtime.adapter_store import TOWERS, AdapterStore
 from trimtab.runtime.asking import Asking, Chosen
 from trimtab.runtime.attached_adapter import AttachedAdapter
 from trimtab.runtime.base_values import BaseValues, base_values
@@ -79,7 +80,7 @@ class LoadedModel(Asking):
         self.device = torch.device(plan.execution_device)
         self.dtype: torch.dtype = getattr(torch, plan.request.dtype)
         self.context_tokens = plan.request.context_tokens
-        self.route = lora.Route()
+        self.adapter_store = AdapterStore()
         # Where each held adapter goes here, for as long as someone holds it.
         self._fittings: WeakKeyDictionary[HeldAdapter, lora.Fitting] = WeakKeyDictionary()
         self._base_values: WeakKeyDictionary[HeldAdapter, BaseValues] = WeakKeyDictionary()
@@ -109,7 +110,7 @@ class LoadedModel(Asking):
                 self._give_back_attention = cudnn.of_this_process().leave_out(self)
             self._attention_at_load = cudnn.why_without(plan, self.device)
             with self._out_of_memory_named("loading"):
-                self._loaded, self.anatomy = fill(plan, self.route, progress=progress, probe=probe)
+                self._loaded, self.anatomy = fill(plan, self.adapter_store, progress=progress, probe=probe)
                 check_kv(plan.request.kv, self.anatomy)  # the plan may be a file that somebody wrote
                 guard_towers(self._loaded.hf_model)
                 if decode != "repacked":
@@ -210,7 +211,7 @@ class LoadedModel(Asking):
 
     @property
     def _attached(self) -> dict[str, AttachedAdapter]:
-        return {name: one.about for name, one in list(self.route.holders.items()) if one.about is not None}
+        return {name: one.about for name, one in list(self.adapter_store.holders.items()) if one.about is not None}
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -253,7 +254,7 @@ class LoadedModel(Asking):
         if self.prefix_cache is not None:
             self.prefix_cache.close()
             self.prefix_cache = None
-        self.route.holders.clear()
+        self.adapter_store.holders.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -388,7 +389,7 @@ class LoadedModel(Asking):
 
         content = "" if self.prefix_cache is None else held.content
         lora.attach_fitted(
-            fitting, name, read=read, device=self.device, route=self.route, dtype=ADAPTER_DTYPE, piece=piece,
+            fitting, name, read=read, device=self.device, store=self.adapter_store, dtype=ADAPTER_DTYPE, piece=piece,
             base=self._base_values[held], about=AttachedAdapter(held.spec, held.device_bytes, content),
         )  # fmt: skip
 
@@ -397,7 +398,7 @@ class LoadedModel(Asking):
         self._check_adapter(name)
         with self.turns.hold("unload_adapter"):
             self.mixes.forget(name)
-            lora.detach(self.hf_model, name, route=self.route)
+            lora.detach(self.hf_model, name, store=self.adapter_store)
 
     # Prefix cache -----------------------------------------------------------------------------------------------------
 
@@ -415,13 +416,13 @@ class LoadedModel(Asking):
         """Return a text that is equal for two loaded adapters only if they compute the same, whatever their names; "" for none."""
         one = None if name is None else self._attached.get(name)
         known = "" if one is None else one.content
-        return "" if name is None else known or f"attached {self.route.holders[name].serial}"
+        return "" if name is None else known or f"attached {self.adapter_store.holders[name].serial}"
 
     def tower_content(self, name: str | None) -> str:
         """Return the same for what an adapter changes in towers and connectors: "" if it changes nothing there."""
         one = None if name is None else self._attached.get(name)
         spec = None if one is None else one.spec  # a sum of adapters has none
-        is_beside = spec is not None and not any(target.part in lora.TOWERS for target in spec.targets)
+        is_beside = spec is not None and not any(target.part in TOWERS for target in spec.targets)
         return "" if is_beside else self.adapter_content(name)
 
     # Decoding ---------------------------------------------------------------------------------------------------------
@@ -561,11 +562,11 @@ class LoadedModel(Asking):
     @contextmanager
     def _answering(self, adapter: Chosen) -> Iterator[None]:
         with self.turns.hold("generate"), self._out_of_memory_named("answering"):
-            self.route.set(self._adapter_name(adapter))
+            self.adapter_store.set(self._adapter_name(adapter))
             try:
                 yield
             finally:
-                self.route.set(None)
+                self.adapter_store.set(None)
 
     @contextmanager
     def _out_of_memory_named(self, what: str) -> Iterator[None]:

@@ -224,10 +224,10 @@ class Packs:
         batch, group = self.prompts.batch, prompt.row.group
         if group and any(row.group == group for row in (*batch.placed, *batch.active)):
             return False
-        name, route = prompt.row.adapter, self.prompts.model.route
+        name, store = prompt.row.adapter, self.prompts.model.adapter_store
         if name is None or not self.prompts.captures:
-            return name is None or name in route.names
-        if name not in route.names or route.holders[name].fitting.largest_rank > MOST_RANK:
+            return name is None or name in store.names
+        if name not in store.names or store.holders[name].fitting.largest_rank > MOST_RANK:
             return False
         table = self._table()
         return table is not None and table.why_not(name) is None
@@ -238,7 +238,7 @@ class Packs:
         kernels, own = prompts.kernels(), prompts.batch.steps.kernels
         if self._slots is None and kernels.adds and own.has_lora:
             self._slots = ChunkSlots(
-                prompts.model.hf_model, prompts.model.route, MOST_PROMPTS, prompts.device, module=own.matvec, many=own.rows,
+                prompts.model.hf_model, prompts.model.adapter_store, MOST_PROMPTS, prompts.device, module=own.matvec, many=own.rows,
                 slots=LEAST_SLOTS, prompt_module=kernels.module,
             )  # fmt: skip
         return self._slots
@@ -271,14 +271,14 @@ class Packs:
         forward = self._new_forward()
         padded = [*names, *[names[0]] * (rows - len(names))]
         # Once adapters are there a pass looks them up, whether its prompts have any or not: one graph for all.
-        table = self._table() if model.route.names else None
+        table = self._table() if model.adapter_store.names else None
         key: Hashable = None
         if table is not None:
             table.set_rows(padded)
-            model.route.none()
+            model.adapter_store.none()
             key = table.shape_key
         else:
-            model.route.set_rows(padded)
+            model.adapter_store.set_rows(padded)
         forward.firsts = layers_of(prompts, forward)
         form = forward.pack_form(pieces, size, rows, by_table=table is not None)
         forward.load_pack(form, pieces)
@@ -299,16 +299,11 @@ class Packs:
     def static(self, form: Form) -> Tensor:
         """Return what a graph of this form computes, kernel by kernel."""
         assert self._forward is not None
-        route = self.prompts.model.route
-        before = route.slots
-        try:
-            if form.by_table:
-                assert self._slots is not None
-                self._slots.empty(form.rows)
-                route.slots = self._slots
+        if form.by_table:
+            assert self._slots is not None
+            self._slots.empty(form.rows)
+        with self.prompts.model.adapter_store.applying(self._slots if form.by_table else None):
             return self._forward.run(form)
-        finally:
-            route.slots = before
 
 
 assert MOST_PROMPTS <= LEAST_SLOTS and MOST_PROMPTS <= many_rows.PAYING_ROWS

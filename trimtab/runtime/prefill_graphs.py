@@ -196,7 +196,7 @@ class Prompts:
 
     def extra_bytes(self, sizes: Sequence[int] | None = None, *, adapters: bool = True) -> int:
         """Return what is counted for captured prompts beside the plan; `sizes` None for those in use."""
-        plan, anatomy, holders = self.model.plan, self.model.anatomy, self.model.route.holders
+        plan, anatomy, holders = self.model.plan, self.model.anatomy, self.model.adapter_store.holders
         use = use_of(plan.request, anatomy, answer_tokens=plan.answer_tokens)
         value_bytes = [values_of(name, one).nbytes for name, one in holders.items() if adapters and one.fitting.plain]
         return prompt_graph_bytes(
@@ -273,7 +273,7 @@ class Prompts:
 
     def serial_of(self, name: str | None) -> int | None:
         """Return the serial of an attached adapter, None for the base."""
-        return None if name is None else self.model.route.serial_of(name)
+        return None if name is None else self.model.adapter_store.serial_of(name)
 
     def step(self, prompt: Prompt, most_tokens: int | None = None) -> bool:
         """Compute the next chunk, of at most `most_tokens` where it can be cut. Returns True when the whole prompt is complete,
@@ -530,7 +530,7 @@ class Prompts:
 
     def _forget_unloaded(self) -> None:
         """Drop the graphs of unloaded adapters."""
-        serials = {None, *self.model.route.serials.values()}
+        serials = {None, *self.model.adapter_store.serials.values()}
         for key in [key for key, one in self._graphs.items() if one.serial not in serials]:
             del self._graphs[key]
 

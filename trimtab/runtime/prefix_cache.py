@@ -309,7 +309,7 @@ class Prefixes:
         piece = company.piece_tokens(self.batch) if self.batch.is_invariant else 0
         if piece and inputs.has_media:
             return Match()
-        serial = None if row.adapter is None else self.model.route.serial_of(row.adapter)
+        serial = None if row.adapter is None else self.model.adapter_store.serial_of(row.adapter)
         scope = cache.scope(row.client, self.model.adapter_content(row.adapter))
         row.reuse = reuse = Reuse(PrefixKey(scope, inputs.token_ids, inputs.marks), serial)
         if piece:
@@ -364,7 +364,7 @@ class Prefixes:
 
     def _is_gone(self, adapter: str | None) -> bool:
         """Whether an adapter was unloaded: the pass itself refuses it by name."""
-        return adapter is not None and adapter not in self.model.route.names
+        return adapter is not None and adapter not in self.model.adapter_store.names
 
     def _find_all(
         self, cache: PrefixCache, reuse: Reuse, count: int, may_end_at: Callable[[int], bool]
@@ -530,7 +530,7 @@ class Prefixes:
         cache, reuse = self.cache, row.reuse
         if cache is None or reuse is None or not cache.learn(self.batch.cache):
             return False
-        serial = None if row.adapter is None else self.model.route.serial_of(row.adapter)
+        serial = None if row.adapter is None else self.model.adapter_store.serial_of(row.adapter)
         if serial != reuse.serial:  # another adapter has this name now
             return False
         key = reuse.key.with_tokens(row.token_ids[:count])

@@ -22,7 +22,8 @@ from torch.nn import functional
 
 from trimtab.errors import DeviceError
 from trimtab.plan.prompt_memory import ADAPTER_COLUMNS
-from trimtab.runtime import lora, nvrtc, short_ops
+from trimtab.runtime import nvrtc, short_ops
+from trimtab.runtime.adapter_store import Selection
 from trimtab.runtime.kept_checks import KeptChecks
 from trimtab.runtime.leaves import Leaf
 from trimtab.runtime.matvec import LoraColumns
@@ -178,22 +179,22 @@ def can_add(A: Tensor, B: Tensor, x: Tensor, y: Tensor) -> bool:
 
 
 class ChunkAdapters(short_ops.ShortAdapters):
-    """What `lora.apply_linear` does in a captured chunk: plain LoRA by the kernels, whatever else as in a short step."""
+    """Adds adapters in a captured chunk: plain LoRA by the kernels, whatever else as in a short step."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
         self.module = module
 
-    def apply(self, leaf: Any, x: Tensor, y: Tensor) -> Tensor:
-        route: lora.Route = leaf.route
-        adapter = None if route.rows is not None or route.name is None else leaf.adapters.get(route.name)
+    def add(self, leaf: Any, x: Tensor, y: Tensor) -> Tensor:
+        selection: Selection = leaf.adapter_store.selection
+        adapter = None if selection.rows is not None or selection.name is None else leaf.adapters.get(selection.name)
         # As rows, where they lie; those of a part of a joined product are apart.
         has_rows = y.is_contiguous() or y.shape[:-1].numel() == y.shape[-2]
         if adapter is None or self.module is None or not has_rows or adapter.A.shape[0] > PAYING_RANK:
-            return super().apply(leaf, x, y)
+            return super().add(leaf, x, y)
         flat, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         if not can_add(adapter.A, adapter.B, flat, out):
-            return super().apply(leaf, x, y)
+            return super().add(leaf, x, y)
         add(adapter.A, adapter.B, adapter.scale, flat, out, self.module, round_change=leaf.quant_kind != "none")
         return y
 
@@ -345,7 +346,7 @@ def chosen_with_short_ops(
     for what, why in kernels.reasons:
         fall_back(why, what)
     short = short_ops.ShortOps(
-        model.hf_model, model.route, model.device,
+        model.hf_model, model.adapter_store, model.device,
         lambda what, why: fall_back(f"{what}: {why}", "norm as one operation"),
     )  # fmt: skip
     short.adapters = ChunkAdapters(kernels.module if kernels.adds else None)

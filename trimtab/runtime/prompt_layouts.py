@@ -17,6 +17,7 @@ from torch import Tensor
 from trimtab.errors import gib
 from trimtab.plan.adapter_room import MOST_LAYOUTS
 from trimtab.runtime import lora
+from trimtab.runtime.adapter_store import TOWERS, AdapterStore, Selection
 
 if TYPE_CHECKING:
     from trimtab.runtime.prefill_graphs import Prompts
@@ -59,46 +60,46 @@ class Layouts:
     def set_adapter(self, name: str | None) -> tuple[Hashable, int | None]:
         """Route the model to an adapter for this pass; returns what of it is part of a graph, and its serial where a graph
         would read its own addresses."""
-        route: lora.Route = self.model.route
-        if name is None or name not in route.names:  # which is an error there
-            route.set(name)
+        store: AdapterStore = self.model.adapter_store
+        if name is None or name not in store.names:  # which is an error there
+            store.set(name)
             return None, None
         layout = self._layout_of(name)
         if layout is None:
-            route.set(name)
-            serial = route.holders[name].serial
+            store.set(name)
+            serial = store.holders[name].serial
             return (name, serial), serial
-        _route_to(route, layout)
+        _route_to(store, layout)
         return layout.name, None
 
     def set_towers(self, name: str | None) -> tuple[Hashable, int | None]:
         """The same for a pass of the towers: adapters that change no tower share the base's graphs. Errors: RequestError for an
         adapter that is not loaded."""
-        route: lora.Route = self.model.route
-        route.set(name)
+        store: AdapterStore = self.model.adapter_store
+        store.set(name)
         if name is None or not self.model.tower_content(name):
             return None, None
         layout = self._layout_of(name)
         if layout is None or not layout.has_towers:
-            serial = route.holders[name].serial
+            serial = store.holders[name].serial
             return (name, serial), serial
-        _route_to(route, layout)
+        _route_to(store, layout)
         return layout.name, None
 
     def _layout_of(self, name: str) -> PromptLayout | None:
         """Return the layout of an adapter with its values in place, None for one that has none."""
-        prompts, route = self.prompts, self.model.route
+        prompts, store = self.prompts, self.model.adapter_store
         planned = self.model.plan.execution.prompt
         if prompts.sizes == planned.chunks and "adapter_copy" not in planned.bytes:
             return None  # planned so: one adapter is read where it is
-        holders = route.holders[name]
+        holders = store.holders[name]
         serial, fitting = holders.serial, holders.fitting
         rest = {part_of(module, name) for _, module in holders.rest}
-        if not fitting.plain or not rest <= set(lora.TOWERS):
+        if not fitting.plain or not rest <= set(TOWERS):
             return None
         source = values_of(name, holders)
         has_towers = not rest
-        places = [one for one in fitting.plain if has_towers or one.part not in lora.TOWERS]
+        places = [one for one in fitting.plain if has_towers or one.part not in TOWERS]
         key = (
             source.numel(),
             tuple((one.leaf.module_path, one.rank, one.scale, one.A_start, one.B_start) for one in places),
@@ -153,9 +154,8 @@ class Layouts:
         self.prompts.forget(old.name)
 
 
-def _route_to(route: lora.Route, layout: PromptLayout) -> None:
-    route.none()
-    route.name = layout.name
+def _route_to(store: AdapterStore, layout: PromptLayout) -> None:
+    store.select(Selection(layout.name))
 
 
 def part_of(module: Any, name: str) -> str | None:

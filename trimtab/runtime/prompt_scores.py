@@ -39,7 +39,7 @@ class PromptScores:
         model, count, start = self._model, self._inputs.prompt_tokens, self._done
         end = min(count, start + PIECE_TOKENS)
         ids = self._inputs.tensors["input_ids"][:, start:end].to(model.device)
-        model.route.set(self.adapter)
+        model.adapter_store.set(self.adapter)
         model.lend_prompt_room()
         hf_slots.reset_offset(model.hf_model)
         with torch.no_grad():

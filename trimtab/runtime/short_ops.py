@@ -1,6 +1,6 @@
 """Fewer operations in transformers' own modules in a decode step: one for a norm, four for a LoRA.
 
-    short = ShortOps(hf_model, route, device, left_out=print)
+    short = ShortOps(hf_model, store, device, left_out=print)
     with short.step():                # within: norms and adapters are short; after it, whatever happened: as before
         hf_model(..., attention_mask=added_masks(hf_model, masks, dtype))
 
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trimtab.runtime import lora
+from trimtab.runtime.adapter_store import EAGER, TOWERS, AdapterStore, AdapterTable, Selection
 
 # Values of each trial, in rows whose size goes from 2^-11 (there eps decides) to 2^6.
 _TRIAL_ROWS = 72
@@ -45,7 +46,7 @@ MOST_MOVED_SHARE = 2**-8
 # Adapters of different rows are put side by side by a copy; beyond this their own products are as fast.
 STACK_BYTES = 8 * 2**20
 
-# Operations for one row, for rows side by side, and for one adapter's rows gathered and put back (`lora.apply_linear`).
+# Operations for one row, for rows side by side, and for one adapter's rows gathered and put back (`adapter_store.EagerAdapters`).
 _RUN_OPS, _STACK_OPS, _GATHER_OPS = 3, 6, 9
 
 Norm = Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
@@ -235,11 +236,13 @@ def is_plain(adapter: Any) -> bool:
 
 
 class ShortAdapters:
-    """What `lora.apply_linear` does while a short step runs: the same sum from fewer operations, rounded once.
+    """Adds adapters while a short step runs: the same sum from fewer operations, rounded once.
 
     Products that read one tensor share its float32 form. Rows that differ are taken as they lie: neighbours with one
     adapter are a slice, neighbours with several of one rank a batched product.
     """
+
+    table: AdapterTable | None = None
 
     def __init__(self) -> None:
         self._source: Tensor | None = None
@@ -261,25 +264,31 @@ class ShortAdapters:
         return self._wide
 
     def can(self, leaf: Any, x: Tensor) -> bool:
-        """Whether the adapters that the route gives to the rows of x are all plain at this layer, and this way is short."""
-        route: lora.Route = leaf.route
-        used = {name: leaf.adapters[name] for name in route.active() if name is not None and name in leaf.adapters}
+        """Whether the adapters of the rows of x are all plain at this layer, and this way is short."""
+        selection: Selection = leaf.adapter_store.selection
+        used = {name: leaf.adapters[name] for name in selection.active() if name is not None and name in leaf.adapters}
         if not all(is_plain(adapter) for adapter in used.values()):
             return False
-        if route.rows is None:
+        if selection.rows is None:
             return True
-        if len(route.rows) != x.shape[0] or any(adapter.part in lora.TOWERS for adapter in used.values()):
+        if len(selection.rows) != x.shape[0] or any(adapter.part in TOWERS for adapter in used.values()):
             return False
-        runs = list(_runs([None if name is None else leaf.adapters.get(name) for name in route.rows]))
+        runs = list(_runs([None if name is None else leaf.adapters.get(name) for name in selection.rows]))
         return sum(_RUN_OPS if end - start == 1 else _STACK_OPS for start, end in runs) <= _GATHER_OPS * len(used)
 
-    def apply(self, leaf: Any, x: Tensor, y: Tensor) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, y: Tensor) -> Tensor:
+        """See `AdapterApplier`. What is not plain LoRA, or not short this way, is added by PEFT's operations."""
+        if not layer.adapters:
+            return y
+        return self.add(layer, x, y) if self.can(layer, x) else EAGER.apply(layer, x, y)
+
+    def add(self, leaf: Any, x: Tensor, y: Tensor) -> Tensor:
         """Return y [B, ..., D_out] changed in place by the adapters of the rows of x [B, ..., D_in]; see `can`."""
-        route: lora.Route = leaf.route
-        if route.rows is None:
-            adapter = None if route.name is None else leaf.adapters.get(route.name)
+        selection: Selection = leaf.adapter_store.selection
+        if selection.rows is None:
+            adapter = None if selection.name is None else leaf.adapters.get(selection.name)
             return y if adapter is None else _add(adapter, self.wide(x), y)
-        adapters = [None if name is None else leaf.adapters.get(name) for name in route.rows]
+        adapters = [None if name is None else leaf.adapters.get(name) for name in selection.rows]
         for start, end in _runs(adapters):
             run = adapters[start:end]
             part = self.wide(x)[start:end]
@@ -335,9 +344,9 @@ class ShortOps:
     """The short forms of one model's norms and adapters. left_out: is told (what, why) of each kind of norm that has none."""
 
     def __init__(
-        self, hf_model: Any, route: lora.Route, device: torch.device, left_out: Callable[[str, str], None]
+        self, hf_model: Any, store: AdapterStore, device: torch.device, left_out: Callable[[str, str], None]
     ) -> None:  # fmt: skip
-        self.hf_model, self.route, self._tell = hf_model, route, left_out
+        self.hf_model, self.adapter_store, self._tell = hf_model, store, left_out
         self.adapters = ShortAdapters()
         self.proved: dict[NormKind, str | None] = {}  # a name of FORMS, None: no form is right
         self._norms: dict[nn.Module, _ShortNorm] = {}
@@ -352,7 +361,7 @@ class ShortOps:
 
     def norms(self) -> dict[nn.Module, _ShortNorm]:
         """Return what stands for the forward of each norm of the model; an adapter may have wrapped some since."""
-        serials = tuple(self.route.serials.values())
+        serials = tuple(self.adapter_store.serials.values())
         if self._why is None and self._seen != serials:
             self._seen = serials
             modules = (vars(m)["original"] if isinstance(m, lora.SavedModule) else m for m in self.hf_model.modules())
@@ -365,20 +374,19 @@ class ShortOps:
 
     @contextmanager
     def step(self, adapters: ShortAdapters | None = None) -> Iterator[None]:
-        """Run norms and adapters in their short forms while the block runs. adapters: what adds them, None for its own."""
+        """Run norms and adapters in their short forms while the block runs. adapters: what adds them, None for its own. Where
+        adapters are looked up in a table they stay there."""
         adapters = adapters or self.adapters
         covered: list[nn.Module] = []
-        before = self.route.short
         try:
             for module, short in self.norms().items():
                 if "forward" not in vars(module):
                     vars(module)["forward"] = short
                     covered.append(module)
-            self.route.short = adapters
             adapters.clear()
-            yield
+            with self.adapter_store.applying(None if self.adapter_store.table is not None else adapters):
+                yield
         finally:
             for module in covered:
                 vars(module).pop("forward", None)
-            self.route.short = before
             adapters.clear()

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from trimtab.errors import RequestError
 from trimtab.runtime import cuts, lora, many_rows, matvec
+from trimtab.runtime.adapter_store import TOWERS, AdapterStore, AdapterTable
 from trimtab.runtime.leaves import Leaf
 
 _COLUMNS = ("A_ptr", "B_ptr", "rank", "scale")
@@ -60,14 +61,14 @@ class AdapterSlots:
     """
 
     def __init__(
-        self, hf_model: Any, route: lora.Route, rows: int, device: torch.device, *, module: Any, slots: int = LEAST_SLOTS,
+        self, hf_model: Any, store: AdapterStore, rows: int, device: torch.device, *, module: Any, slots: int = LEAST_SLOTS,
         many: Any = None, is_fixed: bool = False,
     ) -> None:  # fmt: skip
         if slots < rows:
             raise RequestError(
                 "each row may need a slot of its own", field="slots", value=slots, hint=f"At least {rows}"
             )
-        self.hf_model, self.route, self.device, self.slots, self.module = hf_model, route, device, slots, module
+        self.hf_model, self.adapter_store, self.device, self.slots, self.module = hf_model, store, device, slots, module
         self.many, self.is_fixed = many, is_fixed
         leaves = [module for module in hf_model.modules() if isinstance(module, Leaf)]
         self._place = {leaf: number for number, leaf in enumerate(leaves)}
@@ -104,17 +105,17 @@ class AdapterSlots:
         """Return why this adapter cannot be used by table, None if it can."""
         if name is None:
             return None
-        key = (name, self.route.holders[name].serial)
+        key = (name, self.adapter_store.holders[name].serial)
         if key not in self._why:
             self._why[key] = self._examine(name)
         return self._why[key]
 
     def _examine(self, name: str) -> str | None:
         # What comes from one piece is plain LoRA in contiguous float32 because of how it was put there.
-        for path, module in self.route.holders[name].rest:
+        for path, module in self.adapter_store.holders[name].rest:
             adapter = module.__dict__["adapters"][name]
             part = getattr(adapter, "part", None) or module.__dict__.get("part")
-            if part in lora.TOWERS:
+            if part in TOWERS:
                 continue
             if not isinstance(adapter, lora.LinearAdapter):
                 return f"adapter {name} changes {path}, which is no linear layer"
@@ -125,6 +126,15 @@ class AdapterSlots:
             if adapter.A.dtype != torch.float32 or not (adapter.A.is_contiguous() and adapter.B.is_contiguous()):
                 return f"adapter {name} is not held in contiguous float32 at {path}"
         return None
+
+    @property
+    def table(self) -> AdapterTable:
+        """Itself: kernels look each row's adapter up here."""
+        return self
+
+    def apply(self, layer: Any, x: Tensor, y: Tensor) -> Tensor:
+        """See `AdapterApplier`: layers that no attached adapter changes keep their output."""
+        return self.add(layer, x, y) if layer in self._covered else y
 
     @property
     def shape_key(self) -> tuple[int, int]:
@@ -147,11 +157,11 @@ class AdapterSlots:
             self.largest_rank = max(self.largest_rank, -(-fitting.largest_rank // RANK_STEP) * RANK_STEP)
 
     def _cover_attached(self) -> None:
-        if self._seen_serial == self.route.last_serial:
+        if self._seen_serial == self.adapter_store.last_serial:
             return
-        new = [name for name, serial in self.route.serials.items() if serial > self._seen_serial]
-        self._seen_serial = self.route.last_serial
-        self.cover(self.route.holders[name].fitting for name in new if self.why_not(name) is None)
+        new = [name for name, serial in self.adapter_store.serials.items() if serial > self._seen_serial]
+        self._seen_serial = self.adapter_store.last_serial
+        self.cover(self.adapter_store.holders[name].fitting for name in new if self.why_not(name) is None)
 
     def set_rows(self, names: Sequence[str | None]) -> None:
         """Let row i use names[i]; rows beyond use the base. Enqueued on the current stream, in order with the steps.
@@ -159,7 +169,7 @@ class AdapterSlots:
         Errors: RequestError for an adapter that `why_not` refuses.
         """
         self._cover_attached()
-        wanted = tuple(None if name is None else (name, self.route.holders[name].serial) for name in names)
+        wanted = tuple(None if name is None else (name, self.adapter_store.holders[name].serial) for name in names)
         if wanted == self._rows:
             return
         for key in dict.fromkeys(key for key in wanted if key is not None):
@@ -180,12 +190,12 @@ class AdapterSlots:
         why = self.why_not(name)
         if why is not None:
             raise RequestError(why, field="adapter", value=name)
-        for old in [old for old in self._held if self.route.serial_of(old[0]) != old[1]]:
+        for old in [old for old in self._held if self.adapter_store.serial_of(old[0]) != old[1]]:
             self._free(old)  # its tensors are gone
         slot = next((number for number in range(self.slots) if number not in self._held.values()), None)
         if slot is None:
             slot = self._free(next(old for old in self._held if old not in in_use))
-        holders = self.route.holders[name]
+        holders = self.adapter_store.holders[name]
         columns = self._columns_of(holders.fitting)
         integers, scale = columns.integers.clone(), columns.scale.clone()
         integers[:2] += columns.is_there * holders.address

@@ -4,7 +4,7 @@
     choice.is_captured, choice.is_fusable, choice.kernels, choice.fallbacks
 
 The plan says how steps run; what a card or a model does not allow is known here, before the first step, and named in `fallbacks`.
-`Steps` (runtime/graphs.py) replays what was chosen, `StepCapture` (runtime/step_capture.py) captures it.
+`DecodeStep` (runtime/decode_step.py) replays what was chosen, `StepCapture` (runtime/step_capture.py) captures it.
 """
 
 from __future__ import annotations

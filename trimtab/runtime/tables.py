@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.runtime import lora
+from trimtab.runtime.adapter_store import AdapterStore
 from trimtab.runtime.read import PositionedFile, bytes_of, seen_by
 
 
@@ -18,10 +19,10 @@ class Table(nn.Module):
 
     def __init__(
         self, module_path: str, shape: tuple[int, int], *, embed_scale: Tensor | None, device: torch.device,
-        dtype: torch.dtype, route: lora.Route, padding_idx: int | None,
+        dtype: torch.dtype, store: AdapterStore, padding_idx: int | None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.module_path, self.device, self.dtype, self.route = module_path, device, dtype, route
+        self.module_path, self.device, self.dtype, self.adapter_store = module_path, device, dtype, store
         self.num_embeddings, self.embedding_dim = shape
         self.padding_idx = padding_idx
         self.adapters: dict[str, lora.EmbeddingAdapter] = {}
@@ -41,7 +42,7 @@ class Table(nn.Module):
         rows = self.rows(ids)
         if self.embed_scale is not None:
             rows = rows * self.embed_scale.to(rows.dtype)
-        return lora.apply_embedding(self, ids, rows) if self.adapters else rows
+        return self.adapter_store.applier.apply(self, ids, rows)
 
 
 class ResidentTable(Table):

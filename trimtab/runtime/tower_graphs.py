@@ -193,7 +193,7 @@ class Towers:
 
     def _drop_adapters(self) -> None:
         """Drop graphs of adapters that are gone."""
-        serials = {None, *self.model.route.serials.values()}
+        serials = {None, *self.model.adapter_store.serials.values()}
         dropped = {key[1:] for key, one in self._graphs.items() if one.serial not in serials}
         for shape in dropped:
             self._drop(shape)

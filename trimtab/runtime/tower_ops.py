@@ -20,8 +20,8 @@ from typing import Any
 
 from torch import Tensor
 
+from trimtab.runtime.adapter_store import TOWERS
 from trimtab.runtime.leaves import HostLeaf, Leaf
-from trimtab.runtime.lora import TOWERS
 from trimtab.runtime.prompt_kernels import ChunkAdapters, PromptKernels
 from trimtab.runtime.short_ops import ShortOps
 

@@ -90,7 +90,7 @@ def _answer(model: Any, item: Mapping[str, Any], adapter: str | None, new_tokens
     inputs = forced.read_inputs(item["file"], model.device)
     ids = tuple(inputs["input_ids"][0].tolist())
     prepared = Inputs(inputs, item["prompt_tokens"], ids, item["has_media"])
-    model.route.set(adapter)
+    model.adapter_store.set(adapter)
     wait(model.device)
     clock = Clock()
     try:
@@ -99,5 +99,5 @@ def _answer(model: Any, item: Mapping[str, Any], adapter: str | None, new_tokens
             for piece in pieces:
                 clock.tick(piece.token_ids)
     finally:
-        model.route.set(None)
+        model.adapter_store.set(None)
     return clock.told(item["id"])

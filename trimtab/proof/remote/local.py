@@ -99,11 +99,11 @@ class Reference:
     def using(self, name: str | None) -> Iterator[None]:
         """Answer as an attached adapter, or as the base."""
         self.model.lend_prompt_room()
-        self.model.route.set(name)
+        self.model.adapter_store.set(name)
         try:
             yield
         finally:
-            self.model.route.set(None)
+            self.model.adapter_store.set(None)
 
     @contextmanager
     def instead(self, folder: Path) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """A decode step of all rows: transformers' modules, or a few kernels launched as one CUDA graph.
 
-    steps = Steps(batch, mode="auto")
-    logits, greedy = steps.run()      # [count, V] float32 and the most likely token of each row, on the device
+    step = DecodeStep(model, buffers, mode="auto")
+    logits, greedy = step.run(state)  # [count, V] float32 and the most likely token of each row, on the device
 
 A step of thousands of small kernels takes as long as Python needs to launch them. A graph launches them all at once; it
 repeats the very addresses and numbers it was captured with, so whatever changes from step to step is read from tensors
@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from trimtab.errors import RequestError, gib
 from trimtab.plan.execution import BUCKETS, KERNEL_ROWS
 from trimtab.runtime import company, ends, hf_slots, many_rows, short_ops, tables
+from trimtab.runtime.batch_state import BatchState, StepBuffers
 from trimtab.runtime.devices import outside_torch
 from trimtab.runtime.graph_cache import GraphCache
 from trimtab.runtime.kernels import Kernels
@@ -36,7 +37,7 @@ from trimtab.runtime.step_memory import extra_bytes, most_graphs
 
 if TYPE_CHECKING:
     from trimtab.runtime import hf_gemma4, lora
-    from trimtab.runtime.batch import Batch
+    from trimtab.runtime.model import LoadedModel
     from trimtab.runtime.slots import AdapterSlots
 
 # In the key of a graph whose rows look their adapters up.
@@ -46,8 +47,8 @@ SMALLEST_PLACES = 256
 
 
 @dataclass(eq=False)
-class Steps:
-    """The steps of one batch. mode: "auto" takes the fastest that works, the others exactly what they say.
+class DecodeStep:
+    """The decode steps of one batch's buffers. mode: "auto" takes the fastest that works, the others exactly what they say.
 
     "eager": transformers' modules as they are, one kernel after the other. "graph": the same modules, captured, on a GPU
     with fewer operations for norms (`short_ops`) and adapters (`slots`). "fused": few kernels of our own, captured; on a
@@ -55,7 +56,8 @@ class Steps:
     name cannot be had.
     """
 
-    batch: Batch
+    model: LoadedModel
+    buffers: StepBuffers
     mode: str = "auto"
     capture_s: float = 0.0
     captures: int = 0
@@ -63,11 +65,11 @@ class Steps:
     wrote_tokens: bool = False  # whether the last step put each row's most likely token where the next one reads it
 
     def __post_init__(self) -> None:
-        self.model = self.batch.model
         self.device: torch.device = self.model.device
-        self._choice = StepChoice(self.model, self.mode, self.batch.rows)
+        self.rows, self.cache, self.tokens = self.buffers.rows, self.buffers.cache, self.buffers.tokens
+        self.is_invariant = bool(self.model.plan.request.batch_invariant)
+        self._choice = StepChoice(self.model, self.mode, self.rows)
         self._graphs: GraphCache[CapturedStep] = GraphCache()
-        self._ahead = False
         self._slots: AdapterSlots | None = None
         self._short_ops: short_ops.ShortOps | None = None
         self._fused: hf_gemma4.FusedStep | None = None
@@ -79,7 +81,7 @@ class Steps:
             if isinstance(module, tables.GatheredTable) and module.seen is None
         ]  # fmt: skip
         self._placeholders = hf_slots.placeholder_ids(self.model.hf_model)
-        self._capturing = StepCapture(self._choice, self.batch.tokens, self._graphs, self._tables)
+        self._capturing = StepCapture(self._choice, self.tokens, self._graphs, self._tables)
 
     @property
     def fallbacks(self) -> list[Fallback]:
@@ -103,42 +105,40 @@ class Steps:
         brings no other input."""
         return self.wrote_tokens and not self._tables
 
-    def run(self, *, ahead: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the logits [count, V] float32 of one step of the active rows, and each row's most likely token [count],
+    def run(self, state: BatchState) -> tuple[Tensor, Tensor]:
+        """Return the logits [count, V] float32 of one step of these rows, and each row's most likely token [count],
         -1 where the scores are not numbers. Both are overwritten by the next step.
 
-        Keys and values are written; positions are the caller's to advance. ahead: the rows' last tokens are not in their
-        lists yet.
+        Keys and values are written; positions are the caller's to advance.
         """
-        self._ahead = ahead
-        count = len(self.batch.active)
-        names = [row.adapter for row in self.batch.active]
+        count = state.count
         self.wrote_tokens = False
-        if self.batch.is_invariant:
-            return self._run_invariant(names)
-        if not self.has_placeholder():
-            outputs = self._run_graph(count, names) if self.is_captured else None
+        if self.is_invariant:
+            return self._run_invariant(state)
+        if not self.has_placeholder(state):
+            outputs = self._run_graph(state) if self.is_captured else None
             if outputs is not None:
                 return outputs[0][:count], outputs[1][:count]
             step = self.fused_step() if self.mode == "fused" else None
-            return self._eager(count, names, step or self._short)
-        return self._eager(count, names, self._modules)
+            return self._eager(state, step or self._short)
+        return self._eager(state, self._modules)
 
-    def _run_invariant(self, names: Sequence[str | None]) -> tuple[Tensor, Tensor]:
+    def _run_invariant(self, state: BatchState) -> tuple[Tensor, Tensor]:
         """Return what `run` does, each row with the bits that it has alone: of one graph of all rows, whoever is active, and of
         passes of one row for those that the graph cannot compute. See company.py."""
-        batch, count = self.batch, len(names)
-        apart = [number for number in range(count) if not self.is_captured or self._is_apart(number)]
-        before = batch.tokens.clone() if apart else None
+        count = state.count
+        apart = [number for number in range(count) if not self.is_captured or self._is_apart(state, number)]
+        before = self.tokens.clone() if apart else None
         outputs = None
         if len(apart) < count:
-            outputs = self._run_graph(count, [None if number in apart else name for number, name in enumerate(names)])
+            names = tuple(None if number in apart else name for number, name in enumerate(state.adapters))
+            outputs = self._run_graph(replace(state, adapters=names))
             if outputs is None:  # capturing failed: no row is in a graph from now on
-                return self._run_invariant(names)
+                return self._run_invariant(state)
             self.wrote_tokens = not apart
         if before is not None:
-            batch.tokens.copy_(before)
-            alone = company.one_by_one(self, {number: names[number] for number in apart})
+            self.tokens.copy_(before)
+            alone = company.one_by_one(self, {number: state.adapters[number] for number in apart})
             if outputs is None:
                 return alone
             for number, logits, token in zip(apart, *alone, strict=True):
@@ -146,25 +146,23 @@ class Steps:
         assert outputs is not None
         return outputs[0][:count], outputs[1][:count]
 
-    def _is_apart(self, number: int) -> bool:
+    def _is_apart(self, state: BatchState, number: int) -> bool:
         """Whether a row's step cannot be part of a graph of all rows: its token is a picture's, or no table holds its adapter."""
-        row = self.batch.active[number]
-        if row.token_ids[-1] in self._placeholders:
+        name = state.adapters[number]
+        if state.last_tokens[number] in self._placeholders:
             return True
-        if row.adapter is None:
+        if name is None:
             return False
-        return not self.kernels.has_lora or self._adapter_slots().why_not(row.adapter) is not None
+        return not self.kernels.has_lora or self._adapter_slots().why_not(name) is not None
 
-    def has_placeholder(self) -> bool:
-        # For a drawn picture token transformers embeds another one in its place.
-        return any(row.token_ids[-1] in self._placeholders for row in self.batch.active)
+    def has_placeholder(self, state: BatchState) -> bool:
+        """Whether a row's last token stands for a picture: transformers embeds another one in its place."""
+        return state.any_of(self._placeholders)
 
-    def _eager(
-        self, count: int, names: Sequence[str | None], step: Any
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        self.batch.cache.seen_places = self._places()
-        self.model.route.set_rows(names)
-        return self._finish(step, count)
+    def _eager(self, state: BatchState, step: Any) -> tuple[Tensor, Tensor]:
+        self.cache.seen_places = self._places(state)
+        self.model.adapter_store.set_rows(state.adapters)
+        return self._finish(step, state.count)
 
     def _short(self, count: int) -> Tensor:
         """Return what `_modules` does, from fewer operations where that is allowed: it rounds elsewhere."""
@@ -172,7 +170,10 @@ class Steps:
             return self._modules(count)
         if self._short_ops is None:
             self._short_ops = short_ops.ShortOps(
-                self.model.hf_model, self.model.route, self.device, partial(self._choice.fall_back, requested=False)
+                self.model.hf_model,
+                self.model.adapter_store,
+                self.device,
+                partial(self._choice.fall_back, requested=False),
             )
         unpacked = self.model.unpacked
         with (
@@ -186,16 +187,16 @@ class Steps:
 
     def _modules(self, count: int, *, added_masks: bool = False) -> Tensor:
         """Return the logits [count, V] of transformers' own forward pass."""
-        batch, cache = self.batch, self.batch.cache
-        if (slots := self.model.route.slots) is not None:
-            slots.empty(count)
+        cache = self.cache
+        if (table := self.model.adapter_store.table) is not None:
+            table.empty(count)
         cache.begin()
         masks = hf_slots.step_masks(self.model.hf_model, cache, count)
         step = cache.rows_of_step(count)
         if added_masks:
             masks = short_ops.added_masks(self.model.hf_model, masks, self.model.dtype)
         output = self.model.hf_model(
-            input_ids=batch.tokens[step], position_ids=hf_slots.step_positions(self.model.hf_model, cache, count),
+            input_ids=self.tokens[step], position_ids=hf_slots.step_positions(self.model.hf_model, cache, count),
             attention_mask=masks, past_key_values=cache, use_cache=True, logits_to_keep=1, return_dict=True,
         )  # fmt: skip
         logits: Tensor = output.logits[:, -1]
@@ -208,17 +209,16 @@ class Steps:
             return ends.likeliest(step(count), None, next_tokens, self.kernels.ends)
 
     def _finish_and_go_on(self, step: Any, count: int) -> tuple[Tensor, Tensor]:
-        return self._finish(step, count, self.batch.tokens[:count, 0])
+        return self._finish(step, count, self.tokens[:count, 0])
 
-    def _places(self, *, sees_all: bool = False) -> int:
+    def _places(self, state: BatchState, *, sees_all: bool = False) -> int:
         """Return how many places of the context attention reads. sees_all: every one, whatever the rows hold."""
-        if (self.batch.is_invariant or sees_all) and self.batch.context_tokens is not None:
-            return self.batch.context_tokens
-        longest = max(len(row.token_ids) for row in self.batch.active) + self._ahead
+        if self.is_invariant or sees_all:
+            return self.buffers.context_tokens
         places = SMALLEST_PLACES
-        while places < longest:
+        while places < state.tokens_in_reach:
             places *= 2
-        return min(places, self.batch.context_tokens or places)
+        return min(places, self.buffers.context_tokens)
 
     # Graphs ------------------------------------------------------------------------------------------------------------
 
@@ -230,9 +230,9 @@ class Steps:
 
         if self._fused is None:  # not before a prompt has gone through: the cache's layers are known from then on
             self._fused = hf_gemma4.FusedStep(
-                self.model.hf_model, self.batch.cache, self.batch.tokens, self.kernels, self.model.unpacked
+                self.model.hf_model, self.cache, self.tokens, self.kernels, self.model.unpacked
             )
-        exchanges = self.model.route.exchanges
+        exchanges = self.model.adapter_store.exchanges
         if self._examined is None or self._examined[0] != exchanges:
             self._examined = exchanges, self._fused.why_not_rows()
         why = self._examined[1]
@@ -241,13 +241,12 @@ class Steps:
             return None
         return self._fused
 
-    def _run_graph(
-        self, count: int, names: Sequence[str | None], *, sees_all: bool = False
-    ) -> tuple[Tensor, Tensor] | None:
-        """Return the outputs of a replayed graph of the active rows, captured first where there is none; None where that failed."""
-        bucket = next((size for size in BUCKETS if size >= count and size <= self.batch.rows), self.batch.rows)
-        if self.batch.is_invariant:
-            bucket = self.batch.rows
+    def _run_graph(self, state: BatchState, *, sees_all: bool = False) -> tuple[Tensor, Tensor] | None:
+        """Return the outputs of a replayed graph of these rows, captured first where there is none; None where that failed."""
+        count, names = state.count, state.adapters
+        bucket = next((size for size in BUCKETS if size >= count and size <= self.rows), self.rows)
+        if self.is_invariant:
+            bucket = self.rows
         padded = [*names, *[None] * (bucket - count)]
         step: Any = self._short
         kind = "modules"
@@ -256,11 +255,11 @@ class Steps:
             fused = self.fused_step()
             if fused is not None:
                 step, kind = fused, "fused"
-        self.batch.cache.seen_places = self._places(sees_all=sees_all)
+        self.cache.seen_places = self._places(state, sees_all=sees_all)
         has_adapters = any(names)
         key: tuple[Hashable, ...] = (kind, bucket)
-        if kind == "modules" or self.batch.cache.kv == "int8":
-            key = (*key, self.batch.cache.seen_places)
+        if kind == "modules" or self.cache.kv == "int8":
+            key = (*key, self.cache.seen_places)
         if slots is not None:
             slots.set_rows(padded)
             self._forget_smaller(slots.shape_key)
@@ -268,12 +267,16 @@ class Steps:
         elif has_adapters:  # captured with the adapters' own addresses
             key = (
                 *key,
-                *((name, self.model.route.holders[name].serial) if name is not None else None for name in padded),
+                *(
+                    (name, self.model.adapter_store.holders[name].serial) if name is not None else None
+                    for name in padded
+                ),
             )
-        self._stage(bucket)
+        self._stage(state, bucket)
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._capture(key, step, bucket, padded, slots if has_adapters or self.batch.is_invariant else None)
+            table = slots if has_adapters or self.is_invariant else None
+            graph = self._capture(key, partial(self._finish_and_go_on, step, bucket), padded, table, count)
             if graph is None:
                 return None
         self._graphs.move_to_end(key)
@@ -283,7 +286,7 @@ class Steps:
 
     def _slots_for(self, names: Sequence[str | None]) -> AdapterSlots | None:
         """Return the table of adapters if the kernels that use it were chosen and every adapter of the rows fits it."""
-        if not self.kernels.has_lora or not (any(names) or (self.batch.is_invariant and self._has_adapters())):
+        if not self.kernels.has_lora or not (any(names) or (self.is_invariant and self._has_adapters())):
             return None
         slots = self._adapter_slots()
         for name in dict.fromkeys(names):
@@ -295,7 +298,7 @@ class Steps:
 
     def _has_adapters(self) -> bool:
         """Whether a table has layers to look up, of adapters that are there or were: from then on every step looks them up."""
-        if self._slots is None and not self.model.route.names:
+        if self._slots is None and not self.model.adapter_store.names:
             return False
         return self._adapter_slots().shape_key[1] > 0
 
@@ -304,8 +307,8 @@ class Steps:
 
         if self._slots is None:
             self._slots = AdapterSlots(
-                self.model.hf_model, self.model.route, self.batch.rows, self.device, module=self.kernels.matvec,
-                slots=max(LEAST_SLOTS, self.batch.rows), many=self.kernels.rows, is_fixed=self.batch.is_invariant,
+                self.model.hf_model, self.model.adapter_store, self.rows, self.device, module=self.kernels.matvec,
+                slots=max(LEAST_SLOTS, self.rows), many=self.kernels.rows, is_fixed=self.is_invariant,
             )  # fmt: skip
         return self._slots
 
@@ -318,14 +321,16 @@ class Steps:
 
     def sizes(self) -> list[int]:
         """Return for how many rows steps are captured, the largest first: the smaller ones find room in its memory."""
-        rows = self.batch.rows
-        if self.batch.is_invariant:
+        rows = self.rows
+        if self.is_invariant:
             return [rows]
         return sorted({*(size for size in BUCKETS if size < rows), rows}, reverse=True)
 
-    def prepare(self, expected: Iterable[lora.Fitting] = (), sizes: Sequence[int] | None = None) -> None:
+    def prepare(
+        self, state: BatchState, expected: Iterable[lora.Fitting] = (), sizes: Sequence[int] | None = None
+    ) -> None:  # fmt: skip
         """Capture a step of every bucket of rows before it is needed: of the base, and with adapters by table if any is
-        attached. The batch's active rows are stand-ins, as many as it has rows; nobody's tokens come from these steps.
+        attached. state: of stand-ins, as many as there are rows; nobody's tokens come from these steps.
 
         expected: of adapters that may be attached later; their layers are looked up from the start. sizes: of those that `sizes`
         gives, None for all. Ends early
@@ -333,18 +338,17 @@ class Steps:
         counted for it.
         """
         before = outside_torch(self.device)
-        self._prepare(expected, self.sizes() if sizes is None else sizes)
+        self._prepare(state, expected, self.sizes() if sizes is None else sizes)
         self.graph_bytes += max(outside_torch(self.device) - before, 0)
 
-    def _prepare(self, expected: Iterable[lora.Fitting], sizes: Sequence[int]) -> None:
+    def _prepare(self, state: BatchState, expected: Iterable[lora.Fitting], sizes: Sequence[int]) -> None:
         names: list[str | None] = [None]
         expected = list(expected)
-        is_invariant = self.batch.is_invariant
-        if self.kernels.has_lora and (self.model.route.names or (is_invariant and expected)):
+        is_invariant = self.is_invariant
+        if self.kernels.has_lora and (self.model.adapter_store.names or (is_invariant and expected)):
             slots = self._adapter_slots()
             slots.cover(fitting for fitting in expected if not fitting.rest)  # the rest is seldom chosen by table
-            names += [name for name in self.model.route.names if slots.why_not(name) is None][:1]
-        rows = list(self.batch.active)
+            names += [name for name in self.model.adapter_store.names if slots.why_not(name) is None][:1]
         free = self._free_bytes()
         if is_invariant:
             names = [None]
@@ -353,15 +357,15 @@ class Steps:
             # The largest copies of keys and values first: the memory of smaller ones, kept by the graphs, would hold none of these.
             steps.insert(0, (None, max(sizes), True))
         for name, size, sees_all in steps:
-            self.batch.active[:] = rows[:size]
+            rows = state.uniform(name, size)
             for _ in range(2):  # where the fused step cannot be captured, the modules may
-                if not self.is_captured or len(self._graphs) >= most_graphs(self.model, self.batch.rows):
+                if not self.is_captured or len(self._graphs) >= most_graphs(self.model, self.rows):
                     return
-                self.batch.tell_tokens()
-                if self._run_graph(size, [name] * size, sees_all=sees_all) is not None:
+                self.tokens[:size, 0].copy_(torch.tensor(rows.last_tokens), non_blocking=True)
+                if self._run_graph(rows, sees_all=sees_all) is not None:
                     break
             lost = free - self._free_bytes()
-            if lost > self._counted_bytes(len(rows)):
+            if lost > self._counted_bytes(state.count):
                 why = f"captures so far take {gib(lost)}; the others are captured at their first use"
                 self._choice.fall_back("captures ahead of requests", why, requested=False)
                 return
@@ -374,38 +378,37 @@ class Steps:
     def _free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
 
-    def _stage(self, bucket: int) -> None:
+    def _stage(self, state: BatchState, bucket: int) -> None:
         if self._tables:
-            ids = torch.tensor([row.token_ids[-1] for row in self.batch.active])
+            ids = torch.tensor(state.last_tokens)
             for table in self._tables:
-                table.stage(ids, max(self.batch.rows, bucket))
+                table.stage(ids, max(self.rows, bucket))
 
     def _capture(
-        self, key: tuple[Hashable, ...], step: Any, bucket: int, names: Sequence[str | None],
-        slots: AdapterSlots | None,
+        self, key: tuple[Hashable, ...], run: partial[tuple[Tensor, Tensor]], names: Sequence[str | None],
+        slots: AdapterSlots | None, count: int,
     ) -> CapturedStep | None:  # fmt: skip
-        start = time.perf_counter()
-        while len(self._graphs) >= most_graphs(self.model, self.batch.rows):
+        """Return the graph of `run`, a step of len(names) rows, the first `count` of them in use; None where that failed."""
+        start, (step, bucket) = time.perf_counter(), run.args
+        while len(self._graphs) >= most_graphs(self.model, self.rows):
             self._graphs.popitem(last=False)
-        route = self.model.route
+        store = self.model.adapter_store
         if slots is None:
-            route.set_rows(names)
+            store.set_rows(names)
         else:
-            route.none()
-        route.slots = slots
+            store.none()
         for table in self._tables:
             table.reads_staged = True
         try:
-            run = partial(self._finish_and_go_on, step, bucket)
             is_ours = step is self._fused or slots is not None
-            count = len(self.batch.active)
-            overlap = is_ours and self._capturing.overlap_pays(run, slots, count)
-            if step is self._fused:
-                self._capturing.refine(run, slots, bucket, count, overlap=overlap)
-            start = time.perf_counter()  # what was tried is done once on a card
-            with self.kernels.overlapping(overlap):
-                graph = self._capturing.record(run, slots, count)
-                graph.keep = slots, dict(route.indices)  # the route forgets them with the next prompt
+            with store.applying(slots):
+                overlap = is_ours and self._capturing.overlap_pays(run, slots, count)
+                if step is self._fused:
+                    self._capturing.refine(run, slots, bucket, count, overlap=overlap)
+                start = time.perf_counter()  # what was tried is done once on a card
+                with self.kernels.overlapping(overlap):
+                    graph = self._capturing.record(run, slots, count)
+            graph.keep = slots, store.selection  # it has the row numbers that the graph reads
         except RequestError:
             raise
         except Exception as exc:
@@ -420,7 +423,6 @@ class Steps:
             self._choice.capture_failed(is_fused=is_fused)
             return None
         finally:
-            route.slots = None
             for table in self._tables:
                 table.reads_staged = False
         self._graphs[key] = graph
