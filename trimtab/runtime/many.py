@@ -21,7 +21,7 @@ import torch
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.request import GenerateRequest, check_choice
-from trimtab.runtime import company, hf_slots
+from trimtab.runtime import company, hf_slots, kept_batch
 from trimtab.runtime.chat import Inputs
 from trimtab.runtime.generate import Answer, Detokenizer, TokenLogprob, detokenizer_of, generate_text, logprobs_of
 from trimtab.runtime.out_of_memory import is_out_of_memory
@@ -142,14 +142,12 @@ def _one_by_one(
 def _together(
     model: Any, prepared: Iterator[_Prepared], rows: int, on_error: _OnError, group: str
 ) -> Iterator[tuple[int, Any]]:
-    from trimtab.runtime.batch import Batch
-
     with model._answering(None):
         batch = model.rows() if rows == 1 or model.plan.request.batch_invariant else None
         is_own = batch is None
+        is_over = False
         if batch is None:
-            model.forget_batch()
-            batch = Batch(model, rows=rows)
+            batch = kept_batch.take(model, rows)
         flights: dict[Row, _Flight] = {}
         waiting: _Prepared | None = next(prepared, None)
         begun: deque[_Begun] = deque()  # prompts that have not gone through
@@ -177,12 +175,13 @@ def _together(
                     if row.error is not None:
                         raise row.error
                     yield flight.index, flight.answer(row.finish)
+            is_over = True
         finally:
             while begun:
                 batch.pages.forget(begun.popleft().prompt.row)
             for row in [*batch.active, *batch.placed]:
                 batch.leave(row)
-            if is_own:
+            if is_own and not (is_over and kept_batch.keep(model, batch)):
                 # The plan counts one batch: this one's keys and values go before another is made.
                 del batch
                 ready, failed = [], None  # they know the batch

@@ -6,7 +6,6 @@ is refused by name.
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -31,7 +30,17 @@ from trimtab.plan.dtypes import was_chosen
 from trimtab.plan.execution import CAPTURED
 from trimtab.plan.kv_form import check_kv
 from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
-from trimtab.runtime import cudnn, float16_check, hf, hf_processor, lora, mixes, prefix_cache, transient_room
+from trimtab.runtime import (
+    cudnn,
+    float16_check,
+    hf,
+    hf_processor,
+    kept_batch,
+    lora,
+    mixes,
+    prefix_cache,
+    transient_room,
+)
 from trimtab.runtime.adapter_store import TOWERS, AdapterStore
 from trimtab.runtime.asking import Asking, Chosen
 from trimtab.runtime.attached_adapter import AttachedAdapter
@@ -89,13 +98,13 @@ class LoadedModel(Asking):
         self.exchanging = threading.RLock()
         self.mixes = mixes.Mixes(self)
         self._preparing = threading.Lock()
-        self._single: Batch | None = None
+        self.batch_kept: Batch | None = None
         self.prefix_cache: PrefixCache | None = None
         self.prompt_room: PromptRoom | None = None
         # For the kernels of steps and chunks; on a CPU each layer has its own share of them instead.
         self.unpacked: UnpackedWeights | None = None
         self.unpacked_bytes = 0
-        self._fallbacks: tuple[Fallback, ...] = ()
+        self.own_fallbacks: tuple[Fallback, ...] = ()
         self._loaded: Loaded | None = None
         self._give_back_attention: Callable[[], object] = lambda: None
         self._baseline_bytes = 0
@@ -118,7 +127,7 @@ class LoadedModel(Asking):
                 if plan.request.prefix_cache_bytes:
                     self.keep_prefixes(plan.request.prefix_cache_bytes)
                 if decode == "repacked":
-                    self._fallbacks += repack(self)
+                    self.own_fallbacks += repack(self)
                     self.decode = "auto"
                 for name, path in plan.request.adapters.items():
                     self._attach_planned(name, self.read_adapter(path))
@@ -150,13 +159,8 @@ class LoadedModel(Asking):
             self.prompt_room.lend(self.free_adapter_bytes())
 
     def forget_batch(self) -> None:
-        """Give back the batch of one row that answers use, for a caller that makes its own: the plan counts one of them."""
-        if self._single is not None:
-            self._single = None
-            self.lend_prompt_room()
-            gc.collect()  # a batch and its steps know each other
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+        """Give back the batch that the last answers used, for a caller that makes its own: the plan counts one of them."""
+        kept_batch.forget(self)
 
     def _prepare_steps(self) -> None:
         """Capture the planned steps now: what cannot be captured on this card is known when the model is loaded."""
@@ -246,7 +250,7 @@ class LoadedModel(Asking):
         loaded, self._loaded = self._loaded, None
         if self.prompt_room is not None:
             self.prompt_room.release()
-        self._single, self.unpacked, self.unpacked_bytes, self.prompt_room = None, None, 0, None
+        self.batch_kept, self.unpacked, self.unpacked_bytes, self.prompt_room = None, None, 0, None
         if loaded is not None:
             loaded.close()
         self._fittings.clear()
@@ -432,14 +436,14 @@ class LoadedModel(Asking):
         """The slower computations that replace a kernel or a graph, with reasons; complete after a first answer."""
         from trimtab.runtime.step_choice import Fallback
 
-        own = () if self._single is None else tuple(self._single.steps.fallbacks)
+        own = () if self.batch_kept is None else tuple(self.batch_kept.steps.fallbacks)
         loaded = {} if self._loaded is None else dict(self._loaded.left_out)
         kept = None if self.prefix_cache is None else self.prefix_cache.why_not
         loaded |= {} if kept is None else {"prefix cache": kept}
         # What was captured while loading stays as it is when the other model is closed.
         attention = cudnn.why_without(self.plan, self.device) or self._attention_at_load
         loaded |= {} if attention is None else {"cuDNN's attention": attention}
-        return (*(Fallback(what, why) for what, why in loaded.items()), *self._fallbacks, *own)
+        return (*(Fallback(what, why) for what, why in loaded.items()), *self.own_fallbacks, *own)
 
     def rows(self) -> Batch | None:
         """Return the batch that `answer` and `generate` decode with, None where transformers' own generation decodes.
@@ -447,20 +451,7 @@ class LoadedModel(Asking):
         It has one row, or the plan's rows where answers are batch-invariant. Errors: DeviceError if an explicitly requested
         decode mode is unavailable.
         """
-        from trimtab.runtime.batch import Batch
-
-        # transformers' generation would not use the prefix cache.
-        keeps = self.prefix_cache is not None and self.prefix_cache.why_not is None
-        is_eager = self.decode == "eager" or (self.decode == "auto" and self.device.type != "cuda")
-        is_invariant = self.plan.request.batch_invariant
-        keeps |= is_invariant  # an answer alone is a row of as many as a batch has
-        if is_eager and not keeps:
-            return None
-        if self._single is None and not self._fallbacks:
-            self._single = Batch(self, rows=self.plan.request.batch if is_invariant else 1)
-            if self.decode == "auto" and not self._single.steps.is_captured and not keeps:
-                self._fallbacks, self._single = tuple(self._single.steps.fallbacks), None
-        return self._single
+        return kept_batch.single(self)
 
     # Answers ----------------------------------------------------------------------------------------------------------
 
@@ -584,7 +575,7 @@ class LoadedModel(Asking):
         """
         from trimtab.runtime import memory_shares
 
-        return memory_shares.measured(self, self._single, since_bytes=self._baseline_bytes)
+        return memory_shares.measured(self, self.batch_kept, since_bytes=self._baseline_bytes)
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -597,4 +588,4 @@ class LoadedModel(Asking):
         """Return the shares of the device's memory, planned and measured. batch: None is the one of `answer`."""
         from trimtab.runtime import memory_shares
 
-        return memory_shares.shares_of(self, batch or self._single)
+        return memory_shares.shares_of(self, batch or self.batch_kept)
