@@ -3,8 +3,8 @@
     python -m bench.batch_prompts --work FOLDER --size e4b --save bench/results/batch_prompts.json
 
 A random checkpoint of a size (as bench.load has it), 8 adapters in turn. A row: `prompts` of `tokens` tokens with answers of
-`answer` tokens in `rows` rows, `way` ("together", "one by one"), `ms` until the last answer is there (median of three, after one
-that captures).
+`answer` tokens in `rows` rows, `way` ("together", "one by one"), `ms` until the last answer is there (median of three calls, after
+one that is not counted). Every call captures its graphs, so `ms` includes that.
 """
 
 from __future__ import annotations

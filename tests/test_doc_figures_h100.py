@@ -42,13 +42,133 @@ def prompts_on_an_h100():
     yield f"since then on an H100 {with_adapter['qwen3-8b', 512, 'captured']:.1f} for Qwen3-8B |"
 
 
+def whole(row):
+    """Return a row's tokens per second without decimals: 1,362."""
+    return f"{float(rounded(row['tok_s'], 0)):,.0f}"
+
+
 def load_on_an_h100():
-    one, eight, many, mixed, adapters = results_of("load_h100")["rows"]
-    rates = [f"{float(rounded(row['tok_s'], 0)):,.0f}" for row in (one, eight, many, mixed, adapters)]
-    yield f"An H100 makes {rates[0]}, {rates[1]} and {rates[2]}"
-    yield f"below {eight['between_ms']['p99']:.1f}\nand {many['between_ms']['p99']:.1f} ms"
-    yield f"after {many['ttft_ms']['p50']:.0f} ms at 32 clients, in 99 of 100 cases after {many['ttft_ms']['p99']:.0f} at most"
-    yield f"it makes {rates[3]}, and {rates[4]} with 32 adapters"
+    one, eight, many, mixed = results_of("load_h100")["rows"]
+    yield f"An H100 makes {whole(one)}, {whole(eight)} and {whole(many)}"
+    yield f"below {eight['between_ms']['p99']:.1f} and {many['between_ms']['p99']:.1f} ms at 8 and 32 clients"
+    yield (
+        f"the first token comes after {many['ttft_ms']['p50']:.0f} ms, in 99 of 100 cases after "
+        f"{many['ttft_ms']['p99']:.0f} at most"
+    )
+    before = results_of("load_h100")["before"]["rows"][:3]
+    yield f"In another call it made {whole(before[0])}, {whole(before[1])} and {whole(before[2])}"
+    first = before[2]["ttft_ms"]
+    yield f"came after {first['p50']:.0f} ms, in 99 of 100 cases after {first['p99']:.0f} at most"
+    yield f"that version made {whole(mixed)}"
+
+
+def load_goals():
+    _, eight, many, mixed = results_of("load_h100")["rows"]
+    yield f"H100 {whole(eight)} | a step of 8 rows"
+    yield f"| 32 clients, tokens/s | 2,400 | 3,400; H100 {whole(many)} |"
+    yield f"| 1,000 | H100 {whole(mixed)} |"
+    yield f"| 80 % | H100 {of_the_base():.1f} % |"
+    times = [row["between_ms"] for row in (eight, many)]
+    assert all(one["p99"] < 3 * one["p50"] for one in times)
+    yield " and ".join(f"{one['p99']:.1f} ms of {one['p50']:.1f}" for one in times)
+
+
+def load_in_the_changelog():
+    found = results_of("load_h100")
+    (_, eight, many, _), (_, eight_before, many_before, _) = found["rows"], found["before"]["rows"]
+    yield f"a server with 8 clients makes {whole(eight)} tokens per second instead of {whole(eight_before)}"
+    yield f"with 32 clients {whole(many)} instead of {whole(many_before)}"
+    rows = (eight, eight_before, many, many_before)
+    first = [f"{row['ttft_ms']['p99']:.0f}" for row in rows]
+    yield f"is {first[0]} ms instead of {first[1]} with 8 clients and {first[2]} instead of {first[3]} with 32"
+    yield f"32 adapters on 32 rows make {of_the_base():.1f} % of the base's tokens"
+    saved = saved_by_passes()
+    yield f"takes {min(saved):.0f} to {max(saved):.0f} % less time than with prompts one by one"
+
+
+def of_the_base():
+    """Return the tokens per second with 32 adapters on 32 rows, in percent of those of the base alone."""
+    adapters, base = results_of("load_many")["rows"]
+    assert (adapters["adapters"], base["adapters"]) == (32, 0)
+    return 100 * adapters["tok_s"] / base["tok_s"]
+
+
+def many_adapters():
+    yield f"makes {of_the_base():.0f} % of the tokens per second that it makes for the base model alone"
+
+
+def many_adapters_decided():
+    yield f"A later version makes {of_the_base():.1f} %"
+
+
+def batch_times():
+    """Return the milliseconds of a batch with prompts in common passes and one by one, by the tokens of a prompt."""
+    rows = results_of("batch_prompts")["rows"]
+    assert {(row["prompts"], row["answer"], row["rows"]) for row in rows} == {(64, 16, 32)}
+    ms = {(row["tokens"], row["way"]): row["ms"] for row in rows}
+    return {tokens: (ms[tokens, "together"], ms[tokens, "one by one"]) for tokens in (16, 64, 128)}
+
+
+def saved_by_passes():
+    return [100 * (1 - together / alone) for together, alone in batch_times().values()]
+
+
+def batch_prompts():
+    for (tokens, (together, alone)), saved in zip(batch_times().items(), saved_by_passes(), strict=True):
+        yield f"| {tokens} | {together:,.0f} | {alone:,.0f} | {saved:.0f} % |"
+    yield results_of("batch_prompts")["environment"]["gpu"]
+
+
+def latest_cards(gpu):
+    """Return the last row of each case that ran on such a GPU, by model, size, head, copies and engine."""
+    cards = results_of("cards")
+    return {
+        (row["model"], row["card_gib"], row["head"], row.get("copies", 1), row.get("engine", "trimtab")): row
+        for row in cards["rows"]
+        if gpu in row.get("gpu", cards["environment"]["gpu"])
+    }
+
+
+def runs_of_cards():
+    rows = latest_cards("H100")
+    runs = {}
+    for (model, gib, *_), row in rows.items():
+        runs.setdefault(row["run"], set()).add((model, gib))
+    assert runs.pop(14) == {("e2b", 2.5)}
+    yield "E2B on 2.5 GiB of run 14"
+    assert runs.pop(15) == {("e4b", 3.2), ("e4b", 3.5)}
+    yield "E4B on 3.2 and 3.5 GiB of run 15"
+    assert runs.pop(16) == {("e2b", 2)}
+    yield "E2B on 2 GiB of run 16"
+    assert runs.pop(17) == {("e4b", 4), ("e4b", 6), ("qwen3-8b", 5)}
+    yield "E4B on 4 and 6 GiB and Qwen3-8B on 5 GiB of run 17"
+    assert runs.pop(18) == {("e4b", 3.7)}
+    yield "E4B on 3.7 GiB of run 18, and the others of run 11"
+    assert set(runs) == {11}
+    plain = {
+        (gpu, *case[:4])
+        for gpu in ("H100", "H200")
+        for case, row in latest_cards(gpu).items()
+        if case[4] == "trimtab" and not row.get("mixed")
+    }
+    assert plain == {
+        ("H100", "e4b", 3.2, "auto", 1), ("H100", "e4b", 4, "full", 4), ("H200", "qwen3-8b", 5, "auto", 1),
+    }  # fmt: skip
+    yield "Three are without them: on an H100 E4B on 3.2 GiB, and on 4 GiB with the full head and link / 4; on an H200 Qwen3-8B"
+
+
+def spare_of_cards():
+    spare = {
+        case: (row["planned_gib"] - row["process_gib"]) * 1024
+        for case, row in latest_cards("H100").items() if case[4] == "trimtab"
+    }  # fmt: skip
+    small = [one for (_, gib, *_), one in spare.items() if 0 < gib <= 5]
+    (wide,) = [row for case, row in latest_cards("H100").items() if case[:2] == ("e4b", 6)]
+    share = 100 * (1 - wide["process_gib"] / wide["planned_gib"])
+    yield (
+        f"H100 {min(small):.0f} to {max(small):.0f} MiB up to 5 GiB, {spare['e4b', 6, 'full', 1, 'trimtab']:.0f} MiB "
+        f"({share:.1f} %) on 6 GiB"
+    )
 
 
 def together():
@@ -72,6 +192,13 @@ CASES = {
     pictures: "how-fast-and-why",
     prompts_on_an_h100: "how-fast-and-why",
     load_on_an_h100: "server-under-load",
+    load_goals: "how-fast-and-why",
+    load_in_the_changelog: "../CHANGELOG",
+    many_adapters: "serve-many-adapters",
+    many_adapters_decided: "decisions/0028-adapters-beside-products",
+    batch_prompts: "many-prompts",
+    runs_of_cards: "how-fast-and-why",
+    spare_of_cards: "how-fast-and-why",
     together: "serve-many-adapters",
     second_turns: "decisions/0018-unpacked-weights",
 }
