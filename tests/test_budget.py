@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.serve.budget import DEARER, LEAST_TOKENS, RATIO, SIZES, TOWERS, TRIES, Budget
+from trimtab.serve.budget import DEARER, DEAREST, LEAST_TOKENS, RATIO, SIZES, TOWERS, TRIES, Budget
 
 # Of captured chunks.
 CAPTURED = (16, 64, 128, 256, 512, 1024)
@@ -163,11 +163,31 @@ def test_what_is_learned_keeps_the_promise_or_costs_no_more_than_it_may(fixed_s,
     last, left_s = taken[-1], (RATIO - 1) * step_s
     cheapest = min(chunk_s(size) / size for size in SIZES)
     if last < LEAST_TOKENS:
-        assert chunk_s(last) / last <= DEARER * cheapest * (1 + 1e-9) or len(made._token_s[last]) <= TRIES
-    if chunk_s(last) > left_s:  # nothing smaller pays
+        assert chunk_s(last) / last <= DEAREST * cheapest * (1 + 1e-9) or len(made._token_s[last]) <= TRIES
+    if chunk_s(last) > left_s:  # nothing smaller fits at the price
         smaller = [size for size in SIZES if size < min(last, LEAST_TOKENS)]
         paying = [size for size in smaller if chunk_s(size) / size <= DEARER * chunk_s(1024) / 1024 * (1 - 1e-9)]
         assert not paying or chunk_s(last) <= 1.2 * chunk_s(paying[0]) * (1 + 1e-9)
+        # What a step towards a smaller size was judged by is an estimate: half of the next larger one's time, and half in proportion.
+        fitting = [size for size in smaller if chunk_s(size) <= left_s]
+        assert not fitting or chunk_s(fitting[-1]) / fitting[-1] > DEAREST / 1.5 * cheapest
+
+
+def test_a_chunk_that_costs_more_is_taken_where_only_it_keeps_the_promise():
+    """Of a CPU: a step of 8 rows takes 51 ms, and a chunk of 64 tokens, the least that pays, 135 of the 102 ms that are left."""
+    budget = Budget()
+
+    def chunk_s(tokens):
+        return 0.040 + 0.0015 * tokens
+
+    taken = served(budget, chunk_s, step_s=0.051, prompts=[700] * 8)
+    assert budget.least == 48 and set(taken[-20:]) == {32} and chunk_s(32) <= 0.102 < chunk_s(48)
+    dearest = Budget()  # a token of one that fits would cost three times as much
+    taken = served(dearest, lambda tokens: 0.100 + 0.001 * tokens, step_s=0.060, prompts=[700] * 8)
+    assert min(taken[-20:]) >= dearest.least >= 96
+    # Captured sizes stay: a prompt on a GPU would take longer for everybody.
+    captured = told(chunks=[(64, 0.0058), (256, 0.0069), (512, 0.0092)])
+    assert captured.size(0.006, is_first=True) == LEAST_TOKENS
 
 
 def test_a_prompt_without_a_chunk_says_nothing_of_chunks():

@@ -52,6 +52,7 @@ def demo(place="resident", **options):
 @pytest.fixture(scope="module")
 def model():
     with demo() as loaded:
+        loaded.decode = "auto"  # on a GPU a test that asks for this model by name loads it within its own patches
         yield loaded
 
 

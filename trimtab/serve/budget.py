@@ -7,8 +7,9 @@ larger one that takes hardly longer. Without rows nothing is bounded. Pure: dura
 A chunk reads every weight. On a GPU this is most of its time up to a few hundred tokens, and smaller chunks would make prompts slow
 for everybody, so the least size is `LEAST_TOKENS`. On a CPU a chunk's time is nearly proportional to its tokens, and a small one
 keeps the rows waiting for less. The least size is therefore the smallest that pays: a token costs at most `DEARER` times what it
-costs in the size where it costs least. An engine that takes chunks of any size has smaller ones tried. Captured sizes are judged by
-what prompts happened to need, because a trial would capture graphs.
+costs in the size where it costs least. An engine that takes chunks of any size has smaller ones tried, and where the least one takes
+longer than is left, a smaller one that fits is taken, up to `DEAREST`. Captured sizes are judged by what prompts happened to need,
+because a trial would capture graphs.
 
 What it does not know: how long a chunk of a size takes that has not run yet. It estimates from the next smaller and the next larger
 one that have, and takes half of the time of a larger one alone for independent of the size. Nor that a size which was tried while
@@ -29,6 +30,8 @@ LEAST_TOKENS = 256
 # A smaller size pays if its seconds per token are at most so many times those of the size that has the fewest. Chunks of 256 tokens
 # of E4B on an H200 take 0.75 times as long as those of 512 (bench/results/chunk_layers.json), 1.5 times as long per token.
 DEARER = 1.5
+# A size below the least is taken where only it fits, if a token costs at most so many times what it costs at least.
+DEAREST = 2.5
 # Chunks of a smaller size that are tried before it is judged.
 TRIES = 3
 # A chunk with this share of a size's tokens is one of that size where chunks have any: none of SIZES is further from the next.
@@ -106,7 +109,21 @@ class Budget:
         size = max((size for size, seconds in taken_s.items() if seconds <= most_s), default=None)
         if size is not None and taken_s[size] > left_s and (self._is_trying or self.least not in self._chunks):
             return self.least  # its time is an estimate, which a larger one is not measured by
+        if is_first and self._tries and (size is None or taken_s[size] > left_s):
+            return self._below_least(left_s) or size
         return size
+
+    def _below_least(self, left_s: float) -> int | None:
+        """Return the largest size below the least that takes no longer than what is left, or one on the way there that has not run
+        yet; None where a token costs too much before."""
+        fewest_s = min((median(known) for known in self._token_s.values()), default=0.0)
+        for size in reversed([one for one in self.sizes if one < self.least]):
+            seconds = self.chunk_s(size)
+            if seconds is None or seconds > DEAREST * fewest_s * size:
+                return None
+            if seconds <= left_s or size not in self._chunks:
+                return size
+        return None
 
     def fits_towers(self, left_s: float | None) -> bool:
         """Whether a pass of towers takes no longer than what is left; so as long as none has run."""
