@@ -8,8 +8,9 @@ Pure: sizes, and objects that stand for blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 
@@ -88,12 +89,20 @@ class CopyOrder:
     """When a pass copies what. `due[place]` are the copies that may begin once the step at that place has been used.
 
     order: the pieces in the order in which the pass enters them, those of a block side by side. The first blocks are in the
-    `slots` buffers when the pass begins, and again when it ends; block k uses buffer k modulo `slots`. steps: what is copied, in
-    the order of use: each piece, but a block as a whole of which the pass does not enter every piece once. place: of each piece
-    that is entered, its step. last: of each block, its last step.
+    `slots` buffers when the pass begins; block k uses buffer k modulo `slots`. closing: by buffer, the block in it when the pass
+    ends: of the pass that comes next (`following`: its first blocks) where that is known, else of this pass again. intact: which
+    of `following` are in their buffers when the pass begins, apart from what its first blocks lie over: of them a pass copies the
+    pieces that it has overwritten. is_whole: blocks are copied as a whole; the last ones of a pass are not.
+
+    steps: what is copied, in the order of use: each piece, but a block as a whole of which the pass does not enter every piece
+    once. place: of each piece that is entered, its step. last: of each block, its last step. final: of each block, the copy
+    after which its buffer holds it.
     """
 
-    def __init__(self, order: Sequence[Piece], slots: int) -> None:
+    def __init__(
+        self, order: Sequence[Piece], slots: int, *, following: Sequence[Pieces] = (), intact: Collection[Any] = (),
+        is_whole: bool = False,
+    ) -> None:  # fmt: skip
         self.blocks = blocks_in(order)
         self.slot_of = {block: number % slots for number, block in enumerate(self.blocks)}
         entered: dict[Pieces, list[Piece]] = {block: [] for block in self.blocks}
@@ -105,23 +114,32 @@ class CopyOrder:
         first: dict[Pieces, int] = {}
         for block, pieces in entered.items():
             first[block] = len(self.steps)
-            is_cut = len(pieces) == len(block.pieces) == len(set(pieces))
+            is_cut = not is_whole and len(pieces) == len(block.pieces) == len(set(pieces))
             self.steps += pieces if is_cut else [Piece(block, 0, block.pieces[-1].end)]
             self.last[block] = len(self.steps) - 1
             self.place |= {piece: first[block] + number * is_cut for number, piece in enumerate(pieces)}
+        self.final = {block: self.steps[last] for block, last in self.last.items()}
         self.due: list[list[Piece]] = [[] for _ in self.steps]
+        after = [] if any(block in self.slot_of for block in following) else list(following[:slots])
+        self.closing = [*after, *self.blocks[len(after) : slots]]
+        self.slot_of |= {block: slot for slot, block in enumerate(after)}
         for slot in range(min(slots, len(self.blocks))):
             chain = self.blocks[slot::slots]
-            for here, following in zip(chain, [*chain[1:], chain[0]], strict=True):
-                if here is not following:
-                    self._queue(
-                        range(first[here], self.last[here] + 1), range(first[following], self.last[following] + 1)
-                    )
+            for here, coming in pairwise([*chain, self.closing[slot]]):
+                if here is coming:
+                    continue
+                if coming in self.last:
+                    copies = self.steps[first[coming] : self.last[coming] + 1]
+                else:
+                    reach = max(block.pieces[-1].end for block in chain) if coming in intact else coming.pieces[-1].end
+                    copies = [piece for piece in coming.pieces if piece.start < reach]
+                    self.final[coming] = copies[-1]
+                self._queue(range(first[here], self.last[here] + 1), copies)
 
-    def _queue(self, used: range, coming: range) -> None:
+    def _queue(self, used: range, copies: Sequence[Piece]) -> None:
         """Queue the copies of the block that takes a buffer over, each behind all that lies in its place."""
         after = used.start
-        for copy in (self.steps[number] for number in coming):
+        for copy in copies:
             over = (n for n in used if self.steps[n].start < copy.end and copy.start < self.steps[n].end)
             after = max(after, max(over, default=after))
             self.due[after].append(copy)
