@@ -243,7 +243,7 @@ def test_the_check_sees_a_copy_that_begins_too_early(monkeypatch):
     cuda = Cuda(monkeypatch)
     streamer = made(cuda, [[2, 3, 2]] * 3, 1)
     whole = tiers.Streamer._use
-    monkeypatch.setattr(tiers.Streamer, "_use", lambda self, count: whole(self, min(count + 1, len(self._order.steps))))
+    monkeypatch.setattr(tiers.Streamer, "_use", lambda self, count: whole(self, min(count + 1, len(self._order.entries))))
     graph, order = captured(cuda, streamer, [piece for group in streamer.groups for piece in group.pieces], True)
     tiers.replay(streamer, order, graph)
     with pytest.raises((AssertionError, StopIteration)):
@@ -312,6 +312,11 @@ def test_expected_passes_between_replays_are_ordered_whatever_they_enter(towers,
         chance, cuda = random.Random(f"{towers} {layers} {slots} {seed}"), Cuda(monkeypatch)
         streamer = made(cuda, sizes_of(towers + layers, chance), slots)
         order, decoder = pieces_in(streamer.groups[:towers]), pieces_in(streamer.groups[towers:])
+        if seed % 3 == 1:  # pieces that are used again in a block
+            order = [one for group in streamer.groups[:towers] for one in (*group.pieces, *group.pieces[:2])]
+        elif seed % 3 == 2 and towers > 1:  # a block that comes back
+            order = [*order, *streamer.groups[0].pieces]
+        order = list(without_repeats(order))
         graphs = [captured(cuda, streamer, decoder, True) if decoder else nothing_copied(cuda)]
         if layers > 1:  # a form of chunks that begins with another layer
             graphs.append(captured(cuda, streamer, pieces_in(streamer.groups[towers + 1 :]), True))
@@ -433,13 +438,16 @@ def test_the_check_sees_faults_at_the_border(fault, slots, monkeypatch):
     order, decoder = pieces_in(streamer.groups[:3]), pieces_in(streamer.groups[3:])
     graph, steps = captured(cuda, streamer, decoder, True)
     tiers.replay(streamer, steps, graph)
+    plain = tiers.CopyOrder
     if fault == "early":
-        whole = tiers.Streamer._use
-        monkeypatch.setattr(
-            tiers.Streamer, "_use", lambda self, count: whole(self, min(count + 1, len(self._order.steps)))
-        )
+
+        def wrong(*args, **options):
+            one = plain(*args, **options)
+            one.due = [one.due[0] + one.due[1], *one.due[2:], []]
+            return one
+
+        monkeypatch.setattr(tiers, "CopyOrder", wrong)
     elif fault == "intact":
-        plain = tiers.CopyOrder
 
         def wrong(*args, **options):
             one = plain(*args, **options)

@@ -17,6 +17,7 @@ from functools import cached_property
 from itertools import pairwise
 from math import prod
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -246,11 +247,11 @@ class Streamer:
         self.replayed: Sequence[Piece] = ()  # the order of the last replay, where its first blocks are in the buffers at both ends
         # What the next pass is expected to enter, and what comes behind it: dropped if it begins with another block.
         self._expected: tuple[Sequence[Piece], Sequence[Piece]] | None = None
-        # In a pass of a known order: that order, whether the pass still follows it, how many of its steps have been used, and the
-        # copies that nothing has waited for.
+        # In a pass of a known order: that order, whether the pass still follows it, the place of the piece that it entered last, how
+        # many have been used, and the copies that nothing has waited for.
         self._order: CopyOrder | None = None
-        self._in_order, self._used = False, 0
-        self._copied: dict[Piece, torch.cuda.Event | None] = {}
+        self._in_order, self._place, self._used = False, -1, 0
+        self._copied: dict[Piece | None, torch.cuda.Event | None] = {}
         self._copies_before, self._is_capturing = 0, False
         for here, following in zip(self.groups, self.groups[1:], strict=False):
             here.follows = following
@@ -272,8 +273,8 @@ class Streamer:
                     slot.owner = group
             else:
                 self.hold(order)
-            self._order, self._current, self._in_order, self._used, self._copied = copy_order, None, True, 0, {}
-            self._entered, self._next, self._copies_before = [], {}, self.copied_bytes
+            self._follow(copy_order)
+            self._next = {}
             return
         self._forget()
         self._entered, self._next = [], {}
@@ -283,14 +284,19 @@ class Streamer:
             for group in dict.fromkeys(groups[: len(self.slots)]):
                 self._fetch(group)
 
+    def _follow(self, order: CopyOrder) -> None:
+        """Begin a pass of a known order."""
+        self._order, self._in_order, self._place, self._used, self._copied = order, True, -1, 0, {}
+        self._current, self._entered, self._copies_before = None, [], self.copied_bytes
+
     def end_pass(self, *, is_joined: bool = True) -> list[Piece]:
         """End it with every copy done for whatever comes next on this stream; returns the pieces in the order entered. is_joined:
         False to let copies go on: whoever needs the blocks waits for them."""
         if self._order is not None:
             order = self._order
             try:
-                if self._in_order and self._entered and order.place[self._entered[-1]] == len(order.steps) - 1:
-                    self._use(len(order.steps))
+                if self._in_order and self._place == len(order.entries) - 1:
+                    self._use(len(order.entries))
                 self._in_order = False
                 for slot, group in zip(self.slots, order.closing, strict=False):
                     if slot.owner is not group:
@@ -310,7 +316,7 @@ class Streamer:
         return self._entered
 
     def expect(self, order: Sequence[Piece], following: Sequence[Piece] = ()) -> None:
-        """Say what the next pass enters, a cycle, and what comes behind it, until `end_expected`. Nothing is copied for it before it
+        """Say what the next pass enters, none of it on a disk, and what comes behind it, until `end_expected`. Nothing is copied for it before it
         enters the first of these pieces. It ends with the first blocks of `following` on their way into the buffers, its own where
         that is not known. A pass that begins with another piece goes on as without this."""
         self._expected = (order, following)
@@ -330,17 +336,15 @@ class Streamer:
         blocks = blocks_in(following)
         held = zip(self.slots, blocks, strict=False)
         intact = [group for slot, group in held if slot.owner is group and slot.pending is None]
-        is_whole = len(self.slots) > 1  # with one buffer the link rests without pieces
-        self._order = CopyOrder(order, len(self.slots), following=blocks, intact=intact, is_whole=is_whole)
-        self._current, self._in_order, self._used, self._is_capturing = None, True, 0, False
-        self._entered, self._copies_before, self._copied = [], self.copied_bytes, {}
-        for slot, group in zip(self.slots, self._order.blocks, strict=False):
+        cut: Literal["again", "never"] = "again" if len(self.slots) == 1 else "never"  # two buffers hide copies without it
+        copy_order = CopyOrder(order, len(self.slots), following=blocks, intact=intact, cut=cut)
+        self._is_capturing = False
+        self._follow(copy_order)
+        for slot, group in zip(self.slots, copy_order.blocks, strict=False):
             if slot.owner is not group or slot.pending is not None:
                 self._fetch(group, into=slot)
-        for step in self._order.steps:
-            slot = self.slots[self._order.slot_of[step.block]]
-            if slot.owner is step.block:  # on its way, or there
-                self._copied[step] = slot.ready
+        for place in range(copy_order.first_end):
+            self._copied[copy_order.brought_by[place]] = self.slots[copy_order.slots_at[place]].ready
 
     def hold(self, order: Sequence[Piece]) -> None:
         """Let the buffers hold the first groups of an order, for whatever comes next on this stream; what they hold is not copied
@@ -404,30 +408,32 @@ class Streamer:
 
     def _enter_in_order(self, piece: Piece) -> Slot | None:
         """Return the slot of a piece in a pass of a known order, None if the order no longer says what the buffers hold."""
-        assert self._order is not None
-        place = self._order.place.get(piece, -1)
-        before = self._order.place[self._entered[-1]] if self._entered else -1
-        if place < self._used or place > before + 1:  # not in it, given up to another block, or after some that are left out
-            self._in_order = False
+        order, place = self._order, self._place
+        assert order is not None
+        if place < 0 or order.entries[place] is not piece:
+            place += 1
+        if place < self._used or place == len(order.entries) or order.entries[place] is not piece:
+            self._in_order = False  # another one, or given up to another block
             return None
-        if not self._entered or self._entered[-1] is not piece:
+        if place > self._place:
             self._use(place)
+            self._place = place
             self._entered.append(piece)
-            self._wait_for(self._copied.pop(self._order.steps[place], None))
-        return self.slots[self._order.slot_of[piece.block]]
+            self._wait_for(self._copied.pop(order.brought_by[place], None))
+        return self.slots[order.slots_at[place]]
 
     def _use(self, count: int) -> None:
-        """In a pass of a known order, begin the copies that may begin once its first `count` steps have been used."""
+        """In a pass of a known order, begin the copies that may begin once the first `count` pieces that it enters have been used."""
         assert self._order is not None
         for copies in self._order.due[self._used : count]:
             for copy in copies:
-                slot, group = self.slots[self._order.slot_of[copy.block]], copy.block
+                slot, group = self.slots[self._order.slot_of[copy]], copy.block
                 free = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
                 slot.owner = None
                 slot.ready = self._copied[copy] = self._copy(
                     group.host.tensor[copy.start : copy.end], slot, free, copy.start
                 )
-                if copy is self._order.final[group]:
+                if copy in self._order.last_copies:
                     slot.owner = group
         self._used = max(self._used, count)
 
@@ -436,7 +442,7 @@ class Streamer:
         until the next group is entered, behind all that is computed between the two."""
         if self._order is not None:
             if self._in_order and self._entered and self._entered[-1].block is group:
-                self._use(self._order.last[group] + 1)
+                self._use(self._order.ends_at[self._place])
             return
         slot, following = self._current, self._following(group)
         if slot is None or slot.owner is not group or following is None:

@@ -9,7 +9,7 @@ what follows, and go on while a chunk begins: those of the decoder where its lay
 the buffers until the next image or audio clip.
 
 What is not covered: passes that are cut into pieces between decode steps, passes of transformers' own that run the decoder too,
-towers of which one runs twice in a pass, blocks on a disk. They are copied as any other pass.
+blocks on a disk. They are copied as any other pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 from trimtab.plan.pieces import Piece
-from trimtab.runtime.tiers import Streamer, is_cycle
+from trimtab.runtime.tiers import Streamer
 
 # Kinds of media that a prompt may have together are few; more than these are not known by their order.
 MOST_KINDS = 16
@@ -49,5 +49,6 @@ class TowerCopies:
             streamer.watched = None
             streamer.end_expected()
         # Of media that are cached a tower runs for some only, or not at all: the longest order is the complete one.
-        if is_cycle(entered) and len(entered) > len(order) and (order or len(self.orders) < MOST_KINDS):
+        on_disk = any(piece.block.host is None for piece in entered)
+        if not on_disk and len(entered) > len(order) and (order or len(self.orders) < MOST_KINDS):
             self.orders[kinds] = entered
