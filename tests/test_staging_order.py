@@ -243,7 +243,9 @@ def test_the_check_sees_a_copy_that_begins_too_early(monkeypatch):
     cuda = Cuda(monkeypatch)
     streamer = made(cuda, [[2, 3, 2]] * 3, 1)
     whole = tiers.Streamer._use
-    monkeypatch.setattr(tiers.Streamer, "_use", lambda self, count: whole(self, min(count + 1, len(self._order.entries))))
+    monkeypatch.setattr(
+        tiers.Streamer, "_use", lambda self, count: whole(self, min(count + 1, len(self._order.entries)))
+    )
     graph, order = captured(cuda, streamer, [piece for group in streamer.groups for piece in group.pieces], True)
     tiers.replay(streamer, order, graph)
     with pytest.raises((AssertionError, StopIteration)):
@@ -363,7 +365,8 @@ def test_the_decoder_s_first_blocks_are_copied_before_the_last_block_of_a_tower_
         assert len(last) == 4 and not any(early[4].get("main", 0) >= one[4]["main"] for one in last)
     before = len(cuda.log)
     tiers.replay(streamer, steps, graph)
-    assert not [one for one in cuda.log[before:] if one[1] == "copy" and one[3] == "copies"], "the chunk waits for no copy of its own"
+    outside = [one for one in cuda.log[before:] if one[1] == "copy" and one[3] == "copies"]
+    assert not outside, "all that the chunk begins with was on its way"
     cuda.check()
 
 

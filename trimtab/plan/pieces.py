@@ -95,8 +95,9 @@ class CopyOrder:
     that it has overwritten. A block is copied piece by piece if a visit enters all of its pieces. cut: "once": each of them once;
     "again": or more often; "never": as a whole.
 
-    By place: `slots_at`, the buffer; `ends_at`, the place behind its visit; `brought_by`, the copy that brings the piece, of first
-    visits that of a pass before this one (places before `first_end`), None where the visit before has the same block. slot_of: of each copy, its buffer. last_copies: those after which a buffer holds their block.
+    By place: `slots_at`, the buffer; `ends_at`, the place behind its visit; `brought_by`, the copy that brings the piece. For a
+    first visit (before `first_end`) that is a copy of an earlier pass; it is None where the buffer's visit before is of the same
+    block. slot_of: of each copy, its buffer. last_copies: those after which a buffer holds their block.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class CopyOrder:
         self.blocks = blocks_in(order)
         self._cut: str = cut
         visits: list[range] = []
-        for block, entries in groupby(range(len(self.entries)), key=lambda place: id(self.entries[place].block)):
+        for _, entries in groupby(range(len(self.entries)), key=lambda place: id(self.entries[place].block)):
             places = list(entries)
             visits.append(range(places[0], places[-1] + 1))
         self.slots_at = [number % slots for number, places in enumerate(visits) for _ in places]
@@ -139,9 +140,9 @@ class CopyOrder:
         """Return the copies that bring the block of a visit, in the order of use."""
         block, entered = self._block(places), [self.entries[place] for place in places]
         pieces = list(dict.fromkeys(entered))
-        if self._cut == "never" or len(pieces) < len(block.pieces) or (self._cut == "once" and len(entered) > len(pieces)):
-            whole = Piece(block, 0, block.pieces[-1].end)
-            copy_of = dict.fromkeys(pieces, whole)
+        is_whole = self._cut == "never" or len(pieces) < len(block.pieces)
+        if is_whole or (self._cut == "once" and len(entered) > len(pieces)):
+            copy_of = dict.fromkeys(pieces, Piece(block, 0, block.pieces[-1].end))
         else:
             copy_of = {piece: Piece(block, piece.start, piece.end) for piece in pieces}
         for place in places:

@@ -57,7 +57,8 @@ def pipeline_s(stages: Sequence[Stage], *, link_Bps: float, slots: int) -> float
             computed_s += stage.seconds
             continue
         for piece in block.pieces:
-            computed_s = max(computed_s, ready_s.get(order.brought_by[place], 0.0)) + block.seconds * (piece.nbytes / block.nbytes)
+            begin_s = max(computed_s, ready_s.get(order.brought_by[place], 0.0))
+            computed_s = begin_s + block.seconds * (piece.nbytes / block.nbytes)
             for copy in order.due[place]:
                 link_s = max(link_s, computed_s) + copy.nbytes / link_Bps
                 ready_s[copy] = link_s

@@ -3,7 +3,8 @@
 Leaves (leaves.py) compute, blocks schedule. Staged weights (the `stream` and `disk` tiers) are grouped by placement block: one
 contiguous buffer a block, copied as a whole into a ring of staging buffers. Entering a block prefetches the one that
 followed it last time; skipped or repeated blocks cost time only. In a pass whose order is known, as a captured one, a block is
-copied piece by piece (plan/pieces.py), and the first blocks of the pass that comes next before the end of this one. Inference only: autograd would save views that are overwritten.
+copied piece by piece (plan/pieces.py). A pass that is expected ends with the first blocks of what follows. Inference only:
+autograd would save views that are overwritten.
 """
 
 from __future__ import annotations
@@ -244,11 +245,11 @@ class Streamer:
         self._next: dict[Group, Group | None] | None = None
         self._entered: list[Piece] = []
         self.watched: list[Piece] | None = None  # whoever wants to know what is entered puts a list here
-        self.replayed: Sequence[Piece] = ()  # the order of the last replay, where its first blocks are in the buffers at both ends
+        self.replayed: Sequence[Piece] = ()  # what the last replay entered, if it has its first blocks in the buffers
         # What the next pass is expected to enter, and what comes behind it: dropped if it begins with another block.
         self._expected: tuple[Sequence[Piece], Sequence[Piece]] | None = None
-        # In a pass of a known order: that order, whether the pass still follows it, the place of the piece that it entered last, how
-        # many have been used, and the copies that nothing has waited for.
+        # In a pass of a known order: that order, whether the pass still follows it, the place of the piece that it entered last,
+        # how many have been used, and the copies that nothing has waited for.
         self._order: CopyOrder | None = None
         self._in_order, self._place, self._used = False, -1, 0
         self._copied: dict[Piece | None, torch.cuda.Event | None] = {}
@@ -316,9 +317,11 @@ class Streamer:
         return self._entered
 
     def expect(self, order: Sequence[Piece], following: Sequence[Piece] = ()) -> None:
-        """Say what the next pass enters, none of it on a disk, and what comes behind it, until `end_expected`. Nothing is copied for it before it
-        enters the first of these pieces. It ends with the first blocks of `following` on their way into the buffers, its own where
-        that is not known. A pass that begins with another piece goes on as without this."""
+        """Say what the next pass enters, none of it on a disk, and what comes behind it, until `end_expected`.
+
+        Nothing is copied for it before it enters the first of these pieces. It ends with the first blocks of `following` on their
+        way into the buffers, its own where that is not known. A pass that begins with another piece goes on as without this.
+        """
         self._expected = (order, following)
 
     def end_expected(self) -> None:
@@ -336,7 +339,9 @@ class Streamer:
         blocks = blocks_in(following)
         held = zip(self.slots, blocks, strict=False)
         intact = [group for slot, group in held if slot.owner is group and slot.pending is None]
-        cut: Literal["again", "never"] = "again" if len(self.slots) == 1 else "never"  # two buffers hide copies without it
+        cut: Literal["again", "never"] = (
+            "again" if len(self.slots) == 1 else "never"
+        )  # two buffers hide copies without it
         copy_order = CopyOrder(order, len(self.slots), following=blocks, intact=intact, cut=cut)
         self._is_capturing = False
         self._follow(copy_order)
@@ -423,7 +428,7 @@ class Streamer:
         return self.slots[order.slots_at[place]]
 
     def _use(self, count: int) -> None:
-        """In a pass of a known order, begin the copies that may begin once the first `count` pieces that it enters have been used."""
+        """In a pass of a known order, begin the copies that may begin once the first `count` entered pieces have been used."""
         assert self._order is not None
         for copies in self._order.due[self._used : count]:
             for copy in copies:

@@ -3,10 +3,10 @@
     copies = TowerCopies(model.streamer)
     with copies.running(kinds): hf_model(**tensors)      # the towers of a prompt, not cut
 
-The first pass over media of the same kinds shows in which order its blocks are entered. A later one tells the streamer: each block
+The first pass over media of the same kinds shows in which order its blocks are entered. A later pass tells the streamer: each block
 is then copied while the one before it computes, with one staging buffer piece by piece. Its last copies are the first blocks of
-what follows, and go on while a chunk begins: those of the decoder where its layers are streamed, else the towers' own, which stay in
-the buffers until the next image or audio clip.
+what follows: those of the decoder where layers are streamed, else the towers' own. The latter run beside the prompt's chunks and
+stay in the buffers until the next image or audio clip.
 
 What is not covered: passes that are cut into pieces between decode steps, passes of transformers' own that run the decoder too,
 blocks on a disk. They are copied as any other pass.
@@ -33,8 +33,8 @@ class TowerCopies:
 
     @contextmanager
     def running(self, kinds: Hashable, *, is_cut: bool = False) -> Iterator[None]:
-        """Copy in the order of the last pass of these kinds while the block runs. is_cut: whether the pass may stop in the middle or
-        begins there."""
+        """Copy in the order of an earlier pass of these kinds while the block runs. is_cut: whether the pass may stop in the middle
+        or begins there."""
         streamer = self._streamer
         if streamer is None or is_cut:
             yield
