@@ -243,7 +243,9 @@ def test_the_check_sees_a_copy_that_begins_too_early(monkeypatch):
     cuda = Cuda(monkeypatch)
     streamer = made(cuda, [[2, 3, 2]] * 3, 1)
     whole = tiers.Streamer._use
-    monkeypatch.setattr(tiers.Streamer, "_use", lambda self, count: whole(self, min(count + 1, len(self._order.steps))))
+    monkeypatch.setattr(
+        tiers.Streamer, "_use", lambda self, count: whole(self, min(count + 1, len(self._order.entries)))
+    )
     graph, order = captured(cuda, streamer, [piece for group in streamer.groups for piece in group.pieces], True)
     tiers.replay(streamer, order, graph)
     with pytest.raises((AssertionError, StopIteration)):
@@ -278,3 +280,196 @@ def test_one_buffer_takes_a_piece_of_the_next_block_while_the_rest_of_this_one_i
     done = [sum(copy[4].get(one[3], 0) >= one[4][one[3]] for one in reads) for copy in copies[:3]]
     assert done == [2, 4, 6]  # behind the two linears of one piece, then of two, then of all
     cuda.check()
+
+
+# Passes that are expected --------------------------------------------------------------------------------------------------
+
+
+def expected_pass(cuda, streamer, order, following, pieces=None, leaves=True):
+    """Enter these pieces, all of the order unless others are given, in a pass that is expected to enter the order."""
+    streamer.expect(order, following)
+    if pieces is None or pieces:
+        passed(cuda, streamer, order if pieces is None else pieces, leaves)
+    streamer.end_expected()
+
+
+def pieces_in(groups):
+    return [piece for group in groups for piece in group.pieces]
+
+
+def nothing_copied(cuda):
+    """Return the graph of a pass that enters no streamed block, and its order."""
+    return cuda.captured(lambda: cuda.current.queue((-1, 0, 0), "compute", None)), ()
+
+
+def copies_in(log):
+    return [(one[0], one[2]) for one in log if one[1] == "copy"]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize(("towers", "layers"), [(1, 1), (3, 0), (3, 1), (4, 3), (1, 4), (5, 2)])
+def test_expected_passes_between_replays_are_ordered_whatever_they_enter(towers, layers, slots, monkeypatch):
+    """Images between chunks and steps: towers that run, that are cached, that stop or go on elsewhere."""
+    for seed in range(12):
+        chance, cuda = random.Random(f"{towers} {layers} {slots} {seed}"), Cuda(monkeypatch)
+        streamer = made(cuda, sizes_of(towers + layers, chance), slots)
+        order, decoder = pieces_in(streamer.groups[:towers]), pieces_in(streamer.groups[towers:])
+        if seed % 3 == 1:  # pieces that are used again in a block
+            order = [one for group in streamer.groups[:towers] for one in (*group.pieces, *group.pieces[:2])]
+        elif seed % 3 == 2 and towers > 1:  # a block that comes back
+            order = [*order, *streamer.groups[0].pieces]
+        order = list(without_repeats(order))
+        graphs = [captured(cuda, streamer, decoder, True) if decoder else nothing_copied(cuda)]
+        if layers > 1:  # a form of chunks that begins with another layer
+            graphs.append(captured(cuda, streamer, pieces_in(streamer.groups[towers + 1 :]), True))
+        for _ in range(14):
+            kind = chance.random()
+            if kind < 0.4:
+                for _ in range(chance.randint(1, 3)):
+                    graph, steps = chance.choice(graphs)
+                    tiers.replay(streamer, steps, graph)
+            elif kind < 0.7:
+                expected_pass(cuda, streamer, order, streamer.replayed, leaves=chance.random() < 0.5)
+            elif kind < 0.9:  # none, the beginning, or anything after it
+                some = order[: chance.randint(0, len(order))]
+                some += chance.choices(order + decoder, k=chance.choice((0, 0, 2, 4)))
+                expected_pass(cuda, streamer, order, streamer.replayed, some, chance.random() < 0.5)
+            else:  # a chunk that is not captured
+                passed(cuda, streamer, decoder or order, True)
+        cuda.check()
+        assert sum(one[1] == "read" for one in cuda.log) > 20
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_the_decoder_s_first_blocks_are_copied_before_the_last_block_of_a_tower_is_left(slots, monkeypatch):
+    cuda = Cuda(monkeypatch)
+    streamer = made(cuda, [[2, 2]] * 4 + [[4, 4, 4]] * 3, slots)
+    order, decoder = pieces_in(streamer.groups[:4]), pieces_in(streamer.groups[4:])
+    graph, steps = captured(cuda, streamer, decoder, True)
+    tiers.replay(streamer, steps, graph)
+    before = len(cuda.log)
+    streamer.expect(order, streamer.replayed)
+    passed(cuda, streamer, order, leaves=False)  # the last block is not left
+    inside = copies_in(cuda.log[before:])
+    streamer.end_expected()
+    after = copies_in(cuda.log[before:])[len(inside) :]
+    reads = [one for one in cuda.log[before:] if one[1] == "read"]
+    if slots == 1:
+        # Bytes 0 to 4 of the buffer were the tower's: of the first layer only the piece there is copied, behind the last reads.
+        assert not [one for one in inside if one[1] == 4] and after == [((0, 0, 4), 4)]
+    else:
+        # The buffer that the last block does not use takes its layer while that block computes.
+        assert [one for one in inside if one[1] >= 4] == [((0, 0, 4), 4)] and after == [((1, 0, 4), 5)]
+        early = next(one for one in cuda.log[before:] if one[1] == "copy" and one[2] == 4)
+        last = [one for one in reads if one[2] == 3]
+        assert len(last) == 4 and not any(early[4].get("main", 0) >= one[4]["main"] for one in last)
+    before = len(cuda.log)
+    tiers.replay(streamer, steps, graph)
+    outside = [one for one in cuda.log[before:] if one[1] == "copy" and one[3] == "copies"]
+    assert not outside, "all that the chunk begins with was on its way"
+    cuda.check()
+
+
+def test_with_one_buffer_a_tower_s_last_block_computes_beside_the_decoder_s_first_copy(monkeypatch):
+    """The first layer is another one than that in the buffer: its pieces follow those of the tower's last block."""
+    cuda = Cuda(monkeypatch)
+    streamer = made(cuda, [[2, 2, 2]] * 3 + [[2, 2, 2]] * 2, 1)
+    order, decoder = pieces_in(streamer.groups[:3]), pieces_in(streamer.groups[3:])
+    passed(cuda, streamer, order, True)  # nothing of the decoder is in the buffer
+    before = len(cuda.log)
+    expected_pass(cuda, streamer, order, decoder)
+    copies = [one for one in cuda.log[before:] if one[1] == "copy" and one[2] == 3]
+    assert [one[0] for one in copies] == [(0, 0, 2), (0, 2, 4), (0, 4, 6)]
+    last = [one for one in cuda.log[before:] if one[1] == "read" and one[2] == 2]
+    assert [sum(copy[4]["main"] >= one[4]["main"] for one in last) for copy in copies] == [2, 4, 6]
+    cuda.check()
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_beside_a_resident_decoder_the_next_image_s_first_blocks_are_copied_during_the_chunk(slots, monkeypatch):
+    cuda = Cuda(monkeypatch)
+    streamer = made(cuda, [[2, 3]] * 4, slots)
+    order = pieces_in(streamer.groups)
+    chunk, none = nothing_copied(cuda)
+    expected_pass(cuda, streamer, order, streamer.replayed)
+    ended = cuda.copies.behind["copies"]
+    tiers.replay(streamer, none, chunk)
+    computed = next(one for one in reversed(cuda.log) if one[1] == "compute")
+    assert computed[4].get("copies", 0) < ended, "the chunk does not wait for them"
+    before = len(cuda.log)
+    expected_pass(cuda, streamer, order, streamer.replayed)
+    number = next(place for place, one in enumerate(cuda.log[before:]) if one[1] == "read")
+    assert number == 0, "nothing is copied before the first block computes"
+    cuda.check()
+
+
+def test_an_image_that_is_cached_copies_nothing(monkeypatch):
+    cuda = Cuda(monkeypatch)
+    streamer = made(cuda, [[2, 2]] * 3 + [[4]] * 2, 1)
+    order, decoder = pieces_in(streamer.groups[:3]), pieces_in(streamer.groups[3:])
+    graph, steps = captured(cuda, streamer, decoder, True)
+    tiers.replay(streamer, steps, graph)
+    before = len(cuda.log)
+    expected_pass(cuda, streamer, order, streamer.replayed, [])
+    assert len(cuda.log) == before
+    tiers.replay(streamer, steps, graph)
+    cuda.check()
+
+
+def test_another_pass_drops_what_was_expected(monkeypatch):
+    cuda = Cuda(monkeypatch)
+    streamer = made(cuda, [[2, 2]] * 3 + [[4]] * 2, 2)
+    order, decoder = pieces_in(streamer.groups[:3]), pieces_in(streamer.groups[3:])
+    streamer.expect(order, decoder)
+    passed(cuda, streamer, [*decoder, *order], True)
+    assert streamer._order is None and streamer._expected is None
+    streamer.expect(order, decoder)
+    with in_pass(streamer):
+        passed(cuda, streamer, order, True)
+    assert streamer._expected is None
+    streamer.end_expected()
+    cuda.check()
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("fault", ["early", "intact", "unwaited"])
+def test_the_check_sees_faults_at_the_border(fault, slots, monkeypatch):
+    """Planted: the next part's copies begin before the last block is read; overwritten pieces count as intact; a first block is
+    read before its copy has ended."""
+    cuda = Cuda(monkeypatch)
+    streamer = made(cuda, [[2, 3]] * 3 + [[4, 4]] * 3, slots)
+    order, decoder = pieces_in(streamer.groups[:3]), pieces_in(streamer.groups[3:])
+    graph, steps = captured(cuda, streamer, decoder, True)
+    tiers.replay(streamer, steps, graph)
+    plain = tiers.CopyOrder
+    if fault == "early":
+
+        def wrong(*args, **options):
+            one = plain(*args, **options)
+            one.due = [one.due[0] + one.due[1], *one.due[2:], []]
+            return one
+
+        monkeypatch.setattr(tiers, "CopyOrder", wrong)
+    elif fault == "intact":
+
+        def wrong(*args, **options):
+            one = plain(*args, **options)
+            one.due = [[copy for copy in due if copy.block not in streamer.groups[3:]] for due in one.due]
+            return one
+
+        monkeypatch.setattr(tiers, "CopyOrder", wrong)
+        monkeypatch.setattr(tiers.Streamer, "end_expected", lambda self: as_if_filled(self, decoder))
+    else:
+        monkeypatch.setattr(tiers.Streamer, "_wait_for", lambda self, copied: None)
+    expected_pass(cuda, streamer, order, streamer.replayed)
+    tiers.replay(streamer, steps, graph)
+    with pytest.raises((AssertionError, StopIteration)):
+        cuda.check()
+
+
+def as_if_filled(streamer, pieces):
+    """End a pass as if its buffers held these blocks."""
+    for slot, group in zip(streamer.slots, tiers.blocks_in(pieces), strict=False):
+        slot.owner = group
+    streamer._order = None
+    streamer._in_order = False

@@ -27,6 +27,7 @@ from trimtab.plan.blocks import blocks_of
 from trimtab.plan.cost import HEAD8, HEAD_PIECE_VALUES, buffer_bytes, packed_parts
 from trimtab.runtime import head8, head8_choice, hf, hf_attention, leaves, tables, tiers
 from trimtab.runtime.adapter_store import AdapterStore
+from trimtab.runtime.arena import Arena
 from trimtab.runtime.devices import spill_folder
 from trimtab.runtime.quant import CodeTables, Packed, dequantize, keep, prequantized, quantize
 from trimtab.runtime.read import Reader, Wanted
@@ -106,7 +107,7 @@ class _Filler:
         self.home = {placement.block_path: placement.home for placement in plan.placements}
         self.pieces = {block.block_path: block.pieces for block in blocks_of(anatomy, plan.request.quant)}
         self.codes = CodeTables()
-        self.arena = tiers.Arena(sum(map(self._arena_bytes, self.rows)), self.device)
+        self.arena = Arena(sum(map(self._arena_bytes, self.rows)), self.device)
         self.owners: dict[str, nn.Parameter] = {}
         self.groups: list[tiers.Group] = []
         # Streamed weights are put in place at the end: which buffers they share is known when the last block is read.

@@ -577,13 +577,13 @@ class Prompts:
         torch.cuda.current_stream(self.device).wait_stream(side)
         return expected, order
 
-    def _record(self, form: Form, order: Sequence[Piece], output: Tensor) -> torch.cuda.CUDAGraph:
+    def _record(self, form: Form, order: list[Piece], output: Tensor) -> torch.cuda.CUDAGraph:
         with side_stream(self.device) as side:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()  # what the pass left on the side stream has no other user
 
             def run() -> None:
-                with in_pass(self.model.streamer, order):
+                with in_pass(self.model.streamer, order, entered=order):
                     output.copy_(self._passed(form))
 
             return self._graphs.record(side, run)[0]
