@@ -168,7 +168,7 @@ def test_what_is_learned_keeps_the_promise_or_costs_no_more_than_it_may(fixed_s,
         smaller = [size for size in SIZES if size < min(last, LEAST_TOKENS)]
         paying = [size for size in smaller if chunk_s(size) / size <= DEARER * chunk_s(1024) / 1024 * (1 - 1e-9)]
         assert not paying or chunk_s(last) <= 1.2 * chunk_s(paying[0]) * (1 + 1e-9)
-        # What a step towards a smaller size was judged by is an estimate: half of the next larger one's time, and half in proportion.
+        # A step towards a smaller size is judged by an estimate: half of the next larger one's time, and half in proportion.
         fitting = [size for size in smaller if chunk_s(size) <= left_s]
         assert not fitting or chunk_s(fitting[-1]) / fitting[-1] > DEAREST / 1.5 * cheapest
 

@@ -7,7 +7,7 @@ larger one that takes hardly longer. Without rows nothing is bounded. Pure: dura
 A chunk reads every weight. On a GPU this is most of its time up to a few hundred tokens, and smaller chunks would make prompts slow
 for everybody, so the least size is `LEAST_TOKENS`. On a CPU a chunk's time is nearly proportional to its tokens, and a small one
 keeps the rows waiting for less. The least size is therefore the smallest that pays: a token costs at most `DEARER` times what it
-costs in the size where it costs least. An engine that takes chunks of any size has smaller ones tried, and where the least one takes
+costs in the size where it costs least. An engine that takes chunks of any size has smaller ones tried. Where the least one takes
 longer than is left, a smaller one that fits is taken, up to `DEAREST`. Captured sizes are judged by what prompts happened to need,
 because a trial would capture graphs.
 
