@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from tests.test_graphs import demo, replayed  # noqa: F401 - a fixture
+from tests.test_graphs import DEMO, demo, replayed  # noqa: F401 - a fixture
 from trimtab.errors import RequestError
 from trimtab.runtime.batch import Batch
 
@@ -67,6 +67,41 @@ def test_a_batch_that_was_left_or_failed_is_not_kept(planned, replayed):  # noqa
     with pytest.raises(RequestError):
         list(planned.batch([*PROMPTS, {"prompt": "Hello", "adapter": "nobody"}], max_new_tokens=6))
     assert planned.batch_kept is None
+
+
+def test_requests_that_cannot_be_read_leave_no_batch(planned, replayed):  # noqa: F811 - the fixture
+    answers(planned)
+
+    def broken():
+        raise OSError("the file of prompts is gone")
+        yield
+
+    with pytest.raises(OSError, match="file of prompts"):
+        list(planned.batch(broken()))
+    assert planned.batch_kept is None and not batches(planned)
+
+
+def test_an_adapter_of_the_same_name_answers_anew(planned, replayed):  # noqa: F811 - the fixture
+    before = answers(planned)
+    planned.unload_adapter("style")
+    planned.load_adapter("style", str(DEMO / "adapters" / "rslora-dora"))
+    try:
+        found = answers(planned)
+        planned.forget_batch()
+        assert found == answers(planned) and found[1] != before[1]
+    finally:
+        planned.unload_adapter("style")
+        planned.load_adapter("style", str(DEMO / "adapters" / "style"))
+    assert answers(planned) == before
+
+
+def test_a_closed_model_keeps_none(replayed):  # noqa: F811 - the fixture
+    model = demo(batch=3)
+    found = model.batch_as_finished(PROMPTS, max_new_tokens=4)
+    for _ in PROMPTS:
+        next(found)
+    model.close()
+    assert list(found) == [] and model.batch_kept is None
 
 
 def test_one_whose_steps_are_not_captured_is_not_kept(planned):

@@ -127,10 +127,10 @@ def test_nothing_is_allocated_in_a_pass_and_tables_go_with_their_adapters(model)
     serial = model.adapter_store.serial_of("dora")
     key = ("dora", serial)
     assert key in lasts._tables
-    lasts.route_to(("gone", 1), None, ())
-    lasts.route_to("layout", None, ())
+    lasts.select(("gone", 1), None, ())
+    lasts.select("layout", None, ())
     assert ("gone", 1) not in lasts._tables and key in lasts._tables
-    lasts.route_to("another", None, {"another"})
+    lasts.select("another", None, {"another"})
     assert "layout" not in lasts._tables and None in lasts._tables
 
 

@@ -77,7 +77,7 @@ def test_the_shares_of_a_gpu_add_up_to_the_process(monkeypatch, is_estimate):
         gpu_needed_bytes=1700,
     )  # fmt: skip
     model = SimpleNamespace(
-        device=torch.device("cuda:0"), plan=plan, weight_bytes=1020, streamer=None, route=SimpleNamespace(holders={}),
+        device=torch.device("cuda:0"), plan=plan, weight_bytes=1020, streamer=None, adapter_store=SimpleNamespace(holders={}),
         prefix_cache=None, unpacked=SimpleNamespace(nbytes=5),
         memory=lambda: {"gpu_peak_bytes": 1155},
     )  # fmt: skip

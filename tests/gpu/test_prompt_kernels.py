@@ -11,6 +11,7 @@ from tests import pico
 from tests.test_graphs import demo
 from tests.test_many_step import wide
 from tests.test_prefill import answered, differ, eager, ids, in_chunks, named
+from trimtab.plan import unpacked
 from trimtab.plan.prompt_memory import ADAPTER_COLUMNS
 from trimtab.runtime import adapter_columns, nvrtc, prompt_kernels
 from trimtab.runtime.kept_checks import KeptChecks
@@ -66,6 +67,7 @@ def test_an_adapter_inside_the_products_is_read_anew_at_every_replay(monkeypatch
     monkeypatch.setattr(prompt_kernels, "why_slower", never_slower)
     monkeypatch.setattr(KeptChecks, "of", classmethod(lambda cls, device: KeptChecks()))
     monkeypatch.setattr(nvrtc.Module, "launch", noted)
+    monkeypatch.setattr(unpacked, "FEW_ROWS_SHARE", 0.0)  # over unpacked weights adapters go in another way
     base, _ = wide(family, monkeypatch, tmp_path)
     adapters = {name: pico.adapter(base, tmp_path / name, seed=seed, rank=8) for seed, name in enumerate("cd", 5)}
     plan = trimtab.plan(

@@ -90,7 +90,7 @@ class Selection:
         assert self.rows is not None
         rows = self.towers.get(part) if part in TOWERS else self.rows
         if rows is None or len(rows) != count:
-            known = f"{len(rows)} are routed" if rows is not None else f"pass towers={{{part!r}: [...]}}"
+            known = f"{len(rows)} are selected" if rows is not None else f"pass towers={{{part!r}: [...]}}"
             raise RequestError(
                 f"rows of this batch use different adapters, but which one each of the {count} inputs of the {part} "
                 f"part belongs to is not known ({known})", field="adapter", value=sorted({n for n in self.rows if n}),

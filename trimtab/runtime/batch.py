@@ -482,7 +482,7 @@ class Batch:
         rows = self.active
         return BatchState(
             tuple(row.adapter for row in rows), tuple(row.token_ids[-1] for row in rows),
-            max((len(row.token_ids) for row in rows), default=0), ahead,
+            max(len(row.token_ids) for row in rows), ahead,
         )  # fmt: skip
 
     def logits(self) -> Tensor:

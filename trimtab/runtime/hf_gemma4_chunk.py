@@ -150,7 +150,7 @@ def layers_of(
     prompts: Prompts, forward: ChunkForward, key: Hashable = None, name: str | None = None
 ) -> Callable[[int, Tensor | None], Callable[..., Tensor]] | None:
     """Return what stands for these layers in a pass, None where the modules compute them. key, name: of the one adapter of the
-    pass, which the model is routed to; None where its rows look theirs up."""
+    pass, which is selected; None where its rows look theirs up."""
     step, store = prompts.batch.steps.fused_step(), prompts.model.adapter_store
     if step is None or not pays(step, prompts.device):
         return None

@@ -1,6 +1,6 @@
 """The last layers of Gemma 4 for the last token of a prompt, in the kernels of a decode step.
 
-    key, serial, is_here = route(prompts, forward, adapter)   # before a pass of hf_prefill.ChunkForward
+    key, serial, is_here = select_adapter(prompts, forward, adapter)   # before a pass of hf_prefill.ChunkForward
 
 These layers read keys and values of earlier ones, and of a prompt they see the last token alone (hf_prefill.py). One token
 through a layer is what a decode step computes, so the step's kernels compute it: about sixteen launches a layer where
@@ -124,7 +124,7 @@ class LastLayers:
         self._pass: _Pass | None = None
         self._allocate()
 
-    def route_to(self, key: Hashable, name: str | None, layouts: Collection[str]) -> None:
+    def select(self, key: Hashable, name: str | None, layouts: Collection[str]) -> None:
         """Use an adapter from now on. key: what of it is part of a graph; name: by which the layers know it; layouts: of adapters
         that are left."""
         if key not in self._tables:
@@ -230,8 +230,8 @@ class LastLayers:
         self._pass = None
 
 
-def route(prompts: Prompts, forward: ChunkForward, name: str | None) -> tuple[Hashable, int | None, bool]:
-    """Route the next pass to an adapter and return what Layouts.set_adapter does, and whether its layers are computed here and in
+def select_adapter(prompts: Prompts, forward: ChunkForward, name: str | None) -> tuple[Hashable, int | None, bool]:
+    """Select the adapter of the next pass and return what Layouts.set_adapter does, and whether its layers are computed here and in
     hf_gemma4_chunk.py: where the batch's steps are made of kernels."""
     key, serial = prompts.layouts.set_adapter(name)
     forward.lasts = forward.firsts = None
@@ -242,6 +242,6 @@ def route(prompts: Prompts, forward: ChunkForward, name: str | None) -> tuple[Ha
     if forward.first_shared < len(forward.layers) and prompts.batch.cache.kv == "full":
         if prompts.lasts is None or prompts.lasts.step is not step:
             prompts.lasts = LastLayers(step, forward.first_shared, prompts.batch.cache.prompt_row)
-        prompts.lasts.route_to(key, prompts.model.adapter_store.selection.name, prompts.layouts.names)
+        prompts.lasts.select(key, prompts.model.adapter_store.selection.name, prompts.layouts.names)
         forward.lasts = prompts.lasts.forward
     return key, serial, True

@@ -48,7 +48,7 @@ def keep(model: LoadedModel, batch: Batch) -> bool:
     """Keep an idle batch for the next call if its steps are captured and it is the one that the plan counts. Returns whether it is
     kept."""
     is_idle = batch.free_rows == batch.rows and not batch.prompts.jobs
-    if not is_idle or not batch.steps.is_captured or batch.rows != model.plan.request.batch:
+    if model._loaded is None or not is_idle or not batch.steps.is_captured or batch.rows != model.plan.request.batch:
         return False
     model.batch_kept = batch
     return True

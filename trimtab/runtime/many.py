@@ -149,11 +149,12 @@ def _together(
         if batch is None:
             batch = kept_batch.take(model, rows)
         flights: dict[Row, _Flight] = {}
-        waiting: _Prepared | None = next(prepared, None)
+        waiting: _Prepared | None = None
         begun: deque[_Begun] = deque()  # prompts that have not gone through
         ready: list[_Begun] = []
         failed: tuple[int, RequestError] | None = None
         try:
+            waiting = next(prepared, None)
             while waiting is not None or begun or flights:
                 while (waiting is not None or begun) and batch.free_rows:
                     while waiting is not None and len(begun) < _most_begun(batch, begun):

@@ -37,7 +37,7 @@ from trimtab.runtime.devices import outside_torch
 from trimtab.runtime.form_uses import FormUses
 from trimtab.runtime.graph_cache import GraphCache
 from trimtab.runtime.hf_gemma4_chunk import ChunkLayers
-from trimtab.runtime.hf_gemma4_last import LastLayers, route
+from trimtab.runtime.hf_gemma4_last import LastLayers, select_adapter
 from trimtab.runtime.hf_prefill import Chunk, Form
 from trimtab.runtime.hf_prompt_media import Media
 from trimtab.runtime.leaves import Leaf
@@ -336,7 +336,7 @@ class Prompts:
     # One chunk -------------------------------------------------------------------------------------------------------
 
     def _run(self, form: Form, chunk: Chunk, prompt: Prompt) -> Tensor:
-        key, serial, in_kernels = route(self, self._new_forward(), prompt.row.adapter)
+        key, serial, in_kernels = select_adapter(self, self._new_forward(), prompt.row.adapter)
         if not self._can_stage(form, chunk, prompt.row.token_ids):
             self.is_steady = not self.captures
             return self._static(form)
@@ -466,7 +466,7 @@ class Prompts:
             chunk = Chunk(0, min(size, (self.batch.context_tokens or size) - 1), size, is_last=True)
             forward.begin(self.batch.cache.prompt_row)
             forward.load(chunk, [token] * size)
-            key, serial, in_kernels = route(self, forward, adapter)
+            key, serial, in_kernels = select_adapter(self, forward, adapter)
             whole = (forward.form_of(chunk), key, in_kernels)
             if whole not in self._graphs:
                 self._captured(whole, serial, [forward.row], partial(self._stage, chunk, [token] * size))

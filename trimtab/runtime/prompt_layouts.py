@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class PromptLayout:
-    """The buffer in which graphs read adapters of one layout: `name` routes layers to tensors in `buffer`.
+    """The buffer in which graphs read adapters of one layout: layers know its tensors in `buffer` by `name`.
 
     holds: (name, serial) of the adapter whose values it has. has_towers: whether layers of towers read it too.
     """
@@ -58,7 +58,7 @@ class Layouts:
         return {one.name for one in self._held.values()}
 
     def set_adapter(self, name: str | None) -> tuple[Hashable, int | None]:
-        """Route the model to an adapter for this pass; returns what of it is part of a graph, and its serial where a graph
+        """Select an adapter for this pass; returns what of it is part of a graph, and its serial where a graph
         would read its own addresses."""
         store: AdapterStore = self.model.adapter_store
         if name is None or name not in store.names:  # which is an error there
@@ -69,7 +69,7 @@ class Layouts:
             store.set(name)
             serial = store.holders[name].serial
             return (name, serial), serial
-        _route_to(store, layout)
+        _select(store, layout)
         return layout.name, None
 
     def set_towers(self, name: str | None) -> tuple[Hashable, int | None]:
@@ -83,7 +83,7 @@ class Layouts:
         if layout is None or not layout.has_towers:
             serial = store.holders[name].serial
             return (name, serial), serial
-        _route_to(store, layout)
+        _select(store, layout)
         return layout.name, None
 
     def _layout_of(self, name: str) -> PromptLayout | None:
@@ -154,7 +154,7 @@ class Layouts:
         self.prompts.forget(old.name)
 
 
-def _route_to(store: AdapterStore, layout: PromptLayout) -> None:
+def _select(store: AdapterStore, layout: PromptLayout) -> None:
     store.select(Selection(layout.name))
 
 

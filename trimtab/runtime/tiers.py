@@ -245,7 +245,7 @@ class Streamer:
         self._next: dict[Group, Group | None] | None = None
         self._entered: list[Piece] = []
         self.watched: list[Piece] | None = None  # whoever wants to know what is entered puts a list here
-        self.replayed: Sequence[Piece] = ()  # what the last replay entered, if it has its first blocks in the buffers
+        self.replayed: Sequence[Piece] = ()  # what the last replay of streamed blocks entered
         # What the next pass is expected to enter, and what comes behind it: dropped if it begins with another block.
         self._expected: tuple[Sequence[Piece], Sequence[Piece]] | None = None
         # In a pass of a known order: that order, whether the pass still follows it, the place of the piece that it entered last,
@@ -306,7 +306,7 @@ class Streamer:
                 if is_joined and self._stream is not None and self.copied_bytes != self._copies_before:
                     torch.cuda.current_stream(self.device).wait_stream(self._stream)
             finally:
-                self._order, self._in_order, self._next, self._current, self._copied = None, False, None, None, {}
+                self._leave_order()
                 if self._is_capturing:
                     self._forget()  # what was captured has not been copied
             return self._entered
@@ -316,6 +316,9 @@ class Streamer:
         self._next = None
         return self._entered
 
+    def _leave_order(self) -> None:
+        self._order, self._in_order, self._next, self._current, self._copied = None, False, None, None, {}
+
     def expect(self, order: Sequence[Piece], following: Sequence[Piece] = ()) -> None:
         """Say what the next pass enters, none of it on a disk, and what comes behind it, until `end_expected`.
 
@@ -324,10 +327,12 @@ class Streamer:
         """
         self._expected = (order, following)
 
-    def end_expected(self) -> None:
-        """End what `expect` began, with copies going on."""
+    def end_expected(self, *, is_failed: bool = False) -> None:
+        """End what `expect` began, with copies going on. is_failed: the pass ended in an error, and nothing more is copied."""
         self._expected = None
-        if self._order is not None:
+        if self._order is not None and is_failed:
+            self._leave_order()
+        elif self._order is not None:
             self.end_pass(is_joined=False)
 
     def _begin_expected(self, piece: Piece) -> None:

@@ -45,9 +45,12 @@ class TowerCopies:
         streamer.watched = entered
         try:
             yield
+        except BaseException:
+            streamer.end_expected(is_failed=True)  # a copy could fail too, and hide why
+            raise
         finally:
             streamer.watched = None
-            streamer.end_expected()
+        streamer.end_expected()
         # Of media that are cached a tower runs for some only, or not at all: the longest order is the complete one.
         on_disk = any(piece.block.host is None for piece in entered)
         if not on_disk and len(entered) > len(order) and (order or len(self.orders) < MOST_KINDS):

@@ -1,7 +1,7 @@
 """Checks of 4-bit matmuls on this card and the fastest launch configuration of each: `trimtab tune`, or idle time.
 
 `check` compares with float64, `tune` times the likely cuts of one shape over layers that do not fit the card's L2 cache, the norm
-in front by itself and as a part of the product. What was nearly as fast is tried in the whole step (graphs.py).
+in front by itself and as a part of the product. What was nearly as fast is tried in the whole step (step_capture.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adapters obey the store row by row, come on the model all or nothing and leave it without a trace."""
+"""Adapters are added row by row as selected, come on the model all or nothing and leave it without a trace."""
 
 from __future__ import annotations
 
