@@ -4,7 +4,7 @@
 
 A random checkpoint of a size (as bench.load has it), 8 adapters in turn. A row: `prompts` of `tokens` tokens with answers of
 `answer` tokens in `rows` rows, `way` ("together", "one by one"), `ms` until the last answer is there (median of three calls, after
-one that is not counted). Every call captures its graphs, so `ms` includes that.
+one that captures and is not counted).
 """
 
 from __future__ import annotations

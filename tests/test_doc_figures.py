@@ -313,6 +313,11 @@ def link_shares():
     yield f"made {mended[0]['tok_s']} in run 13 and {mended[1]['tok_s']} in run 15"
     shares = " and ".join(f"{row['link_share']:.2f}" for row in mended)
     yield f"{shares} of the limit, where {mended[1]['predicted_tok_s']:.0f} are predicted"
+    before, last = card(4, "full", 17), card(4, "full", 19)
+    yield (
+        f"In run 19 it made {last['tok_s']}, {last['link_share']:.2f} of the limit of a link that measured "
+        f"{100 * (1 - last['link_gb_s'] / before['link_gb_s']):.0f} % less"
+    )
 
 
 def whole_decoder():

@@ -136,14 +136,16 @@ def runs_of_cards():
         runs.setdefault(row["run"], set()).add((model, gib))
     assert runs.pop(14) == {("e2b", 2.5)}
     yield "E2B on 2.5 GiB of run 14"
-    assert runs.pop(15) == {("e4b", 3.2), ("e4b", 3.5)}
-    yield "E4B on 3.2 and 3.5 GiB of run 15"
+    assert runs.pop(15) == {("e4b", 3.5)}
+    yield "E4B on 3.5 GiB of run 15"
     assert runs.pop(16) == {("e2b", 2)}
     yield "E2B on 2 GiB of run 16"
     assert runs.pop(17) == {("e4b", 4), ("e4b", 6), ("qwen3-8b", 5)}
     yield "E4B on 4 and 6 GiB and Qwen3-8B on 5 GiB of run 17"
     assert runs.pop(18) == {("e4b", 3.7)}
-    yield "E4B on 3.7 GiB of run 18, and the others of run 11"
+    yield "E4B on 3.7 GiB of run 18"
+    assert runs.pop(19) == {("e4b", 3.2), ("e4b", 4)}
+    yield "E4B on 3.2 GiB and on 4 GiB with the full head of run 19, and the others of run 11"
     assert set(runs) == {11}
     plain = {
         (gpu, *case[:4])
@@ -152,9 +154,9 @@ def runs_of_cards():
         if case[4] == "trimtab" and not row.get("mixed")
     }
     assert plain == {
-        ("H100", "e4b", 3.2, "auto", 1), ("H100", "e4b", 4, "full", 4), ("H200", "qwen3-8b", 5, "auto", 1),
+        ("H100", "e4b", 4, "full", 4), ("H200", "qwen3-8b", 5, "auto", 1),
     }  # fmt: skip
-    yield "Three are without them: on an H100 E4B on 3.2 GiB, and on 4 GiB with the full head and link / 4; on an H200 Qwen3-8B"
+    yield "Two are without them: on an H100 E4B on 4 GiB with the full head and link / 4; on an H200 Qwen3-8B"
 
 
 def spare_of_cards():

@@ -100,8 +100,8 @@ class Budget:
 
     def size(self, left_s: float | None, *, is_first: bool) -> int | None:
         """Return the largest size of a chunk, the least or more, that takes no longer than what is left; None if there is none. A
-        short prompt takes a smaller one. For the first chunk of a turn there always is one, so that no prompt waits for ever; it may
-        be smaller (`_below_least`)."""
+        short prompt takes a smaller one. For the first chunk of a turn there always is one, so that no prompt waits for ever.
+        It may be smaller (`_below_least`)."""
         if left_s is None:
             return self.sizes[-1]
         taken_s = {size: self.chunk_s(size) or 0.0 for size in self.sizes if size >= self.least}
