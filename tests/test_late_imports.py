@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -118,10 +119,14 @@ def run(*arguments):
     return made.stdout
 
 
+# Up to transformers 5.10 its own modules import sympy, and it has no function of this name.
+OLD = tuple(int(part) for part in version("transformers").split(".")[:2]) < (5, 11)
+
+
 def test_a_ready_worker_has_not_imported_what_answers_never_use():
     modules = json.loads(run("-c", SERVED, str(FOLDER / "base")).splitlines()[-1])
     assert "transformers.models.gemma4.modeling_gemma4" in modules
-    assert [name for name in UNUSED if name in modules] == []
+    assert [name for name in UNUSED if name in modules and not (OLD and name == "sympy.core")] == []
 
 
 @pytest.mark.slow
@@ -137,7 +142,7 @@ def test_a_file_of_the_compiler_is_imported_after_its_package():
 
 def test_a_program_that_imports_trimtab_keeps_its_own_imports():
     pytest.importorskip("accelerate")
-    run("-c", PROGRAM)
+    run("-c", PROGRAM.replace(" and transformers.utils.is_torch_distributed_available()", "") if OLD else PROGRAM)
 
 
 CUDA, CPU, ROCM = (

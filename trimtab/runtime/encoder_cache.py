@@ -8,7 +8,8 @@ pass; the audio clips of a prompt, which families pad to the longest, are kept t
 picture (or sounds), by the shape that the processor gave it, and by the scope: the client, and the adapter's content if it changes
 a tower. It lies in the pages of the prefix cache, counts with them, and goes by age with them.
 
-What is not covered: families whose towers answer in another form; they run as before.
+What is not covered: several images at once of towers whose output cannot be told apart by image (Gemma 4 and Qwen3-VL up to some
+release after transformers 5.6.2); one image alone is kept there too.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 # What families read of a tower's output (transformers 5.6.2 to 5.23).
 PARTS = ("pooler_output", "deepstack_features", "attention_mask", "audio_mel_mask")
+# Where the output of one image is kept as a whole.
+_WHOLE = "whole"
 FUNCTIONS = ("get_image_features", "get_audio_features")
 
 
@@ -148,13 +151,20 @@ class _Tower:
             for arguments, digest in zip(split, self.digests, strict=True)
         ]
         outputs: dict[bytes, Any] = {key: self._find(key) for key in dict.fromkeys(keys)}
+        if any(kept is not None and _WHOLE in kept for kept in outputs.values()):
+            if len(keys) == 1:
+                return SimpleNamespace(**outputs[keys[0]][_WHOLE])
+            outputs = dict.fromkeys(outputs)  # what is kept of images alone is no part of an output of several
         missing = [key for key, kept in outputs.items() if kept is None]
         if missing:
             chosen = [split[keys.index(key)] for key in missing]
             self.counts.passes += 1
             output = self.compute(*_joined([one[0] for one in chosen]), **_joined_named([one[1] for one in chosen]))
             parts = _parts_of(output, len(missing))
-            if parts is None:  # nothing of this form was ever kept: all of them were missing
+            if parts is None:  # nothing of this form was ever kept but of images alone: all of them were missing
+                whole = {name: getattr(output, name, None) for name in PARTS}
+                if len(keys) == 1 and whole["pooler_output"] is not None:
+                    self.cache.put_blob(keys[0], {_WHOLE: whole})
                 return output
             for key, part in zip(missing, parts, strict=True):
                 outputs[key] = part

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from trimtab.plan.cost import ALLOCATION_BYTES, round_up
 from trimtab.plan.kv_pool import PAGE_TOKENS, pool_tokens
@@ -403,7 +403,16 @@ def restore(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 def prompt_cache(hf_model: Any, kv: str = "full") -> DynamicCache:
     """Return an empty cache for one prompt, in full or in 8 bits ("int8")."""
-    return hf_kv_int8.with_form(DynamicCache(config=hf_model.config.get_text_config()), kv)
+    config = hf_model.config.get_text_config()
+    cache = DynamicCache(config=config)
+    if not cache.layers and getattr(config, "num_kv_shared_layers", None) == 0:
+        # Up to transformers 5.18 `layer_types[:-0]` leaves none (the doctor's I1): nothing could be put back into such a cache.
+        cache.layers = [_prompt_layer(kind, config) for kind in config.layer_types]
+    return hf_kv_int8.with_form(cache, kv)
+
+
+def _prompt_layer(kind: str, config: Any) -> Any:
+    return DynamicSlidingWindowLayer(config.sliding_window) if kind == "sliding_attention" else DynamicLayer()
 
 
 def why_not(hf_model: Any) -> str | None:
