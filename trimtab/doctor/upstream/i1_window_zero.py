@@ -20,8 +20,8 @@ BUG = Bug(
     way_round="a newer transformers; past_key_values with a cache built by hand",
     owner=("transformers",),
     trackers=(),
-    trimtab="the plan asks the installed cache itself for its windows, so the bytes it counts are those that will be "
-    "used",
+    trimtab="the plan asks the installed cache itself for its windows, so the bytes it counts are those that "
+    "transformers' own generation uses; batches lay the cache out by hand, with windows",
     evidence="run",
 )  # fmt: skip
 
