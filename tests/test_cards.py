@@ -542,7 +542,9 @@ def test_the_whole_decoder_of_e4b_fits_a_card_whose_driver_takes_less():
     assert (context_bytes(24) // MIB, context_bytes(132) // MIB) == (179, 395)
     small = made(3.5, 24)
     assert not off_device(small) and small.execution.step.mode == "fused"
-    assert off_device(made(3.5, 132))
+    assert off_device(made(3.5, 132)) and off_device(made(3.7, 132))
+    wide = made(3.75, 132)
+    assert not off_device(wide) and wide.execution.prompt.mode == "graph"
 
 
 def test_advice_for_one_row_leaves_out_the_pool_that_it_cannot_have():
