@@ -44,10 +44,8 @@ def test_an_unpacked_weight_is_bitsandbytes_own(quant, dtype):
         for shape in ((96, 320), (64, 64), (8, 1088)):
             weight = packed(quant, shape, dtype)
             made = unpack(weight, torch.full((shape[0] * shape[1] + 7,), torch.nan, dtype=dtype), module)
-            if (
-                dtype == torch.float16 and quant == "nf4-dq" and OLD_BITSANDBYTES
-            ):  # its own code on a CPU rounds some values otherwise
-                assert (made != dequantize(weight)).float().mean() < 1e-3
+            if dtype == torch.float16 and quant == "nf4-dq" and OLD_BITSANDBYTES:  # on a CPU it rounds otherwise
+                assert (made != dequantize(weight)).float().mean() < 4e-3
             else:
                 assert torch.equal(made, dequantize(weight))
         assert set(launches(module)) == {"unpack_plain" if quant in ("nf4", "fp4") else "unpack_nested"}

@@ -74,7 +74,11 @@ def test_experts_that_an_older_file_packs_one_by_one_are_dequantized(tmp_path):
 def test_rows_that_begin_inside_a_block_have_that_block_s_scale(kind, shape):
     """On CPUs with AVX512 bitsandbytes 0.50 takes another (I16)."""
     weight = torch.randn(*shape, generator=torch.Generator().manual_seed(5)) * torch.logspace(-2, 2, shape[1])
-    packed = quant.quantize(weight, kind)
+    try:
+        packed = quant.quantize(weight, kind)
+    except DeviceError as exc:
+        assert "bitsandbytes 0.49" in str(exc) and weight.numel() % 2, exc
+        pytest.skip("bitsandbytes 0.49 quantizes no odd number of values on a CPU")
     state = quant.quant_state(packed)
     scales = state.absmax
     if state.nested:
