@@ -12,6 +12,7 @@ from trimtab.plan.pieces import Piece
 from trimtab.runtime import leaves, read, tiers
 from trimtab.runtime.adapter_store import AdapterStore
 from trimtab.runtime.quant import CodeTables, Packed, dequantize, keep, quantize, shell
+from trimtab.runtime.spill import Spill
 
 CPU = torch.device("cpu")
 QUANTS = ("none", "int8", "fp4", "nf4", "nf4-dq")
@@ -26,7 +27,7 @@ def packed_weight(quant: str, rows: int, columns: int, seed: int) -> Packed:
 def stack(quant: str, tmp_path, *, home: str, count: int = 4, slots: int = 2, cuts: bool = True):
     """Return (staged leaves, resident leaves, streamer): `count` blocks of two linears of unlike shapes, each of them a piece."""
     codes, store = CodeTables(), AdapterStore()
-    spill = tiers.Spill(tmp_path) if home == "disk" else None
+    spill = Spill(tmp_path) if home == "disk" else None
     staged_leaves, resident, groups, staged = [], [], [], []
     common = {"bias": None, "device": CPU, "dtype": torch.bfloat16, "store": store}
     for block in range(count):
@@ -236,7 +237,7 @@ def test_the_spill_file_has_no_name_and_is_gone_at_close(tmp_path):
 
 
 def test_a_full_disk_is_a_device_error(tmp_path, monkeypatch):
-    spill = tiers.Spill(tmp_path)
+    spill = Spill(tmp_path)
 
     class Full:
         def write(self, data):

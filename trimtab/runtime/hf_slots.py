@@ -407,7 +407,7 @@ def prompt_cache(hf_model: Any, kv: str = "full") -> DynamicCache:
     cache = DynamicCache(config=config)
     if not cache.layers and getattr(config, "num_kv_shared_layers", None) == 0:
         # Up to transformers 5.18 `layer_types[:-0]` leaves none (the doctor's I1): nothing could be put back into such a cache.
-        cache.layers = [_prompt_layer(kind, config) for kind in config.layer_types]
+        cache.layers = [_prompt_layer(kind, config) for kind in config.layer_types or ()]
     return hf_kv_int8.with_form(cache, kv)
 
 

@@ -31,6 +31,7 @@ from trimtab.runtime.arena import Arena
 from trimtab.runtime.devices import spill_folder
 from trimtab.runtime.quant import CodeTables, Packed, dequantize, keep, prequantized, quantize
 from trimtab.runtime.read import Reader, Wanted
+from trimtab.runtime.spill import Spill
 
 CPU = torch.device("cpu")
 Progress = Callable[[int, int], None]
@@ -113,7 +114,7 @@ class _Filler:
         # Streamed weights are put in place at the end: which buffers they share is known when the last block is read.
         self.waiting: list[Callable[[tiers.Streamer], None]] = []
         self.file_rows: list[tables.FileRows] = []
-        self.spill: tiers.Spill | None = None
+        self.spill: Spill | None = None
         self.uses: Counter[str] = Counter()
         self.held: dict[str, Tensor] = {}
         self.reader: Reader | None = None
@@ -304,7 +305,7 @@ class _Filler:
                 self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors})
         if writer is not None and writer.group.nbytes:
             if tier == "disk" and self.spill is None:
-                self.spill = tiers.Spill(spill_folder(self.plan.request.offload_dir))
+                self.spill = Spill(spill_folder(self.plan.request.offload_dir))
             self.groups.append(
                 writer.finish(pinned=self.device.type == "cuda", spill=self.spill if tier == "disk" else None)
             )
