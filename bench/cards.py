@@ -58,6 +58,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"model": "e4b", "card_gib": 6, "head": "full"},
     {"model": "qwen3-8b", "card_gib": 5, "head": "auto"},
     {"model": "e4b", "card_gib": 3.8, "head": "auto", "mixed": True},
+    {"model": "e4b", "card_gib": 3.75, "head": "auto", "mixed": True},
     {"model": "e4b", "card_gib": 3.5, "head": "auto", "mixed": True},
     {"model": "e4b", "card_gib": 4, "head": "full", "copies": 4},
     {"model": "e4b", "card_gib": 4, "head": "auto", "copies": 4, "mixed": True},

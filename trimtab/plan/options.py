@@ -129,7 +129,7 @@ def choose_chunks_of(
     most_tokens: int = max(CHUNKS),
 ) -> Plan:
     """Return the plan with the most sizes of captured chunks that keep the whole decoder on the device, else the one with the
-    least expected seconds. least_tokens: what the largest chunk has to hold. most_tokens: of a chunk, but for that.
+    least expected seconds: captured chunks beside copied layers may be faster than the whole decoder without them. least_tokens: what the largest chunk has to hold. most_tokens: of a chunk, but for that.
 
     with_chunks: makes the plan of some sizes, captured or not; () for transformers' own pass. only_whole: whether only a plan with
     the whole decoder on the device is of use; any other may be refused then. explains: whether an error has to name the budget
@@ -152,7 +152,7 @@ def choose_chunks_of(
                 if not captured:
                     refused.append(chunks)
                 continue
-            if not plan.blocks_off_device:
+            if not plan.blocks_off_device and (captured or not plans):
                 return plan
             if has_room or not captured:
                 plans.append(plan)
