@@ -541,7 +541,7 @@ def test_the_whole_decoder_of_e4b_fits_a_card_whose_driver_takes_less():
 
 @pytest.mark.parametrize("gib", [3.73, 3.74, 3.745])
 def test_a_decoder_that_fits_only_without_captured_prompts_copies_a_layer_instead(gib):
-    """The whole decoder fits these cards if prompts run in transformers' own pass, which takes longer than the copies of an answer."""
+    """These cards hold the whole decoder if prompts run in transformers' own pass, which takes longer than the copies."""
     from tests.test_execution import off_device
 
     less, chosen = e4b_on(3.72, 132), e4b_on(gib, 132)

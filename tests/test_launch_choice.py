@@ -108,8 +108,44 @@ def test_one_that_does_not_fit_or_is_wrong_here_is_not_used_and_that_is_said(way
         monkeypatch.setattr(matvec, "matvec4", partial(wrong_output, matvec.matvec4, held))
     made, _ = configured(module, product, monkeypatch)
     word = {"registers": "registers", "does not compile": "too many registers", "wrong": "result differs"}[way]
-    assert word in made.rejected[product.key] and made.configs == {}
-    assert matvec.choose(product.groups[0], 2, module) == plain
+    assert word in made.rejected[product.key]
+    if way == "wrong":  # another one of the kind is right
+        chosen = matvec.choose(product.groups[0], 2, module)
+        assert chosen.held and chosen != held and made.configs == {product.key: launch_configs.ESTIMATED}
+        assert made.plain_products == {}
+    else:
+        assert made.configs == {} and matvec.choose(product.groups[0], 2, module) == plain
+        assert word in made.plain_products["4-bit matmul 64 x 512, 2 rows"]
+
+
+def test_where_registers_do_not_suffice_the_same_blocks_hold_fewer_weights(module, product, monkeypatch):
+    """The shipped configuration is of an older kernel or another card: its spilled registers are no measurement here."""
+    found = matvec.ways(product.groups[0], 2, module)
+    most = max((cut for cut in found if cut.held > 1), key=lambda cut: cut.held)
+    fewer = [cut for cut in kernels.instead_of(most, found) if (cut.units, cut.k_warps) == (most.units, most.k_warps)]
+    assert fewer and all(0 < cut.held < most.held for cut in fewer)
+    monkeypatch.setattr(
+        launch_configs, "shipped", lambda target: ({product.key: most}, launch_configs.SHIPPED_ELSEWHERE)
+    )
+    asked = []
+
+    def limits(self, name):
+        asked.append(name)
+        return dataclasses.replace(FITS, local_bytes=24 if len(asked) == 1 else 0)
+
+    monkeypatch.setattr(run.CpuModule, "limits", limits, raising=False)
+    made, _ = configured(module, product, monkeypatch)
+    assert matvec.choose(product.groups[0], 2, module) == fewer[0] and len(asked) == 2
+    assert made.configs == {product.key: launch_configs.ESTIMATED} and made.plain_products == {}
+
+
+def test_what_was_fastest_on_such_a_card_is_used_with_the_registers_that_it_spills(module, product, monkeypatch):
+    held = ways(product, module, held=True)
+    monkeypatch.setattr(launch_configs, "shipped", lambda target: ({product.key: held}, launch_configs.SHIPPED))
+    spills = dataclasses.replace(FITS, local_bytes=24)
+    monkeypatch.setattr(run.CpuModule, "limits", lambda self, name: spills, raising=False)
+    made, _ = configured(module, product, monkeypatch)
+    assert matvec.choose(product.groups[0], 2, module) == held and made.rejected == {}
 
 
 def test_a_product_is_prepared_once(module, product, monkeypatch):

@@ -264,6 +264,23 @@ def test_a_configuration_that_was_not_measured_here_is_checked_before_it_is_used
     assert "threads" in launch_configs.why_not(many, limits, module.shared_bytes)
 
 
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_every_shipped_configuration_is_used_on_such_a_card(n, module, weights):
+    """None is refused and left to a slower kernel, for registers that it was fastest without, say."""
+    configs, status = launch_configs.shipped(matvec.target_of(module))
+    if status != launch_configs.SHIPPED:
+        pytest.skip("none are shipped for this card")
+    refused = {}
+    for (_, rows, columns, of, pair), cut in configs.items():
+        if of == n:
+            group = [weights["nf4-dq"].make(one, columns) for one in rows]
+            gate = "gelu_tanh" if pair else None
+            refused[rows, columns] = tuning.why_not_cut(
+                group, n, module, dataclasses.replace(cut, normed=False), dtype=torch.bfloat16, gate=gate, is_timed=True
+            )
+    assert len(refused) >= 10 and not any(refused.values()), refused
+
+
 def test_a_thread_of_its_own_may_launch(module, weights):
     """torch gives a new thread no context until it calls CUDA; the server computes in such threads."""
     from concurrent.futures import ThreadPoolExecutor

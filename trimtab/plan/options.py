@@ -129,8 +129,9 @@ def choose_chunks_of(
     most_tokens: int = max(CHUNKS),
 ) -> Plan:
     """Return the plan with the most sizes of captured chunks that keep the whole decoder on the device, else the one with the
-    least expected seconds: captured chunks beside copied layers may be faster than the whole decoder without them. least_tokens: what the largest chunk has to hold. most_tokens: of a chunk, but for that.
+    least expected seconds: captured chunks beside copied layers may be faster than the whole decoder without them.
 
+    least_tokens: what the largest chunk has to hold. most_tokens: of a chunk, but for that.
     with_chunks: makes the plan of some sizes, captured or not; () for transformers' own pass. only_whole: whether only a plan with
     the whole decoder on the device is of use; any other may be refused then. explains: whether an error has to name the budget
     that would do. has_room: whether graphs share the memory of other passes. Then they may stand beside decoder layers that are

@@ -34,6 +34,7 @@ MOST_ROWS = cuts.MAX_ROWS
 _ROWS = (1, 3, MOST_ROWS)
 _CALLS = 10
 TRIED = 9  # ways to cut a product that are timed
+MOST_INSTEAD = 6  # ways that are tried where a configuration cannot run
 SMALL, PRODUCTS, ADAPTERS = "fused small kernels", "fused 4-bit products", "adapters by table"
 ENDS = "fused ends of a step"
 ROWS = "4-bit products of many rows"
@@ -214,20 +215,32 @@ class Kernels:
         return "configuration", one.key, _form_of(one.groups[0]), str(dtype), one.gate, self.small is not None
 
     def _configure(self, one: Product, config: tuple[Cut, str] | None, dtype: torch.dtype) -> None:
+        """Take a product's configuration, or the next one that this card can run, and keep for later processes that it can."""
         if config is None:
             return  # `choose` says why nothing fits
-        cut, status = config
         key = self._config_key(one, dtype)
-        if status != launch_configs.MEASURED and self.checks.find(*key) is None:
-            why = tuning.why_not_cut(
-                one.groups[0], one.n, self.matvec, cut, dtype=dtype, gate=one.gate, small=self.small
-            )
-            if why is not None:
-                self.rejected[one.key] = why
-                return
-            self.checks.keep({"cut": asdict(cut), "status": status}, *key)
-        self.matvec.products.chosen[one.key] = cut
-        self.configs[one.key] = status
+        ways = matvec.ways(one.groups[0], one.n, self.matvec, pair=one.gate is not None)
+        for cut, status in (config, *((cut, launch_configs.ESTIMATED) for cut in instead_of(config[0], ways))):
+            if status != launch_configs.MEASURED and self.checks.find(*key) is None:
+                why = tuning.why_not_cut(
+                    one.groups[0], one.n, self.matvec, cut, dtype=dtype, gate=one.gate, small=self.small,
+                    is_timed=status == launch_configs.SHIPPED,
+                )  # fmt: skip
+                if why is not None:
+                    self.rejected.setdefault(one.key, why)
+                    continue
+                self.checks.keep({"cut": asdict(cut), "status": status}, *key)
+            self.matvec.products.chosen[one.key] = cut
+            self.configs[one.key] = status
+            return
+
+    @property
+    def plain_products(self) -> dict[str, str]:
+        """Which products are left to the kernel that is not compiled for their shape, and why: name -> reason."""
+        return {
+            f"4-bit matmul {' + '.join(map(str, key[1]))} x {key[2]}, {key[3]} rows": why
+            for key, why in self.rejected.items() if key not in self.configs
+        }  # fmt: skip
 
     def tune(
         self, groups: Sequence[Sequence[Sequence[Leaf]]], dtype: torch.dtype, counts: Sequence[int], *,
@@ -326,6 +339,18 @@ def check_bytes(attention: Sequence[tuple[int, int, int]], dtype: torch.dtype) -
 def pair_kind(group: Sequence[Leaf]) -> str | None:
     """Return the activation that a timing of this group ends with: two layers of one size are gate and up."""
     return "gelu_tanh" if len(group) == 2 and group[0].out_features == group[1].out_features else None
+
+
+def instead_of(cut: Cut, ways: Sequence[Cut]) -> list[Cut]:
+    """Return which configurations are tried where this one cannot run: those of the same blocks that hold fewer weights in
+    registers, then the best estimates."""
+    blocks = (cut.units, cut.k_warps, cut.groups, cut.splits)
+    smaller = [
+        one for one in ways if 0 < one.held < cut.held and (one.units, one.k_warps, one.groups, one.splits) == blocks
+    ]
+    smaller.sort(key=lambda one: -one.held)
+    others = [one for one in cuts.unlike(ways, MOST_INSTEAD) if one.held]
+    return [one for one in dict.fromkeys((*smaller, *others)) if one != cut][:MOST_INSTEAD]
 
 
 def shape_of(group: Sequence[Leaf]) -> str:

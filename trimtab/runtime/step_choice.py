@@ -131,7 +131,7 @@ class StepChoice:
 
     def _take(self, kernels: Kernels) -> None:
         self.kernels = kernels
-        for name, reason in kernels.left_out.items():
+        for name, reason in {**kernels.left_out, **kernels.plain_products}.items():
             self.fall_back(name, reason, requested=False)
 
     def capture_failed(self, *, is_fused: bool) -> None:

@@ -171,12 +171,12 @@ class _Product:
 
 def why_not_cut(
     weights: Sequence[Packed], n: int, module: nvrtc.Module, cut: Cut, *, dtype: torch.dtype, gate: str | None,
-    small: nvrtc.Module | None = None,
+    small: nvrtc.Module | None = None, is_timed: bool = False,
 ) -> str | None:  # fmt: skip
     """Return why a launch configuration that was not measured here is not used, or None.
 
     It must fit the card's shared memory and registers, and compute the result of the plain kernel. small: the module with
-    `add_norm`, for a configuration with the norm in front.
+    `add_norm`, for a configuration with the norm in front. is_timed: it was the fastest on another such card.
     """
     pair = gate is not None
     if cut.held:
@@ -187,7 +187,7 @@ def why_not_cut(
             if is_out_of_memory(exc):
                 raise
             return str(exc)
-        why = launch_configs.why_not(cut, limits, module.shared_bytes)
+        why = launch_configs.why_not(cut, limits, module.shared_bytes, is_timed=is_timed)
         if why is not None:
             return why
     product = _Product(weights, n, module, dtype, gate)
