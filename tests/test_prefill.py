@@ -492,7 +492,7 @@ def test_tables_that_the_device_cannot_read_are_staged(demo, replayed):
             assert differ(answered(batch, demo.prepare(ids(90))), expected) < TOLERANCE
         assert len(replayed) == 2 and not any(table.reads_staged for table in gathered)
         # What stands for a picture has the row of another token.
-        token = next(iter(batch.prompts._placeholders))
+        token = next(iter(batch.prompts.placeholders))
         expected = answered(eager(demo), demo.prepare([*ids(30), token, *ids(9)]))
         for _ in range(3):
             assert differ(answered(batch, demo.prepare([*ids(30), token, *ids(9)])), expected) < TOLERANCE

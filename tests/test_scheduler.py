@@ -25,6 +25,7 @@ class MockAnswer:
     tokens_left: int
     pending: list[Event] = field(default_factory=list)
     needs_towers: bool = False
+    is_open: bool = False
 
 
 class MockEngine:
@@ -390,6 +391,26 @@ def test_a_prompt_that_went_through_joins_in_the_next_turn_and_can_leave_before(
     assert [answer.job.id for answer in engine.placed] == ["stays"]
     to_the_end(scheduler)
     assert [one[0] for one in texts if one[2] == "done"] == ["stays", "row"] and engine.placed == []
+
+
+def test_a_prompt_whose_last_token_a_step_computes_has_its_row_before_that_step():
+    """It waits for one step less than a prompt that arrives while the next step is on its way, in its place in the order."""
+    scheduler, engine, _, _ = timed(chunk_s=lambda size: 0.001)
+    scheduler.submit(job("row", tokens=100))
+    for _ in range(30):
+        scheduler.turn()
+    for name, is_open in (("open", True), ("closed", False), ("behind", True)):
+        scheduler.submit(job(name, adapter=name, tokens=9))
+        scheduler._admit()
+        scheduler._known[name].answer.is_open = is_open
+    scheduler.turn()
+    assert len(engine.placed) == 3
+    active = []
+    real = engine.step
+    engine.step = lambda behind=None: (active.append([one.job.id for one in engine.active]), real(behind))
+    scheduler.turn()
+    scheduler.turn()
+    assert active == [["row", "open"], ["row", "open", "closed", "behind"]]
 
 
 def test_adapters_take_turns_however_many_requests_one_of_them_has():

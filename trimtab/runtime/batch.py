@@ -173,6 +173,7 @@ class Batch:
             most_tokens = company.piece_tokens(self)
         if self.prompts.takes(prompt):
             return self.prompts.step(prompt, most_tokens)
+        prompt.ends_in_step = False
         tensors, count = dict(prompt.inputs.tensors), prompt.inputs.prompt_tokens
         chunk = getattr(self.model, "prefill_tokens", None) or count
         is_between = self.prompts.tower_passes.is_between_pieces(prompt)
@@ -221,16 +222,17 @@ class Batch:
         return end == count
 
     def place(self, prompt: Prompt) -> None:
-        """Give a complete prompt a row behind the active ones, and queue the sampling of its first token.
+        """Give a complete prompt a row behind the active ones, and queue the sampling of its first token, unless its last token
+        goes through with a step (`Prompt.is_open`).
 
         Nothing waits for the device, and another prompt can be computed. Errors: RequestError if no row is free.
         """
-        if prompt.logits is None:
+        if prompt.logits is None and not prompt.is_open:
             raise RequestError("the prompt is not complete yet", field="prompt")
         if not self.free_rows:
             raise RequestError("every row of the batch is taken", field="rows", value=self.rows)
-        while prompt.done_tokens < prompt.inputs.prompt_tokens:  # another prompt took the place where its states were
-            self._prefill(prompt)
+        while prompt.done_tokens < prompt.inputs.prompt_tokens and not prompt.is_open:
+            self._prefill(prompt)  # another prompt took the place where its states were
         number = self._places_behind(1)[0]
         self._fill(number, prompt)
         self.prompts.release(prompt)
@@ -266,9 +268,11 @@ class Batch:
         return list(range(number, number + count))
 
     def _is_placed(self, prompt: Prompt, number: int) -> None:
-        assert prompt.logits is not None
-        prompt.row.number, prompt.row.written = number, prompt.row.prompt_tokens
+        prompt.row.number, prompt.row.written = number, prompt.done_tokens
         self.placed.append(prompt.row)
+        if prompt.is_open:
+            return
+        assert prompt.logits is not None
         if prompt.row.group:
             prompt.row.logits = prompt.logits
         prompt.first = self._first(prompt.row, prompt.logits)
@@ -300,17 +304,13 @@ class Batch:
 
         Errors: RequestError if no row is free, or if an earlier placed prompt has not joined.
         """
+        if prompt.is_open:
+            raise RequestError("the next step computes its last token", field="prompt", value=prompt.row.number)
         if prompt.first is None:
             self.place(prompt)
         row, first, logits = prompt.row, prompt.first, prompt.logits
-        if not self.placed or self.placed[0] is not row or first is None or logits is None:
-            raise RequestError("prompts join in the order of their placement", field="prompt", value=row.number)
-        self.placed.pop(0)
-        if row.number != len(self.active):  # a row has left since
-            self.cache.move(row.number, len(self.active))
-            row.number = len(self.active)
-        self.active.append(row)
-        self._top[row] = prompt.top_logprobs
+        assert first is not None and logits is not None
+        self._activate(prompt)
         try:
             if first.event is not None:
                 first.event.synchronize()
@@ -327,10 +327,32 @@ class Batch:
         self.tokens[row.number, 0].fill_(token.token_id)  # an assignment would wait for the device
         return token
 
+    def enter(self, prompt: Prompt) -> None:
+        """Make a placed prompt an active row whose last token goes through with the next step (`Prompt.is_open`). Nothing waits for
+        the device. Errors: as `join`."""
+        row = prompt.row
+        if not prompt.is_open:
+            raise RequestError("the prompt is not complete yet", field="prompt")
+        self._activate(prompt)
+        self.prefixes.joined(prompt)
+        prompt.cache = None
+        self.tokens[row.number, 0].fill_(row.token_ids[-1])
+
+    def _activate(self, prompt: Prompt) -> None:
+        row = prompt.row
+        if not self.placed or self.placed[0] is not row:
+            raise RequestError("prompts join in the order of their placement", field="prompt", value=row.number)
+        self.placed.pop(0)
+        if row.number != len(self.active):  # a row has left since
+            self.cache.move(row.number, len(self.active))
+            row.number = len(self.active)
+        self.active.append(row)
+        self._top[row] = prompt.top_logprobs
+
     def _fill(self, number: int, prompt: Prompt) -> None:
         self.prompts.evict(number, prompt)
         if prompt.source is None and self.prompts.holds(prompt):
-            self.cache.take(number, prompt.inputs.prompt_tokens, offset=prompt.offset)
+            self.cache.take(number, prompt.done_tokens, offset=prompt.offset)
             return
         self.pages.bind(prompt.row, number)
         if prompt.source is not None:
@@ -368,6 +390,7 @@ class Batch:
             logits, greedy = self._forward()
         # From here on the step counts as done: if memory ran out before, the same one can be done again.
         self._advance()
+        self._keep_first_logits(going, places, logits)
         wrote_tokens = self.steps.wrote_tokens
         queued, failed = self._queue_draws(going, places, logits, greedy, write=wrote_tokens and not has_moved)
         if has_moved and wrote_tokens:
@@ -493,6 +516,7 @@ class Batch:
         self.prefixes.flush()
         logits, _ = self._forward()
         self._advance()
+        self._keep_first_logits(self.active, {row: row.number for row in self.active}, logits)
         self.tell_tokens()  # a captured step has gone on to the likeliest ones
         return logits
 
@@ -505,6 +529,12 @@ class Batch:
             row.written += 1
         # A row that has finished and not left yet goes on writing into its last place.
         self.cache.positions[: len(self.active)].add_(1).clamp_(max=self.context_tokens - 1)
+
+    def _keep_first_logits(self, rows: Iterable[Row], places: dict[Row, int], logits: Tensor) -> None:
+        """Give the prefix cache the logits of prompts whose last token was computed by a step."""
+        for row in rows:
+            if row.written == row.prompt_tokens:
+                self.prefixes.first_logits(row, logits[places[row]])
 
     def _draw(self, row: Row, logits: Tensor, token: int) -> Drawn:
         if token < 0:

@@ -86,7 +86,8 @@ class Prompt:
     inputs: of `LoadedModel.prepare`. row: its request. top_logprobs: as in `Batch.begin`. done_tokens: tokens computed so
     far; chunk_tokens: length of the next chunk. logits: of its last token [V], once complete. cache, offset: where its keys
     and values are; no cache where captured chunks write them into the batch's own, and before transformers' pass. first: its
-    first token on the way to the host. source: the row with the same prompt whose results it copies.
+    first token on the way to the host. source: the row with the same prompt whose results it copies. ends_in_step: its last token
+    goes through with the rows' next step (open_prompts.py); may_end_in_step: whether whoever steps the batch joins such prompts.
     """
 
     batch: Batch
@@ -100,6 +101,13 @@ class Prompt:
     chunk_tokens: int = 0
     first: First | None = None
     source: Row | None = None
+    ends_in_step: bool = False
+    may_end_in_step: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether all but its last token are complete, and that one goes through with the rows' next step."""
+        return self.ends_in_step and self.logits is None and 0 < self.done_tokens == self.inputs.prompt_tokens - 1
 
     @property
     def needs_towers(self) -> bool:

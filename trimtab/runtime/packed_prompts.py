@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trimtab.runtime import many_rows, prompt_kernels
+from trimtab.runtime import many_rows, open_prompts, prompt_kernels
 from trimtab.runtime.hf_gemma4_chunk import layers_of
 from trimtab.runtime.hf_prefill import Form
 from trimtab.runtime.packed_prefill import PackForward, Piece
@@ -85,16 +85,17 @@ def shapes_of(sizes: Sequence[int], most_tokens: int) -> list[tuple[int, int]]:
 
 
 def choose_shape(
-    waiting: Sequence[int], sizes: Sequence[int], most_tokens: int, costs: Costs = PACKED_WEIGHTS
+    waiting: Sequence[int], sizes: Sequence[int], most_tokens: int, costs: Costs = PACKED_WEIGHTS, *, share: float = 1.0
 ) -> tuple[tuple[int, int], list[int]] | None:
     """Return the shape that saves most beside passes of one prompt each, and which prompts take part, the first always; None if
-    none saves anything. waiting: tokens of each."""
+    none saves anything. waiting: tokens of each. share: what a prompt alone takes of a whole pass, where a step computes its last
+    token."""
     best, saved = None, 0.0
     for size, rows in shapes_of(sizes, most_tokens):
         members = [number for number, count in enumerate(waiting) if count <= size][:rows]
         if len(members) < 2 or members[0] != 0:
             continue
-        alone = sum(costs.alone + min(one for one in sizes if one >= waiting[number]) for number in members)
+        alone = share * sum(costs.alone + min(one for one in sizes if one >= waiting[number]) for number in members)
         gain = alone - (costs.together + costs.token * size * rows)
         if gain > saved:
             best, saved = ((size, rows), members), gain
@@ -195,7 +196,9 @@ class Packs:
             return None
         unpacked = prompts.model.unpacked
         costs = ADAPTER_INSIDE if unpacked is not None and unpacked.columns else PACKED_WEIGHTS
-        choice = choose_shape([lengths[number] for number in fitting], prompts.sizes, most, costs)
+        ends_in_step = bool(prompts.batch.active) and kept[0][0].may_end_in_step
+        share = open_prompts.share_of_layers(prompts._new_forward()) if ends_in_step else 1.0
+        choice = choose_shape([lengths[number] for number in fitting], prompts.sizes, most, costs, share=share)
         if choice is None:
             return None
         (size, rows), members = choice

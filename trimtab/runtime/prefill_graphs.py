@@ -20,6 +20,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -31,7 +32,16 @@ from trimtab.plan.activations import use_of
 from trimtab.plan.execution import CAPTURED
 from trimtab.plan.pieces import Piece
 from trimtab.plan.prompt_memory import LEAST_LARGEST, choose_chunks, planned_graphs, prompt_graph_bytes
-from trimtab.runtime import adapter_columns, hf_prefill, hf_slots, prompt_kernels, short_ops, tables, tiers
+from trimtab.runtime import (
+    adapter_columns,
+    hf_prefill,
+    hf_slots,
+    open_prompts,
+    prompt_kernels,
+    short_ops,
+    tables,
+    tiers,
+)
 from trimtab.runtime.capturing import side_stream
 from trimtab.runtime.devices import outside_torch
 from trimtab.runtime.form_uses import FormUses
@@ -39,12 +49,11 @@ from trimtab.runtime.graph_cache import GraphCache
 from trimtab.runtime.hf_gemma4_chunk import ChunkLayers
 from trimtab.runtime.hf_gemma4_last import LastLayers, select_adapter
 from trimtab.runtime.hf_prefill import Chunk, Form
-from trimtab.runtime.hf_prompt_media import Media
 from trimtab.runtime.leaves import Leaf
 from trimtab.runtime.many_rows import PAYING_ROWS, covering
 from trimtab.runtime.out_of_memory import is_out_of_memory, memory_error
 from trimtab.runtime.packed_prompts import Packs
-from trimtab.runtime.prefix_store import Match
+from trimtab.runtime.prompt_job import PromptJob
 from trimtab.runtime.prompt_kernels import LEAST_TOKENS
 from trimtab.runtime.prompt_layouts import Layouts, values_of
 from trimtab.runtime.step_capture import check_replay, in_pass
@@ -63,20 +72,6 @@ if TYPE_CHECKING:
 MOST_GRAPHS = 40
 # Graphs that prompts need which are cut: first, later and last chunks of two sizes, and some lasts that are smaller.
 CUT_GRAPHS = 9
-
-
-@dataclass(eq=False)
-class _Job:
-    """A prompt on its way: its chunks, and how many are through. serial: of its adapter when it began. kept: what need not go
-    through."""
-
-    chunks: list[Chunk]
-    media: Media | None
-    offset: int
-    serial: int | None
-    kept: Match
-    done: int = 0
-    has_begun: bool = False
 
 
 @dataclass(eq=False)
@@ -100,7 +95,7 @@ class Prompts:
         self.counted_bytes, self.capture_s, self.graph_bytes = counted_bytes, 0.0, 0
         self.sizes: tuple[int, ...] = ()
         self.is_steady = True  # whether the last chunk took as long as the next one of its form will
-        self.jobs: WeakKeyDictionary[Prompt, _Job] = WeakKeyDictionary()
+        self.jobs: WeakKeyDictionary[Prompt, PromptJob] = WeakKeyDictionary()
         self._owner: weakref.ref[Prompt] | None = None
         self._forward: hf_prefill.ChunkForward | None = None
         self.firsts: ChunkLayers | None = None
@@ -122,7 +117,7 @@ class Prompts:
             module for module in self.model.hf_model.modules()
             if isinstance(module, tables.GatheredTable) and module.seen is None
         ]  # fmt: skip
-        self._placeholders = hf_slots.placeholder_ids(self.model.hf_model)
+        self.placeholders = hf_slots.placeholder_ids(self.model.hf_model)
         if (self.captures or mode == "static") and (why := self._why_not(sizes)) is not None:
             self.fall_back(why)
         batch.cache.has_prompt_row = self.is_on and batch.rows > 1
@@ -252,7 +247,7 @@ class Prompts:
         owner = None if self._owner is None else self._owner()
         return owner is None and (self.batch.cache.has_prompt_row or not self.batch.active)
 
-    def _begin(self, prompt: Prompt) -> _Job | None:
+    def _begin(self, prompt: Prompt) -> PromptJob | None:
         inputs, media, offset = prompt.inputs, None, 0
         if inputs.has_media:
             if not self.tower_passes.takes_media:
@@ -265,11 +260,9 @@ class Prompts:
         kept = self.batch.prefixes.find(prompt, may_end_at=may_end_at)
         chunks: list[Chunk] | None = []
         if kept.tokens < inputs.prompt_tokens:
-            chunks = hf_prefill.chunks_of(
-                inputs.prompt_tokens, self.sizes, may_end_at=may_end_at, start=kept.tokens,
-                border=self.batch.prefixes.border(prompt),
-            )  # fmt: skip
-        return None if chunks is None else _Job(chunks, media, offset, self.serial_of(prompt.row.adapter), kept)
+            prompt.ends_in_step = open_prompts.ends_in_step(prompt, may_end_at)
+            chunks = open_prompts.chunks_of(prompt, self.sizes, kept.tokens, may_end_at)
+        return None if chunks is None else PromptJob(chunks, media, offset, self.serial_of(prompt.row.adapter), kept)
 
     def serial_of(self, name: str | None) -> int | None:
         """Return the serial of an attached adapter, None for the base."""
@@ -292,17 +285,15 @@ class Prompts:
         if job.media is not None and not job.has_begun:  # its towers have run just now: a piece by itself
             job.has_begun, prompt.chunk_tokens = True, 0
             return False
-        if not job.chunks:  # the same prompt went through before
+        if not job.chunks:  # the same prompt went through before, or all of it but its last token
             assert prompt.row.reuse is not None
             prompt.logits, prompt.offset, prompt.done_tokens = prompt.row.reuse.logits, job.offset, job.kept.tokens
+            prompt.chunk_tokens = 0
             return True
         chunk = job.chunks[job.done]
         if most_tokens is not None and chunk.size > most_tokens and job.media is None:
             sizes = [size for size in self.sizes if size <= most_tokens] or [min(self.sizes)]
-            border = self.batch.prefixes.border(prompt)
-            job.chunks[job.done :] = hf_prefill.chunks_of(
-                prompt.inputs.prompt_tokens, sizes, start=chunk.start, border=border
-            ) or [chunk]  # fmt: skip
+            job.chunks[job.done :] = open_prompts.chunks_of(prompt, sizes, chunk.start) or [chunk]
             chunk = job.chunks[job.done]
         prompt.chunk_tokens = chunk.size
         form = forward.form_of(chunk, job.media)
@@ -311,9 +302,11 @@ class Prompts:
         job.done += 1
         prompt.done_tokens = chunk.start + chunk.count
         if chunk.is_last:
-            prompt.logits, prompt.offset = logits.clone(), job.offset
-            job.media = None
-        return chunk.is_last
+            prompt.logits = logits.clone()
+        is_through = chunk.is_last or prompt.is_open
+        if is_through:
+            prompt.offset, job.media = job.offset, None
+        return is_through
 
     def holds(self, prompt: Prompt) -> bool:
         """Whether a prompt's states are in the cache's prompt row."""
@@ -374,7 +367,7 @@ class Prompts:
         audio clip transformers looks up another row."""
         if not self.staged_tables:
             return True
-        return not form.has_embeddings and self._placeholders.isdisjoint(ids[chunk.start : chunk.start + chunk.count])
+        return not form.has_embeddings and self.placeholders.isdisjoint(ids[chunk.start : chunk.start + chunk.count])
 
     def _may_capture(self, key: tuple[Hashable, ...]) -> bool:
         if not self.captures:
@@ -448,7 +441,8 @@ class Prompts:
     # Graphs ----------------------------------------------------------------------------------------------------------
 
     def prepare(self, token: int, adapter: str | None, sizes: Sequence[int] | None = None) -> None:
-        """Capture a prompt of one chunk of every size before it is needed, the largest first: the others find room in its memory.
+        """Capture a prompt of one chunk of every size before it is needed, the largest first: the others find room in its memory;
+        the chunk without the last token too (open_prompts.py).
         No row may be active. sizes: of these alone; without any, passes of several prompts alone."""
         if not self.captures or not self.sizes or not self.is_row_free:
             return
@@ -459,11 +453,12 @@ class Prompts:
         self.graph_bytes += max(outside_torch(self.device) - before, 0)
 
     def _prepare(self, token: int, adapter: str | None, sizes: Sequence[int]) -> None:
-        for size in sorted(sizes, reverse=True):
+        ends = (True, False) if open_prompts.are_possible(self) else (True,)
+        for size, is_last in product(sorted(sizes, reverse=True), ends):
             if not self.captures:
                 return
             forward = self._new_forward()
-            chunk = Chunk(0, min(size, (self.batch.context_tokens or size) - 1), size, is_last=True)
+            chunk = Chunk(0, min(size, (self.batch.context_tokens or size) - 1), size, is_last=is_last)
             forward.begin(self.batch.cache.prompt_row)
             forward.load(chunk, [token] * size)
             key, serial, in_kernels = select_adapter(self, forward, adapter)

@@ -498,12 +498,25 @@ class Prefixes:
         if not self.batch.is_invariant:  # such prompts are kept where their last whole piece ended
             self._unsaved.append(_Unsaved(row, prompt.offset, prompt.logits))
 
+    def first_logits(self, row: Row, logits: Tensor) -> None:
+        """Let the logits [V] of a prompt's last token, which a step computed, be kept with its states. They are overwritten by the
+        next step."""
+        if self.cache is None or self.cache.store is None or not self.cache.store.snapshot_pages:
+            return
+        self._unsaved = [
+            replace(one, logits=logits.float().clone()) if one.row is row else one for one in self._unsaved
+        ]
+
     def flush(self) -> None:
-        """Copy the states of prompts that joined: before their rows' next step, which writes over the oldest place of a ring."""
+        """Copy the states of prompts that joined: before their rows' next step, which writes over the oldest place of a ring. Those
+        whose last token goes through with that step are copied behind it."""
         unsaved, self._unsaved = self._unsaved, []
         for one in unsaved:
             cache, row = self.cache, one.row
             if cache is None or cache.store is None or row.reuse is None or row.number < 0:
+                continue
+            if row.written < row.prompt_tokens:
+                self._unsaved.append(one)
                 continue
             views = partial(self._views_of, row.number)
             for place in row.reuse.places:

@@ -212,6 +212,7 @@ class LoadedEngine:
             group=job.group,
         )
         prompt.row.adapter = job.adapter  # it may be in host memory until its turn comes
+        prompt.may_end_in_step = True
         before = inputs.token_ids if job.continues else ()
         hidden = self._hidden_ids(reading.shown)
         detokenizer = Detokenizer(self._tokenizer, job.request.stop, hidden=hidden, before=before)
@@ -407,14 +408,20 @@ class LoadedEngine:
                 one.adapter = key
 
     def arrive(self, answer: Answer) -> None:
-        """Give an answer whose prompt is through its row and its first token. Errors: as `prefill`."""
+        """Give an answer whose prompt is through its row and its first token, which the next step draws where that computes the
+        prompt's last token. Errors: as `prefill`."""
         if answer.prompt is None:  # a vector, which needs no row
+            return
+        if answer.is_open:
+            with self._named("reading a prompt"):
+                self.batch.enter(answer.prompt)
+            answer.prompt = None
+            self._by_row[answer.row] = answer
             return
         with self._named("reading a prompt"):
             sampled = self.batch.join(answer.prompt)
         answer.prompt = None
         self._by_row[answer.row] = answer
-        answer.first_token = time.monotonic()
         self._told(answer, sampled)
 
     def _score(self, answer: Answer, scores: PromptScores) -> bool:
@@ -503,6 +510,7 @@ class LoadedEngine:
                 self._break(answer, row.error)
 
     def _told(self, answer: Answer, sampled: Drawn) -> None:
+        answer.first_token = answer.first_token or time.monotonic()
         try:
             self._take(answer, sampled)
         except BaseException as exc:

@@ -34,6 +34,11 @@ class Answer:
     scored: list[dict[str, Any] | None] | None = None
 
     @property
+    def is_open(self) -> bool:
+        """Whether its complete prompt needs no time to arrive, because the next step draws its first token."""
+        return self.prompt is not None and self.scores is None and self.prompt.is_open
+
+    @property
     def needs_towers(self) -> bool:
         """Whether the next piece of its prompt is a pass of the towers."""
         return self.prompt is not None and self.scores is None and self.prompt.needs_towers

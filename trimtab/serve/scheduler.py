@@ -98,7 +98,8 @@ class Engine(Protocol):
         the size of the pass and the complete prompts; 0 and none if the first one is computed alone."""
 
     def arrive(self, answer: Any) -> None:
-        """Give a prompt that is through its row and its first token; in the order in which they went through."""
+        """Give a prompt that is through its row and its first token; in the order in which they went through. The next step draws
+        the first token of one that `is_open`: it arrives before that step, and nothing waits."""
 
     def step(self, behind: Callable[[], bool] | None = None) -> None:
         """Decode one step of every row. behind: called once the step is on its way, before anything waits for it; returns whether
@@ -263,6 +264,7 @@ class Scheduler:
         for size, seconds in self.engine.chunk_times():
             self.budget.took_chunk(size, seconds)
         if self._rows:
+            self._arrive(only_open=True)
             self._step()
         else:
             self._told_at = None
@@ -294,8 +296,10 @@ class Scheduler:
         entry = self._prefilling or next(iter(self._chosen), None)
         return entry is not None and getattr(entry.answer, "needs_towers", False)
 
-    def _arrive(self) -> None:
-        while self._through:
+    def _arrive(self, *, only_open: bool = False) -> None:
+        """Give rows to the complete prompts. only_open: as long as they need no time, because the next step draws their first
+        tokens."""
+        while self._through and (not only_open or getattr(self._through[0].answer, "is_open", False)):
             entry = self._through.popleft()
             self._rows.append(entry)
             try:
