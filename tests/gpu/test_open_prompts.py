@@ -1,5 +1,5 @@
-"""Prompts whose last token goes through with a step, on the GPU: the tests of tests/test_open_prompts.py with the device changed, and
-with the kernels of captured steps of a quantized model."""
+"""Prompts whose last token goes through with a step, on the GPU: the tests of tests/test_open_prompts.py with the device changed,
+and with the kernels of captured steps of a quantized model."""
 
 import pytest
 import torch
@@ -26,11 +26,11 @@ def test_captured_steps_compute_last_tokens_with_adapters(family, rows, tmp_path
         base, quant="nf4-dq", adapters=adapters, context=256, device="cuda:0", images=0, audio_s=0.0, batch=rows
     )
     name = next(iter(adapters))
-    with trimtab.load(plan) as model:
+    with trimtab.load(plan, decode="auto") as model:
         whole = eager(model)
         batch = Batch(model, rows)
         batch.prepare()
-        assert not batch.steps.fallbacks
+        assert not batch.steps.fallbacks and batch.prompts.is_on
         beside = batch.begin(model.prepare(ids(12)), GenerateRequest(max_new_tokens=200))
         while not beside.step():
             pass
