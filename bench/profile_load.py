@@ -52,7 +52,7 @@ def main() -> None:
 
 def timed_calls() -> dict[str, list[float]]:
     """Wrap the steps of a load so that each counts its calls and its wall time in the thread that calls it."""
-    from trimtab.runtime import hf, load, lora, model, quant, read, tiers
+    from trimtab.runtime import held_adapter, hf, load, lora, planned_adapters, quant, read, tiers
 
     spent: dict[str, list[float]] = {}
 
@@ -95,7 +95,8 @@ def timed_calls() -> dict[str, list[float]]:
         (quant.CodeTables, ("share",)),
         (tiers, ("shell",)),
         (lora, ("attach",)),
-        (model, ("match_adapter", "read_adapter", "read_small")),
+        (planned_adapters, ("match_adapter", "read_adapter")),
+        (held_adapter.HeldAdapter, ("read",)),
     ):
         for name in names:
             wrap(owner, name)

@@ -70,13 +70,19 @@ LINE = re.compile(r"import time:\s+(\d+) \|\s+(\d+) \|(\s+)(\S+)")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    given = demo() if options.size is None else sized(options.size, Path(options.work), 1, device=options.device)
+    given = (
+        demo()
+        if options.size is None
+        else sized(options.size, Path(options.work), options.adapters, device=options.device)
+    )
     model, adapter = given.folder, next(iter(given.adapters.values()))
     for file in model.glob("*.safetensors"):
         with file.open("rb") as stream:
             while stream.read(2**24):
                 pass
-    flags = ["--device", options.device, "--adapter", f"a={adapter}", "--images", "0", "--audio-s", "0"]
+    names = dict(list(given.adapters.items())[: options.adapters])
+    flags = [word for name, path in names.items() for word in ("--adapter", f"{name}={path}")]
+    flags += ["--device", options.device, "--images", "0", "--audio-s", "0"]
     flags += ["--gpu-memory", options.gpu_memory] if options.gpu_memory else []
     parts: dict[str, Any] = {}
     rows = [
@@ -95,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     whole = {
         "about": {
             "model": str(options.size or "demo"), "device": options.device, "gpu_memory": options.gpu_memory,
+            "adapters": len(names),
             "machine": platform.machine(), "cpu_count": os.cpu_count(), "load": list(os.getloadavg()), "runs": options.runs,
             "python": platform.python_version(), "versions": {name: version(name) for name in ("torch", "transformers")},
             "gpu": _gpu(options.device),
@@ -219,6 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.start", description=__doc__.splitlines()[0])
     parser.add_argument("--work", default=tempfile.gettempdir(), help="where checkpoints of random weights are made")
     parser.add_argument("--size", help="a size that bench.checkpoints makes, such as e4b (default: the demo model)")
+    parser.add_argument("--adapters", type=int, default=1, help="of plans and servers; the demo model has two at most")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--gpu-memory")
     parser.add_argument("--runs", type=int, default=3)

@@ -24,6 +24,7 @@ PARTS = (
     ("module tree", ("runtime/hf:probe", "runtime/hf:anatomy_of")),
     ("plan", ("serve/worker:_planned", "trimtab/api:plan_request")),
     ("weights", ("runtime/load:run",)),
+    ("adapters", ("runtime/planned_adapters:", "runtime/model:_attach_planned", "serve/shelf:__init__")),
     (
         "checks of kernels",
         ("runtime/fused_check:", "runtime/kept_checks:", "runtime/head8_choice:", "runtime/tower_check:"),

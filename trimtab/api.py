@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab import threads
 from trimtab.adapter_names import Adapters, paths_of
-from trimtab.checkpoint.adapter import describe, match_adapter, read_adapter
+from trimtab.checkpoint.adapter import AdapterFile, AdapterSpec, describe, match_adapter, read_adapter
+from trimtab.checkpoint.adapter_file import stamps_of
 from trimtab.checkpoint.adapter_values import value_problems
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
@@ -37,6 +38,7 @@ from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, LoadRequest, pars
 
 if TYPE_CHECKING:
     from trimtab.runtime.model import LoadedModel
+    from trimtab.runtime.planned_adapters import PlannedAdapters
 
 
 def plan(
@@ -123,12 +125,32 @@ class PlanInputs:
     """Data that several plans of one model share: its module tree, its anatomies, and the machine.
 
     process_bytes: host memory of this process before it began to load libraries, where it has begun; None: asked now.
+    sees_values: whether a plan looks through the values of adapters for NaN and infinity. A server looks before it starts a worker,
+    and the worker at what it reads. adapters, specs: by folder, while its files stay the same; a spec by its anatomy's identity.
     """
 
     probe: Any = None
     process_bytes: int | None = None
     anatomies: dict[tuple[Any, ...], Anatomy] = field(default_factory=dict)
     machines: dict[tuple[str, str | None], tuple[Machine, Rates]] = field(default_factory=dict)
+    sees_values: bool = True
+    adapters: dict[str, AdapterFile] = field(default_factory=dict)
+    specs: dict[tuple[str, int], tuple[AdapterSpec, Anatomy]] = field(default_factory=dict)
+
+    def adapter(self, path: str) -> AdapterFile:
+        """Return an adapter's files, read once and again when they change. Errors: as `read_adapter`."""
+        known = self.adapters.get(path)
+        if known is None or known.stamps != stamps_of(path):
+            known = self.adapters[path] = read_adapter(path, values=self.sees_values)
+        return known
+
+    def spec(self, path: str, file: AdapterFile, anatomy: Anatomy) -> AdapterSpec:
+        """Return an adapter of `adapter` matched with an anatomy, once. Errors: as `match_adapter`."""
+        spec, _ = self.specs.get((path, id(anatomy)), (None, None))
+        if spec is None or spec.file is not file:
+            spec = match_adapter(file, anatomy)
+            self.specs[path, id(anatomy)] = spec, anatomy  # which keeps its identity
+        return spec
 
 
 def plan_request(
@@ -165,7 +187,7 @@ def _planned(
 
     checkpoint = read_checkpoint(request.model)
     every = {**(later or {}), **request.adapters}
-    files = {name: read_adapter(path) for name, path in every.items()}  # before anything that takes long
+    files = {name: inputs.adapter(path) for name, path in every.items()}  # before anything that takes long
     for path in every.values():
         check_vocabulary(path, checkpoint.folder)
     request = replace(request, quant=resolve_quant(request.quant, checkpoint))
@@ -187,7 +209,7 @@ def _planned(
     first = replace(request, head="full") if request.head == "auto" else request
     anatomy = _anatomy(checkpoint, first, inputs, may_be_kept=here is not None)
     kept_reason = prefix_reason(request, anatomy)
-    specs = {name: match_adapter(file, anatomy) for name, file in files.items()}
+    specs = {name: inputs.spec(path, files[name], anatomy) for name, path in every.items()}
     machine, rates = here = here or _ask_machine(request, bytes_before)
     inputs.machines[request.device, request.card] = here
     if given.dtype == "auto" and choose_dtype(model_type, machine.capability)[0] != request.dtype:
@@ -326,10 +348,17 @@ def load(
     Errors: those of `plan`; CheckpointError and AdapterError for files that changed since the plan was made; DeviceError if
     the plan is for a card that is not in this machine, or memory runs out.
     """
+    return load_plan(_plan_to_load(plan, options, decode), progress=progress, decode=decode)
+
+
+def load_plan(
+    made: Plan, *, progress: Callable[[int, int], None] | None = None, decode: str | None = None,
+    adapters: PlannedAdapters | None = None,
+) -> LoadedModel:  # fmt: skip
+    """Return the model of a plan, loaded, as `load` does. adapters: how the plan's are read, and who gets them."""
     from trimtab.runtime import devices
     from trimtab.runtime.model import LoadedModel
 
-    made = _plan_to_load(plan, options, decode)
     # A program's own environment stays as it is; the command line has chosen already.
     threads.use(None, beside_others=False, environ=dict(os.environ))
     is_on_gpu = made.execution_device != "cpu"
@@ -338,7 +367,9 @@ def load(
     # Windows' driver moves what has no room into host memory and says nothing: then what is free is asked before.
     if is_on_gpu and (made.card is not None or sys.platform == "win32"):
         devices.check_room(made)
-    return LoadedModel(made, progress=progress, probe=made.module_tree.take(made.made_of), decode=decode)
+    return LoadedModel(
+        made, progress=progress, probe=made.module_tree.take(made.made_of), decode=decode, adapters=adapters
+    )
 
 
 def _plan_to_load(given: Plan | str | Path, options: Mapping[str, Any], decode: str | None) -> Plan:

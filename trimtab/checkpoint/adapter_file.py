@@ -70,7 +70,7 @@ def read_adapter(path: str | Path, *, values: bool = True) -> AdapterFile:
     problems = _missing_files(folder)
     if problems:
         raise AdapterError(folder, problems)
-    stamps = tuple(stamp_of(folder, folder / name) for name in (CONFIG_NAME, TENSORS_NAME))
+    stamps = stamps_of(folder)
     config = _read_config(folder / CONFIG_NAME)
     problems = config_problems(config)
     if problems:
@@ -82,6 +82,12 @@ def read_adapter(path: str | Path, *, values: bool = True) -> AdapterFile:
     if values:
         check_values(adapter)
     return adapter
+
+
+def stamps_of(path: str | Path) -> tuple[Stamp, ...]:
+    """Return (file, size, mtime in ns) of an adapter's two files; -1 for one that is not there."""
+    folder = Path(path)
+    return tuple(stamp_of(folder, folder / name) for name in (CONFIG_NAME, TENSORS_NAME))
 
 
 def check_values(file: AdapterFile) -> None:

@@ -129,24 +129,40 @@ def _numbers(path: str) -> list[str]:
 def _choose_rewrite(keys: list[AdapterKey], places: _Places) -> tuple[Rewrite, dict[str, str | None], list[str]]:
     """Return the one rule that leads every key to the model, the module path by adapter key, and problems."""
     full: list[tuple[Rewrite, dict[str, str | None]]] = []
-    best: tuple[int, Rewrite, dict[str, str | None]] | None = None
+    # One key of each part of the model first: most rules fail at one of them.
+    heads = {tuple(key.path.split(".", 5)[:5]): key for key in keys}
+    ordered = [*heads.values(), *keys]
     for rewrite in REWRITES:
-        paths: dict[str, str | None] = {}
-        for key in keys:
-            path = rewrite.apply(key.path)
-            paths[key.adapter_key] = None if path is None else places.find(path, key)
-        explained = sum(path is not None for path in paths.values())
-        if explained == len(keys) and all(paths != other for _, other in full):
+        paths = _explained(ordered, rewrite, places)
+        if len(paths) == len(keys) and all(paths != other for _, other in full):
             full.append((rewrite, paths))
-        if best is None or explained > best[0]:
-            best = (explained, rewrite, paths)
     if len(full) == 1:
         return *full[0], []
-    assert best is not None
     if full:
         labels = " or ".join(f"{rewrite.label!r}" for rewrite, _ in full)
         return *full[0], [f"every key fits the model in more than one way: {labels}"]
-    return best[1], best[2], []
+    # No rule leads every key to the model: the one that leads most of them, for the words of the error.
+    every = [_explained(keys, rewrite, places, is_whole=True) for rewrite in REWRITES]
+    counts = [sum(path is not None for path in paths.values()) for paths in every]
+    best = counts.index(max(counts))
+    return REWRITES[best], every[best], []
+
+
+def _explained(
+    keys: list[AdapterKey], rewrite: Rewrite, places: _Places, *, is_whole: bool = False
+) -> dict[str, str | None]:
+    """Return the module path that a rule gives each key, None for a key that it does not lead to the model.
+
+    is_whole: of all keys; else the first such key ends the look, and neither it nor the keys after it are there.
+    """
+    paths: dict[str, str | None] = {}
+    for key in keys:
+        path = rewrite.apply(key.path)
+        found = None if path is None else places.find(path, key)
+        if found is None and not is_whole:
+            break
+        paths[key.adapter_key] = found
+    return paths
 
 
 def match_adapter(file: AdapterFile, anatomy: Anatomy) -> AdapterSpec:

@@ -6,8 +6,10 @@ value is not finite if all bits of its exponent are set; these lie in its one or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,6 +29,8 @@ _EXPONENTS: Mapping[str, tuple[int, tuple[bytes, ...]]] = {
     "bfloat16": (2, (_SEVEN, _marks(lambda byte: byte >= 0x80))), "float16": (2, (_FIVE,)),
     "float8_e5m2": (1, (_FIVE,)), "float8_e4m3fn": (1, (_SEVEN,)),
 }  # fmt: skip
+# The bytes that a table marks: to look for each of them is several times as fast as `translate`.
+_MARKED = {table: tuple(bytes([byte]) for byte in range(256) if table[byte]) for table in (_SEVEN, _FIVE)}
 _PIECE_BYTES = 256 * 2**10  # looking through one holds the interpreter, which other threads need for their steps
 
 
@@ -35,16 +39,30 @@ def value_problems(tensors: Mapping[str, TensorEntry]) -> tuple[str, ...]:
     problems = []
     with ExitStack() as stack:
         files: dict[Path, BinaryIO] = {}  # opening one takes longer than reading a tensor of it
-        for name, entry in tensors.items():
-            if entry.dtype not in _EXPONENTS:
-                continue  # such a dtype has no such values
+
+        def count_of(entry: TensorEntry) -> int:
             if entry.file not in files:
                 files[entry.file] = stack.enter_context(open(entry.file, "rb"))
-            count = _not_finite(files[entry.file], entry)
+            return _not_finite(files[entry.file], entry)
+
+        if not any(count_of(run) for run in _runs(tensors.values())):
+            return ()
+        for name, entry in tensors.items():
+            count = count_of(entry) if entry.dtype in _EXPONENTS else 0
             if count:
                 values = entry.nbytes // _EXPONENTS[entry.dtype][0]
                 problems.append(f"{name}: {count} of {values} values are NaN or infinite")
     return tuple(problems)
+
+
+def _runs(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
+    """Return tensors that follow each other in a file with one type as one, of types that have values which are not finite."""
+    ends: dict[tuple[Path, str, int], tuple[TensorEntry, int]] = {}  # of each run: its first tensor and its bytes
+    for entry in sorted(entries, key=attrgetter("start", "nbytes")):
+        if entry.dtype in _EXPONENTS:
+            first, nbytes = ends.pop((entry.file, entry.dtype, entry.start), (entry, 0))
+            ends[entry.file, entry.dtype, entry.start + entry.nbytes] = first, nbytes + entry.nbytes
+    return (replace(first, nbytes=nbytes) for first, nbytes in ends.values())
 
 
 def _not_finite(file: BinaryIO, entry: TensorEntry) -> int:
@@ -57,10 +75,10 @@ def _not_finite(file: BinaryIO, entry: TensorEntry) -> int:
         if not data:
             break
         left -= len(data)
-        marked = data[width - 1 :: width].translate(tables[0])
-        if b"\x01" not in marked:  # nearly always: no value is that large
+        highest = data if width == 1 else data[width - 1 :: width]
+        if not any(byte in highest for byte in _MARKED[tables[0]]):  # nearly always: no value is that large
             continue
-        both = int.from_bytes(marked, "little")
+        both = int.from_bytes(highest.translate(tables[0]), "little")
         for place, table in enumerate(tables[1:], 2):
             both &= int.from_bytes(data[width - place :: width].translate(table), "little")
         count += both.bit_count()

@@ -7,7 +7,9 @@ for some that were reserved; a tokenizer of another model gives nearly every id 
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
+from stat import S_ISREG
 
 from trimtab.errors import AdapterError
 
@@ -22,19 +24,41 @@ def check_vocabulary(adapter: str | Path, model: str | Path) -> None:
     adapter, model: folders. A missing file, or one without a vocabulary, proves nothing.
     """
     ours, theirs = Path(model) / TOKENIZER, Path(adapter) / TOKENIZER
-    if not ours.is_file() or not theirs.is_file() or _is_equal(ours, theirs):
+    stamps = _stamp(ours), _stamp(theirs)
+    if None in stamps:
         return
+    if problem := _problem(ours, theirs, stamps):
+        raise AdapterError(
+            adapter,
+            [problem],
+            hint="The adapter was trained with another model's tokenizer, or the model's was replaced",
+        )
+
+
+def _stamp(file: Path) -> tuple[int, ...] | None:
+    """Return what a file shares with no other, nor with itself once it has changed; None if it is no file."""
+    try:
+        stat = file.stat()
+    except OSError:
+        return None
+    return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) if S_ISREG(stat.st_mode) else None
+
+
+@lru_cache(1024)  # a plan, and loading after it, ask again of each adapter; large vocabularies take a second to read
+def _problem(ours: Path, theirs: Path, stamps: tuple[object, ...]) -> str:
+    """Return what is wrong with an adapter's tokenizer beside the model's, "" for nothing. stamps: of both files."""
+    if _is_equal(ours, theirs):
+        return ""
     first, second = _texts(ours), _texts(theirs)
     both = first.keys() & second.keys()
     other = [number for number in both if first[number] != second[number]]
-    if both and len(other) > MOST_OTHER * len(both):
-        one = min(other)
-        raise AdapterError(
-            adapter, [
-                f"{TOKENIZER}: {len(other)} of {len(both)} token ids have other texts than in the model's tokenizer (id {one}: "
-                f"{second[one]!r} here, {first[one]!r} there)"
-            ], hint="The adapter was trained with another model's tokenizer, or the model's was replaced",
-        )  # fmt: skip
+    if not both or len(other) <= MOST_OTHER * len(both):
+        return ""
+    one = min(other)
+    return (
+        f"{TOKENIZER}: {len(other)} of {len(both)} token ids have other texts than in the model's tokenizer (id {one}: "
+        f"{second[one]!r} here, {first[one]!r} there)"
+    )
 
 
 def _is_equal(one: Path, other: Path) -> bool:

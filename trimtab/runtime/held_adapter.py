@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ import torch
 from torch import Tensor
 
 from trimtab.checkpoint.adapter import AdapterSpec
-from trimtab.runtime.read import HostMemory
+from trimtab.checkpoint.adapter_file import TENSORS_NAME, check_values
+from trimtab.errors import AdapterError
+from trimtab.runtime.read import HostMemory, PositionedFile, bytes_of, read_small
 from trimtab.runtime.tiers import Part, aligned
 
 ADAPTER_DTYPE = "float32"  # PEFT's own rule: half-precision adapters are cast up when they are loaded
@@ -35,8 +39,12 @@ class HeldAdapter:
     dtype: torch.dtype | None = None
 
     @classmethod
-    def of(cls, spec: AdapterSpec, tensors: Mapping[tuple[Path, int], Tensor], *, pinned: bool) -> HeldAdapter:
-        """Return the adapter with its tensors moved into one piece of memory."""
+    def read(cls, spec: AdapterSpec, *, pinned: bool) -> HeldAdapter:
+        """Return an adapter, read once: each LoRA tensor straight to its place in one piece of memory.
+
+        Errors: AdapterError for values that are not finite, of tensors without effect too; CheckpointError if the file is short.
+        """
+        entries = {(one.file, one.start): one for target in spec.targets for one in target.tensors.values()}
         # What replaces a module whole is often equal to it and then dropped: it must not be kept by its neighbours.
         saved = {
             (entry.file, entry.start) for target in spec.targets if target.kind == "saved"
@@ -44,17 +52,28 @@ class HeldAdapter:
         }  # fmt: skip
         places: dict[tuple[Path, int], Part] = {}
         end = 0
-        for key, tensor in tensors.items():
+        for key, entry in entries.items():
             if key not in saved:
-                places[key] = Part(end, tensor.numel() * tensor.element_size(), tuple(tensor.shape), tensor.dtype)
-                end += aligned(places[key].nbytes)
+                places[key] = Part(end, entry.nbytes, entry.shape, getattr(torch, entry.dtype))
+                end += aligned(entry.nbytes)
         memory = HostMemory(end, pinned=pinned)
-        views = dict(tensors)
-        for key, place in places.items():
-            views[key] = place.view(memory.tensor)
-            views[key].copy_(tensors[key])
+        tensors = {key: place.view(memory.tensor) for key, place in places.items()}
+        whole = bytes_of(memory.tensor)
+        with closing(PositionedFile(spec.file.file)) as file:
+            if spec.file.stamps and (TENSORS_NAME, *file.stamp) not in spec.file.stamps:
+                raise AdapterError(spec.file.folder, [f"{TENSORS_NAME} changed after its header was read"])
+            for (_, start), place in sorted(places.items(), key=lambda one: one[0][1]):
+                stop = place.offset + place.nbytes
+                file.read_into(whole[place.offset : stop], start)
+                whole[stop : place.offset + aligned(place.nbytes)] = bytes(aligned(place.nbytes) - place.nbytes)
         types = {place.dtype for place in places.values()}
-        return cls(spec, views, memory, places, types.pop() if len(types) == 1 else None)
+        dtype = types.pop() if len(types) == 1 else None
+        seen = set(places) if dtype is not None and _has_finite_sum(memory.tensor.view(dtype)) else set()
+        file_tensors = spec.file.tensors.items()
+        others = {name: entry for name, entry in file_tensors if (entry.file, entry.start) not in seen}
+        check_values(replace(spec.file, tensors=others))
+        tensors |= read_small({key: entries[key] for key in saved})
+        return cls(spec, tensors, memory, places, dtype)
 
     def starts(self) -> dict[tuple[Path, int], int]:
         """Return at which value of `memory` each LoRA tensor begins; empty if the values are of several types."""
@@ -77,6 +96,13 @@ class HeldAdapter:
     def device_bytes(self) -> int:
         """Its bytes on the execution device."""
         return self.spec.nbytes(ADAPTER_DTYPE)
+
+
+def _has_finite_sum(values: Tensor) -> bool:
+    """Whether the sum of all values is finite, which it is only if each of them is. False proves nothing: a sum can overflow."""
+    if values.dtype.itemsize == 1:  # torch sums no 8-bit floats
+        return False
+    return math.isfinite(float(values.sum(dtype=torch.promote_types(values.dtype, torch.float32))))
 
 
 def content_of(spec: AdapterSpec, tensors: Mapping[Any, Tensor]) -> str:

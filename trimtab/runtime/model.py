@@ -22,7 +22,6 @@ from trimtab.checkpoint.adapter import AdapterSpec, match_adapter, read_adapter
 from trimtab.checkpoint.folder import find_folder
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
-from trimtab.checkpoint.vocabulary import check_vocabulary
 from trimtab.errors import AdapterError, DoesNotFitError, RequestError, gib
 from trimtab.plan import Plan
 from trimtab.plan.adapter_room import copies_bytes, first_adapter_bytes, head_change, refuses_head_change
@@ -38,6 +37,7 @@ from trimtab.runtime import (
     kept_batch,
     lora,
     mixes,
+    planned_adapters,
     prefix_cache,
     transient_room,
 )
@@ -52,7 +52,6 @@ from trimtab.runtime.load import Loaded, Progress, fill
 from trimtab.runtime.media import several
 from trimtab.runtime.out_of_memory import naming_out_of_memory
 from trimtab.runtime.prompt_room import PromptRoom, room_of
-from trimtab.runtime.read import read_small
 from trimtab.runtime.repacking import repack
 from trimtab.runtime.tower_check import guard_towers
 from trimtab.runtime.turns import Turns
@@ -74,12 +73,14 @@ class LoadedModel(Asking):
     decode: how steps run: "auto" is the fastest mode that works here; "eager" is transformers' own generation, one kernel
     after the other; "graph" its modules as CUDA graphs; "fused" trimtab's kernels as CUDA graphs; "repacked" is "auto" with
     the 4-bit layers of the CPU repacked for AVX512-BF16, as the stock stack does: about a third of the time there, with
-    scales rounded to bfloat16. progress: called with (bytes read, total bytes). Errors: RequestError if "repacked" would
-    change no layer or does not fit; CheckpointError and AdapterError for changed files; DeviceError if memory runs out.
+    scales rounded to bfloat16. progress: called with (bytes read, total bytes). adapters: how the plan's are read. Errors:
+    RequestError if "repacked" would change no layer or does not fit; CheckpointError and AdapterError for changed files;
+    DeviceError if memory runs out.
     """
 
     def __init__(
-        self, plan: Plan, *, progress: Progress | None = None, probe: hf.Probe | None = None, decode: str | None = None
+        self, plan: Plan, *, progress: Progress | None = None, probe: hf.Probe | None = None, decode: str | None = None,
+        adapters: planned_adapters.PlannedAdapters | None = None,
     ) -> None:  # fmt: skip
         decode = plan.request.decode if decode is None else decode
         check_choice(decode, DECODE_MODES, field_name="decode")
@@ -129,8 +130,8 @@ class LoadedModel(Asking):
                 if decode == "repacked":
                     self.own_fallbacks += repack(self)
                     self.decode = "auto"
-                for name, path in plan.request.adapters.items():
-                    self._attach_planned(name, self.read_adapter(path))
+                for name, adapter in (adapters or planned_adapters.PlannedAdapters()).read(self):
+                    self._attach_planned(name, adapter)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # what packing took is not kept from others
             if self.dtype == torch.float16 and was_chosen(plan.dtype_reason):
@@ -266,17 +267,8 @@ class LoadedModel(Asking):
 
     def read_adapter(self, path: str | Path) -> HeldAdapter:
         """Return an adapter in host memory, matched with this model. Errors: AdapterError, CheckpointError."""
-        file = read_adapter(str(path))
-        check_vocabulary(path, self.processor_folder)
-        spec = match_adapter(file, self.anatomy)
-        self._check_head(path, spec)
-        wanted = {f"{t.module_path}\0{role}": entry for t in spec.targets for role, entry in t.tensors.items()}
-        values = read_small(wanted)
-        tensors = {(entry.file, entry.start): values[key] for key, entry in wanted.items()}
-        held = HeldAdapter.of(spec, tensors, pinned=self.device.type == "cuda")
+        held = planned_adapters.read(self, planned_adapters.match(self, path))
         self.fitting(held)  # now, not while rows wait
-        if self.prefix_cache is not None:
-            _ = held.content  # hashed once, where nobody waits
         return held
 
     def fitting(self, held: HeldAdapter) -> lora.Fitting:

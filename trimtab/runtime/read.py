@@ -11,14 +11,14 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from trimtab.checkpoint.headers import TensorEntry
 from trimtab.errors import CheckpointError
 from trimtab.runtime import nvrtc
 
+Key = TypeVar("Key", bound=Hashable)
 PIECE_BYTES = 8 * 2**20
 RING_PIECES = 16
 AHEAD_BYTES = 64 * 2**20
@@ -343,9 +344,9 @@ class Reader:
         return event
 
 
-def read_small(entries: Mapping[str, TensorEntry]) -> dict[str, Tensor]:
-    """Return a few tensors on the CPU, in the keys of the mapping: adapters and other small files."""
-    tensors: dict[str, Tensor] = {}
+def read_small(entries: Mapping[Key, TensorEntry]) -> dict[Key, Tensor]:
+    """Return a few tensors on the CPU, in the keys of the mapping."""
+    tensors: dict[Key, Tensor] = {}
     with Reader([Wanted(entry, torch.device("cpu")) for entry in entries.values()]) as reader:
         for key, entry in entries.items():
             tensors[key] = reader.take(entry)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -29,6 +29,7 @@ from trimtab.runtime.chat import Inputs
 from trimtab.runtime.chunk_times import ChunkTimes
 from trimtab.runtime.embedding import Embedding
 from trimtab.runtime.generate import Detokenizer, hidden_ids
+from trimtab.runtime.held_adapter import HeldAdapter
 from trimtab.runtime.hf_generate import Sampler
 from trimtab.runtime.media import SAMPLE_RATE, picture_bytes, sound_rate
 from trimtab.runtime.media_ahead import audio_ahead, images_ahead
@@ -69,16 +70,17 @@ def decoded_bytes(job: Job, *, model_type: str, audio_s: float) -> int:
 
 class LoadedEngine:
     """The scheduler's engine on a loaded model. rows: requests decoded together. prompt_limit: the most tokens of a prompt
-    (None: what the context holds). audio_s: most seconds of all audio of a request (None, or more than planned: those planned)."""
+    (None: what the context holds). audio_s: most seconds of all audio of a request (None, or more than planned: those planned).
+    held: as `AdapterShelf` takes it."""
 
     def __init__(
         self, model: LoadedModel, *, rows: int, kept: Iterable[str] = (), resident_limit: int | None = None,
-        prompt_limit: int | None = None, audio_s: float | None = None,
+        prompt_limit: int | None = None, audio_s: float | None = None, held: Mapping[str, HeldAdapter] | None = None,
     ) -> None:  # fmt: skip
         self.model, self.rows, self.prompt_limit = model, rows, prompt_limit
         model.forget_batch()
         self.batch = Batch(model, rows)
-        self.shelf = AdapterShelf(model, kept=kept, resident_limit=resident_limit)
+        self.shelf = AdapterShelf(model, kept=kept, resident_limit=resident_limit, held=held)
         plan = model.plan
         planned_s = float(plan.request.audio_s)
         self._audio_s = planned_s if audio_s is None else min(audio_s, planned_s)

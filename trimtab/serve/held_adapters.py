@@ -6,15 +6,22 @@ import hashlib
 import os
 import threading
 from collections.abc import Hashable
+from contextlib import closing
 from pathlib import Path
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
-from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME
-from trimtab.errors import DoesNotFitError
+import torch
+
+from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME, stamps_of
+from trimtab.errors import CheckpointError, DoesNotFitError
 from trimtab.plan.cost import HELD_OBJECT_BYTES
 from trimtab.runtime.held_adapter import HeldAdapter
 from trimtab.runtime.model import LoadedModel
+from trimtab.runtime.read import PositionedFile, bytes_of
 from trimtab.serve.watching import files_stamp
+
+# Bytes at each end of an adapter's tensors by which others are told from it; only those with equal ends are compared.
+END_BYTES = 2**20
 
 
 class HeldAdapters:
@@ -23,7 +30,7 @@ class HeldAdapters:
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
         self._by_files: WeakValueDictionary[Hashable, HeldAdapter] = WeakValueDictionary()
-        self._by_content: WeakValueDictionary[str, HeldAdapter] = WeakValueDictionary()
+        self._by_ends: dict[str, WeakSet[HeldAdapter]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -43,27 +50,41 @@ class HeldAdapters:
         name: for an error, and whether there is room is asked at all: None for what the plan has counted. Errors:
         DoesNotFitError before a tensor is read; as `LoadedModel.read_adapter`.
         """
-        files = files_stamp(path)
         with self._lock:
-            held = self._by_files.get(files) if files is not None else None
-            if held is not None:
-                return held
-            content = _content(path)
-            held = self._by_content.get(content) if content is not None else None
-            if held is not None and files is not None and files == files_stamp(path):
-                self._by_files[files] = held
-                return held
-            if name is not None:
-                self._check_room(name, path)
-            held = self._model.read_adapter(path)
-            # Files that change while they are read are known by nothing.
-            if files is not None and files == files_stamp(path):
-                self._by_files[files] = held
-                if content is not None:
-                    self._by_content[content] = held
-            else:
-                self._by_files[object()] = held
+            return self._held(path, name, None)
+
+    def take(self, path: str | Path, held: HeldAdapter) -> HeldAdapter:
+        """Return an adapter that was read from a folder, or the same files where they are held already. Nothing is read again."""
+        with self._lock:
+            if held.spec.file.stamps == stamps_of(path):
+                return self._held(path, None, held)
+            self._by_files[object()] = held  # its files have changed since: they are known by nothing
             return held
+
+    def _held(self, path: str | Path, name: str | None, given: HeldAdapter | None) -> HeldAdapter:
+        files = files_stamp(path)
+        known = self._by_files.get(files) if files is not None else None
+        if known is not None:
+            return known
+        ends = _ends(path)
+        known = (
+            None if ends is None else next((one for one in self._by_ends.get(ends, ()) if _is_copy(path, one)), None)
+        )
+        if known is not None and files is not None and files == files_stamp(path):
+            self._by_files[files] = known
+            return known
+        if name is not None:
+            self._check_room(name, path)
+        held = self._model.read_adapter(path) if given is None else given
+        # Files that change while they are read are known by nothing.
+        if files is not None and files == files_stamp(path):
+            self._by_files[files] = held
+            if ends is not None:
+                self._by_ends = {key: alike for key, alike in self._by_ends.items() if alike}
+                self._by_ends.setdefault(ends, WeakSet()).add(held)
+        else:
+            self._by_files[object()] = held
+        return held
 
     def _check_room(self, name: str, path: str | Path) -> None:
         try:
@@ -79,16 +100,32 @@ class HeldAdapters:
             )  # fmt: skip
 
 
-def _content(path: str | Path) -> str | None:
-    """Return the hash of both files; None if they cannot be read."""
+def _ends(path: str | Path) -> str | None:
+    """Return a hash that only adapters of equal configuration, tensor names and sizes share, with the ends of their values; None if
+    the files cannot be read."""
     whole = hashlib.sha256()
     try:
-        for name in (CONFIG_NAME, TENSORS_NAME):
-            file = Path(path) / name
-            whole.update(f"{name} {os.stat(file).st_size}\n".encode())
-            with open(file, "rb") as stream:
-                while piece := stream.read(2**20):
-                    whole.update(piece)
+        whole.update(hashlib.sha256((Path(path) / CONFIG_NAME).read_bytes()).digest())
+        with open(Path(path) / TENSORS_NAME, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            head = file.read(8)
+            whole.update(str(size).encode() + head + file.read(min(int.from_bytes(head, "little"), size) + END_BYTES))
+            file.seek(max(file.tell(), size - END_BYTES))
+            whole.update(file.read())
     except OSError:
         return None
     return whole.hexdigest()
+
+
+def _is_copy(path: str | Path, held: HeldAdapter) -> bool:
+    """Whether a folder with the ends of a held adapter's files has all of its values."""
+    try:
+        with closing(PositionedFile(Path(path) / TENSORS_NAME)) as file:
+            for (_, start), tensor in held.tensors.items():
+                values = torch.empty(tensor.nbytes, dtype=torch.uint8)
+                file.read_into(bytes_of(values), start)
+                if not torch.equal(values, tensor.contiguous().reshape(-1).view(torch.uint8)):
+                    return False
+    except CheckpointError:
+        return False
+    return True

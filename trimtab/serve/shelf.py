@@ -30,10 +30,14 @@ class AdapterShelf:
     """Every adapter that may be requested: all in host memory, some on the model.
 
     kept: names that are never taken off the model. resident_limit: how many may be on it at once, mixes included (None: as many
-    as the plan has room for). lost: adapters of an earlier worker whose files can no longer be read, with the reason.
+    as the plan has room for). lost: adapters of an earlier worker whose files can no longer be read, with the reason. held:
+    those on the model as they were read, by name; others of the model are read again.
     """
 
-    def __init__(self, model: LoadedModel, *, kept: Iterable[str] = (), resident_limit: int | None = None) -> None:
+    def __init__(
+        self, model: LoadedModel, *, kept: Iterable[str] = (), resident_limit: int | None = None,
+        held: Mapping[str, HeldAdapter] | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.kept, self._limit = model, set(kept), resident_limit
         self.host = HeldAdapters(model)
         self._held: dict[str, HeldAdapter] = {}
@@ -42,7 +46,8 @@ class AdapterShelf:
         # Keys on the model, each with those that have to stay as long as it does; the one used longest ago comes first.
         self._resident: OrderedDict[str, tuple[str, ...]] = OrderedDict((name, ()) for name in model.adapters)
         for name in model.adapters:
-            self._held[name] = self.host.read(model.plan.request.adapters[name])
+            path, given = model.plan.request.adapters[name], (held or {}).get(name)
+            self._held[name] = self.host.read(path) if given is None else self.host.take(path, given)
         self.swaps = self.reloads = 0
         self.swap_s: list[float] = []
 

@@ -112,11 +112,11 @@ def _tell_fatal(channel: Channel, exc: BaseException, *, model: str) -> None:
 
 class _Worker:
     def __init__(self, channel: Channel, settings: dict[str, Any]) -> None:
-        from trimtab.api import PlanInputs, load
+        from trimtab.api import PlanInputs, load_plan
         from trimtab.plan import Plan
 
         # The model and the machine are read once for all numbers of rows that are planned.
-        inputs = PlanInputs(process_bytes=process_bytes())
+        inputs = PlanInputs(process_bytes=process_bytes(), sees_values=False)
         _begin_imports(settings["request"], inputs)
 
         self.channel, self.inbox = channel, Inbox(channel)
@@ -134,13 +134,18 @@ class _Worker:
         )
         preload.make_context(self.plan.execution_device)  # while torch is imported
         self._told = 0.0
-        self.model = load(self.plan, progress=self._loading, decode=settings.get("decode", "auto"))
+        from trimtab.runtime.planned_adapters import PlannedAdapters
+
+        # What is read for the device stays in host memory, and is neither matched nor read again.
+        adapters = PlannedAdapters(inputs.specs, held={})
+        decode = settings.get("decode", "auto")
+        self.model = load_plan(self.plan, progress=self._loading, decode=decode, adapters=adapters)
         from trimtab.serve.engine import LoadedEngine
 
         self.engine = LoadedEngine(
             self.model, rows=self.plan.request.batch, kept=settings.get("kept", ()),
             resident_limit=settings.get("resident_limit"), prompt_limit=settings.get("prompt_tokens"),
-            audio_s=(settings.get("media") or {}).get("request_audio_s"),
+            audio_s=(settings.get("media") or {}).get("request_audio_s"), held=adapters.held,
         )  # fmt: skip
         self.engine.shelf.lost.update(lost)
         self.watcher = Watcher(self.engine.shelf.read)
@@ -436,12 +441,12 @@ def _media(settings: Mapping[str, Any]) -> ServedMedia | None:
 
 def _has_same_adapters(before: Plan, request: LoadRequest) -> bool:
     """Whether a plan of an earlier worker counts the adapters as their files are now."""
-    from trimtab.checkpoint.adapter import read_adapter
+    from trimtab.checkpoint.adapter_file import stamps_of
 
     if dict(before.request.adapters) != dict(request.adapters):
         return False
     planned = {name: tuple(map(tuple, stamps)) for name, stamps in before.adapter_stamps.items()}
-    now = {name: read_adapter(path).stamps for name, path in request.adapters.items()}
+    now = {name: stamps_of(path) for name, path in request.adapters.items()}
     return all(planned.get(name) in (None, tuple(map(tuple, stamps))) for name, stamps in now.items())
 
 
