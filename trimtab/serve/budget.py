@@ -61,6 +61,7 @@ class Budget:
         self.sizes, self._tries = tuple(sorted(sizes)) or SIZES, not sizes
         self._steps: dict[int, deque[float]] = {}
         self._chunks: dict[int, deque[float]] = {}
+        self._latest: deque[int] = deque(maxlen=_KEPT)  # sizes of chunks
         self._asked: dict[int, int] = {}  # how often a size was tried, whether it ran or the prompt was shorter
         self._count, self._ran = 0, dict[int, int]()  # chunks so far, and which was the last of a size
         self._token_s: dict[int, deque[float]] = {}  # seconds per token of full chunks, by size
@@ -76,6 +77,7 @@ class Budget:
         if not size:
             return
         self._chunks.setdefault(size, deque(maxlen=_KEPT)).append(seconds)
+        self._latest.append(size)
         self._count += 1
         self._ran[size] = self._count
         if self._tries:
@@ -164,13 +166,15 @@ class Budget:
         run yet. Where a token costs too much before, the fastest one that takes hardly longer than that; None if none does."""
         fewest_s = min((median(known) for known in self._token_s.values()), default=0.0)
         nearly: dict[int, float] = {}
+        longest = max(self._latest, default=self.sizes[-1])  # of a larger size short prompts have no chunk
         for size in reversed([one for one in self.sizes if one < self.least]):
             median_s, most_s = self.chunk_s(size), self.most_s(size)
             if median_s is None or most_s is None or median_s > DEAREST * fewest_s * size:
                 break
             if most_s <= left_s:
                 return size
-            if self._runs(size) < TRIES and self._asked.get(size, 0) < 2 * TRIES:  # short prompts have none of it
+            is_known = self._runs(size) >= TRIES or self._asked.get(size, 0) >= TRIES
+            if not is_known and max((one for one in self.sizes if one < size), default=0) < longest:
                 self._asked[size] = self._asked.get(size, 0) + 1
                 return size
             if median_s <= HARDLY * left_s:
