@@ -14,6 +14,8 @@ later, times those of requests that began later; the clients of a closed loop be
 All servers run, and each cell of one follows the same cell of the other, so that what else the machine does meets both.
 `--engines trimtab stock transformers`: the last one is `transformers serve --continuous-batching` (bench.transformers_server),
 which serves no adapters: its rows are of the base model. `--others-seconds`: cells of the engines beside trimtab.
+`--alone-tokens N`: before each closed loop as many clients ask at once for N tokens each; `alone_ms` is their gaps while all of
+them are answered and no prompt is computed, and `p99_steps` the 99th percentile under load in medians of these.
 Gaps are between pieces of text; stock's streamer holds back the word that may go on. Time to first text counts from before
 the connection is made, queueing included. Adapters of the random checkpoint are
 of rank 8 on language, vision and audio modules; its words mean nothing, their costs do.
@@ -130,6 +132,28 @@ def opened(
         threads.append(threading.Thread(target=_later, args=(cell, address, *arguments, start + seconds), daemon=True))
     _join(threads)
     return cell
+
+
+def alone(address: str, bodies: Sequence[dict[str, Any]], *, clients: int, tokens: int) -> dict[str, float] | None:
+    """Return the ms between pieces of as many answers as there are clients, while all of them come and no prompt is computed."""
+    found: list[tuple[float, Asked]] = []
+
+    def run(body: dict[str, Any]) -> None:
+        began = time.monotonic()
+        found.append((began, client.ask(address, {**body, "max_tokens": tokens})))
+
+    asks = [body for body, _ in zip(_shuffled(bodies, 0), range(clients), strict=False)]
+    _join([threading.Thread(target=run, args=(body,), daemon=True) for body in asks])
+    times = [list(accumulate(one.gaps_s, initial=began + one.ttft_s)) for began, one in found if one.ttft_s is not None]
+    if len(times) < clients:
+        return None
+    last_first, first_last = max(one[0] for one in times), min(one[-1] for one in times)
+    gaps = [
+        1000 * (after - before)
+        for one in times for before, after in zip(one, one[1:], strict=False)
+        if last_first <= before and after <= first_last
+    ]  # fmt: skip
+    return client.percentiles(gaps, digits=2)
 
 
 def _later(cell: Cell, address: str, at: float, body: dict[str, Any], end: float) -> None:
@@ -262,17 +286,24 @@ def cells_of(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure(
-    server: Served, bodies: Sequence[dict[str, Any]], what: dict[str, Any], seconds: float, skip_s: float = 0.0
+    server: Served, bodies: Sequence[dict[str, Any]], what: dict[str, Any], seconds: float, skip_s: float = 0.0,
+    alone_tokens: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """Return one cell's row, once the server has nothing more to do."""
     load_before = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
     bodies = [dict(server.body_of(body)) for body in bodies]
+    steps = None
     if what["loop"] == "closed":
+        if alone_tokens:
+            steps = alone(server.address, bodies, clients=what["clients"], tokens=alone_tokens)
         cell = closed(server.address, bodies, clients=what["clients"], seconds=seconds, skip_s=skip_s)
     else:
         cell = opened(server.address, bodies, rate=what["rate"], seconds=seconds, skip_s=skip_s)
     server.wait_quiet(60.0)
-    return {**what, "seconds": seconds, "skip_s": skip_s, **cell.row(), "load_before": load_before}
+    row = {**what, "seconds": seconds, "skip_s": skip_s, **cell.row(), "load_before": load_before}
+    if steps and row["between_ms"]:
+        row |= {"alone_ms": steps, "p99_steps": round(row["between_ms"]["p99"] / steps["p50"], 2)}
+    return row
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -323,6 +354,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--others-skip-s", type=float, help="the beginning of those that is not counted (default: the same)"
     )
     parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument(
+        "--alone-tokens", type=int, default=0, help="of answers without prompts beside them (default: none)"
+    )
     parser.add_argument(
         "--apart", action="store_true", help="one engine after the other, where both do not fit together"
     )
@@ -440,7 +474,7 @@ def _group(
                 add({**about, "failed": f"{type(exc).__name__}: {exc}"[-2000:]})
         for what in cells_of(given):
             for about, server in running.values():
-                add({**about, **measure(server, bodies, what, *times(about["engine"], given))})
+                add({**about, **measure(server, bodies, what, *times(about["engine"], given), given.alone_tokens)})
         for about, server in running.values() if given.share else ():
             if about["engine"] != given.engines[0]:
                 continue

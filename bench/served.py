@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -23,10 +24,15 @@ DEMO = [
 ]  # fmt: skip
 
 
+# Told the server's process id. Its stdin ends with the process that started it; a byte before says that the server is gone.
+GUARD = "import os, signal, sys; sys.stdin.buffer.read(1) or os.kill(int(sys.argv[1]), signal.SIGTERM)"
+
+
 class Served:
     """`with Served(arguments) as server:` runs a server command until the block ends.
 
-    command: what comes before the arguments. log: everything that it wrote to stderr so far.
+    command: what comes before the arguments. log: everything that it wrote to stderr so far. If the process that started it is
+    killed, the server ends too: another process of its own waits for that (`GUARD`).
     """
 
     def __init__(
@@ -37,6 +43,10 @@ class Served:
         self.process = subprocess.Popen(
             [sys.executable, *command, *arguments, "--port", "0"], stdin=subprocess.DEVNULL, stdout=self._log,
             stderr=self._log, env={**os.environ, **(environment or {})}, start_new_session=os.name == "posix",
+        )  # fmt: skip
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", GUARD, str(self.process.pid)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, start_new_session=os.name == "posix",
         )  # fmt: skip
         self.address = ""
 
@@ -146,6 +156,8 @@ class Served:
             return self.process.wait()
         finally:
             self._log.close()
+            with contextlib.suppress(OSError, ValueError):
+                self._guard.communicate(b".", timeout=grace_s)
 
 
 def _children(pid: int) -> list[int]:

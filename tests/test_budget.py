@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.serve.budget import DEARER, DEAREST, LEAST_TOKENS, RATIO, SIZES, TOWERS, TRIES, Budget
+from trimtab.serve.budget import _FORGET, DEARER, DEAREST, LEAST_TOKENS, RATIO, SIZES, TOWERS, TRIES, Budget
 
 # Of captured chunks.
 CAPTURED = (16, 64, 128, 256, 512, 1024)
@@ -118,7 +118,7 @@ def test_a_server_of_short_prompts_alone_learns_too():
     assert set(taken[-6:]) == {32}
     # A token costs twice as much in one of 80 as in one of 256, which has not run.
     made = Budget()
-    served(made, lambda tokens: 0.300 + 0.001 * tokens, step_s=0.021, prompts=[80] * 12)
+    served(made, lambda tokens: 0.300 + 0.001 * tokens, step_s=0.021, prompts=[80] * 30)
     assert made.size(0.042, is_first=True) == LEAST_TOKENS
 
 
@@ -200,3 +200,53 @@ def test_a_prompt_without_a_chunk_says_nothing_of_chunks():
     alone = Budget()
     alone.took_chunk(0, 0.002)
     assert alone.chunk_s(256) is None
+
+
+def test_on_a_cpu_nearly_all_chunks_of_a_size_fit():
+    """Their durations differ: one whose median just fits exceeds the time behind every second step."""
+    chunks = [(48, 0.120)] * 10 + [(64, 0.150)] * 7 + [(64, 0.190)] * 3
+    steps = [(8, 0.080)] * 7 + [(8, 0.095)] * 3
+    cpu, gpu = told(chunks, steps, sizes=()), told(chunks, steps, sizes=(48, 64))
+    assert abs(cpu.left_s(8) - (RATIO * 0.080 - 0.095)) < 1e-9 and abs(gpu.left_s(8) - (RATIO - 1) * 0.080) < 1e-9
+    assert cpu.chunk_s(64) == 0.150 and cpu.most_s(64) == 0.190 and gpu.most_s(64) == 0.150
+    assert cpu.size(0.160, is_first=True) == 48 and gpu.size(0.160, is_first=True) == 64
+    stopped = told(steps=[(8, 0.080)] * 5 + [(8, 9.0)] * 5, sizes=())  # by another program
+    assert stopped.left_s(8) > 0.080
+
+
+def test_a_first_chunk_that_took_long_does_not_rule_its_size_out():
+    made = told([(32, 0.100)] * 5 + [(64, 0.180)] * 5, sizes=())
+    for _ in range(TRIES):
+        assert made.size(0.170, is_first=True) == 48
+        made.took_chunk(48, 0.300)
+    assert made.size(0.170, is_first=True) == 32
+
+
+def test_a_size_that_was_slow_once_is_tried_again():
+    made = told([(32, 0.100)] * 5 + [(64, 0.180)] * 5 + [(48, 0.300)] * TRIES, sizes=())
+    for _ in range(_FORGET - 1):
+        made.took_chunk(32, 0.100)
+        assert made.size(0.170, is_first=True) == 32
+    made.took_chunk(32, 0.100)
+    assert made.size(0.170, is_first=True) == 48
+    made.took_chunk(48, 0.300)  # once more: it is still slow
+    assert made.size(0.170, is_first=True) == 32
+
+
+def test_where_nothing_fits_the_chunk_that_exceeds_it_least_goes_through():
+    """Of a CPU: a step of one row takes 73 ms, and a token of 16 would cost too much."""
+    chunks = {256: 0.735, 64: 0.228, 48: 0.190, 32: 0.147, 24: 0.148, 16: 0.140}
+    made = told([(size, seconds) for size, seconds in chunks.items() for _ in range(TRIES)], sizes=())
+    assert made.least == 48 and made.size(0.146, is_first=True) == 32
+    assert made.size(0.100, is_first=True) == 48  # nothing comes near it
+
+
+def test_short_prompts_find_a_small_size_although_its_first_chunk_took_long():
+    """Sizes above the prompts' have none that run: they are asked for a few times, not for ever."""
+    made, first = Budget(), [0.280]
+
+    def chunk_s(tokens):
+        return first.pop() if tokens == 64 and first else 0.040 + 0.002 * tokens
+
+    taken = served(made, chunk_s, step_s=0.070, prompts=[65] * 40, rows=4)
+    assert max(taken[-20:]) <= 48 and chunk_s(48) <= 0.140  # 65 take 0.170

@@ -8,8 +8,13 @@ A chunk reads every weight. On a GPU this is most of its time up to a few hundre
 for everybody, so the least size is `LEAST_TOKENS`. On a CPU a chunk's time is nearly proportional to its tokens, and a small one
 keeps the rows waiting for less. The least size is therefore the smallest that pays: a token costs at most `DEARER` times what it
 costs in the size where it costs least. An engine that takes chunks of any size has smaller ones tried. Where the least one takes
-longer than is left, a smaller one that fits is taken, up to `DEAREST`. Captured sizes are judged by what prompts happened to need,
-because a trial would capture graphs.
+longer than is left, a smaller one that fits is taken, up to `DEAREST`, or one that exceeds it by a fifth at most. Captured sizes
+are judged by what prompts happened to need, because a trial would capture graphs.
+
+On a GPU durations of a kind hardly differ, and medians are compared. On a CPU they do: a chunk whose median just fits would exceed
+the time behind every second step. There a step and a chunk count with what 4 of 5 take at most (`_USUAL`). A size that has run
+fewer than `TRIES` times counts with no more than what others let expect: a first chunk may take long, and the size would never run
+again. For the same reason a size that has not run for `_FORGET` chunks loses its longest duration.
 
 What it does not know: how long a chunk of a size takes that has not run yet. It estimates from the next smaller and the next larger
 one that have, and takes half of the time of a larger one alone for independent of the size. Nor that a size which was tried while
@@ -20,7 +25,7 @@ the median one fits into what is left.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 # Time between two tokens of an answer, in median steps of as many rows without prompts.
@@ -43,6 +48,9 @@ SIZES = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 # Stands for the size of a chunk where a prompt's images and audio went through their towers.
 TOWERS = -1
 _KEPT = 65  # durations of a kind that a median is made of
+_USUAL = 0.8  # this share of a CPU's durations is no longer than what it reckons with
+_FORGET = 128  # chunks after which a size that has not run loses its longest duration
+_MOST_STEP = 1.5  # a CPU's step counts with so many medians at most
 _FIXED = 0.5
 
 
@@ -53,6 +61,9 @@ class Budget:
         self.sizes, self._tries = tuple(sorted(sizes)) or SIZES, not sizes
         self._steps: dict[int, deque[float]] = {}
         self._chunks: dict[int, deque[float]] = {}
+        self._latest: deque[int] = deque(maxlen=_KEPT)  # sizes of chunks
+        self._asked: dict[int, int] = {}  # how often a size was tried, whether it ran or the prompt was shorter
+        self._count, self._ran = 0, dict[int, int]()  # chunks so far, and which was the last of a size
         self._token_s: dict[int, deque[float]] = {}  # seconds per token of full chunks, by size
         self._unlearned_least = next((size for size in self.sizes if size >= LEAST_TOKENS), self.sizes[-1])
         self.least, self._is_trying = self._unlearned_least, False
@@ -66,37 +77,66 @@ class Budget:
         if not size:
             return
         self._chunks.setdefault(size, deque(maxlen=_KEPT)).append(seconds)
+        self._latest.append(size)
+        self._count += 1
+        self._ran[size] = self._count
+        if self._tries:
+            self._forget()
         full = next((one for one in self.sizes if _FULL * one <= size <= one), None)
         if full is not None:
             self._token_s.setdefault(full, deque(maxlen=_KEPT)).append(seconds / size)
             self._judge()
 
+    def _forget(self) -> None:
+        for size, known in self._chunks.items():
+            if size != TOWERS and self._count - self._ran[size] >= _FORGET and len(known) > 1:
+                known.remove(max(known))
+                self._ran[size] = self._count
+
     def step_s(self, rows: int) -> float | None:
         """Return the median step of as many rows, of the nearest known number of rows, or None if nothing is known."""
-        bucket_of_rows = _bucket(rows)
-        known = min(self._steps, key=lambda bucket: (abs(bucket - bucket_of_rows), bucket), default=None)
+        known = self._known_bucket(rows)
         return None if known is None else median(self._steps[known])
+
+    def _known_bucket(self, rows: int) -> int | None:
+        bucket_of_rows = _bucket(rows)
+        return min(self._steps, key=lambda bucket: (abs(bucket - bucket_of_rows), bucket), default=None)
 
     def chunk_s(self, size: int) -> float | None:
         """Return the seconds of a chunk of this size, estimated if none of this size has run; None if nothing is known."""
-        if size in self._chunks:
-            return median(self._chunks[size])
-        if size == TOWERS:
-            return None
+        return self._estimate(size, median)
+
+    def most_s(self, size: int) -> float | None:
+        """Return the seconds that a chunk of this size has to fit into: on a CPU those of nearly all, else the median."""
+        return self._estimate(size, _usual if self._tries else median)
+
+    def _estimate(self, size: int, of: Callable[[Sequence[float]], float]) -> float | None:
+        known = self._chunks.get(size, ())
+        if size == TOWERS or len(known) >= (TRIES if self._tries else 1):
+            return of(known) if known else None
+        return min(
+            (one for one in (of(known) if known else None, self._between(size, of)) if one is not None), default=None
+        )
+
+    def _between(self, size: int, of: Callable[[Sequence[float]], float]) -> float | None:
+        """Return the seconds of a chunk of this size as sizes beside it let expect; None if nothing is known of any."""
         larger = min((known for known in self._chunks if known > size), default=None)
         smaller = max((known for known in self._chunks if known < size and known != TOWERS), default=None)
         if larger is None:
-            return None if smaller is None else median(self._chunks[smaller]) * size / smaller
-        larger_s = median(self._chunks[larger])
+            return None if smaller is None else of(self._chunks[smaller]) * size / smaller
+        larger_s = of(self._chunks[larger])
         if smaller is None:
             return larger_s * (_FIXED + (1 - _FIXED) * size / larger)
-        smaller_s = min(median(self._chunks[smaller]), larger_s)
+        smaller_s = min(of(self._chunks[smaller]), larger_s)
         return smaller_s + (larger_s - smaller_s) * (size - smaller) / (larger - smaller)
 
     def left_s(self, rows: int) -> float | None:
         """Return the seconds left for chunks after a step of this many rows; None if nothing limits them."""
-        step_s = self.step_s(rows) if rows else None
-        return None if step_s is None else (RATIO - 1) * step_s
+        bucket = self._known_bucket(rows) if rows else None
+        if bucket is None:
+            return None
+        step_s = median(self._steps[bucket])
+        return RATIO * step_s - (min(_usual(self._steps[bucket]), _MOST_STEP * step_s) if self._tries else step_s)
 
     def size(self, left_s: float | None, *, is_first: bool) -> int | None:
         """Return the largest size of a chunk, the least or more, that takes no longer than what is left; None if there is none. A
@@ -104,27 +144,42 @@ class Budget:
         It may be smaller (`_below_least`)."""
         if left_s is None:
             return self.sizes[-1]
-        taken_s = {size: self.chunk_s(size) or 0.0 for size in self.sizes if size >= self.least}
+        taken_s = {size: self.most_s(size) or 0.0 for size in self.sizes if size >= self.least}
         # That of the least size, unless one of its few chunks took long, as a first one may.
         most_s = max(left_s, min(taken_s.values()) * HARDLY) if is_first else left_s
         size = max((size for size, seconds in taken_s.items() if seconds <= most_s), default=None)
-        if size is not None and taken_s[size] > left_s and (self._is_trying or self.least not in self._chunks):
+        exceeds = size is None or taken_s[size] > left_s
+        if exceeds and size is not None and self._is_trying:
+            return self.least
+        if exceeds and is_first and self._tries and (smaller := self._below_least(left_s)):
+            return smaller
+        if exceeds and size is not None and not self._runs(self.least):
             return self.least  # its time is an estimate, which a larger one is not measured by
-        if is_first and self._tries and (size is None or taken_s[size] > left_s):
-            return self._below_least(left_s) or size
         return size
 
+    def _runs(self, size: int) -> int:
+        """Return how many chunks of a size are known. Short prompts have none of exactly the size, but full ones of it."""
+        return max(len(self._chunks.get(size, ())), len(self._token_s.get(size, ())))
+
     def _below_least(self, left_s: float) -> int | None:
-        """Return the largest size below the least that takes no longer than what is left, or one on the way there that has not run
-        yet; None where a token costs too much before."""
+        """Return the largest size below the least that takes no longer than what is left, or one on the way there that has hardly
+        run yet. Where a token costs too much before, the fastest one that takes hardly longer than that; None if none does."""
         fewest_s = min((median(known) for known in self._token_s.values()), default=0.0)
+        nearly: dict[int, float] = {}
+        longest = max(self._latest, default=self.sizes[-1])  # of a larger size short prompts have no chunk
         for size in reversed([one for one in self.sizes if one < self.least]):
-            seconds = self.chunk_s(size)
-            if seconds is None or seconds > DEAREST * fewest_s * size:
-                return None
-            if seconds <= left_s or size not in self._chunks:
+            median_s, most_s = self.chunk_s(size), self.most_s(size)
+            if median_s is None or most_s is None or median_s > DEAREST * fewest_s * size:
+                break
+            if most_s <= left_s:
                 return size
-        return None
+            is_known = self._runs(size) >= TRIES or self._asked.get(size, 0) >= TRIES
+            if not is_known and max((one for one in self.sizes if one < size), default=0) < longest:
+                self._asked[size] = self._asked.get(size, 0) + 1
+                return size
+            if median_s <= HARDLY * left_s:
+                nearly[size] = median_s
+        return min(nearly, key=lambda size: nearly[size], default=None)
 
     def fits_towers(self, left_s: float | None) -> bool:
         """Whether a pass of towers takes no longer than what is left; so as long as none has run."""
@@ -154,6 +209,11 @@ class Budget:
             slope = max(taken_s[largest] - taken_s[smallest], 0.0) / (largest - smallest)
             fewest_s = min(fewest_s, (taken_s[largest] + slope * (first - largest)) / first)
         return DEARER * fewest_s
+
+
+def _usual(durations: Sequence[float]) -> float:
+    """Return what nearly all durations take at most; of few the longest one does not count, as a first one may be."""
+    return sorted(durations)[int(_USUAL * (len(durations) - 1))]
 
 
 def _bucket(rows: int) -> int:
