@@ -52,15 +52,22 @@ def both(batch, prompt):
     return torch.stack([first, after]).cpu(), row
 
 
+BATCHES = {
+    "chunks of 8 and 16": lambda model: in_chunks(model, (8, 16), rows=3),
+    "transformers": lambda model: eager(model, rows=3),
+}
+
+
+@pytest.mark.parametrize("how", BATCHES)
 @pytest.mark.parametrize("family", long_runs.FAMILIES)
-def test_a_step_computes_what_the_last_chunk_would_have_computed(family, tmp_path):
+def test_a_step_computes_what_the_last_chunk_would_have_computed(family, how, tmp_path):
     with load(family, tmp_path) as model:
-        whole, batch = eager(model), in_chunks(model, (8, 16), rows=3)
+        whole, batch = eager(model), BATCHES[how](model)
         beside = company(batch)
-        for _ in range(3 if ON_GPU else 1):  # as it is, captured, replayed
+        for _ in range(3 if ON_GPU and "chunks" in how else 1):  # as it is, captured, replayed
             for count in LENGTHS:
                 expected = answered(whole, model.prepare(ids(count)))
-                found, row = both(batch, opened(batch, model.prepare(ids(count))))
+                found, row = both(batch, opened(batch, model.prepare(ids(count)), 16))
                 assert differ(found, expected) < TOLERANCE, count
                 assert row.written == count + 1 and row.answer_ids == [7]
                 batch.leave(row)
@@ -114,15 +121,16 @@ def test_a_picture_before_the_last_token_is_seen_by_it(family, tmp_path):
         assert differ(found, expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("how", BATCHES)
 @pytest.mark.parametrize("family", ["llama", "gemma4", "gemma3"])
-def test_its_states_are_kept_behind_the_step_and_the_same_prompt_resumes_from_them(family, tmp_path):
+def test_its_states_are_kept_behind_the_step_and_the_same_prompt_resumes_from_them(family, how, tmp_path):
     """With the last token's keys and values, and the logits of the step: before it, neither is complete."""
     with load(family, tmp_path) as model:
         plain, cache = eager(model), None
         asked, longer = ids(29), [*ids(29), 250, 251, 252]
         expected = [answered(plain, model.prepare(one), client=None) for one in (asked, longer)]
         cache = keeping(model)
-        batch = in_chunks(model, (8, 16), rows=3)
+        batch = BATCHES[how](model)
         company(batch)
         added = cache.store.counts.added if cache.store else 0
         found, row = both(batch, opened(batch, model.prepare(asked)))
@@ -144,11 +152,12 @@ def test_its_states_are_kept_behind_the_step_and_the_same_prompt_resumes_from_th
         assert differ(found, expected[1]) < TOLERANCE
 
 
-def test_a_prompt_that_leaves_before_its_step_is_kept_without_its_last_token(tmp_path):
+@pytest.mark.parametrize("how", BATCHES)
+def test_a_prompt_that_leaves_before_its_step_is_kept_without_its_last_token(how, tmp_path):
     with load("gemma4", tmp_path) as model:
         expected = answered(eager(model), model.prepare(ids(40)), client=None)
         keeping(model)
-        batch = in_chunks(model, (8, 16), rows=3)
+        batch = BATCHES[how](model)
         company(batch)
         batch.step()
         prompt = opened(batch, model.prepare(ids(40)))

@@ -33,7 +33,16 @@ from trimtab.plan.activations import row_cache_bytes
 from trimtab.plan.cost import ALLOCATION_BYTES
 from trimtab.plan.kv_pool import pool_tokens
 from trimtab.request import GenerateRequest
-from trimtab.runtime import company, decode_step, finite, hf_generate, hf_slots, prefill_graphs, prefix_cache
+from trimtab.runtime import (
+    company,
+    decode_step,
+    finite,
+    hf_generate,
+    hf_slots,
+    open_prompts,
+    prefill_graphs,
+    prefix_cache,
+)
 from trimtab.runtime.batch_request import Constraint, Drawn, First, Prompt, Row
 from trimtab.runtime.batch_state import BatchState, StepBuffers
 from trimtab.runtime.capture_ahead import CaptureAhead
@@ -173,7 +182,8 @@ class Batch:
             most_tokens = company.piece_tokens(self)
         if self.prompts.takes(prompt):
             return self.prompts.step(prompt, most_tokens)
-        prompt.ends_in_step = False
+        if not prompt.done_tokens:
+            prompt.ends_in_step = not prompt.inputs.has_media and open_prompts.ends_in_step(prompt)
         tensors, count = dict(prompt.inputs.tensors), prompt.inputs.prompt_tokens
         chunk = getattr(self.model, "prefill_tokens", None) or count
         is_between = self.prompts.tower_passes.is_between_pieces(prompt)
@@ -182,13 +192,17 @@ class Batch:
         if start == count:  # the same prompt went through before
             prompt.offset = offset
             return True
+        last = count - prompt.ends_in_step
+        if start == last:  # all but its last token did
+            prompt.offset, prompt.chunk_tokens = offset, 0
+            return True
         # A picture or sound is in one pass with its tokens, unless its towers have gone through before.
         is_embedded = self.prompts.tower_passes.has_embeddings(prompt)
         is_whole = prompt.inputs.has_media and not start and not is_embedded
         if prompt.cache is None:
             prompt.cache = hf_slots.prompt_cache(self.model.hf_model, self.cache.kv)
         chunk = min(chunk, most_tokens or chunk)
-        end = count if is_whole else min(count, start + chunk, self.prefixes.border(prompt))
+        end = count if is_whole else min(last, start + chunk, self.prefixes.border(prompt))
         prompt.chunk_tokens = end - start
         if not is_whole:
             positions = hf_slots.prompt_positions(self.model.hf_model, start, end, self.model.device, offset)
@@ -218,8 +232,9 @@ class Batch:
         prompt.done_tokens = end
         if end == count:
             prompt.logits = output.logits[0, -1].float()
+        if end == last:
             prompt.offset = hf_slots.read_offset(self.model.hf_model) if is_whole else offset
-        return end == count
+        return end == last
 
     def place(self, prompt: Prompt) -> None:
         """Give a complete prompt a row behind the active ones, and queue the sampling of its first token, unless its last token
@@ -359,7 +374,7 @@ class Batch:
             self.cache.copy(prompt.source.number, number, prompt.row.prompt_tokens)
             return
         try:
-            self.cache.fill(number, prompt.cache, prompt.inputs.prompt_tokens, offset=prompt.offset)
+            self.cache.fill(number, prompt.cache, prompt.done_tokens, offset=prompt.offset)
         except hf_slots.UnsupportedLayersError as exc:
             raise DeviceError(
                 f"this family cannot be batched: {exc}", device=str(self.model.device),

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 def are_possible(prompts: Prompts) -> bool:
-    """Whether a batch may have such prompts: one of several rows, with room for the graphs of their chunks."""
+    """Whether a batch may have such prompts: one of several rows, with room for the graphs of their chunks if they are captured."""
     return prompts.batch.rows > 1 and not prompts.batch.is_invariant and prompts.may_be_cut
 
 
-def ends_in_step(prompt: Prompt, may_end_at: Callable[[int], bool]) -> bool:
+def ends_in_step(prompt: Prompt, may_end_at: Callable[[int], bool] = lambda _: True) -> bool:
     """Return whether a step computes a prompt's last token. may_end_at: whether a chunk may end before a token.
 
     Without active rows no step would run anyway. Rows of a group copy the logits of one prompt, and what stands for an image or
