@@ -141,6 +141,7 @@ def choose_chunks_of(
     if not is_captured:
         return with_chunks((), False, only_whole=False, explains=True)
     plans: list[Plan] = []
+    is_beside = False  # whether one of them has captured chunks beside copied layers
     refused: list[tuple[int, ...]] = [()]
     most = min(size for size in CHUNKS if size >= max(most_tokens, least_tokens))
     for captured, choices in ((True, CAPTURED_CHUNKS), (False, UNCAPTURED_CHUNKS)):
@@ -153,10 +154,11 @@ def choose_chunks_of(
                 if not captured:
                     refused.append(chunks)
                 continue
-            if not plan.blocks_off_device and (captured or not plans):
+            if not plan.blocks_off_device and (captured or not is_beside):
                 return plan
             if has_room or not captured:
                 plans.append(plan)
+                is_beside |= captured
     if plans:
         return min(plans, key=lambda plan: plan.expected_s)
     errors = []

@@ -326,20 +326,16 @@ class Batch:
         row, first, logits = prompt.row, prompt.first, prompt.logits
         assert first is not None and logits is not None
         self._activate(prompt)
-        try:
+        with self._leaving_on_error(row):
             if first.event is not None:
                 first.event.synchronize()
             if first.why is not None:
                 raise first.why
             token = self._draw(row, logits, int(first.token))
-        except BaseException:
-            row.reuse = None  # what such logits came from is not cached
-            self.leave(row)  # without a token it could not take part in a step
-            raise
-        self._commit(token)
-        self.prefixes.joined(prompt)
+            self._commit(token)
+            self.prefixes.joined(prompt)
+            self.tokens[row.number, 0].fill_(token.token_id)  # an assignment would wait for the device
         prompt.logits, prompt.cache, prompt.first = None, None, None
-        self.tokens[row.number, 0].fill_(token.token_id)  # an assignment would wait for the device
         return token
 
     def enter(self, prompt: Prompt) -> None:
@@ -349,9 +345,20 @@ class Batch:
         if not prompt.is_open:
             raise RequestError("the prompt is not complete yet", field="prompt")
         self._activate(prompt)
-        self.prefixes.joined(prompt)
+        with self._leaving_on_error(row):
+            self.prefixes.joined(prompt)
+            self.tokens[row.number, 0].fill_(row.token_ids[-1])
         prompt.cache = None
-        self.tokens[row.number, 0].fill_(row.token_ids[-1])
+
+    @contextmanager
+    def _leaving_on_error(self, row: Row) -> Iterator[None]:
+        """Let a row leave if the block fails: without a token it could not take part in a step."""
+        try:
+            yield
+        except BaseException:
+            row.reuse = None  # what such logits came from is not cached
+            self.leave(row)
+            raise
 
     def _activate(self, prompt: Prompt) -> None:
         row = prompt.row
@@ -475,7 +482,8 @@ class Batch:
             read.record()
         outputs = None
         is_busy = behind is not None and behind()
-        tries = look_ahead and not is_busy and self.steps.may_look_ahead() and self._will_go_on(going)
+        may = self.steps.may_look_ahead() and not self.prefixes.awaits_tokens
+        tries = look_ahead and not is_busy and may and self._will_go_on(going)
         if tries:
             # What goes wrong here goes wrong again when the step is asked for, and is named there.
             with suppress(Exception):

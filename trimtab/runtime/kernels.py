@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -207,6 +207,9 @@ class Kernels:
         kept = None if matvec.is_tuned_before(one.groups[0], one.n, self.matvec, pair=one.gate is not None) else (
             self.checks.find(*self._config_key(one, dtype))
         )  # fmt: skip
+        if kept is not None and "refused" in kept:
+            self.rejected[one.key] = kept["refused"]
+            return None
         if kept is not None:
             return Cut(**kept["cut"]), kept["status"]
         return matvec.config_of(one.groups[0], one.n, self.matvec, pair=one.gate is not None)
@@ -233,13 +236,14 @@ class Kernels:
             self.matvec.products.chosen[one.key] = cut
             self.configs[one.key] = status
             return
+        self.checks.keep({"refused": self.rejected[one.key]}, *key)
 
     @property
     def plain_products(self) -> dict[str, str]:
         """Which products are left to the kernel that is not compiled for their shape, and why: name -> reason."""
         return {
             f"4-bit matmul {' + '.join(map(str, key[1]))} x {key[2]}, {key[3]} rows": why
-            for key, why in self.rejected.items() if key not in self.configs
+            for key, why in self.rejected.items() if key not in self.configs and key not in self.matvec.products.measured
         }  # fmt: skip
 
     def tune(
@@ -350,7 +354,10 @@ def instead_of(cut: Cut, ways: Sequence[Cut]) -> list[Cut]:
     ]
     smaller.sort(key=lambda one: -one.held)
     others = [one for one in cuts.unlike(ways, MOST_INSTEAD) if one.held]
-    return [one for one in dict.fromkeys((*smaller, *others)) if one != cut][:MOST_INSTEAD]
+    tried = {replace(cut, estimated_us=0.0)}
+    return [one for one in dict.fromkeys((*smaller, *others)) if replace(one, estimated_us=0.0) not in tried][
+        :MOST_INSTEAD
+    ]
 
 
 def shape_of(group: Sequence[Leaf]) -> str:

@@ -19,6 +19,8 @@ from trimtab.machine.own_folder import hashed, own_folder, read_own, write_own
 from trimtab.runtime.cuts import Cut, CutKey, cuts
 
 FORM = 1
+# Bytes a thread for spilled registers, up to which a timing on another such card counts: another compiler may spill more there.
+TIMED_LOCAL_BYTES = 64
 FOLDER = "tuned"
 MOST_BYTES = 4 * 2**20
 MOST_CONFIGS = 5000
@@ -56,7 +58,7 @@ class KernelLimits:
 
 def why_not(cut: Cut, limits: KernelLimits, shared_bytes: int, *, is_timed: bool = False) -> str | None:
     """Return why a compiled kernel cannot be launched well with a configuration on a card, or None. is_timed: on such a card it was
-    the fastest, registers that were spilled included."""
+    the fastest, with a few spilled registers."""
     if limits.static_shared_bytes + cut.shared_bytes > shared_bytes:
         return f"{limits.static_shared_bytes + cut.shared_bytes} B of shared memory, a block may have {shared_bytes}"
     if cut.threads > limits.max_threads:
@@ -65,7 +67,7 @@ def why_not(cut: Cut, limits: KernelLimits, shared_bytes: int, *, is_timed: bool
     needed = warp * (cut.threads // _WARP)
     if needed > _REGISTERS:
         return f"{needed} registers a block, a multiprocessor has {_REGISTERS}"
-    if cut.held and limits.local_bytes and not is_timed:
+    if cut.held and limits.local_bytes > (TIMED_LOCAL_BYTES if is_timed else 0):
         return f"{limits.local_bytes} B a thread have no room in registers"
     return None
 

@@ -196,7 +196,8 @@ class Packs:
             return None
         unpacked = prompts.model.unpacked
         costs = ADAPTER_INSIDE if unpacked is not None and unpacked.columns else PACKED_WEIGHTS
-        ends_in_step = bool(prompts.batch.active) and kept[0][0].may_end_in_step
+        may_end = kept[0][0].may_end_in_step and open_prompts.are_possible(prompts)
+        ends_in_step = may_end and bool(prompts.batch.active)
         share = open_prompts.share_of_layers(prompts._new_forward()) if ends_in_step else 1.0
         choice = choose_shape([lengths[number] for number in fitting], prompts.sizes, most, costs, share=share)
         if choice is None:

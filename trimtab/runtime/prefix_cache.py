@@ -507,15 +507,22 @@ class Prefixes:
             replace(one, logits=logits.float().clone()) if one.row is row else one for one in self._unsaved
         ]
 
+    @property
+    def awaits_tokens(self) -> bool:
+        """Whether a prompt is kept as soon as its first token is known, and before its row's next step."""
+        return any(not one.row.answer_ids for one in self._unsaved)
+
     def flush(self) -> None:
         """Copy the states of prompts that joined: before their rows' next step, which writes over the oldest place of a ring. Those
-        whose last token goes through with that step are copied behind it."""
+        whose last token goes through with that step are copied behind it, once their first token is known."""
         unsaved, self._unsaved = self._unsaved, []
         for one in unsaved:
             cache, row = self.cache, one.row
             if cache is None or cache.store is None or row.reuse is None or row.number < 0:
                 continue
-            if row.written < row.prompt_tokens:
+            if row.error is not None:
+                continue  # its scores were no numbers: what they came from is not kept
+            if not row.answer_ids:
                 self._unsaved.append(one)
                 continue
             views = partial(self._views_of, row.number)
