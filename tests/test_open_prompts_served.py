@@ -26,11 +26,15 @@ PATHS = {name: DEMO / "adapters" / name for name in ADAPTERS}
 
 
 def ahead(batch):
-    """Let steps write the tokens that they go on to, as captured ones do: then the next one is queued before they are read."""
-    steps, run = batch.steps, batch.steps.run
+    """Let steps write the tokens that they go on to, and their scores to the same place, as captured ones do: then the next one is
+    queued before the tokens are read."""
+    steps, run, kept = batch.steps, batch.steps.run, {}
 
     def written(state):
-        logits, greedy = run(state)
+        outputs = run(state)
+        logits, greedy = kept.setdefault(outputs[0].shape, tuple(output.clone() for output in outputs))
+        logits.copy_(outputs[0])
+        greedy.copy_(outputs[1])
         steps.tokens[: greedy.shape[0], 0].copy_(greedy.clamp_min(0))
         steps.wrote_tokens = True
         return logits, greedy

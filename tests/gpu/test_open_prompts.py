@@ -30,7 +30,7 @@ def test_captured_steps_compute_last_tokens_with_adapters(family, rows, tmp_path
         whole = eager(model)
         batch = Batch(model, rows)
         batch.prepare()
-        assert not batch.steps.fallbacks and batch.prompts.is_on
+        assert batch.steps.is_captured and batch.prompts.is_on and batch.prompts.captures
         beside = batch.begin(model.prepare(ids(12)), GenerateRequest(max_new_tokens=200))
         while not beside.step():
             pass

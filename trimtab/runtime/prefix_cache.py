@@ -499,13 +499,11 @@ class Prefixes:
             self._unsaved.append(_Unsaved(row, prompt.offset, prompt.logits))
 
     def first_logits(self, row: Row, logits: Tensor) -> None:
-        """Let the logits [V] of a prompt's last token, which a step computed, be kept with its states. They are overwritten by the
-        next step."""
+        """Let the logits [V] of a prompt's last token, which a step computed, be kept with its states: `flush` copies them before
+        the next step overwrites them."""
         if self.cache is None or self.cache.store is None or not self.cache.store.snapshot_pages:
             return
-        self._unsaved = [
-            replace(one, logits=logits.float().clone()) if one.row is row else one for one in self._unsaved
-        ]
+        self._unsaved = [replace(one, logits=logits.float()) if one.row is row else one for one in self._unsaved]
 
     @property
     def awaits_tokens(self) -> bool:
