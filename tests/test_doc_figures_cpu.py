@@ -14,7 +14,7 @@ def test_steps_between_tokens_on_a_cpu():
     for tokens, clients in sorted({(row["text_tokens"], row["clients"]) for row in rows}):
         cells = []
         for name, form in (("p99_steps", "{:.1f}"), ("tok_s", "{:.0f}")):
-            for version in ("before", "after"):
+            for version in ("before", "after", "now"):
                 found = [
                     row[name]
                     for row in rows
