@@ -15,6 +15,7 @@ from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import DeviceError
 from trimtab.request import GenerateRequest
+from trimtab.runtime import open_prompts
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.prefill_graphs import Prompts
 from trimtab.runtime.prefix_cache import PrefixCache
@@ -124,21 +125,27 @@ def test_every_answer_of_a_busy_server_is_the_one_that_its_request_gets_alone(
         model.load_adapter("style", PATHS["style"])
 
 
+def beside_another(model, looks_ahead, count):
+    """Return a batch whose rows are an answer and, behind it, an open prompt of so many tokens; what it computes is kept."""
+    keeping(model)
+    batch = in_chunks(model, (8, 16), rows=3)
+    batch.ends = frozenset()
+    company(batch)
+    if looks_ahead:
+        ahead(batch)
+    prompt = opened(batch, model.prepare(ids(count)))
+    batch.enter(prompt)
+    assert prompt.row.number == 1
+    return batch, prompt
+
+
 @pytest.mark.parametrize("looks_ahead", [False, True])
 @pytest.mark.parametrize("family", ["gemma4", "llama"])
 def test_the_same_prompt_again_resumes_from_what_its_own_step_computed(family, looks_ahead, tmp_path):
     """Not from another row's logits, nor from what a step computed later."""
     with load(family, tmp_path) as model:
         expected = answered(eager(model), model.prepare(ids(33)), client=None)
-        keeping(model)
-        batch = in_chunks(model, (8, 16), rows=3)
-        batch.ends = frozenset()
-        company(batch)
-        if looks_ahead:
-            ahead(batch)
-        prompt = opened(batch, model.prepare(ids(33)))
-        batch.enter(prompt)
-        assert prompt.row.number == 1
+        batch, prompt = beside_another(model, looks_ahead, 33)
         for _ in range(3):
             batch.step()
         batch.leave(prompt.row)
@@ -153,14 +160,7 @@ def test_the_same_prompt_again_resumes_from_what_its_own_step_computed(family, l
 @pytest.mark.parametrize("looks_ahead", [False, True])
 def test_scores_that_are_not_numbers_are_not_kept(looks_ahead, tmp_path):
     with load("gemma4", tmp_path) as model:
-        keeping(model)
-        batch = in_chunks(model, (8, 16), rows=3)
-        batch.ends = frozenset()
-        company(batch)
-        if looks_ahead:
-            ahead(batch)
-        prompt = opened(batch, model.prepare(ids(29)))
-        batch.enter(prompt)
+        batch, prompt = beside_another(model, looks_ahead, 29)
         run = batch.steps.run
 
         def broken(state):
@@ -203,14 +203,11 @@ def test_a_failure_while_a_prompt_gets_its_row_leaves_no_row_behind(tmp_path, mo
             batch.step()
 
 
-@pytest.mark.parametrize("tokens", [[5, 6, 7]])
-def test_a_prompt_that_may_not_end_before_its_last_token_goes_through_whole(tokens, tmp_path):
-    from trimtab.runtime import open_prompts
-
+def test_a_prompt_that_may_not_end_before_its_last_token_goes_through_whole(tmp_path):
     with load("llama", tmp_path) as model:
         batch = in_chunks(model, (8, 16), rows=3)
         company(batch)
-        prompt = batch.begin(model.prepare(tokens), REQUEST)
+        prompt = batch.begin(model.prepare([5, 6, 7]), REQUEST)
         prompt.may_end_in_step = True
         assert open_prompts.ends_in_step(prompt)
-        assert not open_prompts.ends_in_step(prompt, lambda place: place != len(tokens) - 1)
+        assert not open_prompts.ends_in_step(prompt, lambda place: place != 2)

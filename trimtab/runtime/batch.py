@@ -20,7 +20,7 @@ reads a fixed number of places, where a growing cache has exactly as many as the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -38,8 +38,8 @@ from trimtab.runtime import (
     decode_step,
     finite,
     hf_generate,
+    hf_own_pass,
     hf_slots,
-    open_prompts,
     prefill_graphs,
     prefix_cache,
 )
@@ -49,7 +49,6 @@ from trimtab.runtime.capture_ahead import CaptureAhead
 from trimtab.runtime.chat import Inputs, fitted
 from trimtab.runtime.ends import with_likeliest
 from trimtab.runtime.kv_pages import RowPages
-from trimtab.runtime.tower_pieces import PausedError
 
 if TYPE_CHECKING:
     from trimtab.runtime.held_adapter import HeldAdapter
@@ -182,59 +181,7 @@ class Batch:
             most_tokens = company.piece_tokens(self)
         if self.prompts.takes(prompt):
             return self.prompts.step(prompt, most_tokens)
-        if not prompt.done_tokens:
-            prompt.ends_in_step = not prompt.inputs.has_media and open_prompts.ends_in_step(prompt)
-        tensors, count = dict(prompt.inputs.tensors), prompt.inputs.prompt_tokens
-        chunk = getattr(self.model, "prefill_tokens", None) or count
-        is_between = self.prompts.tower_passes.is_between_pieces(prompt)
-        offset = 0 if prompt.done_tokens or is_between else self.prefixes.resume(prompt)
-        start = prompt.done_tokens
-        if start == count:  # the same prompt went through before
-            prompt.offset = offset
-            return True
-        last = count - prompt.ends_in_step
-        if start == last:  # all but its last token did
-            prompt.offset, prompt.chunk_tokens = offset, 0
-            return True
-        # A picture or sound is in one pass with its tokens, unless its towers have gone through before.
-        is_embedded = self.prompts.tower_passes.has_embeddings(prompt)
-        is_whole = prompt.inputs.has_media and not start and not is_embedded
-        if prompt.cache is None:
-            prompt.cache = hf_slots.prompt_cache(self.model.hf_model, self.cache.kv)
-        chunk = min(chunk, most_tokens or chunk)
-        end = count if is_whole else min(last, start + chunk, self.prefixes.border(prompt))
-        prompt.chunk_tokens = end - start
-        if not is_whole:
-            positions = hf_slots.prompt_positions(self.model.hf_model, start, end, self.model.device, offset)
-            tensors = {
-                "input_ids": tensors["input_ids"][:, start:end].to(self.model.device),
-                "attention_mask": torch.ones(1, end, dtype=torch.long, device=self.model.device), **positions,
-            }  # fmt: skip
-        self.model.adapter_store.set(prompt.row.adapter)
-        self.model.lend_prompt_room()
-        hf_slots.reset_offset(self.model.hf_model)
-
-        def compute() -> Any:
-            return self.model.hf_model(
-                **tensors, past_key_values=prompt.cache, use_cache=True, logits_to_keep=1, return_dict=True
-            )
-
-        with torch.no_grad():
-            try:
-                if is_whole:
-                    output = self.prompts.tower_passes.with_towers(prompt, compute)
-                else:
-                    with self.prompts.tower_passes.embedded(prompt, start, end) if is_embedded else nullcontext():
-                        output = compute()
-            except PausedError:
-                prompt.chunk_tokens = 0
-                return False
-        prompt.done_tokens = end
-        if end == count:
-            prompt.logits = output.logits[0, -1].float()
-        if end == last:
-            prompt.offset = hf_slots.read_offset(self.model.hf_model) if is_whole else offset
-        return end == last
+        return hf_own_pass.step(self, prompt, most_tokens)
 
     def place(self, prompt: Prompt) -> None:
         """Give a complete prompt a row behind the active ones, and queue the sampling of its first token, unless its last token
