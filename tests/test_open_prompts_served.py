@@ -172,6 +172,9 @@ def test_scores_that_are_not_numbers_are_not_kept(looks_ahead, tmp_path):
         batch.step()
         assert prompt.row.finish == "error"
         batch.steps.run = run
+        batch.tell_tokens()
+        batch.step()
+        assert not batch.prefixes._unsaved
         batch.leave(prompt.row)
         batch.tell_tokens()
         again = opened(batch, model.prepare(ids(29)))

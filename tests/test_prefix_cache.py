@@ -423,6 +423,28 @@ def test_a_chat_about_a_picture_goes_on_where_it_was_and_another_picture_is_anot
         assert [scores(batch, unknown)[1] for _ in range(2)] == [0, 0]
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_every_chunk_behind_a_cached_picture_has_the_pictures_offset(family, tmp_path):
+    """Positions behind a picture are fewer than tokens: the second chunk of the new text goes on where the first one ended."""
+    with load(family, tmp_path) as model:
+        keeping(model)
+        batch = eager(model)
+        answer(batch, seen(model, family, 9, after=9))
+        turn = seen(model, family, 9, after=40)
+        expected = clone(model, eager(model), turn)
+        prompt = batch.begin(turn, REQUEST)
+        chunks = [prompt.step(8)]
+        while not chunks[-1]:
+            chunks.append(prompt.step(8))
+        assert len(chunks) > 2 and prompt.row.cached_tokens >= 24 and prompt.offset
+        first = prompt.logits.clone()
+        row = batch.join(prompt).row
+        row.token_ids[-1] = 7
+        batch.tell_tokens()
+        batch._ahead = None
+        assert differ(torch.stack([first, batch.logits()[row.number]]).cpu(), expected) < TOLERANCE
+
+
 # Memory --------------------------------------------------------------------------------------------------------------
 
 

@@ -303,7 +303,7 @@ class Batch:
         try:
             yield
         except BaseException:
-            row.reuse = None  # what such logits came from is not cached
+            row.reuse = None  # what failed is not cached
             self.leave(row)
             raise
 

@@ -121,7 +121,7 @@ class Prompt:
         )
 
     def step(self, most_tokens: int | None = None) -> bool:
-        """Compute the next chunk. Returns True when the whole prompt is complete.
+        """Compute the next chunk. Returns True when the whole prompt is complete, or all of it but its last token (`is_open`).
 
         most_tokens: the limit of the chunk, where its inputs can be cut. `chunk_tokens` is then the computed size, padding
         included; 0 for a pass of the towers, which is a chunk of its own in captured prompts. Errors: DoesNotFitError if rows

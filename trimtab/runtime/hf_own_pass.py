@@ -20,18 +20,19 @@ def step(batch: Batch, prompt: Prompt, most_tokens: int | None = None) -> bool:
     complete, or all of it but a last token that goes through with a step."""
     model = batch.model
     if not prompt.done_tokens:
-        prompt.ends_in_step = not prompt.inputs.has_media and open_prompts.ends_in_step(prompt)
+        is_text = not prompt.inputs.has_media and prompt.logits is None
+        prompt.ends_in_step = is_text and open_prompts.ends_in_step(prompt)
     tensors, count = dict(prompt.inputs.tensors), prompt.inputs.prompt_tokens
     chunk = getattr(model, "prefill_tokens", None) or count
     is_between = batch.prompts.tower_passes.is_between_pieces(prompt)
-    offset = 0 if prompt.done_tokens or is_between else batch.prefixes.resume(prompt)
+    if not prompt.done_tokens:  # the chunks behind a resumed one go on at its positions
+        prompt.offset = 0 if is_between else batch.prefixes.resume(prompt)
     start = prompt.done_tokens
     if start == count:  # the same prompt went through before
-        prompt.offset = offset
         return True
     last = count - prompt.ends_in_step
     if start == last:  # all but its last token did
-        prompt.offset, prompt.chunk_tokens = offset, 0
+        prompt.chunk_tokens = 0
         return True
     # A picture or sound is in one pass with its tokens, unless its towers have gone through before.
     is_embedded = batch.prompts.tower_passes.has_embeddings(prompt)
@@ -42,7 +43,7 @@ def step(batch: Batch, prompt: Prompt, most_tokens: int | None = None) -> bool:
     end = count if is_whole else min(last, start + chunk, batch.prefixes.border(prompt))
     prompt.chunk_tokens = end - start
     if not is_whole:
-        positions = hf_slots.prompt_positions(model.hf_model, start, end, model.device, offset)
+        positions = hf_slots.prompt_positions(model.hf_model, start, end, model.device, prompt.offset)
         tensors = {
             "input_ids": tensors["input_ids"][:, start:end].to(model.device),
             "attention_mask": torch.ones(1, end, dtype=torch.long, device=model.device), **positions,
@@ -69,6 +70,6 @@ def step(batch: Batch, prompt: Prompt, most_tokens: int | None = None) -> bool:
     prompt.done_tokens = end
     if end == count:
         prompt.logits = output.logits[0, -1].float()
-    if end == last:
-        prompt.offset = hf_slots.read_offset(model.hf_model) if is_whole else offset
+    if is_whole:
+        prompt.offset = hf_slots.read_offset(model.hf_model)
     return end == last

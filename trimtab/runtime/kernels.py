@@ -207,9 +207,6 @@ class Kernels:
         kept = None if matvec.is_tuned_before(one.groups[0], one.n, self.matvec, pair=one.gate is not None) else (
             self.checks.find(*self._config_key(one, dtype))
         )  # fmt: skip
-        if kept is not None and "refused" in kept:
-            self.rejected[one.key] = kept["refused"]
-            return None
         if kept is not None:
             return Cut(**kept["cut"]), kept["status"]
         return matvec.config_of(one.groups[0], one.n, self.matvec, pair=one.gate is not None)
@@ -236,7 +233,6 @@ class Kernels:
             self.matvec.products.chosen[one.key] = cut
             self.configs[one.key] = status
             return
-        self.checks.keep({"refused": self.rejected[one.key]}, *key)
 
     @property
     def plain_products(self) -> dict[str, str]:

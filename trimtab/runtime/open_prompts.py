@@ -5,9 +5,10 @@
     batch.place(prompt)
     batch.enter(prompt)                # the next step computes the last token and draws the first of the answer
 
-While other rows are being answered a step has to run anyway, and one row more costs it hardly anything. The chunks of such a
-prompt need no logits: neither the head, nor a pass of the last token through layers that share the keys and values of earlier ones.
-With E4B that is most of what a chunk of up to 256 tokens takes.
+While other rows are being answered a step has to run anyway, and one row more costs it hardly anything. Captured
+chunks of such a prompt need no logits: neither the head, nor a pass of the last token through layers that share the keys and values
+of earlier ones. With E4B that is most of what a chunk of up to 256 tokens takes. Transformers' own pass (hf_own_pass.py) saves a
+chunk where the last token would be one by itself.
 
 The last token is computed by the kernels of steps, as those of answers are. Its scores differ from those of a chunk by rounding.
 """

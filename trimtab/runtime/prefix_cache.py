@@ -507,8 +507,9 @@ class Prefixes:
 
     @property
     def awaits_tokens(self) -> bool:
-        """Whether a prompt is kept as soon as its first token is known, and before its row's next step."""
-        return any(not one.row.answer_ids for one in self._unsaved)
+        """Whether a prompt is kept as soon as its first token is known, and before its row's next step writes over a ring."""
+        has_rings = self.cache is not None and bool(self.cache.windows)
+        return has_rings and any(not one.row.answer_ids for one in self._unsaved)
 
     def flush(self) -> None:
         """Copy the states of prompts that joined: before their rows' next step, which writes over the oldest place of a ring. Those
@@ -518,8 +519,8 @@ class Prefixes:
             cache, row = self.cache, one.row
             if cache is None or cache.store is None or row.reuse is None or row.number < 0:
                 continue
-            if row.error is not None:
-                continue  # its scores were no numbers: what they came from is not kept
+            if row.error is not None or (not row.answer_ids and row.written > row.prompt_tokens):
+                continue  # its scores were no numbers, or its step failed: what they came from is not kept
             if not row.answer_ids:
                 self._unsaved.append(one)
                 continue
