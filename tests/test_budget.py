@@ -64,7 +64,12 @@ def test_a_first_chunk_is_always_there_and_no_later_one_takes_longer_than_is_lef
     if is_first or left_s is None or not chunks:
         assert size in (sizes or SIZES)  # one that the engine has
     elif size is not None:
-        assert made.chunk_s(size) <= left_s
+        assert made.most_s(size) <= left_s
+        # Of a size that is known nearly all would have fitted, or on a GPU half.
+        known = [seconds for tokens, seconds in chunks if tokens == size]
+        if len(known) >= TRIES:
+            fitting = sum(seconds <= left_s for seconds in known)
+            assert fitting > (len(known) - 1) // 2 if sizes else fitting > int(0.8 * (len(known) - 1))
 
 
 def test_a_pass_of_towers_is_known_by_itself():

@@ -29,7 +29,7 @@ from tests.test_company import (
 from tests.test_graphs import replayed  # noqa: F401
 from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
-from trimtab.errors import DoesNotFitError, RequestError
+from trimtab.errors import DeviceError, DoesNotFitError, RequestError
 from trimtab.plan.kv_pool import FIRST, PAGE_TOKENS, SCRAP
 from trimtab.request import GenerateRequest
 from trimtab.runtime.batch import Batch
@@ -98,6 +98,29 @@ def test_prompts_that_go_together_and_cached_beginnings_are_in_pages(model, repl
     with_pool(model, 5 * CONTEXT)
     with packed_with_cached_beginnings(model, monkeypatch):
         pass
+
+
+def test_pages_of_a_row_that_cannot_be_moved_come_back(model, monkeypatch):
+    with_pool(model, 3 * CONTEXT)
+    batch = batch_of(model, "eager", (), 4)
+    first, last = (through(batch, model.prepare(prompt), GenerateRequest()) for prompt in PROMPTS[:2])
+    prompt = batch.begin(model.prepare(PROMPTS[2]), GenerateRequest())
+    while not prompt.step():
+        pass
+    batch.place(prompt)
+    batch.leave(last.row)
+
+    def fail(source, target):
+        raise DeviceError("an illegal address", device="cpu")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(batch.cache, "move", fail)
+        with pytest.raises(DeviceError):
+            batch.join(prompt)
+    batch.leave(prompt.row)  # as a server drops what failed
+    assert batch.active == [first.row] and batch.free_rows == 3
+    batch.leave(first.row)
+    assert is_all_free(batch)
 
 
 @pytest.mark.parametrize("sizes", [(), (16, 64)], ids=["eager prompts", "chunks"])

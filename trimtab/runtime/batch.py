@@ -311,10 +311,10 @@ class Batch:
         row = prompt.row
         if not self.placed or self.placed[0] is not row:
             raise RequestError("prompts join in the order of their placement", field="prompt", value=row.number)
-        self.placed.pop(0)
         if row.number != len(self.active):  # a row has left since
             self.cache.move(row.number, len(self.active))
             row.number = len(self.active)
+        self.placed.pop(0)  # where the move failed it still leaves as a placed one, and its pages with it
         self.active.append(row)
         self._top[row] = prompt.top_logprobs
 
