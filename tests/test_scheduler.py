@@ -39,8 +39,8 @@ class MockEngine:
         self.step_s, self.owed_s = 0.01, 0.0
         self.chunk_s = lambda size: 0.010 + 0.00002 * size
         self.wait = lambda seconds: None
-        self.fail_prefill, self.fail_steps = {}, deque()
-        self.begun = {}
+        self.fail_prefill, self.fail_steps, self.mixes = {}, deque(), False  # mixes: chunks go through with steps
+        self.begun, self.fail_late = {}, deque()
         self.preparing = {}  # job id -> the future of its inputs
         self.unprepared = set()  # adapters
 
@@ -107,7 +107,8 @@ class MockEngine:
             return TOWERS, False
         self.asked_for.append(most_tokens)
         answer.pieces -= 1
-        size = next(size for size in self.chunk_sizes if size >= min(most_tokens, answer.job.prompt.get("size", 64)))
+        asked = min(most_tokens, answer.job.prompt.get("size", 64))
+        size = next((size for size in self.chunk_sizes if size >= asked), asked)
         self.times.append((size, self.chunk_s(size)))
         self.owed_s += self.chunk_s(size)
         if answer.pieces:
@@ -121,10 +122,19 @@ class MockEngine:
         self.active.append(answer)
         self._token(answer)
 
-    def step(self, behind=None):
+    def goes_with_step(self, answer):
+        return self.mixes and not answer.needs_towers
+
+    def step(self, behind=None, aside=None):
+        if aside is not None and aside.answer.job.id in self.fail_prefill:
+            aside.error = self.fail_prefill.pop(aside.answer.job.id)
         if self.fail_steps:
             raise self.fail_steps.popleft()
         stepping = list(self.active)
+        if aside is not None and aside.error is None:
+            self._aside(aside)
+        if self.fail_late:
+            raise self.fail_late.popleft()
         self.log.append(("step", tuple(answer.job.id for answer in stepping)))
         # What was given to the device behind the last step comes before this one.
         self.wait(self.owed_s + self.step_s)
@@ -134,6 +144,19 @@ class MockEngine:
         for answer in stepping:
             if answer in self.active:
                 self._token(answer)
+
+    def _aside(self, aside):
+        answer = aside.answer
+        if answer in self.chosen:
+            self.chosen.remove(answer)
+        self.log.append(("aside", answer.job.id))
+        self.asked_for.append(aside.most_tokens)
+        aside.size = min(aside.most_tokens, answer.job.prompt.get("size", 64))
+        self.wait(self.chunk_s(aside.size))
+        answer.pieces -= 1
+        aside.is_through = not answer.pieces
+        if aside.is_through:
+            self.placed.append(answer)
 
     def _token(self, answer):
         answer.tokens_left -= 1
@@ -482,12 +505,14 @@ def test_short_prompts_go_together_whichever_clients_they_are_of_and_whatever_lo
         max_size=25,
     ),
     rows=st.integers(1, 6),
+    mixes=st.booleans(),
 )
 @settings(deadline=None, max_examples=60)
-def test_a_client_with_a_waiting_prompt_is_passed_by_each_other_client_once(jobs, rows):
+def test_a_client_with_a_waiting_prompt_is_passed_by_each_other_client_once(jobs, rows, mixes):
     """jobs: (client, adapter, pieces of the prompt, turns before the next one comes). Between two of its prompts that start, no
     other client starts two while it waits, whichever adapters they ask for."""
-    scheduler, _, told, _ = make(MockEngine(rows=rows), queue_limit=100)
+    scheduler, engine, told, _ = make(MockEngine(rows=rows), queue_limit=100)
+    engine.mixes = mixes
     owner, waits_since, seen = {}, {}, 0
 
     def look():
@@ -792,6 +817,8 @@ actions = st.lists(
         st.tuples(st.just("cancel"), st.integers(0, 30)),
         st.tuples(st.just("turn")),
         st.tuples(st.just("oom")),
+        st.tuples(st.just("late")),
+        st.tuples(st.just("bad"), st.integers(0, 30)),
         st.tuples(st.just("wait"), st.floats(0, 2)),
     ),
     max_size=60,
@@ -799,9 +826,10 @@ actions = st.lists(
 
 
 @settings(max_examples=200, deadline=None)
-@given(actions, st.integers(1, 3), st.one_of(st.none(), st.integers(1, 2)))
-def test_whatever_happens_every_job_ends_once_and_nothing_is_left(steps, rows, slots):
+@given(actions, st.integers(1, 3), st.one_of(st.none(), st.integers(1, 2)), st.booleans())
+def test_whatever_happens_every_job_ends_once_and_nothing_is_left(steps, rows, slots, mixes):
     scheduler, engine, told, clock = make(MockEngine(rows=rows, slots=slots), queue_limit=5)
+    engine.mixes = mixes
     names, cancelled = [], set()
     for step in steps:
         match step:
@@ -820,6 +848,10 @@ def test_whatever_happens_every_job_ends_once_and_nothing_is_left(steps, rows, s
                 scheduler.turn()
             case ("oom",):
                 engine.fail_steps.append(DeviceError("out of memory", device="x"))
+            case ("late",):
+                engine.fail_late.append(DeviceError("out of memory", device="x"))
+            case ("bad", number):
+                engine.fail_prefill[str(number)] = RequestError("bad", field="prompt")
             case ("wait", seconds):
                 clock.now += seconds
         assert len(engine.active) <= rows
@@ -849,3 +881,63 @@ def test_a_job_that_cannot_be_taken_leaves_nothing_behind(what, monkeypatch):
     scheduler.submit(job("a"))
     to_the_end(scheduler)
     assert told[-1].kind == "done"
+
+
+# Chunks that go through with a step ------------------------------------------------------------------------------------------
+
+
+def mixing(rows=4, **options):
+    engine = MockEngine(rows=rows)
+    engine.mixes, engine.chunk_sizes = True, ()
+    engine.chunk_s = lambda size: 0.0002 * size
+    made = make(engine, **options)
+    engine.wait = lambda seconds: setattr(made[3], "now", made[3].now + seconds)
+    return made
+
+
+def test_a_chunk_goes_through_with_the_step_of_those_who_are_answered():
+    scheduler, engine, told, _ = mixing()
+    scheduler.submit(job("first", tokens=30))
+    scheduler.turn()
+    scheduler.submit(job("second", pieces=3, tokens=2))
+    engine.log.clear()
+    for _ in range(3):
+        scheduler.turn()
+    steps = [("aside", "second"), ("step", ("first",))]
+    assert engine.log[:6] == steps * 3
+    assert [event.kind for event in told if event.job_id == "second"] == ["started", "text"]  # without another step
+    to_the_end(scheduler)
+    assert set(ends(told).values()) == {"length"}
+
+
+def test_chunks_beside_steps_are_as_large_as_three_steps_leave_time_for():
+    scheduler, engine, told, clock = mixing()
+    scheduler.submit(job("first", tokens=400))
+    for _ in range(5):
+        scheduler.turn()
+    scheduler.submit(job("second", pieces=40, size=1024, tokens=2))
+    gaps = []
+    while scheduler.waiting or scheduler._prefilling:
+        start = clock.now
+        scheduler.turn()
+        gaps.append(clock.now - start)
+    # What is not known yet is tried, and 0.02 s beyond the step are left for 100 tokens.
+    assert engine.asked_for[0] == 1024 and set(engine.asked_for[-10:]) == {96}
+    assert max(gaps[-30:]) <= RATIO * engine.step_s
+
+
+def test_a_chunk_that_fails_beside_a_step_ends_its_own_answer():
+    scheduler, engine, told, _ = mixing()
+    scheduler.submit(job("first", tokens=8))
+    scheduler.turn()
+    for name, steps_fail in (("second", False), ("third", True)):
+        scheduler.submit(job(name, pieces=3))
+        scheduler.turn()
+        engine.fail_prefill[name] = RequestError("bad", field="prompt")
+        if steps_fail:
+            engine.fail_steps.append(DeviceError("out of memory", device="x"))
+        scheduler.turn()
+    to_the_end(scheduler)
+    errors = {event.job_id for event in told if event.kind == "error"}
+    assert errors == {"second", "third"} and ends(told)["first"] == "length"
+    assert not engine.chosen and not engine.placed

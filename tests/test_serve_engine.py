@@ -29,7 +29,7 @@ from trimtab.request import GenerateRequest
 from trimtab.runtime import chat, hf_slots, prefill_graphs, tower_passes
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.ends import with_likeliest
-from trimtab.serve import engine as engine_module
+from trimtab.serve import engine_errors
 from trimtab.serve.budget import TOWERS
 from trimtab.serve.engine import LoadedEngine
 from trimtab.serve.job import Job
@@ -341,7 +341,7 @@ def test_media_count_no_longer_than_their_request_without_a_collection(engine, m
     run(engine, ask("warm", tokens=1))  # what is made once
     if place is not None:
         monkeypatch.setattr(*place, lambda *arguments, **_: 1 / 0)
-        monkeypatch.setattr(engine_module, "write_traceback", lambda *_: "")  # pytest keeps the records of a log
+        monkeypatch.setattr(engine_errors, "write_traceback", lambda *_: "")  # pytest keeps the records of a log
     gc.collect()
     gc.disable()
     try:

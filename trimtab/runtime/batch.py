@@ -48,6 +48,7 @@ from trimtab.runtime.batch_state import BatchState, StepBuffers
 from trimtab.runtime.capture_ahead import CaptureAhead
 from trimtab.runtime.chat import Inputs, fitted
 from trimtab.runtime.ends import with_likeliest
+from trimtab.runtime.hf_mixed_pass import Beside, MixedPasses
 from trimtab.runtime.kv_pages import RowPages
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ class Batch:
         )
         self.prompts = prefill_graphs.Prompts(self, "eager" if mode == "eager" else "auto")
         self.prefixes = prefix_cache.Prefixes(self)
+        self.mixed = MixedPasses(self)
         self.captures_ahead = CaptureAhead(self)
 
     def prepare(self, expected: Iterable[HeldAdapter] = ()) -> None:
@@ -335,12 +337,13 @@ class Batch:
                 hint="Run the requests one at a time",
             ) from exc  # fmt: skip
 
-    def step(self, behind: Callable[[], bool] | None = None) -> list[Drawn]:
+    def step(self, behind: Callable[[], bool] | None = None, beside: Beside | None = None) -> list[Drawn]:
         """Return the next token of every unfinished row, in the order of the rows. A row without a token gets an `error`.
 
         behind: called after the step is queued and before anything waits for it. It may compute prompts and let them join, and
-        returns whether it gave the device work. If it did not, or without it, the next step may be queued. Errors: RequestError
-        if a layer cannot apply different adapters to different rows.
+        returns whether it gave the device work. If it did not, or without it, the next step may be queued. beside: a prompt whose
+        next chunk goes through in the same pass, which `mixed.takes`. Errors: RequestError if a layer cannot apply different
+        adapters to different rows.
         """
         going = [row for row in self.active if row.finish is None]
         if not going:
@@ -356,7 +359,7 @@ class Batch:
         else:
             if ahead is not None:
                 self.tell_tokens()  # it had gone on to tokens that nobody drew
-            logits, greedy = self._forward()
+            logits, greedy = self._forward() if beside is None else self._forward_with(beside)
         # From here on the step counts as done: if memory ran out before, the same one can be done again.
         self._advance()
         self._keep_first_logits(going, places, logits)
@@ -492,6 +495,13 @@ class Batch:
 
     def _forward(self) -> tuple[Tensor, Tensor]:
         return self.steps.run(self.state())
+
+    def _forward_with(self, beside: Beside) -> tuple[Tensor, Tensor]:
+        try:
+            return self.mixed.run(self.state(), beside)
+        except Exception as exc:
+            beside.error = exc
+        return self._forward()  # whatever it was, the rows go on, or fail by themselves
 
     def _advance(self) -> None:
         assert self.context_tokens is not None

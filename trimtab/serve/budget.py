@@ -55,9 +55,10 @@ _FIXED = 0.5
 
 
 class Budget:
-    """The durations of steps and chunks. sizes: of chunks that an engine runs; empty for any. least: of a chunk behind a step."""
+    """The durations of steps and chunks. sizes: of chunks that an engine runs; empty for any. least: of a chunk behind a step, as
+    long as no smaller one is known to pay."""
 
-    def __init__(self, sizes: Sequence[int] = ()) -> None:
+    def __init__(self, sizes: Sequence[int] = (), *, least: int = LEAST_TOKENS) -> None:
         self.sizes, self._tries = tuple(sorted(sizes)) or SIZES, not sizes
         self._steps: dict[int, deque[float]] = {}
         self._chunks: dict[int, deque[float]] = {}
@@ -65,8 +66,13 @@ class Budget:
         self._asked: dict[int, int] = {}  # how often a size was tried, whether it ran or the prompt was shorter
         self._count, self._ran = 0, dict[int, int]()  # chunks so far, and which was the last of a size
         self._token_s: dict[int, deque[float]] = {}  # seconds per token of full chunks, by size
-        self._unlearned_least = next((size for size in self.sizes if size >= LEAST_TOKENS), self.sizes[-1])
+        self._unlearned_least = next((size for size in self.sizes if size >= least), self.sizes[-1])
         self.least, self._is_trying = self._unlearned_least, False
+
+    @property
+    def knows_chunks(self) -> bool:
+        """Whether any chunk has been told."""
+        return bool(self._count)
 
     def took_step(self, rows: int, seconds: float) -> None:
         """Learn how long a step without prompts took."""

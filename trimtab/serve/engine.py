@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from trimtab.adapter_names import parts_of
-from trimtab.errors import DeviceError, RequestError, TrimtabError
+from trimtab.errors import RequestError, TrimtabError
 from trimtab.plan.media_memory import LEAST_BUDGET_BYTES, MEDIA, patch_bytes, request_bytes, sound_bytes
 from trimtab.request import GenerateRequest
 from trimtab.runtime import chat
@@ -31,15 +31,16 @@ from trimtab.runtime.embedding import Embedding
 from trimtab.runtime.generate import Detokenizer, hidden_ids
 from trimtab.runtime.held_adapter import HeldAdapter
 from trimtab.runtime.hf_generate import Sampler
+from trimtab.runtime.hf_mixed_pass import Beside
 from trimtab.runtime.media import SAMPLE_RATE, picture_bytes, sound_rate
 from trimtab.runtime.media_ahead import audio_ahead, images_ahead
 from trimtab.runtime.model import LoadedModel
-from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.runtime.prompt_scores import PIECE_TOKENS, PromptScores
 from trimtab.serve.budget import TOWERS
 from trimtab.serve.client_errors import for_client
 from trimtab.serve.compiling import Compiling
 from trimtab.serve.constraint import Grammar
+from trimtab.serve.engine_errors import error_of, error_on_host, named
 from trimtab.serve.job import Event, Job, Token
 from trimtab.serve.journal import write_traceback
 from trimtab.serve.media_pool import MediaPool
@@ -47,15 +48,12 @@ from trimtab.serve.preparing import Preparing
 from trimtab.serve.prompt_length import check_first_tokens
 from trimtab.serve.reading import Reading, is_chat, template_kwargs
 from trimtab.serve.running_answer import Answer, Compiled
-from trimtab.serve.scheduler import MistakeError, error_event
+from trimtab.serve.scheduler import Aside, error_event
 from trimtab.serve.shared_inputs import SharedInputs
 from trimtab.serve.shelf import AdapterShelf
 
 # What the processor is shown when the engine starts, and how long an image waits for that.
 LEARN_SIDE, LEARN_S = 64, 10.0
-LESS_HINT = "Send a smaller request, or try again later"
-# What torch's allocator for host memory says, which has no error class of its own, and oneDNN when it gets none.
-HOST_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "could not create a primitive")
 
 
 def decoded_bytes(job: Job, *, model_type: str, audio_s: float) -> int:
@@ -164,7 +162,7 @@ class LoadedEngine:
         except RequestError as exc:
             raise for_client(exc, job) from exc
         except BaseException as exc:  # a panic of llguidance is no Exception
-            raise self._name_on_host(exc, "compiling a schema") from exc
+            raise error_on_host(exc, "compiling a schema", self.model.device) from exc
 
     def _compiled(self, job: Job, inputs: Inputs) -> Compiled:
         reading = Reading(job, inputs, self.model.processor)
@@ -271,7 +269,7 @@ class LoadedEngine:
         except TrimtabError:
             raise
         except BaseException as exc:
-            raise self._name_on_host(exc, "preparing a prompt") from exc
+            raise error_on_host(exc, "preparing a prompt", self.model.device) from exc
 
     def _decoded(self, job: Job) -> Job:
         """Return a job with its media decoded, its images resized and its audio turned into features, on a thread of the pool."""
@@ -289,7 +287,7 @@ class LoadedEngine:
         except TrimtabError:
             raise
         except BaseException as exc:
-            raise self._name_on_host(exc, "decoding images and audio") from exc
+            raise error_on_host(exc, "decoding images and audio", self.model.device) from exc
 
     def _made_grammar(self) -> Grammar:
         if self._grammar is None:
@@ -455,61 +453,56 @@ class LoadedEngine:
         answer.pending.append(Event(answer.job.id, "done", finish="stop", usage=usage, result=result))
         return True
 
-    @contextmanager
-    def _named(self, what: str, job: Job | None = None) -> Iterator[None]:
-        """Convert an exception into its error: DeviceError for memory of the device or host, MistakeError for an unexpected
-        failure.
+    def _named(self, what: str, job: Job | None = None) -> AbstractContextManager[None]:
+        return named(what, self.model.device, job)
 
-        A failure after which the device is unusable is raised unchanged, and ends the worker. job: the fields that a
-        RequestError names.
-        """
+    @property
+    def mixes(self) -> bool:
+        return self.batch.mixed.why_not() is None
+
+    def goes_with_step(self, answer: Answer) -> bool:
+        if answer.embedding is not None or answer.scores is not None or answer.prompt is None:
+            return False
+        return self.batch.mixed.takes(answer.prompt)
+
+    def step(self, behind: Callable[[], bool] | None = None, aside: Aside | None = None) -> None:
+        beside = None if aside is None else self._begin_aside(aside)
         try:
-            yield
-        except RequestError as exc:
-            if job is None:
-                raise
-            raise for_client(exc, job) from exc
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as exc:  # a panic of llguidance is no Exception
-            named = self._name(exc, what)
-            try:
-                if named is exc:
-                    raise
-                raise named from exc
-            finally:
-                del named  # it refers to this frame, and by its cause to those that have the inputs
-
-    def _name(self, exc: BaseException, what: str) -> TrimtabError:
-        if isinstance(exc, DeviceError) and exc.planned_bytes is not None:
-            # What was planned is for the log.
-            write_traceback(exc, "the device has less memory than planned")
-            short = str(exc).removeprefix(f"{exc.device}: ").split(":")[0]
-            return DeviceError(short, device=exc.device, hint=LESS_HINT)
-        if isinstance(exc, TrimtabError):
-            return exc
-        if not is_out_of_memory(exc) and not _is_host_memory(exc):
-            # After some errors a GPU answers nothing more: this raises what it says then.
-            torch.zeros(1, device=self.model.device).item()
-        return self._name_on_host(exc, what)
-
-    def _name_on_host(self, exc: BaseException, what: str) -> TrimtabError:
-        """Return the error of an exception without using the device. Clients do not receive what the log says."""
-        error_id = write_traceback(exc, f"internal error while {what}")
-        if _is_host_memory(exc):
-            return DeviceError(f"out of host memory while {what}", device="cpu", hint=LESS_HINT)
-        if is_out_of_memory(exc):
-            return DeviceError(f"out of memory while {what}", device=str(self.model.device), hint=LESS_HINT)
-        return MistakeError(error_id)
-
-    def step(self, behind: Callable[[], bool] | None = None) -> None:
-        with self._named("answering"):
-            tokens = self.batch.step(behind)
+            with self._named("answering"):
+                tokens = self.batch.step(behind, beside)
+        finally:
+            if aside is not None and beside is not None:
+                self._end_aside(aside, beside)
         for sampled in tokens:
             self._told(self._by_row[sampled.row], sampled)
         for row, answer in self._by_row.items():
             if row.error is not None and not answer.is_over:
                 self._break(answer, row.error)
+
+    def _begin_aside(self, aside: Aside) -> Beside | None:
+        """Return the prompt for a step; None if its adapter failed, which `aside` has then."""
+        answer = self._prefilling = aside.answer
+        if answer in self._chosen:
+            self._chosen.remove(answer)
+        try:
+            with self._named("reading a prompt", answer.job):
+                self._begin_adapter(answer)
+        except TrimtabError as exc:
+            aside.error = exc
+            return None
+        return Beside(answer.prompt, aside.most_tokens)
+
+    def _end_aside(self, aside: Aside, beside: Beside) -> None:
+        try:
+            with self._named("reading a prompt", aside.answer.job):
+                if beside.error is not None:
+                    raise beside.error
+                aside.size, aside.is_through = beside.prompt.chunk_tokens, beside.is_through
+                if beside.is_through:
+                    self.batch.place(beside.prompt)
+                    self._prefilling = None
+        except TrimtabError as exc:
+            aside.error = exc
 
     def _told(self, answer: Answer, sampled: Drawn) -> None:
         answer.first_token = answer.first_token or time.monotonic()
@@ -521,7 +514,7 @@ class LoadedEngine:
     def _break(self, answer: Answer, exc: BaseException) -> None:
         """End one answer with an error. The others continue."""
         answer.is_over = True
-        answer.pending.append(error_event(answer.job.id, self._name(exc, "answering")))
+        answer.pending.append(error_event(answer.job.id, error_of(exc, "answering", self.model.device)))
 
     def news(self, answer: Answer) -> Sequence[Event]:
         events, answer.pending = answer.pending, []
@@ -591,7 +584,3 @@ def empty_row(model: LoadedModel, adapter: str | None, request: GenerateRequest)
 
 def _is_constrained(job: Job) -> bool:
     return job.schema is not None or job.must_call is not None or job.holds_calls
-
-
-def _is_host_memory(exc: BaseException) -> bool:
-    return isinstance(exc, MemoryError) or any(words in str(exc) for words in HOST_MEMORY_WORDS)

@@ -101,9 +101,17 @@ class Engine(Protocol):
         """Give a prompt that is through its row and its first token; in the order in which they went through. The next step draws
         the first token of one that `is_open`: it arrives before that step, and nothing waits."""
 
-    def step(self, behind: Callable[[], bool] | None = None) -> None:
+    @property
+    def mixes(self) -> bool:
+        """Whether chunks go through with steps, in one pass, instead of behind them."""
+
+    def goes_with_step(self, answer: Any) -> bool:
+        """Whether the next chunk of a prompt can."""
+
+    def step(self, behind: Callable[[], bool] | None = None, aside: Aside | None = None) -> None:
         """Decode one step of every row. behind: called once the step is on its way, before anything waits for it; returns whether
-        it gave the device more to do. Errors: TrimtabError, such as memory that ran out; the step can be called again."""
+        it gave the device more to do. aside: a chunk that goes through with the step. Errors: TrimtabError, such as memory that
+        ran out; the step can be called again, without a chunk that has an error."""
 
     def chunk_times(self) -> Iterable[tuple[int, float]]:
         """Return the size and the seconds of every chunk whose time is known since the last call."""
@@ -122,6 +130,18 @@ class Engine(Protocol):
 
     def has_room(self, answer: Any) -> bool:
         """Whether keys and values of an answer's prompt and longest answer find room beside those that are kept for others."""
+
+
+@dataclass(eq=False)
+class Aside:
+    """The next chunk of a prompt, of at most `most_tokens`, that goes through with a step. Afterwards: its size, whether the prompt
+    is complete, or the error that ends its answer."""
+
+    answer: Any
+    most_tokens: int
+    size: int = 0
+    is_through: bool = False
+    error: TrimtabError | None = None
 
 
 @dataclass(eq=False)
@@ -173,6 +193,8 @@ class Scheduler:
         self._through: deque[_Entry] = deque()  # prompts that will have a row in the next turn
         self._rows: list[_Entry] = []
         self.budget = Budget(engine.chunk_sizes)
+        # Of chunks that go through with a step: what each takes beyond the step.
+        self.budget_aside = Budget(engine.chunk_sizes, least=0)
         self._told_at: float | None = None  # when the last step was told, and nothing but steps came after it
         self._known: dict[str, _Entry] = {}
         self._uses: Counter[str | None] = Counter()
@@ -424,6 +446,7 @@ class Scheduler:
     def _step(self) -> None:
         waiting = bool(self._through or self._prefilling or self._chosen or self._lines)
         launched = waited = False
+        aside = self._choose_aside() if waiting and self.engine.mixes else None
 
         def behind() -> bool:
             nonlocal launched, waited
@@ -433,20 +456,60 @@ class Scheduler:
         while self._rows:
             start, stepping = self._now(), list(self._rows)
             try:
-                self.engine.step(behind if waiting else None)
+                if aside is not None:
+                    self.engine.step(None, aside)
+                else:
+                    self.engine.step(behind if waiting else None)
             except TrimtabError as exc:
+                if aside is not None:
+                    failed, aside = aside, None
+                    self._end_aside(failed)
+                    if failed.error is not None:  # without it the step may succeed
+                        continue
                 # The one that came last needs the room that the others had, or does not go together with them.
                 self._fail(self._rows[-1], exc)
                 continue
             now = self._now()
             self.counts.steps += 1
             self.counts.step_s += now - start
-            if self._told_at is not None and not launched:
+            if self._told_at is not None and not launched and aside is None:
                 self.budget.took_step(len(stepping), now - self._told_at)
             # What was launched behind this step delays the next one.
-            self._told_at = None if launched else now
+            self._told_at = None if launched or aside is not None else now
             self._report(stepping)
+            if aside is not None:
+                self._end_aside(aside, rows=len(stepping), seconds=now - start)
+                self._arrive()
             return
+
+    def _choose_aside(self) -> Aside | None:
+        """Return the chunk that goes through with the next step, None if the next prompt has none that can."""
+        if self._prefilling is None:
+            self._choose()
+        entry = self._prefilling or next(iter(self._chosen), None)
+        if entry is None or not self.engine.goes_with_step(entry.answer):
+            return None
+        # As long as none of these chunks is known, what others take by themselves is more.
+        known = self.budget_aside if self.budget_aside.knows_chunks else self.budget
+        size = known.size(self.budget.left_s(len(self._rows)), is_first=True)
+        if self._prefilling is None:
+            self._prefilling = self._chosen.popleft()
+        assert size is not None  # the first of a turn always has one
+        return Aside(entry.answer, size)
+
+    def _end_aside(self, aside: Aside, *, rows: int = 0, seconds: float = 0.0) -> None:
+        """Note what became of a chunk. rows, seconds: of its step, with the chunk; 0 if the step failed."""
+        entry = self._prefilling
+        assert entry is not None and entry.answer is aside.answer
+        if aside.error is not None:
+            self._fail(entry, aside.error)
+            return
+        step_s = self.budget.step_s(rows) if rows else None
+        if step_s is not None:
+            self.budget_aside.took_chunk(aside.size, max(seconds - step_s, 0.0))
+        if aside.is_through:
+            self._prefilling = None
+            self._through.append(entry)
 
     def _report(self, entries: list[_Entry]) -> None:
         for entry in entries:
