@@ -32,6 +32,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from trimtab.errors import RequestError
 from trimtab.runtime import hf_attention, hf_own_pass, hf_prefill, hf_slots
 from trimtab.runtime.batch_state import BatchState
 from trimtab.runtime.hf_slots import LayerCache
@@ -210,9 +211,12 @@ class MixedPasses:
     def run(self, state: BatchState, beside: Beside) -> tuple[Tensor, Tensor]:
         """Return what `DecodeStep.run` does, with the chunk computed too.
 
-        Errors: whatever the pass raises. Then the rows' step can be done again, and the prompt cannot go on: some layers have the chunk.
+        Errors: RequestError for a prompt that it does not take, and whatever the pass raises. Then the rows' step can be done again,
+        and the prompt cannot go on: some layers have the chunk.
         """
         batch, prompt = self.batch, beside.prompt
+        if not self.takes(prompt):
+            raise RequestError("this prompt does not go through with a step", field="prompt")
         batch.pages.reserve(prompt.row)
         if not prompt.done_tokens:
             prompt.may_end_in_step = False  # its last token is in a pass with the rows anyway
@@ -223,7 +227,9 @@ class MixedPasses:
         if start is None:
             beside.is_through = True
             return batch.steps.run(state)
-        end = hf_own_pass.end_of(batch, prompt, start, beside.most_tokens)
+        # The plan counts what a chunk by itself needs for a moment.
+        most_tokens = min(beside.most_tokens, max(batch.model.prefill_tokens - state.count, 1))
+        end = hf_own_pass.end_of(batch, prompt, start, most_tokens)
         if prompt.cache is None:
             prompt.cache = hf_slots.prompt_cache(batch.model.hf_model, batch.cache.kv)
         prompt.chunk_tokens = end - start

@@ -45,6 +45,10 @@ _FULL = 2 / 3
 HARDLY = 1.2
 # Sizes to choose from where chunks are not captured.
 SIZES = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+# Those of chunks that go through with a step: none has to be tried, and a token costs about as much in each.
+SIZES_ASIDE = tuple(sorted({*SIZES, 80, 112, 144, 160, 176, 208, 224, 240, 320, 448, 640, 896}))
+# Steps that such a pass may take in place of RATIO: one of a hundred takes this much longer than what the budget reckons with.
+RATIO_ASIDE = 2.8
 # Stands for the size of a chunk where a prompt's images and audio went through their towers.
 TOWERS = -1
 _KEPT = 65  # durations of a kind that a median is made of
@@ -55,11 +59,11 @@ _FIXED = 0.5
 
 
 class Budget:
-    """The durations of steps and chunks. sizes: of chunks that an engine runs; empty for any. least: of a chunk behind a step, as
-    long as no smaller one is known to pay."""
+    """The durations of steps and chunks. sizes: of chunks that an engine runs; empty for any, and then one of `choices` is chosen.
+    least: of a chunk behind a step, as long as no smaller one is known to pay."""
 
-    def __init__(self, sizes: Sequence[int] = (), *, least: int = LEAST_TOKENS) -> None:
-        self.sizes, self._tries = tuple(sorted(sizes)) or SIZES, not sizes
+    def __init__(self, sizes: Sequence[int] = (), *, least: int = LEAST_TOKENS, choices: Sequence[int] = SIZES) -> None:
+        self.sizes, self._tries = tuple(sorted(sizes or choices)), not sizes
         self._steps: dict[int, deque[float]] = {}
         self._chunks: dict[int, deque[float]] = {}
         self._latest: deque[int] = deque(maxlen=_KEPT)  # sizes of chunks
@@ -136,13 +140,14 @@ class Budget:
         smaller_s = min(of(self._chunks[smaller]), larger_s)
         return smaller_s + (larger_s - smaller_s) * (size - smaller) / (larger - smaller)
 
-    def left_s(self, rows: int) -> float | None:
-        """Return the seconds left for chunks after a step of this many rows; None if nothing limits them."""
+    def left_s(self, rows: int, *, ratio: float = RATIO) -> float | None:
+        """Return the seconds left for chunks after a step of this many rows; None if nothing limits them. ratio: steps that both
+        take."""
         bucket = self._known_bucket(rows) if rows else None
         if bucket is None:
             return None
         step_s = median(self._steps[bucket])
-        return RATIO * step_s - (min(_usual(self._steps[bucket]), _MOST_STEP * step_s) if self._tries else step_s)
+        return ratio * step_s - (min(_usual(self._steps[bucket]), _MOST_STEP * step_s) if self._tries else step_s)
 
     def size(self, left_s: float | None, *, is_first: bool) -> int | None:
         """Return the largest size of a chunk, the least or more, that takes no longer than what is left; None if there is none. A

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from trimtab.adapter_names import label_of, parts_of
 from trimtab.errors import DeviceError, RequestError, TrimtabError
-from trimtab.serve.budget import Budget
+from trimtab.serve.budget import RATIO_ASIDE, SIZES_ASIDE, Budget
 from trimtab.serve.job import Event, Job
 from trimtab.serve.line import Lines
 
@@ -194,7 +194,7 @@ class Scheduler:
         self._rows: list[_Entry] = []
         self.budget = Budget(engine.chunk_sizes)
         # Of chunks that go through with a step: what each takes beyond the step.
-        self.budget_aside = Budget(engine.chunk_sizes, least=0)
+        self.budget_aside = Budget(engine.chunk_sizes, least=0, choices=SIZES_ASIDE)
         self._told_at: float | None = None  # when the last step was told, and nothing but steps came after it
         self._known: dict[str, _Entry] = {}
         self._uses: Counter[str | None] = Counter()
@@ -491,7 +491,7 @@ class Scheduler:
             return None
         # As long as none of these chunks is known, what others take by themselves is more.
         known = self.budget_aside if self.budget_aside.knows_chunks else self.budget
-        size = known.size(self.budget.left_s(len(self._rows)), is_first=True)
+        size = known.size(self.budget.left_s(len(self._rows), ratio=RATIO_ASIDE), is_first=True)
         if self._prefilling is None:
             self._prefilling = self._chosen.popleft()
         assert size is not None  # the first of a turn always has one
