@@ -41,6 +41,7 @@ class MockEngine:
         self.wait = lambda seconds: None
         self.fail_prefill, self.fail_steps, self.mixes = {}, deque(), False  # mixes: chunks go through with steps
         self.begun, self.fail_late = {}, deque()
+        self.alone, self.broken = set(), set()  # whose chunks go behind steps, and whose fail beside them
         self.preparing = {}  # job id -> the future of its inputs
         self.unprepared = set()  # adapters
 
@@ -123,7 +124,7 @@ class MockEngine:
         self._token(answer)
 
     def goes_with_step(self, answer):
-        return self.mixes and not answer.needs_towers
+        return self.mixes and not answer.needs_towers and answer.job.id not in self.alone
 
     def step(self, behind=None, aside=None):
         if aside is not None and aside.answer.job.id in self.fail_prefill:
@@ -131,10 +132,10 @@ class MockEngine:
         if self.fail_steps:
             raise self.fail_steps.popleft()
         stepping = list(self.active)
-        if aside is not None and aside.error is None:
-            self._aside(aside)
         if self.fail_late:
             raise self.fail_late.popleft()
+        if aside is not None and aside.error is None:
+            self._aside(aside)
         self.log.append(("step", tuple(answer.job.id for answer in stepping)))
         # What was given to the device behind the last step comes before this one.
         self.wait(self.owed_s + self.step_s)
@@ -149,6 +150,9 @@ class MockEngine:
         answer = aside.answer
         if answer in self.chosen:
             self.chosen.remove(answer)
+        if answer.job.id in self.broken:
+            self.alone.add(answer.job.id)
+            return
         self.log.append(("aside", answer.job.id))
         self.asked_for.append(aside.most_tokens)
         aside.size = min(aside.most_tokens, answer.job.prompt.get("size", 64))
@@ -911,7 +915,7 @@ def test_a_chunk_goes_through_with_the_step_of_those_who_are_answered():
 
 
 def test_chunks_beside_steps_are_as_large_as_three_steps_leave_time_for():
-    scheduler, engine, told, clock = mixing()
+    scheduler, engine, _, clock = mixing()
     scheduler.submit(job("first", tokens=400))
     for _ in range(5):
         scheduler.turn()
@@ -926,7 +930,7 @@ def test_chunks_beside_steps_are_as_large_as_three_steps_leave_time_for():
     assert max(gaps[-30:]) <= RATIO * engine.step_s
 
 
-def test_a_chunk_that_fails_beside_a_step_ends_its_own_answer():
+def test_an_adapter_that_fails_beside_a_step_ends_its_own_answer():
     scheduler, engine, told, _ = mixing()
     scheduler.submit(job("first", tokens=8))
     scheduler.turn()
@@ -941,3 +945,35 @@ def test_a_chunk_that_fails_beside_a_step_ends_its_own_answer():
     errors = {event.job_id for event in told if event.kind == "error"}
     assert errors == {"second", "third"} and ends(told)["first"] == "length"
     assert not engine.chosen and not engine.placed
+
+
+def test_a_prompt_whose_chunk_failed_beside_a_step_goes_on_behind_the_next():
+    scheduler, engine, told, _ = mixing()
+    scheduler.submit(job("first", tokens=9))
+    scheduler.turn()
+    engine.broken = {"second"}
+    scheduler.submit(job("second", pieces=2))
+    to_the_end(scheduler)
+    assert set(ends(told).values()) == {"length"}
+    assert ("prefill", "second") in engine.log and ("aside", "second") not in engine.log
+
+
+def test_what_goes_behind_a_step_is_as_large_as_chunks_with_steps_let_expect():
+    """Embeddings are never timed. By itself a chunk takes what it takes beside a step, and the weights are read once more."""
+    scheduler, engine, _, _ = mixing()
+    engine.chunk_s = lambda size: 0.0001 * size
+    scheduler.submit(job("idle", size=1024, tokens=1))
+    to_the_end(scheduler)  # a large chunk while nobody waits is known
+    scheduler.submit(job("first", tokens=400))
+    for _ in range(5):
+        scheduler.turn()
+    scheduler.submit(job("second", pieces=30, size=1024, tokens=2))
+    for _ in range(30):
+        scheduler.turn()
+    engine.alone = {"third"}
+    scheduler.submit(job("third", pieces=5, size=1024, tokens=2))
+    engine.asked_for.clear()
+    for _ in range(5):
+        scheduler.turn()
+    # 0.02 s are left behind a step, of which reading the weights takes 0.01.
+    assert set(engine.asked_for) <= {80, 96}

@@ -264,6 +264,7 @@ def needs_of(
     is_fused: bool = False,
     in_place: bool = False,
     has_room: bool = False,
+    mixes: bool = False,
 ) -> Needs:
     """Return what a request needs beside weights, at its worst.
 
@@ -273,7 +274,7 @@ def needs_of(
     is_unpacked_elsewhere: whether a prompt's 4-bit weights are unpacked into room that is counted by itself. is_fused: whether
     steps read pages of keys and values where they are. in_place: whether a chunk reads grouped keys where they are
     (`repeated_tokens`). has_room: whether such chunks are captured: the memory of their graphs serves every pass of prompts and
-    towers, and nothing else.
+    towers, and nothing else. mixes: whether chunks go through with steps, which copy keys and values of several rows then.
     """
     kind = quant_of(anatomy, quant)
     is_captured, has_rows = has_rows, has_rows or use.batch > 1
@@ -305,7 +306,7 @@ def needs_of(
                 if chunk_tokens
                 else kv_cache_bytes(layers, dtype, batch=1, tokens=use.context_tokens, new_tokens=piece, kv=kv)
             ),
-            prompt.text(piece, use.context_tokens) + prompt_copies,
+            prompt.text(piece, use.context_tokens) + prompt_copies + (step_copies if mixes and use.batch > 1 else 0),
         ),
         "step": (stepped, several.text(1, use.context_tokens) + step_copies),
     }

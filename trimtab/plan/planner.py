@@ -178,6 +178,7 @@ class _Planner:
             anatomy, self.use, quant=request.quant, has_adapters=bool(adapters), has_rows=self.is_captured,
             chunk_tokens=max(self.chunks, default=0), is_fused=mode == "fused", has_room=self.has_room,
             in_place=in_place, is_unpacked_elsewhere=bool(self.chunks) and (self.has_room or not captures_prompts),
+            mixes=machine.on_cpu and not request.batch_invariant,
         )  # fmt: skip
         self.prompt_bytes = self._prompt_bytes()
         self.adapter_bytes = sum(adapters.values())

@@ -351,6 +351,7 @@ class Batch:
         self.prefixes.flush()
         places = {row: row.number for row in self.active}
         ahead, self._ahead = self._ahead, None
+        assert beside is None or ahead is None, "what is queued ahead has no chunk"
         has_moved = False
         if ahead is not None and self._is_right(ahead):
             logits, greedy = ahead.logits, ahead.greedy
@@ -359,7 +360,7 @@ class Batch:
         else:
             if ahead is not None:
                 self.tell_tokens()  # it had gone on to tokens that nobody drew
-            logits, greedy = self._forward() if beside is None else self._forward_with(beside)
+            logits, greedy = self._forward() if beside is None else self.mixed.run(self.state(), beside)
         # From here on the step counts as done: if memory ran out before, the same one can be done again.
         self._advance()
         self._keep_first_logits(going, places, logits)
@@ -495,13 +496,6 @@ class Batch:
 
     def _forward(self) -> tuple[Tensor, Tensor]:
         return self.steps.run(self.state())
-
-    def _forward_with(self, beside: Beside) -> tuple[Tensor, Tensor]:
-        try:
-            return self.mixed.run(self.state(), beside)
-        except Exception as exc:
-            beside.error = exc
-        return self._forward()  # whatever it was, the rows go on, or fail by themselves
 
     def _advance(self) -> None:
         assert self.context_tokens is not None

@@ -1,7 +1,7 @@
 """A decode step of all rows and a chunk of a prompt in one pass of transformers' modules, on a CPU.
 
     beside = Beside(prompt, most_tokens)
-    drawn = batch.step(beside=beside)        # then: beside.is_through, or beside.error
+    drawn = batch.step(beside=beside)        # then: beside.is_through, or beside.has_failed
 
 Reading the weights is most of a step of a few rows on a CPU, and a good part of a chunk. One pass reads them once: 8 rows of a
 Llama of 310 million weights take 62 ms, a chunk of 64 tokens 140, both together 147 (2 cores, bfloat16).
@@ -25,17 +25,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import ceil
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trimtab.errors import RequestError
+from trimtab.errors import TrimtabError
 from trimtab.runtime import hf_attention, hf_own_pass, hf_prefill, hf_slots
 from trimtab.runtime.batch_state import BatchState
 from trimtab.runtime.hf_slots import LayerCache
+from trimtab.runtime.out_of_memory import is_out_of_memory
+from trimtab.runtime.step_choice import Fallback
 
 if TYPE_CHECKING:
     from trimtab.runtime.batch import Batch
@@ -47,13 +51,15 @@ NAMES = {"sdpa": "trimtab_mixed", hf_attention.NAME: "trimtab_mixed_grouped"}
 
 @dataclass(eq=False)
 class Beside:
-    """A prompt whose next chunk, of at most `most_tokens`, goes through with a step. Afterwards: `is_through` when the prompt is
-    complete; `error` if its chunk failed, and the rows' step was computed without it."""
+    """A prompt whose next chunk, of at most `most_tokens`, goes through with a step. Afterwards: the `tokens` of the chunk, and
+    `is_through` when the prompt is complete. has_failed: the rows' step was computed without the chunk, and the prompt begins again
+    by itself, where what was wrong with it is told."""
 
     prompt: Prompt
     most_tokens: int
+    tokens: int = 0
     is_through: bool = False
-    error: BaseException | None = None
+    has_failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,6 +163,7 @@ class MixedPasses:
         self._owner = weakref.ref(batch)
         self._why_model: str | None = None
         self._modules: list[tuple[Any, Any]] | None = None
+        self._by_itself: WeakSet[Prompt] = WeakSet()  # prompts of which a chunk failed
         self.passes = 0
 
     @property
@@ -176,16 +183,21 @@ class MixedPasses:
             return "answers are batch-invariant"
         if batch.prompts.is_on or batch.steps.is_captured or batch.steps.mode not in ("auto", "eager"):
             return "steps or chunks are not transformers' own"
-        if self._modules is None and self._why_model is None:
+        if self._why_model is None and self._modules is None:
             self._why_model = self._recognize()
         return self._why_model
 
     def takes(self, prompt: Prompt) -> bool:
         """Whether a prompt's next chunk can go through with the next step."""
-        batch = self.batch
+        batch, group = self.batch, prompt.row.group
         if self.why_not() is not None or not batch.active or prompt.inputs.has_media or prompt.logits is not None:
             return False
-        return prompt.source is None and not batch.steps.has_placeholder(batch.state())
+        if prompt in self._by_itself or prompt.source is not None:
+            return False
+        # One of a group copies the states of another, which a step would have gone on from.
+        if group and any(row.group == group for row in (*batch.active, *batch.placed)):
+            return False
+        return not batch.steps.has_placeholder(batch.state())
 
     def _recognize(self) -> str | None:
         """Find the attention of every layer. Return why it cannot be exchanged, None if it can."""
@@ -209,30 +221,41 @@ class MixedPasses:
     # One pass ----------------------------------------------------------------------------------------------------------
 
     def run(self, state: BatchState, beside: Beside) -> tuple[Tensor, Tensor]:
-        """Return what `DecodeStep.run` does, with the chunk computed too.
+        """Return what `DecodeStep.run` does, with the chunk computed too, if it can be."""
+        try:
+            if self.takes(beside.prompt):
+                return self._run(state, beside)
+            beside.has_failed = True
+        except Exception as exc:
+            self._failed(beside, exc)
+        # What went wrong is no longer alive: the rows go on, or fail by themselves.
+        return self.batch.steps.run(state)
 
-        Errors: RequestError for a prompt that it does not take, and whatever the pass raises. Then the rows' step can be done again,
-        and the prompt cannot go on: some layers have the chunk.
-        """
+    def _failed(self, beside: Beside, exc: Exception) -> None:
+        """Let the prompt begin again by itself. Unless memory ran out or a request was wrong, no other goes through with a step."""
+        prompt = beside.prompt
+        beside.has_failed, beside.tokens = True, 0
+        self._by_itself.add(prompt)
+        # Some layers have the chunk.
+        prompt.cache, prompt.done_tokens, prompt.chunk_tokens, prompt.ends_in_step = None, 0, 0, False
+        if isinstance(exc, (TrimtabError, MemoryError)) or is_out_of_memory(exc):
+            return
+        self._why_model = f"a pass failed: {type(exc).__name__}: {exc}"
+        self.batch.steps.fallbacks.append(Fallback("chunks of prompts with steps", self._why_model))
+
+    def _run(self, state: BatchState, beside: Beside) -> tuple[Tensor, Tensor]:
         batch, prompt = self.batch, beside.prompt
-        if not self.takes(prompt):
-            raise RequestError("this prompt does not go through with a step", field="prompt")
         batch.pages.reserve(prompt.row)
         if not prompt.done_tokens:
             prompt.may_end_in_step = False  # its last token is in a pass with the rows anyway
-            if batch._fork(prompt):
-                beside.is_through = True
-                return batch.steps.run(state)
         start = hf_own_pass.begin(batch, prompt)
         if start is None:
             beside.is_through = True
             return batch.steps.run(state)
-        # The plan counts what a chunk by itself needs for a moment.
-        most_tokens = min(beside.most_tokens, max(batch.model.prefill_tokens - state.count, 1))
-        end = hf_own_pass.end_of(batch, prompt, start, most_tokens)
+        end = hf_own_pass.end_of(batch, prompt, start, self._even(prompt, start, beside.most_tokens, rows=state.count))
         if prompt.cache is None:
             prompt.cache = hf_slots.prompt_cache(batch.model.hf_model, batch.cache.kv)
-        prompt.chunk_tokens = end - start
+        prompt.chunk_tokens = beside.tokens = end - start
         found: list[Tensor] = []
 
         def forward(count: int) -> Tensor:
@@ -249,6 +272,14 @@ class MixedPasses:
         self.passes += 1
         return outputs
 
+    def _even(self, prompt: Prompt, start: int, most_tokens: int, *, rows: int) -> int:
+        """Return the tokens of the next chunk where the rest of a prompt is cut into as few as possible, all about as long: rows
+        wait for the longest."""
+        # The plan counts what a chunk by itself needs for a moment.
+        most_tokens = min(most_tokens, max(self.batch.model.prefill_tokens - rows, 1))
+        left = prompt.inputs.prompt_tokens - prompt.ends_in_step - start
+        return ceil(left / ceil(left / most_tokens))
+
     def _forward(self, state: BatchState, prompt: Prompt, chunk: _Chunk) -> Tensor:
         """Return [rows, V] and, of the prompt's last token, one row more."""
         batch, model, count = self.batch, self.batch.model, chunk.rows
@@ -256,11 +287,10 @@ class MixedPasses:
         is_last = chunk.end == prompt.inputs.prompt_tokens
         own = slice(chunk.start, chunk.end)
         batch.cache.begin()
-        numbers = torch.arange(chunk.start, chunk.end, device=model.device) + prompt.offset
+        numbers = torch.arange(chunk.start, chunk.end, device=model.device)
         rows = hf_slots.step_positions(hf_model, batch.cache, count)
         positions = torch.cat((rows, numbers[:, None].expand(*rows.shape[:-2], tokens, 1)), dim=-2)
         ids = torch.cat((batch.tokens[:count], prompt.inputs.tensors["input_ids"][0, own, None].to(model.device)))
-        hf_slots.reset_offset(hf_model)
         names = (*state.adapters, *[prompt.row.adapter] * tokens)
         model.adapter_store.set_rows(names)
         seen = names[: count + is_last]

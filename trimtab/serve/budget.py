@@ -47,6 +47,8 @@ HARDLY = 1.2
 SIZES = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 # Those of chunks that go through with a step: none has to be tried, and a token costs about as much in each.
 SIZES_ASIDE = tuple(sorted({*SIZES, 80, 112, 144, 160, 176, 208, 224, 240, 320, 448, 640, 896}))
+# Little of what they take beyond the step does not depend on their size.
+FIXED_ASIDE = 0.1
 # Steps that such a pass may take in place of RATIO: one of a hundred takes this much longer than what the budget reckons with.
 RATIO_ASIDE = 2.8
 # Stands for the size of a chunk where a prompt's images and audio went through their towers.
@@ -60,9 +62,13 @@ _FIXED = 0.5
 
 class Budget:
     """The durations of steps and chunks. sizes: of chunks that an engine runs; empty for any, and then one of `choices` is chosen.
-    least: of a chunk behind a step, as long as no smaller one is known to pay."""
+    least: of a chunk behind a step, as long as no smaller one is known to pay. fixed: the share of a chunk's time that does not
+    depend on its size, as long as none smaller is known."""
 
-    def __init__(self, sizes: Sequence[int] = (), *, least: int = LEAST_TOKENS, choices: Sequence[int] = SIZES) -> None:
+    def __init__(
+        self, sizes: Sequence[int] = (), *, least: int = LEAST_TOKENS, choices: Sequence[int] = SIZES, fixed: float = _FIXED
+    ) -> None:  # fmt: skip
+        self._fixed = fixed
         self.sizes, self._tries = tuple(sorted(sizes or choices)), not sizes
         self._steps: dict[int, deque[float]] = {}
         self._chunks: dict[int, deque[float]] = {}
@@ -136,7 +142,7 @@ class Budget:
             return None if smaller is None else of(self._chunks[smaller]) * size / smaller
         larger_s = of(self._chunks[larger])
         if smaller is None:
-            return larger_s * (_FIXED + (1 - _FIXED) * size / larger)
+            return larger_s * (self._fixed + (1 - self._fixed) * size / larger)
         smaller_s = min(of(self._chunks[smaller]), larger_s)
         return smaller_s + (larger_s - smaller_s) * (size - smaller) / (larger - smaller)
 

@@ -467,12 +467,10 @@ class LoadedEngine:
 
     def step(self, behind: Callable[[], bool] | None = None, aside: Aside | None = None) -> None:
         beside = None if aside is None else self._begin_aside(aside)
-        try:
-            with self._named("answering"):
-                tokens = self.batch.step(behind, beside)
-        finally:
-            if aside is not None and beside is not None:
-                self._end_aside(aside, beside)
+        with self._named("answering"):
+            tokens = self.batch.step(behind, beside)
+        if aside is not None and beside is not None:
+            self._end_aside(aside, beside)
         for sampled in tokens:
             self._told(self._by_row[sampled.row], sampled)
         for row, answer in self._by_row.items():
@@ -493,14 +491,13 @@ class LoadedEngine:
         return Beside(answer.prompt, aside.most_tokens)
 
     def _end_aside(self, aside: Aside, beside: Beside) -> None:
+        aside.size, aside.is_through = beside.tokens, beside.is_through
+        if not beside.is_through:
+            return
         try:
             with self._named("reading a prompt", aside.answer.job):
-                if beside.error is not None:
-                    raise beside.error
-                aside.size, aside.is_through = beside.prompt.chunk_tokens, beside.is_through
-                if beside.is_through:
-                    self.batch.place(beside.prompt)
-                    self._prefilling = None
+                self.batch.place(beside.prompt)
+            self._prefilling = None
         except TrimtabError as exc:
             aside.error = exc
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from trimtab.adapter_names import label_of, parts_of
 from trimtab.errors import DeviceError, RequestError, TrimtabError
-from trimtab.serve.budget import RATIO_ASIDE, SIZES_ASIDE, Budget
+from trimtab.serve.budget import FIXED_ASIDE, RATIO_ASIDE, SIZES_ASIDE, TOWERS, Budget
 from trimtab.serve.job import Event, Job
 from trimtab.serve.line import Lines
 
@@ -194,7 +194,7 @@ class Scheduler:
         self._rows: list[_Entry] = []
         self.budget = Budget(engine.chunk_sizes)
         # Of chunks that go through with a step: what each takes beyond the step.
-        self.budget_aside = Budget(engine.chunk_sizes, least=0, choices=SIZES_ASIDE)
+        self.budget_aside = Budget(engine.chunk_sizes, least=0, choices=SIZES_ASIDE, fixed=FIXED_ASIDE)
         self._told_at: float | None = None  # when the last step was told, and nothing but steps came after it
         self._known: dict[str, _Entry] = {}
         self._uses: Counter[str | None] = Counter()
@@ -299,7 +299,11 @@ class Scheduler:
         rows = len(self._rows)
         self._arrive()
         left_s, count = self.budget.left_s(rows), 0
-        while (size := self.budget.size(left_s, is_first=not count)) is not None:
+        # Where chunks go through with steps, what they take beyond one is known. By itself a chunk reads the weights too.
+        known, fixed_s = self.budget, 0.0
+        if rows and self.engine.mixes and self.budget_aside.knows_chunks:
+            known, fixed_s = self.budget_aside, self.budget.step_s(rows) or 0.0
+        while (size := known.size(None if left_s is None else left_s - fixed_s, is_first=not count)) is not None:
             if count and self._needs_towers() and not self.budget.fits_towers(left_s):
                 break
             size_done = self._prefill(size)
@@ -308,7 +312,10 @@ class Scheduler:
             count += 1
             if left_s is None:  # nobody waits for a token: others may have arrived
                 break
-            left_s -= self.budget.chunk_s(size_done) or 0.0
+            if size_done == TOWERS:
+                left_s -= self.budget.chunk_s(size_done) or 0.0
+            else:
+                left_s -= (known.chunk_s(size_done) or 0.0) + fixed_s
         return count > 0
 
     def _needs_towers(self) -> bool:
