@@ -205,6 +205,25 @@ def test_a_chunk_that_fails_costs_the_rows_nothing_and_begins_again(demo, monkey
     assert differ(prompt.logits, expected.logits) < STEP_TOLERANCE
 
 
+def test_what_is_the_rows_fault_is_not_the_chunks(demo, monkeypatch):
+    batch = Batch(demo, rows=4)
+    through(batch, demo.prepare(ids(9, 1)), REQUEST)
+    prompt = batch.begin(demo.prepare(ids(30)), REQUEST)
+
+    def fail(*args):
+        raise ArithmeticError("the rows")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(batch.cache, "begin", fail)
+        with pytest.raises(ArithmeticError):
+            batch.step(beside=Beside(prompt, 16))
+    assert batch.mixed.why_not() is None and not batch.steps.fallbacks
+    assert len(batch.step()) == 1 and not batch.mixed.takes(prompt)
+    while not prompt.step():
+        pass
+    batch.join(prompt)
+
+
 def test_nothing_of_a_failed_pass_is_alive_when_the_step_is_done_again(demo, monkeypatch):
     batch = Batch(demo, rows=4)
     through(batch, demo.prepare(ids(9, 1)), REQUEST)

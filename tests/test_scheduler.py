@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
 from trimtab.serve import scheduler as scheduler_module
-from trimtab.serve.budget import RATIO, TOWERS
+from trimtab.serve.budget import KNOWN_STEPS, RATIO, TOWERS
 from trimtab.serve.job import Event, Job
 from trimtab.serve.scheduler import DeadlineError, QueueFullError, Scheduler
 
@@ -904,6 +904,10 @@ def test_a_chunk_goes_through_with_the_step_of_those_who_are_answered():
     scheduler.submit(job("first", tokens=30))
     scheduler.turn()
     scheduler.submit(job("second", pieces=3, tokens=2))
+    engine.log.clear()
+    for _ in range(KNOWN_STEPS):  # how long it takes by itself is not known yet
+        scheduler.turn()
+    assert engine.log == [("step", ("first",))] * KNOWN_STEPS
     engine.log.clear()
     for _ in range(3):
         scheduler.turn()

@@ -9,7 +9,8 @@
 
 Nothing of a prompt waits for the device before `join` does. A scheduler that gives the device a piece of a prompt while a step is
 on its way calls `batch.step(behind)`; a prompt that went through there is `place`d, which frees the place for the next one, and
-joins when the next step is on its way.
+joins when the next step is on its way. On a CPU a piece can be in the same pass as a step (`batch.step(beside=...)`,
+hf_mixed_pass.py).
 
 Rows stand close together from row 0 on: a row that leaves is filled by the last one, so that a step computes no empty
 rows. The same row numbers would change then, so a request is known by the `Row` object it got. Not thread-safe: whoever

@@ -222,28 +222,35 @@ class MixedPasses:
 
     def run(self, state: BatchState, beside: Beside) -> tuple[Tensor, Tensor]:
         """Return what `DecodeStep.run` does, with the chunk computed too, if it can be."""
+        outputs, why = None, None
         try:
             if self.takes(beside.prompt):
-                return self._run(state, beside)
-            beside.has_failed = True
+                outputs = self._run(state, beside)
+            else:
+                beside.has_failed = True
         except Exception as exc:
-            self._failed(beside, exc)
-        # What went wrong is no longer alive: the rows go on, or fail by themselves.
-        return self.batch.steps.run(state)
+            why = self._failed(beside, exc)
+        if outputs is None:  # what went wrong is no longer alive, and if it was the rows' fault it does again
+            outputs = self.batch.steps.run(state)
+        if why is not None:
+            self._why_model = why
+            self.batch.steps.fallbacks.append(Fallback("chunks of prompts with steps", why))
+        return outputs
 
-    def _failed(self, beside: Beside, exc: Exception) -> None:
-        """Let the prompt begin again by itself. Unless memory ran out or a request was wrong, no other goes through with a step."""
+    def _failed(self, beside: Beside, exc: Exception) -> str | None:
+        """Let the prompt begin again by itself. Return why no other goes through with a step either; None if memory ran out or a
+        request was wrong."""
         prompt = beside.prompt
         beside.has_failed, beside.tokens = True, 0
         self._by_itself.add(prompt)
         # Some layers have the chunk.
         prompt.cache, prompt.done_tokens, prompt.chunk_tokens, prompt.ends_in_step = None, 0, 0, False
         if isinstance(exc, (TrimtabError, MemoryError)) or is_out_of_memory(exc):
-            return
-        self._why_model = f"a pass failed: {type(exc).__name__}: {exc}"
-        self.batch.steps.fallbacks.append(Fallback("chunks of prompts with steps", self._why_model))
+            return None
+        return f"a pass failed: {type(exc).__name__}: {exc}"
 
-    def _run(self, state: BatchState, beside: Beside) -> tuple[Tensor, Tensor]:
+    def _run(self, state: BatchState, beside: Beside) -> tuple[Tensor, Tensor] | None:
+        """Return the outputs of a pass of both; None if the prompt needs none."""
         batch, prompt = self.batch, beside.prompt
         batch.pages.reserve(prompt.row)
         if not prompt.done_tokens:
@@ -251,7 +258,7 @@ class MixedPasses:
         start = hf_own_pass.begin(batch, prompt)
         if start is None:
             beside.is_through = True
-            return batch.steps.run(state)
+            return None
         end = hf_own_pass.end_of(batch, prompt, start, self._even(prompt, start, beside.most_tokens, rows=state.count))
         if prompt.cache is None:
             prompt.cache = hf_slots.prompt_cache(batch.model.hf_model, batch.cache.kv)

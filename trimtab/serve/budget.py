@@ -37,6 +37,8 @@ LEAST_TOKENS = 256
 DEARER = 1.5
 # A size below the least is taken where only it fits, if a token costs at most so many times what it costs at least.
 DEAREST = 2.5
+# Steps of a number of rows that are told before chunks go through with them: where prompts always wait there would be none later.
+KNOWN_STEPS = 2
 # Chunks of a smaller size that are tried before it is judged.
 TRIES = 3
 # A chunk with this share of a size's tokens is one of that size where chunks have any: none of SIZES is further from the next.
@@ -83,6 +85,10 @@ class Budget:
     def knows_chunks(self) -> bool:
         """Whether any chunk has been told."""
         return bool(self._count)
+
+    def knows_step(self, rows: int) -> bool:
+        """Whether steps of as many rows have been told, not of another number of rows alone."""
+        return len(self._steps.get(_bucket(rows), ())) >= KNOWN_STEPS
 
     def took_step(self, rows: int, seconds: float) -> None:
         """Learn how long a step without prompts took."""

@@ -2,10 +2,10 @@
 
 One thread calls `turn` again and again; each turn takes up what has been prepared, for `ADMIT_S` at most, decodes one step of all
 rows and puts pieces of the waiting prompts through the model behind it, as many as budget.py has time for: a long prompt delays
-those who are being answered by little. Prompts of a turn are given to the device before the step's tokens are waited for, and
-join the rows in the next turn, so that the device always has work. Inputs are prepared on a thread of the engine's, so that
-images delay nobody. Imports no torch: the engine behind it does the work, and in the tests a mock one. No clock of its own: time
-comes from `now`.
+those who are being answered by little. Where the engine `mixes`, as on a CPU, a piece is in the same pass as the step. Other
+prompts of a turn are given to the device before the step's tokens are waited for, and join the rows in the next turn, so that the
+device always has work. Inputs are prepared on a thread of the engine's, so that images delay nobody. Imports no torch: the engine
+behind it does the work, and in the tests a mock one. No clock of its own: time comes from `now`.
 
 Clients take turns, and so do the adapters of one client (line.py). A prompt that has begun is computed to its end before another
 begins, because a batch has memory for one prompt on its way. So a long prompt is chosen only when the one before it is complete: a
@@ -453,7 +453,12 @@ class Scheduler:
     def _step(self) -> None:
         waiting = bool(self._through or self._prefilling or self._chosen or self._lines)
         launched = waited = False
-        aside = self._choose_aside() if waiting and self.engine.mixes else None
+        mixes, aside = self.engine.mixes, None
+        if mixes and waiting:
+            if self.budget.knows_step(len(self._rows)):
+                aside = self._choose_aside()
+            else:
+                waiting = False
 
         def behind() -> bool:
             nonlocal launched, waited
@@ -479,13 +484,15 @@ class Scheduler:
             now = self._now()
             self.counts.steps += 1
             self.counts.step_s += now - start
-            if self._told_at is not None and not launched and aside is None:
-                self.budget.took_step(len(stepping), now - self._told_at)
+            is_alone = not launched and aside is None
+            if is_alone and (mixes or self._told_at is not None):
+                self.budget.took_step(len(stepping), now - (start if self._told_at is None else self._told_at))
             # What was launched behind this step delays the next one.
-            self._told_at = None if launched or aside is not None else now
+            self._told_at = now if is_alone else None
             self._report(stepping)
             if aside is not None:
                 self._end_aside(aside, rows=len(stepping), seconds=now - start)
+            if mixes and not launched:
                 self._arrive()
             return
 
