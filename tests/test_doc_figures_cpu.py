@@ -11,15 +11,25 @@ def _range(values: list[float], form: str) -> str:
 def test_steps_between_tokens_on_a_cpu():
     rows = results_of("load_cpu_steps")["rows"]
     page = (ROOT / "docs" / "server-under-load.md").read_text(encoding="utf-8")
+    figures = (
+        (lambda row: row["p99_steps"], "{:.1f}"), (lambda row: row["tok_s"], "{:.0f}"), (lambda row: row["ttft_ms"]["p50"], "{:.0f}"),
+    )  # fmt: skip
     for tokens, clients in sorted({(row["text_tokens"], row["clients"]) for row in rows}):
         cells = []
-        for name, form in (("p99_steps", "{:.1f}"), ("tok_s", "{:.0f}")):
-            for version in ("before", "after", "now"):
+        for figure, form in figures:
+            for version in ("behind", "with"):
                 found = [
-                    row[name]
+                    figure(row)
                     for row in rows
                     if (row["text_tokens"], row["clients"], row["version"]) == (tokens, clients, version)
                 ]
                 cells.append(_range(found, form))
         line = f"| {tokens} | {clients} | {' | '.join(cells)} |"
         assert line in page, line
+
+
+def test_no_answer_waits_for_more_than_three_steps_where_chunks_go_with_them():
+    rows = [row for row in results_of("load_cpu_steps")["rows"] if row["version"] == "with"]
+    page = (ROOT / "docs" / "decisions" / "0034-chunks-with-steps-on-a-cpu.md").read_text(encoding="utf-8")
+    low, high = (f"{end(row['p99_steps'] for row in rows):.1f}" for end in (min, max))
+    assert len(rows) == 8 and f"{low} to {high} steps" in page
