@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from trimtab.serve.budget import FIXED_ASIDE, RATIO_ASIDE, SIZES_ASIDE, Budget
+from trimtab.serve.budget import RATIO_ASIDE, Budget
 
 # Tokens of a chunk and its milliseconds.
 CHUNK_MS = (
@@ -106,7 +106,7 @@ def test_the_time_between_tokens_stays_within_three_steps(clients, prompt_tokens
 def p99_with_steps(clients: int, prompt_tokens: int, *, slower: float, seed: int) -> tuple[float, int]:
     """Return what `p99_in_steps` does where chunks go through with steps, and how many answers were given."""
     machine, budget = Machine(random.Random(seed), slower), Budget()
-    aside = Budget(least=0, choices=SIZES_ASIDE, fixed=FIXED_ASIDE)
+    aside = Budget(is_aside=True)
     rows: list[int] = []
     waiting, gaps, answers = [prompt_tokens] * clients, [], 0
     told_at: float | None = None

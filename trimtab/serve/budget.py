@@ -63,21 +63,19 @@ _FIXED = 0.5
 
 
 class Budget:
-    """The durations of steps and chunks. sizes: of chunks that an engine runs; empty for any, and then one of `choices` is chosen.
-    least: of a chunk behind a step, as long as no smaller one is known to pay. fixed: the share of a chunk's time that does not
-    depend on its size, as long as none smaller is known."""
+    """The durations of steps and chunks. sizes: of chunks that an engine runs; empty for any. least: of a chunk behind a step, as
+    long as no smaller one is known to pay. is_aside: the chunks go through with steps, and take so long beyond them."""
 
-    def __init__(
-        self, sizes: Sequence[int] = (), *, least: int = LEAST_TOKENS, choices: Sequence[int] = SIZES, fixed: float = _FIXED
-    ) -> None:  # fmt: skip
-        self._fixed = fixed
-        self.sizes, self._tries = tuple(sorted(sizes or choices)), not sizes
+    def __init__(self, sizes: Sequence[int] = (), *, is_aside: bool = False) -> None:
+        self.sizes, self._tries = tuple(sorted(sizes or (SIZES_ASIDE if is_aside else SIZES))), not sizes
+        self.is_aside = is_aside
         self._steps: dict[int, deque[float]] = {}
         self._chunks: dict[int, deque[float]] = {}
         self._latest: deque[int] = deque(maxlen=_KEPT)  # sizes of chunks
         self._asked: dict[int, int] = {}  # how often a size was tried, whether it ran or the prompt was shorter
         self._count, self._ran = 0, dict[int, int]()  # chunks so far, and which was the last of a size
         self._token_s: dict[int, deque[float]] = {}  # seconds per token of full chunks, by size
+        least = 0 if is_aside else LEAST_TOKENS
         self._unlearned_least = next((size for size in self.sizes if size >= least), self.sizes[-1])
         self.least, self._is_trying = self._unlearned_least, False
 
@@ -145,12 +143,23 @@ class Budget:
         larger = min((known for known in self._chunks if known > size), default=None)
         smaller = max((known for known in self._chunks if known < size and known != TOWERS), default=None)
         if larger is None:
-            return None if smaller is None else of(self._chunks[smaller]) * size / smaller
+            return None if smaller is None else self._beyond(size, smaller, of)
         larger_s = of(self._chunks[larger])
         if smaller is None:
-            return larger_s * (self._fixed + (1 - self._fixed) * size / larger)
+            fixed = FIXED_ASIDE if self.is_aside else _FIXED
+            return larger_s * (fixed + (1 - fixed) * size / larger)
         smaller_s = min(of(self._chunks[smaller]), larger_s)
         return smaller_s + (larger_s - smaller_s) * (size - smaller) / (larger - smaller)
+
+    def _beyond(self, size: int, largest: int, of: Callable[[Sequence[float]], float]) -> float:
+        """Return the seconds of a chunk that is larger than all known ones, of which this is the largest."""
+        largest_s = of(self._chunks[largest])
+        token_s = largest_s / largest
+        other = max((known for known in self._chunks if known < largest and known != TOWERS), default=None)
+        if self.is_aside and other is not None:
+            # Part of the time may be fixed. What two sizes say of it is not relied on for more than half of the rest.
+            token_s = max((largest_s - of(self._chunks[other])) / (largest - other), token_s / 2)
+        return largest_s + token_s * (size - largest)
 
     def left_s(self, rows: int, *, ratio: float = RATIO) -> float | None:
         """Return the seconds left for chunks after a step of this many rows; None if nothing limits them. ratio: steps that both

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from trimtab.adapter_names import label_of, parts_of
 from trimtab.errors import DeviceError, RequestError, TrimtabError
-from trimtab.serve.budget import FIXED_ASIDE, RATIO_ASIDE, SIZES_ASIDE, TOWERS, Budget
+from trimtab.serve.budget import RATIO_ASIDE, TOWERS, Budget
 from trimtab.serve.job import Event, Job
 from trimtab.serve.line import Lines
 
@@ -194,7 +194,7 @@ class Scheduler:
         self._rows: list[_Entry] = []
         self.budget = Budget(engine.chunk_sizes)
         # Of chunks that go through with a step: what each takes beyond the step.
-        self.budget_aside = Budget(engine.chunk_sizes, least=0, choices=SIZES_ASIDE, fixed=FIXED_ASIDE)
+        self.budget_aside = Budget(engine.chunk_sizes, is_aside=True)
         self._told_at: float | None = None  # when the last step was told, and nothing but steps came after it
         self._known: dict[str, _Entry] = {}
         self._uses: Counter[str | None] = Counter()
