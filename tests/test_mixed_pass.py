@@ -176,7 +176,12 @@ def breaking(error, at=9):
 
 @pytest.mark.parametrize(
     ("error", "goes_on"),
-    [(AttributeError, False), (MemoryError, True), (lambda: RequestError("no", field="adapter"), True)],
+    [
+        (AttributeError, False),
+        (MemoryError, True),
+        (lambda: RuntimeError("can't allocate memory"), True),
+        (lambda: RequestError("no", field="adapter"), True),
+    ],
 )
 def test_a_chunk_that_fails_costs_the_rows_nothing_and_begins_again(demo, monkeypatch, error, goes_on):
     batch, alone = Batch(demo, rows=4), Batch(demo, rows=4)

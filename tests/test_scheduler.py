@@ -981,3 +981,19 @@ def test_what_goes_behind_a_step_is_as_large_as_chunks_with_steps_let_expect():
         scheduler.turn()
     # 0.02 s are left behind a step, of which reading the weights takes 0.01.
     assert set(engine.asked_for) <= {80, 96}
+
+
+def test_prompts_that_need_no_chunk_do_not_keep_others_waiting_behind_a_step():
+    scheduler, engine, _, _ = mixing()
+    scheduler.submit(job("first", tokens=400))
+    for _ in range(5):
+        scheduler.turn()
+    scheduler.submit(job("second", pieces=4, tokens=2))
+    for _ in range(6):
+        scheduler.turn()
+    engine.alone = {"third", "fourth"}
+    for name in sorted(engine.alone):
+        scheduler.submit(job(name, size=0, tokens=2))  # it takes over what another one computed
+    engine.log.clear()
+    scheduler.turn()
+    assert [one for one in engine.log if one[0] == "prefill"] == [("prefill", "fourth"), ("prefill", "third")]

@@ -337,12 +337,15 @@ def adapter_piece_bytes(anatomy: Anatomy) -> int:
 
 
 def smaller_needs(
-    anatomy: Anatomy, use: Use, *, quant: str, has_adapters: bool, has_rows: bool = False, is_fused: bool = False
-) -> Iterator[tuple[str, int]]:
-    """Yield (what to ask less of, bytes it saves), for the advice in an error. has_rows, is_fused: as in `needs_of`."""
+    anatomy: Anatomy, use: Use, *, quant: str, has_adapters: bool, has_rows: bool = False, is_fused: bool = False,
+    mixes: bool = False,
+) -> Iterator[tuple[str, int]]:  # fmt: skip
+    """Yield (what to ask less of, bytes it saves), for the advice in an error. has_rows, is_fused, mixes: as in `needs_of`."""
 
     def taken(one: Use) -> int:
-        needs = needs_of(anatomy, one, quant=quant, has_adapters=has_adapters, has_rows=has_rows, is_fused=is_fused)
+        needs = needs_of(
+            anatomy, one, quant=quant, has_adapters=has_adapters, has_rows=has_rows, is_fused=is_fused, mixes=mixes
+        )
         copies = step_copy_bytes(
             anatomy.kv_layers, anatomy.dtype, one.kv, rows=one.batch, context_tokens=one.context_tokens,
             is_paged=one.pool_tokens is not None, is_fused=is_fused,

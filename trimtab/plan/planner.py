@@ -170,6 +170,7 @@ class _Planner:
         self.asked = _asked(request, anatomy, self.blocks, machine)
         self.use = use_of(request, anatomy, chunk_tokens=chunk_tokens)
         self.is_captured = mode in CAPTURED and not machine.on_cpu
+        self.mixes = machine.on_cpu and not request.batch_invariant
         in_place = has_room(request.batch, machine.budget_bytes(request.gpu_memory_bytes))
         self.has_room = captures_prompts and in_place
         most = min(self.use.prefill_tokens, self.use.context_tokens)
@@ -178,7 +179,7 @@ class _Planner:
             anatomy, self.use, quant=request.quant, has_adapters=bool(adapters), has_rows=self.is_captured,
             chunk_tokens=max(self.chunks, default=0), is_fused=mode == "fused", has_room=self.has_room,
             in_place=in_place, is_unpacked_elsewhere=bool(self.chunks) and (self.has_room or not captures_prompts),
-            mixes=machine.on_cpu and not request.batch_invariant,
+            mixes=self.mixes,
         )  # fmt: skip
         self.prompt_bytes = self._prompt_bytes()
         self.adapter_bytes = sum(adapters.values())
@@ -575,7 +576,7 @@ class _Planner:
         has_adapters = self.adapter_bytes > 0
         yield from smaller_needs(
             self.anatomy, self.use, quant=self.request.quant, has_adapters=has_adapters, has_rows=self.is_captured,
-            is_fused=self.mode == "fused",
+            is_fused=self.mode == "fused", mixes=self.mixes,
         )  # fmt: skip
         if self.asked_head == "full" and not self.machine.on_cpu:
             # 8 bits for 16, and a table that the head is tied to may leave.

@@ -38,7 +38,7 @@ from trimtab.errors import TrimtabError
 from trimtab.runtime import hf_attention, hf_own_pass, hf_prefill, hf_slots
 from trimtab.runtime.batch_state import BatchState
 from trimtab.runtime.hf_slots import LayerCache
-from trimtab.runtime.out_of_memory import is_out_of_memory
+from trimtab.runtime.out_of_memory import is_host_memory, is_out_of_memory
 from trimtab.runtime.step_choice import Fallback
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ class MixedPasses:
         self._by_itself.add(prompt)
         # Some layers have the chunk.
         prompt.cache, prompt.done_tokens, prompt.chunk_tokens, prompt.ends_in_step = None, 0, 0, False
-        if isinstance(exc, (TrimtabError, MemoryError)) or is_out_of_memory(exc):
+        if isinstance(exc, TrimtabError) or is_out_of_memory(exc) or is_host_memory(exc):
             return None
         return f"a pass failed: {type(exc).__name__}: {exc}"
 

@@ -20,6 +20,8 @@ _WORDS = (
     "CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
     "out of memory (CUDA error 2)",
 )  # fmt: skip
+# What torch's allocator for host memory says, which has no error class of its own, and oneDNN when it gets none.
+_HOST_WORDS = ("can't allocate memory", "not enough memory", "could not create a primitive")
 MIB = 2**20
 # Of a budget that is passed instead: what other programs may take at the same time, and the step in which it is named.
 _MARGIN_BYTES = 64 * MIB
@@ -30,6 +32,11 @@ def is_out_of_memory(exc: BaseException) -> bool:
     if isinstance(exc, DeviceError) and exc.planned_bytes is not None:
         return True
     return isinstance(exc, torch.OutOfMemoryError) or any(words in str(exc) for words in _WORDS)
+
+
+def is_host_memory(exc: BaseException) -> bool:
+    """Return whether an error says that the host's memory did not suffice."""
+    return isinstance(exc, MemoryError) or any(words in str(exc) for words in _HOST_WORDS)
 
 
 def memory_error(exc: BaseException, what: str, plan: Plan, device: torch.device) -> DeviceError:

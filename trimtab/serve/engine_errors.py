@@ -8,15 +8,13 @@ from contextlib import contextmanager
 import torch
 
 from trimtab.errors import DeviceError, RequestError, TrimtabError
-from trimtab.runtime.out_of_memory import is_out_of_memory
+from trimtab.runtime.out_of_memory import is_host_memory, is_out_of_memory
 from trimtab.serve.client_errors import for_client
 from trimtab.serve.job import Job
 from trimtab.serve.journal import write_traceback
 from trimtab.serve.scheduler import MistakeError
 
 LESS_HINT = "Send a smaller request, or try again later"
-# What torch's allocator for host memory says, which has no error class of its own, and oneDNN when it gets none.
-HOST_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "could not create a primitive")
 
 
 @contextmanager
@@ -54,7 +52,7 @@ def error_of(exc: BaseException, what: str, device: torch.device) -> TrimtabErro
         return DeviceError(short, device=exc.device, hint=LESS_HINT)
     if isinstance(exc, TrimtabError):
         return exc
-    if not is_out_of_memory(exc) and not _is_host_memory(exc):
+    if not is_out_of_memory(exc) and not is_host_memory(exc):
         # After some errors a GPU answers nothing more: this raises what it says then.
         torch.zeros(1, device=device).item()
     return error_on_host(exc, what, device)
@@ -63,12 +61,8 @@ def error_of(exc: BaseException, what: str, device: torch.device) -> TrimtabErro
 def error_on_host(exc: BaseException, what: str, device: torch.device) -> TrimtabError:
     """Return the error of an exception without using the device. Clients do not receive what the log says."""
     error_id = write_traceback(exc, f"internal error while {what}")
-    if _is_host_memory(exc):
+    if is_host_memory(exc):
         return DeviceError(f"out of host memory while {what}", device="cpu", hint=LESS_HINT)
     if is_out_of_memory(exc):
         return DeviceError(f"out of memory while {what}", device=str(device), hint=LESS_HINT)
     return MistakeError(error_id)
-
-
-def _is_host_memory(exc: BaseException) -> bool:
-    return isinstance(exc, MemoryError) or any(words in str(exc) for words in HOST_MEMORY_WORDS)

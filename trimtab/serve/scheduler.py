@@ -314,7 +314,7 @@ class Scheduler:
                 break
             if size_done == TOWERS:
                 left_s -= self.budget.chunk_s(size_done) or 0.0
-            else:
+            elif size_done:  # none where a prompt took over what another had computed
                 left_s -= (known.chunk_s(size_done) or 0.0) + fixed_s
         return count > 0
 
