@@ -20,16 +20,24 @@ def worker(connection: Connection, settings: dict[str, Any]) -> None:
     import torch
 
     from trimtab.runtime.batch import Batch
+    from trimtab.runtime.hf_mixed_pass import MixedPasses
     from trimtab.serve import worker as real
 
-    prefill = Batch._prefill
+    prefill, forward = Batch._prefill, MixedPasses._forward
 
-    def failing(self: Batch, prompt: Any, *given: Any) -> Any:
+    def check(prompt: Any) -> None:
         if prompt.row.adapter == FAILING_ADAPTER:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    def failing(self: Batch, prompt: Any, *given: Any) -> Any:
+        check(prompt)
         return prefill(self, prompt, *given)
 
-    Batch._prefill = failing  # type: ignore[method-assign]
+    def failing_beside(self: MixedPasses, state: Any, prompt: Any, *given: Any) -> Any:
+        check(prompt)
+        return forward(self, state, prompt, *given)
+
+    Batch._prefill, MixedPasses._forward = failing, failing_beside  # type: ignore[method-assign]
     real.main(connection, settings)
 
 

@@ -39,8 +39,8 @@ class Recorded(Running):
         self.log, served = [], self.worker.engine
         step, norms = served.step, base_values._row_norms
 
-        def recorded(behind=None):
-            step(behind)
+        def recorded(*given):
+            step(*given)
             self.log.append("step")
 
         def read(*args):

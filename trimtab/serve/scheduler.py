@@ -454,7 +454,7 @@ class Scheduler:
         waiting = bool(self._through or self._prefilling or self._chosen or self._lines)
         launched = waited = False
         mixes, aside = self.engine.mixes, None
-        if mixes and waiting:
+        if mixes and waiting and self._goes_aside():
             if self.budget.knows_step(len(self._rows)):
                 aside = self._choose_aside()
             else:
@@ -496,20 +496,22 @@ class Scheduler:
                 self._arrive()
             return
 
-    def _choose_aside(self) -> Aside | None:
-        """Return the chunk that goes through with the next step, None if the next prompt has none that can."""
+    def _goes_aside(self) -> bool:
+        """Whether the next chunk can go through with a step."""
         if self._prefilling is None:
             self._choose()
         entry = self._prefilling or next(iter(self._chosen), None)
-        if entry is None or not self.engine.goes_with_step(entry.answer):
-            return None
+        return entry is not None and self.engine.goes_with_step(entry.answer)
+
+    def _choose_aside(self) -> Aside:
+        """Return the next chunk, which goes through with the next step."""
         # As long as none of these chunks is known, what others take by themselves is more.
         known = self.budget_aside if self.budget_aside.knows_chunks else self.budget
         size = known.size(self.budget.left_s(len(self._rows), ratio=RATIO_ASIDE), is_first=True)
         if self._prefilling is None:
             self._prefilling = self._chosen.popleft()
         assert size is not None  # the first of a turn always has one
-        return Aside(entry.answer, size)
+        return Aside(self._prefilling.answer, size)
 
     def _end_aside(self, aside: Aside, *, rows: int = 0, seconds: float = 0.0) -> None:
         """Note what became of a chunk. rows, seconds: of its step, with the chunk; 0 if the step failed."""
