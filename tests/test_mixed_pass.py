@@ -368,3 +368,13 @@ def test_adapters_of_every_kind_on_both_sides(kind, tmp_path):
             for batch in (mixed, alone):
                 through(batch, model.prepare(ids(9, 1)), REQUEST, adapter=beside)
             check(mixed, alone, model.prepare(ids(30)), (11,), adapter=name)
+
+
+@pytest.mark.parametrize("options", [{"kv": "int8"}, {"kv_tokens": 448}], ids=["int8", "pages"])
+def test_a_plan_counts_the_copies_of_a_step_beside_a_chunk(options, tmp_path):
+    folder = pico.build("llama", tmp_path)
+    asked = {"quant": "none", "dtype": "float32", "context": CONTEXT, "device": "cpu", "batch": 4, **options}
+    beside, behind = (
+        trimtab.plan(folder, **asked, batch_invariant=is_invariant).gpu_needed_bytes for is_invariant in (False, True)
+    )
+    assert beside > behind

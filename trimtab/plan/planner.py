@@ -177,9 +177,8 @@ class _Planner:
         self.chunks = tuple(size for size in chunks if size <= most) or chunks[:1]
         self.needs = needs_of(
             anatomy, self.use, quant=request.quant, has_adapters=bool(adapters), has_rows=self.is_captured,
-            chunk_tokens=max(self.chunks, default=0), is_fused=mode == "fused", has_room=self.has_room,
-            in_place=in_place, is_unpacked_elsewhere=bool(self.chunks) and (self.has_room or not captures_prompts),
-            mixes=self.mixes,
+            chunk_tokens=max(self.chunks, default=0), is_fused=mode == "fused", has_room=self.has_room, in_place=in_place,
+            mixes=self.mixes, is_unpacked_elsewhere=bool(self.chunks) and (self.has_room or not captures_prompts),
         )  # fmt: skip
         self.prompt_bytes = self._prompt_bytes()
         self.adapter_bytes = sum(adapters.values())

@@ -318,11 +318,15 @@ class Scheduler:
                 left_s -= (known.chunk_s(size_done) or 0.0) + fixed_s
         return count > 0
 
-    def _needs_towers(self) -> bool:
-        """Whether the next piece is a pass of the towers."""
+    def _coming(self) -> _Entry | None:
+        """Return the job whose prompt the next piece is of."""
         if self._prefilling is None:
             self._choose()
-        entry = self._prefilling or next(iter(self._chosen), None)
+        return self._prefilling or next(iter(self._chosen), None)
+
+    def _needs_towers(self) -> bool:
+        """Whether the next piece is a pass of the towers."""
+        entry = self._coming()
         return entry is not None and getattr(entry.answer, "needs_towers", False)
 
     def _arrive(self, *, only_open: bool = False) -> None:
@@ -498,9 +502,7 @@ class Scheduler:
 
     def _goes_aside(self) -> bool:
         """Whether the next chunk can go through with a step."""
-        if self._prefilling is None:
-            self._choose()
-        entry = self._prefilling or next(iter(self._chosen), None)
+        entry = self._coming()
         return entry is not None and self.engine.goes_with_step(entry.answer)
 
     def _choose_aside(self) -> Aside:
