@@ -20,7 +20,7 @@ def load_stock(folder: Path, quant: str = "none", *, device: str = "cpu", dtype:
     elif quant != "none":
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type=quant[:3], bnb_4bit_use_double_quant=quant == "nf4-dq",
-            bnb_4bit_compute_dtype=torch.bfloat16,
+            bnb_4bit_compute_dtype=dtype,
         )  # fmt: skip
     config = AutoConfig.from_pretrained(folder)
     model_class = getattr(transformers, config.architectures[0])

@@ -27,7 +27,7 @@ from trimtab.plan import Machine, Plan, Rates, make_plan
 from trimtab.plan.adapter_room import head_change, held_bytes
 from trimtab.plan.card_machine import machine_of, rates_of
 from trimtab.plan.cards import check_budget, check_here, find_card
-from trimtab.plan.dtypes import choose_dtype, reason_of
+from trimtab.plan.dtypes import choose_dtype, keeps_16bit, reason_of
 from trimtab.plan.kv_pool import check_pool
 from trimtab.plan.max_memory import merged_budgets
 from trimtab.plan.media_memory import ServedMedia, media_memory
@@ -207,7 +207,8 @@ def _planned(
         dtype, dtype_reason = choose_dtype(model_type, here[0].capability if here else _capability(request.device))
         request = replace(request, dtype=dtype)
     first = replace(request, head="full") if request.head == "auto" else request
-    anatomy = _anatomy(checkpoint, first, inputs, may_be_kept=here is not None)
+    narrow = keeps_16bit(request.dtype, dtype_reason)
+    anatomy = _anatomy(checkpoint, first, inputs, may_be_kept=here is not None, keeps_16bit=narrow)
     kept_reason = prefix_reason(request, anatomy)
     specs = {name: inputs.spec(path, files[name], anatomy) for name, path in every.items()}
     machine, rates = here = here or _ask_machine(request, bytes_before)
@@ -220,13 +221,13 @@ def _planned(
         head_refused = head_change(specs, anatomy)
         small = replace(request, head="int8")
         if not head_refused and is_known:
-            head_refused = anatomies.find_refusal(checkpoint, small) or ""
+            head_refused = anatomies.find_refusal(checkpoint, small, keeps_16bit=narrow) or ""
         try:
             if not head_refused:
-                head8 = _anatomy(checkpoint, small, inputs, may_be_kept=is_known)
+                head8 = _anatomy(checkpoint, small, inputs, may_be_kept=is_known, keeps_16bit=narrow)
         except RequestError as exc:
             head_refused = str(exc).splitlines()[0]
-            anatomies.keep_refusal(checkpoint, small, head_refused)
+            anatomies.keep_refusal(checkpoint, small, head_refused, keeps_16bit=narrow)
     disk_bytes = disk_free_bytes(request.offload_dir)
     make = partial(
         make_plan, request, anatomy, adapters={name: specs[name].nbytes("float32") for name in request.adapters},
@@ -241,7 +242,8 @@ def _planned(
         if not is_advised or head8 is not None:
             raise
         with suppress(TrimtabError):  # for advice alone
-            head8 = _anatomy(checkpoint, replace(request, head="int8"), inputs, may_be_kept=is_known)
+            small = replace(request, head="int8")
+            head8 = _anatomy(checkpoint, small, inputs, may_be_kept=is_known, keeps_16bit=narrow)
         made = make(head8=head8)
     dtype_reason = dtype_reason or reason_of(request.dtype, machine.capability, model_type)
     made = replace(made, card=card, dtype_reason=dtype_reason, prefix_reason=kept_reason)
@@ -259,22 +261,27 @@ def _capability(device: str) -> tuple[int, int] | None:
     return gpus[index].capability if index < len(gpus) else None
 
 
-def _anatomy(checkpoint: Checkpoint, request: LoadRequest, inputs: PlanInputs, *, may_be_kept: bool) -> Anatomy:
+def _anatomy(
+    checkpoint: Checkpoint, request: LoadRequest, inputs: PlanInputs, *, may_be_kept: bool, keeps_16bit: bool
+) -> Anatomy:
     """Return the anatomy of a checkpoint: as it was read before, here or by an earlier process, or from the model's probe."""
     from trimtab.machine import anatomies
 
-    key = (request.model, request.quant, request.dtype, request.keep_unquantized, request.head)
+    key = (request.model, request.quant, request.dtype, request.keep_unquantized, request.head, keeps_16bit)
     if key in inputs.anatomies:
         return inputs.anatomies[key]
-    anatomy = anatomies.find_anatomy(checkpoint, request) if may_be_kept else None
+    anatomy = anatomies.find_anatomy(checkpoint, request, keeps_16bit=keeps_16bit) if may_be_kept else None
     if anatomy is None:
         from trimtab.runtime import hf
 
         probe = inputs.probe = inputs.probe or hf.probe(checkpoint, request.dtype)
         anatomy = hf.anatomy_of(
-            probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head
+            probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head,
+            keeps_16bit=keeps_16bit,
+        )  # fmt: skip
+        anatomies.keep_anatomy(
+            checkpoint, request, anatomy, compares_values=probe.compares_values, keeps_16bit=keeps_16bit
         )
-        anatomies.keep_anatomy(checkpoint, request, anatomy, compares_values=probe.compares_values)
     inputs.anatomies[key] = anatomy
     return anatomy
 

@@ -47,6 +47,10 @@ class TensorRow:
     def nbytes(self) -> int:
         return self.numel * DTYPE_BYTES[self.dtype]
 
+    def is_narrow(self, dtype: str) -> bool:
+        """Whether it is held in fewer bits than a model of this dtype computes with."""
+        return DTYPE_BYTES[self.dtype] < DTYPE_BYTES[dtype]
+
 
 @dataclass(frozen=True)
 class ModuleRow:

@@ -34,7 +34,7 @@ MAKERS = (
 )  # fmt: skip
 
 
-def key_of(checkpoint: Checkpoint, request: LoadRequest) -> str:
+def key_of(checkpoint: Checkpoint, request: LoadRequest, *, keeps_16bit: bool = False) -> str:
     """Return what decides the anatomy of a checkpoint for a request, as text. request: its quant is not "auto"."""
     plain, packed = split_packed(checkpoint)
     tensors: list[tuple[Any, ...]] = [(name, entry.dtype, entry.shape) for name, entry in sorted(plain.items())]
@@ -46,6 +46,7 @@ def key_of(checkpoint: Checkpoint, request: LoadRequest) -> str:
         "form": form(), "files": {name: _hash_of(checkpoint.folder / name) for name in SHAPING_FILES},
         "tensors": hashlib.sha256(json.dumps(tensors).encode()).hexdigest(), "has_weights": checkpoint.has_weights,
         "quant": request.quant, "dtype": request.dtype, "keep_unquantized": request.keep_unquantized, "head": request.head,
+        "keeps_16bit": keeps_16bit,
         "versions": versions(), "makers": [_stamp(Path(__file__).parent.parent / name) for name in MAKERS],
     }  # fmt: skip
     return json.dumps(facts, sort_keys=True)
@@ -66,9 +67,9 @@ def _stamp(file: Path) -> tuple[int, int] | None:
     return seen.st_size, seen.st_mtime_ns
 
 
-def find_anatomy(checkpoint: Checkpoint, request: LoadRequest) -> Anatomy | None:
+def find_anatomy(checkpoint: Checkpoint, request: LoadRequest, *, keeps_16bit: bool = False) -> Anatomy | None:
     """Return the anatomy that an earlier process read of this checkpoint for a request like this, None if it was not kept."""
-    key = key_of(checkpoint, request)
+    key = key_of(checkpoint, request, keeps_16bit=keeps_16bit)
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         path = own_folder(FOLDER) / hashed(key)
         text = read_own(path, key, limit_bytes=MOST_FILE_BYTES)
@@ -81,9 +82,11 @@ def find_anatomy(checkpoint: Checkpoint, request: LoadRequest) -> Anatomy | None
     return None
 
 
-def keep_anatomy(checkpoint: Checkpoint, request: LoadRequest, anatomy: Anatomy, *, compares_values: bool) -> None:
+def keep_anatomy(
+    checkpoint: Checkpoint, request: LoadRequest, anatomy: Anatomy, *, compares_values: bool, keeps_16bit: bool = False
+) -> None:
     """Keep an anatomy for later processes. compares_values: whether stored values decided something of it."""
-    key = key_of(checkpoint, request)
+    key = key_of(checkpoint, request, keeps_16bit=keeps_16bit)
     whole = {"values_of": _same_files(checkpoint) if compares_values else None, "anatomy": write_anatomy(anatomy)}
     contents = json.dumps(whole).encode()
     if len(contents) <= MOST_FILE_BYTES:
@@ -95,9 +98,9 @@ def keep_anatomy(checkpoint: Checkpoint, request: LoadRequest, anatomy: Anatomy,
             prune(folder, most_files=MOST_FILES, most_bytes=MOST_BYTES)
 
 
-def find_refusal(checkpoint: Checkpoint, request: LoadRequest) -> str | None:
+def find_refusal(checkpoint: Checkpoint, request: LoadRequest, *, keeps_16bit: bool = False) -> str | None:
     """Return why an earlier process could make no anatomy of this checkpoint for a request like this, None if that is not known."""
-    key = key_of(checkpoint, request)
+    key = key_of(checkpoint, request, keeps_16bit=keeps_16bit)
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         text = read_own(own_folder(FOLDER) / hashed(key), key, limit_bytes=MOST_FILE_BYTES)
         whole = {} if text is None else json.loads(text)
@@ -106,9 +109,9 @@ def find_refusal(checkpoint: Checkpoint, request: LoadRequest) -> str | None:
     return None
 
 
-def keep_refusal(checkpoint: Checkpoint, request: LoadRequest, reason: str) -> None:
+def keep_refusal(checkpoint: Checkpoint, request: LoadRequest, reason: str, *, keeps_16bit: bool = False) -> None:
     """Keep why no anatomy could be made for a request."""
-    key = key_of(checkpoint, request)
+    key = key_of(checkpoint, request, keeps_16bit=keeps_16bit)
     with suppress(OSError):
         folder = own_folder(FOLDER)
         write_own(folder / hashed(key), key, json.dumps({"refused": reason}).encode())

@@ -17,7 +17,7 @@ from math import ceil, prod
 from types import MappingProxyType
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, KVLayer, ModuleRow, Part
-from trimtab.plan.blocks import quant_of
+from trimtab.plan.blocks import quant_of, widened_bytes
 from trimtab.plan.cost import ADAPTER_PIECE_VALUES, HEAD_CHUNK_VALUES
 from trimtab.plan.kv_form import copy_bytes, paged_copy_bytes, position_bytes, step_copy_bytes, why_not_int8
 from trimtab.plan.kv_pool import FIRST, PAGE_TOKENS, pages_of, pool_tokens
@@ -62,6 +62,7 @@ COEFFICIENTS: Mapping[str, tuple[float, str]] = MappingProxyType(
         "experts.rows": (8, "rows a token becomes in fused experts: the usual top-k, which the anatomy does not say"),
         "logits.model": (3, "x d: logits, divided by the soft cap, after tanh"),
         "head8.chunk": (1, "x f: the weights of an 8-bit head that are computed with at a time (runtime/head8.py)"),
+        "widened.chunk": (1, "x f: weights held in 16 bits, cast to be computed with (runtime/quant.py, WideShell)"),
         "logits.float": (3, "x f: generate's float32 copy, its sorted or masked form, probabilities"),
         "vision.pixels": (3, "x f: pixel patches as given, shifted, and cast"),
         "vision.hidden": (4, "x d: residual, norm output, clamped input, attention output"),
@@ -368,12 +369,14 @@ def smaller_needs(
 
 @dataclass(frozen=True)
 class _Scanned:
-    """What the sums need of an anatomy's rows. head8, ple_projection: numbers of the largest such weight; ple: width of the tables
+    """What the sums need of an anatomy's rows. head8, ple_projection, narrow: numbers of the largest such weight (narrow: held in
+    fewer bits than it is computed with); ple: width of the tables
     of every layer; convolutions: (channels, spatial dimensions) of the audio tower's, outside the repeated layers."""
 
     head8: int
     ple: int
     ple_projection: int
+    narrow: int
     convolutions: tuple[tuple[int, int], ...]
 
 
@@ -388,6 +391,7 @@ def _scanned(anatomy: Anatomy) -> _Scanned:
         ple_projection=max(
             (w.numel for row, w in weights if row.kind == "linear" and row.quantized and w.shape[0] == ple), default=0
         ),
+        narrow=max((weight.numel for row, weight in weights if widened_bytes(row, anatomy.dtype)), default=0),
         convolutions=tuple(
             (weight.shape[0], len(weight.shape) - 2)
             for row, weight in weights
@@ -408,6 +412,8 @@ class _Counter:
         self.int8 = quant == "int8"
         scanned = _scanned(anatomy)
         self.head8 = self.f("head8.chunk", min(HEAD_CHUNK_VALUES, scanned.head8))
+        # The product of a piece, too, before it is written into the output.
+        self.widened = self.f("widened.chunk", min(HEAD_CHUNK_VALUES, scanned.narrow))
         self.widths = {part: widths_of(anatomy, part, quant=quant) for part in ("language", "vision", "audio")}
         self.ple = scanned.ple
         self.ple_weight = 0 if self.int8 or is_unpacked_elsewhere else scanned.ple_projection
@@ -446,17 +452,22 @@ class _Counter:
         weight = self.d("dequantized", wide.dequantized) if rows > 1 else 0.0
         mask = self.d("attention.mask_float", pairs) if masked else 0.0
         normed = wide.hidden * self.dtype_bytes
-        return max(
-            rows * (normed + self.d("attention.norm", query) + self.f("attention.norm_float", query)),
-            rows * (normed + self.d("attention.rope", query)),
-            rows * (normed + self.d("attention.output", query)) + self.d("attention.repeat", repeated * query) + mask,
-            rows * (normed + query * self.dtype_bytes + self.extra(wide.hidden, query)) + weight,
-            rows * (normed + self.d("mlp.gemm", mlp)) + weight,
-            rows * (normed + self.d("mlp.product", mlp)),
-            rows * (normed + self.d("mlp.gemm", mlp) + self.extra(wide.hidden, mlp)),
-            rows * (normed + mlp * self.dtype_bytes + self.extra(mlp, wide.hidden)) + weight,
-            rows * COEFFICIENTS["experts.rows"][0] * wide.expert * self.dtype_bytes,
-            rows * self.f("hidden.norm", wide.hidden),
+        return (
+            max(
+                rows * (normed + self.d("attention.norm", query) + self.f("attention.norm_float", query)),
+                rows * (normed + self.d("attention.rope", query)),
+                rows * (normed + self.d("attention.output", query))
+                + self.d("attention.repeat", repeated * query)
+                + mask,
+                rows * (normed + query * self.dtype_bytes + self.extra(wide.hidden, query)) + weight,
+                rows * (normed + self.d("mlp.gemm", mlp)) + weight,
+                rows * (normed + self.d("mlp.product", mlp)),
+                rows * (normed + self.d("mlp.gemm", mlp) + self.extra(wide.hidden, mlp)),
+                rows * (normed + mlp * self.dtype_bytes + self.extra(mlp, wide.hidden)) + weight,
+                rows * COEFFICIENTS["experts.rows"][0] * wide.expert * self.dtype_bytes,
+                rows * self.f("hidden.norm", wide.hidden),
+            )
+            + self.widened
         )
 
     def text(self, new_tokens: int, all_tokens: int) -> int:
@@ -481,7 +492,7 @@ class _Counter:
         logits = self.use.batch * (
             self.d("logits.model", self.anatomy.vocab_size) + self.f("logits.float", self.anatomy.vocab_size)
         )
-        head = rows * hidden * dtype_bytes + logits + self.head8
+        head = rows * hidden * dtype_bytes + logits + self.head8 + self.widened
         return ceil(max(fixed + layer, fixed + first, fixed + gemm, head))
 
     def pictures(self) -> int:

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal
 
-from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, Part, TensorRow
+from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow, Part, TensorRow
 from trimtab.errors import gib
 from trimtab.plan.cost import HEAD8, HEAD_PIECE_BYTES, allocated_bytes, buffer_bytes, packed_bytes, packed_parts
 from trimtab.plan.pieces import pieces_of
@@ -73,7 +73,8 @@ class Block:
     load_transient_bytes: the most that loading one weight takes at once. dense_bytes: what is read of the weights that
     loading packs. flops_per_token: multiply-adds a row. row_bytes: one row of a table, 0 for other blocks. is_in_file:
     whether a table is one tensor of the checkpoint, whose rows can be read from there. pieces: the leaves of each piece that is
-    copied by itself in a captured pass; piece_bytes: of each, in the buffer.
+    copied by itself in a captured pass; piece_bytes: of each, in the buffer. widened_bytes: what a pass writes and reads again of
+    weights that are held in 16 bits and computed with in float32.
     """
 
     block_path: str
@@ -95,6 +96,7 @@ class Block:
     is_in_file: bool = True
     pieces: tuple[tuple[str, ...], ...] = ()
     piece_bytes: tuple[int, ...] = ()
+    widened_bytes: int = 0
 
     @property
     def is_table(self) -> bool:
@@ -189,8 +191,16 @@ def _block(path: str, rows: list[ModuleRow], anatomy: Anatomy, quant: str, tied:
         flops_per_token=0 if is_table else sum(2 * prod(leaf.shape) for leaf in leaves),
         row_bytes=sum(leaf.dense_bytes // leaf.shape[0] for leaf in leaves) if is_table else 0,
         is_in_file=all(len(t.sources) == 1 for row in rows for t in row.tensors if t.tensor_path in moving),
-        pieces=pieces, piece_bytes=tuple(piece_bytes),
+        pieces=pieces, piece_bytes=tuple(piece_bytes), widened_bytes=sum(widened_bytes(row, anatomy.dtype) for row in rows),
     )  # fmt: skip
+
+
+def widened_bytes(row: ModuleRow, dtype: str) -> int:
+    """Return what a product writes and reads again of a linear's weight that is held in fewer bits than it computes with."""
+    weight = row.weight
+    if weight is None or row.kind != "linear" or row.quantized or row.is_head8 or not weight.is_narrow(dtype):
+        return 0
+    return 2 * weight.numel * DTYPE_BYTES[dtype]
 
 
 def _paid(path: str, part: Part) -> Paid:

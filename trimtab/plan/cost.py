@@ -151,12 +151,14 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """The inputs of a block's time: packed bytes, multiply-adds per row, kernels per pass; row bytes of a table."""
+    """The inputs of a block's time: packed bytes, multiply-adds per row, kernels per pass; row bytes of a table; bytes written and
+    read again where weights are widened to be computed with."""
 
     nbytes: int
     flops: int
     leaves: int
     row_bytes: int = 0
+    widened_bytes: int = 0
 
 
 def seconds(
@@ -197,7 +199,9 @@ def _rows_s(tier: str, home: str, weights: Weights, rows: int, rates: Rates, cop
 
 
 def _pass_s(tier: str, weights: Weights, rows: int, rates: Rates, copy_Bps: float) -> float:
-    device_s = max(weights.nbytes / rates.device_Bps, rows * weights.flops / rates.device_flops)
+    device_s = max(
+        (weights.nbytes + weights.widened_bytes) / rates.device_Bps, rows * weights.flops / rates.device_flops
+    )
     device_s += weights.leaves * rates.launch_s
     if tier == "resident" or not weights.nbytes:
         return device_s

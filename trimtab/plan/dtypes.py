@@ -1,7 +1,8 @@
 """The floating-point type in which a model computes on a card, and the reason.
 
 Compute capability below 8.0 (GTX 16, RTX 20, T4) emulates bfloat16. There float16 is taken where a family's activations stay within
-it, which is measured while loading (`runtime/float16_check.py`); float32 where they are known not to.
+it, which is measured while loading (`runtime/float16_check.py`); float32 where they are known not to. There weights that are not
+quantized stay in the 16 bits of their file, and are cast where they are computed with: the same values, half the memory.
 
 Gemma exceeds float16 (65,504): Gemma 3 in its norms (github.com/huggingface/transformers/issues/36822), Gemma 4 in the first
 layers' MLP (github.com/unslothai/unsloth/pull/5092) and in its vision tower (github.com/huggingface/transformers/pull/46277).
@@ -33,6 +34,12 @@ def reason_of(dtype: str, capability: tuple[int, int] | None, model_type: str) -
 def was_chosen(dtype_reason: str) -> bool:
     """Whether the plan chose the type for this reason, and nobody asked for it."""
     return bool(dtype_reason) and not dtype_reason.startswith(ASKED)
+
+
+def keeps_16bit(dtype: str, dtype_reason: str) -> bool:
+    """Whether unquantized weights stay in 16 bits in memory while the model computes in float32: where the plan chose float32.
+    Whoever requests float32 gets float32 weights, which take twice the memory and are not cast at each use."""
+    return dtype == "float32" and was_chosen(dtype_reason)
 
 
 def choose_dtype(model_type: str, capability: tuple[int, int] | None) -> tuple[str, str]:

@@ -308,8 +308,9 @@ class _Planner:
 
     def _weights(self, block: Block) -> Weights:
         return Weights(
-            nbytes=block.movable_bytes, flops=block.flops_per_token, leaves=len(block.leaves), row_bytes=block.row_bytes
-        )
+            nbytes=block.movable_bytes, flops=block.flops_per_token, leaves=len(block.leaves), row_bytes=block.row_bytes,
+            widened_bytes=block.widened_bytes,
+        )  # fmt: skip
 
     def _runs_in_mode(self, block: Block, tier: str) -> bool:
         """Return whether a captured step can run with the block in this tier: what it reads every token stays off the CPU."""

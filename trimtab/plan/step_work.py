@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.plan.activations import Use
-from trimtab.plan.blocks import Block, Paid
+from trimtab.plan.blocks import Block, Paid, widened_bytes
 from trimtab.plan.budget import STAGING_SLOTS, Choice
 from trimtab.plan.cost import Work
 from trimtab.plan.execution import BlockWork, StepWork, head_bytes, head_rows
@@ -45,12 +45,13 @@ def step_work(
             other_s += choice.step_s
             continue
         copied = block.movable_bytes if choice.tier == "stream" else 0
-        device, link = device + block.movable_bytes, link + copied
+        device, link = device + block.movable_bytes + block.widened_bytes, link + copied
         other_s += choice.step_s if choice.tier == "disk" else 0.0
         one = BlockWork(block.movable_bytes, copied, len(block.leaves), is_layer, block.piece_bytes if copied else ())
         (first if block.part == "language" and not is_layer else after).append(one)
     head = head_bytes(anatomy)
     tied = {path for row in head_rows(anatomy) for path in [row.weight and row.weight.tied_to] if path}
+    head += sum(widened_bytes(row, anatomy.dtype) for row in head_rows(anatomy))
     device += head if tied else 0  # what a head shares with a table is no block of its own
     return StepWork(
         device_bytes=device, link_bytes=link, other_s=other_s, tail_bytes=head, layers=layers, linears=linears, rows=rows,

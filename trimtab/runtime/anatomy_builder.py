@@ -7,12 +7,13 @@ choice, unless the config fixes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from trimtab.checkpoint.anatomy import Anatomy, Kind, KVLayer, ModuleRow, Part, TensorRow
+from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, Kind, KVLayer, ModuleRow, Part, TensorRow
 from trimtab.checkpoint.names import is_under, matches, near_names
 from trimtab.checkpoint.packed import PackedEntry
 from trimtab.errors import RequestError
@@ -31,12 +32,14 @@ READS_WHOLE_TABLE = ("deberta", "diffusion_gemma", "t5gemma")
 def build_anatomy(
     model: Any, config: Any, sources: Mapping[str, Expression], ties: Mapping[str, str], *, dtype: str,
     packed: Mapping[str, PackedEntry], quant: str, unquantized: Mapping[str, str], keep_unquantized: tuple[str, ...],
-    windows: tuple[int | None, ...] | None, head: str = "full",
+    windows: tuple[int | None, ...] | None, head: str = "full", file_dtype: Callable[[str], str | None] | None = None,
 ) -> Anatomy:  # fmt: skip
     """Return one row a module that owns tensors or wraps one.
 
     windows: of the layers of stock's cache, None to read them from the config. head: "int8" makes the output head a module
-    of its own, tied to nothing. Errors: RequestError for a pattern that names nothing, and for a model without such a head.
+    of its own, tied to nothing. file_dtype: the type of a tensor of the files, where weights that are looked up or multiplied stay
+    in it if it has fewer bits than `dtype`; None where all are cast. Errors: RequestError for a pattern that names nothing, and for
+    a model without such a head.
     """
     copies: dict[str, str] | None = None
     if head == "int8":
@@ -44,6 +47,8 @@ def build_anatomy(
     places = _Places(model, config, ties)
     formats = _Formats(sources, packed, quant, unquantized, keep_unquantized)
     rows = tuple(_rows(places, formats, sources, ties, copies))
+    if file_dtype is not None:
+        rows = _narrowed(rows, places, sources, file_dtype)
     _check_keep(keep_unquantized, rows)
     caches = _Caches(places, config.get_text_config(), windows)
     text = config.get_text_config()
@@ -148,6 +153,42 @@ def _tensors(
         )  # fmt: skip
 
 
+def _narrowed(
+    rows: tuple[ModuleRow, ...], places: _Places, sources: Mapping[str, Expression], file_dtype: Callable[[str], str | None]
+) -> tuple[ModuleRow, ...]:  # fmt: skip
+    """Return the rows with each weight in its file's type that has fewer bits, where our own layers compute with it."""
+    stored = {}
+    for row in rows:
+        weight = row.weight
+        owns = (row.kind == "linear" and not row.quantized) or (
+            row.kind == "embedding" and places.is_looked_up(row.module_path)
+        )
+        if weight is None or not owns or row.is_head8:
+            continue
+        expression = sources.get(weight.tensor_path)
+        name = None if expression is None else expression.cast_leaf
+        dtype = None if name is None else file_dtype(name)
+        if dtype is not None and DTYPE_BYTES[dtype] < DTYPE_BYTES[weight.dtype]:
+            stored[weight.tensor_path] = dtype
+    shared: dict[str, list[str]] = {}  # one storage is narrow for all that share it
+    for row in rows:
+        for tensor in row.tensors:
+            shared.setdefault(tensor.tied_to or tensor.tensor_path, []).append(tensor.tensor_path)
+    for paths in shared.values():
+        if not all(path in stored for path in paths):
+            for path in paths:
+                stored.pop(path, None)
+    return tuple(
+        replace(
+            row,
+            tensors=tuple(
+                replace(tensor, dtype=stored.get(tensor.tensor_path, tensor.dtype)) for tensor in row.tensors
+            ),
+        )
+        for row in rows
+    )
+
+
 def _wrapped(path: str, module: nn.Module) -> str | None:
     inner = module._modules.get("linear")
     return f"{path}.linear" if type(inner) is nn.Linear and "Linear" in type(module).__name__ else None
@@ -205,7 +246,8 @@ class _Places:
         self.head = next((path for path, module in self.modules.items() if head is not None and module is head), None)
         self.base = str(getattr(model, "base_model_prefix", "") or "")
         self.roots = self._roots(config)
-        self.tables = {path for path in self.modules if self._is_table(path, config, ties)}
+        self.word_tables = {path for path in self.modules if self._is_word_table(path, config)}
+        self.tables = {path for path in self.word_tables if self._is_table(path, ties)}
 
     def _roots(self, config: Any) -> dict[str, Part]:
         """Return path -> part of the sub-models that carry one of the config's sub-configs."""
@@ -219,8 +261,16 @@ class _Places:
                 roots[path] = part
         return roots
 
-    def _is_table(self, path: str, config: Any, ties: Mapping[str, str]) -> bool:
-        """Return whether a module is a word table that is only indexed: vocabulary-sized, untied, of known forward."""
+    def is_looked_up(self, path: str) -> bool:
+        """Return whether a module is a word table of which only rows are read, apart from a head that shares it."""
+        return path in self.word_tables
+
+    def _is_table(self, path: str, ties: Mapping[str, str]) -> bool:
+        """Return whether a word table shares its weight with nothing."""
+        return not (f"{path}.weight" in ties or f"{path}.weight" in ties.values())
+
+    def _is_word_table(self, path: str, config: Any) -> bool:
+        """Return whether a module is an embedding that is only indexed: vocabulary-sized, of known forward."""
         module, text = self.modules[path], config.get_text_config()
         if not isinstance(module, nn.Embedding) or str(config.model_type).startswith(READS_WHOLE_TABLE):
             return False
@@ -230,10 +280,7 @@ class _Places:
             for holder in (config, text)
             for name in ("vocab_size", "vocab_size_per_layer_input")
         }
-        tied = f"{path}.weight" in ties or f"{path}.weight" in ties.values()
-        return (
-            known and module.max_norm is None and module.num_embeddings in sizes and "position" not in path and not tied
-        )
+        return known and module.max_norm is None and module.num_embeddings in sizes and "position" not in path
 
     def part(self, path: str) -> Part:
         """Return the part: table, head, the sub-model's, what joins sub-models, or language."""

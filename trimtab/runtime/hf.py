@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.packed import PackedEntry, split_packed
@@ -350,19 +351,22 @@ def read_anatomy(checkpoint: Checkpoint, *, quant: str, dtype: str, keep_unquant
 
 
 def anatomy_of(
-    probed: Probe, checkpoint: Checkpoint, *, quant: str, keep_unquantized: tuple[str, ...] = (), head: str = "full"
+    probed: Probe, checkpoint: Checkpoint, *, quant: str, keep_unquantized: tuple[str, ...] = (), head: str = "full",
+    keeps_16bit: bool = False,
 ) -> Anatomy:  # fmt: skip
     """Return the anatomy of a probed checkpoint.
 
-    Errors: RequestError if a keep_unquantized pattern names no linear, or if the model has no head that could be in 8 bits.
+    keeps_16bit: unquantized weights stay in 16 bits beside a computing dtype of 32 (`plan/dtypes.py`). Errors: RequestError if a
+    keep_unquantized pattern names no linear, or if the model has no head that could be in 8 bits.
     """
     from trimtab.runtime import hf_gemma4, hf_prefill, hf_prompt_media, hf_slots
 
-    packed = split_packed(checkpoint)[1]
+    plain, packed = split_packed(checkpoint)
     built = build_anatomy(
         probed.model, probed.config, probed.sources, probed.ties, dtype=probed.dtype, packed=packed, quant=quant,
         unquantized=stock_unquantized(probed.model, quant), keep_unquantized=keep_unquantized,
         windows=_cache_windows(probed.config), head=head,
+        file_dtype=partial(_file_dtype, checkpoint, plain) if keeps_16bit else None,
     )  # fmt: skip
     return replace(
         built,
@@ -371,6 +375,14 @@ def anatomy_of(
         prompts_unsupported=hf_prefill.why_not(probed.model),
         images_look_ahead=hf_prompt_media.images_look_ahead(probed.config),
     )
+
+
+def _file_dtype(checkpoint: Checkpoint, plain: Mapping[str, TensorEntry], tensor_name: str) -> str | None:
+    """Return the type of a file tensor; without weight files the one that config.json names, or bfloat16."""
+    if checkpoint.has_weights:
+        return plain[tensor_name].dtype if tensor_name in plain else None
+    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    return named if isinstance(named, str) and named in DTYPE_BYTES else "bfloat16"
 
 
 def _cache_windows(config: Any) -> tuple[int | None, ...] | None:

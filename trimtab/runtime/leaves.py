@@ -21,11 +21,13 @@ from trimtab.runtime.quant import (
     Shell,
     dequantize,
     dequantize_rows,
+    is_narrow,
     repack,
     repacked_shell,
     shell,
     unpacked_shell,
     why_not_repacked,
+    widened,
 )  # fmt: skip
 from trimtab.runtime.tiers import Group, Staged
 
@@ -33,9 +35,9 @@ from trimtab.runtime.tiers import Group, Staged
 class Leaf(nn.Module):
     """A linear layer whose weight lives in a tier, with its adapters: x [..., D_in] -> y [..., D_out].
 
-    Stands at the module path of the Linear it replaces. `weight` is the real tensor when it is resident and unquantized,
-    otherwise a tensor without data of the weight's shape in the computing dtype, so that code which only asks for a shape
-    or a dtype is right (transformers 5.6.2 casts pixels to the dtype it finds there) and code that would read it fails.
+    Stands at the module path of the Linear it replaces. `weight` is the real tensor when it is resident, unquantized and in the
+    computing dtype, otherwise a tensor without data of the weight's shape in that dtype, so that code which only asks for a
+    shape or a dtype is right (transformers 5.6.2 casts pixels to the dtype it finds there) and code that would read it fails.
     """
 
     def __init__(
@@ -75,12 +77,15 @@ class Leaf(nn.Module):
 
     def dense_weight(self) -> Tensor:
         """Return the dequantized weight [D_out, D_in] on the execution device."""
-        weight = dequantize(self.packed())
-        return weight.clone() if self.quant_kind == "none" else weight
+        return self._widened(dequantize(self.packed()), copy=True)
 
     def dense_rows(self, start: int, stop: int) -> Tensor:
         """Return some rows of the dequantized weight, [stop - start, D_in], in memory of their own on the execution device."""
-        return dequantize_rows(self.packed(), start, stop, self.device)
+        return self._widened(dequantize_rows(self.packed(), start, stop, self.device))
+
+    def _widened(self, weight: Tensor, *, copy: bool = False) -> Tensor:
+        """Return an unquantized weight in the computing dtype, another one in that of its format."""
+        return widened(weight, self.dtype, copy=copy) if self.quant_kind == "none" else weight
 
     def forward(self, x: Tensor) -> Tensor:
         return self.adapted(x, self.base(x))
@@ -121,7 +126,7 @@ class StillLeaf(Leaf):
         return self._packed if self._repacked is None else self._repacked.restored()
 
     def dense_rows(self, start: int, stop: int) -> Tensor:
-        return dequantize_rows(self._repacked or self._packed, start, stop, self.device)
+        return self._widened(dequantize_rows(self._repacked or self._packed, start, stop, self.device))
 
     @property
     def is_on_cpu(self) -> bool:
@@ -144,7 +149,7 @@ class ResidentLeaf(StillLeaf):
 
     @property
     def weight(self) -> Tensor:
-        if self.quant_kind == "none":
+        if self.quant_kind == "none" and not is_narrow(self._packed.dtype, self.dtype):
             return self._packed.parts["weight"]
         ghost: Tensor = self.__dict__["ghost"]
         return ghost

@@ -25,11 +25,12 @@ from trimtab.errors import CheckpointError, TrimtabError
 from trimtab.plan import Plan
 from trimtab.plan.blocks import blocks_of
 from trimtab.plan.cost import HEAD8, HEAD_PIECE_VALUES, buffer_bytes, packed_parts
+from trimtab.plan.dtypes import keeps_16bit
 from trimtab.runtime import head8, head8_choice, hf, hf_attention, leaves, tables, tiers
 from trimtab.runtime.adapter_store import AdapterStore
 from trimtab.runtime.arena import Arena
 from trimtab.runtime.devices import spill_folder
-from trimtab.runtime.quant import CodeTables, Packed, dequantize, keep, prequantized, quantize
+from trimtab.runtime.quant import CodeTables, Packed, dequantize, is_narrow, keep, prequantized, quantize
 from trimtab.runtime.read import Reader, Wanted
 from trimtab.runtime.spill import Spill
 
@@ -80,8 +81,9 @@ def fill(
     check_same_checkpoint(plan, checkpoint)
     probe = probe or hf.probe(checkpoint, dtype=request.dtype)
     anatomy = hf.anatomy_of(
-        probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head
-    )
+        probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head,
+        keeps_16bit=keeps_16bit(request.dtype, plan.dtype_reason),
+    )  # fmt: skip
     with ExitStack() as undo:
         filler = _Filler(plan, checkpoint, probe, anatomy, store, undo)
         loaded = filler.run(progress)
@@ -267,10 +269,14 @@ class _Filler:
         return prequantized(entry, parts)
 
     def _dense(self, tensor: TensorRow) -> Tensor | None:
-        """Return the tensor as stock would hold it, or None when it comes from no file (already real)."""
+        """Return the tensor as stock would hold it, or as its file does where the anatomy says so; None when it comes from no file
+        (already real)."""
         expression = self.probe.sources.get(tensor.tensor_path)
         if expression is None:
             return None
+        name = expression.cast_leaf
+        if name in self.entries and is_narrow(getattr(torch, tensor.dtype), self.dtype):
+            return self._fetch(name)
         try:
             return expression.replay(self._fetch)
         except TrimtabError:
@@ -393,14 +399,13 @@ class _Filler:
 
     def _entry(self, tensor: TensorRow, consequence: str, *, hint: str) -> TensorEntry:
         """Return the file tensor that a parameter is, or is a cast of. Errors: CheckpointError if it is made otherwise."""
-        expression = self.probe.sources[tensor.tensor_path]
-        is_cast = expression.func == Tensor.to and getattr(expression.args[0], "is_leaf", False)
-        if not (expression.is_leaf or is_cast):
+        name = self.probe.sources[tensor.tensor_path].cast_leaf
+        if name is None:
             raise CheckpointError(
                 f"is made from the file by more than a cast, {consequence}", path=self.plan.request.model,
                 tensor_name=tensor.tensor_path, hint=hint,
             )  # fmt: skip
-        return self.entries[expression.leaves[0]]
+        return self.entries[name]
 
     def _packed(self, row: ModuleRow, weight: TensorRow) -> Packed:
         expression = self.probe.sources.get(weight.tensor_path)

@@ -42,6 +42,12 @@ class Expression:
         return self.leaf is not None
 
     @property
+    def cast_leaf(self) -> str | None:
+        """The file tensor that it is, or is a cast of; None if it is made by more than a cast."""
+        inner = self.args[0] if self.func == Tensor.to and self.args else self
+        return inner.leaf if isinstance(inner, Expression) else None
+
+    @property
     def leaves(self) -> tuple[str, ...]:
         """The file tensors it is made of, each once, in the order in which `replay` asks for them."""
         return tuple(dict.fromkeys(self._walk()))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from trimtab.checkpoint.packed import PackedEntry
 from trimtab.errors import CheckpointError, DeviceError
-from trimtab.plan.cost import HEAD8
+from trimtab.plan.cost import HEAD8, HEAD_CHUNK_VALUES
 from trimtab.runtime import head8
 from trimtab.runtime.importing import without_hub_kernels
 from trimtab.runtime.late_compile import late_compile
@@ -261,6 +261,36 @@ class PlainShell(nn.Module):
         return rows.view(*x.shape[:-1], rows.shape[-1])
 
 
+def is_narrow(stored: torch.dtype, computed: torch.dtype) -> bool:
+    """Whether a weight is held in fewer bits than it is computed with (`plan/dtypes.py::keeps_16bit`)."""
+    return stored.itemsize < computed.itemsize
+
+
+def widened(weight: Tensor, dtype: torch.dtype, *, copy: bool = False) -> Tensor:
+    """Return a weight in the computing dtype where it is held in fewer bits, else in its own. copy: in memory of its own."""
+    return weight.to(dtype if is_narrow(weight.dtype, dtype) else weight.dtype, copy=copy)
+
+
+class WideShell:
+    """`y = x W^T + b` in x's type over a weight in a narrower one, [D_out, D_in]: a few rows of it are cast at a time.
+
+    Beside its output it holds HEAD_CHUNK_VALUES values of x's type. The cast is exact from 16 bits to float32.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+        self.step = max(1, HEAD_CHUNK_VALUES // weight.shape[1])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        out = torch.empty(flat.shape[0], self.weight.shape[0], dtype=x.dtype, device=x.device)
+        for start in range(0, self.weight.shape[0], self.step):
+            rows = slice(start, start + self.step)
+            bias = None if self.bias is None else self.bias[rows]
+            out[:, rows] = nn.functional.linear(flat, self.weight[rows].to(x.dtype), bias)
+        return out.view(*x.shape[:-1], -1)
+
+
 def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Shell:
     """Return a callable layer over the packed parts: x [..., D_in] -> y [..., D_out].
 
@@ -268,7 +298,8 @@ def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Sh
     the buffer holds. bitsandbytes' own forward is called because its kernels differ between releases.
     """
     if packed.kind == "none":
-        return PlainShell(packed.parts["weight"], bias)
+        kind = WideShell if is_narrow(packed.dtype, compute_dtype) else PlainShell
+        return kind(packed.parts["weight"], bias)
     if packed.kind == HEAD8:
         return head8.Head(packed.parts["weight"], packed.parts["scale"], bias, packed.kernel)
     rows, columns = packed.shape

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trimtab.runtime import lora
 from trimtab.runtime.adapter_store import AdapterStore
+from trimtab.runtime.quant import is_narrow, widened
 from trimtab.runtime.read import PositionedFile, bytes_of, seen_by
 
 
@@ -46,20 +47,21 @@ class Table(nn.Module):
 
 
 class ResidentTable(Table):
-    """The whole table is on the execution device; a tied head may share it."""
+    """The whole table is on the execution device; a tied head may share it. Its rows are widened where it is held in fewer bits
+    than the model computes with; it is no parameter then, for transformers takes a model's dtype from its first one."""
 
     def __init__(self, module_path: str, weight: nn.Parameter, **kwargs: Any) -> None:
         super().__init__(module_path, (weight.shape[0], weight.shape[1]), **kwargs)
-        self.weight = weight
+        if is_narrow(weight.dtype, self.dtype):
+            self.__dict__["weight"] = weight.data
+        else:
+            self.weight = weight
 
     def rows(self, ids: Tensor) -> Tensor:
-        return nn.functional.embedding(ids, self.weight)
+        return widened(nn.functional.embedding(ids, self.weight), self.dtype)
 
     def held(self) -> tuple[Tensor, bool] | None:
         return self.weight, False
-
-    def dense_rows(self) -> Tensor:
-        return self.weight
 
 
 class GatheredTable(Table):
@@ -85,13 +87,13 @@ class GatheredTable(Table):
         self._staged: Tensor | None = None
         self.__dict__["seen"] = seen_by(source, self.device) if isinstance(source, Tensor) else None
         ids = torch.arange(min(first_rows, shape[0]))
-        self.__dict__["weight"] = self._gather(ids).to(self.device)
+        self.__dict__["weight"] = widened(self._gather(ids).to(self.device), self.dtype)
 
     def _gather(self, ids: Tensor) -> Tensor:
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_embeddings:
             raise IndexError(f"{self.module_path}: token id outside 0..{self.num_embeddings - 1}")
         if isinstance(self.source, Tensor):
-            rows = torch.empty(ids.numel(), self.embedding_dim, dtype=self.dtype, pin_memory=self._pinned)
+            rows = torch.empty(ids.numel(), self.embedding_dim, dtype=self.source.dtype, pin_memory=self._pinned)
             return torch.index_select(self.source, 0, ids, out=rows)
         return self.source.read(ids, self.dtype, pinned=self._pinned)
 
@@ -104,12 +106,12 @@ class GatheredTable(Table):
 
     def rows(self, ids: Tensor) -> Tensor:
         if self.seen is not None:
-            return nn.functional.embedding(ids, self.seen)
+            return widened(nn.functional.embedding(ids, self.seen), self.dtype)
         if self.reads_staged:
             assert self._staged is not None
             return self._staged[: ids.numel()].view(*ids.shape, self.embedding_dim)
         flat = ids.reshape(-1).cpu()
-        rows = self._gather(flat).to(self.device, non_blocking=True)
+        rows = widened(self._gather(flat).to(self.device, non_blocking=True), self.dtype)
         return rows.view(*ids.shape, self.embedding_dim)
 
     def held(self) -> tuple[Tensor, bool] | None:
