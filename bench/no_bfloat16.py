@@ -22,7 +22,7 @@ from typing import Any
 from bench.memory import environment
 
 GIB = 2**30
-CASES = ("stock", "stock32", "16bit", "wide")
+CASES = ("stock32", "stock", "16bit", "wide")
 TOKENS, NEW = 200, 65
 
 
