@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ from trimtab.runtime.read import Reader, Wanted
 from trimtab.runtime.spill import Spill
 
 CPU = torch.device("cpu")
+# A parameter of so many values is cast to a wider type a few rows at a time.
+CAST_VALUES = 4 * HEAD_PIECE_VALUES
 Progress = Callable[[int, int], None]
 
 
@@ -118,6 +121,8 @@ class _Filler:
         self.file_rows: list[tables.FileRows] = []
         self.spill: Spill | None = None
         self.uses: Counter[str] = Counter()
+        owned = (tensor for row in self.rows for tensor in row.tensors if tensor.tied_to is None)
+        self.shared = Counter(name for tensor in owned for name in self._leaves(tensor))
         self.held: dict[str, Tensor] = {}
         self.reader: Reader | None = None
         self.head: leaves.Leaf | None = None
@@ -210,6 +215,9 @@ class _Filler:
                     continue
                 names = self._leaves(tensor)
                 device = self._first_device(row, tensor)
+                if (entry := self._cast_in_pieces(tensor)) is not None:
+                    yield from (Wanted(piece, device, True) for piece in _pieces(entry))
+                    continue
                 for name in names:
                     self.uses[name] += 1
                     if self.uses[name] == 1:
@@ -220,6 +228,15 @@ class _Filler:
                         for part, entry in packed.parts.items():
                             if part != "quant_state":
                                 yield Wanted(entry, device)
+
+    def _cast_in_pieces(self, tensor: TensorRow) -> TensorEntry | None:
+        """Return the file tensor of a large parameter that is it in a wider type: whole, it would stand beside its cast."""
+        expression = self.probe.sources.get(tensor.tensor_path)
+        name = None if expression is None or expression.is_leaf else expression.cast_leaf
+        if name is None or name not in self.entries or self.shared[name] > 1 or tensor.numel < CAST_VALUES:
+            return None
+        stored, wanted = getattr(torch, self.entries[name].dtype), getattr(torch, tensor.dtype)
+        return self.entries[name] if is_narrow(stored, wanted) else None
 
     def _in_order(self, row: ModuleRow) -> list[TensorRow]:
         """Return a module's tensors in the order in which they are requested: what a tier can move before the rest."""
@@ -274,6 +291,8 @@ class _Filler:
         expression = self.probe.sources.get(tensor.tensor_path)
         if expression is None:
             return None
+        if (entry := self._cast_in_pieces(tensor)) is not None:
+            return self._cast(tensor, entry)
         name = expression.cast_leaf
         if name in self.entries and is_narrow(getattr(torch, tensor.dtype), self.dtype):
             return self._fetch(name)
@@ -288,6 +307,17 @@ class _Filler:
                 f"cannot be converted from {', '.join(self._leaves(tensor))} ({exc})", path=self.plan.request.model,
                 tensor_name=tensor.tensor_path,
             ) from exc  # fmt: skip
+
+    def _cast(self, tensor: TensorRow, entry: TensorEntry) -> Tensor:
+        assert self.reader is not None
+        whole, start = None, 0
+        for part in map(self.reader.take, _pieces(entry)):
+            if whole is None:
+                whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=part.device)
+            whole[start : start + len(part)].copy_(part)
+            start += len(part)
+        assert whole is not None and start == len(whole), tensor.tensor_path
+        return whole
 
     # Where it goes ----------------------------------------------------------------------------------------------------
 
@@ -387,15 +417,7 @@ class _Filler:
                 f"is {entry.dtype}: an 8-bit head is made from bfloat16, float16 or float32", path=entry.file,
                 tensor_name=entry.tensor_name, hint="Leave head= out",
             )  # fmt: skip
-        rows, width = weight.shape
-        step, row_bytes = max(1, HEAD_PIECE_VALUES // width), entry.nbytes // rows
-        return [
-            replace(
-                entry, shape=(min(step, rows - at), width), start=entry.start + at * row_bytes,
-                nbytes=min(step, rows - at) * row_bytes,
-            )
-            for at in range(0, rows, step)
-        ]  # fmt: skip
+        return _pieces(entry)
 
     def _entry(self, tensor: TensorRow, consequence: str, *, hint: str) -> TensorEntry:
         """Return the file tensor that a parameter is, or is a cast of. Errors: CheckpointError if it is made otherwise."""
@@ -546,6 +568,19 @@ class _Filler:
             block = self.probe.model.get_submodule(group.block)
             leaves.last_reader(block, group).register_forward_hook(partial(_left, streamer, group))
         return streamer
+
+
+def _pieces(entry: TensorEntry) -> list[TensorEntry]:
+    """Return a tensor of a file as pieces of whole rows, of HEAD_PIECE_VALUES values at most where a row has fewer."""
+    rows, *inner = entry.shape
+    step, row_bytes = max(1, HEAD_PIECE_VALUES // prod(inner)), entry.nbytes // rows
+    return [
+        replace(
+            entry, shape=(min(step, rows - at), *inner), start=entry.start + at * row_bytes,
+            nbytes=min(step, rows - at) * row_bytes,
+        )
+        for at in range(0, rows, step)
+    ]  # fmt: skip
 
 
 def _left(streamer: tiers.Streamer, group: tiers.Group, *_: Any) -> None:
