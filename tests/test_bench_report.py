@@ -327,11 +327,9 @@ def test_a_picture_is_the_same_every_time_and_says_every_figure(world, tmp_path)
     found = bench(asked())
     draw(found, tmp_path / "a.svg")
     draw(found, tmp_path / "b.svg")
-    draw(found, tmp_path / "a.png")
     text = (tmp_path / "a.svg").read_bytes()
     assert text == (tmp_path / "b.svg").read_bytes()
     words = {element.text for element in ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}text")}
     assert {f"{figures.NAMES[name]}, {unit}" for name, unit, _ in figures.FIGURES} <= words
-    assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     with pytest.raises(RequestError):
-        draw(found, tmp_path / "a.gif")
+        draw(found, tmp_path / "a.png")

@@ -51,7 +51,6 @@ PLAN = ["plan", BASE, "--device", "cpu", "--context", "128"]
 COMMANDS: dict[str, tuple[list[str], int]] = {
     "plan --save": ([*PLAN, "--save", "{full}/plan.json"], 2),
     "plan --picture svg": ([*PLAN, "--picture", "{full}/plan.svg"], 2),
-    "plan --picture png": ([*PLAN, "--picture", "{full}/plan.png"], 2),
     "inspect --patched": (["inspect", str(demo.ADAPTERS["style"]), "--model", BASE, "--patched", "{full}/copy"], 2),
     "merge": (["merge", BASE, "{full}/merged", "--adapter", STYLE], 4),
     "merge into a folder": (["merge", BASE, "{full}/a/merged", "--adapter", STYLE], 2),

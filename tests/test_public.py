@@ -122,8 +122,6 @@ def test_each_foreign_library_is_imported_where_it_belongs(file):
 @pytest.mark.parametrize("file", PURE, ids=name_of)
 def test_pure_files_import_the_standard_library_and_each_other(file):
     allowed = set(sys.stdlib_module_names) | {"trimtab"}
-    if file.name == "charts.py":
-        allowed.add("matplotlib")  # for a PNG, when one is drawn
     assert imports_of(file) <= allowed
 
 

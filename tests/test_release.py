@@ -152,7 +152,7 @@ def test_what_an_installation_brings_is_enough_for_every_command_of_the_readme(t
     def trimtab_(*arguments):
         return run(python, "-m", "trimtab", *arguments, cwd=tmp_path)
 
-    trimtab_("plan", *placed, "--picture", str(tmp_path / "plan.png"))
+    trimtab_("plan", *placed, "--picture", str(tmp_path / "plan.svg"))
     trimtab_(
         "run",
         *placed,

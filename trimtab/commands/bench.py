@@ -41,7 +41,7 @@ def add(command: Command) -> None:
     )
     ask.add_argument("--image", action="append", default=[], metavar="FILE", help="an image; repeatable")
     ask.add_argument("--audio", action="append", default=[], metavar="FILE", help="an audio file; repeatable")
-    output.add_argument("--picture", metavar="FILE", help="draw the results as .svg or .png")
+    output.add_argument("--picture", metavar="FILE", help="draw the results as .svg")
     output.add_argument("--save", metavar="FILE", help="write every run, the medians and the machine as .json")
 
 

@@ -71,7 +71,7 @@ def add(command: Command) -> None:
     request.add_argument("--audio-s", type=float, metavar="S", help="seconds of audio of one prompt (default: 30)")
     add_answer_tokens(request)
     output.add_argument("--save", metavar="FILE", help="write the plan as JSON; `trimtab run FILE` loads it")
-    output.add_argument("--picture", metavar="FILE", help="draw the plan as .svg or .png")
+    output.add_argument("--picture", metavar="FILE", help="draw the plan as .svg")
     output.add_argument("--wide", action="store_true", help="print one line per row, wider than 80 columns")
     output.add_argument(
         "--options", action="store_true", help="also plan possible changes: memory and tokens per second of each"

@@ -1,6 +1,6 @@
 """The chart of a plan: one bar per device, with the budget as its load line.
 
-`draw` writes .svg (the same bytes for the same plan) or .png. The shapes are laid out once, in pixels from the top left corner.
+`draw` writes .svg, the same bytes for the same plan. The shapes are laid out once, in pixels from the top left corner.
 """
 
 from __future__ import annotations
@@ -224,6 +224,6 @@ def _is_dark(color: str) -> bool:
 
 
 def draw(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the picture of a plan as .svg or .png. Errors: RequestError for another ending or place."""
+    """Write the picture of a plan as .svg. Errors: RequestError for another ending or place."""
     check_path(path)
     write_shapes(*layout(plan), path)

@@ -88,7 +88,7 @@ class Plan:
         return table(self) if self.card is None else marked(table(self), self.card)
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """Draw the plan as .svg or .png. Errors: RequestError for another ending, or a place that cannot be written."""
+        """Draw the plan as .svg. Errors: RequestError for another ending, or a place that cannot be written."""
         charts.check_path(path, field="path")
         picture.draw(self, path)
 

@@ -1,7 +1,7 @@
 """Charts as SVG: shapes laid out in pixels from the top left corner, and the parts of a picture inside a page.
 
-`write_shapes` writes .svg (by hand, the same bytes for the same shapes) or .png (the same shapes through matplotlib). `text` and
-`inline_svg` make pictures that take their colours from the page around them.
+`write_shapes` writes a file, the same bytes for the same shapes. `text` and `inline_svg` make pictures that take their colours from
+the page around them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 
 from trimtab.errors import RequestError
-from trimtab.files import write_text, write_whole
+from trimtab.files import write_text
 
 WIDTH, MARGIN = 1000, 32
 INK, QUIET, PAPER, LINE, OVER = "#1f2933", "#64707d", "#ffffff", "#c0392b", "#f3f5f7"
@@ -58,18 +58,14 @@ Shape = Box | Stroke | Label
 
 
 def check_path(path: str | os.PathLike[str], *, field: str = "picture") -> None:
-    """Raise RequestError unless an image can have this ending."""
-    if Path(path).suffix.lower() not in (".svg", ".png"):
-        raise RequestError("a chart is .svg or .png", field=field, value=str(path), allowed=(".svg", ".png"))
+    """Raise RequestError unless a chart can have this ending."""
+    if Path(path).suffix.lower() != ".svg":
+        raise RequestError("a chart is an .svg file", field=field, value=str(path), allowed=(".svg",))
 
 
 def write_shapes(shapes: Sequence[Shape], height: float, path: str | os.PathLike[str]) -> None:
-    """Write shapes as .svg or .png, whole or not at all. Errors: RequestError if the place cannot be written."""
-    target = Path(path)
-    if target.suffix.lower() == ".png":
-        write_whole(target, lambda sibling: _png(shapes, height, sibling), field="picture")
-        return
-    write_text(target, svg(shapes, height), field="picture")
+    """Write shapes as .svg, whole or not at all. Errors: RequestError if the file cannot be written."""
+    write_text(Path(path), svg(shapes, height), field="picture")
 
 
 def svg(shapes: Sequence[Shape], height: float) -> str:
@@ -91,34 +87,6 @@ def svg(shapes: Sequence[Shape], height: float) -> str:
             weight = ' font-weight="bold"' if shape.bold else ""
             lines.append(f'<text {place} fill="{shape.color}"{weight}>{escape(shape.text, quote=False)}</text>')
     return "\n".join([*lines, "</svg>", ""])
-
-
-def _png(shapes: Sequence[Shape], height: float, path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Rectangle
-
-    inch = 100.0  # pixels of the layout; drawn at twice that for sharp text
-    figure = Figure(figsize=(WIDTH / inch, height / inch), dpi=2 * inch, facecolor=PAPER)
-    FigureCanvasAgg(figure)
-    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
-    axes.set_xlim(0, WIDTH)
-    axes.set_ylim(height, 0)
-    axes.axis("off")
-    for shape in shapes:
-        if isinstance(shape, Box):
-            axes.add_patch(Rectangle((shape.left, shape.top), shape.width, shape.height, color=shape.fill, linewidth=0))
-        elif isinstance(shape, Stroke):
-            ends = [shape.left, shape.left], [shape.top, shape.bottom]
-            axes.add_line(Line2D(*ends, color=shape.color, linewidth=1.5))
-        else:
-            align = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
-            axes.text(
-                shape.left, shape.base, shape.text, fontsize=shape.size * 72 / inch, color=shape.color, ha=align,
-                va="baseline", weight="bold" if shape.bold else "normal",
-            )  # fmt: skip
-    figure.savefig(path, format="png")
 
 
 # A picture inside a page -----------------------------------------------------------------------------------------------

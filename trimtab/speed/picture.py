@@ -1,6 +1,6 @@
 """The chart of a benchmark: a panel per figure, a bar per engine, its spread as a whisker, the limit as a line.
 
-Drawn from the same shapes as a plan: .svg, the same bytes for the same report, or .png.
+Drawn from the same shapes as a plan: .svg, the same bytes for the same report.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def check_picture_path(path: str) -> None:
 
 
 def draw(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write the picture of a report as .svg or .png. Errors: RequestError for another ending or place."""
+    """Write the picture of a report as .svg. Errors: RequestError for another ending or place."""
     charts.check_path(path, field="--picture")
     charts.write_shapes(*layout(report), path)
 
