@@ -127,13 +127,13 @@ def test_a_piece_is_copied_once_what_lies_in_its_place_has_been_used():
     order = CopyOrder(entered(a, b), 1)
     # b's first piece lies over both of a's; of a's pieces the second needs all of b.
     assert told(order) == [[], [("b", 0, 4), ("b", 4, 6), ("b", 6, 8)], [("a", 0, 2)], [], [("a", 2, 8)]]
-    assert order.entries == [*a.pieces, *b.pieces] and order.ends_at == [2, 2, 5, 5, 5]
+    assert order.steps == [*a.pieces, *b.pieces] and order.last == {a: 1, b: 4}
 
 
 def test_a_block_with_a_buffer_to_itself_is_never_copied_again():
     a, b, c = Block("a", 1, 1), Block("b", 1, 1), Block("c", 1, 1)
     order = CopyOrder(entered(a, b, c), 2)
-    assert order.slots_at == [0, 0, 1, 1, 0, 0]
+    assert order.slot_of == {a: 0, b: 1, c: 0}
     assert told(order) == [[("c", 0, 1)], [("c", 1, 2)], [], [], [("a", 0, 1)], [("a", 1, 2)]]
     assert told(CopyOrder(entered(a, b, c), 3)) == [[]] * 6
 
@@ -142,42 +142,8 @@ def test_a_block_with_a_buffer_to_itself_is_never_copied_again():
 def test_a_block_is_copied_as_a_whole_unless_each_of_its_pieces_is_entered_once(numbers):
     a, b = Block("a", 1, 1, 1), Block("b", 1, 1, 1)
     order = CopyOrder([*a.pieces, *(b.pieces[number] for number in numbers)], 1)
-    assert told(order)[:3] == [[], [], [("b", 0, 3)]]
-    assert len(set(order.brought_by[3:])) == 1 and set(order.ends_at[3:]) == {3 + len(numbers)}
-    # A piece of the next block follows the last use of what lies in its place.
-    used = {number: place for place, number in enumerate(numbers)}
-    due = [max((used[one] for one in range(piece + 1) if one in used), default=0) for piece in range(3)]
-    wanted = [[("a", piece, piece + 1) for piece in range(3) if due[piece] == place] for place in range(len(numbers))]
-    assert told(order)[3:] == wanted
-
-
-def test_pieces_that_are_entered_again_are_copied_once_if_asked_for():
-    a, b = Block("a", 1, 1), Block("b", 1, 1)
-    order = CopyOrder([*a.pieces, a.pieces[0], *b.pieces], 1, cut="again")
-    assert told(order) == [[], [], [("b", 0, 1), ("b", 1, 2)], [("a", 0, 1)], [("a", 1, 2)]]
-    assert order.brought_by[0] is order.brought_by[2] is not order.brought_by[1]
-    assert told(CopyOrder(entered(a, b), 1, cut="never")) == [[], [("b", 0, 2)], [], [("a", 0, 2)]]
-
-
-@pytest.mark.parametrize("slots", [1, 2, 3])
-def test_a_block_that_comes_back_is_copied_for_each_visit(slots):
-    a, b, c = Block("a", 1), Block("b", 1), Block("c", 1)
-    order = CopyOrder(entered(a, b, a, c), slots)
-    assert order.closing == [a, b, a][:slots]
-    copies = {1: ["b", "a", "c", "a"], 2: ["c", "b"], 3: ["c", "a"]}[slots]
-    assert [name for due in told(order) for name, _, _ in due] == copies
-
-
-def test_a_pass_ends_with_the_first_blocks_of_the_next_one():
-    a, b, c = Block("a", 2, 2), Block("b", 2, 2), Block("c", 2, 4, 4)
-    assert told(CopyOrder(entered(a, b), 1, following=[c]))[2:] == [[("c", 0, 2)], [("c", 2, 6), ("c", 6, 10)]]
-    # What the tower's blocks do not reach is still there.
-    order = CopyOrder(entered(a, b), 1, following=[c], intact=[c])
-    assert told(order)[2:] == [[("c", 0, 2)], [("c", 2, 6)]] and order.closing == [c]
-    assert order.due[3][-1] in order.last_copies
-    both = CopyOrder(entered(a, b), 2, following=[c])
-    assert both.closing == [c, b] and told(both) == [[("c", 0, 2)], [("c", 2, 6), ("c", 6, 10)], [], []]
-    assert CopyOrder(entered(a, b), 1, following=[b]).closing == [a], "a block of this pass is none of the next one"
+    assert told(order) == [[], [], [("b", 0, 3)], [("a", 0, 1), ("a", 1, 2), ("a", 2, 3)]]
+    assert {order.place[b.pieces[number]] for number in numbers} == {3} and order.last[b] == 3
 
 
 def test_pieces_that_are_entered_in_another_order_are_copied_in_that_order():
@@ -190,20 +156,18 @@ def test_pieces_that_are_entered_in_another_order_are_copied_in_that_order():
 def test_every_copy_comes_before_its_piece_and_after_all_that_it_overwrites(sizes, slots):
     blocks = [Block(str(number), *one) for number, one in enumerate(sizes)]
     order = CopyOrder(entered(*blocks), slots)
-    assert order.blocks == blocks and order.entries == entered(*blocks)
-    place_of = {piece: place for place, piece in enumerate(order.entries)}
+    assert order.blocks == blocks and order.steps == entered(*blocks)
     again = [block for number, block in enumerate(blocks) if len(blocks[number % slots :: slots]) > 1]
     copies = [(place, copy) for place, due in enumerate(order.due) for copy in due]
-    found = sorted((copy.block.name, copy.start, copy.end) for _, copy in copies)
-    assert found == sorted((block.name, piece.start, piece.end) for block in again for piece in block.pieces)
+    assert sorted(id(copy) for _, copy in copies) == sorted(id(piece) for block in again for piece in block.pieces)
     for place, copy in copies:
         number = blocks.index(copy.block)
         before = blocks[number - slots] if number >= slots else blocks[number % slots :: slots][-1]
-        assert number < slots or place < order.brought_by.index(copy)
+        assert number < slots or place < order.place[copy]
         over = [one for one in before.pieces if one.start < copy.end and copy.start < one.end]
-        assert all(place_of[one] <= place for one in over)
+        assert all(order.place[one] <= place for one in over)
         assert not over or place == max(
-            max(place_of[one] for one in over),
+            max(order.place[one] for one in over),
             max((at for at, other in copies if other.block is copy.block and other.start < copy.start), default=0),
         )
 

@@ -8,10 +8,9 @@ Pure: sizes, and objects that stand for blocks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 
 class Movable(Protocol):
@@ -86,75 +85,43 @@ def blocks_in(order: Sequence[Piece]) -> list[Any]:
 
 
 class CopyOrder:
-    """When a pass copies what. `due[place]` are the copies that may begin once the piece entered at that place has been used.
+    """When a pass copies what. `due[place]` are the copies that may begin once the step at that place has been used.
 
-    order: the pieces in the order in which the pass enters them (`entries`). A visit is a block's pieces side by side: visit k uses
-    buffer k modulo `slots`, and the blocks of the first visits are in the buffers when the pass begins. closing: by buffer, the
-    block in it when the pass ends: of the pass that comes next (`following`: its first blocks) where that is known, else of this
-    pass again. intact: which of `following` are in their buffers before this pass fills them; of these a pass copies the pieces
-    that it has overwritten. A block is copied piece by piece if a visit enters all of its pieces. cut: "once": each of them once;
-    "again": or more often; "never": as a whole.
-
-    By place: `slots_at`, the buffer; `ends_at`, the place behind its visit; `brought_by`, the copy that brings the piece. For a
-    first visit (before `first_end`) that is a copy of an earlier pass; it is None where the buffer's visit before is of the same
-    block. slot_of: of each copy, its buffer. last_copies: those after which a buffer holds their block.
+    order: the pieces in the order in which the pass enters them, those of a block side by side. The first blocks are in the
+    `slots` buffers when the pass begins, and again when it ends; block k uses buffer k modulo `slots`. steps: what is copied, in
+    the order of use: each piece, but a block as a whole of which the pass does not enter every piece once. place: of each piece
+    that is entered, its step. last: of each block, its last step.
     """
 
-    def __init__(
-        self, order: Sequence[Piece], slots: int, *, following: Sequence[Pieces] = (), intact: Collection[Any] = (),
-        cut: Literal["once", "again", "never"] = "once",
-    ) -> None:  # fmt: skip
-        self.entries = [piece for piece, before in zip(order, [None, *order], strict=False) if piece is not before]
+    def __init__(self, order: Sequence[Piece], slots: int) -> None:
         self.blocks = blocks_in(order)
-        self._cut: str = cut
-        visits: list[range] = []
-        for _, entries in groupby(range(len(self.entries)), key=lambda place: id(self.entries[place].block)):
-            places = list(entries)
-            visits.append(range(places[0], places[-1] + 1))
-        self.slots_at = [number % slots for number, places in enumerate(visits) for _ in places]
-        self.ends_at = [places.stop for places in visits for _ in places]
-        self.first_end = sum(map(len, visits[:slots]))
-        self.brought_by: list[Piece | None] = [None] * len(self.entries)
-        self.due: list[list[Piece]] = [[] for _ in self.entries]
-        self.slot_of: dict[Piece, int] = {}
-        self.last_copies: set[Piece] = set()
-        after = [] if any(block in self.blocks for block in following) else list(following[:slots])
-        self.closing = [*after, *self.blocks[len(after) : slots]]
-        for slot in range(min(slots, len(visits))):
-            chain = visits[slot::slots]
-            first = self._copies(chain[0])
-            for here, coming in pairwise(chain):
-                if self._block(here) is not self._block(coming):
-                    self._queue(here, slot, self._copies(coming))
-            reach = max(self._block(places).pieces[-1].end for places in chain)
-            end = self.closing[slot]
-            if end is self._block(chain[-1]):
-                continue
-            over = [piece for piece in end.pieces if piece.start < reach or end not in intact]
-            self._queue(chain[-1], slot, over if slot < len(after) else first)
+        self.slot_of = {block: number % slots for number, block in enumerate(self.blocks)}
+        entered: dict[Pieces, list[Piece]] = {block: [] for block in self.blocks}
+        for piece in order:
+            entered[piece.block].append(piece)
+        self.steps: list[Piece] = []
+        self.place: dict[Piece, int] = {}
+        self.last: dict[Pieces, int] = {}
+        first: dict[Pieces, int] = {}
+        for block, pieces in entered.items():
+            first[block] = len(self.steps)
+            is_cut = len(pieces) == len(block.pieces) == len(set(pieces))
+            self.steps += pieces if is_cut else [Piece(block, 0, block.pieces[-1].end)]
+            self.last[block] = len(self.steps) - 1
+            self.place |= {piece: first[block] + number * is_cut for number, piece in enumerate(pieces)}
+        self.due: list[list[Piece]] = [[] for _ in self.steps]
+        for slot in range(min(slots, len(self.blocks))):
+            chain = self.blocks[slot::slots]
+            for here, following in zip(chain, [*chain[1:], chain[0]], strict=True):
+                if here is not following:
+                    self._queue(
+                        range(first[here], self.last[here] + 1), range(first[following], self.last[following] + 1)
+                    )
 
-    def _block(self, places: range) -> Any:
-        return self.entries[places.start].block
-
-    def _copies(self, places: range) -> list[Piece]:
-        """Return the copies that bring the block of a visit, in the order of use."""
-        block, entered = self._block(places), [self.entries[place] for place in places]
-        pieces = list(dict.fromkeys(entered))
-        is_whole = self._cut == "never" or len(pieces) < len(block.pieces)
-        if is_whole or (self._cut == "once" and len(entered) > len(pieces)):
-            copy_of = dict.fromkeys(pieces, Piece(block, 0, block.pieces[-1].end))
-        else:
-            copy_of = {piece: Piece(block, piece.start, piece.end) for piece in pieces}
-        for place in places:
-            self.brought_by[place] = copy_of[self.entries[place]]
-        return list(dict.fromkeys(copy_of.values()))
-
-    def _queue(self, used: range, slot: int, copies: Sequence[Piece]) -> None:
+    def _queue(self, used: range, coming: range) -> None:
         """Queue the copies of the block that takes a buffer over, each behind all that lies in its place."""
         after = used.start
-        for copy in copies:
-            over = (n for n in used if self.entries[n].start < copy.end and copy.start < self.entries[n].end)
+        for copy in (self.steps[number] for number in coming):
+            over = (n for n in used if self.steps[n].start < copy.end and copy.start < self.steps[n].end)
             after = max(after, max(over, default=after))
             self.due[after].append(copy)
-            self.slot_of[copy] = slot
-        self.last_copies.add(copies[-1])

@@ -49,7 +49,7 @@ def pipeline_s(stages: Sequence[Stage], *, link_Bps: float, slots: int) -> float
     when it ends: the last copies of a step are those that the next one begins with. A block's seconds are spread over its bytes."""
     blocks = [_Copied(stage) if stage.copied_bytes else None for stage in stages]
     order = CopyOrder([piece for block in blocks if block is not None for piece in block.pieces], slots)
-    ready_s: dict[Piece | None, float] = {}
+    ready_s = [0.0] * len(order.steps)
     link_s = computed_s = 0.0
     place = 0
     for stage, block in zip(stages, blocks, strict=True):
@@ -57,11 +57,10 @@ def pipeline_s(stages: Sequence[Stage], *, link_Bps: float, slots: int) -> float
             computed_s += stage.seconds
             continue
         for piece in block.pieces:
-            begin_s = max(computed_s, ready_s.get(order.brought_by[place], 0.0))
-            computed_s = begin_s + block.seconds * (piece.nbytes / block.nbytes)
+            computed_s = max(computed_s, ready_s[place]) + block.seconds * (piece.nbytes / block.nbytes)
             for copy in order.due[place]:
                 link_s = max(link_s, computed_s) + copy.nbytes / link_Bps
-                ready_s[copy] = link_s
+                ready_s[order.place[copy]] = link_s
             place += 1
     return max(computed_s, link_s)
 

@@ -3,8 +3,7 @@
 Leaves (leaves.py) compute, blocks schedule. Staged weights (the `stream` and `disk` tiers) are grouped by placement block: one
 contiguous buffer a block, copied as a whole into a ring of staging buffers. Entering a block prefetches the one that
 followed it last time; skipped or repeated blocks cost time only. In a pass whose order is known, as a captured one, a block is
-copied piece by piece (plan/pieces.py). A pass that is expected ends with the first blocks of what follows. Inference only:
-autograd would save views that are overwritten.
+copied piece by piece (plan/pieces.py). Inference only: autograd would save views that are overwritten.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -153,9 +151,7 @@ def is_cycle(order: Sequence[Piece]) -> bool:
 
 def replay(streamer: Streamer | None, order: Sequence[Piece], graph: torch.cuda.CUDAGraph) -> None:
     """Replay a pass that was captured with this order of streamed blocks: it fills the buffers without the streamer seeing it. One
-    that enters none leaves the buffers as they are, and copies that have begun go on beside it."""
-    if streamer is not None:
-        streamer.replayed = order if is_cycle(order) else ()
+    that enters none leaves the buffers as they are."""
     if streamer is None or not order:
         graph.replay()
     elif is_cycle(order):
@@ -199,15 +195,11 @@ class Streamer:
         self._current: Slot | None = None
         self._next: dict[Group, Group | None] | None = None
         self._entered: list[Piece] = []
-        self.watched: list[Piece] | None = None  # whoever wants to know what is entered puts a list here
-        self.replayed: Sequence[Piece] = ()  # what the last replay of streamed blocks entered
-        # What the next pass is expected to enter, and what comes behind it: dropped if it begins with another block.
-        self._expected: tuple[Sequence[Piece], Sequence[Piece]] | None = None
-        # In a pass of a known order: that order, whether the pass still follows it, the place of the piece that it entered last,
-        # how many have been used, and the copies that nothing has waited for.
+        # In a pass of a known order: that order, whether the pass still follows it, how many of its steps have been used, and the
+        # copies that nothing has waited for.
         self._order: CopyOrder | None = None
-        self._in_order, self._place, self._used = False, -1, 0
-        self._copied: dict[Piece | None, torch.cuda.Event | None] = {}
+        self._in_order, self._used = False, 0
+        self._copied: dict[Piece, torch.cuda.Event | None] = {}
         self._copies_before, self._is_capturing = 0, False
         for here, following in zip(self.groups, self.groups[1:], strict=False):
             here.follows = following
@@ -219,7 +211,6 @@ class Streamer:
         the first of them from the start and again at the end, so that the next such pass waits for no copy: before a replay `hold`
         sees to it. Otherwise they alone are fetched ahead, the first ones now, as many as there are buffers.
         """
-        self._expected = None
         if is_cycle(order):
             copy_order = CopyOrder(order, len(self.slots))
             self._is_capturing = self._stream is not None and torch.cuda.is_current_stream_capturing()
@@ -229,8 +220,8 @@ class Streamer:
                     slot.owner = group
             else:
                 self.hold(order)
-            self._follow(copy_order)
-            self._next = {}
+            self._order, self._current, self._in_order, self._used, self._copied = copy_order, None, True, 0, {}
+            self._entered, self._next, self._copies_before = [], {}, self.copied_bytes
             return
         self._forget()
         self._entered, self._next = [], {}
@@ -240,28 +231,22 @@ class Streamer:
             for group in dict.fromkeys(groups[: len(self.slots)]):
                 self._fetch(group)
 
-    def _follow(self, order: CopyOrder) -> None:
-        """Begin a pass of a known order."""
-        self._order, self._in_order, self._place, self._used, self._copied = order, True, -1, 0, {}
-        self._current, self._entered, self._copies_before = None, [], self.copied_bytes
-
-    def end_pass(self, *, is_joined: bool = True) -> list[Piece]:
-        """End it with every copy done for whatever comes next on this stream; returns the pieces in the order entered. is_joined:
-        False to let copies go on: whoever needs the blocks waits for them."""
+    def end_pass(self) -> list[Piece]:
+        """End it with every copy done for whatever comes next on this stream; returns the pieces in the order entered."""
         if self._order is not None:
             order = self._order
             try:
-                if self._in_order and self._place == len(order.entries) - 1:
-                    self._use(len(order.entries))
+                if self._in_order and self._entered and order.place[self._entered[-1]] == len(order.steps) - 1:
+                    self._use(len(order.steps))
                 self._in_order = False
-                for slot, group in zip(self.slots, order.closing, strict=False):
+                for slot, group in zip(self.slots, order.blocks, strict=False):
                     if slot.owner is not group:
                         self._fetch(group, into=slot)
-                    slot.ready = None if is_joined else slot.ready
-                if is_joined and self._stream is not None and self.copied_bytes != self._copies_before:
+                    slot.ready = None
+                if self._stream is not None and self.copied_bytes != self._copies_before:
                     torch.cuda.current_stream(self.device).wait_stream(self._stream)
             finally:
-                self._leave_order()
+                self._order, self._in_order, self._next, self._current, self._copied = None, False, None, None, {}
                 if self._is_capturing:
                     self._forget()  # what was captured has not been copied
             return self._entered
@@ -270,46 +255,6 @@ class Streamer:
             self._join()
         self._next = None
         return self._entered
-
-    def _leave_order(self) -> None:
-        self._order, self._in_order, self._next, self._current, self._copied = None, False, None, None, {}
-
-    def expect(self, order: Sequence[Piece], following: Sequence[Piece] = ()) -> None:
-        """Say what the next pass enters, none of it on a disk, and what comes behind it, until `end_expected`.
-
-        Nothing is copied for it before it enters the first of these pieces. It ends with the first blocks of `following` on their
-        way into the buffers, its own where that is not known. A pass that begins with another piece goes on as without this.
-        """
-        self._expected = (order, following)
-
-    def end_expected(self, *, is_failed: bool = False) -> None:
-        """End what `expect` began, with copies going on. is_failed: the pass ended in an error, and nothing more is copied."""
-        self._expected = None
-        if self._order is not None and is_failed:
-            self._leave_order()
-        elif self._order is not None:
-            self.end_pass(is_joined=False)
-
-    def _begin_expected(self, piece: Piece) -> None:
-        """Begin the expected pass if this is its first piece; else it is not expected any more."""
-        assert self._expected is not None
-        (order, following), self._expected = self._expected, None
-        if order[0] is not piece or self._next is not None:
-            return
-        blocks = blocks_in(following)
-        held = zip(self.slots, blocks, strict=False)
-        intact = [group for slot, group in held if slot.owner is group and slot.pending is None]
-        cut: Literal["again", "never"] = (
-            "again" if len(self.slots) == 1 else "never"
-        )  # two buffers hide copies without it
-        copy_order = CopyOrder(order, len(self.slots), following=blocks, intact=intact, cut=cut)
-        self._is_capturing = False
-        self._follow(copy_order)
-        for slot, group in zip(self.slots, copy_order.blocks, strict=False):
-            if slot.owner is not group or slot.pending is not None:
-                self._fetch(group, into=slot)
-        for place in range(copy_order.first_end):
-            self._copied[copy_order.brought_by[place]] = self.slots[copy_order.slots_at[place]].ready
 
     def hold(self, order: Sequence[Piece]) -> None:
         """Let the buffers hold the first groups of an order, for whatever comes next on this stream; what they hold is not copied
@@ -341,10 +286,6 @@ class Streamer:
     def enter(self, piece: Piece) -> Slot:
         """Return the slot with a piece of a group; work enqueued on the current stream from now on may read it, until another piece
         is entered."""
-        if self.watched is not None and (not self.watched or self.watched[-1] is not piece):
-            self.watched.append(piece)
-        if self._expected is not None:
-            self._begin_expected(piece)
         slot = self._enter_in_order(piece) if self._in_order else None
         if slot is not None:
             return slot
@@ -373,32 +314,29 @@ class Streamer:
 
     def _enter_in_order(self, piece: Piece) -> Slot | None:
         """Return the slot of a piece in a pass of a known order, None if the order no longer says what the buffers hold."""
-        order, place = self._order, self._place
-        assert order is not None
-        if place < 0 or order.entries[place] is not piece:
-            place += 1
-        if place < self._used or place == len(order.entries) or order.entries[place] is not piece:
-            self._in_order = False  # another one, or given up to another block
+        assert self._order is not None
+        place = self._order.place.get(piece, -1)
+        if place < self._used:  # not in it, or given up to another block
+            self._in_order = False
             return None
-        if place > self._place:
+        if not self._entered or self._entered[-1] is not piece:
             self._use(place)
-            self._place = place
             self._entered.append(piece)
-            self._wait_for(self._copied.pop(order.brought_by[place], None))
-        return self.slots[order.slots_at[place]]
+            self._wait_for(self._copied.pop(self._order.steps[place], None))
+        return self.slots[self._order.slot_of[piece.block]]
 
     def _use(self, count: int) -> None:
-        """In a pass of a known order, begin the copies that may begin once the first `count` entered pieces have been used."""
+        """In a pass of a known order, begin the copies that may begin once its first `count` steps have been used."""
         assert self._order is not None
         for copies in self._order.due[self._used : count]:
             for copy in copies:
-                slot, group = self.slots[self._order.slot_of[copy]], copy.block
+                slot, group = self.slots[self._order.slot_of[copy.block]], copy.block
                 free = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
                 slot.owner = None
                 slot.ready = self._copied[copy] = self._copy(
                     group.host.tensor[copy.start : copy.end], slot, free, copy.start
                 )
-                if copy in self._order.last_copies:
+                if copy is self._order.steps[self._order.last[group]]:
                     slot.owner = group
         self._used = max(self._used, count)
 
@@ -407,7 +345,7 @@ class Streamer:
         until the next group is entered, behind all that is computed between the two."""
         if self._order is not None:
             if self._in_order and self._entered and self._entered[-1].block is group:
-                self._use(self._order.ends_at[self._place])
+                self._use(self._order.last[group] + 1)
             return
         slot, following = self._current, self._following(group)
         if slot is None or slot.owner is not group or following is None:

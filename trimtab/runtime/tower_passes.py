@@ -21,7 +21,6 @@ from trimtab.runtime import hf_slots
 from trimtab.runtime.hf_prefill import covered
 from trimtab.runtime.hf_prompt_media import Media, looking_ahead, media_of
 from trimtab.runtime.out_of_memory import is_out_of_memory
-from trimtab.runtime.tower_copies import TowerCopies
 from trimtab.runtime.tower_pieces import (
     PIECE_POSITIONS,
     PIECE_S,
@@ -44,7 +43,6 @@ class TowerPasses:
 
     def __init__(self, prompts: Prompts) -> None:
         self.prompts, self.takes_media = prompts, True
-        self.copies = TowerCopies(prompts.model.streamer)
         self.paused: WeakKeyDictionary[Prompt, TowerPieces] = WeakKeyDictionary()
         # Of prompts whose towers are complete: the adapter's serial, and embeddings [1, S, D].
         self._embeddings: WeakKeyDictionary[Prompt, tuple[int | None, Tensor]] = WeakKeyDictionary()
@@ -65,7 +63,6 @@ class TowerPasses:
                 ops,
                 self.prompts.towers.running(*key, is_busy=is_busy, pieces=pieces),
                 self.prompts.batch.prefixes.encoders(prompt),
-                self.copies.running(tuple(prompt.inputs.tensors), is_cut=pieces.may_be_cut),
             ):
                 media = media_of(self.prompts.model.hf_model, prompt.inputs.tensors)
         except PausedError:

@@ -151,11 +151,6 @@ class TowerPieces:
         self._until: float | None = None
         self._kept = 0  # layers whose outputs are from earlier pieces
 
-    @property
-    def may_be_cut(self) -> bool:
-        """Whether this piece is not the whole pass: it may end early, or goes on where an earlier one ended."""
-        return self._may_end or bool(self._outputs)
-
     def begin(self, positions: int | None, seconds: float | None = None) -> None:
         """Begin the next piece, of at most this many positions times layers, at least one layer; None for the rest. seconds:
         it also ends before the next layer once it has computed for so long."""
