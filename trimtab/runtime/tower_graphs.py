@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +39,6 @@ from trimtab.runtime.hf_prefill import covered
 from trimtab.runtime.out_of_memory import is_out_of_memory, memory_error
 from trimtab.runtime.step_capture import check_replay
 from trimtab.runtime.tower_check import unknown_towers
-from trimtab.runtime.tower_convs import SlowConvolutions, sliced, slow_convolutions
 from trimtab.runtime.tower_forms import UnknownFormError, filled, form_of
 from trimtab.runtime.tower_pieces import TowerPieces
 
@@ -137,7 +136,6 @@ class Towers:
         self.all_layers = layers_of(model)
         self.layers = [layer for layer, tier in self.all_layers.items() if tier == "resident"] if self.is_on else []
         self.may_cut = not unknown_towers(model.hf_model.config)
-        self.slow = list(slow_convolutions(model.hf_model, _blocks_of(model), self.all_layers))
         self.capture_s, self.captured, self.replayed = 0.0, 0, 0
         self.most_bytes = planned.bytes.get(BUFFERS, 0) if self.captures and planned is not None else 2**62
         self._graphs: GraphCache[_Layer] = GraphCache()
@@ -176,8 +174,6 @@ class Towers:
         try:
             with ExitStack() as stack:
                 stack.enter_context(covered({layer: self._forward_of(layer, pieces) for layer in self.all_layers}))
-                if pieces is not None:
-                    stack.enter_context(covered(in_parts(self.slow, pieces)))
                 if self.is_on:
                     stack.enter_context(padded_sounds(self.model.hf_model))
                 yield
@@ -369,31 +365,6 @@ def layers_of(model: Any) -> dict[nn.Module, str]:
         if row.part in TOWERS and row.block.rpartition(".")[2].isdecimal():
             paths[row.block] = tiers.get(row.block, "resident")
     return {model.hf_model.get_submodule(path): tier for path, tier in paths.items()}
-
-
-def _blocks_of(model: Any) -> list[str]:
-    """Return the module paths of a model's towers."""
-    blocks = dict.fromkeys(row.block for row in model.anatomy.rows if row.part in TOWERS)
-    return [block for block in blocks if not block.rpartition(".")[2].isdecimal()]
-
-
-def in_parts(slow: Iterable[SlowConvolutions], pieces: TowerPieces) -> dict[nn.Module, Callable[..., Any]]:
-    """Return the forwards of what is cut beside the layers: slow convolutions, and the modules around them."""
-    forwards: dict[nn.Module, Callable[..., Any]] = {}
-    for one in slow:
-        inner: Callable[..., Any] = one.unit.forward
-        for convolution in one.convolutions:
-            forwards[convolution] = partial(_sliced, convolution, pieces)
-        forwards[one.unit] = partial(_run_in_parts, forwards.get(one.unit, inner), pieces)
-    return forwards
-
-
-def _sliced(convolution: nn.Module, pieces: TowerPieces, input: Tensor) -> Tensor:
-    return sliced(convolution, input, lambda compute, part: pieces.run(compute, (part,), {}))
-
-
-def _run_in_parts(inner: Callable[..., Any], pieces: TowerPieces, *args: Any, **kwargs: Any) -> Any:
-    return pieces.run_in_parts(inner, args, kwargs)
 
 
 # Sounds --------------------------------------------------------------------------------------------------------------

@@ -7,8 +7,7 @@
     pieces.begin(PIECE_POSITIONS)
     hf_model(**tensors)                # from the start again, but layers that have run return what they returned
 
-On a CPU a piece also ends once it has computed for `PIECE_S`, and a module with slow convolutions is cut within: `run_in_parts`
-runs it, and `run` each slice of its convolutions (tower_convs.py). Once it is complete, only its own output is kept.
+On a CPU a piece also ends once it has computed for `PIECE_S`.
 
 What lies between the layers runs again in every piece: a few small operations. Of what layers returned, a pause keeps what no other
 layer was given, and what somebody still holds; of the rest nothing is there but the shape. Code that reads it after all gets an
@@ -32,8 +31,7 @@ from trimtab.runtime.tower_forms import UnknownFormError, filled, form_of
 # Positions times layers of one piece. E4B's vision tower takes 43 ms for 16 layers of 2,520 positions (NVIDIA H200,
 # bench/results/prompts.json): 11 ms, between one and two steps of 32 rows.
 PIECE_POSITIONS = 10_080
-# Seconds after which a piece ends on a CPU. What runs again in each piece comes on top, and the layer or slice that is not
-# complete by then.
+# Seconds after which a piece ends on a CPU. What runs again in each piece comes on top, and the layer that is not complete by then.
 PIECE_S = 0.1
 
 
@@ -118,23 +116,6 @@ class _Output:
             self._versions = [one._version for one in self.tensors]
 
 
-class _Begun:
-    """Stands for the output of a module that runs in parts, before it is complete. given: the form of its inputs."""
-
-    def __init__(self, given: Hashable) -> None:
-        self.given = given
-
-    def given_on(self, tensors: Sequence[Tensor]) -> None:
-        """There is nothing to let go of."""
-
-    def keep(self) -> bool:
-        """Nothing has to be kept but the outputs of its parts."""
-        return True
-
-    def copy(self) -> None:
-        """Nothing is held."""
-
-
 class TowerPieces:
     """A pass of one prompt's towers and how far it has come. serial: of the adapter that it began with. now: a clock in
     seconds."""
@@ -143,8 +124,7 @@ class TowerPieces:
         self.serial, self._now = serial, now
         self.is_cut = False  # whether a pause has happened
         self.is_done = False  # whether one has happened behind the last layer
-        # Of layers and parts in their order; the parts of a complete module have been replaced by its own output.
-        self._outputs: list[_Output | _Begun] = []
+        self._outputs: list[_Output] = []  # of layers in their order
         self._number, self._left, self._has_run = 0, 0, False
         self._may_end = True  # whether a piece may end before the pass does
         self._seconds: float | None = None
@@ -178,24 +158,6 @@ class TowerPieces:
         self._add(given, output)
         return output
 
-    def run_in_parts(self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what a module returns whose parts are run by `run`. Errors: PausedError where this piece ends before one."""
-        number, self._number = self._number, self._number + 1
-        given = ("in parts", _given(args, kwargs))
-        known = self._known(number, given)
-        if isinstance(known, _Output):
-            self._give_on(args, kwargs, number)
-            return known.again()
-        if known is None:
-            self._outputs.append(_Begun(given))
-        output = compute(*args, **kwargs)
-        # Only now: each piece before computed the inputs of its parts from these arguments again.
-        self._give_on(args, kwargs, number)
-        del self._outputs[number:]
-        self._kept, self._number = min(self._kept, number), number + 1
-        self._add(given, output)
-        return output
-
     def copy_kept(self) -> None:
         """Replace what a pause keeps by copies: the memory that the pass was computed in is another's until the next piece."""
         for one in self._outputs:
@@ -207,7 +169,7 @@ class TowerPieces:
             self.is_cut = self.is_done = True
             raise TowersDoneError
 
-    def _known(self, number: int, given: Hashable) -> _Output | _Begun | None:
+    def _known(self, number: int, given: Hashable) -> _Output | None:
         """Return what earlier pieces know of a layer; None for one that they did not come to."""
         if number >= self._kept:
             return None
