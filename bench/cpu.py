@@ -88,8 +88,6 @@ def cases(work: Path) -> dict[str, Any]:
     return {
         "demo, nf4-dq": LoadRequest(model=str(DEMO / "base"), adapters=style, device="cpu"),
         "llama-300m, nf4-dq": LoadRequest(model=str(llama), adapters=random, device="cpu"),
-        "llama-300m, nf4-dq, repacked": LoadRequest(model=str(llama), adapters=random, device="cpu"),
-        "demo, nf4-dq, repacked": LoadRequest(model=str(DEMO / "base"), adapters=style, device="cpu"),
         "llama-300m, nf4-dq, float32": LoadRequest(model=str(llama), adapters=random, device="cpu", dtype="float32"),
         "llama-300m, none": LoadRequest(model=str(llama), adapters=random, device="cpu", quant="none"),
         # What bitsandbytes' fast path for some CPUs is worth to the stock side.
@@ -190,7 +188,7 @@ def save_first_tokens(given: argparse.Namespace) -> None:
     if given.only and given.save.exists():
         found["cases"] = json.loads(given.save.read_text(encoding="utf-8"))["cases"]
     for name, load in cases(given.work).items():
-        if name.endswith("repacked") or (given.only and name not in given.only):
+        if given.only and name not in given.only:
             continue
         row = first_tokens(
             load, repeats=given.first_tokens, prompt_tokens=given.prompt_tokens,
@@ -224,7 +222,6 @@ def main() -> None:
         asked = BenchRequest(
             load=load, adapter="adapter", runs=given.runs, new_tokens=given.new_tokens,
             prompt_tokens=given.prompt_tokens, stock_cpu_path=not name.endswith("without AVX512-BF16"),
-            decode="repacked" if name.endswith("repacked") else "auto",
         )  # fmt: skip
         if given.only and name not in given.only:
             continue

@@ -17,7 +17,7 @@ from trimtab.runtime import base_values, head8, leaves, quant, tables
 from trimtab.runtime.adapter_store import AdapterStore
 
 CPU = torch.device("cpu")
-KINDS = ("none", HEAD8, "int8", "fp4", "nf4", "nf4-dq", "repacked")
+KINDS = ("none", HEAD8, "int8", "fp4", "nf4", "nf4-dq")
 ROWS, WIDTH, RANK = 1024, 512, 8
 PIECE = 128 * WIDTH
 
@@ -29,22 +29,19 @@ def packed_of(kind, rows, columns, dtype=torch.bfloat16):
     if kind == HEAD8:
         q, scale = head8.quantize_rows(weight)
         return quant.Packed(HEAD8, (rows, columns), dtype, {"weight": q, "scale": scale}, {})
-    return quant.quantize(weight, "nf4" if kind == "repacked" else kind)
+    return quant.quantize(weight, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("columns", [64, 40, 6, 33])
 def test_dequantized_rows_are_the_rows_of_the_dequantized_weight(kind, columns):
-    if kind == "repacked":
-        columns = 64 * columns
     packed = packed_of(kind, 96, columns)
     whole = quant.dequantize(packed).clone()
-    stored = quant.repack(packed) if kind == "repacked" else packed
     for start, stop in ((0, 96), (0, 1), (31, 33), (37, 90), (95, 96)):
-        rows = quant.dequantize_rows(stored, start, stop, CPU)
+        rows = quant.dequantize_rows(packed, start, stop, CPU)
         assert rows.dtype == whole.dtype and torch.equal(rows, whole[start:stop])
         rows.zero_()  # it is nobody else's
-    assert torch.equal(quant.dequantize(stored.restored() if kind == "repacked" else packed), whole)
+    assert torch.equal(quant.dequantize(packed), whole)
 
 
 def model_with(kind, dtype=torch.bfloat16):
@@ -55,10 +52,8 @@ def model_with(kind, dtype=torch.bfloat16):
         it = tables.ResidentTable("it", weight, embed_scale=None, padding_idx=None, **common)
         shapes = {"A": (RANK, ROWS), "B": (WIDTH, RANK)}
     else:
-        packed = packed_of("nf4" if kind == "repacked" else kind, ROWS, WIDTH, dtype)
+        packed = packed_of(kind, ROWS, WIDTH, dtype)
         it = leaves.HostLeaf("it", packed, bias=None, **common)
-        if kind == "repacked":
-            it._repacked = quant.repack(packed)
         shapes = {"A": (RANK, WIDTH), "B": (ROWS, RANK)}
     model = nn.Module()
     model.it = it

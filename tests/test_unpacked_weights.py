@@ -81,9 +81,7 @@ def test_on_a_cpu_one_row_keeps_them_too_where_half_of_the_memory_that_device_an
     assert ITEM not in cached.gpu
 
 
-@pytest.mark.parametrize(
-    "changed", [{"decode": "repacked"}, {"quant": "none"}, {"quant": "int8"}, {"place": {"language": "stream"}}]
-)
+@pytest.mark.parametrize("changed", [{"quant": "none"}, {"quant": "int8"}, {"place": {"language": "stream"}}])
 def test_a_cpu_that_unpacks_no_weight_of_one_row_keeps_none(changed):
     assert ITEM not in on_cpu_plan(60, **changed).gpu
 

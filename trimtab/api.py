@@ -82,7 +82,7 @@ def plan(
     place: pattern -> tier, the last match wins. device_map: a map in transformers' form, instead of place. device: "auto",
     "cpu", "cuda" or "cuda:N". offload_dir: folder of the disk tier's file; None is the user's cache.
     head: "int8" computes with an 8-bit copy of the output head, "full" with the checkpoint's; "auto" takes 8 bits where
-    they keep more of the decoder on the GPU. decode: how steps run: "auto", "eager", "graph", "fused" or "repacked". card:
+    they keep more of the decoder on the GPU. decode: how steps run: "auto", "eager", "graph" or "fused". card:
     plan for this GPU, a name such as "RTX 4060 8GB" or a size; it need not be in this machine, and every figure is an
     estimate. batch_invariant: an answer has the same bits alone and in a batch. kv_tokens: how many tokens the
     rows of a batch hold together; None: each its whole context. kv: "int8" keeps keys and values in 8 bits, which

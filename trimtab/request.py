@@ -25,9 +25,8 @@ HEADS = ("full", "int8")
 HEAD_CHOICES = ("auto", *HEADS)
 # Keys and values as the model computes them, or in 8 bits.
 KV_FORMS = ("full", "int8")
-# How steps are computed; and, for a whole model, "auto" over weights repacked for the CPU.
-STEP_MODES = ("auto", "eager", "graph", "fused")
-DECODE_MODES = (*STEP_MODES, "repacked")
+# How steps are computed.
+DECODE_MODES = ("auto", "eager", "graph", "fused")
 DTYPES = ("bfloat16", "float16", "float32")
 # The longest answer where the user gave no length and the context has the room.
 DEFAULT_NEW_TOKENS = 256

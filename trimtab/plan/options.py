@@ -21,7 +21,6 @@ from trimtab.plan.execution import (
     CAPTURED,
     CAPTURED_CHUNKS,
     CHUNKS,
-    FUSED_QUANTS,
     KERNEL_ROWS,
     MODES,
     UNCAPTURED_CHUNKS,
@@ -97,27 +96,11 @@ def choose_plan(
         raise _nearest(errors)
     chosen, reason = _chosen_head(request, plans, machine, head_refused, no_kernel)
     plan = plans[chosen]
-    _check_repacked(plan, heads[chosen], on_cpu=machine.on_cpu)
     slow = no_kernel or (f"its kernel computes up to {KERNEL_ROWS} rows" if request.batch > KERNEL_ROWS else "")
     if chosen == "int8" and slow and not machine.on_cpu:
         torch_s = torch_head_s(heads[chosen], plan.rates, rows=request.batch)
         reason += f"; {slow}: torch takes {1000 * torch_s:.1f} ms of each step for it, scaled from an H200"
     return replace(plan, execution=replace(plan.execution, head_reason=reason))
-
-
-def _check_repacked(plan: Plan, anatomy: Anatomy, *, on_cpu: bool) -> None:
-    """Raise RequestError for decode="repacked" where no layer of the plan is in 4 bits and computed by the CPU in bfloat16."""
-    if plan.request.decode != "repacked":
-        return
-    quant, why = quant_of(anatomy, plan.request.quant), ""
-    if quant not in FUSED_QUANTS:
-        why = f"the plan quantizes to {quant}, not to 4 bits"
-    elif anatomy.dtype != "bfloat16":
-        why = f"the model computes in {anatomy.dtype}, not in bfloat16"
-    elif not on_cpu and not any(placement.tier == "host" for placement in plan.placements):
-        why = "the CPU computes none: no block is in tier host"
-    if why:
-        raise RequestError(f"would change no layer: {why}", field="decode", value="repacked", hint="Omit it")
 
 
 def choose_chunks_of(
@@ -446,7 +429,7 @@ def _smaller(request: LoadRequest, anatomy: Anatomy) -> list[list[tuple[str, Loa
         kinds.append([("head='int8'", replace(request, head="int8"))])
     if request.kv == "full" and why_not_int8(anatomy) is None:
         kinds.append([("kv='int8'", replace(request, kv="int8"))])
-    if request.decode not in ("auto", "repacked"):
+    if request.decode != "auto":
         kinds.append([("decode='auto'", replace(request, decode="auto"))])
     if request.prefix_cache_bytes:
         kinds.append([("no prefix cache", replace(request, prefix_cache_bytes=0))])

@@ -463,7 +463,7 @@ class _Planner:
         return f"{why}, in chunks of {self.use.prefill_tokens} tokens"
 
     def _is_asked(self) -> bool:
-        return self.request.decode not in ("auto", "repacked")
+        return self.request.decode != "auto"
 
     def _step_s(self, chosen: Sequence[Choice], slots: int) -> float:
         link_Bps = self.rates.copy_Bps(pinned=self.machine.has_pinned, on_cpu=False)

@@ -7,7 +7,7 @@ room, the plan keeps that form, the same bits, for good: for many rows of half o
 gain, of a quarter.
 
 On a CPU the packed weights are never faster: bitsandbytes unpacks a weight in every pass, a step of one row included, writes it
-to memory and reads it again. There the plan keeps that form for one row too, unless `decode="repacked"`, which unpacks nothing.
+to memory and reads it again. There the plan keeps that form for one row too.
 
 Pure: sizes of the model and of the plan.
 """
@@ -54,7 +54,7 @@ def with_unpacked(plan: Plan, anatomy: Anatomy, *, shared_bytes: int | None = No
     """Return the plan with unpacked weights counted where they pay and fit, else as it is.
 
     shared_bytes: of the memory that device and host share on a CPU, None on a GPU."""
-    share = _share_on_gpu(plan) if shared_bytes is None else MOST_SHARE * (plan.request.decode != "repacked")
+    share = _share_on_gpu(plan) if shared_bytes is None else MOST_SHARE
     if (
         not share or plan.request.quant not in FUSED_QUANTS
         or any(row.part in ("language", "head") and row.tier != "resident" for row in plan.placements)

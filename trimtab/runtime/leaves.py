@@ -17,16 +17,12 @@ from trimtab.runtime import lora
 from trimtab.runtime.adapter_store import AdapterStore
 from trimtab.runtime.quant import (
     Packed,
-    Repacked,
     Shell,
     dequantize,
     dequantize_rows,
     is_narrow,
-    repack,
-    repacked_shell,
     shell,
     unpacked_shell,
-    why_not_repacked,
     widened,
 )  # fmt: skip
 from trimtab.runtime.tiers import Group, Staged
@@ -65,14 +61,6 @@ class Leaf(nn.Module):
 
     def packed(self) -> Packed:
         """Return the weight in its stored form on the execution device, valid until the next call into the model."""
-        raise NotImplementedError
-
-    def why_not_repacked(self) -> str | None:
-        """Return why the layer cannot compute over a repacked weight, None if it can."""
-        return "it moves to another device"
-
-    def repack(self) -> None:
-        """Compute with the CPU's faster product over the same bytes in another order (`quant.repack`)."""
         raise NotImplementedError
 
     def dense_weight(self) -> Tensor:
@@ -117,28 +105,15 @@ class StillLeaf(Leaf):
     def __init__(self, module_path: str, packed: Packed, own_bias: Tensor | None, **kwargs: Any) -> None:
         super().__init__(module_path, (packed.shape[0], packed.shape[1]), quant_kind=packed.kind, **kwargs)
         self._packed, self._own_bias = packed, own_bias
-        self._repacked: Repacked | None = None
         self.__dict__["shell"] = shell(packed, own_bias, self.dtype)
 
     @property
     def stored(self) -> Packed:
         """The weight in its stored form, where it is."""
-        return self._packed if self._repacked is None else self._repacked.restored()
+        return self._packed
 
     def dense_rows(self, start: int, stop: int) -> Tensor:
-        return self._widened(dequantize_rows(self._repacked or self._packed, start, stop, self.device))
-
-    @property
-    def is_on_cpu(self) -> bool:
-        return self._packed.parts["weight"].device.type == "cpu"
-
-    def why_not_repacked(self) -> str | None:
-        return why_not_repacked(self._packed, self.dtype)
-
-    def repack(self) -> None:
-        if self._repacked is None:
-            self._repacked = repack(self._packed)
-            self.__dict__["shell"] = repacked_shell(self._repacked, self._own_bias)
+        return self._widened(dequantize_rows(self._packed, start, stop, self.device))
 
 
 class ResidentLeaf(StillLeaf):

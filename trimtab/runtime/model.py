@@ -52,7 +52,6 @@ from trimtab.runtime.load import Loaded, Progress, fill
 from trimtab.runtime.media import several
 from trimtab.runtime.out_of_memory import naming_out_of_memory
 from trimtab.runtime.prompt_room import PromptRoom, room_of
-from trimtab.runtime.repacking import repack
 from trimtab.runtime.tower_check import guard_towers
 from trimtab.runtime.turns import Turns
 from trimtab.runtime.unpacked_weights import UnpackedWeights, keep_unpacked
@@ -71,11 +70,9 @@ class LoadedModel(Asking):
 
     plan, device, dtype, context_tokens: as planned. hf_model: transformers' module tree with trimtab's layers in place.
     decode: how steps run: "auto" is the fastest mode that works here; "eager" is transformers' own generation, one kernel
-    after the other; "graph" its modules as CUDA graphs; "fused" trimtab's kernels as CUDA graphs; "repacked" is "auto" with
-    the 4-bit layers of the CPU repacked for AVX512-BF16, as the stock stack does: about a third of the time there, with
-    scales rounded to bfloat16. progress: called with (bytes read, total bytes). adapters: how the plan's are read. Errors:
-    RequestError if "repacked" would change no layer or does not fit; CheckpointError and AdapterError for changed files;
-    DeviceError if memory runs out.
+    after the other; "graph" its modules as CUDA graphs; "fused" trimtab's kernels as CUDA graphs. progress: called with (bytes
+    read, total bytes). adapters: how the plan's are read. Errors: CheckpointError and AdapterError for changed files; DeviceError
+    if memory runs out.
     """
 
     def __init__(
@@ -123,13 +120,9 @@ class LoadedModel(Asking):
                 self._loaded, self.anatomy = fill(plan, self.adapter_store, progress=progress, probe=probe)
                 check_kv(plan.request.kv, self.anatomy)  # the plan may be a file that somebody wrote
                 guard_towers(self._loaded.hf_model)
-                if decode != "repacked":
-                    self.unpacked, self.unpacked_bytes = keep_unpacked(self)
+                self.unpacked, self.unpacked_bytes = keep_unpacked(self)
                 if plan.request.prefix_cache_bytes:
                     self.keep_prefixes(plan.request.prefix_cache_bytes)
-                if decode == "repacked":
-                    self.own_fallbacks += repack(self)
-                    self.decode = "auto"
                 for name, adapter in (adapters or planned_adapters.PlannedAdapters()).read(self):
                     self._attach_planned(name, adapter)
             if self.device.type == "cuda":

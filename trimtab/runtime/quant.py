@@ -30,7 +30,6 @@ with without_hub_kernels(), late_compile("bitsandbytes"):
         QuantState,
         dequantize_4bit,
         dequantize_blockwise,
-        has_avx512bf16,
         int8_vectorwise_dequant,
         quantize_4bit,
     )
@@ -207,12 +206,11 @@ def _begins_in_blocks(packed: Packed) -> bool:
     return packed.parts["weight"].device.type == "cpu" and packed.shape[-1] % packed.blocksize != 0
 
 
-def dequantize_rows(weight: Packed | Repacked, start: int, stop: int, device: torch.device) -> Tensor:
+def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device) -> Tensor:
     """Return rows `start` to `stop` of the weight [D_out, D_in] in memory of their own, on a device: the bits of `dequantize`.
 
     Only these rows are copied to the device and dequantized, with up to a block of 4-bit values more on both sides.
     """
-    packed = weight.packed if isinstance(weight, Repacked) else weight
     parts = packed.parts
     if packed.kind == "none":
         return parts["weight"][start:stop].to(device, copy=True)
@@ -223,13 +221,8 @@ def dequantize_rows(weight: Packed | Repacked, start: int, stop: int, device: to
     rows, columns = packed.shape
     # A block of values with one scale may begin in the middle of a row.
     step = packed.blocksize // math.gcd(packed.blocksize, columns)
-    if isinstance(weight, Repacked):
-        step = _SIDE_BY_SIDE
     first, last = start // step * step, min(-(-stop // step) * step, rows)
-    if isinstance(weight, Repacked):
-        stored = weight.restored_rows(first, last).reshape(-1)
-    else:
-        stored = parts["weight"].reshape(-1).view(torch.uint8)[first * columns // 2 : (last * columns + 1) // 2]
+    stored = parts["weight"].reshape(-1).view(torch.uint8)[first * columns // 2 : (last * columns + 1) // 2]
     facts = replace(packed, parts={name: part for name, part in parts.items() if name != "weight"}).to(device)
     state = quant_state(facts)
     scales = state.absmax
@@ -346,92 +339,5 @@ def unpacked_shell(weight: Tensor, bias: Tensor | None) -> Shell:
 
     def product(x: Tensor) -> Tensor:
         return nn.functional.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
-
-    return product
-
-
-# Repacked for a CPU ---------------------------------------------------------------------------------------------------
-
-# Rows of a weight that bitsandbytes' AVX512-BF16 product reads side by side: 16 in the low halves of its bytes, 16 in the high.
-_SIDE_BY_SIDE = 32
-
-
-@dataclass(frozen=True)
-class Repacked:
-    """A 4-bit weight as bitsandbytes' product for CPUs with AVX512-BF16 reads it, and the way back.
-
-    codes: uint8 [D_out, D_in / 2], the weight's own bytes in another order, in its own memory. scales: bfloat16 [D_in / 64, D_out],
-    which is what that product reads: the stored ones, rounded. packed: the weight's facts and its other parts, unchanged.
-    Source: bitsandbytes 0.49.2 and 0.50.2, functional._convert_weight_packed_for_cpu, which throws the stored scales away.
-    """
-
-    packed: Packed
-    codes: Tensor
-    scales: Tensor
-
-    def restored(self) -> Packed:
-        """Return the weight as it is stored, its bytes in a copy."""
-        weight = self.restored_rows(0, self.codes.shape[0]).reshape(self.packed.parts["weight"].shape)
-        return self.packed.with_parts({**self.packed.parts, "weight": weight}, self.packed.codes)
-
-    def restored_rows(self, start: int, stop: int) -> Tensor:
-        """Return the stored bytes of some rows in a copy, [stop - start, D_in / 2]. start, stop: multiples of 32."""
-        codes = self.codes[start:stop]
-        pairs = codes.view(-1, codes.shape[1], _SIDE_BY_SIDE // 2, 2)
-        # [..., 16 rows, even and odd column] of the lower and the upper rows: a stored byte has the even column above.
-        low, high = pairs & 15, pairs >> 4
-        both = torch.cat((low, high), dim=2).transpose(1, 2)
-        return (both[..., 0] << 4 | both[..., 1]).reshape(codes.shape)
-
-
-def why_not_repacked(packed: Packed, dtype: torch.dtype) -> str | None:
-    """Return why a product over this weight cannot be that of repacked ones, None if it can."""
-    if packed.kind not in ("nf4", "fp4"):
-        return f"the weight is {packed.kind}, not 4-bit"
-    if packed.parts["weight"].device.type != "cpu":
-        return "the CPU does not compute with it"
-    if not has_avx512bf16():
-        return "this CPU, or this build of bitsandbytes, has no AVX512-BF16"
-    if dtype != torch.bfloat16:
-        return f"the model computes in {dtype}, not in bfloat16"
-    if packed.shape[0] % _SIDE_BY_SIDE or packed.shape[1] % packed.blocksize:
-        return f"a shape of {list(packed.shape)} is not whole groups of {_SIDE_BY_SIDE} rows and blocks of {packed.blocksize}"
-    return None
-
-
-def repacked_bytes(packed: Packed) -> int:
-    """Return the bytes that `repack` takes in addition to the weight: its rounded scales."""
-    return 2 * packed.shape[0] * packed.shape[1] // packed.blocksize
-
-
-def repack(packed: Packed) -> Repacked:
-    """Convert a weight's bytes to the other order, in place. `packed` itself must not be read afterwards."""
-    rows, columns = packed.shape
-    state = quant_state(packed)
-    scales = state.absmax
-    if state.nested:
-        scales = dequantize_blockwise(state.absmax, state.state2) + state.offset
-    stored = packed.parts["weight"].view(torch.uint8).view(rows // _SIDE_BY_SIDE, 2, _SIDE_BY_SIDE // 2, columns // 2)
-    low, high = (stored[:, part].transpose(1, 2) for part in (0, 1))  # [groups, D_in / 2, 16]
-    codes = torch.stack((low >> 4 | high & 240, low & 15 | (high & 15) << 4), dim=-1)
-    own = packed.parts["weight"].view(torch.uint8).view(rows, columns // 2)
-    own.copy_(codes.reshape(rows, columns // 2))
-    return Repacked(
-        packed, own, scales.float().view(rows, columns // packed.blocksize).T.to(torch.bfloat16).contiguous()
-    )
-
-
-def repacked_shell(repacked: Repacked, bias: Tensor | None) -> Shell:
-    """Return a callable layer over a repacked weight: x [..., D_in] -> y [..., D_out], bitsandbytes' own product."""
-    packed = repacked.packed
-    state = QuantState(
-        absmax=repacked.scales, shape=torch.Size(packed.shape), code=packed.codes["code"], blocksize=packed.blocksize,
-        quant_type=packed.kind, dtype=torch.bfloat16,
-    )  # fmt: skip
-    state.packing_format_for_cpu = True
-
-    def product(x: Tensor) -> Tensor:
-        y: Tensor = bnb.matmul_4bit(x.to(torch.bfloat16), repacked.codes, quant_state=state, bias=bias)
-        return y.to(x.dtype)
 
     return product

@@ -16,7 +16,7 @@ import torch
 
 from trimtab.errors import DeviceError
 from trimtab.plan.execution import CAPTURED, KERNEL_ROWS
-from trimtab.request import STEP_MODES, check_choice
+from trimtab.request import DECODE_MODES, check_choice
 from trimtab.runtime import hf_slots, prompt_kernels
 from trimtab.runtime.kernels import Kernels
 from trimtab.runtime.leaves import Leaf
@@ -42,7 +42,7 @@ class StepChoice:
     """
 
     def __init__(self, model: LoadedModel, mode: str, rows: int) -> None:
-        check_choice(mode, STEP_MODES, field_name="decode")
+        check_choice(mode, DECODE_MODES, field_name="decode")
         self.model, self.mode, self.rows, self.device = model, mode, rows, model.device
         self.fallbacks: list[Fallback] = []
         self.kernels = Kernels.none()
