@@ -551,7 +551,21 @@ def media_memory():
     yield f"with 16 images the plan counts {planned} GiB, and the process grew by up to {grew} GiB"
 
 
+def without_bfloat16():
+    results = results_of("no_bfloat16")
+    narrow, wide = results["rows"]["16bit"], results["rows"]["wide"]
+    assert results["environment"]["gpu"] == "NVIDIA H200"
+    assert narrow["eager"]["plan_gib"] == pytest.approx(6.5, rel=0.03) and results["t4_stock_gib"] == 6.507
+    yield f"took {narrow['eager']['tensors_gib']:.2f} GiB"
+    yield f"within {short(narrow['logits']['max_abs'])} of stock's"
+    yield f"a step takes {100 * (1 - narrow['auto']['tok_s'] / wide['auto']['tok_s']):.0f} % less time"
+    assert all(
+        row["tensors_gib"] <= row["plan_gib"] for one in (narrow, wide) for row in one.values() if "plan_gib" in row
+    )
+
+
 CASES = {
+    without_bfloat16: "plan-for-another-card",
     holds: "serve-many-adapters", holds_in_limits: "limits", media_memory: "serve-many-adapters",
     staging: "how-fast-and-why", predictions: "read-a-plan", prompts: "how-fast-and-why",
     towers: "how-fast-and-why", prompt_kernels: "how-fast-and-why", adapters_inside: "how-fast-and-why",
