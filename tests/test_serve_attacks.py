@@ -544,6 +544,11 @@ ODD = {
     "a zero byte in a header": (odd(b"GET /health", b"X: a\0b"), 400),
     "a key of 20 KB": (odd(b"GET /health", b"Authorization: Bearer " + b"\xff" * 20_000), 200),
     "lengths that differ": (odd(b"POST /v1/completions", b"Content-Length: 5, 6", body=b"aaaaa"), 400),
+    "the same length twice": (odd(b"POST /v1/completions", *2 * [b"Content-Length: 5"], body=b"aaaaa"), 400),
+    "the same length twice in one line": (odd(b"POST /v1/completions", b"Content-Length: 5, 5", body=b"aaaaa"), 400),
+    "an empty key, then another": (odd(b"GET /health", b"Authorization:", b"Authorization: Bearer a"), 400),
+    "keys in two spellings": (odd(b"GET /health", b"X-Api-Key: a", b"x-aPI-key: b"), 400),
+    "two content types": (odd(b"GET /health", b"Content-Type: a/b", b"Content-Type: application/json"), 400),
     "a signed length": (odd(b"POST /v1/completions", b"Content-Length: +5", body=b"aaaaa"), 400),
     "a length of 5,000 digits": (odd(b"POST /v1/completions", b"Content-Length: " + b"9" * 5000, body=b"aaaaa"), 400),
     "gzip, chunked": (

@@ -196,11 +196,6 @@ def make_app(
     return app
 
 
-def _authorization(request: Request) -> str:
-    """Return the key that let a request in, as `Door` reads it."""
-    return request.headers.get("authorization") or f"Bearer {request.headers.get('x-api-key', '')}"
-
-
 class _Api:
     def __init__(
         self, pool: Pool, settings: Settings, metrics: Metrics, folders: Sequence[str], beside_api: Collection[str]
@@ -368,7 +363,7 @@ class _Api:
         make = partial(
             asking.jobs_of, body, prompts, adapter=adapter, context_tokens=self.pool.context_tokens(model),
             limits=self.settings.limits, deadline_s=self.settings.timeout_s,
-            client=client_of(_authorization(request), self.settings),
+            client=client_of(request.state.credential, self.settings),
         )  # fmt: skip
         # Schemas may take a moment to look through.
         is_long = getattr(body, "response_format", None) or getattr(body, "tools", None)
@@ -386,7 +381,7 @@ class _Api:
 
     def _begin(self, request: Request, model: str, adapter: str | None, *, choices: int) -> Seen:
         """Return what follows a request. Errors: QuotaError if its key may have no more."""
-        limits = self.quotas.of(_authorization(request))
+        limits = self.quotas.of(request.state.credential)
         leave = self.quotas.enter(limits)
         return self.metrics.begin(
             model, adapter, choices=choices, key=None if limits is None else limits.name, leave=leave
@@ -443,7 +438,7 @@ class _Api:
 
     def _sender(self, request: Request) -> str:
         address = "" if request.client is None else request.client.host
-        return sender_of(_authorization(request), address, self.settings)
+        return sender_of(request.state.credential, address, self.settings)
 
     async def _result(
         self, request: Request, model: str, adapter: str | None, jobs: Sequence[Job], shape: Shape

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from starlette.types import Message, Receive
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.serve import wire
 from trimtab.serve.cut_media import CUT_BYTES, cut_media
+from trimtab.serve.head_lines import Lines, value_of
 from trimtab.serve.settings import Limits
 
 # What every body may hold without a share of the budget, so that large ones never keep small ones out.
@@ -99,13 +100,13 @@ class Incoming:
     Errors, where it is awaited: BodyTooLargeError, BodiesFullError, RequestError for depth and number of values.
     """
 
-    def __init__(self, receive: Receive, limits: BodyLimits, budget: Budget, headers: Mapping[bytes, bytes]) -> None:
+    def __init__(self, receive: Receive, limits: BodyLimits, budget: Budget, lines: Lines) -> None:
         self._receive, self._limits, self._budget = receive, limits, budget
         self._counter = JsonCounter(limits)
         self._seen_bytes = self._taken_bytes = 0
         self._claimed_bytes = 0
         with suppress(ValueError):
-            self._claimed_bytes = int(headers.get(b"content-length", b"0"))
+            self._claimed_bytes = int(value_of(lines, "content-length"))
 
     async def __call__(self) -> Message:
         if max(self._claimed_bytes, self._seen_bytes) > self._limits.most_bytes:

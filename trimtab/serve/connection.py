@@ -53,6 +53,7 @@ MOST_PIPELINED = 8
 _BODY = re.compile(
     rb"\r\n(?:content-length:[ \t]*([0-9]{1,18})|transfer-encoding:[ \t]*(chunked))[ \t]*\r\n", re.IGNORECASE
 )
+_LENGTHS = re.compile(rb"^content-length[ \t]*:([^\r\n]*)", re.IGNORECASE | re.MULTILINE)
 # How h11 shows what it read.
 _READ = re.compile(r"bytearray\(b(['\"])(.*)\1\)|\bb(['\"])(.*?)\3")
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -326,8 +327,8 @@ def _reserved(app: Callable[..., Any]) -> Any:
 class StrictConnection(h11.Connection):
     """h11 that refuses requests which two servers in a row could read differently. problem: the text of the last refusal.
 
-    Refused: Content-Length together with Transfer-Encoding, Transfer-Encoding in HTTP/1.0, lines that end in LF alone, fields
-    after a chunked body. Refused for their cost: heads with too many lines, bodies with too many tiny chunks. Source: RFC 9112
+    Refused: Content-Length twice or together with Transfer-Encoding, Transfer-Encoding in HTTP/1.0, lines that end in LF alone,
+    fields after a chunked body. Refused for their cost: heads with too many lines, bodies with too many tiny chunks. Source: RFC 9112
     sections 2.2, 6.1, 6.3, 7.1, 11.2.
     """
 
@@ -393,6 +394,10 @@ class StrictConnection(h11.Connection):
         self._is_chunked, self._chunks, self._chunk_bytes = b"transfer-encoding" in names, 0, 0
         if _has_bare_lf(head):
             raise self._error("A line of the head ends in LF without CR")
+        # h11 takes lengths that are equal as one.
+        lengths = _LENGTHS.findall(head)
+        if len(lengths) > 1 or (lengths and b"," in lengths[0]):
+            raise self._error("Content-Length is given more than once")
         if self._is_chunked and (b"content-length" in names or event.http_version != b"1.1"):
             raise self._error("Transfer-Encoding needs HTTP/1.1 and no Content-Length")
 

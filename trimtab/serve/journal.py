@@ -1,8 +1,7 @@
 """The server's log: one line per event with time, level and request id, as text or JSON; one line per request.
 
-A request has an id: the client's own (X-Request-Id, if it is short and plain) or a new one. Every answer carries it, every line
-that is written while the request is answered has it, and an answer with status 500 names the id under which its traceback
-stands (`error_id`). No line has a key, an address, a message or an answer.
+A request has an id: the client's own (one X-Request-Id, short and plain) or a new one. Every answer carries it, every line that is
+written while the request is answered has it, and an answer with status 500 names the id under which its traceback stands (`error_id`). No line has a key, an address, a message or an answer.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from typing import Any, Protocol
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trimtab.errors import RequestError
+from trimtab.serve.head_lines import value_of
 
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
@@ -180,7 +180,7 @@ class Journal:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        header = dict(scope["headers"]).get(HEADER.encode(), b"")
+        header = value_of(scope["headers"], HEADER)
         known = header.decode("ascii") if _GIVEN.fullmatch(header) else uuid.uuid4().hex
         # Not reset at the end: what answers an exception outside of here still belongs to this request.
         _id.set(known)

@@ -8,10 +8,11 @@ what the log knows of it. Names of attributes: OpenTelemetry's semantic conventi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trimtab.errors import RequestError
+from trimtab.serve.head_lines import Lines, list_of, value_of
 
 HINT = "pip install 'trimtab[otel]'"
 # Of a line of the log -> an attribute of the span.
@@ -35,7 +36,7 @@ class Spans:
         self._propagator = TraceContextTextMapPropagator()
 
     def request(
-        self, headers: Iterable[tuple[bytes, bytes]], route: str, fields: Mapping[str, Any], *, start_ns: int, end_ns: int,
+        self, headers: Lines, route: str, fields: Mapping[str, Any], *, start_ns: int, end_ns: int,
         arrived_ns: int | None = None,
     ) -> str:  # fmt: skip
         """Make the spans of a request that has ended; returns the trace's id in hexadecimal.
@@ -43,10 +44,8 @@ class Spans:
         headers: as ASGI has them. fields: of the request's line in the log. Times are nanoseconds since 1970; arrived_ns: when
         its body had been read, from which `queue_s` and `first_token_s` count.
         """
-        carrier = {
-            name: value.decode("latin-1") for key, value in headers
-            if (name := key.decode("latin-1").lower()) in ("traceparent", "tracestate")
-        }  # fmt: skip
+        parent, state = value_of(headers, "traceparent"), list_of(headers, "tracestate")
+        carrier = {"traceparent": parent.decode("latin-1"), "tracestate": state.decode("latin-1")} if parent else {}
         context = self._propagator.extract(carrier)
         attributes = {
             ATTRIBUTES[name]: value for name, value in fields.items() if name in ATTRIBUTES and value is not None
