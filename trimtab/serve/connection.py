@@ -328,8 +328,8 @@ class StrictConnection(h11.Connection):
     """h11 that refuses requests which two servers in a row could read differently. problem: the text of the last refusal.
 
     Refused: Content-Length twice or together with Transfer-Encoding, Transfer-Encoding in HTTP/1.0, lines that end in LF alone,
-    fields after a chunked body. Refused for their cost: heads with too many lines, bodies with too many tiny chunks. Source: RFC 9112
-    sections 2.2, 6.1, 6.3, 7.1, 11.2.
+    fields after a chunked body. Refused for their cost: heads with too many lines, bodies with too many tiny chunks. Source:
+    RFC 9112 sections 2.2, 6.1, 6.3, 7.1, 11.2.
     """
 
     problem: h11.RemoteProtocolError | None = None

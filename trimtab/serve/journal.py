@@ -1,7 +1,8 @@
 """The server's log: one line per event with time, level and request id, as text or JSON; one line per request.
 
 A request has an id: the client's own (one X-Request-Id, short and plain) or a new one. Every answer carries it, every line that is
-written while the request is answered has it, and an answer with status 500 names the id under which its traceback stands (`error_id`). No line has a key, an address, a message or an answer.
+written while the request is answered has it, and an answer with status 500 names the id under which its traceback stands
+(`error_id`). No line has a key, an address, a message or an answer.
 """
 
 from __future__ import annotations
