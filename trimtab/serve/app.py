@@ -304,8 +304,7 @@ class _Api:
 
     async def chat(self, request: Request) -> Response:
         body, size = await self.reader.read(wire.ChatRequest, request)
-        if body.reasoning_effort is not None and body.chat_template_kwargs is None:
-            request.state.names = {"chat_template_kwargs": "reasoning_effort"}  # what it becomes in a job
+        request.state.names = asking.names_of_chat(body)
         return await self._chat(request, body, size, ChatShape)
 
     async def responses(self, request: Request) -> Response:
@@ -371,6 +370,7 @@ class _Api:
         if may_be_shorter:
             jobs = [replace(job, fills_context=True) for job in jobs]
         jobs = self._from_sender(request, jobs)
+        self._name_adapter(request, body)
         seen = self._begin(request, model, adapter, choices=len(jobs))
         merged = Merged([self.pool.submit(model, job) for job in jobs], seen.started, names=_names_of(request))
         wants_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -378,6 +378,11 @@ class _Api:
             request, merged, shape, seen, wants_usage=wants_usage, send_s=self.settings.limits.send_s,
             folders=self.folders,
         )  # fmt: skip
+
+    def _name_adapter(self, request: Request, body: Any) -> None:
+        """Have later errors about the model's adapter name the field that chose it."""
+        if getattr(body, "adapter", None) is not None:
+            request.state.names = {**_names_of(request), "model": "adapter"}
 
     def _begin(self, request: Request, model: str, adapter: str | None, *, choices: int) -> Seen:
         """Return what follows a request. Errors: QuotaError if its key may have no more."""
@@ -396,6 +401,7 @@ class _Api:
             body, adapter=adapter, context_tokens=self.pool.context_tokens(model), limits=self.settings.limits,
             deadline_s=self.settings.timeout_s,
         )  # fmt: skip
+        self._name_adapter(request, body)
         return await self._result(request, model, adapter, jobs, beside.EmbeddingsShape(body))
 
     async def tokenize(self, request: Request) -> Response:
