@@ -467,3 +467,31 @@ def test_a_client_that_closes_its_direction_and_leaves_later_frees_its_place(ser
     assert server.running() == 1
     raw.close()
     server.until(lambda: server.running() == 0)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_a_server_whose_output_and_log_are_full_answers_and_ends_well(tmp_path):
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.toy_server", json.dumps({"port": port, "grace_s": 20})],
+            cwd=ROOT, stdout=full, stderr=full, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+    found = Server(process, f"http://127.0.0.1:{port}")
+
+    def is_ready():
+        assert process.poll() is None
+        with suppress(OSError):
+            return found.ask("GET", "/ready")[0] == 200
+
+    try:
+        found.until(is_ready, WAIT_S)
+        for _ in range(3):
+            assert found.ask("GET", "/nothing")[0] == 404  # a line of the log
+        assert found.ask("POST", "/v1/completions", {"model": "toy", "prompt": "count 2"})[0] == 200
+        process.terminate()
+        assert process.wait(WAIT_S) == 0
+    finally:
+        process.kill()
+        process.communicate()

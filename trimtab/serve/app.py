@@ -129,7 +129,7 @@ async def _on_http_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     words = {
         404: "There is no such route; GET /openapi.json lists the routes",
-        405: f"This route does not take {request.method}",
+        405: f"This route does not take {request.method:.20}",
     }
     return http_error(exc.status_code, words.get(exc.status_code, str(exc.detail)), headers=exc.headers)
 

@@ -45,7 +45,7 @@ _ALWAYS = {
 _POSTED = {
     404: "No model or adapter of this name", 413: "The body is too large", 415: "The body is not JSON",
     422: "A file of an adapter is damaged or does not match", 429: "The queue is full", 504: "The answer took too long",
-    507: "There is no memory for the adapter",
+    507: "There is no memory for the adapter, or no disk space for the body",
 }  # fmt: skip
 
 

@@ -23,6 +23,8 @@ ATTRIBUTES = {
     "cached_tokens": "trimtab.cached_tokens",
 }  # fmt: skip
 SECOND_NS = 1_000_000_000
+# Others are the client's own, and a trace's name must not be. OpenTelemetry's semantic conventions for HTTP spans, "Name".
+METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH", "CONNECT", "TRACE")
 
 
 class Spans:
@@ -50,8 +52,9 @@ class Spans:
         attributes = {
             ATTRIBUTES[name]: value for name, value in fields.items() if name in ATTRIBUTES and value is not None
         }
+        method = fields["method"] if fields["method"] in METHODS else "HTTP"
         span = self._tracer.start_span(
-            f"{fields['method']} {route}", context=context, kind=self._trace.SpanKind.SERVER, start_time=start_ns,
+            f"{method} {route}", context=context, kind=self._trace.SpanKind.SERVER, start_time=start_ns,
             attributes={**attributes, "http.route": route},
         )  # fmt: skip
         if fields["status"] >= 500 or fields.get("ended") not in (None, "done", "cancelled"):

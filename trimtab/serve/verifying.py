@@ -120,7 +120,11 @@ def _compare(work: Mapping[str, Any], on_event: Any) -> None:
     """Run a comparison to its end. The first process only looks for room: a device is free of it before the second."""
     for what in ("room", "compare"):
         request = {"module": INSIDE, "request": {**work, "what": what}}
-        outcome = run_inside("trimtab.proof.isolated", request, timeout_s=TIMEOUT_S, on_event=on_event)
+        try:
+            outcome = run_inside("trimtab.proof.isolated", request, timeout_s=TIMEOUT_S, on_event=on_event)
+        except OSError as exc:  # its files are in the temporary folder
+            words = f"the comparison cannot be started ({exc.strerror or type(exc).__name__})"
+            raise DeviceError(words, device="host", hint="Free space in the temporary folder (TMPDIR)") from exc
         _check(outcome)
 
 

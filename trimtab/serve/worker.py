@@ -32,7 +32,7 @@ from trimtab.serve.channel import Channel, Inbox, event_to_message, job_from_mes
 from trimtab.serve.idle import LOOK_S, IdleTuning, idle_tuning
 from trimtab.serve.inside import look
 from trimtab.serve.job import Event
-from trimtab.serve.journal import set_up_as_parent, write_traceback
+from trimtab.serve.journal import keep_streams, set_up_as_parent, write_traceback
 from trimtab.serve.row_count import plan_rows
 from trimtab.serve.scheduler import MistakeError, Scheduler, StoppingError, error_event
 from trimtab.serve.watching import LOOK_S as WATCH_S
@@ -76,6 +76,7 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
     # is done with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    keep_streams()
     set_up_as_parent()
     gc.set_threshold(*LOADING_COLLECT_AFTER)
     late_imports.use(settings["request"]["device"])
