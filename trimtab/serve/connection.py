@@ -167,7 +167,7 @@ class GuardedProtocol(H11Protocol):
         self._end_if_many_wait()
         self._look()
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override] # uvicorn's never keeps it open
         """The client sends nothing more: it has left, or waits for its answer. Returns whether the connection stays open."""
         if self.transport.is_closing() or self._stage_now() != ANSWERED:
             return False
@@ -409,7 +409,7 @@ class StrictConnection(h11.Connection):
         body._remaining -= count
         return True
 
-    def send(self, event: Any) -> bytes | None:
+    def send(self, event: Any) -> bytes | None:  # type: ignore[override]
         if type(event) is h11.Response:
             kinds = [value for name, value in event.headers if name == b"content-type"]
             self.is_event_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)

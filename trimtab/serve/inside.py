@@ -31,35 +31,34 @@ CHANGES = "its files changed while they were read"
 Read = TypeVar("Read")
 
 
-class OutsideError(RequestError):
-    """A folder, or a file in it, is not below the server's adapter folder. Whether it exists is not said."""
-
-    def __init__(self) -> None:
-        super().__init__("is not a folder below the server's adapter folder", field="lora_path")
+def outside() -> RequestError:
+    """Return the error of a folder that is not below the server's adapter folder, or has a file that is not. Whether what is
+    elsewhere exists is not said."""
+    return RequestError("is not a folder below the server's adapter folder", field="lora_path")
 
 
 def look(folder: Path, root: Path) -> Hashable:
     """Return what two looks share only if nothing on the way to a folder and its entries was replaced between them.
 
-    folder, root: resolved. Errors: OutsideError; also for what is no file, folder or link, and for too many entries.
+    folder, root: resolved. Errors: RequestError; also for what is no file, folder or link, and for too many entries.
     """
     seen: dict[str, tuple[int, int, int]] = {}
     try:
         is_root = _walk(folder, root, seen) == root
         names = sorted(os.listdir(folder))
         if is_root or len(names) > MOST_ENTRIES:
-            raise OutsideError
+            raise outside()
         for name in names:
             _walk(folder / name, root, seen)
     except (OSError, ValueError, RuntimeError) as exc:
-        raise OutsideError from exc
+        raise outside() from exc
     return tuple(seen.items())
 
 
 def read_inside(read: Callable[[], Read], folder: str | Path, root: str | Path) -> Read:
     """Return what `read` gives, between two looks that are the same. It is called again if they are not.
 
-    Errors: OutsideError; AdapterError for files that change all the time; those of `read`.
+    Errors: RequestError; AdapterError for files that change all the time; those of `read`.
     """
     folder, root = Path(folder), Path(root)
     for _ in range(READS):
@@ -89,14 +88,14 @@ def _settled(folder: Path, root: Path) -> Hashable:
 def _walk(path: Path, root: Path, seen: dict[str, tuple[int, int, int]]) -> Path:
     """Note every object on the way to a path, and return where it leads.
 
-    Errors: OutsideError at the first step out of the root; OSError, ValueError.
+    Errors: RequestError at the first step out of the root; OSError, ValueError.
     """
     at, left, links = root, [*reversed(path.relative_to(root).parts)], 0
     while left:
         part = left.pop()
         if part == "..":
             if at == root:
-                raise OutsideError
+                raise outside()
             at = at.parent
             continue
         step = at / part
@@ -105,7 +104,7 @@ def _walk(path: Path, root: Path, seen: dict[str, tuple[int, int, int]]) -> Path
         if _is_link(found):
             links += 1
             if links > MOST_LINKS:
-                raise OutsideError
+                raise outside()
             target = Path(os.readlink(step))
             if target.is_absolute():
                 # Its name of the root may be another one, such as a link to it.
@@ -114,7 +113,7 @@ def _walk(path: Path, root: Path, seen: dict[str, tuple[int, int, int]]) -> Path
         elif stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode):
             at = step
         else:  # reading a pipe or a device may never end
-            raise OutsideError
+            raise outside()
     return at
 
 

@@ -26,7 +26,7 @@ from trimtab.errors import RequestError, TrimtabError
 from trimtab.redact import own_folders
 from trimtab.serve.clock import Clock
 from trimtab.serve.faults import UnknownModelError, plain_error, told_error
-from trimtab.serve.inside import OutsideError, look
+from trimtab.serve.inside import look
 from trimtab.serve.job import Event, Job
 from trimtab.serve.registry import ServedModel, check_sharing, in_full
 from trimtab.serve.scheduler import QueueFullError, StoppingError
@@ -154,7 +154,7 @@ class Pool:
         for name, root in member.roots.items():
             try:
                 look(Path(member.adapters[name]), Path(root))
-            except OutsideError as exc:
+            except RequestError as exc:
                 if not isinstance(exc.__cause__, FileNotFoundError):  # what is gone cannot be read
                     raise RequestError("is no longer below the adapter folder", field="adapter", value=name) from exc
         return member.served.name, member.supervisor.plan, dict(member.adapters)

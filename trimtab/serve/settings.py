@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import RequestError
-from trimtab.serve.inside import OutsideError, look
+from trimtab.serve.inside import look, outside
 from trimtab.serve.quotas import KeyLimits
 
 LOOPBACK_NAMES = ("localhost",)
@@ -207,7 +207,7 @@ class Settings:
                 raise ValueError("NUL")
             folder = (root / requested).resolve()
         except (OSError, ValueError, RuntimeError) as exc:
-            raise OutsideError from exc
+            raise outside() from exc
         look(folder, root)
         return folder
 
