@@ -79,13 +79,8 @@ _ITEMS = {"input": "items"}
 class Strict(BaseModel):
     # strict: "5" is no number and 1 no truth value. Tags of unions are written <so>: they are no part of a field's path.
     model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        protected_namespaces=(),
-        hide_input_in_errors=True,
-    )
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=(), hide_input_in_errors=True,
+    )  # fmt: skip
     # Whether the context of a validation names lists of this shape, and how many items each may have.
     has_limits: ClassVar[bool] = False
 
@@ -481,12 +476,8 @@ class DetokenizeRequest(Strict):
 
 
 def read(
-    kind: type[Asked],
-    body: bytes | bytearray,
-    *,
-    ignored: list[str] | None = None,
-    most: Mapping[str, int] | None = None,
-) -> Asked:
+    kind: type[Asked], body: bytes | bytearray, *, ignored: list[str] | None = None, most: Mapping[str, int] | None = None,
+) -> Asked:  # fmt: skip
     """Return a body as one of the shapes above. Errors: RequestError with the path of the first field that is wrong.
 
     ignored: take what has no effect here, and put the names of its fields there (None: refuse it). most: field -> how many
