@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
+import functools
+import io
 import json
+import os
 import threading
 
 import pytest
@@ -275,3 +279,67 @@ def test_small_bodies_do_not_wait_for_larger_ones():
             await asyncio.gather(*large)
 
     assert asyncio.run(small_beside_large()) != threading.get_ident()
+
+
+# The temporary folder -------------------------------------------------------------------------------------------------
+
+
+class FullFile(io.BytesIO):
+    """A file on a disk that is full: at its first write, or at the last one when it is read again, and when it is closed."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at = at
+
+    def _fail(self, at):
+        if at == self.at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def writelines(self, pieces):
+        self._fail("write")
+        super().writelines(pieces)
+
+    def seek(self, *arguments):
+        self._fail("seek")
+        return super().seek(*arguments)
+
+    def close(self):
+        super().close()
+        if self.at in ("write", "seek", "close"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+LARGE_URL = "data:image/png;base64," + base64.b64encode(PNG + bytes(2 * body.MEMORY_BYTES)).decode()
+LARGE = {"type": "image_url", "image_url": {"url": LARGE_URL}}
+
+
+def no_folder():
+    raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [no_folder, *(functools.partial(FullFile, at) for at in ("write", "seek"))],
+    ids=["no folder", "write", "seek"],
+)
+def test_a_temporary_folder_that_takes_nothing_is_said_with_what_to_do(monkeypatch, caplog, make):
+    monkeypatch.setattr(body.tempfile, "TemporaryFile", make)
+    pool = MockPool()
+    found = client(pool)
+    for _ in range(2):
+        error = error_of(chat(found, messages=[{"role": "user", "content": [LARGE]}]), 507)
+        assert (error["class"], error["code"], error["type"]) == (
+            "TemporaryFolderError",
+            "temporary_folder",
+            "server_error",
+        )
+        assert "temporary folder" in error["message"] and "TMPDIR" in error["fields"]["hint"]
+    assert [one.levelname for one in caplog.records if "temporary folder" in one.getMessage()] == ["ERROR"] * 2
+    assert all(one.exc_info is None for one in caplog.records)  # no traceback
+    # Nothing is held of what was refused, and what needs no file is answered.
+    assert chat(found).status_code == 200 and len(pool.jobs) == 1
+
+
+def test_a_file_that_cannot_be_closed_changes_no_answer(monkeypatch):
+    monkeypatch.setattr(body.tempfile, "TemporaryFile", functools.partial(FullFile, "close"))
+    assert chat(client(), messages=[{"role": "user", "content": [LARGE]}]).status_code == 200

@@ -15,6 +15,7 @@ from trimtab.serve import messages_api, responses_api, wire
 from trimtab.serve.faults import plain_error
 from trimtab.serve.field_names import client_error, client_field
 from trimtab.serve.job import Event
+from trimtab.serve.settings import Limits
 
 IMAGE = "data:image/png;base64," + base64.b64encode(PNG).decode()
 NO_IMAGE = "data:image/png;base64," + base64.b64encode(b"no image").decode()
@@ -174,3 +175,66 @@ def test_every_field_of_a_chat_that_a_request_can_become_has_a_name():
             top = client_field(name, api._NAMES).partition(".")[0].partition("[")[0]
             if name != "user":
                 assert top in fields, name
+
+
+# The longest answer, as each API calls it.
+LENGTHS = [
+    ("/v1/chat/completions", "max_tokens"), ("/v1/chat/completions", "max_completion_tokens"), ("/v1/completions", "max_tokens"),
+    ("/v1/responses", "max_output_tokens"), ("/v1/messages", "max_tokens"),
+]  # fmt: skip
+TEXTS = {"/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"}}
+
+
+@pytest.mark.parametrize("path, name", LENGTHS)
+def test_an_answer_that_is_too_long_is_refused_by_the_name_that_was_sent(path, name):
+    text = TEXTS.get(path, {"messages": [user("a")]})
+    if path != "/v1/messages":  # it is as long as the context allows
+        error = error_of(path, **text, **{name: 100_000})
+        assert error["param"] == error["fields"]["field"] == name and error["message"].startswith(f"{name}=100000: ")
+        found = client(limits=Limits(max_tokens=5)).post(path, json={"model": "demo", **text, name: 6})
+        assert found.status_code == 400 and found.json()["error"]["param"] == name
+    # So do the worker's errors, and its hints.
+    for inside in ("max_tokens", "max_new_tokens"):
+        told = RequestError("is too large", field=inside, hint="Shorten it, or lower max_tokens")
+        late = MockPool(lambda job, told=told: [Event(job.id, "error", finish="error", error=plain_error(told))])
+        error = error_of(path, late, **text, **{name: 5})
+        assert error["param"] == name and error["message"] == f"{name}: is too large. Shorten it, or lower {name}"
+
+
+def test_of_two_names_the_one_that_is_too_many_is_named():
+    error = error_of("/v1/chat/completions", messages=[user("a")], max_tokens=5, max_completion_tokens=5)
+    assert error["param"] == "max_completion_tokens" and "set this or max_tokens, not both" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"]
+)
+def test_an_adapter_that_is_gone_is_named_as_it_was_sent(path):
+    text = TEXTS.get(path, {"input": "a"} if "embed" in path else {"messages": [user("a")]})
+    pool = MockPool(lambda job: [failed(job, "RequestError", field="model")])
+    assert error_of(path, pool, **text, adapter="style")["param"] == "adapter"
+    assert error_of(path, pool, **text, model="style")["param"] == "model"
+
+
+@pytest.mark.parametrize(
+    "path, fields, inside, param",
+    [
+        ("/v1/chat/completions", {"reasoning_effort": "low"}, "reasoning_effort", "reasoning_effort"),
+        ("/v1/chat/completions", {"reasoning_effort": "low", "chat_template_kwargs": {"thinking": True}}, "reasoning_effort",
+         "reasoning_effort"),
+        ("/v1/chat/completions", {"reasoning_effort": "low", "chat_template_kwargs": {"thinking": True}}, "thinking",
+         "chat_template_kwargs.thinking"),
+        ("/v1/responses", {"reasoning": {"effort": "low"}}, "reasoning_effort", "reasoning.effort"),
+        ("/v1/messages", {"thinking": {"type": "enabled"}}, "enable_thinking", "thinking.type"),
+        ("/v1/messages", {"thinking": {"type": "disabled"}}, "reasoning_effort", "thinking.type"),
+    ],
+)  # fmt: skip
+def test_a_template_that_does_not_think_is_told_of_the_field_that_was_sent(path, fields, inside, param):
+    text = TEXTS.get(path, {"messages": [user("a")]})
+
+    def unread(job):
+        # As the worker does with a template that reads no variable.
+        assert inside in job.template_kwargs
+        return [failed(job, "RequestError", field=f"chat_template_kwargs.{inside}")]
+
+    assert error_of(path, MockPool(unread), **text, **fields)["param"] == param

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests.serving import MockPool, client, words
+from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import RequestError
 from trimtab.serve import journal
 from trimtab.serve.scheduler import MistakeError, error_event
@@ -144,3 +148,120 @@ def test_an_unknown_form_or_level_is_refused(field, form, level):
     with pytest.raises(RequestError) as caught:
         journal.set_up(form, level)
     assert caught.value.field == field
+
+
+# What a client chooses, and where lines go ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", journal.FORMATS)
+def test_no_client_makes_a_long_line(lines, form):
+    written = lines(form)
+    found = client(MockPool())
+    long = "A" * 5000
+    answer = found.request(long, "/v1/models", headers={"user-agent": long, "x-request-id": long, "traceparent": long})
+    assert answer.status_code == 405 and len(answer.text) < 300
+    found.get(f"/v1/models/{long}?{long}", headers={"referer": long})
+    found.post("/v1/completions", json={"model": long, "prompt": "a", "user": long})
+    names = {f"{'n' * 60}{number}": 1.0 for number in range(60)}
+    mixed = MockPool(adapters=("style", "+".join(f"{name}:1" for name in names)))
+    client(mixed).post("/v1/chat/completions", json={**CHAT, "adapter": names, "user": "u" * 500})
+    assert len(written) == 4 and max(map(len, written)) < 1000 and "A" * 300 not in "".join(written)
+
+
+@pytest.mark.parametrize("form", journal.FORMATS)
+def test_an_error_that_quotes_a_client_is_cut(lines, form):
+    written = lines(form)
+    try:
+        raise ValueError("B" * 10**6)
+    except ValueError as exc:
+        journal.write_traceback(exc, "C" * 10**6)
+    logging.getLogger("trimtab.serve").warning("%s", "D" * 10**6, extra={"fields": {"field": "E" * 10**6}})
+    assert len(written) == 2 and max(map(len, written)) < 100_000 and "letters)" in written[0]
+
+
+def test_a_text_is_cut_in_its_middle():
+    assert journal.short("abcdef", 6) == "abcdef" and journal.short("abcdefg", 6) == "abc...(1 letters)...efg"
+
+
+FULL = Path("/dev/full")
+
+
+def gone():
+    """Return a stream whose reader has left."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w", buffering=1)
+
+
+def closed():
+    stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    stream.close()
+    return stream
+
+
+STREAMS = {
+    "a full disk": lambda: open(FULL, "w", buffering=1, encoding="utf-8"),  # noqa: SIM115
+    "a reader that left": gone, "a closed stream": closed, "no stream": lambda: None,
+}  # fmt: skip
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    def use(name):
+        if "full" in name and not FULL.exists():
+            pytest.skip("this system has no /dev/full")
+        for stream in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, stream, STREAMS[name]())
+
+    return use
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("form", journal.FORMATS)
+def test_an_output_that_cannot_be_written_fails_nothing(streams, lines, name, form):
+    streams(name)
+    journal.keep_streams()
+    lines(form)
+    del logging.getLogger("trimtab").handlers[0].emit  # the real one, to the stream
+    logging.getLogger("trimtab.serve").error("a line")
+    for stream in (sys.stdout, sys.stderr):
+        print("a line", file=stream, flush=True)
+        stream.writelines(["one", "two\n"])
+    journal.keep_streams()
+    assert not isinstance(sys.stderr._stream, journal.Unfailing)
+    assert client(MockPool()).post("/v1/chat/completions", json=CHAT).status_code == 200
+
+
+def test_a_stream_that_can_be_written_again_is_written(monkeypatch):
+    class Disk:
+        is_full, text = True, ""
+
+        def write(self, text):
+            if self.is_full:
+                raise OSError(28, "No space left on device")
+            self.text += text
+
+    disk = Disk()
+    stream = journal.Unfailing(disk)
+    stream.write("lost\n")
+    disk.is_full = False
+    stream.write("written\n")
+    assert disk.text == "written\n" and stream.is_full is False
+
+
+@pytest.mark.parametrize("name", ["a full disk", "a reader that left"])
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--log-format", "json"]])
+def test_the_command_says_what_it_can_and_serves(streams, monkeypatch, lines, name, flags):
+    from trimtab import cli
+    from trimtab.commands import serve
+
+    streams(name)
+    said = []
+
+    def run(models, settings, together, say, reread):
+        say("http://127.0.0.1:8000")
+        said.append(1)
+        return False
+
+    monkeypatch.setattr(serve, "_serve", run)
+    assert cli.main(["serve", str(DEMO / "base"), "--device", "cpu", *flags]) == 0 and said == [1]

@@ -79,8 +79,8 @@ def test_other_limits_leave_what_was_used():
     found.enter(alice)(150)
     more = KeyLimits(name="alice", tokens_per_day=200)
     found.use({"another-key": more})
-    assert found.of("Bearer key-a") is None
-    found.enter(found.of("Bearer another-key"))(100)
+    assert found.of("key-a") is None
+    found.enter(found.of("another-key"))(100)
     with pytest.raises(QuotaError):
         found.enter(more)
 

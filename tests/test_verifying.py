@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 import trimtab
 from trimtab.demo.line import FOLDER as DEMO
-from trimtab.errors import DoesNotFitError, TrimtabError
+from trimtab.errors import DeviceError, DoesNotFitError, TrimtabError
 from trimtab.plan import Plan
 from trimtab.process import CRASHED, DONE, OOM_HOST, Outcome
 from trimtab.proof import comparisons
@@ -315,3 +315,13 @@ def test_a_server_with_full_keys_and_values_says_nothing_of_8_bits(in_this_proce
     plan = {**kv8_plan, "request": {**kv8_plan["request"], "kv": "full"}}
     lines = told(client(Kv8Pool(plan)).post("/api/verify", json={"adapter": "style"}))
     assert json.loads(lines[-2]) == {"report": {**REPORT, "findings": ["of the report"]}}
+
+
+def test_a_full_temporary_folder_is_an_error_of_ours(monkeypatch):
+    def no_room(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(verifying, "run_inside", no_room)
+    with pytest.raises(DeviceError) as caught:
+        verifying._compare({}, print)
+    assert "No space left on device" in str(caught.value) and "TMPDIR" in caught.value.hint

@@ -184,6 +184,8 @@ def run_serve(options: argparse.Namespace) -> int:
         use_color(options.color)
     if options.threads != command_line.threads:
         threads.use(options.threads, beside_others=False)
+    if options.print_config is None:  # else its file is the output
+        journal.keep_streams()
     journal.set_up(options.log_format, options.log_level)
     asked_model = options.model
     pull_if_asked(options)

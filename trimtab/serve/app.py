@@ -129,7 +129,7 @@ async def _on_http_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     words = {
         404: "There is no such route; GET /openapi.json lists the routes",
-        405: f"This route does not take {request.method}",
+        405: f"This route does not take {request.method:.20}",
     }
     return http_error(exc.status_code, words.get(exc.status_code, str(exc.detail)), headers=exc.headers)
 
@@ -194,11 +194,6 @@ def make_app(
     # A redirect would repeat whatever Host header was sent.
     app.router.redirect_slashes = False
     return app
-
-
-def _authorization(request: Request) -> str:
-    """Return the key that let a request in, as `Door` reads it."""
-    return request.headers.get("authorization") or f"Bearer {request.headers.get('x-api-key', '')}"
 
 
 class _Api:
@@ -309,8 +304,7 @@ class _Api:
 
     async def chat(self, request: Request) -> Response:
         body, size = await self.reader.read(wire.ChatRequest, request)
-        if body.reasoning_effort is not None and body.chat_template_kwargs is None:
-            request.state.names = {"chat_template_kwargs": "reasoning_effort"}  # what it becomes in a job
+        request.state.names = asking.names_of_chat(body)
         return await self._chat(request, body, size, ChatShape)
 
     async def responses(self, request: Request) -> Response:
@@ -368,7 +362,7 @@ class _Api:
         make = partial(
             asking.jobs_of, body, prompts, adapter=adapter, context_tokens=self.pool.context_tokens(model),
             limits=self.settings.limits, deadline_s=self.settings.timeout_s,
-            client=client_of(_authorization(request), self.settings),
+            client=client_of(request.state.credential, self.settings),
         )  # fmt: skip
         # Schemas may take a moment to look through.
         is_long = getattr(body, "response_format", None) or getattr(body, "tools", None)
@@ -376,6 +370,7 @@ class _Api:
         if may_be_shorter:
             jobs = [replace(job, fills_context=True) for job in jobs]
         jobs = self._from_sender(request, jobs)
+        self._name_adapter(request, body)
         seen = self._begin(request, model, adapter, choices=len(jobs))
         merged = Merged([self.pool.submit(model, job) for job in jobs], seen.started, names=_names_of(request))
         wants_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -384,9 +379,14 @@ class _Api:
             folders=self.folders,
         )  # fmt: skip
 
+    def _name_adapter(self, request: Request, body: Any) -> None:
+        """Have later errors about the model's adapter name the field that chose it."""
+        if getattr(body, "adapter", None) is not None:
+            request.state.names = {**_names_of(request), "model": "adapter"}
+
     def _begin(self, request: Request, model: str, adapter: str | None, *, choices: int) -> Seen:
         """Return what follows a request. Errors: QuotaError if its key may have no more."""
-        limits = self.quotas.of(_authorization(request))
+        limits = self.quotas.of(request.state.credential)
         leave = self.quotas.enter(limits)
         return self.metrics.begin(
             model, adapter, choices=choices, key=None if limits is None else limits.name, leave=leave
@@ -401,6 +401,7 @@ class _Api:
             body, adapter=adapter, context_tokens=self.pool.context_tokens(model), limits=self.settings.limits,
             deadline_s=self.settings.timeout_s,
         )  # fmt: skip
+        self._name_adapter(request, body)
         return await self._result(request, model, adapter, jobs, beside.EmbeddingsShape(body))
 
     async def tokenize(self, request: Request) -> Response:
@@ -443,7 +444,7 @@ class _Api:
 
     def _sender(self, request: Request) -> str:
         address = "" if request.client is None else request.client.host
-        return sender_of(_authorization(request), address, self.settings)
+        return sender_of(request.state.credential, address, self.settings)
 
     async def _result(
         self, request: Request, model: str, adapter: str | None, jobs: Sequence[Job], shape: Shape

@@ -103,14 +103,30 @@ def _characters(content: Any) -> int:
 
 def fills_context(body: ChatRequest | CompletionRequest) -> bool:
     """Whether the answer may take what the prompt leaves of the context."""
-    return _wanted_tokens(body) is None
+    return _wanted_tokens(body)[1] is None
 
 
-def _wanted_tokens(body: ChatRequest | CompletionRequest) -> int | None:
+def _wanted_tokens(body: ChatRequest | CompletionRequest) -> tuple[str, int | None]:
+    """Return the field that says how long an answer may be, and its value."""
     completion_tokens = getattr(body, "max_completion_tokens", None)
-    if completion_tokens is not None and body.max_tokens is not None:
+    if completion_tokens is None:
+        return "max_tokens", body.max_tokens
+    if body.max_tokens is not None:
         raise RequestError("set this or max_tokens, not both", field="max_completion_tokens", value=completion_tokens)
-    return completion_tokens if completion_tokens is not None else body.max_tokens
+    return "max_completion_tokens", completion_tokens
+
+
+def names_of_chat(body: ChatRequest) -> dict[str, str]:
+    """Return what a client of the chat calls fields that are others further on: in a job, and in the worker's errors."""
+    names = {}
+    if body.max_completion_tokens is not None and body.max_tokens is None:
+        names["max_tokens"] = names["max_new_tokens"] = "max_completion_tokens"
+    kwargs = body.chat_template_kwargs
+    if body.reasoning_effort is not None and (kwargs is None or kwargs.reasoning_effort is None):
+        names["chat_template_kwargs.reasoning_effort"] = "reasoning_effort"
+        if kwargs is None:
+            names["chat_template_kwargs"] = "reasoning_effort"
+    return names
 
 
 def generate_request(
@@ -122,13 +138,11 @@ def generate_request(
     Without max_tokens the answer may fill the context, as at OpenAI. The worker knows the length of the prompt and shortens the
     answer.
     """
-    max_tokens = _wanted_tokens(body)
+    field, max_tokens = _wanted_tokens(body)
     if max_tokens is not None and max_tokens > context_tokens:
-        raise RequestError(f"the context has {context_tokens} tokens", field="max_tokens", value=max_tokens)
+        raise RequestError(f"the context has {context_tokens} tokens", field=field, value=max_tokens)
     if max_tokens is not None and limits.max_tokens is not None and max_tokens > limits.max_tokens:
-        raise RequestError(
-            f"this server answers at most {limits.max_tokens} tokens", field="max_tokens", value=max_tokens
-        )
+        raise RequestError(f"this server answers at most {limits.max_tokens} tokens", field=field, value=max_tokens)
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     longest = min(context_tokens, limits.max_tokens or context_tokens)
     common: dict[str, Any] = {

@@ -12,10 +12,11 @@ so a body that would cost seconds to validate is refused at the piece that goes 
 from __future__ import annotations
 
 import asyncio
+import logging
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -28,6 +29,7 @@ from starlette.types import Message, Receive
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.serve import wire
 from trimtab.serve.cut_media import CUT_BYTES, cut_media
+from trimtab.serve.head_lines import Lines, value_of
 from trimtab.serve.settings import Limits
 
 # What every body may hold without a share of the budget, so that large ones never keep small ones out.
@@ -42,6 +44,8 @@ ITEMS = 4
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _NO_BRACKETS = bytes(set(range(256)) - set(_STEPS))
 _BASE64 = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=-_"
+
+log = logging.getLogger("trimtab.serve")
 
 Asked = TypeVar("Asked", bound=BaseModel)
 Result = TypeVar("Result")
@@ -63,6 +67,16 @@ class BodiesFullError(TrimtabError):
         super().__init__(
             f"The bodies of all running requests have reached the limit of {budget_bytes} bytes",
             hint=f"Try again in {RETRY_AFTER_S:.0f} seconds",
+        )
+
+
+class TemporaryFolderError(TrimtabError):
+    """The temporary folder does not take a body that is too large to be held in memory while it arrives."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"The server's temporary folder takes no more of this body ({reason})",
+            hint=f"Bodies of up to {MEMORY_BYTES} bytes do not need it. The operator frees space, or sets TMPDIR to another folder",
         )
 
 
@@ -99,13 +113,13 @@ class Incoming:
     Errors, where it is awaited: BodyTooLargeError, BodiesFullError, RequestError for depth and number of values.
     """
 
-    def __init__(self, receive: Receive, limits: BodyLimits, budget: Budget, headers: Mapping[bytes, bytes]) -> None:
+    def __init__(self, receive: Receive, limits: BodyLimits, budget: Budget, lines: Lines) -> None:
         self._receive, self._limits, self._budget = receive, limits, budget
         self._counter = JsonCounter(limits)
         self._seen_bytes = self._taken_bytes = 0
         self._claimed_bytes = 0
         with suppress(ValueError):
-            self._claimed_bytes = int(headers.get(b"content-length", b"0"))
+            self._claimed_bytes = int(value_of(lines, "content-length"))
 
     async def __call__(self) -> Message:
         if max(self._claimed_bytes, self._seen_bytes) > self._limits.most_bytes:
@@ -261,30 +275,41 @@ class _Held:
             await asyncio.to_thread(self._write, pieces)
 
     def _write(self, pieces: list[bytes]) -> None:
-        if self._file is None:
-            self._file = tempfile.TemporaryFile()  # noqa: SIM115
-        self._file.writelines(pieces)
+        with _told_of_disk():
+            if self._file is None:
+                self._file = tempfile.TemporaryFile()  # noqa: SIM115
+            self._file.writelines(pieces)
 
     def whole(self) -> bytes | bytearray:
         """Return all bytes; they are read once, and their file is gone then."""
         pieces, self._pieces = self._pieces, []
         if self._file is None:
             return b"".join(pieces)
-        self._file.writelines(pieces)
-        self._file.seek(0)
         data, place = bytearray(self.size), 0
-        view = memoryview(data)
-        # Piece by piece: other threads have the interpreter in between.
-        while read := self._file.readinto(view[place : place + WINDOW_BYTES]):
-            place += read
-        view.release()
+        with _told_of_disk(), memoryview(data) as view:
+            self._file.writelines(pieces)
+            self._file.seek(0)
+            # Piece by piece: other threads have the interpreter in between.
+            while read := self._file.readinto(view[place : place + WINDOW_BYTES]):
+                place += read
         self.close()
         return data
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # what it still had to write is of no use
+                file.close()
+
+
+@contextmanager
+def _told_of_disk() -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        reason = exc.strerror or type(exc).__name__
+        log.error("a body cannot be kept in the temporary folder: %s", reason)
+        raise TemporaryFolderError(reason) from exc
 
 
 async def _receive(request: Request, buffer: _Held) -> None:

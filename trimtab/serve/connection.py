@@ -10,6 +10,8 @@ keep others out. Where more connections are sending bodies than heads, the one t
 first: bodies that come a byte at a time would otherwise leave few places for new connections, and each of these would be closed
 before it is read. An answer that its client does not read has little claim either. A few more are open to /health and /ready alone,
 for when all are being answered.
+
+A client that closes its own direction after a whole request (half-close) gets its answer. RFC 9112 section 9.6.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import asyncio
 import errno
 import logging
 import re
+import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -47,12 +50,18 @@ LAST_BYTES = 256
 SILENT_S = 60.0
 # From then on an answer that its client does not read makes room for others.
 UNREAD_S = 5.0
+# A client that has closed its direction may have left: how often its connection is looked at, and at which looks, then every how
+# many, something is sent to it.
+GONE_LOOK_S = 0.25
+GONE_PROBES, GONE_PROBE_EVERY = (0, 4), 60
+VERSIONS = (b"1.0", b"1.1")
 # Complete requests that may wait at one time behind the one that is answered. With more of them, the answer ends the connection.
 # RFC 9112 section 9.3.2.
 MOST_PIPELINED = 8
 _BODY = re.compile(
     rb"\r\n(?:content-length:[ \t]*([0-9]{1,18})|transfer-encoding:[ \t]*(chunked))[ \t]*\r\n", re.IGNORECASE
 )
+_LENGTHS = re.compile(rb"^content-length[ \t]*:([^\r\n]*)", re.IGNORECASE | re.MULTILINE)
 # How h11 shows what it read.
 _READ = re.compile(r"bytearray\(b(['\"])(.*)\1\)|\bb(['\"])(.*?)\3")
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -135,7 +144,8 @@ class GuardedProtocol(H11Protocol):
         self._stage = self._place = "head"  # what it has to do, and where the guard has it: there it may be "unread"
         self._timer: asyncio.TimerHandle | None = None
         self._reading_timer: asyncio.TimerHandle | None = None
-        self._has_spoken = self._is_unread = False
+        self._has_spoken = self._is_unread = self._is_half_closed = False
+        self._gone_timer: asyncio.TimerHandle | None = None
 
     # What asyncio calls -----------------------------------------------------------------------------------------------
 
@@ -157,8 +167,20 @@ class GuardedProtocol(H11Protocol):
         self._end_if_many_wait()
         self._look()
 
+    def eof_received(self) -> bool:  # type: ignore[override] # uvicorn's never keeps it open
+        """The client sends nothing more: it has left, or waits for its answer. Returns whether the connection stays open."""
+        if self.transport.is_closing() or self._stage_now() != ANSWERED:
+            return False
+        if not self._is_half_closed:
+            self._is_half_closed = True
+            self._end_with_answer()
+            self._look_whether_gone(0)
+        return True
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_deadline(None)
+        if self._gone_timer is not None:
+            self._gone_timer.cancel()
         self._stop_waiting_for_a_reader()
         self._guard.leave(self)
         super().connection_lost(exc)
@@ -201,12 +223,22 @@ class GuardedProtocol(H11Protocol):
         super().on_response_complete()
         self._end_if_many_wait()
         self._look()
+        if self._is_half_closed and not self.transport.is_closing() and self._stage_now() != ANSWERED:
+            self._abandon()  # half of a request may have come behind the one that was answered
+            self.transport.close()
+            self._cut_later(self._limits.send_s)
 
     def _end_if_many_wait(self) -> None:
         """Make the next answer the last one of this connection, and let it say so, if too many requests wait behind it."""
         if self.cycle is None or self.cycle.response_started or self.conn.their_state is not h11.DONE:
             return
-        if CLOSE_HEADER not in self.cycle.default_headers and self.conn.waiting_requests() > MOST_PIPELINED:
+        if self.conn.waiting_requests() > MOST_PIPELINED:
+            self._end_with_answer()
+
+    def _end_with_answer(self) -> None:
+        if self.cycle.response_started or CLOSE_HEADER in self.cycle.default_headers:
+            return
+        if not (self._is_half_closed and self.conn.has_data):  # requests that came before the end are answered too
             self.cycle.default_headers = [*self.cycle.default_headers, CLOSE_HEADER]
 
     def timeout_keep_alive_handler(self) -> None:
@@ -217,6 +249,26 @@ class GuardedProtocol(H11Protocol):
         problem = self.conn.problem
         words = _READ.sub(lambda read: read[2] or read[4] or "", str(problem or msg))
         self._refuse(problem.error_status_hint if problem else 400, words)
+
+    def _look_whether_gone(self, look: int) -> None:
+        """Find out whether a client that has closed its direction has left: its system then answers what is sent with a reset.
+
+        What is sent is nothing of the answer: `100 Continue`, which a client of HTTP/1.1 passes over, or a comment in a stream.
+        """
+        self._gone_timer = None
+        if self.cycle is None or self.cycle.response_complete or self.transport.is_closing():
+            return
+        socket_here = self.transport.get_extra_info("socket")
+        if socket_here is not None and socket_here.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.cut()
+            return
+        if (look in GONE_PROBES or not look % GONE_PROBE_EVERY) and not self.flow.write_paused:
+            if self.conn.our_state is h11.SEND_RESPONSE and self.conn.their_http_version == b"1.1":
+                event = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+                self.transport.write(self.conn.send(event) or b"")
+            elif self.conn.our_state is h11.SEND_BODY and self.conn.is_event_stream:
+                self.transport.write(self.conn.send(h11.Data(data=b":\n\n")) or b"")
+        self._gone_timer = self.loop.call_later(GONE_LOOK_S, self._look_whether_gone, look + 1)
 
     # Deadlines --------------------------------------------------------------------------------------------------------
 
@@ -305,7 +357,7 @@ def _tell(why: str, limit: str | None, after_s: float) -> None:
     log.log(level, "a connection was ended: %s", why, extra={"fields": {"limit": limit, "after_s": after_s}})
 
 
-_CODES = {408: "too_slow", 431: "head_too_large", 501: "not_implemented"}
+_CODES = {408: "too_slow", 431: "head_too_large", 501: "not_implemented", 505: "http_version"}
 
 
 def _reserved(app: Callable[..., Any]) -> Any:
@@ -326,12 +378,14 @@ def _reserved(app: Callable[..., Any]) -> Any:
 class StrictConnection(h11.Connection):
     """h11 that refuses requests which two servers in a row could read differently. problem: the text of the last refusal.
 
-    Refused: Content-Length together with Transfer-Encoding, Transfer-Encoding in HTTP/1.0, lines that end in LF alone, fields
-    after a chunked body. Refused for their cost: heads with too many lines, bodies with too many tiny chunks. Source: RFC 9112
-    sections 2.2, 6.1, 6.3, 7.1, 11.2.
+    Refused: other versions than HTTP/1.0 and 1.1 (there is no 1.2, and who sends it may mean framing that is not read here),
+    Content-Length twice or together with Transfer-Encoding, Transfer-Encoding in HTTP/1.0, lines that end in LF alone,
+    fields after a chunked body. Refused for their cost: heads with too many lines, bodies with too many tiny chunks. Source:
+    RFC 9112 sections 2.2, 6.1, 6.3, 7.1, 11.2.
     """
 
     problem: h11.RemoteProtocolError | None = None
+    is_event_stream = False
     _is_chunked = False
     _chunks = _chunk_bytes = 0
 
@@ -354,6 +408,12 @@ class StrictConnection(h11.Connection):
             return False
         body._remaining -= count
         return True
+
+    def send(self, event: Any) -> bytes | None:  # type: ignore[override]
+        if type(event) is h11.Response:
+            kinds = [value for name, value in event.headers if name == b"content-type"]
+            self.is_event_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)
+        return super().send(event)
 
     def next_event(self) -> Any:
         try:
@@ -389,10 +449,16 @@ class StrictConnection(h11.Connection):
         return event
 
     def _check_head(self, event: h11.Request, head: bytes) -> None:
+        if event.http_version not in VERSIONS:
+            raise self._error("Only HTTP/1.1 and HTTP/1.0 are spoken here", 505)
         names = {name for name, _ in event.headers}
         self._is_chunked, self._chunks, self._chunk_bytes = b"transfer-encoding" in names, 0, 0
         if _has_bare_lf(head):
             raise self._error("A line of the head ends in LF without CR")
+        # h11 takes lengths that are equal as one.
+        lengths = _LENGTHS.findall(head)
+        if len(lengths) > 1 or (lengths and b"," in lengths[0]):
+            raise self._error("Content-Length is given more than once")
         if self._is_chunked and (b"content-length" in names or event.http_version != b"1.1"):
             raise self._error("Transfer-Encoding needs HTTP/1.1 and no Content-Length")
 

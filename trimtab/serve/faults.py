@@ -30,6 +30,7 @@ ERRORS: Mapping[str, tuple[int, str, str]] = {
     "ModelFailedError": (503, "server_error", "model_failed"),
     "StoppingError": (503, "server_error", "stopping"),
     "DeadlineError": (504, "timeout_error", "deadline"),
+    "TemporaryFolderError": (507, "server_error", "temporary_folder"),
     "DoesNotFitError": (507, "server_error", "does_not_fit"),
     "ParityError": (500, "server_error", "parity"),
     "MistakeError": (500, "server_error", "mistake"),

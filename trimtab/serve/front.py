@@ -33,6 +33,7 @@ from trimtab.serve.job import SPOKEN, Job
 from trimtab.serve.journal import write_traceback
 from trimtab.serve.metrics import Metrics
 from trimtab.serve.pool import Pool
+from trimtab.serve.replica import Place
 from trimtab.serve.run import page_of
 from trimtab.serve.scale import read_arguments
 from trimtab.serve.scheduler import MistakeError, StoppingError, error_event
@@ -100,7 +101,7 @@ class Replicas:
         self._handle, self._retry, self._on_change = handle, retry, on_change
         self._kept = set(worker_settings["kept"])
         # What clients call an adapter -> what copies call it, and its folder. A name that is used again is a new adapter.
-        self._adapters: dict[str, tuple[str, str]] = {
+        self._adapters: dict[str, tuple[str, Place]] = {
             name: (name, path) for name, path in worker_settings["adapters"].items()
         }
         self.state, self.restarts, self.loading = "stopped", 0, (0, 0)
@@ -234,7 +235,7 @@ class Replicas:
                 stream.cancel()
 
     def _stream(self, job: Job) -> Any:
-        handle, path = self._handle, None
+        handle, path = self._handle, None  # type: tuple[Any, Place | None]
         if job.adapter is not None:
             if is_mix(job.adapter):
                 raise RequestError("not supported: a mix of adapters with --ray", field="adapter", value=job.adapter)
@@ -258,12 +259,13 @@ class Replicas:
 
     async def _call(self, what: str, arguments: Mapping[str, Any]) -> Any:
         if what == "load_adapter":
-            await self._load(arguments["name"], str(arguments["path"]))
+            path, root = str(arguments["path"]), arguments.get("root")
+            await self._load(arguments["name"], path if root is None else (path, str(root)))
         elif what == "unload_adapter":
             await self._unload(arguments["name"])
         return self.numbers
 
-    async def _load(self, name: str, path: str) -> None:
+    async def _load(self, name: str, path: Place) -> None:
         """Have one copy read an adapter, which checks it; the others read it when they are first asked for it."""
         key = f"{name[:50]}.{secrets.token_hex(4)}"
         try:

@@ -66,7 +66,7 @@ class HeldAdapters:
         known = self._by_files.get(files) if files is not None else None
         if known is not None:
             return known
-        ends = _ends(path)
+        ends = None if files is None else _ends(path)
         known = (
             None if ends is None else next((one for one in self._by_ends.get(ends, ()) if _is_copy(path, one)), None)
         )

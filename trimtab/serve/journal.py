@@ -1,8 +1,9 @@
 """The server's log: one line per event with time, level and request id, as text or JSON; one line per request.
 
-A request has an id: the client's own (X-Request-Id, if it is short and plain) or a new one. Every answer carries it, every line
-that is written while the request is answered has it, and an answer with status 500 names the id under which its traceback
-stands (`error_id`). No line has a key, an address, a message or an answer.
+A request has an id: the client's own (one X-Request-Id, short and plain) or a new one. Every answer carries it, every line that is
+written while the request is answered has it, and an answer with status 500 names the id under which its traceback stands
+(`error_id`). No line has a key, an address, a message or an answer. Whatever a client chooses is cut to a length, and a log that
+cannot be written (a full disk, a reader that has left) loses lines: it never ends the server.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from datetime import datetime, timezone
 from typing import Any, Protocol
@@ -22,6 +24,7 @@ from typing import Any, Protocol
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trimtab.errors import RequestError
+from trimtab.serve.head_lines import value_of
 
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
@@ -33,7 +36,9 @@ ARRIVED = "_arrived"
 # What monitoring and the page ask for all the time is written down for who debugs alone.
 QUIET_PATHS = ("/health", "/ready", "/metrics", "/api/status")
 _GIVEN = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-_PATH_LETTERS = 200
+# The most letters of one field that a client chose, of any other field, of a message, and of a traceback.
+_CHOSEN_LETTERS, _METHOD_LETTERS = 200, 20
+_FIELD_LETTERS, _MESSAGE_LETTERS, _TRACEBACK_LETTERS = 2_000, 8_000, 64_000
 
 log = logging.getLogger("trimtab.serve.requests")
 # Where nobody has set the journal up, the lines of requests go nowhere.
@@ -89,6 +94,47 @@ def drop_tracebacks(exc: BaseException) -> None:
             left += (error.__cause__, error.__context__)
 
 
+# Where lines go ---------------------------------------------------------------------------------------------------------
+
+
+class Unfailing:
+    """A stream that drops what cannot be written. The rest is the stream's own."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):  # full, gone or closed
+            self._stream.write(text)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def keep_streams() -> None:
+    """Have nothing in this process fail, from now on, because its output or its log cannot be written."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # it was closed: a client's socket would take its place, and get what libraries print
+            os.open(os.devnull, os.O_RDWR)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
+        if not isinstance(stream, Unfailing):
+            setattr(sys, name, Unfailing(stream))
+
+
 # How lines look -------------------------------------------------------------------------------------------------------
 
 
@@ -128,8 +174,29 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
-    own: dict[str, Any] = dict(getattr(record, "fields", {}))
+    own = _cut(getattr(record, "fields", {}), _FIELD_LETTERS)
     return {"request_id": request_id(), **own} if request_id() else own
+
+
+def _message(record: logging.LogRecord) -> str:
+    return short(record.getMessage(), _MESSAGE_LETTERS)
+
+
+def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    assert record.exc_info
+    return short(formatter.formatException(record.exc_info), _TRACEBACK_LETTERS)  # type: ignore[arg-type]
+
+
+def _cut(fields: Mapping[str, Any], most: int) -> dict[str, Any]:
+    return {name: short(value, most) if isinstance(value, str) else value for name, value in fields.items()}
+
+
+def short(text: str, most: int) -> str:
+    """Return a text whole, or its two ends and how many letters are left out between them."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}...({len(text) - 2 * half} letters)...{text[-half:]}"
 
 
 class TextLines(logging.Formatter):
@@ -138,8 +205,8 @@ class TextLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = "".join(f" {name}={_word(value)}" for name, value in _fields(record).items() if value is not None)
         # A message is one line: what it quotes may have line ends that look like lines of ours.
-        line = f"{_time(record)} {record.levelname} {_line(record.getMessage())}{fields}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        line = f"{_time(record)} {record.levelname} {_line(_message(record))}{fields}"
+        return f"{line}\n{_traceback(self, record)}" if record.exc_info else line
 
 
 class JsonLines(logging.Formatter):
@@ -148,10 +215,10 @@ class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
             "time": _time(record), "level": record.levelname.lower(), "logger": record.name,
-            "message": record.getMessage(), **_fields(record),
+            "message": _message(record), **_fields(record),
         }  # fmt: skip
         if record.exc_info:
-            entry["traceback"] = self.formatException(record.exc_info)
+            entry["traceback"] = _traceback(self, record)
         return json.dumps(entry, default=str)
 
 
@@ -180,7 +247,7 @@ class Journal:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        header = dict(scope["headers"]).get(HEADER.encode(), b"")
+        header = value_of(scope["headers"], HEADER)
         known = header.decode("ascii") if _GIVEN.fullmatch(header) else uuid.uuid4().hex
         # Not reset at the end: what answers an exception outside of here still belongs to this request.
         _id.set(known)
@@ -209,8 +276,8 @@ class Journal:
         level = logging.DEBUG if path in QUIET_PATHS or path.startswith("/page/") else logging.INFO
         level = logging.WARNING if status >= 500 and path not in QUIET_PATHS else level
         fields = {
-            "method": scope["method"], "path": path[:_PATH_LETTERS], "status": status, "seconds": round(seconds, 4),
-            **(_notes.get() or {}),
+            "method": scope["method"][:_METHOD_LETTERS], "path": path[:_CHOSEN_LETTERS], "status": status,
+            "seconds": round(seconds, 4), **_cut(_notes.get() or {}, _CHOSEN_LETTERS),
         }  # fmt: skip
         arrived = fields.pop(ARRIVED, None)
         if self._spans is not None and level != logging.DEBUG:

@@ -77,7 +77,7 @@ class ToolUseBlock(_Block):
     type: Literal["tool_use"]
     id: Label
     name: FunctionName
-    input: dict[str, Any]
+    input: Annotated[dict[str, Any], Field(default_factory=dict)]
 
 
 class ToolResultBlock(_Block):
@@ -177,7 +177,8 @@ class CountRequest(_Question):
 # Fields of the chat -> those of the request. Messages and their parts: see `_messages`.
 _NAMES = {
     "stop": "stop_sequences", "reasoning_effort": "thinking.type", "chat_template_kwargs": "thinking",
-    "chat_template_kwargs.enable_thinking": "thinking.type", "tool_choice.function": "tool_choice",
+    "chat_template_kwargs.enable_thinking": "thinking.type", "chat_template_kwargs.reasoning_effort": "thinking.type",
+    "tool_choice.function": "tool_choice",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }  # fmt: skip
 

@@ -40,11 +40,12 @@ _ALWAYS = {
     400: "A field is wrong, or the request cannot be read", 405: "The path has another method", 408: "The request was too slow",
     421: "This server answers requests for this machine's own names only", 431: "The head is too large",
     500: "The server failed", 501: "A transfer coding that is not read", 503: "Busy: retry after Retry-After seconds",
+    505: "Another version than HTTP/1.0 or 1.1",
 }  # fmt: skip
 _POSTED = {
     404: "No model or adapter of this name", 413: "The body is too large", 415: "The body is not JSON",
     422: "A file of an adapter is damaged or does not match", 429: "The queue is full", 504: "The answer took too long",
-    507: "There is no memory for the adapter",
+    507: "There is no memory for the adapter, or no disk space for the body",
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 import trimtab
+from trimtab.serve.head_lines import list_of
 from trimtab.serve.settings import Settings
 
 FOLDER = Path(__file__).with_name("page")
@@ -94,6 +95,6 @@ def _read(name: str, media_type: str) -> _Asset:
 
 def _answer(request: Request, asset: _Asset) -> Response:
     headers = {**HEADERS, "etag": asset.tag}
-    if asset.tag in request.headers.get("if-none-match", ""):
+    if asset.tag.encode() in list_of(request.scope["headers"], "if-none-match"):
         return Response(status_code=304, headers=headers)
     return Response(asset.body, headers={**headers, "content-type": asset.media_type})

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from trimtab.adapter_names import check_mix, is_mix, parse_mix
@@ -25,6 +26,7 @@ from trimtab.errors import RequestError, TrimtabError
 from trimtab.redact import own_folders
 from trimtab.serve.clock import Clock
 from trimtab.serve.faults import UnknownModelError, plain_error, told_error
+from trimtab.serve.inside import look
 from trimtab.serve.job import Event, Job
 from trimtab.serve.registry import ServedModel, check_sharing, in_full
 from trimtab.serve.scheduler import QueueFullError, StoppingError
@@ -50,6 +52,8 @@ class _Member:
     served: ServedModel
     supervisor: Supervisor
     adapters: dict[str, str]
+    # Of adapters that clients have loaded: the folder below which their files have to be.
+    roots: dict[str, str] = field(default_factory=dict)
     last_used: float = field(default_factory=time.monotonic)
     in_flight: int = 0
     waiting: int = 0
@@ -142,8 +146,17 @@ class Pool:
         return ("text", *self._members[model].served.supports)
 
     def running(self, model: str | None) -> tuple[str, Mapping[str, Any] | None, Mapping[str, str]]:
-        """Return a model's name, its plan as JSON (None before it was first loaded) and adapter -> folder."""
+        """Return a model's name, its plan as JSON (None before it was first loaded) and adapter -> folder.
+
+        Errors: RequestError if files of a client's adapter have left the server's adapter folder since it was loaded.
+        """
         member = self._one(model)
+        for name, root in member.roots.items():
+            try:
+                look(Path(member.adapters[name]), Path(root))
+            except RequestError as exc:
+                if not isinstance(exc.__cause__, FileNotFoundError):  # what is gone cannot be read
+                    raise RequestError("is no longer below the adapter folder", field="adapter", value=name) from exc
         return member.served.name, member.supervisor.plan, dict(member.adapters)
 
     def models(self) -> list[dict[str, Any]]:
@@ -373,14 +386,20 @@ class Pool:
             self._leave(member)
 
     async def load_adapter(self, model: str | None, name: str, path: str) -> None:
-        """Load an adapter that clients can name. Errors: those of the worker."""
+        """Load an adapter of a client, from below the server's adapter folder. Errors: those of the worker."""
+        root = self.settings.adapter_root
+        await self._load(model, name, path, None if root is None else str(root.resolve()))
+
+    async def _load(self, model: str | None, name: str, path: str, root: str | None) -> None:
         member = self._one(model)
         if name in self._members:
             raise RequestError("is the name of a model", field="lora_name", value=name)
         if name in member.adapters:
             raise RequestError("an adapter of this name is loaded", field="lora_name", value=name)
-        await self._call(member, "load_adapter", name=name, path=path)
+        await self._call(member, "load_adapter", name=name, path=path, **({} if root is None else {"root": root}))
         member.adapters[name] = path
+        if root is not None:
+            member.roots[name] = root
 
     async def unload_adapter(self, model: str | None, name: str) -> None:
         """Unload an adapter. Errors: UnknownModelError if it is not loaded, RequestError if it is being used or
@@ -396,6 +415,7 @@ class Pool:
             )  # fmt: skip
         await self._call(member, "unload_adapter", name=name)
         member.adapters.pop(name, None)
+        member.roots.pop(name, None)
 
     @property
     def names(self) -> Sequence[str]:
@@ -443,7 +463,7 @@ class Pool:
                     elif name in member.adapters:
                         raise RequestError("an adapter of this name is loaded", field="adapters", value=name)
                     else:
-                        await self.load_adapter(served.name, name, in_full(served.adapters[name]))
+                        await self._load(served.name, name, in_full(served.adapters[name]), None)
                         named[name], weights[name] = served.adapters[name], served.weights.get(name, 1.0)
                         report["loaded"].append(shown)
                 except TrimtabError as exc:

@@ -74,9 +74,9 @@ class Quotas:
         names = {one.name for one in limits.values()}
         self._used = {name: used for name, used in self._used.items() if name in names or used.running}
 
-    def of(self, authorization: str) -> KeyLimits | None:
-        """Return the limits of a request's key, None for a key without limits. authorization: its header."""
-        key_bytes = authorization.partition(" ")[2].strip().encode("latin-1", "replace")
+    def of(self, credential: str) -> KeyLimits | None:
+        """Return the limits of a request's key, None for a key without limits. credential: as the door has read it."""
+        key_bytes = credential.encode("latin-1")
         best = None
         for key, limits in self._limits.items():  # every one is compared, in constant time each
             if hmac.compare_digest(key_bytes, key.encode()):

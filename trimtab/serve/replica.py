@@ -21,6 +21,8 @@ from trimtab.serve.job import Event
 from trimtab.serve.supervisor import ModelFailedError, Supervisor
 
 TICK_S = 0.05
+# The folder of an adapter; of one that a client has loaded with the folder that its files have to be in.
+Place = str | tuple[str, str]
 
 
 class Replica:
@@ -38,7 +40,7 @@ class Replica:
             return await self._have(name)
 
         self._held: Callable[[str], Awaitable[str]] = held
-        self._paths: dict[str, str] = dict(worker_settings["adapters"])
+        self._paths: dict[str, Place] = dict(worker_settings["adapters"])
         self._kept = set(worker_settings["kept"])
         self._forgotten: set[str] = set()
         # Requests that named an adapter; those whose adapter Ray did not count as here; adapters read from their files.
@@ -78,17 +80,19 @@ class Replica:
         await self._ready()
         if name not in self._supervisor.numbers.get("adapters", ()):
             self.read += 1
-            await asyncio.wrap_future(self._supervisor.call("load_adapter", name=name, path=self._paths[name]))
+            place = self._paths[name]
+            where = {"path": place} if isinstance(place, str) else dict(zip(("path", "root"), place))
+            await asyncio.wrap_future(self._supervisor.call("load_adapter", name=name, **where))
         return name
 
-    async def _bring(self, name: str, path: str) -> None:
+    async def _bring(self, name: str, path: Place) -> None:
         if name in self._kept:
             return
         self._paths[name] = path
         self.asked += 1
         await self._held(name)
 
-    async def load(self, name: str, path: str) -> Mapping[str, Any] | None:
+    async def load(self, name: str, path: Place) -> Mapping[str, Any] | None:
         """Read an adapter, and return what is wrong with it as an event carries it; None is nothing."""
         try:
             await self._bring(name, path)
@@ -109,7 +113,7 @@ class Replica:
 
     # Work -------------------------------------------------------------------------------------------------------------
 
-    async def answer(self, message: Mapping[str, Any], path: str | None) -> AsyncIterator[dict[str, Any]]:
+    async def answer(self, message: Mapping[str, Any], path: Place | None) -> AsyncIterator[dict[str, Any]]:
         """Yield the events of a job. message: from `job_to_message`. path: the folder of its adapter, None for the base."""
         job = job_from_message(message)
         loop = asyncio.get_running_loop()

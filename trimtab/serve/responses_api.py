@@ -92,7 +92,7 @@ class FunctionCallItem(_Item):
     type: Literal["function_call"]
     call_id: Label
     name: FunctionName
-    arguments: Text
+    arguments: Text = ""
 
 
 class FunctionOutputItem(_Item):
@@ -198,6 +198,7 @@ class ResponsesRequest(Strict):
 # Fields of the chat -> those of the request. A part of a message is at the place that it had, see `_messages`.
 _NAMES = {
     "messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens",
+    "max_new_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort", "chat_template_kwargs": "reasoning",
     "chat_template_kwargs.reasoning_effort": "reasoning.effort", "response_format": "text.format",
     "response_format.type": "text.format.type", "response_format.json_schema": "text.format",

@@ -22,7 +22,7 @@ from starlette.applications import Starlette
 from starlette.routing import BaseRoute
 
 from trimtab.errors import RequestError, TrimtabError
-from trimtab.serve import tracing
+from trimtab.serve import journal, tracing
 from trimtab.serve.app import make_app
 from trimtab.serve.connection import RESERVE, Guard, GuardedProtocol
 from trimtab.serve.listener import BACKLOG, address_of, listen
@@ -58,6 +58,7 @@ def serve(
     them stops and closes them if this raises. A second Ctrl-C ends at once. Errors: RequestError if the address is in use or not
     an address of this machine; that of the only model if it cannot be loaded.
     """
+    journal.keep_streams()
     sys.setswitchinterval(SWITCH_S)
     # Streams would be cut by sse-starlette as soon as a signal comes; here they have their grace time.
     AppStatus.disable_automatic_graceful_drain()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import RequestError
+from trimtab.serve.inside import look, outside
 from trimtab.serve.quotas import KeyLimits
 
 LOOPBACK_NAMES = ("localhost",)
@@ -194,7 +195,7 @@ class Settings:
         """Return the folder that a client's path names, below adapter_root. Errors: RequestError for anything outside it.
 
         Links are followed before the check, and what the caller reads is the resolved path: a link that is swapped later
-        leads nowhere new. The adapter's files may be links too, but not out of the root.
+        leads nowhere new. The adapter's files may be links too, but not out of the root. The worker looks again around each read.
         """
         if self.adapter_root is None:
             raise RequestError(
@@ -205,12 +206,9 @@ class Settings:
             if "\0" in requested:
                 raise ValueError("NUL")
             folder = (root / requested).resolve()
-            inside = [folder, *(entry.resolve() for entry in (folder.iterdir() if folder.is_relative_to(root) else ()))]
         except (OSError, ValueError, RuntimeError) as exc:
-            raise RequestError("is not a folder below the server's adapter folder", field="lora_path") from exc
-        if folder == root or not all(path.is_relative_to(root) for path in inside):
-            # Whether what lies outside exists is not said.
-            raise RequestError("is not a folder below the server's adapter folder", field="lora_path")
+            raise outside() from exc
+        look(folder, root)
         return folder
 
 

@@ -144,6 +144,8 @@ class Supervisor:
         self.numbers: dict[str, Any] = {}
         self.plan: dict[str, Any] | None = None
         self._adapters: dict[str, str] = dict(settings.get("adapters", {}))
+        # Of those that clients have loaded: the folder below which they lie.
+        self._roots: dict[str, str] = {}
         self._lock = threading.RLock()
         self._flights: dict[str, _Flight] = {}
         self._calls: dict[int, _Call] = {}
@@ -178,7 +180,7 @@ class Supervisor:
         spawn = multiprocessing.get_context("spawn")
         here, there = spawn.Pipe()
         # A worker that comes back loads the plan that the first one had, whatever is free or has been loaded since.
-        settings = {**self.settings, "adapters": dict(self._adapters), "plan": self.plan}
+        settings = {**self.settings, "adapters": dict(self._adapters), "roots": dict(self._roots), "plan": self.plan}
         process = spawn.Process(target=self._target, args=(there, settings), name="trimtab-worker", daemon=True)
         process.start()
         there.close()
@@ -281,8 +283,11 @@ class Supervisor:
         """Keep which adapters a next worker has to load."""
         if call.what == "load_adapter":
             self._adapters[call.arguments["name"]] = str(call.arguments["path"])
+            if root := call.arguments.get("root"):
+                self._roots[call.arguments["name"]] = root
         elif call.what == "unload_adapter":
             self._adapters.pop(call.arguments["name"], None)
+            self._roots.pop(call.arguments["name"], None)
 
     # The two threads --------------------------------------------------------------------------------------------------
 

@@ -8,10 +8,11 @@ what the log knows of it. Names of attributes: OpenTelemetry's semantic conventi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trimtab.errors import RequestError
+from trimtab.serve.head_lines import Lines, list_of, value_of
 
 HINT = "pip install 'trimtab[otel]'"
 # Of a line of the log -> an attribute of the span.
@@ -22,6 +23,8 @@ ATTRIBUTES = {
     "cached_tokens": "trimtab.cached_tokens",
 }  # fmt: skip
 SECOND_NS = 1_000_000_000
+# Others are the client's own, and a trace's name must not be. OpenTelemetry's semantic conventions for HTTP spans, "Name".
+METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH", "CONNECT", "TRACE")
 
 
 class Spans:
@@ -35,7 +38,7 @@ class Spans:
         self._propagator = TraceContextTextMapPropagator()
 
     def request(
-        self, headers: Iterable[tuple[bytes, bytes]], route: str, fields: Mapping[str, Any], *, start_ns: int, end_ns: int,
+        self, headers: Lines, route: str, fields: Mapping[str, Any], *, start_ns: int, end_ns: int,
         arrived_ns: int | None = None,
     ) -> str:  # fmt: skip
         """Make the spans of a request that has ended; returns the trace's id in hexadecimal.
@@ -43,16 +46,15 @@ class Spans:
         headers: as ASGI has them. fields: of the request's line in the log. Times are nanoseconds since 1970; arrived_ns: when
         its body had been read, from which `queue_s` and `first_token_s` count.
         """
-        carrier = {
-            name: value.decode("latin-1") for key, value in headers
-            if (name := key.decode("latin-1").lower()) in ("traceparent", "tracestate")
-        }  # fmt: skip
+        parent, state = value_of(headers, "traceparent"), list_of(headers, "tracestate")
+        carrier = {"traceparent": parent.decode("latin-1"), "tracestate": state.decode("latin-1")} if parent else {}
         context = self._propagator.extract(carrier)
         attributes = {
             ATTRIBUTES[name]: value for name, value in fields.items() if name in ATTRIBUTES and value is not None
         }
+        method = fields["method"] if fields["method"] in METHODS else "HTTP"
         span = self._tracer.start_span(
-            f"{fields['method']} {route}", context=context, kind=self._trace.SpanKind.SERVER, start_time=start_ns,
+            f"{method} {route}", context=context, kind=self._trace.SpanKind.SERVER, start_time=start_ns,
             attributes={**attributes, "http.route": route},
         )  # fmt: skip
         if fields["status"] >= 500 or fields.get("ended") not in (None, "done", "cancelled"):

@@ -27,6 +27,7 @@ from trimtab.process import DONE, OOM_HOST, TIMEOUT, Outcome, run_inside
 from trimtab.redact import without_paths
 from trimtab.serve import wire
 from trimtab.serve.faults import raised_error
+from trimtab.serve.head_lines import value_of
 from trimtab.serve.supervisor import WorkerError
 
 INSIDE = "trimtab.serve.verifying_inside"
@@ -51,7 +52,7 @@ class _Verifying:
 
     async def verify(self, request: Request) -> Response:
         # Only what a page of another site cannot send without asking first.
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        if value_of(request.scope["headers"], "content-type").partition(b";")[0].strip().lower() != b"application/json":
             raise HTTPException(415, "The body must be application/json")
         work = self._work(wire.read(wire.VerifyRequest, await request.body()))
         if self._is_busy:
@@ -119,7 +120,11 @@ def _compare(work: Mapping[str, Any], on_event: Any) -> None:
     """Run a comparison to its end. The first process only looks for room: a device is free of it before the second."""
     for what in ("room", "compare"):
         request = {"module": INSIDE, "request": {**work, "what": what}}
-        outcome = run_inside("trimtab.proof.isolated", request, timeout_s=TIMEOUT_S, on_event=on_event)
+        try:
+            outcome = run_inside("trimtab.proof.isolated", request, timeout_s=TIMEOUT_S, on_event=on_event)
+        except OSError as exc:  # its files are in the temporary folder
+            words = f"the comparison cannot be started ({exc.strerror or type(exc).__name__})"
+            raise DeviceError(words, device="host", hint="Free space in the temporary folder (TMPDIR)") from exc
         _check(outcome)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import stat
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME
+from trimtab.serve.inside import read_inside
 
 LOOK_S = 1.0
 
@@ -24,10 +26,12 @@ log = logging.getLogger("trimtab.serve")
 
 @dataclass(eq=False)
 class _Folder:
-    """used: the files that answers come from, or that were refused. seen: others that the last look met."""
+    """used: the files that answers come from, or that were refused. root: the folder that its files have to be in, of a client's
+    adapter. seen: others that the last look met."""
 
     path: str | Path
     used: Hashable | None
+    root: str | None = None
     seen: Hashable | None = None
 
 
@@ -49,10 +53,10 @@ class Watcher:
     def end(self) -> None:
         self._is_over.set()
 
-    def watch(self, name: str, path: str | Path, stamp: Hashable | None) -> None:
-        """Look at an adapter's folder. stamp: `files_stamp` its files before they were read."""
+    def watch(self, name: str, path: str | Path, stamp: Hashable | None, root: str | None = None) -> None:
+        """Look at an adapter's folder. stamp: `files_stamp` its files before they were read. root: as `_Folder` has it."""
         with self._lock:
-            self._folders[name] = _Folder(path, stamp)
+            self._folders[name] = _Folder(path, stamp, root)
 
     def forget(self, name: str) -> None:
         with self._lock:
@@ -80,7 +84,7 @@ class Watcher:
 
     def _take(self, name: str, folder: _Folder, stamp: Hashable) -> None:
         try:
-            adapter = self._read(folder.path, name)
+            adapter = bounded(self._read, folder.path, name, folder.root)
         except Exception as exc:  # files can be wrong in ways that nobody thought of
             if files_stamp(folder.path) == stamp:  # else they changed while they were read
                 log.warning("adapter %s was not reloaded: its changed files cannot be used: %s", name, exc)
@@ -91,14 +95,21 @@ class Watcher:
             self.read_again.put((name, adapter))
 
 
+def bounded(read: Callable[[str | Path, str], Any], path: str | Path, name: str, root: str | None) -> Any:
+    """Return an adapter, read from inside the root if there is one. Errors: those of `read` and `read_inside`."""
+    return read(path, name) if root is None else read_inside(lambda: read(path, name), path, root)
+
+
 def files_stamp(path: str | Path) -> Hashable | None:
     """Return what two folders share only if their files are the same ones, unchanged; None if that cannot be told."""
     known = []
     try:
         for name in (CONFIG_NAME, TENSORS_NAME):
             file = Path(path) / name
-            stat = os.stat(file)
-            known.append((stat.st_dev, stat.st_ino or str(file.resolve()), stat.st_size, stat.st_mtime_ns))
+            found = os.stat(file)
+            if not stat.S_ISREG(found.st_mode):  # opening a pipe waits for who writes into it
+                return None
+            known.append((found.st_dev, found.st_ino or str(file.resolve()), found.st_size, found.st_mtime_ns))
     except OSError:
         return None
     return tuple(known)

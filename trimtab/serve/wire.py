@@ -1,14 +1,16 @@
 """Request schemas in OpenAI's form: every field known and checked.
 
 A field that is not listed here is refused by name, and so is one whose value this server does not honour: nothing is
-silently ignored. Fields beyond OpenAI's (`top_k`, `min_p`, `repetition_penalty`) have the names and meanings of vLLM's.
-Defaults are OpenAI's, temperature 1 among them.
+silently ignored. null means that a field is absent, in every object of every request, also of a field that is not known: clients
+send it for what they have not set. Fields beyond OpenAI's (`top_k`, `min_p`, `repetition_penalty`) have the names and meanings of
+vLLM's. Defaults are OpenAI's, temperature 1 among them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -18,6 +20,7 @@ from pydantic import (
     Discriminator,
     FailFast,
     Field,
+    GetJsonSchemaHandler,
     Tag,
     ValidationError,
     ValidationInfo,
@@ -66,6 +69,7 @@ _HARMLESS_ONLY = NO_EFFECT | {
     "add_generation_prompt", "annotations", "background", "best_of", "echo", "function_call", "functions", "include",
     "load_inplace", "modalities", "suffix", "truncation",
 }  # fmt: skip
+_NULL = {"type": "null"}
 # How many fields of one object that are unknown get an error each.
 MOST_UNKNOWN = 8
 # What the items of a list are called where it is not as its field.
@@ -75,31 +79,46 @@ _ITEMS = {"input": "items"}
 class Strict(BaseModel):
     # strict: "5" is no number and 1 no truth value. Tags of unions are written <so>: they are no part of a field's path.
     model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        protected_namespaces=(),
-        hide_input_in_errors=True,
-    )
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=(), hide_input_in_errors=True,
+    )  # fmt: skip
     # Whether the context of a validation names lists of this shape, and how many items each may have.
     has_limits: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
-    def _few_unknown_fields(cls, value: Any, info: ValidationInfo) -> Any:
-        """Return an object with a few of its unknown fields: each costs an error, and the first ones are all that is named.
+    def _fields_that_count(cls, value: Any, info: ValidationInfo) -> Any:
+        """Return an object without its nulls, which mean that a field is absent (a required one is refused by its name), and with a
+        few of its unknown fields: each costs an error, and the first ones are all that is named.
 
         Errors: RequestError for a list of more items than the context allows, before any of them is looked at.
         """
         for name, most in (info.context or {}).items() if cls.has_limits and isinstance(value, dict) else ():
             if isinstance(value.get(name), list) and len(value[name]) > most:
                 raise RequestError(f"has more than {most} {_ITEMS.get(name, name)}", field=name)
-        if not isinstance(value, dict) or len(value) <= MOST_UNKNOWN:
+        if not isinstance(value, dict):
+            return value
+        if None in value.values():
+            required = _names_of(cls, are_required=True)
+            value = {name: item for name, item in value.items() if item is not None or name in required}
+        if len(value) <= MOST_UNKNOWN:
             return value
         known = _names_of(cls)
         unknown = [name for name in value if name not in known]
         return {name: value[name] for name in (*(known & value.keys()), *unknown[:MOST_UNKNOWN])}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Return the description of the object, every field that may be absent with null among its values."""
+        described = handler(core_schema)
+        whole = handler.resolve_ref_schema(described)
+        for name in whole.get("properties", {}).keys() - whole.get("required", ()):
+            field = whole["properties"][name]
+            values = {key: field[key] for key in field if key not in ("default", "title")}
+            if values and values != _NULL and _NULL not in values.get("anyOf", ()):
+                for key in values:
+                    del field[key]
+                field["anyOf"] = [values, _NULL]
+        return described
 
 
 # Parts of a message ---------------------------------------------------------------------------------------------------
@@ -185,8 +204,8 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 class FunctionCall(Strict):
     name: FunctionName
-    # A JSON object, as text.
-    arguments: Text
+    # A JSON object, as text. Clients leave it out, or send null, for a call without arguments.
+    arguments: Text = ""
     # What OpenAI's own helpers add to an answer, and send back with it; `arguments` says the same.
     parsed_arguments: Any = None
 
@@ -457,12 +476,8 @@ class DetokenizeRequest(Strict):
 
 
 def read(
-    kind: type[Asked],
-    body: bytes | bytearray,
-    *,
-    ignored: list[str] | None = None,
-    most: Mapping[str, int] | None = None,
-) -> Asked:
+    kind: type[Asked], body: bytes | bytearray, *, ignored: list[str] | None = None, most: Mapping[str, int] | None = None,
+) -> Asked:  # fmt: skip
     """Return a body as one of the shapes above. Errors: RequestError with the path of the first field that is wrong.
 
     ignored: take what has no effect here, and put the names of its fields there (None: refuse it). most: field -> how many
@@ -528,7 +543,7 @@ def _without_effect(
         return None
     known = _names_of(kind)
     if isinstance(value, dict):  # validation stops at a few of them
-        paths += [[name] for name in value if name not in known]
+        paths += [[name] for name, item in value.items() if name not in known and item is not None]
     for path in paths:
         while not isinstance(path[-1], str) or (NO_EFFECT & set(path) and path[-1] not in NO_EFFECT):
             path = path[:-1]  # the field, not what is wrong inside it
@@ -541,8 +556,11 @@ def _without_effect(
     return to_json(value, inf_nan_mode="constants")  # so that what is no number of JSON is refused as before
 
 
-def _names_of(kind: type[BaseModel]) -> set[str]:
-    return {field.alias or name for name, field in kind.model_fields.items()}
+@cache
+def _names_of(kind: type[BaseModel], *, are_required: bool = False) -> frozenset[str]:
+    """Return the names of an object's fields, or those that must be there."""
+    fields = kind.model_fields.items()
+    return frozenset(field.alias or name for name, field in fields if field.is_required() or not are_required)
 
 
 def _words(error: Mapping[str, Any]) -> str:

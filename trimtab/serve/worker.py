@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, RequestError, TrimtabError
@@ -29,12 +30,13 @@ from trimtab.request import LoadRequest
 from trimtab.serve.adapter_queue import AdapterQueue, Unprepared, Urgency
 from trimtab.serve.channel import Channel, Inbox, event_to_message, job_from_message
 from trimtab.serve.idle import LOOK_S, IdleTuning, idle_tuning
+from trimtab.serve.inside import look
 from trimtab.serve.job import Event
-from trimtab.serve.journal import set_up_as_parent, write_traceback
+from trimtab.serve.journal import keep_streams, set_up_as_parent, write_traceback
 from trimtab.serve.row_count import plan_rows
 from trimtab.serve.scheduler import MistakeError, Scheduler, StoppingError, error_event
 from trimtab.serve.watching import LOOK_S as WATCH_S
-from trimtab.serve.watching import Watcher, files_stamp
+from trimtab.serve.watching import Watcher, bounded, files_stamp
 
 if TYPE_CHECKING:
     from trimtab.api import PlanInputs
@@ -74,6 +76,7 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
     # is done with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    keep_streams()
     set_up_as_parent()
     gc.set_threshold(*LOADING_COLLECT_AFTER)
     late_imports.use(settings["request"]["device"])
@@ -149,12 +152,13 @@ class _Worker:
         )  # fmt: skip
         self.engine.shelf.lost.update(lost)
         self.watcher = Watcher(self.engine.shelf.read)
+        roots = settings.get("roots", {})
         for name, path in request.adapters.items():
-            self.watcher.watch(name, path, stamps[name])
+            self.watcher.watch(name, path, stamps[name], roots.get(name))
         for name, path in later.items():
-            self._add_adapter(name, path, is_first=before is None)
-        # Adapters whose files are read on other threads, so that the batch goes on at the same time: call id -> name, path.
-        self._reading: dict[int, tuple[str, str]] = {}
+            self._add_adapter(name, path, roots.get(name), is_first=before is None)
+        # Adapters whose files are read on other threads, so that the batch goes on at the same time: call id -> name, path, root.
+        self._reading: dict[int, tuple[str, str, str | None]] = {}
         self._read: queue.SimpleQueue[tuple[int, Hashable | None, Any]] = queue.SimpleQueue()
         self.scheduler = Scheduler(self.engine, self.events.append, queue_limit=settings["queue_limit"])
         self._unprepared = AdapterQueue(self._is_needed)
@@ -167,16 +171,18 @@ class _Worker:
         self.is_draining = False
         self.idle: IdleTuning | None = None
 
-    def _add_adapter(self, name: str, path: str, *, is_first: bool) -> None:
+    def _add_adapter(self, name: str, path: str, root: str | None, *, is_first: bool) -> None:
         stamp = files_stamp(path)
+        shelf = self.engine.shelf
         try:
-            self.engine.shelf.add(name, path)
+            shelf.check_new(name)
+            shelf.put(name, bounded(shelf.read, path, name, root))
         except TrimtabError as exc:
             if is_first:
                 raise
-            self.engine.shelf.lost[name] = str(exc)
+            shelf.lost[name] = str(exc)
             return  # one client's adapter does not keep the model from coming back
-        self.watcher.watch(name, path, stamp)
+        self.watcher.watch(name, path, stamp, root)
 
     def _loading(self, done: int, of: int) -> None:
         now = time.monotonic()
@@ -310,25 +316,25 @@ class _Worker:
         self.channel.send(answer)
 
     def _begin_reading(self, message: Mapping[str, Any]) -> None:
-        call_id, name, path = message["id"], message["name"], message["path"]
+        call_id, name, path, root = message["id"], message["name"], message["path"], message.get("root")
 
         def read() -> None:
             stamp = None
             try:
                 stamp = files_stamp(path)
-                self._read.put((call_id, stamp, self.engine.shelf.read(path, name)))
+                self._read.put((call_id, stamp, bounded(self.engine.shelf.read, path, name, root)))
             except Exception as exc:
                 self._read.put((call_id, stamp, exc))
 
         exc: TrimtabError | None = None
         if self.is_draining:
             exc = StoppingError()
-        elif any(name == other for other, _ in self._reading.values()):
+        elif any(name == other for other, *_ in self._reading.values()):
             exc = RequestError("an adapter of this name is being loaded", field="lora_name", value=name)
         if exc is not None:
             self._reply(call_id, partial(_throw, exc))
             return
-        self._reading[call_id] = name, path
+        self._reading[call_id] = name, path, root
         try:
             threading.Thread(target=read, name="trimtab-read", daemon=True).start()
         except RuntimeError as no_thread:  # the system has no thread left: this call's problem alone
@@ -341,8 +347,8 @@ class _Worker:
                 if isinstance(result, Exception):
                     self._loaded(call_id, partial(_throw, result))
                 elif call_id in self._reading:
-                    name, path = self._reading[call_id]
-                    pieces, put = self.model.adapter_pieces(result), partial(self._put, name, path, stamp, result)
+                    name, path, root = self._reading[call_id]
+                    pieces, put = self.model.adapter_pieces(result), partial(self._put, name, path, root, stamp, result)
                     self._unprepared.add(Unprepared(pieces, partial(self._loaded, call_id), put, Urgency.AWAITED))
 
     def _loaded(self, call_id: int, work: Callable[[], Any]) -> None:
@@ -350,9 +356,9 @@ class _Worker:
         if self._reading.pop(call_id, None) is not None:
             self._reply(call_id, work)
 
-    def _put(self, name: str, path: str, stamp: Any, adapter: Any) -> None:
+    def _put(self, name: str, path: str, root: str | None, stamp: Any, adapter: Any) -> None:
         self.engine.shelf.put(name, adapter)
-        self.watcher.watch(name, path, stamp)
+        self.watcher.watch(name, path, stamp, root)
 
     def _take_changed(self) -> None:
         """Begin to use the new files of adapters that changed. Running answers finish with the old ones."""
@@ -472,6 +478,8 @@ def _lost_adapters(settings: Mapping[str, Any]) -> dict[str, str]:
     lost = {}
     for name, path in settings.get("adapters", {}).items():
         try:
+            if (root := settings.get("roots", {}).get(name)) is not None:
+                look(Path(path), Path(root))
             read_adapter(path)
         except (TrimtabError, OSError) as exc:
             lost[name] = str(exc)

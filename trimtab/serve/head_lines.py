@@ -1,0 +1,69 @@
+"""Which header lines of a request the server reads, what a repeated one does, and the one credential that they carry.
+
+    ONCE     a second line is refused: two readers could take two values. Among them is all that says who asks, for which host,
+             and where the body ends
+    LABELS   a repeated one counts as absent, as W3C Trace Context section 3.2 has it for `traceparent`
+    LISTS    all lines are one list. RFC 9110 section 5.3
+
+No other line is read: `X-Forwarded-For`, `Forwarded`, `Cookie`, `Idempotency-Key` and the like have no effect, however often they
+come. Each `Connection` and `Expect` line counts, as the HTTP parser reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+ONCE = (
+    "authorization", "x-api-key", "host", "content-length", "content-type", "content-encoding", "transfer-encoding", "origin",
+    "access-control-request-method",
+)  # fmt: skip
+LABELS = ("x-request-id", "traceparent")
+LISTS = ("tracestate", "if-none-match", "access-control-request-headers")
+_ONCE = {name.encode(): name for name in ONCE}
+
+# As ASGI has them: names in small letters, in the order in which they came.
+Lines = Iterable[tuple[bytes, bytes]]
+
+
+class DifferentKeysError(Exception):
+    """Authorization and x-api-key carry two keys."""
+
+
+def repeated(lines: Lines) -> str | None:
+    """Return the first name of ONCE that has two lines, None if there is none."""
+    seen: set[bytes] = set()
+    for name, _ in lines:
+        if name in _ONCE:
+            if name in seen:
+                return _ONCE[name]
+            seen.add(name)
+    return None
+
+
+def value_of(lines: Lines, name: str) -> bytes:
+    """Return the value of a line of ONCE or LABELS, b"" without one. A label that comes twice has none."""
+    assert name in ONCE or name in LABELS
+    values = [value for known, value in lines if known == name.encode()]
+    return values[0].strip() if len(values) == 1 else b""
+
+
+def list_of(lines: Lines, name: str) -> bytes:
+    """Return the lines of one of LISTS as one."""
+    assert name in LISTS
+    return b",".join(value.strip() for known, value in lines if known == name.encode())
+
+
+def credential_of(lines: Lines, *, has_keys: bool) -> bytes:
+    """Return the key that a request sends, b"" without one: `Authorization: Bearer KEY`, or Anthropic's `x-api-key: KEY`. An empty
+    line is none. Another scheme than Bearer carries no key.
+
+    lines: without repeated ones. has_keys: whether the server has keys; without any, nothing depends on what a client sends.
+    Errors: DifferentKeysError for two lines that differ: a proxy in front could have checked the other one.
+    """
+    kind, _, key = value_of(lines, "authorization").partition(b" ")
+    keys = [key.strip() if kind.lower() == b"bearer" else b""] if kind else []
+    if own := value_of(lines, "x-api-key"):
+        keys.append(own)
+    if has_keys and len(set(keys)) > 1:
+        raise DifferentKeysError
+    return keys[0] if keys else b""
