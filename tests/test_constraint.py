@@ -167,7 +167,7 @@ def test_a_schema_that_outgrows_its_limits_in_an_answer_is_an_error_and_no_short
 
 
 def test_a_token_that_is_allowed_and_goes_beyond_a_limit_is_the_schemas_error(grammar, tokenizer, monkeypatch):
-    monkeypatch.setattr("trimtab.serve.constraint.MOST_ROW_ITEMS", 2000)
+    monkeypatch.setattr("trimtab.serve.grammar_source.MOST_ROW_ITEMS", 2000)
     constraint, given = grammar.constraint(properties(1500)), [2, 3]
     with pytest.raises(RequestError, match="cannot be enforced"):
         for token in tokenizer('{"p7', add_special_tokens=False)["input_ids"]:
