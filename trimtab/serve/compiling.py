@@ -56,8 +56,7 @@ class Compiling:
             with state.changed:
                 if not state.idle and len(state.provers) < self._most:
                     prover = GrammarProver()
-                    name = f"trimtab-schema-{len(state.provers)}"
-                    thread = threading.Thread(target=_run, args=(state, prover), name=name, daemon=True)
+                    thread = threading.Thread(target=_run, args=(state, prover), name="trimtab-schema", daemon=True)
                     thread.start()
                     state.provers.append(prover)
                 state.turns.add(_Entry(client, future, work))

@@ -94,6 +94,8 @@ class GrammarProver:
             if self._answers.get(timeout=START_S) is None:
                 raise EOFError
         except (OSError, EOFError, queue.Empty) as exc:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(1.0)
             code = process.poll()
             self._end()
             raise ProverError(f"the process that compiles grammars ended at its start (exit code {code})") from exc
