@@ -66,7 +66,7 @@ COSTLY = [
     ({"type": "string", "allOf": [{"pattern": f".*{a}.{{5}}{b}"} for a in "abcd" for b in "klmn"]}, "16 of its patterns"),
     ({"enum": ["x" * 9000, "a"]}, "9000 characters"), ({"const": {"a": ["x" * 9000]}}, "9000 characters"),
     ({"type": "object", "properties": {"x" * 9000: {}}}, "9000 characters"),
-    (named([{}] * 4000), "4000 properties"),
+    (named([{}] * 4000), "4000 properties"), ({"anyOf": [{"type": "array", "items": {}}] * 900}, "900 branches"),
     (named(integer(minimum=-(10**12) - i, maximum=10**12 + i) for i in range(400)), "digits"),
 ]  # fmt: skip
 
@@ -111,7 +111,9 @@ SENSIBLE = [
     text(r"^\+?[1-9]\d{1,14}$"), text(r"^[a-z]{1,8000}$"), text(r"^(\d{1,3}\.){3}\d{1,3}$"), text(r"^.{0,65535}$"),
     text(r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"), text(r"^(([A-Z][a-z]{1,30} ?){1,10}, ?){1,20}$"),
     {"type": "string", "format": "email", "maxLength": 200}, {"type": "string", "minLength": 10**5, "maxLength": 10**9},
-    {"enum": [f"value {i}" for i in range(3000)]}, {"const": "x" * 4000}, named([{"type": "string"}] * 1500),
+    {"enum": [f"value {i}" for i in range(3000)]}, {"anyOf": [{"const": f"value {i}"} for i in range(1000)]},
+    {"anyOf": [{"type": "object", "properties": {"kind": {"const": i}}, "required": ["kind"]} for i in range(200)]},
+    {"const": "x" * 4000}, named([{"type": "string"}] * 1500),
     {"type": "array", "items": {"type": "array", "items": integer(), "maxItems": 10**6}, "minItems": 10**4},
     named(integer(minimum=-(10**6), maximum=10**6) for _ in range(200)),
     {"allOf": [{"anyOf": [{"properties": {f"a{i}": {"const": 1}}}, {"properties": {f"b{i}": {}}}]} for i in range(6)]},

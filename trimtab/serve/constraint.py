@@ -24,8 +24,9 @@ from trimtab.serve.grammar_source import GrammarSource, compiled
 # A mark that opens a call has no more tokens than this.
 TAIL_TOKENS = 24
 # What a step of one answer may take of the processor, and what all its steps together may take beyond that: all others' tokens wait
-# for it. Ordinary grammars take 0.05 ms, the first step of an object with 1,500 optional properties 40.
-STEP_S, MOST_SLOW_S = 0.005, 1.0
+# for it. Ordinary grammars take 0.05 ms, the first step of an object with 1,500 optional properties 14, the worst step that
+# llguidance's limits allow 120.
+STEP_S, MOST_SLOW_S = 0.005, 0.5
 # What the grammars of all answers may take that are being made or wait.
 MOST_HELD_BYTES = 512 * 2**20
 # Compiles a source where it can be ended. The second value makes the vocabulary of that process.

@@ -18,8 +18,10 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 # write newlines until its tokens are used up.
 WHITE_SPACE: Any = {"whitespace_flexible": True, "whitespace_pattern": "[ ]?"}
 # llguidance's limits where its defaults do not fit. An object may have a thousand optional properties: each adds a few items to a
-# row of the parser. A grammar of this size compiles in about a second. A state of the lexer takes 0.5 KiB.
+# row of the parser. A grammar of this size compiles in about a second. A state of the lexer takes 0.5 KiB. So many items and so
+# much fuel of the lexer are 120 ms of one step.
 MOST_ROW_ITEMS, MOST_GRAMMAR_SYMBOLS, MOST_LEXER_STATES = 10_000, 100_000, 50_000
+MOST_STEP_ITEMS, MOST_STEP_FUEL = 50_000, 200_000
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,9 @@ def compiled(tokenizer: Any, grammar: str) -> tuple[Any, str]:
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(
-        max_items_in_row=MOST_ROW_ITEMS, max_grammar_size=MOST_GRAMMAR_SYMBOLS, max_lexer_states=MOST_LEXER_STATES
-    )
+        max_items_in_row=MOST_ROW_ITEMS, max_grammar_size=MOST_GRAMMAR_SYMBOLS, max_lexer_states=MOST_LEXER_STATES,
+        step_max_items=MOST_STEP_ITEMS, step_lexer_fuel=MOST_STEP_FUEL,
+    )  # fmt: skip
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()  # a grammar that no text satisfies is known only once a first token is looked for

@@ -247,6 +247,21 @@ def optional_properties(schema: Any) -> int:
     return most
 
 
+def open_branches(schema: Any) -> int:
+    """Return how many branches of one anyOf or oneOf may begin with the same bracket, at most."""
+    lists = (list_of(node, name) for node in nodes_of(schema) for name in ("anyOf", "oneOf"))
+    return max((sum(map(_may_be_nested, branches)) for branches in lists), default=0)
+
+
+def _may_be_nested(branch: Any) -> bool:
+    if not isinstance(branch, dict):
+        return branch is not False
+    kinds = branch.get("type")
+    if kinds is None:
+        return not {"const", "enum", "pattern", "format"} & branch.keys()
+    return bool({"object", "array"} & set(map(str, kinds if isinstance(kinds, list) else [kinds])))
+
+
 def range_digits(schema: Any) -> int:
     """Return how many digits the bounds of all numbers have."""
     names = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -283,6 +298,11 @@ LIMITS = (
     Limit(
         2048, optional_properties, "an object has {count} properties that are not required, the limit is {most}",
         "Require some of them, or nest objects", is_total=False,
+    ),
+    # A token goes through all that may have begun: 900 arrays took 100 ms a token.
+    Limit(
+        256, open_branches, "an anyOf or oneOf has {count} branches that may be objects or arrays, the limit is {most}",
+        "Write one object with fewer branches inside", is_total=False,
     ),
     # 1,400 bounds of 13 digits took 1.9 s.
     Limit(
