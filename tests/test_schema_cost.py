@@ -64,6 +64,8 @@ COSTLY = [
     (named(text("^(ab){4000}$") for _ in range(20)), "160000 characters"),
     ({"type": "object", "patternProperties": {"^(a{1000}){1000}$": {}}}, "1000000 characters"),
     ({"type": "string", "allOf": [{"pattern": f".*{a}.{{5}}{b}"} for a in "abcd" for b in "klmn"]}, "16 of its patterns"),
+    (named({"allOf": [{"anyOf": [integer(minimum=i + j) for j in range(10)]} for i in range(4)]} for _ in range(3)),
+     "combined in 30000 ways"),
     ({"enum": ["x" * 9000, "a"]}, "9000 characters"), ({"const": {"a": ["x" * 9000]}}, "9000 characters"),
     ({"type": "object", "properties": {"x" * 9000: {}}}, "9000 characters"),
     (named([{}] * 4000), "4000 properties"), ({"anyOf": [{"type": "array", "items": {}}] * 900}, "900 branches"),

@@ -5,10 +5,15 @@ The grammar work is llguidance's (the library behind several servers' structured
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +23,7 @@ from trimtab.errors import CheckpointError, DeviceError, RequestError
 from trimtab.runtime.answer_forms import CALL_MARKS, GEMMA_QUOTE, AnswerForm
 from trimtab.serve.call_grammar import BARE_HEAD
 from trimtab.serve.grammar_process import Vocabulary, answer
-from trimtab.serve.grammar_prover import Proof
+from trimtab.serve.grammar_prover import SLOW_NICE, SLOW_S, Proof
 from trimtab.serve.grammar_source import GrammarSource, compiled
 
 # A mark that opens a call has no more tokens than this.
@@ -109,7 +114,8 @@ class Grammar:
         pace, matchers = Pace(), {}
         try:
             for opening, text in proof.grammars.items():
-                matcher, reason = compiled(self._tokenizer, text)
+                work = partial(compiled, self._tokenizer, text)
+                matcher, reason = at_low_priority(work) if proof.seconds > SLOW_S else work()
                 if reason:
                     raise RequestError(f"cannot be enforced ({reason})", field=source.field)
                 matchers[opening] = Matcher(matcher, source.field, pace)
@@ -129,6 +135,23 @@ class Grammar:
             if token is not None and token.content == text and self._tokenizer.is_special_token(token_id):
                 marks[text] = f"<[{token_id}]>"
         return marks
+
+
+def at_low_priority(work: Callable[[], Any]) -> Any:
+    """Return the result of work that keeps no core from others, where the system has priorities of threads (Linux)."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        with suppress(OSError, AttributeError):
+            if sys.platform == "linux":
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SLOW_NICE)
+        try:
+            future.set_result(work())
+        except BaseException as exc:  # a panic of a library in Rust is no Exception
+            future.set_exception(exc)
+
+    threading.Thread(target=run, name="trimtab-slow-schema", daemon=True).start()
+    return future.result()
 
 
 class HeldMemory:
