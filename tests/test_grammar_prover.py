@@ -110,13 +110,13 @@ def test_a_process_of_low_priority_is_not_used_again(prover, monkeypatch):
     monkeypatch.setattr(grammar_prover, "SLOW_S", 0.0)
     monkeypatch.setattr(grammar_prover, "MOST_S", 0.3)
     monkeypatch.setattr(grammar_prover, "POLL_S", 0.01)
-    nices, leave = [], GrammarProver._leave_cores
+    nices, leave = [], grammar_prover.leave_cores
 
-    def left(self):
-        leave(self)
-        nices.append(psutil.Process(self.pid).nice())
+    def left(pid, nice):
+        leave(pid, nice)
+        nices.append(psutil.Process(pid).nice())
 
-    monkeypatch.setattr(GrammarProver, "_leave_cores", left)
+    monkeypatch.setattr(grammar_prover, "leave_cores", left)
     with pytest.raises(RequestError):
         prove(prover, "spin")
     assert len(nices) == 1 and nices[0] != psutil.Process().nice()

@@ -129,7 +129,7 @@ class Grammar:
         """Return what stands in a grammar for the marks that are control tokens."""
         marks = {}
         for text in (*CALL_MARKS.get(form, ()), GEMMA_QUOTE, "[ARGS]"):
-            token_id = self._words.convert_tokens_to_ids(text) if text else None
+            token_id: Any = self._words.convert_tokens_to_ids(text) if text else None
             token = self._words.added_tokens_decoder.get(token_id)
             # To llguidance an added token as "<tool_call>" is a control token, also where its file says that it is none (Qwen's).
             if token is not None and token.content == text and self._tokenizer.is_special_token(token_id):

@@ -16,7 +16,8 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import IO, Any
 
 from trimtab.errors import RequestError
 from trimtab.serve.grammar_source import GrammarSource, compiled
@@ -57,7 +58,7 @@ class Vocabulary:
         return cls([bytes.fromhex(one) for one in tokens], special, end)
 
 
-def read_frame(stream: BinaryIO) -> bytes:
+def read_frame(stream: IO[bytes]) -> bytes:
     """Return the next frame. Errors: EOFError at the end of the stream."""
     head = stream.read(HEAD.size)
     size = HEAD.unpack(head)[0] if len(head) == HEAD.size else 1
@@ -67,7 +68,7 @@ def read_frame(stream: BinaryIO) -> bytes:
     return data
 
 
-def write_frame(stream: BinaryIO, data: bytes) -> None:
+def write_frame(stream: IO[bytes], data: bytes) -> None:
     stream.write(HEAD.pack(len(data)) + data)
     stream.flush()
 
@@ -105,9 +106,8 @@ def _limit_memory() -> None:
     with suppress(ImportError, OSError, ValueError, AttributeError):
         import resource
 
-        import psutil
-
-        most = psutil.Process().memory_info().vms + ROOM_BYTES
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + ROOM_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 

@@ -19,10 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
-
 from trimtab.errors import RequestError
-from trimtab.process import INSIDE
+from trimtab.process import INSIDE, leave_cores, resident_bytes
 from trimtab.serve.grammar_process import MOST_BYTES, MOST_S, read_frame, write_frame
 from trimtab.serve.grammar_source import GrammarSource
 
@@ -145,6 +143,8 @@ class GrammarProver:
 
     def _watched(self, field: str, is_wanted: Callable[[], bool]) -> bytes | None:
         """Return the answer, None if the process ended. Errors: CancelledError, RequestError at a limit."""
+        process = self._process
+        assert process is not None
         start = time.monotonic()
         while True:
             with suppress(queue.Empty):
@@ -158,17 +158,10 @@ class GrammarProver:
                 raise _too_much(f"longer than {MOST_S:g} s", field)
             if spent_s > SLOW_S and not self._is_slow:
                 self._is_slow = True
-                self._leave_cores()
-
-    def _leave_cores(self) -> None:
-        with suppress(psutil.Error, OSError):
-            lower = SLOW_NICE if os.name == "posix" else getattr(psutil, "BELOW_NORMAL_PRIORITY_CLASS", None)
-            psutil.Process(self.pid).nice(lower)
+                leave_cores(process.pid, SLOW_NICE)
 
     def _bytes(self) -> int:
-        with suppress(psutil.Error, AttributeError):
-            return int(psutil.Process(self.pid).memory_info().rss)
-        return 0
+        return resident_bytes(self.pid)
 
     def close(self) -> None:
         """End the process for good."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from dataclasses import field as given
 from typing import Any
 
 from trimtab.serve.call_grammar import NO_PARAMETERS, calls_grammar
@@ -33,12 +34,12 @@ class GrammarSource:
     """
 
     field: str
-    schema: Mapping[str, Any] = field(default_factory=dict)
+    schema: Mapping[str, Any] = given(default_factory=dict)
     form: str = ""
     functions: Sequence[Mapping[str, Any]] = ()
     several: bool = False
     openings: Sequence[str] = ("",)
-    marks: Mapping[str, str] = field(default_factory=dict)
+    marks: Mapping[str, str] = given(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

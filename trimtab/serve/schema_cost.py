@@ -161,7 +161,8 @@ def expanded_pattern(pattern: str) -> int:
     while place < len(pattern):
         char = pattern[place]
         if char == "(":
-            sums.append(0), alone.append(0)
+            sums.append(0)
+            alone.append(0)
         elif char == ")" and len(sums) > 1:
             inner = sums.pop()
             alone.pop()
