@@ -10,6 +10,7 @@ together: the fault run, and the same with the attackers beside it, in turns. In
     and unloaded over HTTP, and SIGKILL ends the worker several times. Times are those of complete answers; requests that ended
     with a killed worker are counted apart, under "ended".
 killed: SIGKILL to the worker under load while adapters are loaded and unloaded over HTTP, without attackers.
+grammars: schemas made to cost, by another client (grammar_attacks.py).
 
 Quiet and attacked turns are compared with each other, because other work on the same cores changes both. Linux: it reads /proc.
 """
@@ -37,6 +38,7 @@ from typing import Any
 
 from bench import client
 from bench.faults import Clients, Tally, environment, rest, until
+from bench.grammar_attacks import grammars
 from bench.served import DEMO, Served
 from trimtab.demo.line import FOLDER
 
@@ -530,6 +532,7 @@ SCENES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         given.kills, given.clients, min(given.turns, given.kills), seconds=given.seconds
     ),
     "killed": lambda given: killed(given.kills, given.clients),
+    "grammars": lambda given: grammars(given.seconds, given.turns),
 }
 
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from trimtab.runtime.answer_forms import CALL_MARKS, AnswerForm
-from trimtab.runtime.answer_reader import AnswerReader, Call
+from trimtab.runtime.answer_reader import AnswerReader, Call, JsonSpan
 
 THINK, CHANNEL = ("<think>", "</think>"), ("<|channel>", "<channel|>")
 FUNCTIONS = {
@@ -228,3 +228,22 @@ def test_a_call_without_its_whole_name_is_told_only_where_one_function_may_be_ca
     for form, text in [("llama", '{"na'), ("gemma4", "<|tool_call>never"), ("hermes", "<tool_call>never")]:
         reader = AnswerReader(AnswerForm(form), functions=FUNCTIONS)
         assert reader.push(text) + reader.finish(is_cut=True) == [("text", text)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>\n" + "{" * 20_000,
+        '<tool_call>{"arguments": {"a": "' + "x" * 20_000 + '"}, "name": "f"}</tool_call>',
+    ],
+)
+def test_a_call_whose_name_comes_late_is_looked_at_once(text, monkeypatch):
+    """32,000 tokens of brackets took minutes, in which no other answer had a token."""
+    looked_at, feed = [], JsonSpan.feed
+    monkeypatch.setattr(JsonSpan, "feed", lambda span, piece: looked_at.append(len(piece)) or feed(span, piece))
+    reader = AnswerReader(AnswerForm("hermes"), functions={"f": {}})
+    parts = [part for start in range(0, len(text), 4) for part in reader.push(text[start : start + 4])]
+    parts += reader.finish()
+    assert sum(looked_at) <= len(text)
+    if "name" in text:
+        assert "".join(call.arguments for kind, call in parts if kind == "call") == '{"a": "' + "x" * 20_000 + '"}'

@@ -22,7 +22,7 @@ class Compiler:
 
     def __init__(self):
         self.order, self.begun, self.let_go = [], threading.Event(), threading.Event()
-        self.thread = Compiling()
+        self.thread = Compiling(most=1)
 
     def submit(self, name, *, is_slow=False, error=None):
         """Queue the compile of a schema; the first letter of its name is the client."""

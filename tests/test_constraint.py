@@ -11,7 +11,7 @@ import torch
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import RequestError
 from trimtab.runtime.hf import load_tokenizer
-from trimtab.serve.constraint import Grammar
+from trimtab.serve.constraint import Grammar, Pace
 from trimtab.serve.schema import MOST_PAIRS, check_ends, check_patterns
 
 ANSWERS = [
@@ -167,13 +167,56 @@ def test_a_schema_that_outgrows_its_limits_in_an_answer_is_an_error_and_no_short
 
 
 def test_a_token_that_is_allowed_and_goes_beyond_a_limit_is_the_schemas_error(grammar, tokenizer, monkeypatch):
-    monkeypatch.setattr("trimtab.serve.constraint.MOST_ROW_ITEMS", 2000)
+    monkeypatch.setattr("trimtab.serve.grammar_source.MOST_ROW_ITEMS", 2000)
     constraint, given = grammar.constraint(properties(1500)), [2, 3]
     with pytest.raises(RequestError, match="cannot be enforced"):
         for token in tokenizer('{"p7', add_special_tokens=False)["input_ids"]:
             assert constraint(given, torch.zeros(len(tokenizer)))[token] == 0
             given.append(token)
         constraint(given, torch.zeros(len(tokenizer)))
+
+
+# Each bracket may be one of any branch: the parser keeps all of them.
+AMBIGUOUS = {"anyOf": [{"type": "array", "items": {}}] * 900}
+
+
+def test_a_grammar_whose_tokens_take_long_ends_its_answer(grammar, tokenizer, monkeypatch):
+    steps_s, took = [], Pace.took
+
+    def timed(pace, seconds, field):
+        steps_s.append(seconds)
+        took(pace, seconds, field)
+
+    monkeypatch.setattr(Pace, "took", timed)
+    constraint, given = grammar.constraint(AMBIGUOUS), [2, 3]
+    with pytest.raises(RequestError, match="takes too long: its tokens took") as caught:
+        for token in tokenizer("[" + "1," * 1000, add_special_tokens=False)["input_ids"]:
+            assert constraint(given, torch.zeros(len(tokenizer)))[token] == 0
+            given.append(token)
+    assert caught.value.field == "response_format.json_schema"
+    assert sum(step_s - 0.005 for step_s in steps_s if step_s > 0.005) < 0.5 + max(steps_s)
+
+
+def test_a_step_is_bounded_and_an_ordinary_answer_uses_none_of_its_time(grammar, tokenizer):
+    constraint, given = grammar.constraint(properties(20)), [2, 3]
+    for token in tokenizer('{"p7": "' + "some text " * 50, add_special_tokens=False)["input_ids"]:
+        assert constraint(given, torch.zeros(len(tokenizer)))[token] == 0
+        given.append(token)
+    assert constraint._matcher._pace.slow_s < 0.1
+
+
+@pytest.mark.parametrize(
+    "name, value", [("MOST_LEXER_STATES", 2000), ("MOST_STEP_ITEMS", 4000), ("MOST_STEP_FUEL", 300)]
+)
+def test_each_limit_of_a_step_ends_the_answer_with_an_error(name, value, grammar, tokenizer, monkeypatch):
+    monkeypatch.setattr(f"trimtab.serve.grammar_source.{name}", value)
+    schema = {"anyOf": [{"type": "array", "items": {}}] * 400 + [{"type": "string", "pattern": "^.*a.{30}b.*$"}]}
+    constraint, given = grammar.constraint(schema), [2, 3]
+    text = "[" * 300 if name == "MOST_STEP_ITEMS" else '"' + "abbabaaabbab" * 60
+    with pytest.raises(RequestError, match="cannot be enforced"):
+        for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+            constraint(given, torch.zeros(len(tokenizer)))
+            given.append(token)
 
 
 def named(count, **others):

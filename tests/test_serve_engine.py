@@ -14,6 +14,7 @@ import time
 from dataclasses import replace
 
 import numpy as np
+import psutil
 import pytest
 import soundfile
 import torch
@@ -32,7 +33,8 @@ from trimtab.runtime.ends import with_likeliest
 from trimtab.serve import engine_errors
 from trimtab.serve.budget import TOWERS
 from trimtab.serve.engine import LoadedEngine
-from trimtab.serve.job import Job
+from trimtab.serve.grammar_prover import GrammarProver
+from trimtab.serve.job import Event, Job
 from trimtab.serve.reading import Reading
 from trimtab.serve.scheduler import MistakeError, Scheduler
 
@@ -257,6 +259,50 @@ def test_a_schema_is_compiled_where_no_token_waits_for_it(engine, monkeypatch):
     text, _, _ = run(engine, ask("a", schema=SCHEMA, tokens=100))["a"]
     assert json.loads(text) == {"n": 3, "c": "mauve"}
     assert [(thread.name, thread.daemon) for thread in compiled] == [("trimtab-schema", True)]
+
+
+def test_the_process_that_compiles_is_gone_when_its_client_leaves(engine, monkeypatch):
+    endless = {"type": "integer", "allOf": [{"multipleOf": value} for value in (3, 7, 11, 13, 17, 19, 23)]}
+    whole = GrammarProver._watched
+
+    def watched(self, field, is_wanted):
+        compiling.append(self.pid)
+        return whole(self, field, is_wanted)
+
+    compiling: list[int] = []
+    monkeypatch.setattr(GrammarProver, "_watched", watched)
+    scheduler = Scheduler(engine, lambda event: events.append(event))
+    events: list[Event] = []
+    scheduler.submit(replace(ask("slow", schema=endless), sender="a"))
+    end = time.monotonic() + 20
+    while not compiling and time.monotonic() < end:
+        scheduler.turn()
+    scheduler.submit(replace(ask("other", schema=SCHEMA, tokens=100), sender="b"))
+    while not any(event.job_id == "other" and event.kind == "done" for event in events) and time.monotonic() < end:
+        scheduler.turn()
+    assert json.loads("".join(event.text for event in events if event.job_id == "other")) == {"n": 3, "c": "mauve"}
+    assert compiling and not [event for event in events if event.job_id == "slow"]
+    scheduler.cancel("slow")
+    while psutil.pid_exists(compiling[0]) and time.monotonic() < end:
+        time.sleep(0.005)
+    assert not psutil.pid_exists(compiling[0]) and scheduler.is_idle
+
+
+def test_token_ids_are_held_to_a_schema_too_and_not_between_steps(model, engine):
+    ids = model.processor.tokenizer("three orange")["input_ids"]
+    assert engine.prepare(ask("a", ids)) is None
+    text, last, _ = run(engine, ask("a", ids, schema=SCHEMA, tokens=100))["a"]
+    assert json.loads(text) == {"n": 3, "c": "mauve"} and last.finish == "stop"
+
+
+def test_an_answer_whose_tokens_take_long_ends_with_an_error_and_others_go_on(engine, monkeypatch):
+    alone = run(engine, ask("b"))["b"][0]
+    monkeypatch.setattr("trimtab.serve.constraint.STEP_S", 0.0)
+    monkeypatch.setattr("trimtab.serve.constraint.MOST_SLOW_S", 0.0)
+    found = run(engine, ask("a", schema=SCHEMA, tokens=100), ask("b"))
+    error = found["a"][1].error
+    assert error["class"] == "RequestError" and "takes too long" in error["message"]
+    assert found["b"][0] == alone and found["b"][1].kind == "done"
 
 
 @pytest.mark.parametrize("more", [{}, {"schema": SCHEMA}])

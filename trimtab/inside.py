@@ -1,9 +1,10 @@
 """How a module of this package runs in a separate process, also under an interpreter without trimtab.
 
-    EXE .../trimtab/inside.py MODULE REQUEST.json LINES.jsonl
+    EXE .../trimtab/inside.py MODULE [REQUEST.json LINES.jsonl]
 
 imports MODULE (a dotted name below `trimtab`) and calls its `main(request, emit)`: request is the JSON object of the first
 file, every `emit(dict)` becomes one line of the second, flushed at once, so that a killed process leaves what it had said.
+Without the files it calls `main()`, which reads standard input.
 The other interpreter needs only what MODULE itself imports. It runs as a plain script: nothing of trimtab is imported
 before the search path is right, and only the standard library above that line.
 """
@@ -45,9 +46,13 @@ def prepare_path() -> None:
 
 def main(arguments: list[str]) -> int:
     """Run one module's `main`; returns the exit code."""
-    module, request_file, lines_file = arguments
+    module, *files = arguments
     if not module.startswith("trimtab."):
         raise SystemExit(f"not a module of trimtab: {module}")
+    if not files:
+        importlib.import_module(module).main()
+        return 0
+    request_file, lines_file = files
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
     with open(lines_file, "a", encoding="utf-8") as lines:
 

@@ -148,6 +148,20 @@ def _watch(process: Any, reader: _Lines, deadline: float, memory_bytes: int | No
             return TIMEOUT, peak
 
 
+def resident_bytes(pid: int | None) -> int:
+    """Return the resident bytes of one process now; 0 if it is gone."""
+    with suppress(psutil.Error):
+        return int(psutil.Process(pid).memory_info().rss) if pid is not None else 0
+    return 0
+
+
+def leave_cores(pid: int, nice: int) -> None:
+    """Lower the priority of a process for good. nice: of POSIX; below normal on Windows."""
+    with suppress(psutil.Error, OSError):
+        lower = nice if os.name == "posix" else getattr(psutil, "BELOW_NORMAL_PRIORITY_CLASS", None)
+        psutil.Process(pid).nice(lower)
+
+
 def tree_bytes(pid: int) -> int:
     """Return the resident bytes of a process and its children now; 0 if it is gone."""
     total = 0

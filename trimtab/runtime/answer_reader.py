@@ -31,6 +31,8 @@ from trimtab.runtime.call_values import (
 # What Gemma 4 writes at the beginning of a thought.
 _LABEL = "thought\n"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL)
+# A call whose name does not end before is read when it is complete.
+HEAD_LETTERS = 4096
 _GEMMA_HEAD = re.compile(r"\s*call:([^{<]*)\{")
 _XML_HEAD = re.compile(r"\s*<function=([^>]*)>")
 _LETTERS = string.ascii_letters + string.digits
@@ -103,6 +105,8 @@ class AnswerReader:
         self._is_labelled = not self._label
         self._read = self._thought if in_thought else self._text
         self._span = JsonSpan()
+        # Of a call whose name is not known yet.
+        self._head, self._head_letters = JsonSpan(), 0
         self._parts: list[Part] = []
 
     @property
@@ -258,17 +262,23 @@ class AnswerReader:
         self._read, self._taken = self._text, ""
 
     def _json_head(self) -> bool:
-        match = _HEAD.match(self._buffer)
+        match = _HEAD.match(self._buffer, 0, HEAD_LETTERS)
         if match is not None and (name := _text_of(match[1])) is not None:
             self._begin(name)
+            self._head, self._head_letters = JsonSpan(), 0
             self._buffer, self._span, self._read = self._buffer[match.end() :], JsonSpan(), self._json_arguments
             return True
         close, text = self._close, self._buffer.lstrip()
-        end = JsonSpan().feed(text) if text.startswith("{") else None
+        end = None
+        if text.startswith("{"):  # only what is new is looked at: a call may be long
+            end = self._head.feed(text[self._head_letters :])
+            end = None if end is None else self._head_letters + end
+            self._head_letters = len(text)
         if end is None and (not text or (text.startswith("{") and not (close and close in text))):
             return False
         if end is None:
             end = text.find(close) if close and close in text else len(text)
+        self._head, self._head_letters = JsonSpan(), 0
         self._whole_json(text[:end])
         self._buffer = text[end:]
         return True

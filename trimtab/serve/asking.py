@@ -16,6 +16,7 @@ from trimtab.serve.cut_media import Cut
 from trimtab.serve.job import Job
 from trimtab.serve.plain_values import check_values
 from trimtab.serve.schema import check_ends, check_options, check_patterns
+from trimtab.serve.schema_cost import check_cost
 from trimtab.serve.settings import Limits
 from trimtab.serve.wire import (
     AssistantMessage,
@@ -180,6 +181,7 @@ def schema_of(body: ChatRequest, limits: Limits) -> Mapping[str, Any] | None:
     check_options(response_format.json_schema.schema_, field=field)
     check_ends(response_format.json_schema.schema_, field=field)
     check_patterns([response_format.json_schema.schema_], field=field)
+    check_cost([response_format.json_schema.schema_], field=field)
     return response_format.json_schema.schema_
 
 

@@ -20,7 +20,8 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additional
 # The spaces that JSON may have where a model was trained on one; see constraint.WHITE_SPACE.
 _SPACES = {"x-guidance": {"whitespace_flexible": True, "whitespace_pattern": "[ ]?"}}
 _SIMPLE_KEY = re.compile(r"[A-Za-z_$][\w$.-]*")
-MOST_RULES = 20_000
+# A definition is written into each rule of JSON below it.
+MOST_RULES, MOST_LETTERS = 20_000, 8 * 2**20
 
 
 # What a bare call of Llama's begins with.
@@ -43,6 +44,7 @@ class _Grammar:
     def __init__(self, form: str, mark: Callable[[str], str], after: str = "") -> None:
         self._form, self._mark, self._after = form, mark, after
         self._rules: list[str] = []
+        self._letters = 0
         self._root: Mapping[str, Any] = {}
         self._known: dict[str, str] = {}
         self._any: str | None = None
@@ -53,6 +55,9 @@ class _Grammar:
             raise RequestError(f"its schemas have more than {MOST_RULES} rules", field="tools")
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}: " + " | ".join(alternatives))
+        self._letters += len(self._rules[-1])
+        if self._letters > MOST_LETTERS:
+            raise RequestError(f"its schemas have rules of more than {MOST_LETTERS} characters", field="tools")
         return name
 
     def text(self, functions: Sequence[Mapping[str, Any]], *, several: bool) -> str:

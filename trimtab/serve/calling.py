@@ -11,6 +11,7 @@ from trimtab.serve.body import BodyLimits, JsonCounter
 from trimtab.serve.call_grammar import NO_PARAMETERS
 from trimtab.serve.plain_values import check_values
 from trimtab.serve.schema import check_ends, check_options, check_patterns
+from trimtab.serve.schema_cost import check_cost
 from trimtab.serve.settings import Limits
 from trimtab.serve.wire import ChatRequest, ToolChosen
 
@@ -53,6 +54,7 @@ def _tools_of(body: ChatRequest, limits: Limits) -> dict[str, Any]:
         functions = [tool["function"] for tool in tools]
         compiled = [one["parameters"] for one in functions if must_call in (None, "", one["name"])]
         check_patterns(compiled, field="tools", are_tools=True)
+        check_cost(compiled, field="tools")
     several = body.parallel_tool_calls is not False
     holds_calls = is_strict and must_call is None
     return {"tools": tools, "must_call": must_call, "holds_calls": holds_calls, "several_calls": several}

@@ -5,35 +5,47 @@ The grammar work is llguidance's (the library behind several servers' structured
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trimtab.errors import CheckpointError, RequestError
-from trimtab.runtime.answer_forms import CALL_MARKS, AnswerForm
-from trimtab.serve.call_grammar import BARE_HEAD, NO_PARAMETERS, calls_grammar
+from trimtab.errors import CheckpointError, DeviceError, RequestError
+from trimtab.runtime.answer_forms import CALL_MARKS, GEMMA_QUOTE, AnswerForm
+from trimtab.serve.call_grammar import BARE_HEAD
+from trimtab.serve.grammar_process import Vocabulary, answer
+from trimtab.serve.grammar_prover import SLOW_NICE, SLOW_S, Proof
+from trimtab.serve.grammar_source import GrammarSource, compiled
 
-ANY_OBJECT: dict[str, Any] = {"type": "object"}
-# One space may stand between two tokens of JSON, as in what most models were trained on. Free white space lets a small model
-# write newlines until its tokens are used up.
-WHITE_SPACE: Any = {"whitespace_flexible": True, "whitespace_pattern": "[ ]?"}
 # A mark that opens a call has no more tokens than this.
 TAIL_TOKENS = 24
-# llguidance's limits where its defaults do not fit. An object may have a thousand optional properties: each adds a few items to a
-# row of the parser. A grammar of this size compiles in about a second.
-MOST_ROW_ITEMS, MOST_GRAMMAR_SYMBOLS = 10_000, 100_000
+# What a step of one answer may take of the processor, and what all its steps together may take beyond that: all others' tokens wait
+# for it. Ordinary grammars take 0.05 ms, the first step of an object with 1,500 optional properties 14, the worst step that
+# llguidance's limits allow 120.
+STEP_S, MOST_SLOW_S = 0.005, 0.5
+# What the grammars of all answers may take that are being made or wait.
+MOST_HELD_BYTES = 512 * 2**20
+# Compiles a source where it can be ended. The second value makes the vocabulary of that process.
+Prove = Callable[[GrammarSource, Callable[[], bytes]], Proof]
 
 
 class Grammar:
-    """The tokenizer's side of every constraint: made once per model. end_ids: tokens that end an answer.
+    """The tokenizer's side of every constraint: made once per model.
 
+    end_ids: tokens that end an answer. prove: compiles each grammar first (None: it is compiled at once, without limits).
     Errors: CheckpointError for a tokenizer that llguidance cannot read (it needs the fast form, tokenizer.json).
     """
 
-    def __init__(self, tokenizer: Any, end_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Any, end_ids: Sequence[int], prove: Prove | None = None) -> None:
         import llguidance.hf
 
         try:
@@ -43,25 +55,31 @@ class Grammar:
                 f"its tokenizer cannot restrict an answer to a schema ({exc})",
                 path=str(getattr(tokenizer, "name_or_path", "")),
             ) from exc
-        self._ends, self._words = list(end_ids), tokenizer
+        self._ends, self._words, self._prove = list(end_ids), tokenizer, prove
+        self._held = HeldMemory()
+
+    def vocabulary(self) -> bytes:
+        """Return what another process needs to compile for this tokenizer."""
+        return Vocabulary.of(self._tokenizer).to_bytes()
 
     def constraint(self, schema: Mapping[str, Any]) -> SchemaConstraint:
-        """Return the constraint of one answer; {} allows any JSON object. Errors: RequestError for a schema that cannot be
-        held to, with the library's reason."""
-        from llguidance import LLMatcher
+        """Return the constraint of one answer; {} allows any JSON object.
 
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(dict(schema) or ANY_OBJECT), defaults=WHITE_SPACE)
-        return SchemaConstraint(self._checked(grammar, "response_format.json_schema"), self._ends)
+        Errors: RequestError for a schema that cannot be held to, with the library's reason, or that takes too long or too much
+        memory to compile. DeviceError where the grammars of all answers take too much together.
+        """
+        source = GrammarSource("response_format.json_schema", schema=dict(schema))
+        return SchemaConstraint(self._matchers(source)[""], self._ends)
 
     def calls(
         self, form: str, functions: Sequence[Mapping[str, Any]], *, several: bool, field: str = "tools"
     ) -> SchemaConstraint:
         """Return the constraint of an answer that calls one of these functions. form: one of `answer_forms.CALL_MARKS`.
 
-        Errors: RequestError for parameters that no call can be held to.
+        Errors: as `constraint`, for parameters.
         """
-        self._check_parameters(functions, field)
-        return SchemaConstraint(self._checked(self._calls_text(form, functions, several=several), field), self._ends)
+        source = GrammarSource(field, form=form, functions=list(functions), several=several, marks=self._marks(form))
+        return SchemaConstraint(self._matchers(source)[""], self._ends)
 
     def calls_once_opened(
         self,
@@ -74,46 +92,104 @@ class Grammar:
     ) -> HeldCalls:
         """Return the constraint of an answer that may call these functions: free text until it opens a call. in_thought: the
         prompt ends inside a thought, where nothing is a call. Errors: as `calls`."""
-        self._check_parameters(functions, field)
         calls = form.calls or ""
-        openings = {
-            CALL_MARKS[calls][0]: self._calls_text(calls, functions, several=several, after=CALL_MARKS[calls][0])
-        }
-        if calls == "llama":
-            openings[BARE_HEAD] = self._calls_text(calls, functions, several=several, after=BARE_HEAD)
-        matchers = {mark: self._checked(text, field) for mark, text in openings.items()}
-        return HeldCalls(matchers, self._words, thoughts=form.thoughts, in_thought=in_thought)
+        openings = [CALL_MARKS[calls][0], *([BARE_HEAD] if calls == "llama" else ())]
+        source = GrammarSource(
+            field, form=calls, functions=list(functions), several=several, openings=openings, marks=self._marks(calls)
+        )
+        return HeldCalls(self._matchers(source), self._words, thoughts=form.thoughts, in_thought=in_thought)
 
-    def _checked(self, grammar: str, field: str) -> Matcher:
-        """Return the matcher of a grammar. Errors: RequestError for one that cannot be enforced."""
-        from llguidance import LLMatcher, LLParserLimits
+    def _matchers(self, source: GrammarSource) -> dict[str, Matcher]:
+        """Return opening -> its matcher. Errors: as `constraint`."""
+        if self._prove is None:
+            found = answer(self._tokenizer, source)
+            if "reason" in found:
+                raise RequestError(found["reason"], field=found["field"])
+            if "mistake" in found:
+                raise RuntimeError(found["mistake"])
+            proof = Proof(found["grammars"], 0)
+        else:
+            proof = self._prove(source, self.vocabulary)
+        self._held.take(proof.nbytes)
+        pace, matchers = Pace(), {}
+        try:
+            for opening, text in proof.grammars.items():
+                work = partial(compiled, self._tokenizer, text)
+                matcher, reason = at_low_priority(work) if proof.seconds > SLOW_S else work()
+                if reason:
+                    raise RequestError(f"cannot be enforced ({reason})", field=source.field)
+                matchers[opening] = Matcher(matcher, source.field, pace)
+        except BaseException:
+            self._held.give_back(proof.nbytes)
+            raise
+        weakref.finalize(pace, self._held.give_back, proof.nbytes)
+        return matchers
 
-        limits = LLParserLimits(max_items_in_row=MOST_ROW_ITEMS, max_grammar_size=MOST_GRAMMAR_SYMBOLS)
-        matcher = Matcher(LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits), field)
-        matcher.look()  # a grammar that no text satisfies is known only once a first token is looked for
-        return matcher
+    def _marks(self, form: str) -> dict[str, str]:
+        """Return what stands in a grammar for the marks that are control tokens."""
+        marks = {}
+        for text in (*CALL_MARKS.get(form, ()), GEMMA_QUOTE, "[ARGS]"):
+            token_id: Any = self._words.convert_tokens_to_ids(text) if text else None
+            token = self._words.added_tokens_decoder.get(token_id)
+            # To llguidance an added token as "<tool_call>" is a control token, also where its file says that it is none (Qwen's).
+            if token is not None and token.content == text and self._tokenizer.is_special_token(token_id):
+                marks[text] = f"<[{token_id}]>"
+        return marks
 
-    def _calls_text(self, form: str, functions: Sequence[Mapping[str, Any]], *, several: bool, after: str = "") -> str:
-        from llguidance import LLMatcher
 
-        text = calls_grammar(form, functions, self._mark, several=several, after=after)
-        return str(LLMatcher.grammar_from_lark(text))
+def at_low_priority(work: Callable[[], Any]) -> Any:
+    """Return the result of work that keeps no core from others, where the system has priorities of threads (Linux)."""
+    future: Future[Any] = Future()
 
-    def _check_parameters(self, functions: Sequence[Mapping[str, Any]], field: str) -> None:
-        from llguidance import LLMatcher
+    def run() -> None:
+        with suppress(OSError, AttributeError):
+            if sys.platform == "linux":
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SLOW_NICE)
+        try:
+            future.set_result(work())
+        except BaseException as exc:  # a panic of a library in Rust is no Exception
+            future.set_exception(exc)
 
-        for function in functions:  # what the rules of some forms would not notice
-            self._checked(
-                LLMatcher.grammar_from_json_schema(json.dumps(function.get("parameters") or NO_PARAMETERS)), field
-            )
+    threading.Thread(target=run, name="trimtab-slow-schema", daemon=True).start()
+    return future.result()
 
-    def _mark(self, text: str) -> str:
-        """Return what stands for a mark in a grammar: its control token, or its characters if it is none."""
-        token_id = self._words.convert_tokens_to_ids(text)
-        token = self._words.added_tokens_decoder.get(token_id)
-        # To llguidance an added token as "<tool_call>" is a control token, also where its file says that it is none (Qwen's).
-        is_control = token is not None and token.content == text and self._tokenizer.is_special_token(token_id)
-        return f"<[{token_id}]>" if is_control else json.dumps(text)
+
+class HeldMemory:
+    """The memory of all matchers that are in use, as it was measured where they were compiled first."""
+
+    def __init__(self, most_bytes: int = MOST_HELD_BYTES) -> None:
+        self._most, self.nbytes = most_bytes, 0
+        self._lock = threading.RLock()  # a collection inside it may give back too
+
+    def take(self, nbytes: int) -> None:
+        """Count a matcher. Errors: DeviceError beyond the limit, unless there is no other."""
+        with self._lock:
+            if self.nbytes and self.nbytes + nbytes > self._most:
+                raise DeviceError(
+                    f"the grammars of all answers would take more than {self._most // 2**20} MiB", device="cpu",
+                    hint="Send a smaller schema, or try again later",
+                )  # fmt: skip
+            self.nbytes += nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes -= nbytes
+
+
+class Pace:
+    """The processor time of one answer's steps beyond `STEP_S` each."""
+
+    def __init__(self) -> None:
+        self.slow_s = 0.0
+
+    def took(self, seconds: float, field: str) -> None:
+        """Count a step. Errors: RequestError once the answer has kept others waiting for too long."""
+        self.slow_s += max(0.0, seconds - STEP_S)
+        if self.slow_s > MOST_SLOW_S:
+            raise RequestError(
+                f"takes too long: its tokens took {self.slow_s:.1f} s of processor time more than {1000 * STEP_S:g} ms each",
+                field=field, hint="Make the schema simpler: fewer branches, patterns and optional properties",
+            )  # fmt: skip
 
 
 class AfterThought:
@@ -136,7 +212,7 @@ class AfterThought:
 class SchemaConstraint:
     """One answer's constraint: call with the tokens so far and the logits [V]; forbidden tokens get minus infinity.
 
-    Errors: RequestError where the grammar grows beyond llguidance's limits while the answer is written.
+    Errors: RequestError where the grammar grows beyond llguidance's limits, or takes too long, while the answer is written.
     """
 
     def __init__(self, matcher: Matcher, ends: Sequence[int]) -> None:
@@ -224,15 +300,15 @@ class HeldCalls:
 class Matcher:
     """llguidance's matcher of one answer, whose failures are errors: it allows the end of the answer once it has failed.
 
-    field: the request's, which a RequestError names.
+    field: the request's, which a RequestError names. pace: of all matchers of the answer.
     """
 
-    def __init__(self, matcher: Any, field: str) -> None:
-        self._matcher, self._field = matcher, field
+    def __init__(self, matcher: Any, field: str, pace: Pace) -> None:
+        self._matcher, self._field, self._pace = matcher, field, pace
         self._mask = b""
 
     def copy(self) -> Matcher:
-        return Matcher(self._matcher.deep_copy(), self._field)
+        return Matcher(self._matcher.deep_copy(), self._field, self._pace)
 
     @property
     def is_stopped(self) -> bool:
@@ -244,16 +320,20 @@ class Matcher:
 
     def look(self) -> None:
         """Compute which tokens may come next. Errors: RequestError where that grows beyond llguidance's limits."""
+        start = time.thread_time()
         # A grammar that is wrong says so from the start.
         self._mask = b"" if self._matcher.is_error() else bytes(self._matcher.compute_bitmask())
         if self._matcher.is_error():
             raise self._failed()
+        self._pace.took(time.thread_time() - start, self._field)
 
     def take(self, token: int) -> bool:
         """Take the next token; False if the grammar does not allow it. Errors: as `look`."""
         is_allowed = token // 8 < len(self._mask) and bool(self._mask[token // 8] >> (token % 8) & 1)
         self._mask = b""
+        start = time.thread_time()
         if self._matcher.consume_token(token):
+            self._pace.took(time.thread_time() - start, self._field)
             return True
         if is_allowed:
             raise self._failed()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
@@ -131,6 +131,12 @@ class LoadedEngine:
                 silence = np.zeros(SAMPLE_RATE, np.float32)
                 chat.prepare(self.model, "?", audios=[silence], device=torch.device("cpu"))
 
+    def compile_ahead(self) -> None:
+        """Begin to read the vocabulary and to start the process of grammars, so that the first schema waits for neither."""
+        if self._grammar is None:
+            with suppress(TrimtabError):  # whoever sends a schema is told
+                self._compiling.warm(lambda: self._made_grammar().vocabulary())
+
     @property
     def has_more_to_capture(self) -> bool:
         return not self.batch.captures_ahead.is_over
@@ -145,10 +151,10 @@ class LoadedEngine:
     def prepare(self, job: Job) -> Future[Inputs] | Future[Compiled] | None:
         """Begin to make a job's inputs, on the host; None for token ids. Errors, in the future: as `begin`.
 
-        A schema may take a second to compile: that has a thread of its own (compiling.py), and delays neither tokens nor other
-        prompts.
+        A schema may take seconds to compile: that has threads and processes of its own (compiling.py), and delays neither tokens
+        nor other prompts.
         """
-        if chat.is_token_ids(job.prompt):
+        if chat.is_token_ids(job.prompt) and not _is_constrained(job):
             return None
         prepared = self._shared.submit(job)
         if not _is_constrained(job):
@@ -161,6 +167,8 @@ class LoadedEngine:
             return self._compiled(job, inputs)
         except RequestError as exc:
             raise for_client(exc, job) from exc
+        except (TrimtabError, CancelledError):
+            raise
         except BaseException as exc:  # a panic of llguidance is no Exception
             raise error_on_host(exc, "compiling a schema", self.model.device) from exc
 
@@ -291,7 +299,7 @@ class LoadedEngine:
 
     def _made_grammar(self) -> Grammar:
         if self._grammar is None:
-            self._grammar = Grammar(self._tokenizer, sorted(self.batch.ends))
+            self._grammar = Grammar(self._tokenizer, sorted(self.batch.ends), self._compiling.prove)
         return self._grammar
 
     def is_prepared(self, adapter: str | None) -> bool:

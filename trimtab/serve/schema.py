@@ -40,11 +40,11 @@ def check_patterns(schemas: Sequence[Mapping[str, Any]], *, field: str, are_tool
 
 def _pairs(schema: Mapping[str, Any], *, are_tools: bool) -> int:
     patterns, merges = 0, 1
-    for node in _nodes(schema):
+    for node in nodes_of(schema):
         named = node.get("patternProperties")
         patterns += len(named) if isinstance(named, dict) else 0
         merges += "allOf" in node or ("$ref" in node and (are_tools or len(node) > 1))
-        merges += sum(len(_list(node, name)) for name in ("anyOf", "oneOf"))
+        merges += sum(len(list_of(node, name)) for name in ("anyOf", "oneOf"))
     return patterns**2 * merges
 
 
@@ -56,11 +56,12 @@ def check_options(schema: Mapping[str, Any], *, field: str) -> None:
 
 def check_ends(schema: Mapping[str, Any], *, field: str) -> None:
     """Raise RequestError if no finite value satisfies the schema, or if its references are too many to follow."""
-    if any("$ref" in node for node in _nodes(schema)) and not _Ends(schema, field).has_finite_value():
+    if any("$ref" in node for node in nodes_of(schema)) and not _Ends(schema, field).has_finite_value():
         raise RequestError("no finite value satisfies it: its references lead back to themselves", field=field)
 
 
-def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
+def nodes_of(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """Give every object of a schema, in no order that matters."""
     waiting = [schema]
     while waiting:
         node = waiting.pop()
@@ -106,10 +107,10 @@ class _Ends:
             return schema is not False
         if "$ref" in schema and not self._is_known(schema["$ref"]):
             return False
-        if not all(map(self._is_finite, _list(schema, "allOf"))):
+        if not all(map(self._is_finite, list_of(schema, "allOf"))):
             return False
         for name in ("anyOf", "oneOf"):
-            if name in schema and not any(map(self._is_finite, _list(schema, name))):
+            if name in schema and not any(map(self._is_finite, list_of(schema, name))):
                 return False
         kinds = schema.get("type")
         kinds = [kinds] if isinstance(kinds, str) else kinds
@@ -133,7 +134,7 @@ class _Ends:
         patterns = schema.get("patternProperties")
         others = [*(patterns.values() if isinstance(patterns, dict) else ()), schema.get("additionalProperties", True)]
         allows_others = any(map(self._is_finite, others))
-        for name in _list(schema, "required"):
+        for name in list_of(schema, "required"):
             if not (self._is_finite(named[name]) if name in named else allows_others):
                 return False
         fewest = schema.get("minProperties", 0)
@@ -142,7 +143,7 @@ class _Ends:
         return (_MANY if allows_others else sum(map(self._is_finite, named.values()))) >= fewest
 
     def _is_finite_array(self, schema: Mapping[str, Any]) -> bool:
-        items, first = schema.get("items", True), _list(schema, "prefixItems")
+        items, first = schema.get("items", True), list_of(schema, "prefixItems")
         if isinstance(items, list):  # as drafts before 2020-12 have it
             items, first = schema.get("additionalItems", True), items
         fewest = schema.get("minItems", 0)
@@ -153,23 +154,26 @@ class _Ends:
 
     def _target(self, pointer: str) -> Any:
         if pointer not in self._targets:  # it may be long, and is asked for again and again
-            self._targets[pointer] = self._led_to(pointer)
+            self._targets[pointer] = target_of(self._root, pointer)
         return self._targets[pointer]
 
-    def _led_to(self, pointer: str) -> Any:
-        """Return what a JSON pointer leads to, None if it leads nowhere. Source: RFC 6901."""
-        value: Any = self._root
-        for step in unquote(pointer[1:]).split("/")[1:]:
-            step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(value, dict) and step in value:
-                value = value[step]
-            elif isinstance(value, list) and step.isdecimal() and int(step) < len(value):
-                value = value[int(step)]
-            else:
-                return None
-        return value if pointer[1:2] in ("", "/") else None
+
+def target_of(root: Any, pointer: Any) -> Any:
+    """Return what a JSON pointer (#/...) leads to, None if it leads nowhere. Source: RFC 6901."""
+    if not isinstance(pointer, str) or not pointer.startswith("#"):
+        return None
+    value: Any = root
+    for step in unquote(pointer[1:]).split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, dict) and step in value:
+            value = value[step]
+        elif isinstance(value, list) and step.isdecimal() and len(step) < 10 and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            return None
+    return value if pointer[1:2] in ("", "/") else None
 
 
-def _list(schema: Mapping[str, Any], name: str) -> list[Any]:
+def list_of(schema: Mapping[str, Any], name: str) -> list[Any]:
     value = schema.get(name)
     return value if isinstance(value, list) else []

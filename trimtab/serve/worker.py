@@ -168,7 +168,7 @@ class _Worker:
             names = set(shelf.names_of(held))
             pieces = self.model.adapter_pieces(held)
             self._unprepared.add(Unprepared(pieces, _tried, _nothing, Urgency.START, names))
-        self.is_draining = False
+        self.is_draining = self._has_compiled = False
         self.idle: IdleTuning | None = None
 
     def _add_adapter(self, name: str, path: str, root: str | None, *, is_first: bool) -> None:
@@ -238,6 +238,9 @@ class _Worker:
         if is_idle and self.engine.has_more_to_capture:
             self._capture_more()
             return
+        if is_idle and not self._has_compiled:
+            self._has_compiled = True
+            self.engine.compile_ahead()
         if self.idle is None:
             return
         if is_idle:
