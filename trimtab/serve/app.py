@@ -73,8 +73,11 @@ class Pool(Protocol):
     def takes(self, model: str) -> tuple[str, ...]:
         """Return which of "text", "image", "audio" a model takes."""
 
-    def submit(self, model: str, job: Job) -> AsyncIterator[Event]:
-        """Yield the events of a job. Closing the iterator cancels the job. Errors: TrimtabError."""
+    def submit(
+        self, model: str, job: Job, on_dropped: Callable[[Mapping[str, Any]], None] | None = None
+    ) -> AsyncIterator[Event]:
+        """Yield the events of a job. Closing the iterator cancels the job; `on_dropped` is told what was computed for it. Errors:
+        TrimtabError."""
 
     async def load_adapter(self, model: str | None, name: str, path: str) -> None: ...
 
@@ -377,7 +380,8 @@ class _Api:
             jobs = [replace(job, fills_context=True) for job in jobs]
         jobs = self._from_sender(request, jobs)
         seen = self._begin(request, model, adapter, choices=len(jobs))
-        merged = Merged([self.pool.submit(model, job) for job in jobs], seen.started, names=_names_of(request))
+        streams = [self.pool.submit(model, job, seen.dropped) for job in jobs]
+        merged = Merged(streams, seen.started, names=_names_of(request))
         wants_usage = body.stream_options is not None and body.stream_options.include_usage
         return await answer(
             request, merged, shape, seen, wants_usage=wants_usage, send_s=self.settings.limits.send_s,
@@ -387,10 +391,8 @@ class _Api:
     def _begin(self, request: Request, model: str, adapter: str | None, *, choices: int) -> Seen:
         """Return what follows a request. Errors: QuotaError if its key may have no more."""
         limits = self.quotas.of(_authorization(request))
-        leave = self.quotas.enter(limits)
-        return self.metrics.begin(
-            model, adapter, choices=choices, key=None if limits is None else limits.name, leave=leave
-        )
+        use = self.quotas.enter(limits)
+        return self.metrics.begin(model, adapter, choices=choices, key=None if limits is None else limits.name, use=use)
 
     # Beside answers ---------------------------------------------------------------------------------------------------
 
@@ -449,7 +451,8 @@ class _Api:
         self, request: Request, model: str, adapter: str | None, jobs: Sequence[Job], shape: Shape
     ) -> Response:
         seen = self._begin(request, model, adapter, choices=1)
-        merged = Merged([beside.in_turn(self.pool, model, self._from_sender(request, jobs))], names=_names_of(request))
+        stream = beside.in_turn(self.pool, model, self._from_sender(request, jobs), seen.dropped)
+        merged = Merged([stream], names=_names_of(request))
         return await answer(
             request, merged, shape, seen, wants_usage=False, send_s=self.settings.limits.send_s, folders=self.folders
         )  # fmt: skip

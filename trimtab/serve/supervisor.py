@@ -25,7 +25,7 @@ from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.serve import worker
 from trimtab.serve.channel import Channel, event_from_message, frames_of, job_to_message
 from trimtab.serve.client_words import for_clients
-from trimtab.serve.job import SPOKEN, Event, Job
+from trimtab.serve.job import ENDS, SPOKEN, Event, Job
 from trimtab.serve.journal import write_traceback
 from trimtab.serve.scheduler import MistakeError, StoppingError, error_event
 
@@ -146,6 +146,7 @@ class Supervisor:
         self._adapters: dict[str, str] = dict(settings.get("adapters", {}))
         self._lock = threading.RLock()
         self._flights: dict[str, _Flight] = {}
+        self._leaving: dict[str, _Flight] = {}  # jobs whose clients have left, until the worker has dropped them
         self._calls: dict[int, _Call] = {}
         self._next_call = 0
         self._life: _Life | None = None
@@ -258,9 +259,11 @@ class Supervisor:
                 self._life.outbox.put(flight.message())
 
     def cancel(self, job_id: str) -> None:
-        """Forget a job; it is told nothing more."""
+        """Forget a job; it is told nothing more but "dropped", if the worker has begun it."""
         with self._lock:
-            if self._flights.pop(job_id, None) is not None and self._life is not None and self.state == "ready":
+            flight = self._flights.pop(job_id, None)
+            if flight is not None and self._life is not None and self.state == "ready":
+                self._leaving[job_id] = flight
                 self._life.outbox.put({"do": "cancel", "id": job_id})
 
     def call(self, what: str, **arguments: Any) -> Future[Any]:
@@ -363,12 +366,16 @@ class Supervisor:
 
     def _pass_on(self, event: Event) -> None:
         with self._lock:
-            flight = self._flights.get(event.job_id)
-            if flight is None:
-                return  # its client has left
+            if event.kind in ENDS and (left := self._leaving.pop(event.job_id, None)) is not None:
+                # Its client has left: what was computed counts.
+                flight, event = left, replace(event, kind="dropped")
+            else:
+                flight = self._flights.get(event.job_id)
+                if flight is None:
+                    return
             flight.has_spoken |= event.kind in SPOKEN
-            if event.kind in ("done", "error"):
-                del self._flights[event.job_id]
+            if event.kind in ENDS:
+                self._flights.pop(event.job_id, None)
         flight.emit(event)
 
     def _replied(self, message: dict[str, Any]) -> None:
@@ -389,6 +396,7 @@ class Supervisor:
             if self._life is not life:
                 return  # `stop` has seen to it
             self._ready.clear()
+            self._leaving.clear()
             calls, self._calls = self._calls, {}
             died = WorkerDiedError(exit_code)
             # What no worker has been given yet was not lost with this one, retries or not.
@@ -451,6 +459,7 @@ class Supervisor:
 
     def _end_all(self, error: TrimtabError) -> None:
         with self._lock:
+            self._leaving.clear()
             flights, self._flights = self._flights, {}
             calls, self._calls = self._calls, {}
         for call in calls.values():
