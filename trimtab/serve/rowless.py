@@ -1,9 +1,9 @@
 """Which prompts that need no row go through between the turns of those that do: embeddings, and log-probabilities of a prompt.
 
-Such a prompt goes through in pieces of a fraction of a second, one piece a turn at most, and one prompt at a time, because each has
-keys and values of its own. Requests that wait for a row pass it between two pieces, whoever sent them. Clients take turns
-(line.py). While rows are being answered a piece has the time that budget.py leaves beside a step; a longer one waits until enough of it has
-gone by. Prompts of rows come first: beside them it has `LEAST_SHARE` of that time, or every second turn while there are no rows.
+Such a prompt goes through in pieces of a fraction of a second, one piece a turn at most, and one prompt at a time, because each
+has keys and values of its own. Requests that wait for a row pass it between two pieces, whoever sent them. Clients take turns
+(line.py). While rows are being answered a piece has the time that budget.py leaves beside a step; a longer one waits until enough
+of it has gone by. Prompts of rows come first: beside them it has `LEAST_SHARE` of that time, or every second turn without rows.
 
 A prompt whose log-probabilities are complete keeps its place until it has a row. Other choices of the same request share its
 prompt, so they wait for it. Pure: durations are told, none is measured here.
@@ -16,7 +16,7 @@ from typing import Generic
 from trimtab.serve.line import Entry, Lines
 
 # The seconds of a piece where nobody waits for a token.
-PIECE_S = 0.25
+PIECE_S = 0.15
 # Tokens of a piece, of one that can be cut: the first one, and those to choose from. Few sizes, so that jitter seldom changes one.
 FIRST_TOKENS, SIZES = 32, (16, 32, 64, 128, 256, 512, 1024)
 # The share of a turn's time that pieces have while prompts of rows use it too.
@@ -79,8 +79,8 @@ class Rowless(Generic[Entry]):
         """Whether a piece runs in this turn. left_s: the time beside a step of the rows, None without rows. is_shared: whether
         prompts of rows use it too."""
         if left_s is None:
-            self._had_turn = is_shared and not self._had_turn
-            return self._had_turn or not is_shared
+            self._had_turn = not (is_shared and self._had_turn)
+            return self._had_turn
         self._time_s += left_s * (LEAST_SHARE if is_shared else 1.0)
         return self._time_s >= min(self._last_s, MOST_TURNS * left_s)
 
@@ -93,6 +93,6 @@ class Rowless(Generic[Entry]):
 
     def took(self, tokens: int, seconds: float) -> None:
         """Learn how long a piece took."""
-        self._last_s, self._time_s = seconds, 0.0
+        self._last_s, self._time_s = seconds, max(self._time_s - seconds, 0.0)
         if 2 * tokens > self._asked or seconds > PIECE_S:  # else the text was shorter
             self._tokens, self._token_s = max(tokens, 1), seconds / max(tokens, 1)

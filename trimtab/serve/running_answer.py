@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
 from trimtab.runtime.batch_request import Constraint, Prompt, Row
 from trimtab.runtime.chat import Inputs
 from trimtab.runtime.embedding import Embedding
