@@ -40,6 +40,10 @@ class PromptScores:
         self.scores: list[dict[int, tuple[float, int]]] = []
 
     @property
+    def prompt_tokens(self) -> int:
+        return self._inputs.prompt_tokens
+
+    @property
     def done_tokens(self) -> int:
         """How many tokens of the prompt have gone through."""
         return self._done

@@ -57,7 +57,8 @@ from trimtab.serve.responses_shape import ResponsesShape
 from trimtab.serve.settings import IGNORED_HEADER, Settings
 from trimtab.serve.shapes import ChatShape, CompletionShape, Shape
 
-ON_THE_WAY = ("loading", "restarting")
+# What /ready says of models that cannot answer now; the first one counts.
+NOT_READY = {"loading": "loading", "restarting": "loading", "unresponsive": "unresponsive"}
 # So many fields without effect are named in the answer's header; the others are counted.
 MOST_IGNORED = 20
 
@@ -266,7 +267,8 @@ class _Api:
         if self.pool.is_ready:
             return JSONResponse({"status": "ready"})
         states = {model["state"] for model in self.pool.status()["models"]}
-        word = "failed" if states == {"failed"} else "loading" if states & set(ON_THE_WAY) else "stopping"
+        found = [word for state, word in NOT_READY.items() if state in states]
+        word = "failed" if states == {"failed"} else found[0] if found else "stopping"
         return JSONResponse({"status": word}, 503)
 
     async def prometheus(self, request: Request) -> Response:

@@ -48,6 +48,7 @@ from trimtab.serve.journal import write_traceback
 from trimtab.serve.media_pool import MediaPool
 from trimtab.serve.preparing import Preparing
 from trimtab.serve.prompt_length import check_first_tokens
+from trimtab.serve.pulse import Pulse
 from trimtab.serve.reading import Reading, is_chat, template_kwargs
 from trimtab.serve.running_answer import Answer, Compiled
 from trimtab.serve.scheduler import error_event
@@ -101,6 +102,8 @@ class LoadedEngine:
         self._times = ChunkTimes(model.device)
         self._grammar: Grammar | None = None
         self._hidden: dict[tuple[str, ...], frozenset[int]] = {}  # of each form of answers: as many as a template has
+        # Told what may take long; a worker gives its own.
+        self.pulse = Pulse(lambda message: None)
         # Whether the adapter of this name is still being prepared between steps.
         self.is_unprepared: Callable[[str], bool] = lambda name: False
 
@@ -173,7 +176,7 @@ class LoadedEngine:
 
     def begin(self, job: Job, prepared: Inputs | Compiled | None = None) -> Answer:
         """Check a job and return its answer. Errors: RequestError and what `chat.prepare` raises; MistakeError."""
-        with self._named("preparing a prompt"):
+        with self._named("preparing a prompt"), self.pulse.work("preparing a prompt"):
             try:
                 given = self._inputs(job) if prepared is None else prepared
                 if not isinstance(given, Compiled):
@@ -324,7 +327,7 @@ class LoadedEngine:
 
     def choose(self, answer: Answer) -> None:
         """Put an answer's adapter on the model, where it stays until the prompt is complete. Errors: as `prefill`."""
-        with self._named("reading a prompt"):
+        with self._named("reading a prompt"), self.pulse.work("an adapter's turn"):
             self._begin_adapter(answer)
             if answer.prompt is not None:
                 self.batch.pages.reserve(answer.row)
@@ -355,7 +358,7 @@ class LoadedEngine:
             elif not able:
                 return 0, []
         by_prompt = {id(answer.prompt): answer for answer in able}
-        with self._named("reading prompts"):
+        with self._named("reading prompts"), self.pulse.work("prompts", most_tokens):
             self._times.begin()
             through, tokens = self.batch.place_together(
                 [one.prompt for one in able if one.prompt is not None], most_tokens
@@ -376,7 +379,8 @@ class LoadedEngine:
         self._prefilling = answer
         if answer in self._chosen:
             self._chosen.remove(answer)
-        with self._named("reading a prompt", answer.job):
+        kind = "towers" if answer.needs_towers else "a prompt"
+        with self._named("reading a prompt", answer.job), self.pulse.work(kind, answer.next_tokens(most_tokens)):
             self._begin_adapter(answer)
             assert answer.prompt is not None
             has_towers = answer.prompt.needs_towers
@@ -427,7 +431,7 @@ class LoadedEngine:
         """Compute the next piece of an embedding, or of a prompt's log-probabilities, and wait for it: its time is one that others
         wait. Errors: as `prefill`."""
         self._rowless = answer
-        with self._named("reading a prompt", answer.job):
+        with self._named("reading a prompt", answer.job), self.pulse.work("a piece", answer.next_tokens(most_tokens)):
             self._begin_adapter(answer)
             return pieces.run(answer, most_tokens, self.batch, self._tokenizer.decode)
 
@@ -448,7 +452,10 @@ class LoadedEngine:
 
     def step(self, behind: Callable[[], bool] | None = None, aside: Aside | None = None) -> None:
         beside = None if aside is None else self._begin_aside(aside)
-        with self._named("answering"):
+        kind, units = (
+            ("steps", 1) if aside is None else ("a step with a prompt", aside.answer.next_tokens(aside.most_tokens))
+        )
+        with self._named("answering"), self.pulse.work(kind, units):
             tokens = self.batch.step(behind, beside)
         if aside is not None and beside is not None:
             self._end_aside(aside, beside)

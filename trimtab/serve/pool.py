@@ -38,7 +38,7 @@ FAILED_S = 30.0
 # The worker keeps the deadline of what it has; this is for what never reaches it.
 DEADLINE_SLACK_S = 1.0
 SEPARATOR = ":"
-LIVING = ("loading", "ready", "restarting")
+LIVING = ("loading", "ready", "unresponsive", "restarting")
 
 log = logging.getLogger("trimtab.serve")
 

@@ -47,6 +47,15 @@ class Answer:
         """Whether its next piece is one of an embedding, or of the log-probabilities of its prompt."""
         return self.embedding is not None or self.scores is not None
 
+    def next_tokens(self, most_tokens: int) -> int:
+        """Return how many tokens its next piece has at most."""
+        work = self.embedding or self.scores
+        if work is not None:
+            return min(most_tokens, work.prompt_tokens - work.done_tokens)
+        if self.prompt is None:
+            return most_tokens
+        return min(most_tokens, self.prompt.inputs.prompt_tokens - self.prompt.done_tokens)
+
     @property
     def is_complete(self) -> bool:
         """Whether nothing of its prompt is left to compute before it has its row."""
