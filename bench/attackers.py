@@ -10,6 +10,9 @@ together: the fault run, and the same with the attackers beside it, in turns. In
     and unloaded over HTTP, and SIGKILL ends the worker several times. Times are those of complete answers; requests that ended
     with a killed worker are counted apart, under "ended".
 killed: SIGKILL to the worker under load while adapters are loaded and unloaded over HTTP, without attackers.
+computed: the first token of a chat, quiet and beside one request that computes as much as one may: log-probabilities of the
+    longest prompts (prompt_logprobs, 20 of each token, as many prompts as `n` allows), and the embeddings of 2,048 texts. Servers
+    with and without keys, so that the chat comes from another client and from the same one, and two sizes of the context.
 
 Quiet and attacked turns are compared with each other, because other work on the same cores changes both. Linux: it reads /proc.
 """
@@ -37,6 +40,7 @@ from typing import Any
 
 from bench import client
 from bench.faults import Clients, Tally, environment, rest, until
+from bench.large_requests import computed
 from bench.served import DEMO, Served
 from trimtab.demo.line import FOLDER
 
@@ -530,6 +534,7 @@ SCENES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         given.kills, given.clients, min(given.turns, given.kills), seconds=given.seconds
     ),
     "killed": lambda given: killed(given.kills, given.clients),
+    "computed": lambda given: computed(given.seconds),
 }
 
 

@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from trimtab.serve.pulse import FIRST_S, LEAST_S, MOST_S, Patience, Pulse, Silence, Work, work_of
+from trimtab.process import Activity, activity_of
+from trimtab.serve.pulse import FIRST_S, LEAST_S, MOST_S, Patience, Pulse, Silence
 
 PATIENCE = Patience()
 LOOK_S = PATIENCE.look_s
@@ -25,7 +26,7 @@ class Worker:
         self.silence = Silence(silence.pop("patience", PATIENCE), self.work)
 
     def work(self):
-        return None if self.load is None else Work(self.cpu_s, int(self.read))
+        return None if self.load is None else Activity(self.cpu_s, int(self.read))
 
     def until(self, is_true, *, most_s=2000.0, look_s=LOOK_S, is_loading=False):
         """Return the seconds until something is true, None if it never is."""
@@ -140,18 +141,18 @@ def test_work_is_announced_where_it_is_expected_to_be_long_or_not_known():
 
 
 def test_signs_of_work_are_the_processes_own():
-    before = work_of(os.getpid())
+    before = activity_of(os.getpid())
     end = time.process_time() + 0.1
     while time.process_time() < end:
         pass
-    assert work_of(os.getpid()).is_more(before, 0.5)
+    assert activity_of(os.getpid()).is_more(before, 0.5)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        first = work_of(child.pid)
+        first = activity_of(child.pid)
         assert first is not None and not first.is_more(first, 1.0)
         if hasattr(signal, "SIGSTOP"):
             child.send_signal(signal.SIGSTOP)
-            while work_of(child.pid) is not None:
+            while activity_of(child.pid) is not None:
                 time.sleep(0.001)
             child.send_signal(signal.SIGCONT)
         child.communicate(b"\n")
-    assert work_of(child.pid) is None
+    assert activity_of(child.pid) is None

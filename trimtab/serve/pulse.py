@@ -14,16 +14,13 @@ is counted in looks: where looks come late, this process was stopped or the mach
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import psutil
+from trimtab.process import Activity
 
 # Between two beats of a worker that has nothing else to say.
 BEAT_S = 0.5
@@ -33,8 +30,6 @@ LONG_S, MARGIN, LEAST_S, MOST_S = 1.0, 10.0, 30.0, 900.0
 FIRST_S = 300.0
 # What a kind took longest per unit fades with each time that it took less.
 FADE = 0.9
-# A process that hangs uses less processor time than this share of one core, whatever its other threads do.
-IDLE_SHARE = 0.05
 
 
 class Pulse:
@@ -91,45 +86,15 @@ class Patience:
         return self.unresponsive_s / 8
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a process has done since its start. reads: bytes, and pages that were read because they were not in memory."""
-
-    cpu_s: float
-    reads: int = 0
-
-    def is_more(self, before: Work, seconds: float) -> bool:
-        """Whether it did something in between."""
-        return self.cpu_s - before.cpu_s > IDLE_SHARE * seconds or self.reads > before.reads
-
-
-def work_of(pid: int | None) -> Work | None:
-    """Return what a process has done, None if it is stopped or cannot be asked."""
-    try:
-        process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_STOPPED:
-            return None
-        times = process.cpu_times()
-        reads = 0
-        with suppress(AttributeError, psutil.Error):  # macOS has no such counters
-            reads = int(process.io_counters().read_bytes)
-        if sys.platform == "linux":
-            # Field 12, of those behind the name in brackets, which may have spaces.
-            reads += int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[9])
-        return Work(float(times.user + times.system), reads)
-    except (psutil.Error, OSError, ValueError, IndexError):
-        return None
-
-
 class Silence:
     """How long nothing was heard of one worker. patience: its limits. work: what the worker has done since its start, None if it is
     stopped."""
 
-    def __init__(self, patience: Patience, work: Callable[[], Work | None]) -> None:
+    def __init__(self, patience: Patience, work: Callable[[], Activity | None]) -> None:
         self.patience, self._work = patience, work
         self.silent_s = 0.0
         self._bound_s = 0.0  # until then announced work may take
-        self._before: Work | None = None
+        self._before: Activity | None = None
         self._due_s = self._window_s = 0.0
 
     def heard(self) -> None:

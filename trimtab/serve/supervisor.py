@@ -23,12 +23,13 @@ from itertools import chain, repeat
 from typing import Any
 
 from trimtab.errors import DeviceError, RequestError, TrimtabError
+from trimtab.process import activity_of
 from trimtab.serve import worker
 from trimtab.serve.channel import Channel, event_from_message, frames_of, job_to_message
 from trimtab.serve.client_words import for_clients
 from trimtab.serve.job import ENDS, SPOKEN, Event, Job
 from trimtab.serve.journal import write_traceback
-from trimtab.serve.pulse import Patience, Silence, work_of
+from trimtab.serve.pulse import Patience, Silence
 from trimtab.serve.scheduler import MistakeError, StoppingError, error_event
 
 Emit = Callable[[Event], None]
@@ -189,7 +190,7 @@ class Supervisor:
         process = spawn.Process(target=self._target, args=(there, settings), name="trimtab-worker", daemon=True)
         process.start()
         there.close()
-        silence = Silence(self.patience, partial(work_of, process.pid))
+        silence = Silence(self.patience, partial(activity_of, process.pid))
         life, before = _Life(process, Channel(here), silence), self._life
         self._life, self.loading = life, (0, 0)
         try:
