@@ -86,7 +86,11 @@ def test_an_embedding_goes_through_in_chunks_that_running_answers_have_time_for(
         size, is_through = engine.piece(answer, 7)
         sizes.append(size)
     events, chunks = list(engine.news(answer)), len(sizes)
-    assert set(sizes[:-1]) == {7} and sum(sizes) == events[-1].usage["prompt_tokens"] and chunks == -(-events[-1].usage["prompt_tokens"] // 7) > 1
+    assert (
+        set(sizes[:-1]) == {7}
+        and sum(sizes) == events[-1].usage["prompt_tokens"]
+        and chunks == -(-events[-1].usage["prompt_tokens"] // 7) > 1
+    )
     assert result(events)["embedding"] == pytest.approx(whole, abs=2e-5)  # float32 sums in another order
 
 
@@ -100,6 +104,45 @@ def test_an_embedding_between_answers_changes_neither(engine):
     text = lambda events: "".join(event.text for event in events)  # noqa: E731
     assert text(found["a"]) == text(alone) != ""
     assert result(found["b"]) == result(found["d"])
+
+
+@pytest.mark.parametrize("kind", ["embedding", "answer"])
+def test_a_chat_of_the_same_client_passes_between_the_pieces_of_a_long_prompt(engine, kind):
+    """The engine has one row, and the prompt goes through in many turns."""
+    told = []
+    scheduler = Scheduler(engine, told.append)
+    ids = [100 + number for number in range(250)]
+    scheduler.submit(job("long", ids, kind=kind, prompt_logprobs=5 if kind == "answer" else None))
+    scheduler.turn()
+    scheduler.submit(job("chat", [5, 6, 7]))
+    turns = 0
+    while not any(event.job_id == "chat" and event.kind == "done" for event in told):
+        scheduler.turn()
+        turns += 1
+    assert turns <= 4 and not any(event.job_id == "long" and event.kind == "done" for event in told)
+    while scheduler.turn():
+        pass
+    assert told[-1].job_id == "long" and told[-1].kind == "done"
+
+
+def test_what_was_computed_for_one_that_left_is_told(engine):
+    told = []
+    scheduler = Scheduler(engine, told.append)
+    scheduler.submit(job("long", [100] * 250, prompt_logprobs=1))
+    for _ in range(3):
+        scheduler.turn()
+    scheduler.cancel("long")
+    scheduler.submit(job("answer", [5, 6, 7], tokens=9))
+    for _ in range(3):
+        scheduler.turn()
+    drawn = sum(event.kind == "text" for event in told)
+    scheduler.cancel("answer")
+    dropped = {event.job_id: dict(event.usage) for event in told if event.kind == "dropped"}
+    assert dropped == {
+        "long": {"prompt_tokens": 3 * PIECE_TOKENS, "completion_tokens": 0},
+        "answer": {"prompt_tokens": 3, "completion_tokens": drawn},
+    }
+    assert drawn and scheduler.is_idle
 
 
 def test_tokens_are_the_tokenizers_own_and_need_no_row(engine):

@@ -397,13 +397,12 @@ class Supervisor:
 
     def _pass_on(self, event: Event) -> None:
         with self._lock:
-            if event.kind in ENDS and (left := self._leaving.pop(event.job_id, None)) is not None:
+            flight = self._flights.get(event.job_id)
+            if event.kind in ENDS and event.job_id in self._leaving:
                 # Its client has left: what was computed counts.
-                flight, event = left, replace(event, kind="dropped")
-            else:
-                flight = self._flights.get(event.job_id)
-                if flight is None:
-                    return
+                flight, event = self._leaving.pop(event.job_id), replace(event, kind="dropped")
+            if flight is None:
+                return
             flight.has_spoken |= event.kind in SPOKEN
             if event.kind in ENDS:
                 self._flights.pop(event.job_id, None)
