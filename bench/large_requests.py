@@ -89,6 +89,7 @@ def _beside(
             while time.monotonic() < end and (turn == "quiet" or large.is_alive()):
                 firsts[turn].append(_first_s(server.address, normal))
                 time.sleep(0.05)
+        request = dict(ended) or "was still running"
         figures = {
             turn: {
                 "count": len(values), "unanswered": values.count(None),
@@ -96,4 +97,4 @@ def _beside(
             }
             for turn, values in firsts.items()
         }  # fmt: skip
-    return {**figures, "request": ended or "was still running", "load": round(os.getloadavg()[0], 1)}
+    return {**figures, "request": request, "load": round(os.getloadavg()[0], 1)}
