@@ -409,7 +409,11 @@ def test_what_is_wrong_is_named_and_asks_no_model(path, fields, param):
 
 
 def test_probabilities_of_the_prompt_come_as_vllm_tells_them():
-    scored = [None, {"5": {"logprob": -0.5, "rank": 1, "decoded_token": 'é"\\'}}, {"6": {"logprob": -9999.0, "rank": 2}}]
+    scored = [
+        None,
+        {"5": {"logprob": -0.5, "rank": 1, "decoded_token": 'é"\\'}},
+        {"6": {"logprob": -9999.0, "rank": 2}},
+    ]
     pieces = [json.dumps(part)[1:-1].encode() for part in (scored[:2], scored[2:], [])]
     pool = MockPool(lambda job: [
         *(Event(job.id, "scores", result={"start": start}, data=data)
