@@ -11,6 +11,9 @@ together: the fault run, and the same with the attackers beside it, in turns. In
     with a killed worker are counted apart, under "ended".
 killed: SIGKILL to the worker under load while adapters are loaded and unloaded over HTTP, without attackers.
 grammars: schemas made to cost, by another client (grammar_attacks.py).
+computed: the first token of a chat, quiet and beside one request that computes as much as one may: log-probabilities of the
+    longest prompts (prompt_logprobs, 20 of each token, as many prompts as `n` allows), and the embeddings of 2,048 texts. Servers
+    with and without keys, so that the chat comes from another client and from the same one, and two sizes of the context.
 
 Quiet and attacked turns are compared with each other, because other work on the same cores changes both. Linux: it reads /proc.
 """
@@ -39,6 +42,7 @@ from typing import Any
 from bench import client
 from bench.faults import Clients, Tally, environment, rest, until
 from bench.grammar_attacks import grammars
+from bench.large_requests import computed
 from bench.served import DEMO, Served
 from trimtab.demo.line import FOLDER
 
@@ -533,6 +537,7 @@ SCENES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     ),
     "killed": lambda given: killed(given.kills, given.clients),
     "grammars": lambda given: grammars(given.seconds, given.turns),
+    "computed": lambda given: computed(given.seconds),
 }
 
 

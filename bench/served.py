@@ -86,7 +86,7 @@ class Served:
     def _has_failed(self) -> bool:
         try:
             return bool(self.status()["state"] == "failed")
-        except OSError:
+        except (OSError, LookupError):  # LookupError: the server asks for a key
             return False
 
     def wait_ready(self, timeout_s: float) -> float:

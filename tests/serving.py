@@ -69,7 +69,7 @@ class MockPool:
     def takes(self, model):
         return self._takes
 
-    async def submit(self, model, job):
+    async def submit(self, model, job, on_dropped=None):
         self.jobs.append(job)
         try:
             found = self.answers(job)

@@ -751,7 +751,7 @@ def test_health_is_the_process_and_ready_is_the_model():
     assert found.head("/ready").status_code == 503
     for states, word in (
         (("loading", "failed"), "loading"), (("restarting",), "loading"), (("failed", "failed"), "failed"),
-        (("ready", "stopped"), "stopping"),
+        (("ready", "stopped"), "stopping"), (("unresponsive", "stopped"), "unresponsive"),
     ):  # fmt: skip
         pool.status = lambda states=states: {"models": [{"state": state} for state in states]}
         assert (found.get("/ready").status_code, found.get("/ready").json()) == (503, {"status": word})

@@ -410,11 +410,16 @@ def test_what_is_wrong_is_named_and_asks_no_model(path, fields, param):
 
 
 def test_probabilities_of_the_prompt_come_as_vllm_tells_them():
-    scored = [None, {"5": {"logprob": -0.5, "rank": 1, "decoded_token": "a"}}]
+    scored = [
+        None,
+        {"5": {"logprob": -0.5, "rank": 1, "decoded_token": 'é"\\'}},
+        {"6": {"logprob": -9999.0, "rank": 2}},
+    ]
+    pieces = [json.dumps(part)[1:-1].encode() for part in (scored[:2], scored[2:], [])]
     pool = MockPool(lambda job: [
-        *words(job, "a")[:-1],
-        Event(job.id, "done", finish="stop",
-              usage={**USAGE, **({} if job.prompt_logprobs is None else {"prompt_logprobs": scored})}),
+        *(Event(job.id, "scores", result={"start": start}, data=data)
+          for start, data in zip((0, 16, 32), pieces, strict=True) if job.prompt_logprobs is not None),
+        *words(job, "a"),
     ])  # fmt: skip
     asked = {"messages": [{"role": "user", "content": "a"}], "prompt_logprobs": 1, "n": 2}
     found = post("/v1/chat/completions", pool, **asked).json()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -79,14 +81,16 @@ def test_an_embedding_goes_through_in_chunks_that_running_answers_have_time_for(
     whole = result(run(engine, job("a", {"text": TEXT}, kind="embedding"))["a"])["embedding"]
     embedding = job("b", {"text": TEXT}, kind="embedding")
     answer = engine.begin(embedding, engine._inputs(embedding))
-    engine.choose(answer)
-    chunks, is_through = 0, False
+    sizes, is_through = [], False
     while not is_through:
-        size, is_through = engine.prefill(answer, 7)
-        chunks += 1
-        assert size == 7
-    events = list(engine.news(answer))
-    assert chunks == -(-events[-1].usage["prompt_tokens"] // 7) > 1
+        size, is_through = engine.piece(answer, 7)
+        sizes.append(size)
+    events, chunks = list(engine.news(answer)), len(sizes)
+    assert (
+        set(sizes[:-1]) == {7}
+        and sum(sizes) == events[-1].usage["prompt_tokens"]
+        and chunks == -(-events[-1].usage["prompt_tokens"] // 7) > 1
+    )
     assert result(events)["embedding"] == pytest.approx(whole, abs=2e-5)  # float32 sums in another order
 
 
@@ -100,6 +104,45 @@ def test_an_embedding_between_answers_changes_neither(engine):
     text = lambda events: "".join(event.text for event in events)  # noqa: E731
     assert text(found["a"]) == text(alone) != ""
     assert result(found["b"]) == result(found["d"])
+
+
+@pytest.mark.parametrize("kind", ["embedding", "answer"])
+def test_a_chat_of_the_same_client_passes_between_the_pieces_of_a_long_prompt(engine, kind):
+    """The engine has one row, and the prompt goes through in many turns."""
+    told = []
+    scheduler = Scheduler(engine, told.append)
+    ids = [100 + number for number in range(250)]
+    scheduler.submit(job("long", ids, kind=kind, prompt_logprobs=5 if kind == "answer" else None))
+    scheduler.turn()
+    scheduler.submit(job("chat", [5, 6, 7]))
+    turns = 0
+    while not any(event.job_id == "chat" and event.kind == "done" for event in told):
+        scheduler.turn()
+        turns += 1
+    assert turns <= 4 and not any(event.job_id == "long" and event.kind == "done" for event in told)
+    while scheduler.turn():
+        pass
+    assert told[-1].job_id == "long" and told[-1].kind == "done"
+
+
+def test_what_was_computed_for_one_that_left_is_told(engine):
+    told = []
+    scheduler = Scheduler(engine, told.append)
+    scheduler.submit(job("long", [100] * 250, prompt_logprobs=1))
+    for _ in range(3):
+        scheduler.turn()
+    scheduler.cancel("long")
+    scheduler.submit(job("answer", [5, 6, 7], tokens=9))
+    for _ in range(3):
+        scheduler.turn()
+    drawn = sum(event.kind == "text" for event in told)
+    scheduler.cancel("answer")
+    dropped = {event.job_id: dict(event.usage) for event in told if event.kind == "dropped"}
+    assert dropped == {
+        "long": {"prompt_tokens": 3 * PIECE_TOKENS, "completion_tokens": 0},
+        "answer": {"prompt_tokens": 3, "completion_tokens": drawn},
+    }
+    assert drawn and scheduler.is_idle
 
 
 def test_tokens_are_the_tokenizers_own_and_need_no_row(engine):
@@ -165,9 +208,13 @@ def test_the_probabilities_of_a_prompt_are_stocks(model, engine, adapter):
         expected = torch.log_softmax(reference(input_ids=torch.tensor([ids])).logits[0].double(), dim=-1)
     plain = run(engine, job("a", ids, tokens=5, adapter=adapter))["a"]
     events = run(engine, job("a", ids, tokens=5, adapter=adapter, prompt_logprobs=2))["a"]
-    assert [event.text for event in events] == [event.text for event in plain]
-    first, *scored = events[-1].usage["prompt_logprobs"]
-    assert first is None and len(scored) == len(ids) - 1 and "prompt_logprobs" not in plain[-1].usage
+    assert [event.text for event in events if event.kind == "text"] == [
+        event.text for event in plain if event.kind == "text"
+    ]
+    pieces = [event for event in events if event.kind == "scores"]
+    assert [piece.result["start"] for piece in pieces] == list(range(0, len(ids), PIECE_TOKENS))
+    first, *scored = json.loads(b"[" + b",".join(piece.data for piece in pieces if piece.data) + b"]")
+    assert first is None and len(scored) == len(ids) - 1 and "scores" not in {event.kind for event in plain}
     for place, (token, found) in enumerate(zip(ids[1:], scored, strict=True)):
         row = expected[place]
         own = found[str(token)]

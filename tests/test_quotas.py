@@ -35,52 +35,52 @@ def test_requests_at_once_are_counted_until_they_end():
     with pytest.raises(QuotaError) as caught:
         found.enter(alice)
     assert caught.value.field == "concurrent" and caught.value.retry_after_s == 1
-    first(10)
+    first.leave(10)
     found.enter(alice)
 
 
 def test_requests_of_the_last_minute_are_counted():
     found, alice, clock = quotas(requests_per_minute=2)
-    found.enter(alice)(1)
+    found.enter(alice).leave(1)
     clock.now += 20
-    found.enter(alice)(1)
+    found.enter(alice).leave(1)
     clock.now += 20
     with pytest.raises(QuotaError) as caught:
         found.enter(alice)
     assert caught.value.retry_after_s == pytest.approx(20)
     clock.now += 20
-    found.enter(alice)(1)
+    found.enter(alice).leave(1)
 
 
 def test_tokens_of_a_day_are_counted_from_the_first_one():
     found, alice, clock = quotas(tokens_per_day=100)
-    found.enter(alice)(99)
-    found.enter(alice)(50)  # what has begun is answered
+    found.enter(alice).leave(99)
+    found.enter(alice).leave(50)  # what has begun is answered
     clock.now += 3600
     with pytest.raises(QuotaError) as caught:
         found.enter(alice)
     assert caught.value.retry_after_s == pytest.approx(23 * 3600)
     clock.now += 23 * 3600
-    found.enter(alice)(1)
+    found.enter(alice).leave(1)
 
 
 def test_a_refused_request_counts_for_nothing():
     found, alice, _ = quotas(concurrent=1, requests_per_minute=2)
-    leave = found.enter(alice)
+    use = found.enter(alice)
     for _ in range(5):
         with pytest.raises(QuotaError):
             found.enter(alice)
-    leave(0)
-    found.enter(alice)(0)  # the second of this minute
+    use.leave()
+    found.enter(alice).leave(0)  # the second of this minute
 
 
 def test_other_limits_leave_what_was_used():
     found, alice, _ = quotas(tokens_per_day=100)
-    found.enter(alice)(150)
+    found.enter(alice).leave(150)
     more = KeyLimits(name="alice", tokens_per_day=200)
     found.use({"another-key": more})
     assert found.of("key-a") is None
-    found.enter(found.of("another-key"))(100)
+    found.enter(found.of("another-key")).leave(100)
     with pytest.raises(QuotaError):
         found.enter(more)
 

@@ -91,6 +91,9 @@ class MockEngine:
             self.chosen.remove(answer)
         return 64 * len(able), able
 
+    def spent(self, answer):
+        return {"prompt_tokens": 0, "completion_tokens": 0}
+
     def chunk_times(self):
         found, self.times = self.times, []
         return found

@@ -17,6 +17,8 @@ from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.runtime.capture_ahead import CaptureAhead
 from trimtab.serve.channel import Channel, event_from_message, job_to_message
 from trimtab.serve.job import Job
+from trimtab.serve.pulse import BEAT_S, Patience
+from trimtab.serve.watching import LOOK_S as WATCH_S
 from trimtab.serve.worker import CAPTURING_S, _Worker
 
 WAIT_S = 60
@@ -85,6 +87,22 @@ def running(tmp_path_factory):
     found = Running(settings_of({"style": DEMO / "adapters" / "style"}))
     yield found
     found.close()
+
+
+def test_the_loop_beats_while_nobody_asks(running):
+    for _ in range(2):
+        assert running.hear("events")["events"] == []
+    assert Patience().unresponsive_s > BEAT_S + WATCH_S  # its longest wait, and the beat behind it
+
+
+def test_work_that_may_take_long_is_announced_before_it_begins(running, monkeypatch):
+    running.ask("warm")
+    running.end_of("warm")
+    monkeypatch.setattr(running.worker.pulse, "unit_s", dict.fromkeys(running.worker.pulse.unit_s, 7.0))
+    running.ask("long", tokens=1)
+    announced = running.hear("busy")
+    assert announced["most_s"] >= 7.0
+    assert running.end_of("long").kind == "done"
 
 
 def test_an_adapter_is_read_beside_the_batch(running, monkeypatch):

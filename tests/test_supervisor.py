@@ -8,6 +8,7 @@ import queue
 import signal
 import threading
 import time
+from dataclasses import replace
 from multiprocessing.context import SpawnProcess
 from types import SimpleNamespace
 
@@ -16,7 +17,9 @@ import pytest
 from tests import toy_worker
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
+from trimtab.serve.faults import error_response, told_error
 from trimtab.serve.job import Job
+from trimtab.serve.pulse import Patience
 from trimtab.serve.scheduler import StoppingError
 from trimtab.serve.supervisor import ModelFailedError, Supervisor, WorkerDiedError, WorkerError, exit_code_of
 
@@ -137,7 +140,7 @@ def test_a_job_that_kills_the_worker_twice_is_given_up():
 
 
 def test_a_worker_that_hangs_with_work_is_killed():
-    supervisor = started(hang_s=1.0)
+    supervisor = started(patience=Patience(unresponsive_s=0.5, restart_s=1.0))
     supervisor.wait_ready(WAIT_S)
     try:
         event = ends(ask(supervisor, job("1", "hang")), 1)["1"]
@@ -239,18 +242,78 @@ def test_a_worker_that_the_system_does_not_start_can_be_started_again(monkeypatc
 
 
 def test_a_worker_that_hangs_in_a_call_is_killed():
-    supervisor = started(hang_s=0.2)
+    supervisor = started(patience=Patience(unresponsive_s=0.5, restart_s=1.0))
     supervisor.wait_ready(WAIT_S)
     try:
-        time.sleep(0.3)  # quiet with nothing to do is no hanging
-        supervisor.hang_s = WAIT_S  # however slow this machine is
         assert supervisor.call("numbers").result(WAIT_S)
-        supervisor.hang_s = 0.2
-        with pytest.raises(WorkerDiedError):
+        with pytest.raises(WorkerDiedError) as caught:
             supervisor.call("hang").result(WAIT_S)
-        supervisor.hang_s = WAIT_S
+        assert "did not respond" in str(caught.value)
         assert ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "done"
         assert supervisor.restarts == 1
+    finally:
+        supervisor.stop()
+
+
+def becomes(supervisor, state):
+    end = time.monotonic() + WAIT_S
+    while supervisor.state != state:
+        assert time.monotonic() < end, supervisor.state
+        time.sleep(0.002)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="Windows has no SIGSTOP")
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_a_stopped_worker_is_not_ready_and_is_put_back(is_asked):
+    """With and without work: the next client would wait for it."""
+    supervisor = started(patience=Patience(unresponsive_s=0.3, restart_s=0.9))
+    supervisor.wait_ready(WAIT_S)
+    try:
+        told = ask(supervisor, *[job("running", "wait")] * is_asked)
+        pid = supervisor.pid
+        os.kill(pid, signal.SIGSTOP)
+        becomes(supervisor, "unresponsive")
+        assert supervisor.pid == pid  # it may go on
+        late = ask(supervisor, job("late", "echo"))
+        if is_asked:
+            error = ends(told, 1)["running"].error
+            assert error["class"] == "WorkerDiedError" and "did not respond for" in error["message"]
+            response = error_response(*told_error(error))
+            assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
+        assert late.get(timeout=WAIT_S).kind == "started"
+        assert late.get(timeout=WAIT_S).text == str(supervisor.pid) != str(pid)
+        assert (supervisor.state, supervisor.restarts) == ("ready", 1)
+    finally:
+        supervisor.stop()
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="Windows has no SIGSTOP")
+def test_a_worker_that_goes_on_in_time_answers_what_came_meanwhile():
+    supervisor = started(patience=Patience(unresponsive_s=0.3, restart_s=WAIT_S))
+    supervisor.wait_ready(WAIT_S)
+    try:
+        pid = supervisor.pid
+        os.kill(pid, signal.SIGSTOP)
+        becomes(supervisor, "unresponsive")
+        gone = ask(supervisor, job("gone", "echo"))
+        told = ask(supervisor, job("late", "echo"))
+        supervisor.cancel("gone")
+        os.kill(pid, signal.SIGCONT)
+        assert ends(told, 1)["late"].kind == "done"
+        assert (supervisor.state, supervisor.pid, supervisor.restarts) == ("ready", pid, 0)
+        assert gone.empty() and not supervisor._leaving
+    finally:
+        supervisor.stop()
+
+
+def test_a_worker_in_work_that_it_announced_is_ready():
+    states = []
+    supervisor = started(patience=Patience(unresponsive_s=0.1, restart_s=0.2), on_change=states.append)
+    supervisor.wait_ready(WAIT_S)
+    try:
+        told = ask(supervisor, replace(job("long", "announced"), deadline_s=1.0))
+        assert ends(told, 1)["long"].kind == "done"
+        assert states == ["loading", "ready"] and supervisor.restarts == 0
     finally:
         supervisor.stop()
 

@@ -6,6 +6,8 @@ import time
 from trimtab.serve.channel import Channel, event_to_message, job_from_message
 from trimtab.serve.job import Event
 
+BEAT_S = 0.02
+
 
 def main(connection, settings):
     channel = Channel(connection)
@@ -18,7 +20,10 @@ def main(connection, settings):
     channel.send({"say": "ready", "adapters": sorted(settings.get("adapters", {})), "pid": os.getpid(), "plan": {}})
     try:
         while True:
-            _obey(channel, channel.receive())
+            if channel.poll(BEAT_S):
+                _obey(channel, channel.receive())
+            else:
+                channel.send({"say": "events", "events": []})
     except EOFError:
         return
 
@@ -37,6 +42,10 @@ def _obey(channel, message):
                 emit(Event(job.id, "text", text="so far"))
             case "wait":
                 pass
+            case "announced":
+                channel.send({"say": "busy", "what": "a long piece", "most_s": job.deadline_s})
+                time.sleep(job.deadline_s / 2)
+                emit(Event(job.id, "done", finish="stop"))
             case "hang":
                 time.sleep(600)
             case "die":

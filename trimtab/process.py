@@ -29,6 +29,38 @@ INSIDE = Path(__file__).with_name("inside.py")
 POLL_S = 0.05
 DONE, FAILED, TIMEOUT, OOM_HOST, CRASHED = "done", "failed", "timeout", "oom-host", "crashed"
 ENDINGS = (DONE, FAILED, TIMEOUT, OOM_HOST, CRASHED)
+# A process that hangs uses less processor time than this share of one core, whatever its other threads do.
+IDLE_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a process has done since its start. reads: bytes, and pages that were read because they were not in memory."""
+
+    cpu_s: float
+    reads: int = 0
+
+    def is_more(self, before: Activity, seconds: float) -> bool:
+        """Whether it did something in the seconds in between."""
+        return self.cpu_s - before.cpu_s > IDLE_SHARE * seconds or self.reads > before.reads
+
+
+def activity_of(pid: int | None) -> Activity | None:
+    """Return what a process has done, None if it is stopped or cannot be asked."""
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_STOPPED:
+            return None
+        times = process.cpu_times()
+        reads = 0
+        with suppress(AttributeError, psutil.Error):  # macOS has no such counters
+            reads = int(process.io_counters().read_bytes)
+        if sys.platform == "linux":
+            # Field 12, of those behind the name in brackets, which may have spaces.
+            reads += int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[9])
+        return Activity(float(times.user + times.system), reads)
+    except (psutil.Error, OSError, ValueError, IndexError):
+        return None
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,11 @@ class Embedding:
         return end == count
 
     @property
+    def done_tokens(self) -> int:
+        """How many tokens of the text have gone through."""
+        return self._done
+
+    @property
     def prompt_tokens(self) -> int:
         return self._inputs.prompt_tokens
 

@@ -1,11 +1,12 @@
 """Log-probabilities of a prompt's own tokens, each given those before it, while other requests run.
 
-The prompt goes through once more for this, in short pieces: the logits of every position take room that a plan counts for one.
+The prompt goes through in short pieces: the logits of every position take room that a plan counts for one. The pieces do not depend
+on what else runs, so neither do the numbers.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,12 +15,15 @@ from trimtab.errors import RequestError
 from trimtab.runtime import finite, hf_slots
 from trimtab.runtime.chat import Inputs
 
+if TYPE_CHECKING:
+    from trimtab.runtime.batch_request import Prompt
+
 # Positions whose logits are held at a time: 16 MiB in float32 for a vocabulary of 262,144.
 PIECE_TOKENS = 16
 
 
 class PromptScores:
-    """The log-probabilities of one prompt: call `step` until it returns True, then read `scores`.
+    """The log-probabilities of one prompt: call `step` until it returns True; read `scores`, or `take` what each step added.
 
     top: the number of most likely tokens for each position. scores: for each token of the prompt but the first, {token id:
     (logprob, rank)} of the token and of the most likely ones. A rank of 1 is the most likely. Errors: RequestError for a prompt
@@ -32,7 +36,26 @@ class PromptScores:
         self._model, self._inputs, self.adapter, self._top = model, inputs, adapter, top
         self._cache = hf_slots.prompt_cache(model.hf_model, model.plan.request.kv)
         self._done = 0
+        self._logits: Tensor | None = None  # of the last token [V]
         self.scores: list[dict[int, tuple[float, int]]] = []
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self._inputs.prompt_tokens
+
+    @property
+    def done_tokens(self) -> int:
+        """How many tokens of the prompt have gone through."""
+        return self._done
+
+    def take(self) -> list[dict[int, tuple[float, int]]]:
+        """Return the scores that no call has returned yet."""
+        found, self.scores = self.scores, []
+        return found
+
+    def hand_over(self, prompt: Prompt) -> None:
+        """Let a prompt of the same tokens, of which nothing is computed, be complete: its keys, values and logits are known."""
+        prompt.cache, prompt.logits, prompt.done_tokens = self._cache, self._logits, self._done
 
     def step(self) -> bool:
         """Put the next piece through the model; True when it was the last. Errors: DeviceError for logits that are no numbers."""
@@ -52,6 +75,8 @@ class PromptScores:
         following = self._inputs.token_ids[start + 1 : end + 1]
         self._add(torch.log_softmax(logits[: len(following)].float(), dim=-1), following)
         self._done = end
+        if end == count:
+            self._logits = logits[-1].float()
         return end == count
 
     def _add(self, logprobs: Tensor, following: tuple[int, ...]) -> None:

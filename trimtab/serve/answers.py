@@ -18,7 +18,7 @@ import anyio
 from sse_starlette import EventSourceResponse
 from sse_starlette.sse import SendTimeoutError
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from trimtab.serve.faults import error_response, plain_error, told_error
@@ -26,12 +26,14 @@ from trimtab.serve.field_names import Names, client_error
 from trimtab.serve.job import Event
 from trimtab.serve.journal import write_traceback
 from trimtab.serve.metrics import Seen
-from trimtab.serve.shapes import Shape
+from trimtab.serve.shapes import Shape, json_body
 
 HOLD_S = 10.0
 PING_S = 15
 # Events of which two become one where nobody has read the first yet.
 JOINED = ("text", "reasoning")
+# Those that say what was computed.
+COUNTED = ("done", "result", "error")
 # A client that has left reads no status; nginx's word for it is what logs know.
 CLIENT_LEFT = 499
 
@@ -99,6 +101,13 @@ class Merged:
                 self._open -= 1
             yield index, event
 
+    def tell_unread(self, tell: Callable[[Event], None]) -> None:
+        """Call `tell` with what was counted for the request and nobody has read."""
+        for _, event in self._waiting:
+            if event.kind in COUNTED:
+                tell(event)
+        self._waiting.clear()
+
     async def aclose(self) -> None:
         """Cancel what goes on."""
         # Once may not be enough: before Python 3.12 `wait_for` swallows a cancellation that meets its result.
@@ -145,7 +154,7 @@ async def _whole(request: Request, merged: Merged, shape: Shape, seen: Seen, fol
             ended = merged.error["class"]
             return _refused(merged.error, shape, folders)
         ended = "done"
-        return JSONResponse(shape.whole())
+        return Response(json_body(shape.whole()), media_type="application/json")
     finally:
         await _end(merged, seen, ended)
 
@@ -159,6 +168,7 @@ async def _collect(merged: Merged, shape: Shape, seen: Seen) -> None:
 
 
 async def _end(merged: Merged, seen: Seen, how: str) -> None:
+    merged.tell_unread(seen.event)
     seen.end(how)
     with anyio.CancelScope(shield=True):
         await merged.aclose()

@@ -57,7 +57,8 @@ from trimtab.serve.responses_shape import ResponsesShape
 from trimtab.serve.settings import IGNORED_HEADER, Settings
 from trimtab.serve.shapes import ChatShape, CompletionShape, Shape
 
-ON_THE_WAY = ("loading", "restarting")
+# What /ready says of models that cannot answer now; the first one counts.
+NOT_READY = {"loading": "loading", "restarting": "loading", "unresponsive": "unresponsive"}
 # So many fields without effect are named in the answer's header; the others are counted.
 MOST_IGNORED = 20
 
@@ -73,8 +74,11 @@ class Pool(Protocol):
     def takes(self, model: str) -> tuple[str, ...]:
         """Return which of "text", "image", "audio" a model takes."""
 
-    def submit(self, model: str, job: Job) -> AsyncIterator[Event]:
-        """Yield the events of a job. Closing the iterator cancels the job. Errors: TrimtabError."""
+    def submit(
+        self, model: str, job: Job, on_dropped: Callable[[Mapping[str, Any]], None] | None = None
+    ) -> AsyncIterator[Event]:
+        """Yield the events of a job. Closing the iterator cancels the job; `on_dropped` is told what was computed for it. Errors:
+        TrimtabError."""
 
     async def load_adapter(self, model: str | None, name: str, path: str) -> None: ...
 
@@ -258,7 +262,8 @@ class _Api:
         if self.pool.is_ready:
             return JSONResponse({"status": "ready"})
         states = {model["state"] for model in self.pool.status()["models"]}
-        word = "failed" if states == {"failed"} else "loading" if states & set(ON_THE_WAY) else "stopping"
+        found = [word for state, word in NOT_READY.items() if state in states]
+        word = "failed" if states == {"failed"} else found[0] if found else "stopping"
         return JSONResponse({"status": word}, 503)
 
     async def prometheus(self, request: Request) -> Response:
@@ -372,7 +377,8 @@ class _Api:
         jobs = self._from_sender(request, jobs)
         self._name_adapter(request, body)
         seen = self._begin(request, model, adapter, choices=len(jobs))
-        merged = Merged([self.pool.submit(model, job) for job in jobs], seen.started, names=_names_of(request))
+        streams = [self.pool.submit(model, job, seen.dropped) for job in jobs]
+        merged = Merged(streams, seen.started, names=_names_of(request))
         wants_usage = body.stream_options is not None and body.stream_options.include_usage
         return await answer(
             request, merged, shape, seen, wants_usage=wants_usage, send_s=self.settings.limits.send_s,
@@ -387,10 +393,8 @@ class _Api:
     def _begin(self, request: Request, model: str, adapter: str | None, *, choices: int) -> Seen:
         """Return what follows a request. Errors: QuotaError if its key may have no more."""
         limits = self.quotas.of(request.state.credential)
-        leave = self.quotas.enter(limits)
-        return self.metrics.begin(
-            model, adapter, choices=choices, key=None if limits is None else limits.name, leave=leave
-        )
+        use = self.quotas.enter(limits)
+        return self.metrics.begin(model, adapter, choices=choices, key=None if limits is None else limits.name, use=use)
 
     # Beside answers ---------------------------------------------------------------------------------------------------
 
@@ -450,7 +454,8 @@ class _Api:
         self, request: Request, model: str, adapter: str | None, jobs: Sequence[Job], shape: Shape
     ) -> Response:
         seen = self._begin(request, model, adapter, choices=1)
-        merged = Merged([beside.in_turn(self.pool, model, self._from_sender(request, jobs))], names=_names_of(request))
+        stream = beside.in_turn(self.pool, model, self._from_sender(request, jobs), seen.dropped)
+        merged = Merged([stream], names=_names_of(request))
         return await answer(
             request, merged, shape, seen, wants_usage=False, send_s=self.settings.limits.send_s, folders=self.folders
         )  # fmt: skip

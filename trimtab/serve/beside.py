@@ -6,9 +6,11 @@ Jobs of one request run one after the other, so that many texts take no more of 
 from __future__ import annotations
 
 import base64
+import json
 import struct
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from trimtab.errors import RequestError
@@ -16,28 +18,27 @@ from trimtab.request import GenerateRequest
 from trimtab.serve import asking, calling, wire
 from trimtab.serve.job import Event, Job
 from trimtab.serve.settings import Limits
-from trimtab.serve.shapes import Shape
+from trimtab.serve.shapes import Fragments, Shape
 
 _NO_ANSWER = GenerateRequest(max_new_tokens=1)
 
 
-async def in_turn(pool: Any, model: str, jobs: Sequence[Job]) -> AsyncIterator[Event]:
-    """Yield the results of jobs as one "done"; the first error ends it."""
-    results: list[Any] = []
-    tokens = 0
+async def in_turn(
+    pool: Any, model: str, jobs: Sequence[Job], on_dropped: Callable[[Mapping[str, Any]], None] | None = None
+) -> AsyncIterator[Event]:
+    """Yield each job's result as a "result", then one "done"; the first error ends it. on_dropped: as `Pool.submit` takes it."""
     for job in jobs:
-        stream = pool.submit(model, job)
+        stream = pool.submit(model, job, on_dropped)
         try:
             async for event in stream:
                 if event.kind == "error":
                     yield event
                     return
                 if event.kind == "done":
-                    results.append(event.result)
-                    tokens += event.usage["prompt_tokens"]
+                    yield replace(event, kind="result")
         finally:
             await stream.aclose()
-    yield Event("", "done", usage={"prompt_tokens": tokens, "completion_tokens": 0}, result={"all": results})
+    yield Event("", "done")
 
 
 class _Result(Shape):
@@ -49,9 +50,14 @@ class _Result(Shape):
         self.results: list[Any] = []
 
     def pieces(self, index: int, event: Event) -> list[dict[str, Any]]:
-        if event.kind == "done" and event.result is not None:
-            self.results, self.prompt_tokens = event.result["all"], event.usage["prompt_tokens"]
+        if event.kind == "result" and event.result is not None:
+            self.results.append(self.shown(event.result))
+            self.prompt_tokens += event.usage["prompt_tokens"]
         return []
+
+    def shown(self, result: Mapping[str, Any]) -> Any:
+        """Return what is kept of a result until all have come."""
+        return result
 
 
 class _Plain:
@@ -81,16 +87,14 @@ def embedding_jobs(
 
 
 class EmbeddingsShape(_Result):
+    def shown(self, result: Mapping[str, Any]) -> Any:
+        vector = result["embedding"]
+        if self.given.encoding_format == "base64":
+            return _packed(vector)
+        return Fragments([json.dumps(vector, allow_nan=False, separators=(",", ":")).encode()])
+
     def whole(self) -> dict[str, Any]:
-        is_packed = self.given.encoding_format == "base64"
-        data = [
-            {
-                "object": "embedding",
-                "index": index,
-                "embedding": _packed(one["embedding"]) if is_packed else one["embedding"],
-            }
-            for index, one in enumerate(self.results)
-        ]
+        data = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(self.results)]
         usage = {"prompt_tokens": self.prompt_tokens, "total_tokens": self.prompt_tokens}
         return {"object": "list", "model": self.given.model, "data": data, "usage": usage}
 

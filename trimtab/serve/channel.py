@@ -113,6 +113,9 @@ class Inbox:
             yield self.receive()
 
 
+_PLAIN = frozenset({str, int, float, bool, type(None)})
+
+
 def frames_of(message: Mapping[str, Any]) -> list[bytes]:
     """Return the frames of a message. Errors: ValueError and others for what JSON cannot hold."""
     blobs: list[bytes] = []
@@ -129,6 +132,8 @@ def _without_blobs(value: Any, path: list[str | int], blobs: list[bytes], paths:
     if isinstance(value, Mapping):
         return {str(name): _without_blobs(item, [*path, str(name)], blobs, paths) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
+        if all(type(item) in _PLAIN for item in value):  # many tokens or numbers
+            return value
         return [_without_blobs(item, [*path, place], blobs, paths) for place, item in enumerate(value)]
     return value
 

@@ -1,6 +1,6 @@
 """Jobs become rows of a batch, and tokens become the text that clients receive.
 
-The engine's side of `scheduler.Engine`, on a loaded model; its adapters are on a shelf (`shelf.py`).
+The engine's side of `engine_protocol.Engine`, on a loaded model; its adapters are on a shelf (`shelf.py`).
 """
 
 from __future__ import annotations
@@ -35,20 +35,23 @@ from trimtab.runtime.hf_mixed_pass import Beside
 from trimtab.runtime.media import SAMPLE_RATE, picture_bytes, sound_rate
 from trimtab.runtime.media_ahead import audio_ahead, images_ahead
 from trimtab.runtime.model import LoadedModel
-from trimtab.runtime.prompt_scores import PIECE_TOKENS, PromptScores
+from trimtab.runtime.prompt_scores import PromptScores
+from trimtab.serve import pieces
 from trimtab.serve.budget import TOWERS
 from trimtab.serve.client_errors import for_client
 from trimtab.serve.compiling import Compiling
 from trimtab.serve.constraint import Grammar
 from trimtab.serve.engine_errors import error_of, error_on_host, named
+from trimtab.serve.engine_protocol import Aside
 from trimtab.serve.job import Event, Job, Token
 from trimtab.serve.journal import write_traceback
 from trimtab.serve.media_pool import MediaPool
 from trimtab.serve.preparing import Preparing
 from trimtab.serve.prompt_length import check_first_tokens
+from trimtab.serve.pulse import Pulse
 from trimtab.serve.reading import Reading, is_chat, template_kwargs
 from trimtab.serve.running_answer import Answer, Compiled
-from trimtab.serve.scheduler import Aside, error_event
+from trimtab.serve.scheduler import error_event
 from trimtab.serve.shared_inputs import SharedInputs
 from trimtab.serve.shelf import AdapterShelf
 
@@ -95,9 +98,12 @@ class LoadedEngine:
         self._by_row: dict[Row, Answer] = {}
         self._prefilling: Answer | None = None
         self._chosen: list[Answer] = []  # whose prompts go through next
+        self._rowless: Answer | None = None  # whose pieces go through between turns
         self._times = ChunkTimes(model.device)
         self._grammar: Grammar | None = None
         self._hidden: dict[tuple[str, ...], frozenset[int]] = {}  # of each form of answers: as many as a template has
+        # Told what may take long; a worker gives its own.
+        self.pulse = Pulse(lambda message: None)
         # Whether the adapter of this name is still being prepared between steps.
         self.is_unprepared: Callable[[str], bool] = lambda name: False
 
@@ -178,7 +184,7 @@ class LoadedEngine:
 
     def begin(self, job: Job, prepared: Inputs | Compiled | None = None) -> Answer:
         """Check a job and return its answer. Errors: RequestError and what `chat.prepare` raises; MistakeError."""
-        with self._named("preparing a prompt"):
+        with self._named("preparing a prompt"), self.pulse.work("preparing a prompt"):
             try:
                 given = self._inputs(job) if prepared is None else prepared
                 if not isinstance(given, Compiled):
@@ -310,13 +316,13 @@ class LoadedEngine:
         return self.shelf.has_room_for(adapter, self._in_use())
 
     def has_room(self, answer: Answer) -> bool:
-        return answer.prompt is None or self.batch.pages.has_room(answer.row)
+        return answer.needs_no_row or answer.prompt is None or self.batch.pages.has_room(answer.row)
 
     def _in_use(self) -> list[str | None]:
         """Return the keys that rows and prompts on their way have."""
         used = [row.adapter for row in (*self.batch.active, *self.batch.placed)]
-        used += [answer.row.adapter for answer in self._chosen]
-        return used if self._prefilling is None else [*used, self._prefilling.row.adapter]
+        others = (*self._chosen, self._prefilling, self._rowless)
+        return used + [answer.row.adapter for answer in others if answer is not None]
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
@@ -329,14 +335,16 @@ class LoadedEngine:
 
     def choose(self, answer: Answer) -> None:
         """Put an answer's adapter on the model, where it stays until the prompt is complete. Errors: as `prefill`."""
-        with self._named("reading a prompt"):
+        with self._named("reading a prompt"), self.pulse.work("an adapter's turn"):
             self._begin_adapter(answer)
             if answer.prompt is not None:
                 self.batch.pages.reserve(answer.row)
         self._chosen.append(answer)
+        if self._rowless is answer:
+            self._rowless = None
 
     def goes_alone(self, answer: Answer) -> bool:
-        if answer.prompt is None or answer.scores is not None:
+        if answer.prompt is None or answer.is_complete:
             return True
         try:
             return not self.batch.prompts.packs.has_place(answer.prompt)
@@ -353,12 +361,12 @@ class LoadedEngine:
         """
         able: list[Answer] = []
         for answer in candidates:
-            if answer.embedding is None and answer.scores is None and answer.prompt is not None:
+            if answer.prompt is not None and not answer.is_complete:
                 able.append(answer)
             elif not able:
                 return 0, []
         by_prompt = {id(answer.prompt): answer for answer in able}
-        with self._named("reading prompts"):
+        with self._named("reading prompts"), self.pulse.work("prompts", most_tokens):
             self._times.begin()
             through, tokens = self.batch.place_together(
                 [one.prompt for one in able if one.prompt is not None], most_tokens
@@ -379,13 +387,9 @@ class LoadedEngine:
         self._prefilling = answer
         if answer in self._chosen:
             self._chosen.remove(answer)
-        with self._named("reading a prompt", answer.job):
+        kind = "towers" if answer.needs_towers else "a prompt"
+        with self._named("reading a prompt", answer.job), self.pulse.work(kind, answer.next_tokens(most_tokens)):
             self._begin_adapter(answer)
-            if answer.embedding is not None:
-                most_tokens = self._most_embedded(most_tokens)
-                return most_tokens, self._embedded(answer, answer.embedding, most_tokens)
-            if answer.scores is not None:
-                return PIECE_TOKENS, self._score(answer, answer.scores)
             assert answer.prompt is not None
             has_towers = answer.prompt.needs_towers
             self._times.begin()
@@ -418,8 +422,7 @@ class LoadedEngine:
     def arrive(self, answer: Answer) -> None:
         """Give an answer whose prompt is through its row and its first token, which the next step draws where that computes the
         prompt's last token. Errors: as `prefill`."""
-        if answer.prompt is None:  # a vector, which needs no row
-            return
+        assert answer.prompt is not None
         if answer.is_open:
             with self._named("reading a prompt"):
                 self.batch.enter(answer.prompt)
@@ -432,34 +435,16 @@ class LoadedEngine:
         self._by_row[answer.row] = answer
         self._told(answer, sampled)
 
-    def _score(self, answer: Answer, scores: PromptScores) -> bool:
-        """Compute a chunk of a prompt whose token probabilities were requested. The prompt itself follows."""
-        if scores.step():
-            text = self._tokenizer.decode
-            answer.scored = [None] + [
-                {
-                    str(token): {"logprob": logprob, "rank": rank, "decoded_token": str(text([token]))}
-                    for token, (logprob, rank) in entry.items()
-                }
-                for entry in scores.scores
-            ]
-            answer.scores = None
-        return False
+    def piece(self, answer: Answer, most_tokens: int) -> tuple[int, bool]:
+        """Compute the next piece of an embedding, or of a prompt's log-probabilities, and wait for it: its time is one that others
+        wait. Errors: as `prefill`."""
+        self._rowless = answer
+        with self._named("reading a prompt", answer.job), self.pulse.work("a piece", answer.next_tokens(most_tokens)):
+            self._begin_adapter(answer)
+            return pieces.run(answer, most_tokens, self.batch, self._tokenizer.decode)
 
-    def _most_embedded(self, most_tokens: int) -> int:
-        """Return the most tokens of a chunk of an embedding. On a GPU its kernels are launched one by one, which takes as long for
-        few tokens as for many. Batch-invariant answers do not depend on the load, and neither do their embeddings."""
-        is_whole = self.model.device.type == "cuda" or self.batch.is_invariant
-        return self.model.prefill_tokens if is_whole else min(most_tokens, self.model.prefill_tokens)
-
-    def _embedded(self, answer: Answer, embedding: Embedding, most_tokens: int) -> bool:
-        if not embedding.step(most_tokens):
-            return False
-        self._prefilling, answer.embedding, answer.is_over = None, None, True
-        usage = {"prompt_tokens": embedding.prompt_tokens, "completion_tokens": 0}
-        result = {"embedding": embedding.vector}
-        answer.pending.append(Event(answer.job.id, "done", finish="stop", usage=usage, result=result))
-        return True
+    def spent(self, answer: Answer) -> dict[str, int]:
+        return pieces.spent(answer)
 
     def _named(self, what: str, job: Job | None = None) -> AbstractContextManager[None]:
         return named(what, self.model.device, job)
@@ -469,13 +454,16 @@ class LoadedEngine:
         return self.batch.mixed.why_not() is None
 
     def goes_with_step(self, answer: Answer) -> bool:
-        if answer.embedding is not None or answer.scores is not None or answer.prompt is None:
+        if answer.prompt is None or answer.is_complete:
             return False
         return self.batch.mixed.takes(answer.prompt)
 
     def step(self, behind: Callable[[], bool] | None = None, aside: Aside | None = None) -> None:
         beside = None if aside is None else self._begin_aside(aside)
-        with self._named("answering"):
+        kind, units = (
+            ("steps", 1) if aside is None else ("a step with a prompt", aside.answer.next_tokens(aside.most_tokens))
+        )
+        with self._named("answering"), self.pulse.work(kind, units):
             tokens = self.batch.step(behind, beside)
         if aside is not None and beside is not None:
             self._end_aside(aside, beside)
@@ -528,6 +516,8 @@ class LoadedEngine:
     def drop(self, answer: Answer) -> None:
         if self._prefilling is answer:
             self._prefilling = None
+        if self._rowless is answer:
+            self._rowless = None
         if answer in self._chosen:
             self._chosen.remove(answer)
         answer.prompt = None
@@ -575,7 +565,7 @@ class LoadedEngine:
         return {
             "prompt_tokens": answer.row.prompt_tokens, "completion_tokens": len(answer.row.answer_ids),
             "cached_tokens": answer.row.cached_tokens, "shared_tokens": answer.row.shared_tokens,
-            **({} if answer.scored is None else {"prompt_logprobs": answer.scored}),
+            **({"scored_tokens": answer.scored_twice} if answer.scored_twice else {}),
             "stop_text": None if answer.detokenizer is None else answer.detokenizer.stop_text,
             "ttft_s": answer.first_token - answer.began, "decode_s": now - answer.first_token,
             "output_head": self.model.plan.execution.head, "kv": self.model.plan.request.kv,

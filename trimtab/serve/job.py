@@ -11,8 +11,13 @@ from trimtab.request import GenerateRequest
 # How an answer ends, in OpenAI's words where it has one.
 FINISHES = ("stop", "length", "tool_calls", "cancelled", "error")
 
+# What OpenAI says for a token of no probability; JSON has no infinity.
+LOWEST_LOGPROB = -9999.0
+
 # The events that are part of an answer: a job that had one is not given to another worker.
 SPOKEN = ("text", "reasoning", "call")
+# The events after which no other comes.
+ENDS = ("done", "error", "dropped")
 
 
 @dataclass(frozen=True)
@@ -82,8 +87,10 @@ class Event:
     "text"     a piece of the answer in whole characters, possibly empty (text, tokens)
     "reasoning"  the same of a thought before the answer (text)
     "call"     a piece of a call of a tool (call: index, arguments; with the first piece of each: id, name)
+    "scores"   log-probabilities of a piece of its prompt (data: values of a JSON list; result: start, the first token)
     "done"     the answer is complete (finish, usage; of other kinds of jobs: result)
-    "error"    it ends here (error: class, message and fields as `TrimtabError.to_dict` writes them)
+    "error"    it ends here (error: class, message and fields as `TrimtabError.to_dict` writes them; usage: what was computed)
+    "dropped"  its client had left (usage: what was computed)
     """
 
     job_id: str
@@ -95,3 +102,9 @@ class Event:
     error: Mapping[str, Any] | None = None
     call: Mapping[str, Any] | None = None
     result: Mapping[str, Any] | None = None
+    data: bytes = b""
+
+
+def finite_logprob(logprob: float) -> float:
+    """Return a log-probability as JSON can hold it."""
+    return max(logprob, LOWEST_LOGPROB)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from trimtab.adapter_names import label_of
 from trimtab.packages import versions_of
 from trimtab.serve import journal
 from trimtab.serve.job import SPOKEN, Event
+from trimtab.serve.quotas import Use
 
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BETWEEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -128,11 +129,11 @@ class Metrics:
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
 
     def begin(
-        self, model: str, adapter: str | None, *, choices: int, key: str | None = None, leave: Callable[[int], None] | None = None,
+        self, model: str, adapter: str | None, *, choices: int, key: str | None = None, use: Use | None = None,
     ) -> Seen:  # fmt: skip
-        """Return what follows one request from here to its end. key: the name of its key, if that has one. leave: called at the
-        end with the tokens of prompt and answer."""
-        return Seen(self, model, adapter or "", choices, key, leave)
+        """Return what follows one request from here to its end. key: the name of its key, if that has one. use: charged with the
+        tokens of prompt and answer, and left at the end."""
+        return Seen(self, model, adapter or "", choices, key, use)
 
     def forget(self, adapter: str, model: str | None) -> None:
         """Drop an adapter's series, so that the number of series stays limited. Their counts are added to UNLOADED's. model:
@@ -257,7 +258,7 @@ class Seen:
     adapter: str
     choices: int
     key: str | None = None
-    leave: Callable[[int], None] | None = None
+    use: Use | None = None
     arrived: float = field(default_factory=time.monotonic)
     first_s: float | None = None
     last: float | None = None
@@ -278,11 +279,31 @@ class Seen:
             elif self.last is not None:
                 self.metrics.between.labels(*labels).observe(now - self.last)
             self.last = now
-        elif event.kind == "done":
-            # Choices of one prompt share it.
-            self.prompt_tokens += event.usage["prompt_tokens"] - event.usage.get("shared_tokens", 0)
-            self.completion_tokens += event.usage["completion_tokens"]
-            self.cached_tokens += event.usage.get("cached_tokens", 0)
+        elif event.kind in ("done", "result", "error"):
+            self._count(event.usage)
+
+    def _count(self, usage: Mapping[str, Any]) -> None:
+        """Charge what was computed. Choices of one prompt share it; a prompt may have gone through twice (scored_tokens)."""
+        prompt_tokens = usage.get("prompt_tokens", 0) - usage.get("shared_tokens", 0)
+        completion_tokens = usage.get("completion_tokens", 0)
+        self.prompt_tokens += prompt_tokens
+        self.completion_tokens += completion_tokens
+        self.cached_tokens += usage.get("cached_tokens", 0)
+        tokens = prompt_tokens + completion_tokens + usage.get("scored_tokens", 0)
+        if self.use is not None:
+            self.use.charge(tokens)
+        if self.key is not None:
+            self.metrics.key_tokens.labels(self.key).inc(tokens)
+
+    def dropped(self, usage: Mapping[str, Any]) -> None:
+        """Charge what was computed for a job that was cancelled, as the worker tells it: often behind the request's end."""
+        before = self.prompt_tokens, self.completion_tokens
+        self._count(usage)
+        if self.is_over:
+            tokens = self.metrics.tokens
+            labels = self.model, label_of(self.adapter)
+            tokens.labels(*labels, "prompt").inc(self.prompt_tokens - before[0])
+            tokens.labels(*labels, "completion").inc(self.completion_tokens - before[1])
 
     def started(self) -> None:
         """Record that a prompt has started. Of several choices the first counts."""
@@ -298,11 +319,10 @@ class Seen:
         seconds = time.monotonic() - self.arrived
         labels = (self.model, label_of(self.adapter))
         self.metrics.ended(labels, how, self.prompt_tokens, self.completion_tokens, self.cached_tokens)
-        if self.leave is not None:
-            self.leave(self.prompt_tokens + self.completion_tokens)
+        if self.use is not None:
+            self.use.leave()
         if self.key is not None:
             self.metrics.key_requests.labels(self.key, how).inc()
-            self.metrics.key_tokens.labels(self.key).inc(self.prompt_tokens + self.completion_tokens)
         self.metrics.whole.labels(*labels).observe(seconds)
         times = {"queue_s": self.queued_s, "first_token_s": self.first_s}
         journal.note(

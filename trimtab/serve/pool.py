@@ -40,7 +40,7 @@ FAILED_S = 30.0
 # The worker keeps the deadline of what it has; this is for what never reaches it.
 DEADLINE_SLACK_S = 1.0
 SEPARATOR = ":"
-LIVING = ("loading", "ready", "restarting")
+LIVING = ("loading", "ready", "unresponsive", "restarting")
 
 log = logging.getLogger("trimtab.serve")
 
@@ -362,16 +362,27 @@ class Pool:
 
     # Work -------------------------------------------------------------------------------------------------------------
 
-    async def submit(self, model: str, job: Job) -> AsyncIterator[Event]:
-        """Yield the events of a job until it is done. Closing the iterator early cancels the job. Errors: TrimtabError."""
+    async def submit(
+        self, model: str, job: Job, on_dropped: Callable[[Mapping[str, Any]], None] | None = None
+    ) -> AsyncIterator[Event]:
+        """Yield the events of a job until it is done. Closing the iterator early cancels the job. Errors: TrimtabError.
+
+        on_dropped: called later with what was computed for a job that was cancelled.
+        """
         member, clock = self._members[model], Clock(job.deadline_s)
         await clock.limit(self._enter(member), "it waited for its model", slack_s=0.0)
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()
 
+        def take(event: Event) -> None:
+            if event.kind != "dropped":
+                events.put_nowait(event)
+            elif on_dropped is not None:
+                on_dropped(event.usage)
+
         def emit(event: Event) -> None:
             with suppress(RuntimeError):  # the loop has ended: nobody listens any more
-                loop.call_soon_threadsafe(events.put_nowait, event)
+                loop.call_soon_threadsafe(take, event)
 
         is_over = False
         try:

@@ -19,7 +19,8 @@ class KeyLimits:
     """What one key may use (None: no limit of its own). name: what the log and the metrics call it.
 
     concurrent: requests that wait or are answered. requests_per_minute: requests that began in the last 60 seconds.
-    tokens_per_day: tokens of prompts and answers in the 24 hours from the first one that is counted.
+    tokens_per_day: tokens of prompts and answers in the 24 hours from the first one that is counted; of a request that failed or
+    whose client left, those that were computed.
     """
 
     name: str
@@ -61,6 +62,20 @@ class _Used:
     day_began: float = -math.inf
 
 
+class Use:
+    """What one request uses: `charge` it with tokens, also after its end, and `leave` at the end."""
+
+    def __init__(self, used: _Used) -> None:
+        self._used = used
+
+    def charge(self, tokens: int) -> None:
+        self._used.tokens += tokens
+
+    def leave(self, tokens: int = 0) -> None:
+        self._used.running -= 1
+        self.charge(tokens)
+
+
 class Quotas:
     """Counts the use of each key. limits: key -> its limits; other keys have no limits."""
 
@@ -83,11 +98,10 @@ class Quotas:
                 best = limits
         return best
 
-    def enter(self, limits: KeyLimits | None) -> Callable[[int], None]:
-        """Count a request that begins. Returns a function to call at its end, with the number of tokens used. Errors:
-        QuotaError."""
+    def enter(self, limits: KeyLimits | None) -> Use:
+        """Count a request that begins, and return its use. Errors: QuotaError."""
         if limits is None:
-            return lambda tokens: None
+            return Use(_Used())
         used, now = self._used.setdefault(limits.name, _Used()), self._now()
         while used.began and now - used.began[0] >= MINUTE_S:
             used.began.popleft()
@@ -101,9 +115,4 @@ class Quotas:
             raise QuotaError("tokens_per_day", limits.tokens_per_day, DAY_S - (now - used.day_began))
         used.running += 1
         used.began.append(now)
-
-        def leave(tokens: int) -> None:
-            used.running -= 1
-            used.tokens += tokens
-
-        return leave
+        return Use(used)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from trimtab.runtime.batch_request import Constraint, Prompt, Row
 from trimtab.runtime.chat import Inputs
@@ -31,17 +30,36 @@ class Answer:
     reading: Reading | None = None
     embedding: Embedding | None = None
     scores: PromptScores | None = None
-    scored: list[dict[str, Any] | None] | None = None
+    scored_twice: int = 0  # tokens of a prompt that goes through again after its log-probabilities
 
     @property
     def is_open(self) -> bool:
         """Whether its complete prompt needs no time to arrive, because the next step draws its first token."""
-        return self.prompt is not None and self.scores is None and self.prompt.is_open
+        return self.prompt is not None and self.prompt.is_open
 
     @property
     def needs_towers(self) -> bool:
         """Whether the next piece of its prompt is a pass of the towers."""
-        return self.prompt is not None and self.scores is None and self.prompt.needs_towers
+        return self.prompt is not None and self.prompt.needs_towers
+
+    @property
+    def needs_no_row(self) -> bool:
+        """Whether its next piece is one of an embedding, or of the log-probabilities of its prompt."""
+        return self.embedding is not None or self.scores is not None
+
+    def next_tokens(self, most_tokens: int) -> int:
+        """Return how many tokens its next piece has at most."""
+        work = self.embedding or self.scores
+        if work is not None:
+            return min(most_tokens, work.prompt_tokens - work.done_tokens)
+        if self.prompt is None:
+            return most_tokens
+        return min(most_tokens, self.prompt.inputs.prompt_tokens - self.prompt.done_tokens)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing of its prompt is left to compute before it has its row."""
+        return self.prompt is not None and self.prompt.done_tokens >= self.prompt.inputs.prompt_tokens
 
 
 @dataclass(frozen=True)

@@ -9,23 +9,26 @@ behind it does the work, and in the tests a mock one. No clock of its own: time 
 
 Clients take turns, and so do the adapters of one client (line.py). A prompt that has begun is computed to its end before another
 begins, because a batch has memory for one prompt on its way. So a long prompt is chosen only when the one before it is complete: a
-client that comes later waits for one prompt of another client, not for all that were sent before.
+client that comes later waits for one prompt of another client, not for all that were sent before. What needs no row, embeddings and
+log-probabilities of prompts, goes through in pieces between the turns and delays no other prompt by more than one (rowless.py).
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from trimtab.adapter_names import label_of, parts_of
 from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.serve.budget import RATIO_ASIDE, TOWERS, Budget
+from trimtab.serve.engine_protocol import Aside, Engine
 from trimtab.serve.job import Event, Job
 from trimtab.serve.line import Lines
+from trimtab.serve.rowless import Rowless
 
 # How long taking up what has been prepared may take of each turn; one job is taken up in any case.
 ADMIT_S = 0.02
@@ -65,83 +68,6 @@ class StoppingError(DeviceError):
 
     def __init__(self) -> None:
         super().__init__("the server is stopping", device="worker", hint="Send the request again shortly")
-
-
-class Engine(Protocol):
-    """What the scheduler drives. An answer is the engine's own object for one job; texts and finishes come from it."""
-
-    rows: int
-
-    def prepare(self, job: Job) -> Future[Any] | None:
-        """Begin to make a job's inputs on another thread; None if there is nothing to make."""
-
-    def begin(self, job: Job, inputs: Any = None) -> Any:
-        """Check a job and return its answer, nothing computed. inputs: what `prepare` made. Errors: any TrimtabError refuses
-        the job."""
-
-    @property
-    def chunk_sizes(self) -> Sequence[int]:
-        """Sizes in tokens that prompts can be cut into; empty for any."""
-
-    def prefill(self, answer: Any, most_tokens: int) -> tuple[int, bool]:
-        """Compute the next chunk of the prompt, of at most `most_tokens` where its inputs can be cut. Return the size of the
-        chunk, `budget.TOWERS` for a pass of the towers, and True when the prompt is complete. Nothing waits for the device."""
-
-    def choose(self, answer: Any) -> None:
-        """Prepare an answer's prompt, which is computed soon: its adapter is not taken off the model. Errors: TrimtabError."""
-
-    def goes_alone(self, answer: Any) -> bool:
-        """Whether a prompt is too long to be computed in one pass with others, or cannot be for another reason."""
-
-    def prefill_together(self, answers: Sequence[Any], most_tokens: int) -> tuple[int, list[Any]]:
-        """Compute several of these prompts at once, the first among them, where that is faster than one after the other. Return
-        the size of the pass and the complete prompts; 0 and none if the first one is computed alone."""
-
-    def arrive(self, answer: Any) -> None:
-        """Give a prompt that is through its row and its first token; in the order in which they went through. The next step draws
-        the first token of one that `is_open`: it arrives before that step, and nothing waits."""
-
-    @property
-    def mixes(self) -> bool:
-        """Whether chunks go through with steps, in one pass, instead of behind them."""
-
-    def goes_with_step(self, answer: Any) -> bool:
-        """Whether the next chunk of a prompt can."""
-
-    def step(self, behind: Callable[[], bool] | None = None, aside: Aside | None = None) -> None:
-        """Decode one step of every row. behind: called once the step is on its way, before anything waits for it; returns whether
-        it gave the device more to do. aside: a chunk that goes through with the step. Errors: TrimtabError, such as memory that
-        ran out; the step can be called again, without a chunk that has an error."""
-
-    def chunk_times(self) -> Iterable[tuple[int, float]]:
-        """Return the size and the seconds of every chunk whose time is known since the last call."""
-
-    def news(self, answer: Any) -> Iterable[Event]:
-        """Return what was decided for this answer since the last call; the last one is "done" or "error"."""
-
-    def drop(self, answer: Any) -> None:
-        """Forget an answer and free its row."""
-
-    def is_prepared(self, adapter: str | None) -> bool:
-        """Whether an adapter, or all of a mix, can be used without computing much. If not, it is being prepared between turns."""
-
-    def is_ready(self, adapter: str | None) -> bool:
-        """Whether a prepared adapter can take part in the batch now (it is resident, or can be made so without harm)."""
-
-    def has_room(self, answer: Any) -> bool:
-        """Whether keys and values of an answer's prompt and longest answer find room beside those that are kept for others."""
-
-
-@dataclass(eq=False)
-class Aside:
-    """The next chunk of a prompt, of at most `most_tokens`, that goes through with a step. Afterwards: its size, whether the prompt
-    is complete, or the error that ends its answer."""
-
-    answer: Any
-    most_tokens: int
-    size: int = 0
-    is_through: bool = False
-    error: TrimtabError | None = None
 
 
 @dataclass(eq=False)
@@ -192,6 +118,7 @@ class Scheduler:
         self._is_apart = False  # whether a pass of several prompts failed: what is chosen goes one by one
         self._through: deque[_Entry] = deque()  # prompts that will have a row in the next turn
         self._rows: list[_Entry] = []
+        self._rowless: Rowless[_Entry] = Rowless()
         self.budget = Budget(engine.chunk_sizes)
         # Of chunks that go through with a step: what each takes beyond the step.
         self.budget_aside = Budget(engine.chunk_sizes, is_aside=True)
@@ -202,12 +129,17 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """How many jobs wait for a row."""
-        return len(self._arrived) + len(self._lines)
+        """How many jobs wait for a row, or for their turn without one."""
+        return len(self._arrived) + len(self._lines) + self._rowless.waiting
 
     @property
     def running(self) -> int:
         """How many jobs have a row, or their prompt on the way through the model."""
+        return self._taken + (self._rowless.current is not None)
+
+    @property
+    def _taken(self) -> int:
+        """How many rows are taken, or will be by prompts on their way."""
         return len(self._rows) + len(self._through) + len(self._chosen) + (self._prefilling is not None)
 
     @property
@@ -228,7 +160,7 @@ class Scheduler:
         job, which is forgotten then. Problems of its inputs become events."""
         if job.id in self._known:
             raise RequestError("a job of this id is being answered", field="id", value=job.id)
-        if self.waiting >= self.queue_limit + self.engine.rows - self.running:
+        if self.waiting >= self.queue_limit + self.engine.rows - self._taken:
             self.counts.refused += 1
             raise QueueFullError(self.waiting, self._retry_after_s())
         parts = parts_of(job.adapter) or (None,)
@@ -244,12 +176,17 @@ class Scheduler:
         return min(60.0, max(1.0, mean_s * 64))
 
     def cancel(self, job_id: str) -> None:
-        """Forget a job whose client has left; its row is free before the next step. An unknown id is no error: it may have
-        just been answered."""
+        """Forget a job whose client has left; its row is free before the next step. "dropped" tells what was computed for it. An
+        unknown id is no error: it may have just been answered."""
         entry = self._known.get(job_id)
         if entry is not None:
             self.counts.cancelled += 1
+            usage = self._spent(entry)
             self._forget(entry)
+            self._tell(Event(job_id, "dropped", usage=usage))
+
+    def _spent(self, entry: _Entry) -> Mapping[str, int]:
+        return {} if entry.answer is None else self.engine.spent(entry.answer)
 
     def _forget(self, entry: _Entry) -> None:
         del self._known[entry.job.id]
@@ -264,6 +201,7 @@ class Scheduler:
             return
         if entry in self._lines:
             self._lines.remove(entry)
+        self._free(entry)
         if self._prefilling is entry:
             self._prefilling = None
         for others in (self._through, self._chosen):
@@ -273,10 +211,16 @@ class Scheduler:
             self._rows.remove(entry)
         self.engine.drop(entry.answer)
 
+    def _free(self, entry: _Entry) -> None:
+        """Take a job out of those that need no row, if it is one; what it held back waits for rows."""
+        for mate in self._rowless.remove(entry):
+            self._lines.add(mate)
+
     def _fail(self, entry: _Entry, error: TrimtabError) -> None:
         self.counts.failed += 1
+        usage = self._spent(entry)
         self._forget(entry)
-        self._tell(error_event(entry.job.id, error))
+        self._tell(replace(error_event(entry.job.id, error), usage=usage))
 
     def turn(self) -> bool:
         """Run one turn: drop late jobs, prepare new ones, decode a step of all rows, compute chunks of prompts behind it.
@@ -285,6 +229,7 @@ class Scheduler:
         self._admit()
         for size, seconds in self.engine.chunk_times():
             self.budget.took_chunk(size, seconds)
+        self._piece()
         if self._rows:
             self._arrive(only_open=True)
             self._step()
@@ -293,6 +238,44 @@ class Scheduler:
             self._behind()
             self._arrive()
         return not self.is_idle
+
+    @property
+    def _has_prompts(self) -> bool:
+        """Whether prompts wait, or are on their way to a row."""
+        return bool(self._through or self._prefilling or self._chosen or self._lines)
+
+    @property
+    def _is_scored(self) -> bool:
+        """Whether what was computed without a row needs one now."""
+        entry = self._rowless.current
+        return entry is not None and not entry.answer.needs_no_row
+
+    def _piece(self) -> None:
+        """Compute a piece of what needs no row, if it is its turn."""
+        if not self._rowless or self._is_scored:
+            return
+        left_s = self.budget.left_s(len(self._rows))
+        if not self._rowless.is_due(left_s, is_shared=self._has_prompts):
+            return
+        if self._rowless.current is None:
+            self._rowless.current = self._next(self._rowless.lines)
+            if self._rowless.current is not None:
+                self._start(self._rowless.current)
+        entry, start = self._rowless.current, self._now()
+        if entry is None:
+            return
+        try:
+            tokens, _ = self.engine.piece(entry.answer, self._rowless.most_tokens(left_s))
+        except TrimtabError as exc:
+            self._fail(entry, exc)
+        else:
+            self._rowless.took(tokens, self._now() - start)
+            self._report([entry])
+        self._told_at = None  # the time to the next step is not that step's alone
+
+    def _start(self, entry: _Entry) -> None:
+        entry.started = self._now()
+        self._tell(Event(entry.job.id, "started", usage={"queued_s": entry.started - entry.arrived}))
 
     def _behind(self) -> bool:
         """Give rows to the complete prompts, then compute chunks of the next ones. Returns whether there were any."""
@@ -364,14 +347,18 @@ class Scheduler:
             else:
                 entry.inputs = None
                 self._arrived.remove(entry)
-                self._lines.add(entry)
+                if getattr(entry.answer, "needs_no_row", False):
+                    self._rowless.add(entry)
+                elif not self._rowless.holds_back(entry):
+                    self._lines.add(entry)
                 if getattr(entry.answer, "is_over", False):  # it needs no row
                     self._report([entry])
             if self._now() - start >= ADMIT_S:
                 return
 
-    def _next(self) -> _Entry | None:
-        """Return the job of the client and the adapter whose turn it is, and put both last. None if none can be chosen now.
+    def _next(self, lines: Lines[_Entry]) -> _Entry | None:
+        """Return the job of the client and the adapter whose turn it is, and put both last. None if none can be chosen now. lines:
+        of those that need a row, or of those that need none; both need slots for their adapters.
 
         While an adapter waits for a slot, others pass. Once as many jobs as there are rows have passed it, only the base may pass,
         because it needs no slot. Otherwise the adapters that have the slots could keep them forever. Of the adapters that a client
@@ -379,30 +366,32 @@ class Scheduler:
         being prepared waits for no slot: nobody passes it, and it keeps nobody back.
         """
         passes: dict[str | None, int] = {}  # adapters that may begin -> how many of `passed` come before them
-        passed: list[str | None] = []
+        passed: list[tuple[Lines[_Entry], str | None]] = []
         seen: set[str] = set()
         is_barred = False
-        for adapter, clients in self._lines.adapters:
+        # What needs no row waits for a slot only where its turn has come.
+        others = [self._lines] if lines is not self._lines else [] if self._rowless.current else [self._rowless.lines]
+        for one, adapter, clients in [(each, *both) for each in (*others, lines) for both in each.adapters]:
             if not self.engine.is_prepared(adapter):
                 continue
             may_begin = (adapter is None or not is_barred) and self.engine.is_ready(adapter)
-            if may_begin:
+            if may_begin and one is lines:
                 passes[adapter] = len(passed)
-            elif not clients <= seen:
-                passed.append(adapter)
+            elif not may_begin and not clients <= seen:
+                passed.append((one, adapter))
                 seen |= clients
-            is_barred |= self._lines.overtaken[adapter] >= self.engine.rows
-        entry = self._lines.first(passes)
+            is_barred |= one.overtaken[adapter] >= self.engine.rows
+        entry = lines.first(passes)
         # Those that run will leave; a smaller one that passed it could keep it waiting for ever.
         if entry is None or not self.engine.has_room(entry.answer):
             return None
         entry.goes_alone = self.engine.goes_alone(entry.answer)
         if entry.goes_alone and any(other.goes_alone for other in self._chosen):
             return None  # it would be computed after that one; until then another client may come
-        self._lines.take(entry)
+        lines.take(entry)
         if entry.job.adapter is not None:
-            for adapter in passed[: passes[entry.job.adapter]]:
-                self._lines.overtaken[adapter] += 1
+            for one, adapter in passed[: passes[entry.job.adapter]]:
+                one.overtaken[adapter] += 1
         return entry
 
     def _prefill(self, most_tokens: int) -> int | None:
@@ -429,17 +418,28 @@ class Scheduler:
     def _choose(self) -> None:
         """Take the next prompts out of their lines, as many as have a row to go to; one of those at most that go alone."""
         self._is_apart &= bool(self._chosen)
-        while len(self._chosen) < MOST_CHOSEN and self.running < self.engine.rows:
-            entry = self._next()
+        while len(self._chosen) < MOST_CHOSEN and self._taken < self.engine.rows:
+            entry = self._next_scored() or self._next(self._lines)
             if entry is None:
                 return
-            entry.started = self._now()
-            self._tell(Event(entry.job.id, "started", usage={"queued_s": entry.started - entry.arrived}))
+            if entry.started is None:
+                self._start(entry)
             self._chosen.append(entry)
             try:
                 self.engine.choose(entry.answer)
             except TrimtabError as exc:
                 self._fail(entry, exc)
+
+    def _next_scored(self) -> _Entry | None:
+        """Return the job whose log-probabilities are complete, if it can have a row now."""
+        entry = self._rowless.current if self._is_scored else None
+        if entry is None or not self.engine.has_room(entry.answer):
+            return None
+        entry.goes_alone = self.engine.goes_alone(entry.answer)
+        if entry.goes_alone and any(other.goes_alone for other in self._chosen):
+            return None
+        self._free(entry)
+        return entry
 
     def _together(self, most_tokens: int) -> int:
         """Compute several of the chosen prompts at once. Return the size of the pass, 0 if the first is computed alone."""
@@ -455,7 +455,7 @@ class Scheduler:
         return size if through else 0
 
     def _step(self) -> None:
-        waiting = bool(self._through or self._prefilling or self._chosen or self._lines)
+        waiting = self._has_prompts or self._is_scored
         launched = waited = False
         mixes, aside = self.engine.mixes, None
         if mixes and waiting and self._goes_aside():

@@ -5,10 +5,45 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from trimtab.serve.job import Event, Token
+from trimtab.serve.job import Event, Token, finite_logprob
+
+
+class Fragments:
+    """A JSON value in pieces of JSON, of which each was written when it came: together they take longer than others may wait."""
+
+    def __init__(self, pieces: list[bytes], end: bytes = b"") -> None:
+        self._pieces, self._end = pieces, end
+
+    def add(self, values: bytes) -> None:
+        """Add values of a list, without brackets."""
+        if values:
+            self._pieces += [b",", values] if len(self._pieces) > 1 else [values]
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self._pieces
+        yield self._end
+
+
+def json_body(value: Mapping[str, Any]) -> bytes:
+    """Return a response as starlette's JSONResponse writes it, `Fragments` in their places."""
+    held: list[Fragments] = []
+    place = uuid.uuid4().hex  # in no text that a client has sent
+
+    def hold(one: Any) -> str:
+        if not isinstance(one, Fragments):
+            raise TypeError(f"{type(one).__name__} is not JSON")
+        held.append(one)
+        return place
+
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=hold)
+    first, *rest = text.split(f'"{place}"')
+    found = [first.encode()]
+    for one, behind in zip(held, rest, strict=True):
+        found += [*one, behind.encode()]
+    return b"".join(found)
 
 
 class Shape:
@@ -22,7 +57,7 @@ class Shape:
         self.texts: dict[int, str] = {}
         self.tokens: dict[int, list[Any]] = {}
         self.finishes: dict[int, str] = {}
-        self.scored: dict[int, list[Any]] = {}
+        self.scored: dict[int, Fragments] = {}
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
         self.forms: dict[str, str] = {}  # of the output head, and of keys and values
 
@@ -57,10 +92,13 @@ class Shape:
             return self._made(index, self.delta(event, before), None)
         if event.kind in ("reasoning", "call"):
             return self.aside(index, event)
+        if event.kind == "scores":
+            if event.result is not None and not event.result["start"]:
+                self.scored[index] = Fragments([b"["], b"]")  # another worker begins anew
+            self.scored[index].add(event.data)
+            return None
         if event.kind == "done":
             self.finishes[index] = event.finish or "stop"
-            if "prompt_logprobs" in event.usage:
-                self.scored[index] = event.usage["prompt_logprobs"]
             if index % self.body.n == 0:  # choices of one prompt share it
                 self.prompt_tokens += event.usage["prompt_tokens"]
                 self.cached_tokens += event.usage.get("cached_tokens", 0)
@@ -171,9 +209,6 @@ class CompletionShape(Shape):
 
 # Logprobs -------------------------------------------------------------------------------------------------------------
 
-# What OpenAI says for a token of no probability; JSON has no infinity.
-LOWEST_LOGPROB = -9999.0
-
 
 def chat_logprob_json(tokens: Sequence[Token]) -> dict[str, Any]:
     """Return tokens in the shape of a chat choice's `logprobs`."""
@@ -185,11 +220,7 @@ def chat_logprob_json(tokens: Sequence[Token]) -> dict[str, Any]:
 
 
 def _token_json(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, LOWEST_LOGPROB)
+    return {"token": text, "logprob": finite_logprob(logprob), "bytes": list(text.encode())}
 
 
 def completion_logprob_json(tokens: Sequence[Token], offset: int) -> dict[str, Any]:
@@ -200,7 +231,7 @@ def completion_logprob_json(tokens: Sequence[Token], offset: int) -> dict[str, A
         offset += len(token.text)
     return {
         "tokens": [token.text for token in tokens],
-        "token_logprobs": [_finite(token.logprob) for token in tokens],
-        "top_logprobs": [{text: _finite(logprob) for _, text, logprob in token.top} for token in tokens],
+        "token_logprobs": [finite_logprob(token.logprob) for token in tokens],
+        "top_logprobs": [{text: finite_logprob(logprob) for _, text, logprob in token.top} for token in tokens],
         "text_offset": offsets,
     }

@@ -18,25 +18,30 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
 from trimtab.errors import DeviceError, RequestError, TrimtabError
+from trimtab.process import activity_of
 from trimtab.serve import worker
 from trimtab.serve.channel import Channel, event_from_message, frames_of, job_to_message
 from trimtab.serve.client_words import for_clients
-from trimtab.serve.job import SPOKEN, Event, Job
+from trimtab.serve.job import ENDS, SPOKEN, Event, Job
 from trimtab.serve.journal import write_traceback
+from trimtab.serve.pulse import Patience, Silence
 from trimtab.serve.scheduler import MistakeError, StoppingError, error_event
 
 Emit = Callable[[Event], None]
 # A worker that died is put back at once, and then after longer and longer pauses while it keeps dying without an answer.
 PAUSES_S = (0.0, 0.5, 2.0, 10.0, 30.0)
-# A worker that loads says so after every block, but starting Python, planning and reading one block may take this long.
-LOADING_SILENCE_S = 900.0
 # Between two looks for the exit code of a process that has ended, and how long to look.
 EXIT_CODE_LOOK_S, EXIT_CODE_WAIT_S = 0.001, 5.0
-STATES = ("stopped", "loading", "ready", "restarting", "failed")
+PATIENCE = Patience()
+# "unresponsive": nothing is heard of a worker that was ready (pulse.py). Requests wait for it, or for the next one.
+STATES = ("stopped", "loading", "ready", "unresponsive", "restarting", "failed")
+# A worker that is there, and takes messages, now or later.
+LIVES = ("ready", "unresponsive")
 
 log = logging.getLogger("trimtab.serve")
 
@@ -121,24 +126,26 @@ class _Life:
 
     process: Any
     channel: Channel
+    silence: Silence
     outbox: queue.SimpleQueue[dict[str, Any] | None] = field(default_factory=queue.SimpleQueue)
-    last_event_s: float = field(default_factory=time.monotonic)
+    looked: float = field(default_factory=time.monotonic)
     answered: bool = False
+    reason: str = ""  # why it was ended
 
 
 class Supervisor:
     """Keeps one worker alive. settings: those of `worker.main`. retry: send a job without an event to the next worker, once.
 
-    hang_s: a worker with jobs is killed after this many seconds without an event. on_change: called (on any thread) when
-    `state` changes. target: the function that the process runs.
+    patience: how long it may be silent. on_change: called (on any thread) when `state` changes. target: the function that the
+    process runs.
     """
 
     def __init__(
-        self, settings: Mapping[str, Any], *, retry: bool = False, hang_s: float = 300.0,
+        self, settings: Mapping[str, Any], *, retry: bool = False, patience: Patience = PATIENCE,
         on_change: Callable[[str], None] | None = None, target: Callable[..., None] = worker.main,
     ) -> None:  # fmt: skip
         self._target = target
-        self.settings, self.retry, self.hang_s, self._on_change = dict(settings), retry, hang_s, on_change
+        self.settings, self.retry, self.patience, self._on_change = dict(settings), retry, patience, on_change
         self.state, self.restarts, self.loading = "stopped", 0, (0, 0)
         self.failure: Mapping[str, Any] | None = None
         self.numbers: dict[str, Any] = {}
@@ -148,6 +155,7 @@ class Supervisor:
         self._roots: dict[str, str] = {}
         self._lock = threading.RLock()
         self._flights: dict[str, _Flight] = {}
+        self._leaving: dict[str, _Flight] = {}  # jobs whose clients have left, until the worker has dropped them
         self._calls: dict[int, _Call] = {}
         self._next_call = 0
         self._life: _Life | None = None
@@ -184,7 +192,8 @@ class Supervisor:
         process = spawn.Process(target=self._target, args=(there, settings), name="trimtab-worker", daemon=True)
         process.start()
         there.close()
-        life, before = _Life(process, Channel(here)), self._life
+        silence = Silence(self.patience, partial(activity_of, process.pid))
+        life, before = _Life(process, Channel(here), silence), self._life
         self._life, self.loading = life, (0, 0)
         try:
             threading.Thread(target=self._send, args=(life,), name="trimtab-send", daemon=True).start()
@@ -208,7 +217,7 @@ class Supervisor:
         with self._lock:
             self._is_stopping = True
             life = self._life
-        if life is not None and self.state == "ready":
+        if life is not None and self.state in LIVES:
             life.outbox.put({"do": "drain"})
             exit_code_of(life.process, grace_s)
         self.stop()
@@ -253,16 +262,16 @@ class Supervisor:
                 raise ModelFailedError(self.failure)
             if self._is_stopping or self._life is None:
                 raise StoppingError
-            if not self._flights and not self._calls:
-                self._life.last_event_s = time.monotonic()  # it had nothing to say while it had nothing to do
             self._flights[job.id] = flight = _Flight(job, emit)
             if self.state == "ready":
                 self._life.outbox.put(flight.message())
 
     def cancel(self, job_id: str) -> None:
-        """Forget a job; it is told nothing more."""
+        """Forget a job; it is told nothing more but "dropped", if the worker has begun it."""
         with self._lock:
-            if self._flights.pop(job_id, None) is not None and self._life is not None and self.state == "ready":
+            flight = self._flights.pop(job_id, None)
+            if flight is not None and flight.tries and self._life is not None and self.state in LIVES:
+                self._leaving[job_id] = flight
                 self._life.outbox.put({"do": "cancel", "id": job_id})
 
     def call(self, what: str, **arguments: Any) -> Future[Any]:
@@ -272,8 +281,6 @@ class Supervisor:
             if self._life is None or self.state != "ready":
                 future.set_exception(DeviceError(f"the worker is {self.state}", device="worker"))
                 return future
-            if not self._flights and not self._calls:
-                self._life.last_event_s = time.monotonic()
             self._next_call += 1
             self._calls[self._next_call] = _Call(future, what, arguments)
             self._life.outbox.put({"do": "call", "id": self._next_call, "what": what, **arguments})
@@ -314,11 +321,11 @@ class Supervisor:
     def _hear(self, life: _Life) -> None:
         try:
             while True:
-                if life.channel.poll(1.0):
-                    life.last_event_s = time.monotonic()
+                if life.channel.poll(self.patience.look_s):
+                    life.looked = time.monotonic()
                     self._take(life, life.channel.receive())
-                elif time.monotonic() - life.last_event_s > self._silence_s():
-                    life.process.kill()
+                else:
+                    self._look(life)
         except (EOFError, OSError):
             exit_code_of(life.process, 5)
         except Exception:
@@ -331,13 +338,40 @@ class Supervisor:
         life.channel.close()
         self._ended(life, exit_code)
 
-    def _silence_s(self) -> float:
-        """Return how long the worker may say nothing."""
-        if self.state != "ready":
-            return max(self.hang_s, LOADING_SILENCE_S)
-        return self.hang_s if self._flights or self._calls else float("inf")
+    def _look(self, life: _Life) -> None:
+        """Judge a worker of which nothing was heard since the last look."""
+        now = time.monotonic()
+        life.silence.looked(now - life.looked)
+        life.looked = now
+        with self._lock:
+            is_loading = self.state not in LIVES
+            if life is self._life and self.state == "ready" and life.silence.is_unresponsive:
+                self._become("unresponsive")
+                log.warning("a worker does not respond", extra={"fields": self._named(life)})
+        if life.silence.is_over(is_loading=is_loading):
+            life.reason = f"the worker process did not respond for {life.silence.silent_s:.0f} seconds and was ended"
+            life.process.kill()
+
+    def _named(self, life: _Life) -> dict[str, Any]:
+        return {"model": self.settings.get("name", ""), "worker_pid": life.process.pid}
+
+    def _responds(self, life: _Life) -> None:
+        """Take note that something is heard again; what has come meanwhile is handed over."""
+        with self._lock:
+            if self._life is not life or self.state != "unresponsive":
+                return
+            self._become("ready")
+            log.info("a worker responds again", extra={"fields": self._named(life)})
+            for flight in self._flights.values():
+                if not flight.tries:
+                    life.outbox.put(flight.message())
 
     def _take(self, life: _Life, message: dict[str, Any]) -> None:
+        if message["say"] == "busy":
+            life.silence.announced(message["most_s"])
+        else:
+            life.silence.heard()
+        self._responds(life)
         match message["say"]:
             case "loading":
                 self.loading = (message["done"], message["of"])
@@ -369,11 +403,14 @@ class Supervisor:
     def _pass_on(self, event: Event) -> None:
         with self._lock:
             flight = self._flights.get(event.job_id)
+            if event.kind in ENDS and event.job_id in self._leaving:
+                # Its client has left: what was computed counts.
+                flight, event = self._leaving.pop(event.job_id), replace(event, kind="dropped")
             if flight is None:
-                return  # its client has left
+                return
             flight.has_spoken |= event.kind in SPOKEN
-            if event.kind in ("done", "error"):
-                del self._flights[event.job_id]
+            if event.kind in ENDS:
+                self._flights.pop(event.job_id, None)
         flight.emit(event)
 
     def _replied(self, message: dict[str, Any]) -> None:
@@ -394,8 +431,9 @@ class Supervisor:
             if self._life is not life:
                 return  # `stop` has seen to it
             self._ready.clear()
+            self._leaving.clear()
             calls, self._calls = self._calls, {}
-            died = WorkerDiedError(exit_code)
+            died = WorkerDiedError(exit_code, life.reason)
             # What no worker has been given yet was not lost with this one, retries or not.
             kept = {
                 name: flight for name, flight in self._flights.items()
@@ -417,13 +455,9 @@ class Supervisor:
                 self.restarts += 1
                 self._become("restarting")
         if not self._is_stopping and not has_said_why:
-            fields = {
-                "model": self.settings.get("name", ""),
-                "worker_pid": life.process.pid,
-                "lost_requests": len(lost),
-            }
+            fields = {**self._named(life), "lost_requests": len(lost)}
             end = "and does not start again" if is_over else "and starts again"
-            log.error("%s, %s", _how_it_ended(exit_code), end, extra={"fields": fields})
+            log.error("%s, %s", life.reason or _how_it_ended(exit_code), end, extra={"fields": fields})
         error: TrimtabError = died
         if self._is_stopping:
             error = died if exit_code else StoppingError()
@@ -456,6 +490,7 @@ class Supervisor:
 
     def _end_all(self, error: TrimtabError) -> None:
         with self._lock:
+            self._leaving.clear()
             flights, self._flights = self._flights, {}
             calls, self._calls = self._calls, {}
         for call in calls.values():

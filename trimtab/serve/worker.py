@@ -2,8 +2,8 @@
 
 Run by `supervisor.py` with spawn, never fork. Messages to it: {"do": "submit", "job"}, {"do": "cancel", "id"},
 {"do": "call", "id", "what", ...} for adapters and numbers, {"do": "drain"}. Messages from it: {"say": "loading", "done",
-"of"}, {"say": "ready", ...}, {"say": "events", "events"}, {"say": "reply", "id", "value" or "error"}, {"say": "fatal",
-"error"} just before it ends because its device can do no more.
+"of"}, {"say": "ready", ...}, {"say": "events", "events"} (without events: a beat), {"say": "busy", "what", "most_s"} before long
+work, {"say": "reply", "id", "value" or "error"}, {"say": "fatal", "error"} just before it ends because its device can do no more.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from trimtab.serve.idle import LOOK_S, IdleTuning, idle_tuning
 from trimtab.serve.inside import look
 from trimtab.serve.job import Event
 from trimtab.serve.journal import keep_streams, set_up_as_parent, write_traceback
+from trimtab.serve.pulse import BEAT_S, Pulse
 from trimtab.serve.row_count import plan_rows
 from trimtab.serve.scheduler import MistakeError, Scheduler, StoppingError, error_event
 from trimtab.serve.watching import LOOK_S as WATCH_S
@@ -46,8 +47,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("trimtab.serve")
 
 LOADING_STEP_S = 0.2
-# A worker that is busy without anything to tell, as with one long prompt, says at least so often that it lives.
-ALIVE_S = 10.0
 # How often an idle worker looks whether an adapter's files have been read.
 READING_S = 0.02
 # How long a worker waits for a request before it captures another graph, which takes up to 0.3 s.
@@ -150,6 +149,7 @@ class _Worker:
             resident_limit=settings.get("resident_limit"), prompt_limit=settings.get("prompt_tokens"),
             audio_s=(settings.get("media") or {}).get("request_audio_s"), held=adapters.held,
         )  # fmt: skip
+        self.pulse = self.engine.pulse = Pulse(channel.send)
         self.engine.shelf.lost.update(lost)
         self.watcher = Watcher(self.engine.shelf.read)
         roots = settings.get("roots", {})
@@ -216,7 +216,9 @@ class _Worker:
                     break
             self._take_read()
             self._take_changed()
-            self._unprepared.step(only_for_requests=self.is_draining)
+            if self._unprepared:
+                with self.pulse.work("an adapter"):
+                    self._unprepared.step(only_for_requests=self.is_draining)
             self.scheduler.turn()
             self._tell()
             self._use_idle_time()
@@ -244,7 +246,8 @@ class _Worker:
         if self.idle is None:
             return
         if is_idle:
-            self.idle.step()
+            with self.pulse.work("tuning"):
+                self.idle.step()
         else:
             self.idle.disturb()
         if self.idle.is_over:
@@ -253,7 +256,8 @@ class _Worker:
     def _capture_more(self) -> None:
         """Capture one more graph. What cannot be captured now is captured, or named, at its first use."""
         try:
-            self.engine.capture_more()
+            with self.pulse.work("capturing"):
+                self.engine.capture_more()
         except TrimtabError as exc:
             log.warning("capturing while idle ends: %s", exc)
 
@@ -270,7 +274,7 @@ class _Worker:
         return WATCH_S if self.idle is None else LOOK_S
 
     def _tell(self) -> None:
-        if self.events or time.monotonic() - self._told > ALIVE_S:
+        if self.events or time.monotonic() - self._told > BEAT_S:
             self._told = time.monotonic()
             events, self.events[:] = list(self.events), []
             self.channel.send({"say": "events", "events": [event_to_message(event) for event in events]})
@@ -287,7 +291,8 @@ class _Worker:
             case "call" if message["what"] == "load_adapter":
                 self._begin_reading(message)
             case "call":
-                self._reply(message["id"], lambda: self._call(message))
+                with self.pulse.work("a call"):
+                    self._reply(message["id"], lambda: self._call(message))
 
     def _submit(self, plain: Mapping[str, Any]) -> None:
         """Hand a job to the scheduler, or answer it with what is wrong."""

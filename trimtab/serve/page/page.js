@@ -14,7 +14,7 @@ import { startUndo } from "./undo.js";
 const EVERY_MS = 1000;
 const STATES = {
   stopped: "unloaded, loads with the next message", loading: "loading", ready: "ready", restarting: "restarting",
-  failed: "failed", gone: "the server does not answer",
+  failed: "failed", unresponsive: "not responding", gone: "the server does not answer",
 };
 const ENDED = { done: "done", cancelled: "client left" };
 
