@@ -34,7 +34,7 @@ from trimtab import interrupts, threads
 from trimtab.commands import bench, chat, doctor, line, listing, merging, pull, serve, tune
 from trimtab.commands.examples import examples_text
 from trimtab.commands.flags import give_model, group_of
-from trimtab.commands.saying import COLORS, print_json, use_color
+from trimtab.commands.saying import COLORS, print_json, print_text, use_color
 from trimtab.commands.wording import Words, words_of
 from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, TrimtabError, public_fields
 from trimtab.exit_codes import exit_code, exit_codes_text
@@ -128,7 +128,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         if exc.errno not in FULL_DISK:
             raise
         _close_output()
-        print(f"trimtab: cannot be written ({exc.strerror})", file=sys.stderr)
+        print_text(f"trimtab: cannot be written ({exc.strerror})", file=sys.stderr)
         return exit_code(RequestError("cannot be written", field="output"))
 
 
@@ -154,9 +154,9 @@ def _print_error(exc: BaseException, as_json: bool, words: Words) -> None:
         options = {"options": exc.options} if isinstance(exc, DoesNotFitError) and exc.options else {}
         print_json({"error": error_json(exc, words), **options})
     elif isinstance(exc, UsageError):
-        print(f"{exc.usage}\ntrimtab: {exc}", file=sys.stderr)
+        print_text(f"{exc.usage}\ntrimtab: {exc}", file=sys.stderr)
     else:
-        print(f"trimtab: {_text(exc, words)}", file=sys.stderr)
+        print_text(f"trimtab: {_text(exc, words)}", file=sys.stderr)
 
 
 def _text(exc: BaseException, words: Words) -> str:

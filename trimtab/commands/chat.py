@@ -24,7 +24,7 @@ from trimtab.commands.flags import (
 )
 from trimtab.commands.opening import opened, say_fallbacks
 from trimtab.commands.pull import add_pull, pull_if_asked
-from trimtab.commands.saying import Command
+from trimtab.commands.saying import Command, print_text
 from trimtab.commands.weights import chosen
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.plan import Plan
@@ -95,5 +95,5 @@ def _plan(options: argparse.Namespace, decode: str) -> tuple[Plan, Any]:
         is_large = isinstance(exc, DoesNotFitError)
         why = "the host budget has no room for a prefix cache" if is_large else f"the default prefix cache {exc.reason}"
     plan = plan_request(replace(source, prefix_cache_bytes=0))
-    print(f"{why}: every turn computes the whole prompt again", file=sys.stderr)
+    print_text(f"{why}: every turn computes the whole prompt again", file=sys.stderr)
     return plan, adapter

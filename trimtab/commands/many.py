@@ -20,7 +20,7 @@ from trimtab.commands.flags import (
 )
 from trimtab.commands.opening import opened, say_fallbacks
 from trimtab.commands.prompts_file import AnswersFile, PromptLine, read_prompts
-from trimtab.commands.saying import print_json
+from trimtab.commands.saying import print_json, print_text
 from trimtab.commands.weights import chosen
 from trimtab.errors import RequestError
 from trimtab.plan import Plan
@@ -69,7 +69,7 @@ def run_many(options: argparse.Namespace) -> int:
     if options.json:
         print_json(summary)
     else:
-        print(_text(summary), file=sys.stderr)
+        print_text(_text(summary), file=sys.stderr)
     return 2 if summary["errors"] else 0
 
 

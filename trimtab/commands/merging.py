@@ -20,7 +20,7 @@ from trimtab.commands.flags import (
     load_request,
     plan_or_request,
 )
-from trimtab.commands.saying import Command, give_report, print_json, saying
+from trimtab.commands.saying import Command, give_report, print_json, print_text, saying
 from trimtab.errors import RequestError
 from trimtab.plan import Plan
 from trimtab.request import LoadRequest
@@ -92,9 +92,9 @@ def run_merge(options: argparse.Namespace) -> int:
     if options.json:
         print_json(replace(report, parity=parity).to_json())
     else:
-        print(merge_text(report))
+        print_text(merge_text(report))
         if parity is not None:
-            print(f"\n{parity}")
+            print_text(f"\n{parity}")
     return 0 if parity is None or parity.ok else DIFFERS
 
 

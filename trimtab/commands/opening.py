@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import trimtab
 from trimtab import show
 from trimtab.checkpoint.folder import find_folder
+from trimtab.commands.saying import print_text
 
 if TYPE_CHECKING:
     from trimtab.runtime.generate import Answer
@@ -35,7 +36,7 @@ def opened(plan: trimtab.Plan, decode: str) -> Iterator[trimtab.LoadedModel]:
 def say_fallbacks(model: trimtab.LoadedModel) -> None:
     """Say on stderr what runs slower than it could."""
     for one in model.fallbacks:
-        print(f"slower than it could be: {one.what}: {one.why}", file=sys.stderr)
+        print_text(f"slower than it could be: {one.what}: {one.why}", file=sys.stderr)
 
 
 def end_text(answer: Answer, context_tokens: int, *, has_stop_texts: bool) -> str | None:

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trimtab.errors import RequestError
+from trimtab.printable import printable
 
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
@@ -139,7 +140,7 @@ class TextLines(logging.Formatter):
         fields = "".join(f" {name}={_word(value)}" for name, value in _fields(record).items() if value is not None)
         # A message is one line: what it quotes may have line ends that look like lines of ours.
         line = f"{_time(record)} {record.levelname} {_line(record.getMessage())}{fields}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        return f"{line}\n{printable(self.formatException(record.exc_info))}" if record.exc_info else line
 
 
 class JsonLines(logging.Formatter):
