@@ -12,7 +12,10 @@ With `commands/` alone prints; alone exits and reads what the user's terminal is
     7  a check of trimtab's own result failed (ParityError)
     8  a known bug of another package prevents the run (UpstreamError)
     9  a server's answers do not show whether its adapter is alive (verify --against a server)
+    10  a step is done, and its result stands, but a later step could not be done (merge --check, verify --lanes)
+    129  stopped because its terminal was closed (SIGHUP)
     130  stopped by Ctrl-C
+    143  stopped by SIGTERM
     141  the reader of the output closed it
 
 Anything else is a bug of trimtab and shows its traceback. Errors go to stderr; with --json to stdout, as one object.
@@ -79,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 sys.stdout.flush()
             interrupts.end_at_once()
             if code == STOPPED:
-                interrupts.leave_stopped()
+                interrupts.leave_stopped(interrupts.stopped_code())
 
 
 def _color_behind_command(given: list[str]) -> list[str]:
@@ -108,6 +111,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         if options.name_of_command in RUNNING and interrupts.is_command():
             late_imports.use(getattr(options, "device", None) or "auto")
         interrupts.raise_again()
+        interrupts.raise_at_end()
         code = int(options.command(options))
         print(end="", flush=True)  # a disk that is full is known here, not at exit
         return code

@@ -22,7 +22,7 @@ from trimtab.commands.opening import opened, say_fallbacks
 from trimtab.commands.prompts_file import AnswersFile, PromptLine, read_prompts
 from trimtab.commands.saying import print_json, print_text
 from trimtab.commands.weights import chosen
-from trimtab.errors import RequestError
+from trimtab.errors import RequestError, TrimtabError
 from trimtab.plan import Plan
 
 ROWS = 4
@@ -61,7 +61,12 @@ def run_many(options: argparse.Namespace) -> int:
         waiting = len(left)
         summary = {"prompts": lines, "answered_before": lines - waiting, "answered": 0, "errors": 0, "out": options.out}
         if any(left):
-            _answer(options, plan, decode, defaults, answers, waiting, summary)
+            try:
+                _answer(options, plan, decode, defaults, answers, waiting, summary)
+            except TrimtabError:
+                if summary["answered"] and not options.json:  # these stand, and the next run goes on behind them
+                    print_text(_text(summary), file=sys.stderr)
+                raise
         elif left:  # errors alone need no model
             for line in read_prompts(options.prompts):
                 if isinstance(line.request, RequestError):
