@@ -50,6 +50,12 @@ WITHOUT_THREADS, LASTING = ("plan", "inspect", "models", "adapters", "completion
 RUNNING = ("plan", "run", "chat", "demo")
 # What a disk says that takes no more, also of standard output.
 FULL_DISK = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
+# What the system says of a file or folder that it does not let this process use.
+REFUSED = tuple(
+    getattr(errno, name) for name in
+    ("EACCES", "EPERM", "EROFS", "ENOENT", "ENOTDIR", "EISDIR", "ELOOP", "ENAMETOOLONG", "EIO", "ESTALE", "EMFILE", "ENFILE")
+    if hasattr(errno, name)
+)  # fmt: skip
 JSON_HELP = {"": "print one JSON object and nothing else", "chat": "print each answer as one line of JSON"}
 NO_WORDS = Words()
 STOPPED, READER_GONE = interrupts.STOPPED, 141
@@ -129,11 +135,21 @@ def _main(arguments: Sequence[str] | None) -> int:
         _close_output()
         return READER_GONE
     except OSError as exc:
+        if exc.errno in REFUSED or (exc.errno is None and "temporary" in str(exc)):
+            return _refused(exc, as_json, words)
         if exc.errno not in FULL_DISK:
             raise
         _close_output()
         print_text(f"trimtab: cannot be written ({exc.strerror})", file=sys.stderr)
         return exit_code(RequestError("cannot be written", field="output"))
+
+
+def _refused(exc: OSError, as_json: bool, words: Words) -> int:
+    """Report a file that the system does not let this process use, whichever step asked for it. Returns the exit code."""
+    name = exc.filename if isinstance(exc.filename, str) else os.fsdecode(exc.filename or b"")
+    error = RequestError(f"cannot be read or written ({exc.strerror or exc})", field="file", value=name or None)
+    _print_error(error, as_json, words)
+    return exit_code(error)
 
 
 def _close_output() -> None:

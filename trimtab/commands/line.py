@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import trimtab
@@ -204,7 +204,7 @@ def _as_flags(change: str) -> str:
 def run_inspect(options: argparse.Namespace) -> int:
     if options.patched is not None and options.model is None:
         raise RequestError("has no effect without --model", field="--patched", value=options.patched)
-    if not Path(options.adapter).exists():
+    if not os.path.exists(options.adapter):  # pathlib's raises for a folder that cannot be entered
         options.adapter = next(iter(parse_unweighted([options.adapter], field="ADAPTER").values()))
     report = trimtab.inspect(options.adapter, model=options.model)
     if options.patched is not None:
