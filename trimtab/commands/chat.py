@@ -65,7 +65,7 @@ def run_chat(options: argparse.Namespace) -> int:
     pull_if_asked(options)
     plan, adapter = _plan(options, decode)
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not options.json
-    with opened(plan, decode) as model:
+    with opened(plan, decode, stop_at_turn_end=options.stop_at_turn_end, is_told=not options.json) as model:
         say_fallbacks(model)
         conversation = model.chat(system=system, adapter=adapter, when_full="drop", **answering)
         session = Session(conversation, model, as_json=options.json, is_terminal=is_terminal)

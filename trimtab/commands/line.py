@@ -248,7 +248,7 @@ def run_run(options: argparse.Namespace) -> int:
         "image": options.image or None, "audio": options.audio or None, "system": system_of(options),
     }  # fmt: skip
     plan, question["adapter"] = _plan_to_run(options, decode)
-    with opened(plan, decode) as model:
+    with opened(plan, decode, stop_at_turn_end=options.stop_at_turn_end, is_told=not options.json) as model:
         if options.json:
             answer = model.answer(prompt, **question, **answering)
             shares = [one.to_json() for one in model.memory_shares()]
