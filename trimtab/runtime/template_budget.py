@@ -8,7 +8,7 @@ Counts depend on template and messages alone, never on the machine. Imports no t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import update_wrapper
 from types import BuiltinMethodType, MethodType
 from typing import Any, ClassVar
@@ -399,9 +399,7 @@ class _Metered(SandboxedEnvironment):
         return value
 
 
-def _metered_call(
-    meter: Meter, function: Callable[..., Any], cost: Cost, *, name: str = "", passed: bool = False
-) -> Any:
+def _metered_call(meter: Meter, function: Any, cost: Cost, *, name: str = "", passed: bool = False) -> Any:
     """Return a filter, test or function that counts before it runs. passed: whether jinja2 gives it its context first."""
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -449,7 +447,8 @@ def _is_passed(function: Any) -> bool:
 
 def _global(meter: Meter, name: str, function: Any) -> Any:
     counted = _metered_call(meter, function, GLOBALS[name])
-    if (fromkeys := getattr(function, "fromkeys", None)) is not None:  # `dict` in templates is an object that is called
+    fromkeys: Any = getattr(function, "fromkeys", None)
+    if fromkeys is not None:  # `dict` in templates is an object that is called
         counted.fromkeys = _metered_call(meter, fromkeys, GLOBALS[name])
     return counted
 

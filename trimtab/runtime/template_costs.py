@@ -132,7 +132,15 @@ class Meter:
 
 
 SCALARS = frozenset((int, float, bool, type(None)))
-_COLLECTIONS: tuple[type, ...] = (list, tuple, set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
+_COLLECTIONS: tuple[type[Any], ...] = (
+    list,
+    tuple,
+    set,
+    frozenset,
+    type({}.keys()),
+    type({}.values()),
+    type({}.items()),
+)
 
 
 def length(value: Any) -> int:
