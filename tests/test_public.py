@@ -11,7 +11,7 @@ import pytest
 
 import trimtab
 from tools import readme_numbers, rooms
-from trimtab import cli, errors, exit_codes
+from trimtab import cli, errors, exit_codes, interrupts
 from trimtab.commands import flags, merging
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.proof.remote.report import EXIT_CANNOT_TELL
@@ -324,6 +324,8 @@ def test_the_exit_codes_in_the_docs_are_the_tables():
         *(code for _, code in exit_codes.EXIT_CODES),
         cli.STOPPED,
         cli.READER_GONE,
+        exit_codes.UNFINISHED,
+        *interrupts.ENDING.values(),
     }
     assert told == {int(code) for code in re.findall(r"^    (\d+)  ", cli.__doc__, re.M)}
 

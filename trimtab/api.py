@@ -345,17 +345,24 @@ def load(
     *,
     progress: Callable[[int, int], None] | None = None,
     decode: str | None = None,
+    stop_at_turn_end: bool = False,
     **options: Any,
 ) -> LoadedModel:
     """Return the model of a plan, loaded. Use it as a context manager.
 
     plan: a plan, the .json file of a saved one, or a model, which is then planned with `options` (the arguments of `plan`).
     progress: called with (bytes read, total bytes). decode: another way to run steps than the plan's; the memory that it
-    takes beyond the plan must fit the budget.
+    takes beyond the plan must fit the budget. stop_at_turn_end: end answers where the chat template ends a turn, also if the
+    end tokens of the checkpoint lack that token; stock transformers goes on there.
     Errors: those of `plan`; CheckpointError and AdapterError for files that changed since the plan was made; DeviceError if
     the plan is for a card that is not in this machine, or memory runs out.
     """
-    return load_plan(_plan_to_load(plan, options, decode), progress=progress, decode=decode)
+    model = load_plan(_plan_to_load(plan, options, decode), progress=progress, decode=decode)
+    if stop_at_turn_end:
+        from trimtab.runtime import turn_end
+
+        turn_end.stop_at_turn_end(model)
+    return model
 
 
 def load_plan(

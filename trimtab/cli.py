@@ -12,7 +12,10 @@ With `commands/` alone prints; alone exits and reads what the user's terminal is
     7  a check of trimtab's own result failed (ParityError)
     8  a known bug of another package prevents the run (UpstreamError)
     9  a server's answers do not show whether its adapter is alive (verify --against a server)
+    10  a step is done, and its result stands, but a later step could not be done (merge --check, verify --lanes)
+    129  stopped because its terminal was closed (SIGHUP)
     130  stopped by Ctrl-C
+    143  stopped by SIGTERM
     141  the reader of the output closed it
 
 Anything else is a bug of trimtab and shows its traceback. Errors go to stderr; with --json to stdout, as one object.
@@ -34,7 +37,7 @@ from trimtab import interrupts, threads
 from trimtab.commands import bench, chat, doctor, line, listing, merging, pull, serve, tune
 from trimtab.commands.examples import examples_text
 from trimtab.commands.flags import give_model, group_of
-from trimtab.commands.saying import COLORS, print_json, use_color
+from trimtab.commands.saying import COLORS, print_json, print_text, use_color
 from trimtab.commands.wording import Words, words_of
 from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, TrimtabError, public_fields
 from trimtab.exit_codes import exit_code, exit_codes_text
@@ -47,6 +50,12 @@ WITHOUT_THREADS, LASTING = ("plan", "inspect", "models", "adapters", "completion
 RUNNING = ("plan", "run", "chat", "demo")
 # What a disk says that takes no more, also of standard output.
 FULL_DISK = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
+# What the system says of a file or folder that it does not let this process use.
+REFUSED = tuple(
+    getattr(errno, name) for name in
+    ("EACCES", "EPERM", "EROFS", "ENOENT", "ENOTDIR", "EISDIR", "ELOOP", "ENAMETOOLONG", "EIO", "ESTALE", "EMFILE", "ENFILE")
+    if hasattr(errno, name)
+)  # fmt: skip
 JSON_HELP = {"": "print one JSON object and nothing else", "chat": "print each answer as one line of JSON"}
 NO_WORDS = Words()
 STOPPED, READER_GONE = interrupts.STOPPED, 141
@@ -79,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 sys.stdout.flush()
             interrupts.end_at_once()
             if code == STOPPED:
-                interrupts.leave_stopped()
+                interrupts.leave_stopped(interrupts.stopped_code())
 
 
 def _color_behind_command(given: list[str]) -> list[str]:
@@ -108,6 +117,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         if options.name_of_command in RUNNING and interrupts.is_command():
             late_imports.use(getattr(options, "device", None) or "auto")
         interrupts.raise_again()
+        interrupts.raise_at_end()
         code = int(options.command(options))
         print(end="", flush=True)  # a disk that is full is known here, not at exit
         return code
@@ -125,11 +135,21 @@ def _main(arguments: Sequence[str] | None) -> int:
         _close_output()
         return READER_GONE
     except OSError as exc:
+        if exc.errno in REFUSED or (exc.errno is None and "temporary" in str(exc)):
+            return _refused(exc, as_json, words)
         if exc.errno not in FULL_DISK:
             raise
         _close_output()
-        print(f"trimtab: cannot be written ({exc.strerror})", file=sys.stderr)
+        print_text(f"trimtab: cannot be written ({exc.strerror})", file=sys.stderr)
         return exit_code(RequestError("cannot be written", field="output"))
+
+
+def _refused(exc: OSError, as_json: bool, words: Words) -> int:
+    """Report a file that the system does not let this process use, whichever step asked for it. Returns the exit code."""
+    name = exc.filename if isinstance(exc.filename, str) else os.fsdecode(exc.filename or b"")
+    error = RequestError(f"cannot be read or written ({exc.strerror or exc})", field="file", value=name or None)
+    _print_error(error, as_json, words)
+    return exit_code(error)
 
 
 def _close_output() -> None:
@@ -154,9 +174,9 @@ def _print_error(exc: BaseException, as_json: bool, words: Words) -> None:
         options = {"options": exc.options} if isinstance(exc, DoesNotFitError) and exc.options else {}
         print_json({"error": error_json(exc, words), **options})
     elif isinstance(exc, UsageError):
-        print(f"{exc.usage}\ntrimtab: {exc}", file=sys.stderr)
+        print_text(f"{exc.usage}\ntrimtab: {exc}", file=sys.stderr)
     else:
-        print(f"trimtab: {_text(exc, words)}", file=sys.stderr)
+        print_text(f"trimtab: {_text(exc, words)}", file=sys.stderr)
 
 
 def _text(exc: BaseException, words: Words) -> str:

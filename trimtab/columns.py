@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from trimtab.printable import printable
+
 
 def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), indent: str = "") -> list[str]:
     """Return one line for each row, without spaces at its end. right: the columns whose cells end at the same place.
 
     Errors: ValueError if the rows are not of one length.
     """
+    rows = [[printable(cell, one_line=True) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

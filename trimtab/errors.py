@@ -10,7 +10,8 @@
       UpstreamError     a known bug is in the way          package, installed, fixed_in, url
 
 Raise with fields; the class writes the message: what, where, the numbers, the next step. Code reads the fields, never
-the text. Exit codes are a table in `exit_codes.py`, not attributes here. Imports nothing outside the standard library.
+the text, in which control characters of files and names are escaped (printable.py). Exit codes are a table in `exit_codes.py`, not
+attributes here. Imports nothing outside the standard library.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from trimtab.printable import printable
 
 # An adapter for another model can have hundreds of mismatches of one kind.
 SHOWN_PROBLEMS = 5
@@ -48,7 +51,7 @@ class TrimtabError(Exception):
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         self.hint = hint
-        super().__init__(f"{message}. {hint}" if hint else message)
+        super().__init__(printable(f"{message}. {hint}" if hint else message))
 
     def to_dict(self) -> dict[str, Any]:
         """Return class, message and fields as plain values, for another process or for JSON."""

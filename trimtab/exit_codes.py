@@ -26,6 +26,8 @@ EXIT_CODES: tuple[tuple[type[TrimtabError], int], ...] = (
 )
 # Of a model or adapter that is not there, or is none.
 MISSING = 3
+# Of a later step that could not be done: the earlier one's result stands and was reported.
+UNFINISHED = 10
 # What each exit code means, for --help; docs/command-line.md has the same table.
 EXIT_TEXTS = {
     0: "success",
@@ -38,8 +40,11 @@ EXIT_TEXTS = {
     7: "a check of trimtab's own result failed",
     8: "a known bug of another package prevents the run",
     9: "a server's answers do not show whether its adapter is alive",
+    10: "a step is done, and its result stands, but a later step could not be done",
+    129: "stopped because its terminal was closed (SIGHUP)",
     130: "stopped by Ctrl-C",
     141: "the reader of the output closed it",
+    143: "stopped by SIGTERM",
 }
 
 

@@ -4,6 +4,9 @@ Python raises KeyboardInterrupt wherever it is, and an import that is cut short 
 own way at the first Ctrl-C, at once at the second. From the first line of
 `trimtab/__init__.py` until a command begins, and again once it has ended, Ctrl-C ends the process with exit code 130. In a
 program that imports trimtab nothing of this happens.
+
+SIGTERM, and SIGHUP where it is not ignored (`nohup`), stop a running command as Ctrl-C does: processes that it started are
+killed, temporary folders removed. The exit code is the one that shells give to the signal.
 """
 
 from __future__ import annotations
@@ -14,6 +17,10 @@ import os
 import sys
 
 STOPPED = 130
+
+
+# Signal -> exit code. The servers take both in their own way.
+ENDING = {number: 128 + number for name in ("SIGHUP", "SIGTERM") if (number := getattr(signal, name, None)) is not None}
 
 
 def is_command() -> bool:
@@ -37,14 +44,27 @@ def raise_again() -> None:
         signal.signal(signal.SIGINT, _raise)
 
 
+def raise_at_end() -> None:
+    """Make SIGTERM and SIGHUP raise KeyboardInterrupt in a running command, unless somebody else handles or ignores them."""
+    if is_command():
+        for number in ENDING:
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, _raise)
+
+
+def stopped_code() -> int:
+    """Return the exit code of a command that was stopped: that of the signal that came, else of Ctrl-C."""
+    return next((code for number, code in ENDING.items() if signal.getsignal(number) is _end_second), STOPPED)
+
+
 def was_raised() -> bool:
     """Return whether a running command got its first Ctrl-C: other packages turn it into errors of their own (transformers 5.23
     says of a config class that its requirements are not there)."""
-    return is_command() and signal.getsignal(signal.SIGINT) is _end_second
+    return is_command() and any(signal.getsignal(number) is _end_second for number in (signal.SIGINT, *ENDING))
 
 
-def leave_stopped() -> None:
-    """End the process with exit code 130, after what was registered for its end.
+def leave_stopped(code: int = STOPPED) -> None:
+    """End the process with an exit code, after what was registered for its end.
 
     Not by returning: Python ends itself by a signal if the interrupt was raised in code that a C module was running
     (CPython 3.11, pythonrun.c, run_eval_code_obj), however it was answered.
@@ -53,7 +73,7 @@ def leave_stopped() -> None:
         atexit._run_exitfuncs()
         sys.stderr.flush()
     finally:
-        os._exit(STOPPED)
+        os._exit(code)
 
 
 def _raise(number: int, frame: object) -> None:
@@ -61,7 +81,7 @@ def _raise(number: int, frame: object) -> None:
     if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
         _end(number, frame)
     # Python loses an exception that is raised in a destructor or callback: whoever waits presses once more.
-    signal.signal(signal.SIGINT, _end_second)
+    signal.signal(number, _end_second)
     raise KeyboardInterrupt
 
 
@@ -74,4 +94,4 @@ def _end(number: int, frame: object) -> None:
     try:
         os.write(2, b"trimtab: stopped\n")
     finally:
-        os._exit(STOPPED)
+        os._exit(ENDING.get(number, STOPPED))

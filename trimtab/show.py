@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from trimtab.checkpoint.adapter_file import DIVERGED
 from trimtab.columns import aligned
 from trimtab.errors import gib
+from trimtab.printable import printable
 
 if TYPE_CHECKING:
     from trimtab.plan import Plan
@@ -44,7 +45,7 @@ def adapter_text(report: Mapping[str, Any]) -> str:
 
 
 def _target_text(targets: Any) -> str:
-    return ", ".join(map(str, targets)) if isinstance(targets, list) else str(targets)
+    return printable(", ".join(map(str, targets)) if isinstance(targets, list) else str(targets), one_line=True)
 
 
 def _match_lines(report: Mapping[str, Any]) -> list[str]:
@@ -77,7 +78,7 @@ _KINDS = {
 
 def _some(names: Sequence[str]) -> list[str]:
     rest = [f"            and {len(names) - SHOWN_PATHS} more (--json has all)"] if len(names) > SHOWN_PATHS else []
-    return [*(f"            {name}" for name in names[:SHOWN_PATHS]), *rest]
+    return [*(f"            {printable(name, one_line=True)}" for name in names[:SHOWN_PATHS]), *rest]
 
 
 def answer_json(

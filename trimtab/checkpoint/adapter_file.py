@@ -15,6 +15,7 @@ from trimtab.checkpoint.adapter_config import config_problems
 from trimtab.checkpoint.adapter_values import value_problems
 from trimtab.checkpoint.folder import Stamp, stamp_of
 from trimtab.checkpoint.headers import TensorEntry, read_header
+from trimtab.checkpoint.unreadable import adapter_refusal, check_reachable, reading
 from trimtab.errors import AdapterError
 
 DIVERGED = "Its training diverged or the file is damaged: use an earlier checkpoint of it"
@@ -52,6 +53,7 @@ def _only_gguf(folder: Path) -> str | None:
     return packed[0] if packed and CONFIG_NAME not in names and TENSORS_NAME not in names else None
 
 
+@reading(adapter_refusal)
 def read_adapter(path: str | Path, *, values: bool = True) -> AdapterFile:
     """Return configuration and header of the adapter in a folder.
 
@@ -61,6 +63,7 @@ def read_adapter(path: str | Path, *, values: bool = True) -> AdapterFile:
     """
     folder = Path(path)
     if not folder.is_dir():
+        check_reachable(folder)
         if folder.is_file() and folder.suffix.lower() == GGUF:
             raise AdapterError(folder, [f"is a GGUF file; {GGUF_HINT}"])
         what = "is a file; name the folder that holds it" if folder.is_file() else "no such folder"

@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
 
 from trimtab.checkpoint.headers import TensorEntry, read_header
+from trimtab.checkpoint.unreadable import check_reachable, checkpoint_refusal, reading
 from trimtab.errors import CheckpointError
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -51,6 +52,7 @@ class Checkpoint:
     stamps: tuple[Stamp, ...]
 
 
+@reading(checkpoint_refusal)
 def read_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     """Return a checkpoint from its config and headers; has_weights is False for a folder with a config alone.
 
@@ -147,6 +149,7 @@ def _check_not_gguf(folder: Path) -> None:
             raise CheckpointError(f"has GGUF files and no checkpoint ({packed[0]})", path=folder, hint=GGUF_HINT)
 
 
+@reading(checkpoint_refusal)
 def find_folder(model: str | os.PathLike[str]) -> Path:
     """Return the folder that holds the config: the given one, a hub-cache folder's snapshot, or a cached hub id's.
 
@@ -164,6 +167,7 @@ def find_folder(model: str | os.PathLike[str]) -> Path:
         if path.suffix.lower() == ".gguf":
             raise CheckpointError("is a GGUF file", path=path, hint=GGUF_HINT)
         raise CheckpointError("is a file; give the folder that holds it", path=path)
+    check_reachable(path)
     parts = text.split("/")
     if len(parts) > 2 or not all(_HUB_NAME.fullmatch(part) for part in parts):
         raise CheckpointError("no such folder", path=path)

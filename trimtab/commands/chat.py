@@ -24,7 +24,7 @@ from trimtab.commands.flags import (
 )
 from trimtab.commands.opening import opened, say_fallbacks
 from trimtab.commands.pull import add_pull, pull_if_asked
-from trimtab.commands.saying import Command
+from trimtab.commands.saying import Command, print_text
 from trimtab.commands.weights import chosen
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.plan import Plan
@@ -65,7 +65,7 @@ def run_chat(options: argparse.Namespace) -> int:
     pull_if_asked(options)
     plan, adapter = _plan(options, decode)
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not options.json
-    with opened(plan, decode) as model:
+    with opened(plan, decode, stop_at_turn_end=options.stop_at_turn_end, is_told=not options.json) as model:
         say_fallbacks(model)
         conversation = model.chat(system=system, adapter=adapter, when_full="drop", **answering)
         session = Session(conversation, model, as_json=options.json, is_terminal=is_terminal)
@@ -95,5 +95,5 @@ def _plan(options: argparse.Namespace, decode: str) -> tuple[Plan, Any]:
         is_large = isinstance(exc, DoesNotFitError)
         why = "the host budget has no room for a prefix cache" if is_large else f"the default prefix cache {exc.reason}"
     plan = plan_request(replace(source, prefix_cache_bytes=0))
-    print(f"{why}: every turn computes the whole prompt again", file=sys.stderr)
+    print_text(f"{why}: every turn computes the whole prompt again", file=sys.stderr)
     return plan, adapter

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from trimtab.commands.saying import print_text
 from trimtab.errors import RequestError
 from trimtab.machine.own_folder import own_folder
 
@@ -85,7 +86,9 @@ def terminal_reader(
         from prompt_toolkit.history import FileHistory, InMemoryHistory
         from prompt_toolkit.key_binding import KeyBindings
     except ImportError as exc:
-        print(f"prompt_toolkit cannot be imported ({exc}): no editing, history or completion here", file=sys.stderr)
+        print_text(
+            f"prompt_toolkit cannot be imported ({exc}): no editing, history or completion here", file=sys.stderr
+        )
         return _plain_terminal
 
     keys = KeyBindings()

@@ -15,11 +15,12 @@ from trimtab.columns import aligned
 from trimtab.commands import chat_file
 from trimtab.commands.chat_input import Reader
 from trimtab.commands.opening import end_text
-from trimtab.commands.saying import has_color
+from trimtab.commands.saying import has_color, print_text
 from trimtab.commands.weights import BASE, mix_text
 from trimtab.commands.wording import as_typed
 from trimtab.commands.words_apart import Style, marked
 from trimtab.errors import RequestError, TrimtabError, gib
+from trimtab.printable import printable
 
 if TYPE_CHECKING:
     from trimtab.runtime.conversation import Conversation
@@ -128,14 +129,14 @@ class Session:
     def _refuse(self, exc: TrimtabError) -> None:
         if not self.is_terminal:
             raise exc
-        print(f"trimtab: {as_typed(str(exc))}", file=sys.stderr, flush=True)
+        print_text(f"trimtab: {as_typed(str(exc))}", file=sys.stderr, flush=True)
 
     def _say(self, text: str, **fields: Any) -> None:
         """Print a message that is not an answer: on stderr, so that stdout has answers only, or as one JSON line."""
         if self.as_json:
             print(json.dumps({"note": text, **fields}), flush=True)
         else:
-            print(text, file=sys.stderr, flush=True)
+            print_text(text, file=sys.stderr, flush=True)
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
@@ -231,7 +232,7 @@ class Session:
         texts = []
         for name in names:
             if not self.as_json:
-                print(self.style.bold(f"--- {mix_text(name)}"), flush=True)
+                print(self.style.bold(printable(f"--- {mix_text(name)}")), flush=True)
             texts.append(self._show(self.chat.beside(question, adapter=name), name))
         self._say(marked(*texts, names=(mix_text(names[0]), mix_text(names[1])), style=self.style))
 

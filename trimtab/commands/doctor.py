@@ -23,7 +23,7 @@ from trimtab.commands.flags import (
     read_device_map,
     read_json_object,
 )
-from trimtab.commands.saying import Command, print_json, saying
+from trimtab.commands.saying import Command, print_json, print_text, saying
 from trimtab.commands.traces import check_model, run_lanes, run_report, run_trace
 from trimtab.errors import RequestError
 from trimtab.packages import STOCK, install_command, missing
@@ -109,7 +109,7 @@ def run_doctor(options: argparse.Namespace) -> int:
         print_json({name: _json(value) for name, value in report.items() if value not in (None, ())})
     else:
         for text in _texts(report):
-            print(text, end="\n\n")
+            print_text(text, end="\n\n")
     return STOPPED if stopped else 0
 
 
@@ -220,7 +220,7 @@ def _probes(options: argparse.Namespace) -> Any:
     absent = missing(STOCK) if options.python is None else ()
     if absent:
         is_one = len(absent) == 1
-        print(
+        print_text(
             f"{' and '.join(absent)} {'is' if is_one else 'are'} not installed here: probes that need "
             f"{'it' if is_one else 'them'} will say unknown ({install_command(absent)})", file=sys.stderr,
         )  # fmt: skip

@@ -144,6 +144,10 @@ def add_sampling(command: argparse.ArgumentParser, *, longest: str = "256, or wh
     group.add_argument("--repetition-penalty", type=float, metavar="R", help="values above 1 reduce repetition")
     group.add_argument("--seed", type=int, metavar="N", help="seed of the sampler")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text; repeatable")
+    group.add_argument(
+        "--stop-at-turn-end", action="store_true",
+        help="end the answer where the chat template ends a turn, also if the checkpoint's end tokens lack that token",
+    )  # fmt: skip
 
 
 def add_decode(command: argparse.ArgumentParser, *, eager: bool = True) -> None:

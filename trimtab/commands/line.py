@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import trimtab
@@ -40,7 +40,7 @@ from trimtab.commands.flags import (
 from trimtab.commands.many import run_many
 from trimtab.commands.opening import end_text, opened, say_fallbacks
 from trimtab.commands.pull import add_pull, pull_if_asked
-from trimtab.commands.saying import Command, print_json
+from trimtab.commands.saying import Command, print_json, print_text
 from trimtab.commands.weights import chosen
 from trimtab.commands.wording import in_flags
 from trimtab.commands.words_apart import Style
@@ -155,7 +155,7 @@ def run_plan(options: argparse.Namespace) -> int:
                 exc.options = tuple(asdict(one) for one in helpful)
             else:
                 card = None if request.card is None else find_card(request.card)
-                print(options_text(helpful, card=card), end="\n\n")
+                print_text(options_text(helpful, card=card), end="\n\n")
         raise
     helpful = changes(plan.gpu_budget_bytes) if options.options else []
     if options.save:
@@ -167,14 +167,14 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.json:
         print_json(plan.to_json() | ({"options": [asdict(one) for one in helpful]} if options.options else {}))
         return 0
-    print(plan if options.wide else _narrow(plan))
+    print_text(plan if options.wide else _narrow(plan))
     if helpful:
-        print(f"\n{options_text(helpful, card=plan.card)}")
+        print_text(f"\n{options_text(helpful, card=plan.card)}")
     if plan.execution_device == "cpu" and request.device == "auto" and request.gpu_memory_bytes is not None:
-        print(f"this plan is for the CPU. {in_flags(NO_GPU, None, {'card': '--card'})}", file=sys.stderr)
+        print_text(f"this plan is for the CPU. {in_flags(NO_GPU, None, {'card': '--card'})}", file=sys.stderr)
     for path in (options.save, options.picture):
         if path:
-            print(f"written: {path}", file=sys.stderr)
+            print_text(f"written: {path}", file=sys.stderr)
     return 0
 
 
@@ -204,7 +204,7 @@ def _as_flags(change: str) -> str:
 def run_inspect(options: argparse.Namespace) -> int:
     if options.patched is not None and options.model is None:
         raise RequestError("has no effect without --model", field="--patched", value=options.patched)
-    if not Path(options.adapter).exists():
+    if not os.path.exists(options.adapter):  # pathlib's raises for a folder that cannot be entered
         options.adapter = next(iter(parse_unweighted([options.adapter], field="ADAPTER").values()))
     report = trimtab.inspect(options.adapter, model=options.model)
     if options.patched is not None:
@@ -213,13 +213,13 @@ def run_inspect(options: argparse.Namespace) -> int:
         print_json(report)
     elif options.patched is not None:
         written = report["patched"]
-        print(
+        print_text(
             f"written: {written['written']}, {written['modules']} modules by\n  {written['target_modules']}\n"
             f"weights {'linked' if written['linked'] else 'copied'}, {written['renamed']} keys renamed; it does the same as "
             f"{options.adapter}"
         )
     else:
-        print(show.adapter_text(report))
+        print_text(show.adapter_text(report))
     return SPOILED if report["not_finite"] else 0
 
 
@@ -248,7 +248,7 @@ def run_run(options: argparse.Namespace) -> int:
         "image": options.image or None, "audio": options.audio or None, "system": system_of(options),
     }  # fmt: skip
     plan, question["adapter"] = _plan_to_run(options, decode)
-    with opened(plan, decode) as model:
+    with opened(plan, decode, stop_at_turn_end=options.stop_at_turn_end, is_told=not options.json) as model:
         if options.json:
             answer = model.answer(prompt, **question, **answering)
             shares = [one.to_json() for one in model.memory_shares()]
@@ -258,10 +258,10 @@ def run_run(options: argparse.Namespace) -> int:
         answer = _stream(model, prompt, {**question, **answering})
         note = end_text(answer, plan.request.context_tokens, has_stop_texts=bool(options.stop))
         if note and (options.max_new_tokens is None or not answer.text.strip()):  # a limit that was set needs no note
-            print(note, file=sys.stderr)
+            print_text(note, file=sys.stderr)
         say_fallbacks(model)
         if options.memory:
-            print(shares_text(model.memory_shares()), file=sys.stderr)
+            print_text(shares_text(model.memory_shares()), file=sys.stderr)
         return 0
 
 
@@ -315,7 +315,7 @@ def run_demo(options: argparse.Namespace) -> int:
     from trimtab.demo import line
 
     options.model = str(line.FOLDER / "base")
-    say: Callable[[str], None] = (lambda text: None) if options.json else (lambda text: print(text, flush=True))
+    say: Callable[[str], None] = (lambda text: None) if options.json else (lambda text: print_text(text, flush=True))
     report = line.run(say, load_request(options))
     if options.json:
         print_json(report)

@@ -18,7 +18,7 @@ from trimtab.checkpoint.adapter import describe, match_adapter, read_adapter
 from trimtab.checkpoint.folder import CONFIG, hub_cache, read_checkpoint
 from trimtab.columns import aligned
 from trimtab.commands.flags import add_budgets, add_device, add_dtype, load_request
-from trimtab.commands.saying import Command, print_json
+from trimtab.commands.saying import Command, print_json, print_text
 from trimtab.errors import AdapterError, RequestError, TrimtabError, gib
 from trimtab.request import DECODE_MODES, HEAD_CHOICES, KV_FORMS, QUANTS, SHORT_DTYPES, LoadRequest
 
@@ -86,7 +86,7 @@ def run_models(options: argparse.Namespace) -> int:
     if not models:
         packed = sorted(file.name for file in folder.glob("*.gguf"))
         note = f"; it has GGUF files ({packed[0]}), and trimtab reads safetensors" if packed else ""
-        print(f"no models in {folder}{note}", file=sys.stderr)
+        print_text(f"no models in {folder}{note}", file=sys.stderr)
     rows = [("model", "class", "size", "format", "fits"), *(_model_row(one) for one in models)]
     _print_table(rows if models else [])
     return 0
@@ -162,7 +162,7 @@ def run_adapters(options: argparse.Namespace) -> int:
     if not adapters:
         packed = sorted(file.name for file in folder.rglob("*.gguf"))
         note = f"; it has GGUF files ({packed[0]}), and trimtab reads PEFT's folders" if packed else ""
-        print(f"no adapters below {folder}{note}", file=sys.stderr)
+        print_text(f"no adapters below {folder}{note}", file=sys.stderr)
         return 0
     heads = ("adapter", "made for", "rank", "size", *options.model)
     _print_table([heads, *(_adapter_row(one, options.model) for one in adapters)])
@@ -226,7 +226,7 @@ def _below(folder: Path, name: str) -> list[Path]:
     for count, (at, folders, files) in enumerate(os.walk(folder)):
         path = Path(at)
         if count >= MOST_FOLDERS:
-            print(f"stopped after {MOST_FOLDERS} folders", file=sys.stderr)
+            print_text(f"stopped after {MOST_FOLDERS} folders", file=sys.stderr)
             break
         folders[:] = sorted(one for one in folders if not one.startswith("."))
         if name in files:
@@ -238,7 +238,7 @@ def _below(folder: Path, name: str) -> list[Path]:
 
 def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
     for line in aligned(rows):
-        print(line)
+        print_text(line)
 
 
 # Completion -----------------------------------------------------------------------------------------------------------
@@ -261,5 +261,5 @@ def run_completion(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"shell": options.shell, "script": script})
     else:
-        print(script)
+        print_text(script)
     return 0

@@ -20,9 +20,9 @@ from trimtab.commands.flags import (
 )
 from trimtab.commands.opening import opened, say_fallbacks
 from trimtab.commands.prompts_file import AnswersFile, PromptLine, read_prompts
-from trimtab.commands.saying import print_json
+from trimtab.commands.saying import print_json, print_text
 from trimtab.commands.weights import chosen
-from trimtab.errors import RequestError
+from trimtab.errors import RequestError, TrimtabError
 from trimtab.plan import Plan
 
 ROWS = 4
@@ -50,7 +50,7 @@ def run_many(options: argparse.Namespace) -> int:
     source = plan_or_request(options, **counted, head="auto", dtype="auto", decode=decode)
     plan = source if isinstance(source, Plan) else plan_request(source)
     defaults = {"system": system, "adapter": chosen(options, plan, base_of_several=not has_unnamed), **answering}
-    answers = AnswersFile(options.out, _header(plan, defaults, decode))
+    answers = AnswersFile(options.out, _header(plan, defaults, decode, options.stop_at_turn_end))
     with closing(answers):
         answers.open()
         left = [
@@ -61,7 +61,12 @@ def run_many(options: argparse.Namespace) -> int:
         waiting = len(left)
         summary = {"prompts": lines, "answered_before": lines - waiting, "answered": 0, "errors": 0, "out": options.out}
         if any(left):
-            _answer(options, plan, decode, defaults, answers, waiting, summary)
+            try:
+                _answer(options, plan, decode, defaults, answers, waiting, summary)
+            except TrimtabError:
+                if summary["answered"] and not options.json:  # these stand, and the next run goes on behind them
+                    print_text(_text(summary), file=sys.stderr)
+                raise
         elif left:  # errors alone need no model
             for line in read_prompts(options.prompts):
                 if isinstance(line.request, RequestError):
@@ -69,11 +74,11 @@ def run_many(options: argparse.Namespace) -> int:
     if options.json:
         print_json(summary)
     else:
-        print(_text(summary), file=sys.stderr)
+        print_text(_text(summary), file=sys.stderr)
     return 2 if summary["errors"] else 0
 
 
-def _header(plan: Plan, defaults: Mapping[str, Any], decode: str) -> dict[str, Any]:
+def _header(plan: Plan, defaults: Mapping[str, Any], decode: str, stop_at_turn_end: bool) -> dict[str, Any]:
     """Return what decides the answers. Budgets, rows and places are left out: they change no answer but by rounding."""
     request = plan.request
     return {
@@ -81,6 +86,7 @@ def _header(plan: Plan, defaults: Mapping[str, Any], decode: str) -> dict[str, A
         "adapters": dict(request.adapters),
         "adapter_files": {name: [list(one) for one in stamps] for name, stamps in plan.adapter_stamps.items()},
         "quant": request.quant, "dtype": request.dtype, "head": plan.execution.head, "decode": decode,
+        **({"stop_at_turn_end": True} if stop_at_turn_end else {}),
         "context": request.context_tokens, "options": dict(defaults), **({} if request.kv == "full" else {"kv": request.kv}),
     }  # fmt: skip
 
@@ -112,7 +118,10 @@ def _answer(
             lines.append(line)
             yield {**question, **line.request}
 
-    with opened(plan, decode) as model, show.loading_bar(sys.stderr, "answering", is_bytes=False) as bar:
+    with (
+        opened(plan, decode, stop_at_turn_end=options.stop_at_turn_end, is_told=not options.json) as model,
+        show.loading_bar(sys.stderr, "answering", is_bytes=False) as bar,
+    ):
         results = model.batch_as_finished(requests(), rows=plan.request.batch, errors="return", **sampling)
         with closing(results) as answer:  # type: ignore[type-var]
             for index, result in answer:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import trimtab
-from trimtab import show
+from trimtab import interrupts, show
 from trimtab.commands import remote
 from trimtab.commands.flags import (
     adapter_to_use,
@@ -20,8 +20,9 @@ from trimtab.commands.flags import (
     load_request,
     plan_or_request,
 )
-from trimtab.commands.saying import Command, give_report, print_json, saying
-from trimtab.errors import RequestError
+from trimtab.commands.saying import Command, give_report, print_json, print_text, saying
+from trimtab.errors import RequestError, TrimtabError
+from trimtab.exit_codes import UNFINISHED
 from trimtab.plan import Plan
 from trimtab.request import LoadRequest
 
@@ -85,16 +86,27 @@ def run_merge(options: argparse.Namespace) -> int:
     compared = _to_compare(options, request) if options.check else None
     with show.loading_bar(sys.stderr, "writing") as progress:
         report = merge_request(request, progress=progress)
-    parity = None
+    if not options.json:
+        print_text(merge_text(report), flush=True)  # the files are written, whatever happens to the comparison
+    parity, problem = None, None
     if compared is not None:
         adapter = request.adapters[0].name
-        parity = trimtab.verify(compared, adapter=adapter, against=options.out, say=saying(options))
+        try:
+            parity = trimtab.verify(compared, adapter=adapter, against=options.out, say=saying(options))
+        except TrimtabError as exc:
+            if interrupts.was_raised():
+                raise
+            problem = exc
     if options.json:
-        print_json(replace(report, parity=parity).to_json())
-    else:
-        print(merge_text(report))
-        if parity is not None:
-            print(f"\n{parity}")
+        print_json(
+            replace(report, parity=parity).to_json() | ({} if problem is None else {"not_compared": problem.to_dict()})
+        )
+    elif parity is not None:
+        print_text(f"\n{parity}")
+    if problem is not None:
+        if not options.json:
+            print_text(f"\nthe answers could not be compared: {problem}", file=sys.stderr)
+        return UNFINISHED
     return 0 if parity is None or parity.ok else DIFFERS
 
 
@@ -128,6 +140,8 @@ def run_verify(options: argparse.Namespace) -> int:
         return on_server.exit_code
     report = _compare(source, options)
     give_report(report, options)
+    if report.ok and report.unfinished:
+        return UNFINISHED
     return 0 if report.ok else DIFFERS
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import trimtab
 from trimtab import show
 from trimtab.checkpoint.folder import find_folder
+from trimtab.commands.saying import print_text
 
 if TYPE_CHECKING:
     from trimtab.runtime.generate import Answer
@@ -19,8 +20,12 @@ STOPPED_AT_ONCE = "the answer is empty: it ended immediately, by a stop text or 
 
 
 @contextmanager
-def opened(plan: trimtab.Plan, decode: str) -> Iterator[trimtab.LoadedModel]:
-    """Yield the model of a plan, loaded. decode: "auto" is the plan's own way. Errors: as `trimtab.load`, CheckpointError."""
+def opened(
+    plan: trimtab.Plan, decode: str, *, stop_at_turn_end: bool = False, is_told: bool = True
+) -> Iterator[trimtab.LoadedModel]:
+    """Yield the model of a plan, loaded. decode: "auto" is the plan's own way. stop_at_turn_end: as of `trimtab.load`. is_told:
+    whether a missing end token is said on stderr. Errors: as `trimtab.load`, CheckpointError."""
+    from trimtab.runtime import turn_end
     from trimtab.runtime.hf_processor import load_processor
 
     # A folder without a tokenizer is found before minutes are spent on its weights.
@@ -28,6 +33,13 @@ def opened(plan: trimtab.Plan, decode: str) -> Iterator[trimtab.LoadedModel]:
     with show.loading_bar(sys.stderr) as progress:
         model = trimtab.load(plan, progress=progress, decode=None if decode == "auto" else decode)
     model.processor = processor
+    if stop_at_turn_end:
+        turn_end.stop_at_turn_end(model)
+    elif is_told and (missing := turn_end.missing_turn_end(model)) is not None:
+        print_text(
+            f"the chat template ends turns with {missing.text}, which is not among the checkpoint's end tokens: answers may run to "
+            "the token limit. --stop-at-turn-end ends them there", file=sys.stderr,
+        )  # fmt: skip
     with model, show.bar_when_needed(sys.stderr, "measuring kernels on this GPU (once)") as model.measuring:
         yield model
 
@@ -35,7 +47,7 @@ def opened(plan: trimtab.Plan, decode: str) -> Iterator[trimtab.LoadedModel]:
 def say_fallbacks(model: trimtab.LoadedModel) -> None:
     """Say on stderr what runs slower than it could."""
     for one in model.fallbacks:
-        print(f"slower than it could be: {one.what}: {one.why}", file=sys.stderr)
+        print_text(f"slower than it could be: {one.what}: {one.why}", file=sys.stderr)
 
 
 def end_text(answer: Answer, context_tokens: int, *, has_stop_texts: bool) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from trimtab.checkpoint.folder import find_folder
 from trimtab.commands.flags import group_of
-from trimtab.commands.saying import Command, print_json
+from trimtab.commands.saying import Command, print_json, print_text
 from trimtab.errors import CheckpointError, RequestError, gib
 
 
@@ -27,7 +27,9 @@ def run_pull(options: argparse.Namespace) -> int:
     if options.json:
         print_json(asdict(pulled))
         return 0
-    print(f"{pulled.folder}\n{gib(pulled.bytes)} in {len(pulled.files)} files, {gib(pulled.fetched_bytes)} fetched now")
+    print_text(
+        f"{pulled.folder}\n{gib(pulled.bytes)} in {len(pulled.files)} files, {gib(pulled.fetched_bytes)} fetched now"
+    )
     return 0
 
 
@@ -37,7 +39,7 @@ def pull(model: str, *, revision: str | None, as_json: bool) -> Any:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when huggingface_hub is imported
     from trimtab import download
 
-    say = None if as_json else lambda text: print(text, file=sys.stderr, flush=True)
+    say = None if as_json else lambda text: print_text(text, file=sys.stderr, flush=True)
     return download.pull(model, revision=revision, say=say)
 
 

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol, TextIO
 
+from trimtab.printable import printable
+
 
 class Command(Protocol):
     """Adds a command: its name, what runs it, one line of help; gives back its parser."""
@@ -22,7 +24,12 @@ def saying(options: argparse.Namespace) -> Callable[[str], None] | None:
     """Return a function that reports the progress of long work on stderr; None if no user is watching."""
     if options.json or not sys.stderr.isatty():
         return None
-    return lambda text: print(text, file=sys.stderr, flush=True)
+    return lambda text: print_text(text, file=sys.stderr, flush=True)
+
+
+def print_text(text: object = "", *, file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:
+    """Print text for people, with control characters of files and names escaped."""
+    print(printable(str(text)), file=file, end=end, flush=flush)
 
 
 def print_json(value: Any) -> None:
@@ -48,10 +55,10 @@ def give_report(report: Report, options: argparse.Namespace, *, draw: Callable[[
     if options.json:
         print_json(report.to_json())
         return
-    print(report)
+    print_text(report)
     for path in (options.save, picture):
         if path:
-            print(f"written: {path}", file=sys.stderr)
+            print_text(f"written: {path}", file=sys.stderr)
 
 
 COLORS = ("auto", "always", "never")

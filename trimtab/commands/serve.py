@@ -27,7 +27,7 @@ from trimtab.commands.flags import (
     read_text,
 )
 from trimtab.commands.pull import add_pull, pull_if_asked
-from trimtab.commands.saying import Command, use_color
+from trimtab.commands.saying import Command, print_text, use_color
 from trimtab.errors import RequestError
 from trimtab.files import write_text
 from trimtab.serve.scale import ADMIN_KEY_VARIABLE, KEY_VARIABLE
@@ -177,7 +177,7 @@ def run_serve(options: argparse.Namespace) -> int:
         if options.log_format == "json" and not options.json:  # every line of such a log is an object
             logging.getLogger("trimtab.serve").info(text)
         else:
-            print(json.dumps({"say": text}) if options.json else text, file=sys.stderr, flush=True)
+            print_text(json.dumps({"say": text}) if options.json else text, file=sys.stderr, flush=True)
 
     command_line, options = options, configured(options)
     if options.color != command_line.color:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from trimtab.commands.saying import print_json
+from trimtab.commands.saying import print_json, print_text
 from trimtab.errors import RequestError
 
 # Everything else that the command takes is about this machine and a model's files.
@@ -33,5 +33,5 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(report.to_json())
     else:
-        print(report)
+        print_text(report)
     return 0

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from trimtab.commands.flags import read_device_map
-from trimtab.commands.saying import print_json
+from trimtab.commands.saying import print_json, print_text
 from trimtab.errors import RequestError
 from trimtab.files import write_whole
 
@@ -42,7 +42,7 @@ def run_trace(options: argparse.Namespace) -> int:
     if options.json:
         print_json(answers.to_json())
     else:
-        print(diagnosis_text(answers))
+        print_text(diagnosis_text(answers))
     return 0
 
 
@@ -56,7 +56,7 @@ def run_report(options: argparse.Namespace) -> int:
     text = report_block(
         read_environment(options.python), model=options.model, adapter=options.adapter, device_map=device_map
     )
-    print_json({"report": text}) if options.json else print(text, end="")
+    print_json({"report": text}) if options.json else print_text(text, end="")
     return 0
 
 
@@ -74,7 +74,7 @@ def run_lanes(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"file": str(file) if text is not None else None, "reason": reason or None, "markdown": text})
     else:
-        print(f"written: {file}" if text is not None else f"no draft: {reason}")
+        print_text(f"written: {file}" if text is not None else f"no draft: {reason}")
     return 0
 
 

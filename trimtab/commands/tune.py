@@ -7,7 +7,7 @@ import sys
 
 from trimtab import show
 from trimtab.commands.flags import add_placement, check_folder_of, plan_or_request
-from trimtab.commands.saying import Command, print_json
+from trimtab.commands.saying import Command, print_json, print_text
 from trimtab.errors import RequestError
 from trimtab.plan import Plan
 
@@ -53,7 +53,7 @@ def run_tune(options: argparse.Namespace) -> int:
     if options.json:
         print_json(report.to_json())
         return 0
-    print(report)
+    print_text(report)
     if options.export:
-        print(f"written: {options.export}", file=sys.stderr)
+        print_text(f"written: {options.export}", file=sys.stderr)
     return 0

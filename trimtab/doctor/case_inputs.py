@@ -28,7 +28,7 @@ def make_inputs(folder: Path) -> tuple[Inputs, str]:
     modes += ["audio"] if getattr(config, "audio_config", None) is not None else []
     processor = _processor(folder)
     if processor is not None:
-        inputs = {mode: _asked(processor, mode) for mode in modes}
+        inputs = {mode: _asked(processor, mode, folder) for mode in modes}
         return {mode: _half(tensors) for mode, tensors in inputs.items()}, "processor"
     by_mode = {mode: _drawn(config, mode) for mode in modes}
     return {mode: _half(tensors) for mode, tensors in by_mode.items() if tensors is not None}, "drawn"
@@ -82,16 +82,16 @@ def _processor(folder: Path) -> Any:
     return hf_processor.load_processor(folder)
 
 
-def _asked(processor: Any, mode: str) -> dict[str, Any]:
+def _asked(processor: Any, mode: str, folder: Path) -> dict[str, Any]:
     lines = (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     row = next(line for line in map(json.loads, lines) if line["kind"] == mode)
     if not hasattr(processor, "tokenizer"):
         return dict(processor(row["prompt"], return_tensors="pt"))
     text = {"type": "text", "text": row["prompt"]}
     parts = {"text": [text], "image": [{"type": "image"}, text], "audio": [text, {"type": "audio"}]}[mode]
-    prompt = processor.apply_chat_template(
-        [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
-    )
+    from trimtab.runtime.hf_templates import render
+
+    prompt = render(processor, [{"role": "user", "content": parts}], folder, add_generation_prompt=True)
     media: dict[str, Any] = {}
     if mode == "image":
         from PIL import Image

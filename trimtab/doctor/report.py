@@ -16,6 +16,7 @@ from trimtab.doctor.draft_evidence import PACKAGES
 from trimtab.doctor.report_memory import memory_pictures
 from trimtab.errors import RequestError, gib
 from trimtab.files import write_text
+from trimtab.printable import printable
 from trimtab.redact import clean_all
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
@@ -97,7 +98,11 @@ def report_html(
 
     cleaned = [clean_all(record) for record in records]
     template = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,
     ).from_string(TEMPLATE.read_text(encoding="utf-8"))
     values = clean_all(_json(environment) or {})
     return template.render(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
-from html import escape
 from typing import TYPE_CHECKING
 
+from trimtab.printable import printable
 from trimtab.proof import lane_words, plots, words
 
 if TYPE_CHECKING:
@@ -31,6 +32,11 @@ svg .line { fill: none; stroke: var(--line); } svg .dot { fill: var(--line); } s
 svg .floor { stroke: var(--noise); stroke-dasharray: 5 4; } svg .mark { stroke: var(--soft); stroke-dasharray: 2 3; }
 """
 CLASSES = {"same": "same", "same within noise": "noise", "cannot tell": "noise", "differs": "differs"}
+
+
+def escape(text: str) -> str:
+    """Return text for HTML, with control characters of names escaped."""
+    return html.escape(printable(text))
 
 
 def report_html(report: ParityReport) -> str:

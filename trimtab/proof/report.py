@@ -70,6 +70,7 @@ class ParityReport:
     layers: relative difference of the hidden states after each layer, the largest of all prompts. survival: what of the
     adapter's change is in a merged folder, module by module; weights: the test of these weights, which is sharper than any
     answer. changes: whether both routes loaded the same adapters, as sharp. findings: what a reader must know besides.
+    unfinished: why a later step, such as the lanes, could not be done.
     """
 
     model: str
@@ -86,6 +87,7 @@ class ParityReport:
     weights: MergedWeights | None = None
     changes: LoadedChanges | None = None
     lanes: LaneReport | None = None
+    unfinished: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property

@@ -16,7 +16,7 @@ from trimtab.adapter_names import Adapters, paths_of
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.checkpoint.packed import split_packed
 from trimtab.checkpoint.vocabulary import check_vocabulary
-from trimtab.errors import RequestError
+from trimtab.errors import RequestError, TrimtabError
 from trimtab.packages import STOCK, check_installed, stack_versions
 from trimtab.plan import Plan
 from trimtab.process import check_python
@@ -81,12 +81,18 @@ def verify(
         asked.check_modalities(given, checkpoint.config)
         plan = plan_or_model if isinstance(plan_or_model, Plan) else None
         case = case_of(plan, request, checkpoint, against, adapter, given, python)
+        if lanes and case.adapter is None:
+            raise RequestError("the merge lanes need an adapter", field="adapter", hint="Give one with adapters=")
         check_adapters(checkpoint, request.adapters)
         speak(f"{len(given)} prompts; {case.reference.label} and {case.subject.label}")
         rows = prepare(checkpoint.folder, request.dtype, given, work, isolated=isolated)
         report = _compare(case, given, rows, work, new_tokens=new_tokens, isolated=isolated, speak=speak)
         if lanes:
-            report = _with_lanes(report, case, request, given, rows, work, new_tokens, python, isolated, speak)
+            try:
+                report = _with_lanes(report, case, request, given, rows, work, new_tokens, python, isolated, speak)
+            except TrimtabError as exc:  # the comparison is done, and stands
+                why = f"the merge lanes could not be run: {exc}"
+                report = replace(report, unfinished=why, findings=(*report.findings, why))
     return report
 
 
@@ -320,8 +326,7 @@ def _with_lanes(
 ) -> ParityReport:  # fmt: skip
     from trimtab.proof.lane_runs import run_lanes
 
-    if case.adapter is None:
-        raise RequestError("the merge lanes need an adapter", field="adapter", hint="Give one with adapters=")
+    assert case.adapter is not None
     lanes = run_lanes(
         request.model, Path(case.adapters[case.adapter]), rows, work / "lanes", device=request.device,
         dtype=request.dtype, new_tokens=new_tokens, python=str(python) if python is not None else None,

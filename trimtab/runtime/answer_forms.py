@@ -20,7 +20,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import Environment, TemplateError, meta
+from jinja2 import TemplateError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from trimtab.runtime.template_budget import metered
+from trimtab.runtime.template_costs import MAX_TEMPLATE_CHARS, SpentError
 
 GEMMA_QUOTE = '<|"|>'
 PYTHON_TAG = "<|python_tag|>"
@@ -62,7 +66,10 @@ def form_of(template: Any, *, with_tools: bool = False) -> AnswerForm:
     selects the template for tools, if there are several."""
     if isinstance(template, Mapping):
         template = template.get("tool_use" if with_tools and "tool_use" in template else "default")
-    return _form_of(template) if isinstance(template, str) else AnswerForm()
+    is_read = (
+        isinstance(template, str) and len(template) <= MAX_TEMPLATE_CHARS
+    )  # a larger one is an error where it is rendered
+    return _form_of(template) if is_read else AnswerForm()
 
 
 @lru_cache(maxsize=64)
@@ -75,10 +82,14 @@ def _form_of(template: str) -> AnswerForm:
 
 
 def _names_read(template: str) -> frozenset[str]:
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     # transformers' own tag, which says what of a conversation is the model's.
     plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
     try:
-        return frozenset(meta.find_undeclared_variables(environment.parse(plain)))
-    except TemplateError:  # a tag of another program: its words are all that is known
+        return frozenset(meta.find_undeclared_variables(_environment().parse(plain)))
+    except (TemplateError, SpentError, RecursionError, ValueError):  # not jinja2's: its words are all that is known
         return frozenset(re.findall(r"[A-Za-z_]\w*", template))
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Any:
+    return metered(ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]))

@@ -21,10 +21,13 @@ from trimtab.runtime.content_parts import empty_place, own_form
 from trimtab.runtime.control_tokens import ControlTokens, PromptText
 from trimtab.runtime.hf_processor import TOKENIZER_HINT
 from trimtab.runtime.hf_slots import media_ids, placeholder_ids
+from trimtab.runtime.hf_templates import REFUSALS
+from trimtab.runtime.hf_templates import render as render_template
 from trimtab.runtime.marks import marks_of, opening_of, picture_digest, sound_digest, turns_of
 from trimtab.runtime.media import SAMPLE_RATE, LowDetail, read_audio, read_image
 from trimtab.runtime.media_check import check_frames, check_pictures, check_sound_lengths, check_taken
 from trimtab.runtime.prefix_store import Mark
+from trimtab.runtime.template_costs import MAX_TEMPLATE_CHARS
 
 ROLES = ("system", "user", "assistant", "developer", "tool")
 PART_TYPES = ("text", "image", "audio")
@@ -223,7 +226,7 @@ def answer_form(processor: Any, *, with_tools: bool = False) -> AnswerForm:
 def control_tokens(processor: Any) -> ControlTokens:
     """Return which tokens of a checkpoint no text may become."""
     tokenizer = getattr(processor, "tokenizer", processor)
-    return ControlTokens(tokenizer, processor, str(_template(processor, tokenizer)))
+    return ControlTokens(tokenizer, processor, str(_template(processor, tokenizer))[:MAX_TEMPLATE_CHARS])
 
 
 def _template(processor: Any, tokenizer: Any) -> Any:
@@ -297,8 +300,6 @@ def _rendered(
     model: Any, owner: Any, messages: list[dict[str, Any]], template_kwargs: Mapping[str, Any] | None,
     tools: Sequence[Mapping[str, Any]], continue_final_message: bool,
 ) -> PromptText:  # fmt: skip
-    import jinja2
-
     if tools and "tools" not in form_of(owner.chat_template, with_tools=True).reads:
         raise RequestError("not supported: tools (the checkpoint's chat template has no tools)", field="tools")
 
@@ -307,10 +308,11 @@ def _rendered(
         if changed_tools:
             options["tools"] = list(changed_tools)
         if not continue_final_message:
-            return str(owner.apply_chat_template(changed, tokenize=False, add_generation_prompt=True, **options))
+            return render_template(owner, changed, folder, add_generation_prompt=True, **options)
         marked, text = _with_end(changed)
-        return _up_to_end(str(owner.apply_chat_template(marked, tokenize=False, **options)), text)
+        return _up_to_end(render_template(owner, marked, folder, **options), text)
 
+    folder = model.processor_folder
     if "[TOOL_CALLS]" in str(owner.chat_template):
         messages = _with_short_ids(messages)
     problem: Exception | None = None
@@ -323,7 +325,7 @@ def _rendered(
                 raise ValueError("it writes a list of parts where text belongs")
             if any("name" in message for message in form if message["role"] != "tool"):
                 _check_names(render, form, tools)
-        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as exc:
+        except REFUSALS as exc:
             problem = problem or exc
         else:
             return replace(prompt, opening=_opening(model, render, form, tools, prompt.text))
@@ -335,8 +337,6 @@ def _opening(
 ) -> str:  # fmt: skip
     """Return what a rendered prompt begins with in all chats with its tools and first system messages; "" where no prefix cache
     needs it, or there are none."""
-    import jinja2
-
     cache = getattr(model, "prefix_cache", None)
     first = list(takewhile(lambda message: message["role"] in ("system", "developer"), messages))
     if cache is None or not cache.windows or not (first or tools):
@@ -345,7 +345,7 @@ def _opening(
     question = {"role": "user", "content": [{"type": "text", "text": _END}] if is_listed else _END}
     try:
         other = render([*first, question], *([tools] if tools else []))
-    except (jinja2.TemplateError, ValueError, TypeError, KeyError):
+    except (*REFUSALS, CheckpointError):
         return ""  # a template that wants more than one question has no known opening
     opening, mark, _ = other.partition(_END)
     return opening if mark and text.startswith(opening) else ""

@@ -22,6 +22,8 @@ PLACEHOLDERS = (
     "image_token_id", "image_token_index", "audio_token_id", "audio_token_index", "video_token_id", "video_token_index",
     "boi_token_id", "boi_token_index", "eoi_token_id", "eoi_token_index", "vision_start_token_id", "vision_end_token_id",
 )  # fmt: skip
+# The files that hold a tokenizer's words, in one of its forms.
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 TOKENIZER_HINT = "Copy the tokenizer files of this model into the folder (tokenizer.json, tokenizer_config.json)"
 
 
@@ -100,9 +102,11 @@ def check_tokenizer(tokenizer: Any, folder: Path, vocabulary: int | None) -> Non
     known, special = tokenizer.get_vocab(), set(tokenizer.all_special_ids)  # the latter is computed at each access
     words = {token for token, number in known.items() if number not in special}
     if not words:
-        raise CheckpointError(
-            f"its tokenizer knows {len(known)} special tokens and no others", path=folder, hint=TOKENIZER_HINT
+        missing = not any((folder / name).is_file() for name in VOCABULARIES)
+        reason = (
+            "tokenizer.json is missing" if missing else f"its tokenizer knows {len(known)} special tokens and no others"
         )
+        raise CheckpointError(reason, path=folder, hint=TOKENIZER_HINT)
     added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
     largest = max((number for token, number in known.items() if token not in added), default=-1)
     if vocabulary is not None and largest >= vocabulary:

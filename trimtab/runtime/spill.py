@@ -15,12 +15,18 @@ class Spill:
     """The disk tier's file: packed blocks one after the other, in a nameless temporary file that no one else can open.
 
     Nothing stays behind: the file goes with the process, however that ends. Errors: CheckpointError if the file is
-    changed or short, DeviceError if the disk is full.
+    changed or short, DeviceError if the disk is full or the folder cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed by close()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed by close()
+        except OSError as exc:
+            raise DeviceError(
+                f"the spill file in {folder} cannot be made ({exc.strerror or exc})", device="disk",
+                hint="Name a folder that can be written with offload_dir",
+            ) from exc  # fmt: skip
         self.folder, self.nbytes = folder, 0
 
     def append(self, buffer: Tensor) -> int:

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trimtab.errors import RequestError
+from trimtab.printable import printable
 from trimtab.serve.head_lines import value_of
 
 FORMATS = ("text", "json")
@@ -206,7 +207,7 @@ class TextLines(logging.Formatter):
         fields = "".join(f" {name}={_word(value)}" for name, value in _fields(record).items() if value is not None)
         # A message is one line: what it quotes may have line ends that look like lines of ours.
         line = f"{_time(record)} {record.levelname} {_line(_message(record))}{fields}"
-        return f"{line}\n{_traceback(self, record)}" if record.exc_info else line
+        return f"{line}\n{printable(_traceback(self, record))}" if record.exc_info else line
 
 
 class JsonLines(logging.Formatter):

@@ -1,0 +1,89 @@
+"""A finished step is reported, whatever becomes of a later one; and what a signal leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+import trimtab
+from trimtab import demo, interrupts
+from trimtab.cli import main
+from trimtab.errors import AdapterError, UpstreamError
+from trimtab.proof import verify as verifying
+
+BASE, STYLE = str(demo.FOLDER / "base"), str(demo.ADAPTERS["style"])
+NOT_COMPARED = (
+    AdapterError(STYLE, ["its experts cannot be compared"]),
+    UpstreamError("torchvision is not installed", package="transformers", installed="5", fixed_in=None),
+)
+
+
+@pytest.mark.parametrize("problem", NOT_COMPARED, ids=["adapter", "upstream"])
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+def test_a_merge_that_cannot_be_compared_is_reported_with_its_check(tmp_path, monkeypatch, capsys, problem, as_json):
+    def fails(*args, **kwargs):
+        raise problem
+
+    monkeypatch.setattr(trimtab, "verify", fails)
+    out = tmp_path / "out"
+    flags = ["--check", "--device", "cpu", *(["--json"] if as_json else [])]
+    assert main(["merge", BASE, str(out), "--adapter", f"style={STYLE}", *flags]) == 10
+    said = capsys.readouterr()
+    assert (out / "config.json").is_file()
+    if as_json:
+        report = json.loads(said.out)
+        assert report["check"]["passed"] and report["parity"] is None and report["changed"]
+        assert report["not_compared"]["class"] == type(problem).__name__ and not said.err
+    else:
+        assert f"-> {out}\n" in said.out and "tensors changed" in said.out
+        assert said.err.strip().startswith("the answers could not be compared: ") and str(problem) in said.err
+
+
+def test_lanes_that_cannot_be_run_leave_the_comparison(monkeypatch, capsys):
+    def lanes(*args, **kwargs):
+        raise UpstreamError("peft cannot merge it", package="peft", installed="1", fixed_in=None)
+
+    monkeypatch.setattr(verifying, "_with_lanes", lanes)
+    report = trimtab.verify(
+        BASE,
+        adapters={"style": STYLE},
+        against="base",
+        prompts=["Who are you?"],
+        new_tokens=2,
+        lanes=True,
+        isolated=False,
+    )
+    assert report.ok and "peft cannot merge it" in report.unfinished and report.unfinished in report.findings
+    monkeypatch.setattr(trimtab, "verify", lambda *args, **kwargs: report)
+    assert main(["verify", BASE, "--adapter", f"style={STYLE}", "--against", "base", "--lanes"]) == 10
+    assert "peft cannot merge it" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(getattr(signal, "SIGHUP", None), marks=pytest.mark.slow)]
+)
+def test_a_signal_ends_a_command_with_its_processes_and_folders(tmp_path, number):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trimtab", "verify", BASE, "--device", "cpu", "--against", "base", "--adapter", f"style={STYLE}"],
+        env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    parent, children = psutil.Process(process.pid), []
+    until = time.monotonic() + 120
+    while not children and time.monotonic() < until and process.poll() is None:
+        children = parent.children(recursive=True)
+        time.sleep(0.01)
+    assert children, process.communicate()
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == interrupts.ENDING[number] == 128 + number
+    assert err.decode().splitlines()[-1] == "trimtab: stopped" and "Traceback" not in err.decode()
+    assert psutil.wait_procs(children, timeout=1)[1] == []
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("trimtab-")] == []

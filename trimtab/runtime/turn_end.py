@@ -1,0 +1,57 @@
+"""The token that ends a turn in a checkpoint's chat template, and whether the checkpoint's own lists end answers with it.
+
+transformers ends an answer with the ids of generation_config.json, else of config.json. Some published checkpoints lack the token
+that their template writes behind an answer, so every answer runs to the token limit. trimtab does as transformers does, says
+so, and ends there where that is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from trimtab.errors import CheckpointError
+from trimtab.runtime.hf_generate import end_token_ids
+from trimtab.runtime.hf_templates import REFUSALS, render
+
+# A private character that no template changes.
+_ANSWER = "\U0010fffc"
+
+
+class TurnEnd(NamedTuple):
+    """A control token: its id and its text."""
+
+    token_id: int
+    text: str
+
+
+def turn_end(model: Any) -> TurnEnd | None:
+    """Return the control token that the template writes first behind an answer; None without a template or such a token."""
+    processor = model.processor
+    tokenizer = getattr(processor, "tokenizer", processor)
+    owner = processor if getattr(processor, "chat_template", None) else tokenizer
+    if not getattr(owner, "chat_template", None):
+        return None
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER}]
+    parts = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in chat]
+    for form in (parts, chat):
+        try:
+            _, mark, behind = render(owner, form, model.processor_folder).rpartition(_ANSWER)
+        except (*REFUSALS, CheckpointError):
+            continue
+        start, end = next(iter(model.control_tokens.matches(behind)), (0, 0))
+        if mark and end and not behind[:start].strip():
+            return TurnEnd(int(tokenizer.convert_tokens_to_ids(behind[start:end])), behind[start:end])
+    return None
+
+
+def missing_turn_end(model: Any) -> TurnEnd | None:
+    """Return the token that ends a turn, if no list of the checkpoint has it: then answers do not end there."""
+    found = turn_end(model)
+    return found if found is not None and found.token_id not in end_token_ids(model.hf_model) else None
+
+
+def stop_at_turn_end(model: Any) -> None:
+    """Let answers of a loaded model end where its chat template ends a turn, also if the checkpoint's lists do not say so."""
+    missing = missing_turn_end(model)
+    if missing is not None:
+        model.hf_model.generation_config.eos_token_id = [*end_token_ids(model.hf_model), missing.token_id]
