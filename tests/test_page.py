@@ -22,7 +22,6 @@ SCRIPTS = sorted(name for name in page.ASSETS if name.endswith(".js") and name n
 OURS = sorted(name for name in set(page.ASSETS) - VENDORED if not name.endswith("LICENSE.txt"))
 SHEETS = ("page.css", "chat.css")
 MARKDOWN_IT_SHA256 = "d5432491790141da046b1197353705db03264f40b5727f3b4b591f5aba193e30"  # of 15.0.3
-TEMML_SHA256 = "49753197751c1ff7fa2c76c3b8503b6cee03774c7c92ccd71c3c4b7fa5b31fe1"  # of 0.13.5
 # Of what `sha256sum *.js` says of 6.5.5's files.
 MODES_SHA256 = "976076fa1f9110281fd443765b0eeb0e661152d538aa14d03e86df915b4e62b8"
 
@@ -150,8 +149,8 @@ def test_the_page_has_nothing_that_the_policy_would_refuse(index):
 @pytest.mark.parametrize("name", OURS)
 def test_nothing_comes_from_elsewhere(name):
     found = set(re.findall(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]{2,}[^\s\"']*", text_of(name)))
-    # The names of two languages, which nobody asks for.
-    assert found <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1998/Math/MathML"}
+    # The name of a language, which nobody asks for.
+    assert found <= {"http://www.w3.org/2000/svg"}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -176,13 +175,6 @@ def test_the_reader_of_markdown_is_what_its_project_published():
     for name in ("entities", "linkify-it", "mdurl", "punycode.js", "uc.micro"):
         assert f"== {name}@" in licence
     assert licence.count("Permission is hereby granted") >= 4
-
-
-def test_the_reader_of_formulas_is_what_its_project_published():
-    assert hashlib.sha256((page.FOLDER / "temml.js").read_bytes()).hexdigest() == TEMML_SHA256
-    licence = text_of("temml.LICENSE.txt")
-    assert "== temml@0.13.5" in licence and "Khan Academy" in licence and "Ron Kok" in licence
-    assert licence.count("Permission is hereby granted") == 2
 
 
 def test_the_readers_of_languages_are_what_their_project_published():

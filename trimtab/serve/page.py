@@ -21,7 +21,7 @@ from trimtab.serve.settings import Settings
 FOLDER = Path(__file__).with_name("page")
 INDEX = "index.html"
 # Other projects' work, byte for byte as it is published; the licence lies beside it. The modes are CodeMirror's.
-VENDORED = ("markdown-it.js", "temml.js")
+VENDORED = ("markdown-it.js",)
 MODES = tuple(
     f"modes/{name}.js"
     for name in ("clike", "css", "diff", "dockerfile", "go", "javascript", "lua", "powershell", "properties", "python", "r", "ruby",
@@ -34,11 +34,11 @@ ASSETS = {
     "icon.svg": "image/svg+xml",
     **dict.fromkeys(
         ("api.js", "backup.js", "branches.js", "chances.js", "chat.js", "chats.js", "code.js", "differ.js", "dom.js", "foreign.js",
-         "formulas.js", "markdown.js", "media.js", "mixes.js", "options.js", "page.js", "panel.js", "picture.js", "recorder.js",
-         "store.js", "sure.js", "theme.js", "turns.js", "undo.js", *VENDORED, *MODES),
+         "markdown.js", "media.js", "mixes.js", "options.js", "page.js", "panel.js", "picture.js", "recorder.js",
+         "store.js", "sure.js", "tex.js", "theme.js", "turns.js", "undo.js", *VENDORED, *MODES),
         "text/javascript; charset=utf-8",
     ),
-    "markdown-it.LICENSE.txt": "text/plain; charset=utf-8", "temml.LICENSE.txt": "text/plain; charset=utf-8",
+    "markdown-it.LICENSE.txt": "text/plain; charset=utf-8",
     "modes/LICENSE.txt": "text/plain; charset=utf-8",
 }  # fmt: skip
 POLICY = "; ".join((

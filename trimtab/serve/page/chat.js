@@ -101,7 +101,6 @@ export function startChat(model, onKept) {
   byId("beside").addEventListener("click", () => setBeside(byId("beside").getAttribute("aria-pressed") !== "true"));
   takeFiles(form, attachments);
   scroller.addEventListener("scroll", noteEnd);
-  document.addEventListener("formulas", () => toEnd()); // what stood as TeX has another height
   byId("to-end").addEventListener("click", () => {
     toEnd(true);
     question.focus({ preventScroll: true });

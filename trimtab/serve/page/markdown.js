@@ -4,11 +4,11 @@
 import MarkdownIt from "./markdown-it.js";
 import { Painter } from "./code.js";
 import { icon, make } from "./dom.js";
-import { findFormulas, formulaOf } from "./formulas.js";
+import { keepTex, texOf } from "./tex.js";
 
 const reader = new MarkdownIt({ html: false, linkify: true, breaks: true });
 reader.linkify.set({ fuzzyLink: false, fuzzyEmail: false, fuzzyIP: false });
-findFormulas(reader);
+keepTex(reader);
 
 const TAGS = new Set([
   "p", "ul", "ol", "li", "blockquote", "table", "thead", "tbody", "tr", "th", "td", "em", "strong", "s",
@@ -122,7 +122,7 @@ function leafOf(token) {
       return codeOf(text, language);
     }
     case "hr": return make("hr");
-    case "formula": return formulaOf(token);
+    case "tex": return texOf(token);
     case "image": return imageOf(token);
     default: return document.createTextNode(token.content);
   }
