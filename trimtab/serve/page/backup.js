@@ -1,7 +1,6 @@
 // Chats as a file, and back: every chat of this browser in one JSON text, its images and audio too.
 
 import { counted, make } from "./dom.js";
-import { foreignChats, leftOut } from "./foreign.js";
 import { base64 } from "./media.js";
 import * as store from "./store.js";
 
@@ -54,8 +53,7 @@ async function packed({ blob, ...item }) {
   return blob ? { ...item, data: await base64(blob) } : item;
 }
 
-/** Keep the chats of a file that `saveAll`, ChatGPT or Open WebUI made; those that are here already stay as they are. Returns a
- *  sentence: how many are new, and what was left out.
+/** Keep the chats of a file that `saveAll` made; those that are here already stay as they are. Returns a sentence: how many are new.
  *  Errors: Error in words that a reader understands. */
 export async function readAll(file) {
   if (file.size > MOST_BYTES) throw new Error(`${file.name} is too large to be read here`);
@@ -65,13 +63,10 @@ export async function readAll(file) {
   } catch {
     throw new Error(`${file.name} is no JSON file`);
   }
-  const foreign = foreignChats(held);
-  if (!foreign && (held?.form !== FORM || !Array.isArray(held.chats))) {
-    throw new Error(`${file.name} does not hold chats of this page, ChatGPT (conversations.json) or Open WebUI`);
-  }
-  if (!foreign && held.version !== VERSION) throw new Error(`${file.name} has version ${held.version} of the form; this page reads ${VERSION}`);
+  if (held?.form !== FORM || !Array.isArray(held.chats)) throw new Error(`${file.name} does not hold chats of this page`);
+  if (held.version !== VERSION) throw new Error(`${file.name} has version ${held.version} of the form; this page reads ${VERSION}`);
   const here = new Set((await store.heads()).map(({ id }) => id));
-  const chats = new Map((foreign ?? held).chats.map(chatOf).filter(({ id }) => !here.has(id)).map((chat) => [chat.id, chat]));
+  const chats = new Map(held.chats.map(chatOf).filter(({ id }) => !here.has(id)).map((chat) => [chat.id, chat]));
   let added = 0;
   for (const chat of chats.values()) {
     try {
@@ -81,8 +76,7 @@ export async function readAll(file) {
     }
     added += 1;
   }
-  const left = foreign ? leftOut(foreign) : "";
-  return `${counted(added, "chat")} added${left && `; ${left}`}`;
+  return `${counted(added, "chat")} added`;
 }
 
 // What is read is made anew field by field: a file from elsewhere brings nothing but what a chat has.

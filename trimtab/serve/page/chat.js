@@ -8,7 +8,7 @@ import { download, fileName } from "./backup.js";
 import { Attachments, Recorder, filesAsText, partOf } from "./media.js";
 import * as options from "./options.js";
 import * as store from "./store.js";
-import { TurnView, isImported, nameOf, textOf, versionOf } from "./turns.js";
+import { TurnView, nameOf, textOf, versionOf } from "./turns.js";
 import { endUndo, offerUndo } from "./undo.js";
 
 const DRAFT = "trimtab-draft", CURRENT = "trimtab-chat";
@@ -28,11 +28,11 @@ export function startChat(model, onKept) {
   const acts = {
     edit: (turn, text) => resend(turn, text),
     again: (turn, slot) => {
-      addVersion(turn, slot, versionFor(voiceHere(versionOf(slot))), []);
+      addVersion(turn, slot, versionFor(versionOf(slot).voice), []);
       return answer(turn, [slot]);
     },
     goOn: (turn, slot) => {
-      Object.assign(versionOf(slot), { isBusy: true, voice: voiceHere(versionOf(slot)) });
+      versionOf(slot).isBusy = true;
       return answer(turn, [slot], true);
     },
     compare: (turn, voice) => {
@@ -105,9 +105,6 @@ export function startChat(model, onKept) {
     toEnd(true);
     question.focus({ preventScroll: true });
   });
-
-  /** Return who answers again or goes on: for another program's answer the selected adapter. */
-  const voiceHere = ({ voice }) => (isImported(voice) ? byId("voice-a").value : voice);
 
   /** Choose the voices of the chat that was opened, as soon as the server has named its own. */
   function takeVoices() {

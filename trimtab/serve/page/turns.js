@@ -14,9 +14,6 @@ export function nameOf(voice) {
   return at < 0 ? `${voice} (base)` : voice.slice(at + 1);
 }
 
-/** Whether another program answered: its model is not here. */
-export const isImported = (voice) => voice.startsWith("imported:");
-
 export const versionOf = (slot) => slot.versions[slot.at];
 
 /** Return facts in which no line ends between a number and its unit. */
@@ -234,7 +231,7 @@ export class AnswerView {
       }
       if (turnView.isLast) {
         if (isCut(version)) parts.push(continueButton(() => acts.goOn(turn, slot), nameOf(version.voice)));
-        parts.push(tool("again", `Regenerate with ${isImported(version.voice) ? "the selected adapter" : nameOf(version.voice)}`, () => acts.again(turn, slot), { "data-idle": true }));
+        parts.push(tool("again", `Regenerate with ${nameOf(version.voice)}`, () => acts.again(turn, slot), { "data-idle": true }));
         if (turn.slots.length === 1) parts.push(this.compareSelect());
       }
     }
