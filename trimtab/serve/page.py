@@ -27,9 +27,9 @@ ASSETS = {
     "page.css": "text/css; charset=utf-8", "chat.css": "text/css; charset=utf-8",
     "icon.svg": "image/svg+xml",
     **dict.fromkeys(
-        ("api.js", "backup.js", "branches.js", "chances.js", "chat.js", "chats.js", "differ.js", "dom.js",
-         "markdown.js", "media.js", "mixes.js", "options.js", "page.js", "panel.js", "picture.js", "recorder.js",
-         "store.js", "sure.js", "tex.js", "theme.js", "turns.js", "undo.js", VENDORED),
+        ("api.js", "branches.js", "chances.js", "chat.js", "chats.js", "differ.js", "dom.js", "markdown.js", "media.js", "mixes.js",
+         "options.js", "page.js", "panel.js", "picture.js", "recorder.js", "save.js", "store.js", "sure.js", "tex.js", "theme.js",
+         "turns.js", "undo.js", VENDORED),
         "text/javascript; charset=utf-8",
     ),
     "markdown-it.LICENSE.txt": "text/plain; charset=utf-8",
