@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 
 import pytest
 
+from tests.page import serving
 from tests.page.reading import answered, answers, ask, expect, question, set_options, stand_in
 
 pytestmark = pytest.mark.slow
@@ -67,63 +69,22 @@ def test_a_chat_is_renamed_and_keeps_its_name(opened):
     expect(page.locator(".chat-list .open")).to_have_text(["the newest", "instruments", "about an image"])
 
 
-def test_all_chats_are_saved_to_a_file_and_come_back(opened, tmp_path):
+def test_all_chats_are_saved_to_a_file(opened, tmp_path):
     page = opened()
+    expect(page.locator("#save-all")).to_be_hidden()
     three_chats(page)
     with page.expect_download() as saved:
         page.click("#save-all")
-    path = tmp_path / "chats.json"
-    saved.value.save_as(path)
+    saved.value.save_as(tmp_path / "chats.json")
     assert saved.value.suggested_filename.startswith("trimtab chats 20")
-    expect(page.locator("#backup-said")).to_have_text("3 chats saved to a file")
-    page.set_input_files("#read-file", str(path))
-    expect(page.locator("#backup-said")).to_have_text("0 chats added")
-    page.click("#delete-all")
-    page.click("#sure-yes")
-    expect(page.locator(".chat-list .open")).to_have_count(0)
-    page.set_input_files("#read-file", str(path))
-    expect(page.locator("#backup-said")).to_have_text("3 chats added")
-    page.get_by_role("button", name="about an image", exact=True).click()
-    expect(page.locator(".text")).to_have_text("A red square.")
-    assert page.locator(".asked img").evaluate("one => one.decode().then(() => one.naturalWidth)") > 10
-
-
-@pytest.mark.parametrize(
-    ("held", "said"),
-    [("no json", "is no JSON file"), ("[]", "does not hold chats"),
-     ('{"form": "trimtab chats", "version": 9, "chats": []}', "version 9"),
-     ('{"form": "trimtab chats", "version": 1, "chats": [{"id": "<b>"}]}', "not whole")],
-)  # fmt: skip
-def test_a_file_of_another_kind_is_refused_in_words(opened, tmp_path, held, said):
-    page = opened()
-    (tmp_path / "chats.json").write_text(held)
-    page.set_input_files("#read-file", str(tmp_path / "chats.json"))
-    expect(page.locator("#backup-error")).to_contain_text(said)
-
-
-def test_a_chat_from_a_file_is_text_and_nothing_else(opened, tmp_path):
-    """A file that somebody else made: no markup, no address to load, no field that a chat has not."""
-    requested = []
-    page = opened(before=lambda page: page.on("request", lambda request: requested.append(request.url)))
-    version = {
-        "voice": "gemma-demo",
-        "text": "<img src=x onerror=1> ![a](https://evil.example/a.png)",
-        "facts": {"a": 1},
-        "isBusy": True,
-    }
-    media = [
-        {"kind": "image", "name": "x", "format": "image/svg+xml", "data": "PHN2Zy8+"},
-        {"kind": "text", "name": "n", "text": "t"},
-    ]
-    chat = {"id": "0" * 24, "title": "<b>title</b>", "at": "x", "evil": 1,
-            "turns": [{"text": "hello", "media": media, "slots": [{"at": 7, "versions": [version]}]}]}  # fmt: skip
-    (tmp_path / "chats.json").write_text(json.dumps({"form": "trimtab chats", "version": 1, "chats": [chat]}))
-    page.set_input_files("#read-file", str(tmp_path / "chats.json"))
-    page.get_by_role("button", name="<b>title</b>", exact=True).click()
-    expect(page.locator(".text")).to_contain_text("<img src=x onerror=1>")
-    expect(page.locator(".file")).to_contain_text("n")
-    assert page.locator("#turns img").count() == 0
-    assert not [address for address in requested if ".example" in address]
+    expect(page.locator("#save-said")).to_have_text("3 chats saved to a file")
+    held = json.loads((tmp_path / "chats.json").read_text(encoding="utf-8"))
+    assert (held["form"], held["version"]) == ("trimtab chats", 1)
+    assert [chat["title"] for chat in held["chats"]] == ["the last", "a hard word", "about an image"]
+    (turn,) = held["chats"][2]["turns"]
+    assert turn["text"] == "about an image" and turn["slots"][0]["versions"][0]["text"] == "A red square."
+    (image,) = turn["media"]
+    assert base64.b64decode(image["data"]) == (serving.DEMO / question("image")["image"]).read_bytes()
 
 
 def test_each_chat_keeps_its_own_options(opened):

@@ -21,26 +21,19 @@ from trimtab.serve.settings import Settings
 
 FOLDER = Path(__file__).with_name("page")
 INDEX = "index.html"
-# Other projects' work, byte for byte as it is published; the licence lies beside it. The modes are CodeMirror's.
-VENDORED = ("markdown-it.js", "temml.js")
-MODES = tuple(
-    f"modes/{name}.js"
-    for name in ("clike", "css", "diff", "dockerfile", "go", "javascript", "lua", "powershell", "properties", "python", "r", "ruby",
-                 "rust", "shell", "simple-mode", "sql", "swift", "toml", "xml", "yaml")
-)  # fmt: skip
+VENDORED = "markdown-it.js"  # another project's work, byte for byte as it is published; the licence lies beside it
 # Every file that is sent, and as what; a file that is not here is not there.
 ASSETS = {
     INDEX: "text/html; charset=utf-8",
     "page.css": "text/css; charset=utf-8", "chat.css": "text/css; charset=utf-8",
     "icon.svg": "image/svg+xml",
     **dict.fromkeys(
-        ("api.js", "backup.js", "branches.js", "chances.js", "chat.js", "chats.js", "code.js", "differ.js", "dom.js", "foreign.js",
-         "formulas.js", "markdown.js", "media.js", "mixes.js", "options.js", "page.js", "panel.js", "picture.js", "recorder.js",
-         "store.js", "sure.js", "theme.js", "turns.js", "undo.js", *VENDORED, *MODES),
+        ("api.js", "branches.js", "chances.js", "chat.js", "chats.js", "differ.js", "dom.js", "markdown.js", "media.js", "mixes.js",
+         "options.js", "page.js", "panel.js", "picture.js", "recorder.js", "save.js", "store.js", "sure.js", "tex.js", "theme.js",
+         "turns.js", "undo.js", VENDORED),
         "text/javascript; charset=utf-8",
     ),
-    "markdown-it.LICENSE.txt": "text/plain; charset=utf-8", "temml.LICENSE.txt": "text/plain; charset=utf-8",
-    "modes/LICENSE.txt": "text/plain; charset=utf-8",
+    "markdown-it.LICENSE.txt": "text/plain; charset=utf-8",
 }  # fmt: skip
 POLICY = "; ".join((
     "default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self' blob:", "media-src blob:",

@@ -4,11 +4,11 @@ import { stream } from "./api.js";
 import { addSlot, addVersion, chooseVersion, hasBranches } from "./branches.js";
 import { tokensOf } from "./chances.js";
 import { byId, counted, make, rate, seconds, tell } from "./dom.js";
-import { download, fileName } from "./backup.js";
 import { Attachments, Recorder, filesAsText, partOf } from "./media.js";
 import * as options from "./options.js";
+import { download, fileName } from "./save.js";
 import * as store from "./store.js";
-import { TurnView, isImported, nameOf, textOf, versionOf } from "./turns.js";
+import { TurnView, nameOf, textOf, versionOf } from "./turns.js";
 import { endUndo, offerUndo } from "./undo.js";
 
 const DRAFT = "trimtab-draft", CURRENT = "trimtab-chat";
@@ -28,11 +28,11 @@ export function startChat(model, onKept) {
   const acts = {
     edit: (turn, text) => resend(turn, text),
     again: (turn, slot) => {
-      addVersion(turn, slot, versionFor(voiceHere(versionOf(slot))), []);
+      addVersion(turn, slot, versionFor(versionOf(slot).voice), []);
       return answer(turn, [slot]);
     },
     goOn: (turn, slot) => {
-      Object.assign(versionOf(slot), { isBusy: true, voice: voiceHere(versionOf(slot)) });
+      versionOf(slot).isBusy = true;
       return answer(turn, [slot], true);
     },
     compare: (turn, voice) => {
@@ -101,14 +101,10 @@ export function startChat(model, onKept) {
   byId("beside").addEventListener("click", () => setBeside(byId("beside").getAttribute("aria-pressed") !== "true"));
   takeFiles(form, attachments);
   scroller.addEventListener("scroll", noteEnd);
-  document.addEventListener("formulas", () => toEnd()); // what stood as TeX has another height
   byId("to-end").addEventListener("click", () => {
     toEnd(true);
     question.focus({ preventScroll: true });
   });
-
-  /** Return who answers again or goes on: for another program's answer the selected adapter. */
-  const voiceHere = ({ voice }) => (isImported(voice) ? byId("voice-a").value : voice);
 
   /** Choose the voices of the chat that was opened, as soon as the server has named its own. */
   function takeVoices() {

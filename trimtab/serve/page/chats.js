@@ -1,7 +1,7 @@
 // The list of chats on the left, and the two drawers that open and close.
 
-import { readAll, saveAll, saveOne } from "./backup.js";
-import { byId, counted, make, renew, tell, tool } from "./dom.js";
+import { byId, counted, make, refill, renew, tell, tool } from "./dom.js";
+import { saveAll, saveOne } from "./save.js";
 import * as store from "./store.js";
 import { sure } from "./sure.js";
 import { offerUndo } from "./undo.js";
@@ -17,13 +17,6 @@ export function startChats(chat) {
   byId("new-chat").addEventListener("click", () => go(null));
   byId("search").addEventListener("input", show);
   byId("save-all").addEventListener("click", () => said(async () => `${counted(await saveAll(), "chat")} saved to a file`));
-  byId("read-all").addEventListener("click", () => byId("read-file").click());
-  byId("read-file").addEventListener("change", async ({ target }) => {
-    const [file] = target.files;
-    if (file) await said(() => readAll(file));
-    target.value = "";
-    show();
-  });
   byId("delete-all").addEventListener("click", async () => {
     const found = await store.heads();
     if (await sure("Delete all chats?", `${found.length} chats with their images and audio will be deleted from this browser.`, "Delete all")) {
@@ -51,12 +44,12 @@ export function startChats(chat) {
   show();
 
   async function said(work) {
-    tell(byId("backup-error"), "");
-    byId("backup-said").textContent = "";
+    tell(byId("save-error"), "");
+    byId("save-said").textContent = "";
     try {
-      byId("backup-said").textContent = await work();
+      byId("save-said").textContent = await work();
     } catch (error) {
-      tell(byId("backup-error"), error.message);
+      tell(byId("save-error"), error.message);
     }
   }
 
@@ -81,7 +74,7 @@ export function startChats(chat) {
       }
     });
     box.addEventListener("blur", () => end(true));
-    row.replaceChildren(box);
+    refill(row, box);
     box.select();
   }
 
@@ -118,7 +111,7 @@ export function startChats(chat) {
         const day = dayOf(head.at);
         groups.set(day, [...(groups.get(day) ?? []), head]);
       }
-      list.replaceChildren(...[...groups].flatMap(([day, heads]) => [
+      refill(list, ...[...groups].flatMap(([day, heads]) => [
         make("h2", { class: "day" }, day),
         make("ul", {}, ...heads.map((head) => {
           const row = make("li", { class: head.id === current ? "is-current" : null },

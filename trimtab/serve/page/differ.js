@@ -37,14 +37,10 @@ export function unmark(element) {
 }
 
 function wordsIn(element) {
-  const walk = document.createTreeWalker(element, NodeFilter.SHOW_TEXT | NodeFilter.SHOW_ELEMENT), found = [];
+  const walk = document.createTreeWalker(element, NodeFilter.SHOW_TEXT), found = [];
   while (walk.nextNode()) {
     const node = walk.currentNode;
-    if (node.nodeType === Node.ELEMENT_NODE) {
-      if (node.matches(".formula")) found.push({ node, word: node.dataset.tex, from: 0, to: 0 }); // one piece: it is marked as a whole
-      continue;
-    }
-    if (node.parentElement.closest(".code-head, .formula")) continue;
+    if (node.parentElement.closest(".code-head")) continue;
     for (const { 0: word, index } of node.data.matchAll(WORD)) found.push({ node, word, from: index, to: index + word.length });
   }
   return found;
@@ -55,12 +51,12 @@ function mark(words) {
   const spans = [], counts = counted(words);
   for (const { node, from, to } of words) {
     const last = spans.at(-1);
-    if (last && last.node === node && node.nodeType === Node.TEXT_NODE && !node.data.slice(last.to, from).trim()) last.to = to;
+    if (last && last.node === node && !node.data.slice(last.to, from).trim()) last.to = to;
     else spans.push({ node, from, to });
   }
   for (const { node, from, to } of spans.reverse()) {
-    const held = node.nodeType === Node.TEXT_NODE ? node.splitText(from) : node;
-    if (held !== node) held.splitText(to - from);
+    const held = node.splitText(from);
+    held.splitText(to - from);
     const marked = make("mark", { class: "differs" });
     held.replaceWith(marked);
     marked.append(held);

@@ -2,13 +2,12 @@
 // with text inside. Nothing is loaded: an image is shown as its words, and a link waits for a click and says where it leads.
 
 import MarkdownIt from "./markdown-it.js";
-import { Painter } from "./code.js";
-import { icon, make } from "./dom.js";
-import { findFormulas, formulaOf } from "./formulas.js";
+import { icon, make, refill } from "./dom.js";
+import { keepTex, texOf } from "./tex.js";
 
 const reader = new MarkdownIt({ html: false, linkify: true, breaks: true });
 reader.linkify.set({ fuzzyLink: false, fuzzyEmail: false, fuzzyIP: false });
-findFormulas(reader);
+keepTex(reader);
 
 const TAGS = new Set([
   "p", "ul", "ol", "li", "blockquote", "table", "thead", "tbody", "tr", "th", "td", "em", "strong", "s",
@@ -122,7 +121,7 @@ function leafOf(token) {
       return codeOf(text, language);
     }
     case "hr": return make("hr");
-    case "formula": return formulaOf(token);
+    case "tex": return texOf(token);
     case "image": return imageOf(token);
     default: return document.createTextNode(token.content);
   }
@@ -165,14 +164,23 @@ function imageOf(token) {
 
 /** Return code with its language and a button that copies it. Its growCode(text) shows a text that has become longer. */
 export function codeOf(text, language = "") {
-  const code = make("code"), painter = new Painter(code, language);
+  const code = make("code");
   const element = make(
     "div", { class: "code" },
-    make("div", { class: "code-head" }, make("span", {}, language || "text"), copyButton(() => painter.text, "Copy code", true)),
+    make("div", { class: "code-head" }, make("span", {}, language || "text"), copyButton(() => code.textContent, "Copy code", true)),
     make("pre", { tabindex: 0, role: "region", "aria-label": language ? `Code, ${language}` : "Code" }, code),
   );
   element.language = language;
-  element.growCode = (longer) => painter.show(longer.replace(/\n$/, ""));
+  element.growCode = (longer) => {
+    const whole = longer.replace(/\n$/, ""), shown = code.textContent, words = code.firstChild;
+    if (code.childNodes.length !== 1 || !(words instanceof Text)) {
+      code.textContent = whole; // nothing yet, or marks of differing words
+      return;
+    }
+    let same = 0; // letters that stay the same node, and so selected
+    while (same < shown.length && shown[same] === whole[same]) same += 1;
+    words.replaceData(same, shown.length - same, whole.slice(same));
+  };
   element.growCode(text);
   return element;
 }
@@ -183,10 +191,10 @@ export function copyButton(text, label, isWorded = false) {
   const button = make("button", { type: "button", class: "quiet-button", "aria-label": label, title: label }, icon("copy"), words);
   button.addEventListener("click", async () => {
     const isDone = await copied(text());
-    button.replaceChildren(icon(isDone ? "done" : "close"), ...(words ? [make("span", {}, isDone ? "Copied" : "Not copied")] : []));
+    refill(button, icon(isDone ? "done" : "close"), ...(words ? [make("span", {}, isDone ? "Copied" : "Not copied")] : []));
     button.setAttribute("aria-label", isDone ? "Copied" : "The browser did not allow it");
     setTimeout(() => {
-      button.replaceChildren(icon("copy"), ...(words ? [words] : []));
+      refill(button, icon("copy"), ...(words ? [words] : []));
       button.setAttribute("aria-label", label);
     }, COPIED_MS);
   });
