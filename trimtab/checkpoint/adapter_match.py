@@ -19,6 +19,7 @@ from trimtab.checkpoint.adapter_rules import Rules
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
+from trimtab.checkpoint.renames import Rename, former_words, renamed
 from trimtab.errors import AdapterError
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
@@ -104,6 +105,7 @@ class _Places:
         self.order = {path: index for index, path in enumerate(self.rows)}
         self.inner = {row.wraps for row in anatomy.rows if row.wraps}
         self.missing = frozenset(anatomy.missing_projections)
+        self.renames = anatomy.renames
 
     def find(self, path: str, key: AdapterKey) -> str | None:
         """Return the path of the module that the key changes (it may be in `missing`), or None."""
@@ -136,24 +138,26 @@ def _choose_rewrite(keys: list[AdapterKey], places: _Places) -> tuple[Rewrite, d
     # One key of each part of the model first: most rules fail at one of them.
     heads = {tuple(key.path.split(".", 5)[:5]): key for key in keys}
     ordered = [*heads.values(), *keys]
-    for rewrite in REWRITES:
-        paths = _explained(ordered, rewrite, places)
-        if len(paths) == len(keys) and all(paths != other for _, other in full):
-            full.append((rewrite, paths))
+    # Former names only where present ones do not explain every key.
+    for renames in ((), places.renames):
+        for rewrite in REWRITES if not full else ():
+            paths = _explained(ordered, rewrite, places, renames)
+            if len(paths) == len(keys) and all(paths != other for _, other in full):
+                full.append((rewrite, paths))
     if len(full) == 1:
         return *full[0], []
     if full:
         labels = " or ".join(f"{rewrite.label!r}" for rewrite, _ in full)
         return *full[0], [f"every key fits the model in more than one way: {labels}"]
     # No rule leads every key to the model: the one that leads most of them, for the words of the error.
-    every = [_explained(keys, rewrite, places, is_whole=True) for rewrite in REWRITES]
+    every = [_explained(keys, rewrite, places, places.renames, is_whole=True) for rewrite in REWRITES]
     counts = [sum(path is not None for path in paths.values()) for paths in every]
     best = counts.index(max(counts))
     return REWRITES[best], every[best], []
 
 
 def _explained(
-    keys: list[AdapterKey], rewrite: Rewrite, places: _Places, *, is_whole: bool = False
+    keys: list[AdapterKey], rewrite: Rewrite, places: _Places, renames: tuple[Rename, ...], *, is_whole: bool = False
 ) -> dict[str, str | None]:
     """Return the module path that a rule gives each key, None for a key that it does not lead to the model.
 
@@ -163,6 +167,8 @@ def _explained(
     for key in keys:
         path = rewrite.apply(key.path)
         found = None if path is None else places.find(path, key)
+        if found is None and path is not None and renames and (new := renamed(path, renames)) != path:
+            found = places.find(new, key)
         if found is None and not is_whole:
             break
         paths[key.adapter_key] = found
@@ -208,7 +214,7 @@ def match_adapter(file: AdapterFile, anatomy: Anatomy) -> AdapterSpec:
         problems.append(f"nothing to apply: all {len(keys)} tensors have no effect on this model")
     if problems:
         raise AdapterError(file.folder, problems)
-    idle = rules.idle(lambda: _other_names(anatomy, rewrite))
+    idle = rules.idle(lambda: _other_names(anatomy, rewrite), former_words(anatomy.renames, places.rows))
     notes = [*builder.notes(), *rules.idle_notes(idle)]
     targets += builder.tied_copies(targets)
     targets.sort(key=lambda target: places.order[target.module_path])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.names import near_names
-from trimtab.checkpoint.patterns import Matcher, PatternError, is_plain, shown
+from trimtab.checkpoint.patterns import MAX_CHARS, Matcher, PatternError, is_plain, shown
 from trimtab.errors import AdapterError
 
 # PEFT adds these to modules_to_save by the task alone, and takes no notice of those that a model does not have. Source: PEFT
@@ -98,12 +98,17 @@ class Rules:
 
     # Entries that name nothing ---------------------------------------------------------------------------------------
 
-    def idle(self, others: Callable[[], Iterable[str]]) -> dict[str, list[Any]]:
+    def idle(self, others: Callable[[], Iterable[str]], former: frozenset[str] = frozenset()) -> dict[str, list[Any]]:
         """Return, by field, the entries that name none of the paths.
 
-        others: further names of what the model has, which are looked at only where an entry names none of the paths.
+        others: further names of what the model has, which are looked at only where an entry names none of the paths. former:
+        words of names that modules had once; an entry with one of them is left out, as it may name what it always named.
         """
-        idle = dict(self._idle())
+        idle = {
+            field: told
+            for field, entries in self._idle()
+            if (told := [entry for entry in entries if former.isdisjoint(re.findall(r"\w+", str(entry)[:MAX_CHARS]))])
+        }
         if not idle:
             return {}
         config = {name: self._config.get(name) for name in ("layers_to_transform", "layers_pattern")}

@@ -17,6 +17,7 @@ from trimtab.checkpoint.names import is_under, matches, near_names
 from trimtab.checkpoint.packed import PackedEntry
 from trimtab.errors import RequestError
 from trimtab.runtime.probe import Expression
+from trimtab.runtime.renames import read_renames
 
 # Words in names of sub-configs -> part; a sub-config with none of them (a projector's, a talker's) is no part.
 PART_WORDS: tuple[tuple[str, Part], ...] = (
@@ -52,7 +53,7 @@ def build_anatomy(
         model_class=type(model).__name__, model_type=str(config.model_type), dtype=dtype, rows=rows,
         kv_layers=tuple(caches.layers()), hidden_size=int(text.hidden_size), vocab_size=int(text.vocab_size),
         missing_projections=tuple(caches.missing_projections()), prequantized=kinds[0] if kinds else None,
-        tower_tokens=tuple(_tower_tokens(config)),
+        tower_tokens=tuple(_tower_tokens(config)), renames=read_renames(model),
     )  # fmt: skip
 
 
