@@ -55,6 +55,9 @@ def peft_config(spec: AdapterSpec, paths: Iterable[str], *, has_experts: bool, i
     """
     import peft
 
+    if routers := [target.module_path for target in spec.targets if target.kind == "router"]:
+        problem = f"PEFT has no LoRA for routers ({routers[0]} and {len(routers) - 1} more); `trimtab.load` applies it"
+        raise AdapterError(spec.file.folder, [problem])
     try:
         config = peft.LoraConfig.from_pretrained(str(spec.file.folder))
     except (TypeError, ValueError) as exc:

@@ -36,8 +36,8 @@ _NEAR_LIMIT = 20  # near names are searched for the problems that are printed, n
 class AdapterTarget:
     """What the adapter does to one module.
 
-    kind: "linear" and "embedding" add scale x B A (rank, scale, use_dora, has_bias say how); "saved" replaces
-    parameters outright (rank 0); "experts" is a pair on a fused stack, which only a merge
+    kind: "linear" and "embedding" add scale x B A (rank, scale, use_dora, has_bias say how); "router" does so to a router of
+    experts; "saved" replaces parameters outright (rank 0); "experts" is a pair on a fused stack, which only a merge
     applies. One module can have a LoRA target and a saved one. wrapped: the module is the inner
     linear of a wrapper such as Gemma4ClippableLinear. tensors: by role, "A" [R, D_in] ([R, V] for an embedding), "B"
     [D_out, R], "B_bias" [D_out], "magnitude" [D_out]; for "saved" by parameter name. adapter_path: the module as the
@@ -46,7 +46,7 @@ class AdapterTarget:
 
     module_path: str
     part: str
-    kind: Literal["linear", "embedding", "saved", "experts"]
+    kind: Literal["linear", "embedding", "saved", "experts", "router"]
     rank: int
     scale: float
     use_dora: bool
@@ -88,7 +88,7 @@ class AdapterSpec:
         """Return how many tensors the file has, per part, and how many modules they change, per kind."""
         kinds = Counter("wrapped" if t.wrapped and t.kind == "linear" else t.kind for t in self.targets)
         targets = {name: kinds[name] for name in ("wrapped", "linear")}
-        targets |= {name: kinds[name] for name in ("embedding", "saved") if kinds[name]}
+        targets |= {name: kinds[name] for name in ("embedding", "router", "saved") if kinds[name]}
         return {
             "tensors": len(self.file.tensors),
             "parts": parts_of(self.file.tensors),
@@ -283,15 +283,18 @@ class _Builder:
             self._check_shapes(row, entries, rank, embedding)
         named = {role.removeprefix("embedding_"): entry for role, entry in entries.items()}
         return AdapterTarget(
-            path, row.part, "embedding" if embedding else "linear", rank, scale, "magnitude" in named,
-            "B_bias" in named, wrapped, named, spelled,
+            path, row.part, "embedding" if embedding else "router" if row.is_router else "linear", rank, scale,
+            "magnitude" in named, "B_bias" in named, wrapped, named, spelled,
         )  # fmt: skip
 
     def _supports_lora(self, row: ModuleRow, roles: dict[str, AdapterKey]) -> bool:
         first = next(iter(roles.values())).adapter_key
         if row.kind in ("linear", "embedding") and row.weight is not None and len(row.weight.shape) == 2:
             return True
+        if row.is_router and not {"magnitude", "B_bias"} & roles.keys():
+            return True
         kind = "fused experts" if row.kind == "experts" else row.class_name
+        kind += " with DoRA or a bias" if row.is_router else ""
         self.problems.append(f"{first}: LoRA on {kind} ({row.module_path}) is not supported")
         return False
 

@@ -58,7 +58,8 @@ class ModuleRow:
     quantized: whether the request's quantization applies to its weight; otherwise why_unquantized says why not
     (empty for modules that have nothing to quantize). wraps: path of the inner linear of a wrapper such as
     Gemma4ClippableLinear. gather_only: an embedding whose table is only ever indexed, so rows can be fetched on demand.
-    is_head8: the output head, held in 8 bits (`--head int8`).
+    is_head8: the output head, held in 8 bits (`--head int8`). is_router: a router of experts that multiplies with its weight as a
+    Linear does, which it was before transformers 5.
     """
 
     module_path: str
@@ -72,6 +73,7 @@ class ModuleRow:
     wraps: str | None = None
     gather_only: bool = False
     is_head8: bool = False
+    is_router: bool = False
 
     @cached_property
     def weight(self) -> TensorRow | None:

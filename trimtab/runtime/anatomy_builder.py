@@ -18,6 +18,7 @@ from trimtab.checkpoint.packed import PackedEntry
 from trimtab.errors import RequestError
 from trimtab.runtime.probe import Expression
 from trimtab.runtime.renames import read_renames
+from trimtab.runtime.routers import takes_lora
 
 # Words in names of sub-configs -> part; a sub-config with none of them (a projector's, a talker's) is no part.
 PART_WORDS: tuple[tuple[str, Part], ...] = (
@@ -128,7 +129,7 @@ def _rows(
         yield ModuleRow(
             module_path=path, class_name=type(module).__name__, part=places.part(path), kind=kind,
             block=places.block(path), tensors=tensors, quantized=quantized, why_unquantized=why, wraps=wraps,
-            gather_only=path in places.tables, is_head8=is_head8,
+            gather_only=path in places.tables, is_head8=is_head8, is_router=takes_lora(module),
         )  # fmt: skip
 
 
