@@ -11,16 +11,22 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from importlib import import_module
 from typing import Any
 
-try:
-    from re import _compiler as compiler
-    from re import _constants as sre
-    from re import _parser as parser
-except ImportError:  # Python 3.10
-    import sre_compile as compiler  # type: ignore[no-redef]
-    import sre_constants as sre  # type: ignore[no-redef]
-    import sre_parse as parser  # type: ignore[no-redef]
+
+def _of_re(name: str, former: str) -> Any:
+    try:
+        return import_module(f"re._{name}")
+    except ImportError:  # Python 3.10
+        return import_module(former)
+
+
+compiler, sre, parser = (
+    _of_re("compiler", "sre_compile"),
+    _of_re("constants", "sre_constants"),
+    _of_re("parser", "sre_parse"),
+)
 
 # A pattern's characters and nested groups; the names or patterns of one list; those of them that are more than a name.
 # A rank of its own for each module of 128 experts in 48 layers takes 18,432 names.
@@ -135,7 +141,7 @@ def _check(tree: Any, depth: int) -> None:
 def _inner(op: Any, av: Any) -> Sequence[Any]:
     """Return the trees inside a node."""
     if op is sre.BRANCH:
-        return av[1]
+        return list(av[1])
     return (av[-1],) if op in (sre.SUBPATTERN, sre.MAX_REPEAT, sre.MIN_REPEAT, sre.ASSERT, sre.ASSERT_NOT) else ()
 
 
@@ -209,9 +215,8 @@ class Matcher:
             for end in _last_segments(name):
                 for dots, places in forms.get(len(end), {}).items():
                     self._spend(_PROBE * (1 + len(dots)))
-                    place = places.get(_with_dots(end, dots))
-                    if place is not None:
-                        yield index, place
+                    if (known := places.get(_with_dots(end, dots))) is not None:
+                        yield index, known
 
     def _found(self, ends: int) -> list[int]:
         """Return the names whose last positions are in a set."""
@@ -261,7 +266,8 @@ class Matcher:
                 reached |= self._sequence(inner, places, flags, back)
             return reached
         if op in (sre.MAX_REPEAT, sre.MIN_REPEAT):
-            return self._repeat(*av, places, flags, back)
+            least, most, inner = av
+            return self._repeat(least, most, inner, places, flags, back)
         if op is sre.AT:
             return places & self._anchors(av, flags)
         if op in (sre.ASSERT, sre.ASSERT_NOT):
@@ -281,7 +287,8 @@ class Matcher:
             if not places or places == before:
                 break
         if most - least > self._longest and len(inner) == 1 and inner[0][0] in _ONE:
-            return self._run(self._accepting(*inner[0], flags), places, back)
+            op, av = inner[0]
+            return self._run(self._accepting(op, av, flags), places, back)
         new = places
         for _ in range(min(most - least, self._longest + 2)):
             self._spend(self._operation)

@@ -32,7 +32,7 @@ def takes_lora(module: nn.Module) -> bool:
 
 
 @cache
-def _uses_linear(module_class: type) -> bool:
+def _uses_linear(module_class: Any) -> bool:
     try:
         return len(_USES_LINEAR.findall(inspect.getsource(module_class.forward))) == 1
     except (OSError, TypeError):
@@ -63,7 +63,12 @@ class RouterModule(nn.Module):
             return original(*args, **kwargs)
         weight = original.weight.as_subclass(_AddingWeight)
         calls: list[bool] = []
-        weight.change = lambda x, y: (calls.append(True), self._adapted(x, y))[1]
+
+        def change(x: Tensor, y: Tensor) -> Tensor:
+            calls.append(True)
+            return self._adapted(x, y)
+
+        weight.change = change
         result = torch.func.functional_call(original, {"weight": weight}, args, kwargs, tie_weights=False)
         if len(calls) != 1:
             raise DeviceError(
