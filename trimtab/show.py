@@ -72,7 +72,8 @@ def _match_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 _KINDS = {
-    "linear": "linears", "wrapped": "linears inside a wrapper", "embedding": "embeddings", "saved": "saved whole",
+    "linear": "linears", "wrapped": "linears inside a wrapper", "embedding": "embeddings", "router": "routers",
+    "saved": "saved whole",
 }  # fmt: skip
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from trimtab.checkpoint.adapter_config import names_module, pattern_value
 from trimtab.checkpoint.adapter_match import AdapterSpec
+from trimtab.checkpoint.adapter_rules import Rules
 from trimtab.checkpoint.names import near_names
+from trimtab.checkpoint.patterns import is_plain, is_quick
 from trimtab.errors import AdapterError, RequestError
 
 ALLOWED = ("autocast_adapter_dtype", "is_trainable")
@@ -48,22 +49,29 @@ def check_kwargs(peft_kwargs: Mapping[str, Any]) -> None:
 def peft_config(spec: AdapterSpec, paths: Iterable[str], *, has_experts: bool, is_trainable: bool) -> Any:
     """Return PEFT's own configuration object, which selects exactly the modules that the adapter has keys for.
 
-    paths: of all modules of the model. The adapter's own target_modules stay if they select just those; otherwise every
-    module is named. has_experts: then PEFT would take MLP names for adapters on fused experts. Errors: AdapterError
-    with PEFT's reason if it does not accept the configuration.
+    paths: of all modules of the model. The adapter's own target_modules and patterns stay if they select just those and
+    cost PEFT little; otherwise every module is named. has_experts: then PEFT would take MLP names for adapters on fused
+    experts. Errors: AdapterError with PEFT's reason if it does not accept the configuration.
     """
     import peft
 
+    if routers := [target.module_path for target in spec.targets if target.kind == "router"]:
+        problem = f"PEFT has no LoRA for routers ({routers[0]} and {len(routers) - 1} more); `trimtab.load` applies it"
+        raise AdapterError(spec.file.folder, [problem])
     try:
         config = peft.LoraConfig.from_pretrained(str(spec.file.folder))
     except (TypeError, ValueError) as exc:
         raise AdapterError(spec.file.folder, [f"PEFT {peft.__version__} refuses the configuration: {exc}"]) from exc
     config.inference_mode = not is_trainable
     wanted = {target.module_path for target in spec.targets if target.kind != "saved"}
-    selected = {path for path in paths if names_module(spec.file.config, path)}
-    if selected != wanted or has_experts or _has_other_rules(config):
+    selected = Rules(spec.file.folder, spec.file.config, paths).named
+    targets = config.target_modules
+    is_slow = isinstance(targets, str) and not is_quick(targets)
+    if selected != wanted or is_slow or has_experts or _has_other_rules(config):
         config.target_modules = wanted
         config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
+        # PEFT runs these as expressions, and replaces a module only by its plain name.
+        config.modules_to_save = [name for name in config.modules_to_save or () if is_plain(name)] or None
     # How the weights were made before training; every one of them is read from the file, and some ways read the base.
     config.init_lora_weights = True
     _set_ranks(config, spec)
@@ -78,18 +86,19 @@ def _has_other_rules(config: Any) -> bool:
 
 def _set_ranks(config: Any, spec: AdapterSpec) -> None:
     """Name ranks and alphas by full path where the adapter's patterns would say something else of the model's paths."""
+    targets = [target for target in spec.targets if target.kind != "saved"]
+    fields = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+    stock = Rules(
+        spec.file.folder, {name: getattr(config, name) for name in fields}, (target.module_path for target in targets)
+    )  # fmt: skip
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
-    agrees = True
-    for target in spec.targets:
-        if target.kind == "saved":
-            continue
-        rank = (pattern_value(config.rank_pattern, target.module_path) or ("", config.r))[1]
-        alpha = (pattern_value(config.alpha_pattern, target.module_path) or ("", config.lora_alpha))[1]
+    agrees = all(map(is_quick, (*(config.rank_pattern or ()), *(config.alpha_pattern or ()))))
+    for target in targets:
+        rank, scale, _ = stock.rank_and_scale((target.module_path,))
         divisor = target.rank**0.5 if config.use_rslora else target.rank
+        agrees = agrees and rank == target.rank and abs(scale - target.scale) <= 1e-6 * abs(target.scale)
         # Undo the division exactly: alphas are whole numbers or short decimals in practice.
-        wanted = round(target.scale * divisor, 9)
-        agrees = agrees and rank == target.rank and abs(alpha - wanted) <= 1e-6 * abs(wanted)
-        ranks[target.module_path], alphas[target.module_path] = target.rank, wanted
+        ranks[target.module_path], alphas[target.module_path] = target.rank, round(target.scale * divisor, 9)
     if not agrees:
         config.rank_pattern, config.alpha_pattern = ranks, alphas

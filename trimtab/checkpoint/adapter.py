@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from trimtab.checkpoint.adapter_config import names_module
 from trimtab.checkpoint.adapter_file import AdapterFile, read_adapter
 from trimtab.checkpoint.adapter_keys import own_path
 from trimtab.checkpoint.adapter_match import AdapterSpec, AdapterTarget, match_adapter, parts_of
+from trimtab.checkpoint.adapter_rules import Rules, ends_of
 
 __all__ = ["AdapterFile", "AdapterSpec", "AdapterTarget", "describe", "match_adapter", "read_adapter"]
 
@@ -53,7 +53,8 @@ def _describe_match(spec: AdapterSpec) -> dict[str, Any]:
     lora = [target for target in spec.targets if target.kind != "saved"]
     config = spec.file.config
     renamed = [(t.adapter_path, t.module_path) for t in spec.targets if not _is_direct(t)]
-    unnamed = [t.module_path for t in lora if not any(names_module(config, path) for path in _spellings(t))]
+    rules = Rules(spec.file.folder, config, (path for target in lora for path in _spellings(target)))
+    unnamed = [target.module_path for target in lora if rules.named.isdisjoint(_spellings(target))]
     notes = list(spec.notes)
     if unnamed and config.get("target_modules") is not None:
         notes.append(
@@ -64,7 +65,8 @@ def _describe_match(spec: AdapterSpec) -> dict[str, Any]:
         f"{count} tensors have no effect, {why}" for why, count in Counter(why for _, why in spec.no_effect).items()
     ]
     named = config.get("target_modules")
-    idle = [name for name in named if not any(_ends(t, name) for t in lora)] if isinstance(named, list) else []
+    ends = {end for target in lora for path in _spellings(target) for end in ends_of(path)}
+    idle = set(named) - ends - set(spec.idle.get("target_modules", ())) if isinstance(named, list) else set()
     if idle:
         notes.append(f"target_modules names {', '.join(sorted(map(str, idle)))}, for which the file has no key")
     return spec.counts() | {
@@ -83,10 +85,6 @@ def _describe_match(spec: AdapterSpec) -> dict[str, Any]:
 def _spellings(target: AdapterTarget) -> set[str]:
     paths = {own_path(target.adapter_path), target.module_path}
     return paths | ({path.removesuffix(".linear") for path in paths} if target.wrapped else set())
-
-
-def _ends(target: AdapterTarget, name: object) -> bool:
-    return any(path == name or path.endswith(f".{name}") for path in _spellings(target))
 
 
 def _is_direct(target: AdapterTarget) -> bool:

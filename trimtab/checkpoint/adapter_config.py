@@ -7,9 +7,10 @@ is off (null, false, empty), because PEFT adds new fields switched off. Imports 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from trimtab.checkpoint.patterns import MAX_CHARS, PatternError, check_count, is_plain, parse, shown
 
 # Read by match_adapter or by the checks below.
 SUPPORTED = (
@@ -84,6 +85,7 @@ def _value_problems(config: Mapping[str, Any]) -> list[str]:
     saved = config.get("modules_to_save")
     if saved is not None and not (isinstance(saved, list) and all(isinstance(name, str) and name for name in saved)):
         problems.append(f"modules_to_save={_short(saved)}: must be a list of names")
+    problems += _selection_problems(config)
     init = config.get("init_lora_weights", True)
     if init is not None and not isinstance(init, bool):
         text = str(init).lower()
@@ -97,6 +99,48 @@ def _value_problems(config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
+# How PEFT puts each pattern of a field into a regular expression: the field as one text, and as a list or a mapping.
+_FORMS: Mapping[str, tuple[str | None, str | None]] = {
+    "rank_pattern": (None, r"(.*\.)?(%s)$"), "alpha_pattern": (None, r"(.*\.)?(%s)$"),
+    "target_modules": ("%s", None), "exclude_modules": ("%s", None),
+    "layers_pattern": (r"(?:^|.*?\.)%s\.(?P<idx>\d+)\.", r"(?:^|.*?\.)%s\.(?P<idx>\d+)\."),
+    "modules_to_save": (None, r"(^|.*\.)%s($|\..*)"),
+}  # fmt: skip
+
+
+def _selection_problems(config: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with the fields that select modules: their types, and their patterns as PEFT reads them.
+
+    A pattern that only takes too much work is found when it is matched.
+    """
+    problems: list[str] = []
+    expressions: list[tuple[str, str, str]] = []
+    for field, (of_text, of_entry) in _FORMS.items():
+        value = config.get(field)
+        entries, form = ([value], of_text) if isinstance(value, str) else (value, of_entry)
+        if value is None or (isinstance(value, str) and of_text is None):
+            continue  # a text where only a list can be is told with the field's own type
+        if not isinstance(entries, (list, dict)) or not all(isinstance(entry, str) for entry in entries):
+            if field not in ("rank_pattern", "alpha_pattern", "modules_to_save"):
+                problems.append(f"{field}={_short(value)}: must be a list of names or a regular expression")
+            continue
+        try:
+            check_count(entries, are_plain=form is None)
+        except PatternError as exc:
+            problems.append(f"{field} {exc}")
+            continue
+        if form is not None:
+            expressions += [(field, entry, form) for entry in entries if not is_plain(entry)]
+    if sum(len(pattern) for _, pattern, _ in expressions) > MAX_CHARS:
+        return [*problems, f"the regular expressions of the configuration have more than {MAX_CHARS:,} characters"]
+    for field, pattern, form in expressions:
+        try:
+            parse(form.replace("%s", pattern))
+        except PatternError as exc:
+            problems.append(f"{field}[{shown(pattern)}]: {exc}")
+    return problems
+
+
 def _pattern_problems(config: Mapping[str, Any], field: str, is_valid: Callable[[Any], bool], reason: str) -> list[str]:
     patterns = config.get(field)
     if patterns is None:
@@ -106,11 +150,7 @@ def _pattern_problems(config: Mapping[str, Any], field: str, is_valid: Callable[
     problems = []
     for pattern, value in patterns.items():
         if not is_valid(value):
-            problems.append(f"{field}[{pattern!r}]={_short(value)}: {reason}")
-        try:
-            re.compile(rf"(.*\.)?({pattern})$")
-        except re.error as exc:
-            problems.append(f"{field}[{pattern!r}]: not a regular expression ({exc})")
+            problems.append(f"{field}[{shown(pattern)}]={_short(value)}: {reason}")
     return problems
 
 
@@ -129,63 +169,3 @@ def _is_number(value: Any) -> bool:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def pattern_value(patterns: Mapping[str, Any] | None, path: str) -> tuple[str, Any] | None:
-    """Return (pattern, value) of the first pattern, in file order, that names the module path; None if none does.
-
-    Source: PEFT 0.19.1 and 0.21.2, utils/other.py, get_pattern_key: the pattern is a regular expression for the last
-    whole segments of the path; the first match wins, not the longest.
-    """
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", path):
-            return pattern, value
-    return None
-
-
-def _value_for(config: Mapping[str, Any], field: str, default: Any, paths: Sequence[str]) -> tuple[Any, str]:
-    # The adapter's own spelling was the module's path where the adapter was trained, so it decides; the model's path
-    # serves configurations that were edited to fit the model.
-    hits = [hit for hit in (pattern_value(config.get(field), path) for path in paths) if hit is not None]
-    if not hits:
-        return default, ""
-    if any(value != hits[0][1] for _, value in hits):
-        names = " and ".join(f"{path!r}" for path in paths)
-        return hits[0][1], f"{field} gives different values for {names}"
-    return hits[0][1], ""
-
-
-def rank_and_scale(config: Mapping[str, Any], paths: Sequence[str]) -> tuple[int, float, list[str]]:
-    """Return (rank, scale, problems) of a module, named by its path in the adapter and, if it differs, in the model.
-
-    The scale is alpha / R, or alpha / sqrt(R) for rsLoRA. Source: arXiv 2106.09685 section 4.1, arXiv 2312.03732; PEFT
-    0.21.2, lora/layer.py, LoraLayer.update_layer.
-    """
-    rank, rank_problem = _value_for(config, "rank_pattern", config.get("r", 8), paths)
-    alpha, alpha_problem = _value_for(config, "alpha_pattern", config.get("lora_alpha", 8), paths)
-    scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
-    return rank, scale, [problem for problem in (rank_problem, alpha_problem) if problem]
-
-
-def is_saved(config: Mapping[str, Any], path: str) -> bool:
-    """Return whether modules_to_save replaces the module at this path or one that holds it.
-
-    Source: PEFT 0.21.2, utils/other.py, _set_trainable: a plain end-of-text test without a name boundary, so "norm"
-    also means "input_layernorm".
-    """
-    entries = tuple(config.get("modules_to_save") or ())
-    segments = path.split(".")
-    return any(".".join(segments[: end + 1]).endswith(entries) for end in range(len(segments))) if entries else False
-
-
-def names_module(config: Mapping[str, Any], path: str) -> bool:
-    """Return whether target_modules names this path, by PEFT's rule; a list names whole last segments."""
-    targets = config.get("target_modules")
-    if isinstance(targets, str):
-        if targets == "all-linear":
-            return True
-        try:
-            return re.fullmatch(targets, path) is not None
-        except re.error:
-            return False
-    return any(path == name or path.endswith(f".{name}") for name in targets or ())

@@ -143,6 +143,16 @@ class Rewrite:
                 return target + path[len(start) :]
         return path
 
+    def unapply(self, path: str) -> str | None:
+        """Return how this rule's adapters spell a path of the model, without PEFT's head; None if they cannot name it."""
+        for start, target in self.moves or (("", ""),):
+            is_whole = bool(start) and not start.endswith(".")
+            if path == target or path.startswith(f"{target}." if is_whole else target):
+                old = start + path[len(target) :]
+                if self.apply(self.head + old) == path:
+                    return old
+        return None
+
 
 _HEAD = ("lm_head", "lm_head")
 _MOVES: tuple[tuple[tuple[str, str], ...], ...] = (

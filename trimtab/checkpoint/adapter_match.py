@@ -1,24 +1,25 @@
 """Matching an adapter with a model: every tensor gets its module, or the reason why it has none.
 
 All problems of a file are gathered and raised once; nothing is dropped, guessed or half applied. Not covered: LoRA on
-convolutions, attention modules and fused experts, which are refused by name. Regular expressions in a configuration are
-run as they are. Imports no torch.
+convolutions, attention modules and fused experts, which are refused by name. Imports no torch.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
-from trimtab.checkpoint import adapter_config
+from trimtab.checkpoint.adapter_config import FIELDS
 from trimtab.checkpoint.adapter_file import AdapterFile
 from trimtab.checkpoint.adapter_keys import REWRITES, AdapterKey, Rewrite, own_path, parse_key, part_of_key
+from trimtab.checkpoint.adapter_rules import Rules
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
+from trimtab.checkpoint.renames import Rename, former_words, renamed
 from trimtab.errors import AdapterError
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
@@ -26,6 +27,8 @@ _SHARED_KV = (
     "for a k/v projection of a KV-shared layer, which the model does not have: the layer reads the keys and values of "
     "an earlier one"
 )
+# The linear layers of one expert before transformers 5 stacked them. Source: its conversion_mapping.py, MergeModulelist.
+_EXPERT_LINEARS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _NEAR_LIMIT = 20  # near names are searched for the problems that are printed, not for thousands of wrong keys
 
 
@@ -33,8 +36,8 @@ _NEAR_LIMIT = 20  # near names are searched for the problems that are printed, n
 class AdapterTarget:
     """What the adapter does to one module.
 
-    kind: "linear" and "embedding" add scale x B A (rank, scale, use_dora, has_bias say how); "saved" replaces
-    parameters outright (rank 0); "experts" is a pair on a fused stack, which only a merge
+    kind: "linear" and "embedding" add scale x B A (rank, scale, use_dora, has_bias say how); "router" does so to a router of
+    experts; "saved" replaces parameters outright (rank 0); "experts" is a pair on a fused stack, which only a merge
     applies. One module can have a LoRA target and a saved one. wrapped: the module is the inner
     linear of a wrapper such as Gemma4ClippableLinear. tensors: by role, "A" [R, D_in] ([R, V] for an embedding), "B"
     [D_out, R], "B_bias" [D_out], "magnitude" [D_out]; for "saved" by parameter name. adapter_path: the module as the
@@ -43,7 +46,7 @@ class AdapterTarget:
 
     module_path: str
     part: str
-    kind: Literal["linear", "embedding", "saved", "experts"]
+    kind: Literal["linear", "embedding", "saved", "experts", "router"]
     rank: int
     scale: float
     use_dora: bool
@@ -57,7 +60,8 @@ class AdapterTarget:
 class AdapterSpec:
     """An adapter matched to a model: which module gets what, what has no effect and why, and how paths were rewritten.
 
-    prefix: the one spelling rule that explains every key. model_dtype: the type of saved parameters.
+    prefix: the one spelling rule that explains every key. model_dtype: the type of saved parameters. idle: by field, the
+    entries of the configuration that name no module of the model.
     """
 
     file: AdapterFile
@@ -66,6 +70,7 @@ class AdapterSpec:
     prefix: str
     model_dtype: str = "bfloat16"
     notes: tuple[str, ...] = ()
+    idle: Mapping[str, list[Any]] = field(default_factory=dict)
 
     def nbytes(self, dtype: str) -> int:
         """Return the device memory of the attached adapter with its LoRA tensors in `dtype`.
@@ -83,7 +88,7 @@ class AdapterSpec:
         """Return how many tensors the file has, per part, and how many modules they change, per kind."""
         kinds = Counter("wrapped" if t.wrapped and t.kind == "linear" else t.kind for t in self.targets)
         targets = {name: kinds[name] for name in ("wrapped", "linear")}
-        targets |= {name: kinds[name] for name in ("embedding", "saved") if kinds[name]}
+        targets |= {name: kinds[name] for name in ("embedding", "router", "saved") if kinds[name]}
         return {
             "tensors": len(self.file.tensors),
             "parts": parts_of(self.file.tensors),
@@ -100,6 +105,7 @@ class _Places:
         self.order = {path: index for index, path in enumerate(self.rows)}
         self.inner = {row.wraps for row in anatomy.rows if row.wraps}
         self.missing = frozenset(anatomy.missing_projections)
+        self.renames = anatomy.renames
 
     def find(self, path: str, key: AdapterKey) -> str | None:
         """Return the path of the module that the key changes (it may be in `missing`), or None."""
@@ -132,24 +138,26 @@ def _choose_rewrite(keys: list[AdapterKey], places: _Places) -> tuple[Rewrite, d
     # One key of each part of the model first: most rules fail at one of them.
     heads = {tuple(key.path.split(".", 5)[:5]): key for key in keys}
     ordered = [*heads.values(), *keys]
-    for rewrite in REWRITES:
-        paths = _explained(ordered, rewrite, places)
-        if len(paths) == len(keys) and all(paths != other for _, other in full):
-            full.append((rewrite, paths))
+    # Former names only where present ones do not explain every key.
+    for renames in ((), places.renames):
+        for rewrite in REWRITES if not full else ():
+            paths = _explained(ordered, rewrite, places, renames)
+            if len(paths) == len(keys) and all(paths != other for _, other in full):
+                full.append((rewrite, paths))
     if len(full) == 1:
         return *full[0], []
     if full:
         labels = " or ".join(f"{rewrite.label!r}" for rewrite, _ in full)
         return *full[0], [f"every key fits the model in more than one way: {labels}"]
     # No rule leads every key to the model: the one that leads most of them, for the words of the error.
-    every = [_explained(keys, rewrite, places, is_whole=True) for rewrite in REWRITES]
+    every = [_explained(keys, rewrite, places, places.renames, is_whole=True) for rewrite in REWRITES]
     counts = [sum(path is not None for path in paths.values()) for paths in every]
     best = counts.index(max(counts))
     return REWRITES[best], every[best], []
 
 
 def _explained(
-    keys: list[AdapterKey], rewrite: Rewrite, places: _Places, *, is_whole: bool = False
+    keys: list[AdapterKey], rewrite: Rewrite, places: _Places, renames: tuple[Rename, ...], *, is_whole: bool = False
 ) -> dict[str, str | None]:
     """Return the module path that a rule gives each key, None for a key that it does not lead to the model.
 
@@ -159,6 +167,8 @@ def _explained(
     for key in keys:
         path = rewrite.apply(key.path)
         found = None if path is None else places.find(path, key)
+        if found is None and path is not None and renames and (new := renamed(path, renames)) != path:
+            found = places.find(new, key)
         if found is None and not is_whole:
             break
         paths[key.adapter_key] = found
@@ -194,18 +204,32 @@ def match_adapter(file: AdapterFile, anatomy: Anatomy) -> AdapterSpec:
         else:
             _sort_in(matched, path, key, problems)
     problems += [_lost_words(key, file, rewrite, places, index < _NEAR_LIMIT) for index, key in enumerate(lost)]
-    builder = _Builder(file, anatomy, places, problems)
+    spelled = [text for key in keys for text in (own_path(key.path), paths[key.adapter_key]) if text]
+    rules = Rules(file.folder, file.config, (*spelled, *places.rows, *anatomy.missing_projections))
+    builder = _Builder(file, anatomy, places, rules, problems)
     targets = [builder.target(path, group, roles) for (path, group), roles in matched.items()]
     builder.check_promises(matched)
     builder.check_tying(targets)
-    notes = builder.notes()
     if not problems and not targets:
         problems.append(f"nothing to apply: all {len(keys)} tensors have no effect on this model")
     if problems:
         raise AdapterError(file.folder, problems)
+    idle = rules.idle(lambda: _other_names(anatomy, rewrite), former_words(anatomy.renames, places.rows))
+    notes = [*builder.notes(), *rules.idle_notes(idle)]
     targets += builder.tied_copies(targets)
     targets.sort(key=lambda target: places.order[target.module_path])
-    return AdapterSpec(file, tuple(targets), tuple(no_effect), rewrite.label, anatomy.dtype, tuple(notes))
+    return AdapterSpec(file, tuple(targets), tuple(no_effect), rewrite.label, anatomy.dtype, tuple(notes), idle)
+
+
+def _other_names(anatomy: Anatomy, rewrite: Rewrite) -> Iterator[str]:
+    """Yield what a configuration may call modules besides their paths: the adapter's spelling, parameters and single experts."""
+    for row in anatomy.rows:
+        yield from (old for path in (row.module_path, row.wraps) if path and (old := rewrite.unapply(path)))
+        if row.kind == "experts":
+            for tensor in row.tensors:
+                yield tensor.tensor_path
+            for expert in range(max((tensor.shape[0] for tensor in row.tensors), default=0)):
+                yield from (f"{row.module_path}.{expert}.{name}" for name in _EXPERT_LINEARS)
 
 
 def _sort_in(
@@ -233,8 +257,11 @@ def _lost_words(key: AdapterKey, file: AdapterFile, rewrite: Rewrite, places: _P
 class _Builder:
     """Checks the tensors of one module against its row and the configuration; problems are collected, not raised."""
 
-    def __init__(self, file: AdapterFile, anatomy: Anatomy, places: _Places, problems: list[str]) -> None:
-        self.file, self.config, self.anatomy, self.places, self.problems = file, file.config, anatomy, places, problems
+    def __init__(
+        self, file: AdapterFile, anatomy: Anatomy, places: _Places, rules: Rules, problems: list[str]
+    ) -> None:  # fmt: skip
+        self.file, self.config, self.anatomy, self.places = file, file.config, anatomy, places
+        self.rules, self.problems = rules, problems
 
     def target(self, path: str, group: str, roles: dict[str, AdapterKey]) -> AdapterTarget:
         row = self.places.rows[path]
@@ -248,7 +275,7 @@ class _Builder:
             self._check_saved(row, roles, entries)
             return AdapterTarget(path, row.part, "saved", 0, 1.0, False, False, wrapped, entries, spelled)
         spellings = tuple(dict.fromkeys((own_path(spelled), path)))
-        rank, scale, words = adapter_config.rank_and_scale(self.config, spellings)
+        rank, scale, words = self.rules.rank_and_scale(spellings)
         self.problems += [f"{spelled}: {problem}" for problem in words]
         embedding = row.kind == "embedding"
         if self._supports_lora(row, roles) and self._is_right_kind(row, roles, embedding):
@@ -256,15 +283,18 @@ class _Builder:
             self._check_shapes(row, entries, rank, embedding)
         named = {role.removeprefix("embedding_"): entry for role, entry in entries.items()}
         return AdapterTarget(
-            path, row.part, "embedding" if embedding else "linear", rank, scale, "magnitude" in named,
-            "B_bias" in named, wrapped, named, spelled,
+            path, row.part, "embedding" if embedding else "router" if row.is_router else "linear", rank, scale,
+            "magnitude" in named, "B_bias" in named, wrapped, named, spelled,
         )  # fmt: skip
 
     def _supports_lora(self, row: ModuleRow, roles: dict[str, AdapterKey]) -> bool:
         first = next(iter(roles.values())).adapter_key
         if row.kind in ("linear", "embedding") and row.weight is not None and len(row.weight.shape) == 2:
             return True
+        if row.is_router and not {"magnitude", "B_bias"} & roles.keys():
+            return True
         kind = "fused experts" if row.kind == "experts" else row.class_name
+        kind += " with DoRA or a bias" if row.is_router else ""
         self.problems.append(f"{first}: LoRA on {kind} ({row.module_path}) is not supported")
         return False
 
@@ -291,7 +321,7 @@ class _Builder:
                 self.problems.append(f"{spelled}: {option} is true but {word} is missing")
             elif role in roles and not is_on:
                 self.problems.append(f"{roles[role].adapter_key}: {word} is there but {option} is false")
-        if adapter_config.is_saved(self.config, own_path(spelled)):
+        if self.rules.is_saved(own_path(spelled)):
             self.problems.append(f"{spelled}: LoRA on a module that modules_to_save replaces")
 
     def _check_shapes(self, row: ModuleRow, entries: Mapping[str, TensorEntry], rank: int, embedding: bool) -> None:
@@ -330,12 +360,12 @@ class _Builder:
     def _is_announced(self, row: ModuleRow, key: AdapterKey) -> bool:
         # PEFT writes full embeddings and heads next to LoRA (save_embedding_layers) without naming them anywhere.
         is_copy = key.parameter == "weight" and (row.kind == "embedding" or row.part == "head")
-        return is_copy or (key.role == "saved" and adapter_config.is_saved(self.config, own_path(key.path)))
+        return is_copy or (key.role == "saved" and self.rules.is_saved(own_path(key.path)))
 
     def check_promises(self, matched: Mapping[tuple[str, str], dict[str, AdapterKey]]) -> None:
         """Collect parameters that modules_to_save promises and the file does not have; PEFT fails on them too."""
         for path, row in self.places.rows.items():
-            if row.kind == "experts" or not adapter_config.is_saved(self.config, path):
+            if row.kind == "experts" or not self.rules.is_saved(path):
                 continue
             have = matched.get((path, "saved"), {})
             for tensor in row.tensors:
@@ -364,7 +394,7 @@ class _Builder:
         have = {target.module_path for target in targets if target.kind == "saved"}
         copies = []
         for target in targets:
-            if target.kind != "saved" or adapter_config.is_saved(self.config, own_path(target.adapter_path)):
+            if target.kind != "saved" or self.rules.is_saved(own_path(target.adapter_path)):
                 continue
             for path in self._partners(target.module_path):
                 if path not in have:
@@ -388,7 +418,7 @@ class _Builder:
             notes.append("fan_in_fan_out is true; it has no effect on Linear modules (PEFT ignores it too)")
         if self.config.get("bias", "none") != "none":
             notes.append(f"bias is {self.config['bias']!r} but the file holds no bias of the base")
-        unknown = [name for name in self.config if name not in adapter_config.FIELDS]
+        unknown = [name for name in self.config if name not in FIELDS]
         if unknown:
             notes.append(f"unknown fields that are off: {', '.join(sorted(unknown))}")
         return notes

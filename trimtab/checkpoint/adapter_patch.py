@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.checkpoint.adapter_config import names_module
 from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME, AdapterFile, read_adapter
 from trimtab.checkpoint.adapter_keys import PEFT_HEAD
 from trimtab.checkpoint.adapter_match import AdapterSpec, match_adapter
+from trimtab.checkpoint.adapter_rules import Rules
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import AdapterError, RequestError
 from trimtab.files import whole_folder
@@ -132,7 +132,7 @@ def _check_equal(spec: AdapterSpec, copy: AdapterFile, anatomy: Anatomy, paths: 
     problems = []
     if _what(spec) != _what(again):
         problems.append("the copy would behave differently: ranks, scales or modules differ")
-    named = [row.module_path for row in anatomy.rows if names_module(copy.config, row.module_path)]
+    named = Rules(copy.folder, copy.config, (row.module_path for row in anatomy.rows)).named
     if sorted(named) != sorted(paths):
         problems.append(f"the pattern names {len(named)} modules, the adapter has weights for {len(paths)}")
     if _data(spec.file.file) != _data(copy.file):

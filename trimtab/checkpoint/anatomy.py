@@ -12,6 +12,8 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal
 
+from trimtab.checkpoint.renames import Rename
+
 Part = Literal["language", "vision", "audio", "connector", "table", "head"]
 Kind = Literal["linear", "embedding", "experts", "other"]
 PARTS: tuple[Part, ...] = ("language", "vision", "audio", "connector", "table", "head")
@@ -60,7 +62,8 @@ class ModuleRow:
     quantized: whether the request's quantization applies to its weight; otherwise why_unquantized says why not
     (empty for modules that have nothing to quantize). wraps: path of the inner linear of a wrapper such as
     Gemma4ClippableLinear. gather_only: an embedding whose table is only ever indexed, so rows can be fetched on demand.
-    is_head8: the output head, held in 8 bits (`--head int8`).
+    is_head8: the output head, held in 8 bits (`--head int8`). is_router: a router of experts that multiplies with its weight as a
+    Linear does, which it was before transformers 5.
     """
 
     module_path: str
@@ -74,6 +77,7 @@ class ModuleRow:
     wraps: str | None = None
     gather_only: bool = False
     is_head8: bool = False
+    is_router: bool = False
 
     @cached_property
     def weight(self) -> TensorRow | None:
@@ -109,7 +113,8 @@ class Anatomy:
     tower_tokens: (part, soft tokens that one picture or sound becomes) where the config fixes them; else it is the
     processor's choice. capture_unsupported, fused_unsupported: why decode steps of this family cannot be captured, or made of
     our own kernels, prompts_unsupported: why its prompts cannot be captured; None if they can. images_look_ahead: whether an
-    image's tokens see later ones, so that a prompt is not cut inside it; True where that is not known.
+    image's tokens see later ones, so that a prompt is not cut inside it; True where that is not known. renames: what transformers
+    renames in checkpoints of this model, in order.
     """
 
     model_class: str
@@ -126,6 +131,7 @@ class Anatomy:
     fused_unsupported: str | None = None
     prompts_unsupported: str | None = None
     images_look_ahead: bool = True
+    renames: tuple[Rename, ...] = ()
 
     def __hash__(self) -> int:
         """A hash of a few fields: what is computed from thousands of rows is kept by anatomy, and hashing all of them costs as

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from trimtab.checkpoint.anatomy import Anatomy, KVLayer, ModuleRow, TensorRow
+from trimtab.checkpoint.renames import Rename
 
 FORM = 1
 
@@ -39,6 +40,7 @@ def read_anatomy(text: str) -> Anatomy:
         anatomy = Anatomy(*(_frozen(value) for value in whole["anatomy"]))
         return replace(
             anatomy, rows=tuple(_row(values) for values in whole["rows"]),
+            renames=tuple(Rename(*values) for values in anatomy.renames),
             kv_layers=tuple(KVLayer(*values) for values in whole["kv_layers"]),
         )  # fmt: skip
     except (TypeError, KeyError) as exc:

@@ -12,9 +12,9 @@ import os
 from dataclasses import dataclass
 
 from trimtab.checkpoint.adapter import AdapterSpec, match_adapter, read_adapter
-from trimtab.checkpoint.adapter_config import is_saved, names_module
 from trimtab.checkpoint.adapter_keys import PEFT_HEAD, own_path
 from trimtab.checkpoint.adapter_patch import short_pattern
+from trimtab.checkpoint.adapter_rules import Rules
 from trimtab.doctor.preflight_shape import ModelShape
 from trimtab.errors import AdapterError
 
@@ -56,7 +56,8 @@ def read_adapter_for(path: str | os.PathLike[str], shape: ModelShape) -> Adapter
         config["target_modules"] = _DEFAULTS.get(shape.anatomy.model_type, [])
     # "all-linear" takes what is a Linear, never a wrapper, and a saved adapter has it spelled out anyway.
     rows = () if config["target_modules"] == "all-linear" else shape.anatomy.rows
-    wrappers = tuple(row.module_path for row in rows if row.wraps and names_module(config, row.module_path))
+    rules = Rules(file.folder, config, (row.module_path for row in rows))
+    wrappers = tuple(row.module_path for row in rows if row.wraps and row.module_path in rules.named)
     try:
         spec = match_adapter(file, shape.anatomy)
     except AdapterError as exc:
@@ -68,8 +69,7 @@ def read_adapter_for(path: str | os.PathLike[str], shape: ModelShape) -> Adapter
     have = {target.module_path for target in lora}
     named = {
         row.module_path for row in rows
-        if row.kind in ("linear", "embedding") and names_module(config, row.module_path)
-        and not is_saved(config, row.module_path)
+        if row.kind in ("linear", "embedding") and row.module_path in rules.named and not rules.is_saved(row.module_path)
     }  # fmt: skip
     outer = {row.wraps for row in rows if row.wraps in have and row.module_path in wrappers}
     return AdapterReading(

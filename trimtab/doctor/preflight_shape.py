@@ -16,6 +16,7 @@ from typing import Any
 
 from trimtab.checkpoint.anatomy import Anatomy, KVLayer, ModuleRow, TensorRow
 from trimtab.checkpoint.folder import read_checkpoint
+from trimtab.checkpoint.renames import Rename
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.process import DONE, run_inside
 
@@ -82,6 +83,7 @@ def _anatomy(values: Mapping[str, Any]) -> Anatomy:
     kept["rows"] = tuple(_row(row) for row in kept["rows"])
     kept["kv_layers"] = tuple(KVLayer(**layer) for layer in kept["kv_layers"])
     kept["missing_projections"] = tuple(kept["missing_projections"])
+    kept["renames"] = tuple(Rename(*rename) for rename in kept["renames"])
     kept["tower_tokens"] = tuple((part, count) for part, count in kept["tower_tokens"])
     return Anatomy(**kept)
 

@@ -18,9 +18,10 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.checkpoint.adapter import AdapterFile, read_adapter
-from trimtab.checkpoint.adapter_config import config_problems, rank_and_scale
+from trimtab.checkpoint.adapter_config import config_problems
 from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME, check_values
 from trimtab.checkpoint.adapter_keys import REWRITES, own_path
+from trimtab.checkpoint.adapter_rules import Rules
 from trimtab.checkpoint.folder import read_json
 from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.errors import AdapterError
@@ -123,8 +124,10 @@ def _take_stacks(
             del rest[key]
     pairs: dict[str, StackPair] = {}
     problems: list[str] = []
+    parameters = {name.rpartition(".")[2] for name in names}
+    rules = Rules(file.folder, file.config, (f"{own_path(path)}.{name}" for path in modules for name in parameters))
     for path, entries in modules.items():
-        _pair_up(file, path, entries, names, probe, pairs, problems)
+        _pair_up(file, path, entries, names, probe, rules, pairs, problems)
     if not modules:
         problems.append(f"target_parameters={list(names)}, for which the file has no key")
     if problems:
@@ -141,7 +144,7 @@ def _is_named(stem: str, names: tuple[str, ...]) -> Iterator[bool]:
 
 def _pair_up(
     file: AdapterFile, path: str, entries: Mapping[tuple[int, str], TensorEntry], names: tuple[str, ...], probe: Probe,
-    pairs: dict[str, StackPair], problems: list[str],
+    rules: Rules, pairs: dict[str, StackPair], problems: list[str],
 ) -> None:  # fmt: skip
     own = own_path(path)
     modules = dict(probe.model.named_modules())
@@ -161,7 +164,7 @@ def _pair_up(
             problems.append(f"{path}: lora_A or lora_B of {name} is missing")
             continue
         shape = tuple(module.get_parameter(name).shape)
-        pair, problem = _stack_pair(file, f"{own}.{name}", shape, entries[depth, "A"], entries[depth, "B"], module)
+        pair, problem = _stack_pair(rules, f"{own}.{name}", shape, entries[depth, "A"], entries[depth, "B"], module)
         if pair is None:
             problems.append(f"{path}: {problem}")
         else:
@@ -169,9 +172,9 @@ def _pair_up(
 
 
 def _stack_pair(
-    file: AdapterFile, key: str, shape: tuple[int, ...], A: TensorEntry, B: TensorEntry, module: Any
+    rules: Rules, key: str, shape: tuple[int, ...], A: TensorEntry, B: TensorEntry, module: Any
 ) -> tuple[StackPair | None, str]:
-    rank, scale, words = rank_and_scale(file.config, (key,))
+    rank, scale, words = rules.rank_and_scale((key,))
     if words or len(shape) not in (2, 3):
         return None, "; ".join(words) or f"{key} is {list(shape)}, only 2 and 3 dimensions are known"
     experts = shape[0] if len(shape) == 3 else 1
@@ -197,8 +200,12 @@ def _take_experts(
         leaf for path, expression in probe.sources.items() if not expression.is_leaf for leaf in expression.leaves
     }
     rest, pairs = dict(keys), {}
+    matches = {key: _KEY.fullmatch(key) for key in keys}
+    rules = Rules(
+        file.folder, file.config, (own_path(match["path"]) for match in matches.values() if match is not None)
+    )
     for key, A in keys.items():
-        match = _KEY.fullmatch(key)
+        match = matches[key]
         if match is None or match["role"] != "A" or match["wraps"]:
             continue
         leaf = next(
@@ -208,7 +215,7 @@ def _take_experts(
         B = keys.get(other)
         if leaf is None or B is None or file.config.get("use_dora") or file.config.get("lora_bias"):
             continue
-        rank, scale, words = rank_and_scale(file.config, (own_path(match["path"]),))
+        rank, scale, words = rules.rank_and_scale((own_path(match["path"]),))
         shape = tensors[leaf].shape
         if words or len(shape) != 2 or (A.shape, B.shape) != ((rank, shape[1]), (shape[0], rank)):
             raise AdapterError(

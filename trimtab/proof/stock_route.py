@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from trimtab.bridge.row_scales import wrong_scales
+from trimtab.checkpoint.adapter_rules import Rules
 from trimtab.packages import stack_versions, version_of
 from trimtab.proof import forced
 from trimtab.proof.loaded_changes import sketch
@@ -149,7 +150,8 @@ def loadable_adapter(model: Any, folder: Path, copy: Path) -> tuple[Path, str]:
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     targets = config.get("target_modules")
     paths = dict(model.named_modules())
-    wrappers = [path for path in paths if f"{path}.linear" in paths and _targeted(targets, path)]
+    named = Rules(folder, {"target_modules": targets}, paths).named
+    wrappers = [path for path in paths if f"{path}.linear" in paths and path in named]
     if not wrappers:
         return folder, ""
     keys = _adapted_paths(folder / "adapter_model.safetensors")
@@ -161,12 +163,6 @@ def loadable_adapter(model: Any, folder: Path, copy: Path) -> tuple[Path, str]:
         f"target_modules names {len(wrappers)} wrapped projections, which PEFT refuses; a copy of the adapter names "
         f"the {len(exact)} paths that it has keys for"
     )
-
-
-def _targeted(targets: Any, path: str) -> bool:
-    if isinstance(targets, str):
-        return re.fullmatch(targets, path) is not None
-    return any(path == name or path.endswith(f".{name}") for name in targets or ())
 
 
 def _adapted_paths(file: Path) -> set[str]:

@@ -18,6 +18,8 @@ from trimtab.checkpoint.names import is_under, matches, near_names
 from trimtab.checkpoint.packed import PackedEntry
 from trimtab.errors import RequestError
 from trimtab.runtime.probe import Expression
+from trimtab.runtime.renames import read_renames
+from trimtab.runtime.routers import takes_lora
 
 # Words in names of sub-configs -> part; a sub-config with none of them (a projector's, a talker's) is no part.
 PART_WORDS: tuple[tuple[str, Part], ...] = (
@@ -57,7 +59,7 @@ def build_anatomy(
         model_class=type(model).__name__, model_type=str(config.model_type), dtype=dtype, rows=rows,
         kv_layers=tuple(caches.layers()), hidden_size=int(text.hidden_size), vocab_size=int(text.vocab_size),
         missing_projections=tuple(caches.missing_projections()), prequantized=kinds[0] if kinds else None,
-        tower_tokens=tuple(_tower_tokens(config)),
+        tower_tokens=tuple(_tower_tokens(config)), renames=read_renames(model),
     )  # fmt: skip
 
 
@@ -132,7 +134,7 @@ def _rows(
         yield ModuleRow(
             module_path=path, class_name=type(module).__name__, part=places.part(path), kind=kind,
             block=places.block(path), tensors=tensors, quantized=quantized, why_unquantized=why, wraps=wraps,
-            gather_only=path in places.tables, is_head8=is_head8,
+            gather_only=path in places.tables, is_head8=is_head8, is_router=takes_lora(module),
         )  # fmt: skip
 
 

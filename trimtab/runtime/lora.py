@@ -23,6 +23,7 @@ from trimtab.errors import AdapterError, RequestError
 from trimtab.runtime.adapter_store import TOWERS, AdapterStore
 from trimtab.runtime.attached_adapter import AttachedAdapter
 from trimtab.runtime.base_values import BaseValues, base_values, finished
+from trimtab.runtime.routers import RouterAdapter, RouterModule, takes_lora
 
 
 @dataclass(eq=False)
@@ -346,16 +347,28 @@ def _check_modules(
             near = ", ".join(near_names(path, list(modules)))
             problems.append(f"the model holds no module {path} (similar names: {near})")
             continue
-        kind = "linear" if hasattr(module, "dense_weight") else "embedding" if hasattr(module, "rows") else "other"
+        kind = _kind_of(module)
         wanted = targets["lora"].kind if "lora" in targets else kind
         if kind != wanted:
             problems.append(f"{path} is a {type(module).__name__}, which takes no LoRA for a module of kind {wanted}")
+        if isinstance(module, RouterModule) and "saved" in targets:
+            problems.append(
+                f"{path}: another attached adapter has LoRA on this router; a weight of its own is not supported beside"
+            )
+        if kind == "router" and "lora" not in targets:
+            kind = "other"
         if "saved" in targets:
             own = {"linear": {"weight", "bias"}, "embedding": {"weight"}}.get(kind) or set(_tensors_of(module))
             lost = sorted(set(targets["saved"].tensors) - own)
             problems += [f"{path} has no {parameter} that could be replaced" for parameter in lost]
     if problems:
         raise AdapterError(spec.file.folder, problems)
+
+
+def _kind_of(module: nn.Module) -> str:
+    if isinstance(module, RouterModule) or takes_lora(module):
+        return "router"
+    return "linear" if hasattr(module, "dense_weight") else "embedding" if hasattr(module, "rows") else "other"
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -367,6 +380,9 @@ def _make(builder: _Builder, path: str, module: Any, lora: AdapterTarget | None,
         return builder.linear(path, module, lora, saved)
     if hasattr(module, "rows"):
         return builder.embedding(path, module, lora, saved)
+    if lora is not None:
+        linear = LinearAdapter(lora.part, lora.scale, builder.lora(lora, "A"), builder.lora(lora, "B"))
+        return RouterAdapter(linear)
     assert saved is not None
     own = _tensors_of(module)
     return {name: builder.tensor(entry, own[name].dtype) for name, entry in saved.tensors.items()}
@@ -376,6 +392,9 @@ def _install(
     model: nn.Module, module: nn.Module, path: str, name: str, adapter: Any, targets: Mapping[str, AdapterTarget],
     store: AdapterStore,
 ) -> nn.Module:  # fmt: skip
+    if isinstance(adapter, RouterAdapter) and not isinstance(module, RouterModule):
+        module = RouterModule(module, store, path, targets["lora"].part)
+        _replace(model, path, module, store)
     if isinstance(adapter, dict) and not isinstance(module, SavedModule):
         module = SavedModule(module, store, targets["saved"].part)
         _replace(model, path, module, store)
@@ -403,7 +422,7 @@ def detach(model: nn.Module, name: str, *, store: AdapterStore | None = None) ->
         one.leaf.adapters.pop(name, None)
     for path, module in holders.rest:
         module.__dict__["adapters"].pop(name, None)
-        if isinstance(module, SavedModule) and not module.__dict__["adapters"]:
+        if isinstance(module, (SavedModule, RouterModule)) and not module.__dict__["adapters"]:
             _replace(model, path, module.__dict__["original"], store)
     store.detached(name)
 

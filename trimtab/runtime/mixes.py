@@ -28,6 +28,7 @@ from trimtab.runtime.adapter_store import TOWERS, AdapterStore
 from trimtab.runtime.attached_adapter import AttachedAdapter
 from trimtab.runtime.held_adapter import ADAPTER_DTYPE, HeldAdapter
 from trimtab.runtime.lora import EmbeddingAdapter, Fitting, Holders, LinearAdapter, PlainPlace
+from trimtab.runtime.routers import RouterAdapter
 
 MOST_MIXES = 8
 # Values between two matrices, so that each begins where a kernel may read four at once.
@@ -235,15 +236,17 @@ def _parts_of(store: AdapterStore, weights: Mapping[str, float]) -> dict[nn.Modu
         held = [(place.leaf.module_path, place.leaf) for place in holders.fitting.plain]
         for path, module in [*held, *holders.rest]:
             adapter = module.__dict__["adapters"][name]
+            if isinstance(adapter, RouterAdapter):
+                raise _no_sum(name, path, "changes the router")
             if isinstance(adapter, dict) or adapter.weight is not None or getattr(adapter, "bias", None) is not None:
                 raise _no_sum(name, path)
             parts.setdefault(module, (path, []))[1].append((weight, adapter))
     return parts
 
 
-def _no_sum(name: str, path: str) -> RequestError:
+def _no_sum(name: str, path: str, what: str = "replaces the weights of") -> RequestError:
     return RequestError(
-        f"adapter {name} replaces the weights of {path}, which cannot be mixed", field="adapter", value=name,
+        f"adapter {name} {what} {path}, which cannot be mixed", field="adapter", value=name,
         hint="Use it alone",
     )  # fmt: skip
 
