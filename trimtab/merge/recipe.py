@@ -128,6 +128,7 @@ def open_adapters(
             check_vocabulary(part.path, checkpoint.folder)
             # An adapter on experts alone leaves nothing for the other rules.
             spec = match_adapter(file, anatomy) if file.tensors else AdapterSpec(file, (), (), "")
+            spec = replace(spec, notes=(*spec.notes, *pairs.notes))
             opened = PositionedFile(file.file)
             stack.callback(opened.close)
         except AdapterError as exc:
