@@ -90,6 +90,14 @@ def test_a_square_pair_of_an_unknown_layout_is_refused(version: str | None, tmp_
     assert "PEFT 0.17 and 0.18" in problem
 
 
+@pytest.mark.parametrize("names", ["w", {"w": 1}, [1], [""]])
+def test_names_of_parameters_are_a_list(names: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dumps = json.dumps
+    monkeypatch.setattr(json, "dumps", lambda config: dumps({**config, "target_parameters": names}))
+    with pytest.raises(AdapterError, match="must be a list of names"):
+        change_of(tmp_path, {"plain": RECORD["0.18.1"]["plain"]}, "0.18.1")
+
+
 @pytest.mark.parametrize(
     ("version", "same_as"),
     [("0.22.0", "0.21.2"), ("0.19.2.dev0@ff", "0.21.2"), ("0.18.0rc1", "0.18.0"), ("0.18.1.post1", "0.18.1")],
@@ -125,4 +133,4 @@ def test_a_square_stack_of_a_real_model_is_merged_as_peft_018_does(tmp_path: Pat
             assert torch.allclose(new[name].double(), weight.double() + change, atol=1e-6)
             assert not torch.allclose(change, change.mT, atol=1e-3)
             changed += 1
-    assert changed == 4  # two layers, two releases
+    assert changed == 2  # the stack of the one layer with experts, by two releases

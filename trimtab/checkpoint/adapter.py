@@ -7,7 +7,7 @@ puts every tensor on a module of the model or refuses. `describe` is what `trimt
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trimtab.checkpoint.adapter_config import names_module
@@ -53,12 +53,13 @@ def _describe_match(spec: AdapterSpec) -> dict[str, Any]:
     lora = [target for target in spec.targets if target.kind != "saved"]
     config = spec.file.config
     renamed = [(t.adapter_path, t.module_path) for t in spec.targets if not _is_direct(t)]
-    unnamed = [t.module_path for t in lora if not any(names_module(config, path) for path in _spellings(t))]
+    unnamed = [t.module_path for t in lora if not any(_is_named(config, path) for path in _spellings(t))]
     notes = list(spec.notes)
     if unnamed and config.get("target_modules") is not None:
         notes.append(
             f"target_modules does not name {len(unnamed)} of the {len(lora)} modules that have keys (first: "
-            f"{unnamed[0]}); they are applied, PEFT would drop them silently"
+            f"{unnamed[0]}), or exclude_modules or layers_to_transform leave them out; they are applied, PEFT would drop them "
+            "silently"
         )
     notes += [
         f"{count} tensors have no effect, {why}" for why, count in Counter(why for _, why in spec.no_effect).items()
@@ -78,6 +79,29 @@ def _describe_match(spec: AdapterSpec) -> dict[str, Any]:
         "bytes_attached": spec.nbytes("float32"),
         "notes": notes,
     }
+
+
+def _is_named(config: Mapping[str, Any], path: str) -> bool:
+    """Return whether PEFT would put LoRA on the module of a path.
+
+    Source: PEFT 0.21.2, tuners/tuners_utils.py, check_target_module_exists.
+    """
+    if config.get("exclude_modules") and names_module({"target_modules": config["exclude_modules"]}, path):
+        return False
+    if not names_module(config, path):
+        return False
+    layers, names = config.get("layers_to_transform"), config.get("layers_pattern")
+    if (
+        layers is None or layers == [] or isinstance(config.get("target_modules"), str)
+    ):  # PEFT reads them with a list only
+        return True
+    segments = path.split(".")
+    names = [names] if isinstance(names, str) and names else names if isinstance(names, list) else []
+    found = [
+        int(number) for place, number in enumerate(segments[:-1])
+        if number.isdigit() and (segments[place - 1] in names and place > 0 if names else place > 1)
+    ]  # fmt: skip
+    return bool(found) and found[0] in (layers if isinstance(layers, list) else [layers])
 
 
 def _spellings(target: AdapterTarget) -> set[str]:

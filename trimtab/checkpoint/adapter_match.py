@@ -435,7 +435,7 @@ class _Builder:
 
     def notes(self) -> list[str]:
         """Return remarks about an adapter that has no error."""
-        notes = []
+        notes = list(self.file.notes)
         if self.config.get("fan_in_fan_out"):
             notes.append("fan_in_fan_out is true; it has no effect on Linear modules (PEFT ignores it too)")
         if self.config.get("bias", "none") != "none":

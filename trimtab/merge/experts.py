@@ -13,17 +13,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from trimtab.checkpoint.adapter import AdapterFile, read_adapter
-from trimtab.checkpoint.adapter_config import config_problems, rank_and_scale
-from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME, check_values
+from trimtab.checkpoint.adapter_config import rank_and_scale
 from trimtab.checkpoint.adapter_keys import REWRITES, own_path
-from trimtab.checkpoint.folder import read_json
-from trimtab.checkpoint.headers import TensorEntry, read_header
+from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.stack_layout import VERSION, Layout, decided, shapes_of, unsure_words
 from trimtab.errors import AdapterError
 from trimtab.merge.lay_back import name_of
@@ -87,28 +84,17 @@ def read_with_stacks(path: str, probe: Probe, tensors: Mapping[str, TensorEntry]
 
     tensors: of the base's files. Errors: AdapterError, also for every key of a stack that does not fit.
     """
-    file = _read(path)
-    names = tuple(file.config.get("target_parameters") or ())
+    file = read_adapter(path, takes=("target_parameters",))
+    names = file.config.get("target_parameters") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise AdapterError(file.folder, [f"target_parameters={str(names)[:60]!r}: must be a list of names"])
+    names = tuple(names)
     if file.config.get("target_modules") is None and not names:
         return file, Stacks({}, {})
     stacked, rest, notes = _take_stacks(file, names, probe) if names else ({}, file.tensors, ())
     by_leaf, rest = _take_experts(file, rest, probe, tensors)
     config = {key: value for key, value in file.config.items() if key != "target_parameters"}
     return replace(file, config=config, tensors=rest), Stacks(stacked, by_leaf, notes)
-
-
-def _read(path: str) -> AdapterFile:
-    try:
-        return read_adapter(path)
-    except AdapterError as exc:
-        if not all(problem.startswith("target_parameters=") for problem in exc.problems):
-            raise
-    folder = Path(path)
-    config = read_json(folder / CONFIG_NAME)
-    assert not config_problems({**config, "target_parameters": None})
-    adapter = AdapterFile(folder, config, dict(read_header(folder / TENSORS_NAME).tensors), folder / TENSORS_NAME)
-    check_values(adapter)
-    return adapter
 
 
 # One pair a stack -----------------------------------------------------------------------------------------------------
