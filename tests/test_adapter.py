@@ -21,7 +21,7 @@ from tests.adapters import (
     q_proj,
     write_adapter,
 )
-from trimtab.checkpoint.adapter import describe, match_adapter, read_adapter
+from trimtab.checkpoint.adapter import _is_named, describe, match_adapter, read_adapter
 
 
 def test_without_a_model_the_report_counts_by_names(tmp_path: Path) -> None:
@@ -49,6 +49,31 @@ def test_the_report_tells_keys_and_target_modules_apart(tmp_path: Path) -> None:
     assert report["ranks"] == {"4": 3}
     assert report["scales"] == {"2": 3}
     json.dumps(report)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"exclude_modules": ["q_proj"]}, {"exclude_modules": r".*layers\.0.*"}, {"layers_to_transform": 1},
+        {"layers_to_transform": [0, 3]}, {"layers_to_transform": [0], "layers_pattern": "layers"}, {"layers_to_transform": []},
+        {"layers_to_transform": [1], "layers_pattern": ["blocks", "h"]},
+        {"target_modules": r".*q_proj"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_fields_that_leave_modules_out_are_read_as_peft_reads_them(config: dict[str, object], tmp_path: Path) -> None:
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    chosen = {"target_modules": ["q_proj", "up_proj"], **config}
+    peft_config = LoraConfig(**chosen)
+    for head in ("model.layers", "model.language_model.layers", "model.blocks", "layers", "h"):
+        for place in (0, 1, 3):
+            for tail in ("self_attn.q_proj", "mlp.experts.0.up_proj", "o_proj", "q_proj"):
+                path = f"{head}.{place}.{tail}"
+                assert _is_named(chosen, path) == bool(check_target_module_exists(peft_config, path)), path
+    spec = match(tmp_path, q_proj(), target_modules=["q_proj"], exclude_modules=["q_proj"])
+    assert any("PEFT would drop" in note for note in describe(spec.file, spec)["notes"])
 
 
 def test_the_multimodal_e2b_adapter_is_accounted_for_tensor_by_tensor(tmp_path: Path) -> None:

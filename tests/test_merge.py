@@ -221,13 +221,12 @@ def coarse(folder: Path) -> None:
         save_file(tensors, file, metadata=metadata)
 
 
-def test_the_order_of_adapters_is_the_order_of_sums_alone() -> None:
+def test_the_order_of_plain_adapters_is_the_order_of_sums_alone() -> None:
     generator = torch.Generator().manual_seed(0)
-    base = torch.randn(8, 16, generator=generator)
-    dora = Change("d", 0.5, 2.0, torch.randn(8, 4), torch.randn(4, 16), magnitude=torch.rand(8) + 1)
-    plain = Change("p", -1.0, 0.5, torch.randn(8, 4), torch.randn(4, 16))
-    one = merged(base.clone(), 0, 8, [dora, plain])
-    other = merged(base.clone(), 0, 8, [plain, dora])
+    base, *values = (torch.randn(size, generator=generator) for size in ((8, 16), (8, 4), (4, 16), (8, 4), (4, 16)))
+    first, second = Change("d", 0.5, 2.0, *values[:2]), Change("p", -1.0, 0.5, *values[2:])
+    one = merged(base.clone(), 0, 8, [first, second])
+    other = merged(base.clone(), 0, 8, [second, first])
     # Two float32 sums of three terms in another order: each rounds by at most 2^-24 of the largest partial sum.
     torch.testing.assert_close(one, other, rtol=0, atol=2.0**-24 * 4 * float(one.abs().max() + base.abs().max()))
 

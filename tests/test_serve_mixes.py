@@ -217,18 +217,20 @@ def test_a_mix_from_host_memory_holds_the_values_of_pythons_and_needs_no_other_p
 
 
 def test_a_mix_with_dora_has_its_adapters_beside_it(loaded):
-    weights = {"dora": 0.5, "a0": 2.0}
+    weights = {"dora": 0.5}
     expected = loaded.answer(IDS, adapter=weights, max_new_tokens=8).token_ids
-    engine = engine_of(loaded, 3)
+    engine = engine_of(loaded, 2)
     name = mix_name(weights)
     (ids,) = answered(engine, name)
-    assert tuple(ids) == tuple(expected[: len(ids)]) and set(engine.shelf.resident) == {"a0", "dora"}
+    assert tuple(ids) == tuple(expected[: len(ids)]) and set(engine.shelf.resident) == {"dora"}
     # An adapter that the mix needs goes with it.
     engine.shelf.bring("a1", [])
     engine.shelf.bring("a2", [])
     assert engine.shelf.mixes == () and name not in loaded.adapter_store.names
-    with pytest.raises(RequestError, match="needs 3 adapter slots"):
-        engine_of(loaded, 2).shelf.check(name)
+    with pytest.raises(RequestError, match="needs 2 adapter slots"):
+        engine_of(loaded, 1).shelf.check(name)
+    with pytest.raises(RequestError, match="depends on their order"):
+        engine.shelf.check(mix_name({**weights, "a0": 2.0}))
 
 
 def test_what_is_in_use_stays_and_the_oldest_mix_goes(loaded):

@@ -191,9 +191,10 @@ def parse_mix(text: str, *, field: str, weights: Mapping[str, float] | None = No
     return mix
 
 
-def mix_name(weights: Mapping[str, float]) -> str:
-    """Return what a mix is called: "medical:0.7+style:0.3", its names sorted."""
-    return "+".join(f"{name}:{float(weight)!r}" for name, weight in sorted(weights.items()))
+def mix_name(weights: Mapping[str, float], *, is_ordered: bool = False) -> str:
+    """Return what a mix is called: "medical:0.7+style:0.3", its names sorted. is_ordered: they have their order already."""
+    parts = weights.items() if is_ordered else sorted(weights.items())
+    return "+".join(f"{name}:{float(weight)!r}" for name, weight in parts)
 
 
 def weights_of(name: str) -> dict[str, float]:

@@ -7,10 +7,12 @@ torch.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trimtab.checkpoint.adapter_beside import weights_beside
 from trimtab.checkpoint.adapter_config import config_problems
 from trimtab.checkpoint.adapter_values import value_problems
 from trimtab.checkpoint.folder import Stamp, stamp_of
@@ -32,7 +34,7 @@ _OTHER_FILES = {
 class AdapterFile:
     """A folder that PEFT wrote: its configuration as stored and the header of its tensor file.
 
-    stamps: (file, size, mtime in ns) of both, taken before they were read.
+    stamps: (file, size, mtime in ns) of both, taken before they were read. notes: weights beside them that nothing uses.
     """
 
     folder: Path
@@ -40,6 +42,7 @@ class AdapterFile:
     tensors: dict[str, TensorEntry]
     file: Path
     stamps: tuple[Stamp, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 GGUF = ".gguf"
@@ -54,12 +57,13 @@ def _only_gguf(folder: Path) -> str | None:
 
 
 @reading(adapter_refusal)
-def read_adapter(path: str | Path, *, values: bool = True) -> AdapterFile:
+def read_adapter(path: str | Path, *, values: bool = True, takes: Collection[str] = ()) -> AdapterFile:
     """Return configuration and header of the adapter in a folder.
 
-    values: also look through its values for NaN and infinity; nothing is kept of them. Errors: AdapterError with every
-    reason: missing or foreign files, bad JSON, another method than LoRA, configuration fields that change the output in a
-    way not supported, tensors with values that are not finite. CheckpointError if the safetensors header is not sound.
+    values: also look through its values for NaN and infinity; nothing is kept of them. takes: fields of the configuration
+    that the caller computes itself. Errors: AdapterError with every reason: missing or foreign files, weights beside them
+    that change the output, bad JSON, another method than LoRA, configuration fields that change the output in a way not
+    supported, tensors with values that are not finite. CheckpointError if the safetensors header is not sound.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -75,16 +79,24 @@ def read_adapter(path: str | Path, *, values: bool = True) -> AdapterFile:
         raise AdapterError(folder, problems)
     stamps = stamps_of(folder)
     config = _read_config(folder / CONFIG_NAME)
-    problems = config_problems(config)
+    beside, notes = _beside(folder)
+    problems = config_problems({name: value for name, value in config.items() if name not in takes}) + beside
     if problems:
         raise AdapterError(folder, problems)
     header = read_header(folder / TENSORS_NAME)
     if not header.tensors:
         raise AdapterError(folder, [f"{TENSORS_NAME} has no tensors"])
-    adapter = AdapterFile(folder, config, dict(header.tensors), folder / TENSORS_NAME, stamps)
+    adapter = AdapterFile(folder, config, dict(header.tensors), folder / TENSORS_NAME, stamps, tuple(notes))
     if values:
         check_values(adapter)
     return adapter
+
+
+def _beside(folder: Path) -> tuple[list[str], list[str]]:
+    try:
+        return weights_beside(folder)
+    except OSError as exc:
+        raise AdapterError(folder, [f"the folder cannot be read: {exc.strerror}"]) from exc
 
 
 def stamps_of(path: str | Path) -> tuple[Stamp, ...]:

@@ -14,7 +14,7 @@ from trimtab.checkpoint.anatomy import Part
 
 PEFT_HEAD = "base_model.model."
 Role = Literal[
-    "A", "B", "B_bias", "embedding_A", "embedding_B", "magnitude", "saved", "base_copy", "training_only"
+    "A", "B", "B_bias", "embedding_A", "embedding_B", "magnitude", "saved", "base_copy", "original", "training_only"
 ]  # fmt: skip
 
 _LORA_ROLES: dict[str, Role] = {
@@ -25,7 +25,6 @@ _LORA_ROLES: dict[str, Role] = {
 _KNOWN_BUT_NOT_LORA = {
     "lora_diag": "KaSA's diagonal", "lora_arrow": "Arrow routing", "token_adapter": "trainable tokens",
     "trainable_tokens_delta": "trainable tokens", "trainable_tokens_indices": "trainable tokens",
-    "original_module": "the untrained copy of a saved module (write the adapter with save_pretrained)",
     "lora_E": "AdaLoRA", "hada_w1_a": "LoHa", "lokr_w1": "LoKr", "vera_lambda_b": "VeRA", "oft_R": "OFT",
     "ia3_l": "IA3", "prompt_embeddings": "prompt tuning",
 }  # fmt: skip
@@ -42,9 +41,9 @@ _PARTS: tuple[tuple[Part, frozenset[str]], ...] = (
 class AdapterKey:
     """One tensor name taken apart.
 
-    path: the module as the adapter spells it, prefix included. parameter: of a saved module, else "". name: the
-    adapter's own name where the key holds one ("default"), as raw state dicts do. problem: why the key cannot be used,
-    else "".
+    path: the module as the adapter spells it, prefix included. role "original": the base's own tensor below a saved module.
+    parameter: of a saved module, else "". name: the adapter's own name where the key holds one ("default"), as raw state dicts
+    do. problem: why the key cannot be used, else "".
     """
 
     adapter_key: str
@@ -75,6 +74,9 @@ def parse_key(adapter_key: str) -> AdapterKey:
         before, after = segments[:index], segments[index + 1 :]
         name = after[0] if len(after) > 1 else None
         return AdapterKey(adapter_key, ".".join(before + after[1:-1]), "saved", after[-1], name)
+    if "original_module" in segments[1:-1]:
+        index = segments.index("original_module", 1)
+        return AdapterKey(adapter_key, ".".join(segments[:index] + segments[index + 1 : -1]), "original", segments[-1])
     if len(segments) > 2 and segments[-2] == "base_layer":
         return AdapterKey(adapter_key, ".".join(segments[:-2]), "base_copy", segments[-1])
     if len(segments) == 1:

@@ -29,6 +29,8 @@ _SHARED_KV = (
 )
 # The linear layers of one expert before transformers 5 stacked them. Source: its conversion_mapping.py, MergeModulelist.
 _EXPERT_LINEARS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+_SECOND_COPY = "second copies of saved modules, which PEFT writes beside a resized vocabulary and does not read"
+_UNTRAINED = "the base's own weights of saved modules, which PEFT writes beside a resized vocabulary"
 _NEAR_LIMIT = 20  # near names are searched for the problems that are printed, not for thousands of wrong keys
 
 
@@ -110,7 +112,7 @@ class _Places:
     def find(self, path: str, key: AdapterKey) -> str | None:
         """Return the path of the module that the key changes (it may be in `missing`), or None."""
         row = self.rows.get(path)
-        if key.role in ("saved", "base_copy"):
+        if key.role in ("saved", "base_copy", "original"):
             if row is not None and any(t.tensor_path == f"{path}.{key.parameter}" for t in row.tensors):
                 return path
         elif row is not None:
@@ -193,10 +195,19 @@ def match_adapter(file: AdapterFile, anatomy: Anatomy) -> AdapterSpec:
     no_effect: list[tuple[str, str]] = []
     matched: dict[tuple[str, str], dict[str, AdapterKey]] = {}
     lost: list[AdapterKey] = []
+    originals: dict[str, AdapterKey] = {}
+    saved = Rules(file.folder, file.config, ())
     for key in keys:
         path = paths[key.adapter_key]
         if path is None:
             lost.append(key)
+        elif _is_second_copy(key, file):
+            no_effect.append((key.adapter_key, _SECOND_COPY))
+        elif key.role == "original" and not saved.is_saved(own_path(key.path)):
+            problems.append(f"{key.adapter_key}: the untrained copy of a module that modules_to_save does not name")
+        elif key.role == "original":
+            no_effect.append((key.adapter_key, _UNTRAINED))
+            originals[path] = key
         elif path in places.missing:
             no_effect.append((key.adapter_key, _SHARED_KV))
         elif key.role == "training_only":
@@ -217,6 +228,7 @@ def match_adapter(file: AdapterFile, anatomy: Anatomy) -> AdapterSpec:
     idle = rules.idle(lambda: _other_names(anatomy, rewrite), former_words(anatomy.renames, places.rows))
     notes = [*builder.notes(), *rules.idle_notes(idle)]
     targets += builder.tied_copies(targets)
+    targets += builder.tied_originals(targets, originals)
     targets.sort(key=lambda target: places.order[target.module_path])
     return AdapterSpec(file, tuple(targets), tuple(no_effect), rewrite.label, anatomy.dtype, tuple(notes), idle)
 
@@ -230,6 +242,12 @@ def _other_names(anatomy: Anatomy, rewrite: Rewrite) -> Iterator[str]:
                 yield tensor.tensor_path
             for expert in range(max((tensor.shape[0] for tensor in row.tensors), default=0)):
                 yield from (f"{row.module_path}.{expert}.{name}" for name in _EXPERT_LINEARS)
+
+
+def _is_second_copy(key: AdapterKey, file: AdapterFile) -> bool:
+    """Whether the file has a saved tensor under PEFT's short name too, which alone is read (set_peft_model_state_dict)."""
+    head, mark, tail = key.adapter_key.partition(".modules_to_save.")
+    return bool(mark) and key.role == "saved" and key.name is None and f"{head}.{tail}" in file.tensors
 
 
 def _sort_in(
@@ -252,6 +270,13 @@ def _lost_words(key: AdapterKey, file: AdapterFile, rewrite: Rewrite, places: _P
     near = places.near(path) if search else ""
     what = f"{path}.{key.parameter}" if key.parameter else path
     return f"{key.adapter_key} {shape}: the model has no {what}" + (f"; similar names: {near}" if near else "")
+
+
+def _resized_words(rows: int) -> str:
+    return (
+        f"; the vocabulary was resized: call resize_token_embeddings({rows}) on the base, save it with its tokenizer, and "
+        "name that folder as the model"
+    )
 
 
 class _Builder:
@@ -335,9 +360,16 @@ class _Builder:
         }  # fmt: skip
         for role, entry in entries.items():
             if entry.shape != expected[role]:
+                own, wanted = entry.shape, expected[role]
+                # The vocabulary is the last dimension of a table's A, and the first of a head's B.
+                resized = ""
+                if embedding and own[:-1] == wanted[:-1] and own:
+                    resized = _resized_words(own[-1])
+                elif row.part == "head" and own[1:] == wanted[1:] and own:
+                    resized = _resized_words(own[0])
                 self.problems.append(
-                    f"{entry.tensor_name}: shape {list(entry.shape)}, expected {list(expected[role])} (rank {rank} by "
-                    f"the configuration, {row.module_path} is {list(row.weight.shape)})"
+                    f"{entry.tensor_name}: shape {list(own)}, expected {list(wanted)} (rank {rank} by "
+                    f"the configuration, {row.module_path} is {list(row.weight.shape)}){resized}"
                 )
 
     def _check_saved(self, row: ModuleRow, roles: dict[str, AdapterKey], entries: Mapping[str, TensorEntry]) -> None:
@@ -348,7 +380,7 @@ class _Builder:
         for name, entry in entries.items():
             own = tensors[name].shape
             if entry.shape != own:
-                why = "; the vocabulary was resized, which is not supported" if vocabulary else ""
+                why = _resized_words(entry.shape[0]) if vocabulary and entry.shape[1:] == own[1:] and own else ""
                 self.problems.append(f"{entry.tensor_name}: shape {list(entry.shape)}, the model's is {list(own)}{why}")
             if not self._is_announced(row, roles[name]):
                 option = self.config.get("bias", "none")
@@ -402,6 +434,27 @@ class _Builder:
                     copies.append(replace(target, module_path=path, part=row.part, wrapped=False))
         return copies
 
+    def tied_originals(
+        self, targets: Iterable[AdapterTarget], originals: Mapping[str, AdapterKey]
+    ) -> list[AdapterTarget]:
+        """Return saved targets for modules tied to one that is saved, where the file has its untrained weight too.
+
+        PEFT loads `original_module` into the base's parameter, which a tied partner goes on using.
+        """
+        have = {target.module_path for target in targets if target.kind == "saved"}
+        copies = []
+        for path, key in originals.items():
+            entry = self.file.tensors[key.adapter_key]
+            for partner in self._partners(path):
+                row = self.places.rows[partner]
+                if partner not in have and row.weight is not None and entry.shape == row.weight.shape:
+                    copies.append(
+                        AdapterTarget(
+                            partner, row.part, "saved", 0, 1.0, False, False, False, {"weight": entry}, key.path
+                        )
+                    )
+        return copies
+
     def _partners(self, path: str) -> list[str]:
         def owner(row: ModuleRow) -> str | None:
             return None if row.weight is None else row.weight.tied_to or row.weight.copy_of or row.weight.tensor_path
@@ -413,7 +466,7 @@ class _Builder:
 
     def notes(self) -> list[str]:
         """Return remarks about an adapter that has no error."""
-        notes = []
+        notes = list(self.file.notes)
         if self.config.get("fan_in_fan_out"):
             notes.append("fan_in_fan_out is true; it has no effect on Linear modules (PEFT ignores it too)")
         if self.config.get("bias", "none") != "none":

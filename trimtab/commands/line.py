@@ -38,7 +38,7 @@ from trimtab.commands.flags import (
     system_of,
 )
 from trimtab.commands.many import run_many
-from trimtab.commands.opening import end_text, opened, say_fallbacks
+from trimtab.commands.opening import end_text, opened, say_beside, say_fallbacks
 from trimtab.commands.pull import add_pull, pull_if_asked
 from trimtab.commands.saying import Command, print_json, print_text
 from trimtab.commands.weights import chosen
@@ -168,6 +168,7 @@ def run_plan(options: argparse.Namespace) -> int:
         print_json(plan.to_json() | ({"options": [asdict(one) for one in helpful]} if options.options else {}))
         return 0
     print_text(plan if options.wide else _narrow(plan))
+    say_beside(plan.request.adapters)
     if helpful:
         print_text(f"\n{options_text(helpful, card=plan.card)}")
     if plan.execution_device == "cpu" and request.device == "auto" and request.gpu_memory_bytes is not None:

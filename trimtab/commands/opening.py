@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trimtab
 from trimtab import show
+from trimtab.checkpoint.adapter_beside import weights_beside
 from trimtab.checkpoint.folder import find_folder
 from trimtab.commands.saying import print_text
 
@@ -30,6 +32,7 @@ def opened(
 
     # A folder without a tokenizer is found before minutes are spent on its weights.
     processor = load_processor(find_folder(plan.request.model))
+    say_beside(plan.request.adapters)
     with show.loading_bar(sys.stderr) as progress:
         model = trimtab.load(plan, progress=progress, decode=None if decode == "auto" else decode)
     model.processor = processor
@@ -42,6 +45,13 @@ def opened(
         )  # fmt: skip
     with model, show.bar_when_needed(sys.stderr, "measuring kernels on this GPU (once)") as model.measuring:
         yield model
+
+
+def say_beside(adapters: Mapping[str, str]) -> None:
+    """Say on stderr which weights beside the adapters nothing uses. adapters: name -> folder, which were read."""
+    for name, path in adapters.items():
+        for note in weights_beside(Path(path))[1]:
+            print(f"adapter {name}: {note}", file=sys.stderr)
 
 
 def say_fallbacks(model: trimtab.LoadedModel) -> None:

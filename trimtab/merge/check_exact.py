@@ -119,9 +119,17 @@ def _total(
     total, size = base.clone(), base.abs()
     slack = torch.zeros_like(base)
     for change, factor in zip(changes, factors, strict=True):
-        value, lost, terms = _value(change, factor, base, start, stop)
-        total += change.weight * (value - base)
-        slack += abs(change.weight) * lost
+        value, lost, terms, gain = _value(change, factor, base, start, stop)
+        if gain is None or change.saved is not None:
+            total += change.weight * (value - base)
+            slack += abs(change.weight) * lost
+        else:
+            # DoRA rescales what earlier adapters made: gain (base + change) + gain (total - base), and what they lost with it.
+            moved = gain * (total - base)
+            terms = terms + 2 * moved.abs()
+            lost = lost + gain.abs() * slack + FLOAT32_STEP * (terms + (NORM_STEPS + FACTOR_STEPS) * moved.abs())
+            slack = abs(1 - change.weight) * slack + abs(change.weight) * lost
+            total += change.weight * (value + moved - total)
         size += abs(change.weight) * terms
     # Each adapter is added to a sum of at most `size`.
     return total, slack + (len(changes) + 1) * FLOAT32_STEP * size, size
@@ -150,16 +158,18 @@ def _sum(change: Change, base: Tensor, start: int, stop: int) -> tuple[Tensor, T
     return base, base.abs()
 
 
-def _value(change: Change, factor: Tensor | None, base: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (result of one adapter at weight 1, what float32 may lose, size of its terms)."""
+def _value(
+    change: Change, factor: Tensor | None, base: Tensor, start: int, stop: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return (result of one adapter at weight 1, what float32 may lose, size of its terms, what DoRA multiplies by)."""
     total, terms = _sum(change, base, start, stop)
     # A sum of n products in float32 is off by n roundings of its terms at most.
     steps = FACTOR_STEPS + (change.left.shape[-1] if change.left is not None else 0)
     if change.magnitude is None:
-        return total, steps * FLOAT32_STEP * terms, terms
+        return total, steps * FLOAT32_STEP * terms, terms, None
     if factor is None:
         factor = (change.magnitude[start:stop].double() / torch.linalg.norm(total, dim=1)).view(-1, 1)
-    return factor * total, factor.abs() * (steps + NORM_STEPS) * FLOAT32_STEP * terms, factor.abs() * terms
+    return factor * total, factor.abs() * (steps + NORM_STEPS) * FLOAT32_STEP * terms, factor.abs() * terms, factor
 
 
 def _laid_back(out: Out, sources: Sources) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """The weight change of an adapter: PEFT's merge in float32, a few rows at a time.
 
 A `Change` is what one adapter does to one parameter of the model; `merged` puts the changes of all adapters on rows of
-the base. Every adapter's change is taken against the base, so their order means nothing but the order of float32 sums.
+the base, in the order of the request. LoRA adds to what is there. DoRA rescales what the adapters before it made, by norms of
+the base and its own change alone, as PEFT 0.21.2 does with several active adapters (earlier releases took other norms).
 Source: PEFT 0.19.1 and 0.21.2, lora/layer.py (Linear.merge, Embedding.merge, ParamWrapper.get_delta_weight),
 lora/variants.py (DoraLinearVariant.merge_unsafe, DoraEmbeddingVariant.merge_unsafe).
 """
@@ -108,13 +109,15 @@ class Change:
     def value(self, base: Tensor, start: int, stop: int) -> Tensor:
         """Return rows start to stop as this adapter alone, at weight 1, makes them of the base's (float32)."""
         total = self._sum(base, start, stop)
-        if self.magnitude is None:
-            return total
+        return total if self.magnitude is None else self._gain(total, start, stop) * total
+
+    def _gain(self, total: Tensor, start: int, stop: int) -> Tensor:
+        """Return what DoRA multiplies the rows by. total: base + change."""
+        assert self.magnitude is not None
         if self.is_table:
             assert self._factor is not None
-            return self._factor * total
-        norm = torch.linalg.norm(total, dim=1)
-        return (self.magnitude[start:stop] / norm).view(-1, 1) * total
+            return self._factor
+        return (self.magnitude[start:stop] / torch.linalg.norm(total, dim=1)).view(-1, 1)
 
     def difference(self, base: Tensor, start: int, stop: int) -> Tensor:
         """Return weight x (the adapter's rows - the base's), float32."""
@@ -123,6 +126,16 @@ class Change:
             assert delta is not None
             return delta if self.weight == 1 else delta.mul_(self.weight)
         return (self.value(base, start, stop) - base).mul_(self.weight)
+
+    def put_on(self, current: Tensor, base: Tensor, start: int, stop: int) -> Tensor:
+        """Return rows start to stop, float32, with this adapter on what others made of the base's. current: may be overwritten."""
+        if self.magnitude is None or self.saved is not None:  # what replaces a parameter is alone on it (recipe.py)
+            return current.add_(self.difference(base, start, stop))
+        gain = self._gain(self._sum(base, start, stop), start, stop)
+        delta = self.delta(start, stop)
+        assert delta is not None
+        new = delta.add_(current).mul_(gain)
+        return new if self.weight == 1 else current.add_((new - current).mul_(self.weight))
 
     def fingerprint(self) -> str:
         """Return a hash that two changes share only if they do the same to a parameter."""
@@ -144,6 +157,11 @@ def merged(base: Tensor, start: int, stop: int, changes: Sequence[Change]) -> Te
     """Return rows start to stop with every change on them, float32. base: the same rows, float32, may be overwritten."""
     if len(changes) == 1 and changes[0].weight == 1:
         return changes[0].value(base, start, stop)
+    if any(change.magnitude is not None for change in changes):
+        current = base.clone()
+        for change in changes:
+            current = change.put_on(current, base, start, stop)
+        return current
     differences = [change.difference(base, start, stop) for change in changes]
     for difference in differences:
         base += difference

@@ -1,10 +1,11 @@
 """Adapters on stacked experts, which only a merge can apply: PEFT's target_parameters, and older per-expert keys.
 
 A stack is one parameter [E, out, in] of the model, and one tensor or many in the files. PEFT keeps one pair for a whole
-stack: A [R E, in] in expert order, B [out, R E] with the expert as the fastest index. Of a module with several adapted
-parameters the first one's keys lie deepest under `base_layer`. Adapters made before transformers 5 name one linear layer
-an expert, as the files still do. Source: PEFT 0.19.1 and 0.21.2, lora/layer.py, ParamWrapper (update_layer,
-get_delta_weight); tuners/tuners_utils.py, _inject_parameters.
+stack: A [R E, in] in expert order, B [out, R E] with the expert as the fastest index; which dimension of the stack is `in`
+depends on the release (checkpoint/stack_layout.py). Of a module with several adapted parameters the first one's keys lie
+deepest under `base_layer`. Adapters made before transformers 5 name one linear layer an expert, as the files still do.
+Source: PEFT 0.17.0 to 0.21.2, lora/layer.py, ParamWrapper (update_layer, get_delta_weight); tuners/tuners_utils.py,
+_inject_parameters.
 """
 
 from __future__ import annotations
@@ -12,18 +13,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from trimtab.checkpoint.adapter import AdapterFile, read_adapter
-from trimtab.checkpoint.adapter_config import config_problems
-from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME, check_values
 from trimtab.checkpoint.adapter_keys import REWRITES, own_path
 from trimtab.checkpoint.adapter_rules import Rules
-from trimtab.checkpoint.folder import read_json
-from trimtab.checkpoint.headers import TensorEntry, read_header
+from trimtab.checkpoint.headers import TensorEntry
+from trimtab.checkpoint.stack_layout import VERSION, Layout, decided, shapes_of, unsure_words
 from trimtab.errors import AdapterError
 from trimtab.merge.lay_back import name_of
 from trimtab.runtime.hf import Probe
@@ -43,19 +41,20 @@ class Slice:
 
 @dataclass(frozen=True)
 class StackPair:
-    """The pair of one stack, or of one expert (experts 1). is_swapped: the stack is [E, in, out]."""
+    """The pair of one stack [E, a, b], or of one matrix. is_swapped: lora_A runs along the stack's dimension before the last."""
 
     A: TensorEntry
     B: TensorEntry
     experts: int
     scale: float
     is_swapped: bool = False
+    is_matrix: bool = False
 
     def factors(self, read: Callable[[TensorEntry], Tensor], part: Slice | None = None) -> tuple[Tensor, Tensor]:
         """Return (left, right) whose product is the change before the scale: of the stack, or of a part of it."""
         A, B = read(self.A), read(self.B)
-        if self.experts == 1:
-            return (A.T, B.T) if self.is_swapped else (B, A)
+        if self.is_matrix:
+            return B, A
         A = A.reshape(self.experts, -1, A.shape[-1])
         B = B.reshape(B.shape[0], -1, self.experts).permute(2, 0, 1)
         left, right = (A.transpose(1, 2), B.transpose(1, 2)) if self.is_swapped else (B, A)
@@ -70,6 +69,7 @@ class Stacks:
 
     by_parameter: Mapping[str, StackPair]
     by_leaf: Mapping[str, StackPair]
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.by_parameter) + len(self.by_leaf)
@@ -84,28 +84,17 @@ def read_with_stacks(path: str, probe: Probe, tensors: Mapping[str, TensorEntry]
 
     tensors: of the base's files. Errors: AdapterError, also for every key of a stack that does not fit.
     """
-    file = _read(path)
-    names = tuple(file.config.get("target_parameters") or ())
+    file = read_adapter(path, takes=("target_parameters",))
+    names = file.config.get("target_parameters") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise AdapterError(file.folder, [f"target_parameters={str(names)[:60]!r}: must be a list of names"])
+    names = tuple(names)
     if file.config.get("target_modules") is None and not names:
         return file, Stacks({}, {})
-    stacked, rest = _take_stacks(file, names, probe) if names else ({}, file.tensors)
+    stacked, rest, notes = _take_stacks(file, names, probe) if names else ({}, file.tensors, ())
     by_leaf, rest = _take_experts(file, rest, probe, tensors)
     config = {key: value for key, value in file.config.items() if key != "target_parameters"}
-    return replace(file, config=config, tensors=rest), Stacks(stacked, by_leaf)
-
-
-def _read(path: str) -> AdapterFile:
-    try:
-        return read_adapter(path)
-    except AdapterError as exc:
-        if not all(problem.startswith("target_parameters=") for problem in exc.problems):
-            raise
-    folder = Path(path)
-    config = read_json(folder / CONFIG_NAME)
-    assert not config_problems({**config, "target_parameters": None})
-    adapter = AdapterFile(folder, config, dict(read_header(folder / TENSORS_NAME).tensors), folder / TENSORS_NAME)
-    check_values(adapter)
-    return adapter
+    return replace(file, config=config, tensors=rest), Stacks(stacked, by_leaf, notes)
 
 
 # One pair a stack -----------------------------------------------------------------------------------------------------
@@ -113,7 +102,7 @@ def _read(path: str) -> AdapterFile:
 
 def _take_stacks(
     file: AdapterFile, names: tuple[str, ...], probe: Probe
-) -> tuple[dict[str, StackPair], dict[str, TensorEntry]]:
+) -> tuple[dict[str, StackPair], dict[str, TensorEntry], tuple[str, ...]]:
     rest = dict(file.tensors)
     modules: dict[str, dict[tuple[int, str], TensorEntry]] = {}
     for key, entry in file.tensors.items():
@@ -122,17 +111,48 @@ def _take_stacks(
             depth = match["wraps"].count(".base_layer")
             modules.setdefault(match["path"], {})[depth, match["role"]] = entry
             del rest[key]
-    pairs: dict[str, StackPair] = {}
+    found: list[_Found] = []
     problems: list[str] = []
     parameters = {name.rpartition(".")[2] for name in names}
     rules = Rules(file.folder, file.config, (f"{own_path(path)}.{name}" for path in modules for name in parameters))
     for path, entries in modules.items():
-        _pair_up(file, path, entries, names, probe, rules, pairs, problems)
+        found += _pair_up(rules, path, entries, names, probe, problems)
     if not modules:
         problems.append(f"target_parameters={list(names)}, for which the file has no key")
+    pairs = _in_layouts(found, file.config.get(VERSION), problems)
     if problems:
         raise AdapterError(file.folder, problems)
-    return pairs, rest
+    old = [one.tensor_path for one in found if pairs[one.tensor_path].is_swapped and not one.is_transposed]
+    notes = (f"{len(old)} stacks of experts (first: {old[0]}) are in the layout of PEFT 0.18 and older",) if old else ()
+    return pairs, rest, notes
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A pair whose shapes fit its stack in one layout or both (a square one). path: of the module as the adapter spells it."""
+
+    path: str
+    tensor_path: str
+    pair: StackPair
+    layouts: tuple[Layout, ...]
+    is_transposed: bool
+
+
+def _in_layouts(found: list[_Found], version: object, problems: list[str]) -> dict[str, StackPair]:
+    """Return the pairs by the stack's tensor_path, each in the layout in which its release wrote it."""
+    pairs = {}
+    for one in found:
+        seen = (other.layouts[0] for other in found if len(other.layouts) == 1 and _is_alike(one, other))
+        layout = decided(one.layouts, seen, version, is_transposed=one.is_transposed)
+        if layout is None:
+            problems.append(f"{one.path}: {one.tensor_path}: {unsure_words(version)}")
+        else:
+            pairs[one.tensor_path] = replace(one.pair, is_swapped=layout == "before")
+    return pairs
+
+
+def _is_alike(one: _Found, other: _Found) -> bool:
+    return other.pair.experts > 1 and one.is_transposed == other.is_transposed
 
 
 def _is_named(stem: str, names: tuple[str, ...]) -> Iterator[bool]:
@@ -143,9 +163,9 @@ def _is_named(stem: str, names: tuple[str, ...]) -> Iterator[bool]:
 
 
 def _pair_up(
-    file: AdapterFile, path: str, entries: Mapping[tuple[int, str], TensorEntry], names: tuple[str, ...], probe: Probe,
-    rules: Rules, pairs: dict[str, StackPair], problems: list[str],
-) -> None:  # fmt: skip
+    rules: Rules, path: str, entries: Mapping[tuple[int, str], TensorEntry], names: tuple[str, ...], probe: Probe,
+    problems: list[str],
+) -> Iterator[_Found]:  # fmt: skip
     own = own_path(path)
     modules = dict(probe.model.named_modules())
     spelled = next((new for rule in REWRITES if (new := rule.apply(path)) in modules), None)
@@ -164,29 +184,44 @@ def _pair_up(
             problems.append(f"{path}: lora_A or lora_B of {name} is missing")
             continue
         shape = tuple(module.get_parameter(name).shape)
-        pair, problem = _stack_pair(rules, f"{own}.{name}", shape, entries[depth, "A"], entries[depth, "B"], module)
-        if pair is None:
-            problems.append(f"{path}: {problem}")
+        found = _stack_pair(rules, path, (own, spelled, name), shape, entries[depth, "A"], entries[depth, "B"], module)
+        if isinstance(found, str):
+            problems.append(f"{path}: {found}")
         else:
-            pairs[f"{spelled}.{name}"] = pair
+            yield found
 
 
 def _stack_pair(
-    rules: Rules, key: str, shape: tuple[int, ...], A: TensorEntry, B: TensorEntry, module: Any
-) -> tuple[StackPair | None, str]:
+    rules: Rules,
+    path: str,
+    names: tuple[str, str, str],
+    shape: tuple[int, ...],
+    A: TensorEntry,
+    B: TensorEntry,
+    module: Any,
+) -> _Found | str:
+    """Return the pair of a parameter, or why it has none. names: the module in the adapter and in the model, the parameter."""
+    own, spelled, name = names
+    key = f"{own}.{name}"
     rank, scale, words = rules.rank_and_scale((key,))
     if words or len(shape) not in (2, 3):
-        return None, "; ".join(words) or f"{key} is {list(shape)}, only 2 and 3 dimensions are known"
+        return "; ".join(words) or f"{key} is {list(shape)}, only 2 and 3 dimensions are known"
     experts = shape[0] if len(shape) == 3 else 1
-    is_swapped = len(shape) == 3 and bool(getattr(module, "is_transposed", False))
-    out_size, in_size = (shape[-1], shape[-2]) if is_swapped else (shape[-2], shape[-1])
-    shapes = ((rank * experts, in_size), (out_size, rank * experts))
-    if (A.shape, B.shape) != shapes:
-        return None, (
-            f"{key} has pairs of {list(A.shape)} and {list(B.shape)}, expected {list(shapes[0])} and {list(shapes[1])} "
+    is_transposed = len(shape) == 3 and bool(getattr(module, "is_transposed", False))
+    # Of one matrix PEFT adds B A as it is, in every release.
+    layouts: tuple[Layout, ...] = ("last",)
+    if experts > 1:
+        layouts = ("before", "last") if is_transposed else ("last", "before")
+    shapes = [shapes_of(layout, (experts, *shape[-2:]), rank) for layout in layouts]
+    fitting = tuple(layout for layout, wanted in zip(layouts, shapes, strict=True) if (A.shape, B.shape) == wanted)
+    if not fitting:
+        (first, second), *_ = shapes
+        return (
+            f"{key} has pairs of {list(A.shape)} and {list(B.shape)}, expected {list(first)} and {list(second)} "
             f"(rank {rank}, the model's is {list(shape)})"
         )
-    return StackPair(A, B, experts, scale, is_swapped), ""
+    pair = StackPair(A, B, experts, scale, is_matrix=len(shape) == 2)
+    return _Found(path, f"{spelled}.{name}", pair, fitting, is_transposed)
 
 
 # One pair an expert ---------------------------------------------------------------------------------------------------
@@ -222,7 +257,7 @@ def _take_experts(
                 file.folder,
                 [f"{key}: shapes {list(A.shape)} and {list(B.shape)}, rank {rank}, {leaf} is {list(shape)}"],
             )
-        pairs[leaf] = StackPair(A, B, 1, scale)
+        pairs[leaf] = StackPair(A, B, 1, scale, is_matrix=True)
         del rest[key], rest[other]
     return pairs, rest
 

@@ -128,6 +128,7 @@ def open_adapters(
             check_vocabulary(part.path, checkpoint.folder)
             # An adapter on experts alone leaves nothing for the other rules.
             spec = match_adapter(file, anatomy) if file.tensors else AdapterSpec(file, (), (), "")
+            spec = replace(spec, notes=(*spec.notes, *pairs.notes))
             opened = PositionedFile(file.file)
             stack.callback(opened.close)
         except AdapterError as exc:
@@ -162,6 +163,7 @@ def make_recipe(adapters: Adapters, checkpoint: Checkpoint, probe: Probe, base: 
     base: the rows of a file tensor. Errors: AdapterError with every parameter whose way back to the files is not known.
     """
     asks = _without_copies(_asks(adapters), adapters, probe, base)
+    _check_alone(asks, adapters)
     recipe = Recipe()
     problems: list[str] = []
     users = _users(probe)
@@ -192,6 +194,28 @@ def make_recipe(adapters: Adapters, checkpoint: Checkpoint, probe: Probe, base: 
         first = adapters.specs[0].file.folder
         raise AdapterError(first, problems, hint="Load the adapter unmerged, which needs no inverse")
     return recipe
+
+
+def _check_alone(asks: Mapping[str, tuple[Ask, ...]], adapters: Adapters) -> None:
+    """Raise AdapterError for parameters that one adapter replaces and another changes too: PEFT has no such result."""
+    names, problems = [part.name for part in adapters.parts], []
+    for path, found in asks.items():
+        replacing = next((ask for ask in found if ask.saved is not None), None)
+        if replacing is not None and len(found) > 1:
+            others = [names[ask.place] for ask in found if ask is not replacing]
+            problems.append(f"adapter {names[replacing.place]} replaces {path}, which {', '.join(others)} changes too")
+        # PEFT's DoRA rescales what an earlier adapter adds to a bias, but not in its own merge.
+        biased = [ask.place for ask in found if ask.is_bias]
+        weights = asks.get(f"{path.removesuffix('.bias')}.weight", ())
+        after = [ask.place for ask in weights if ask.lora is not None and ask.lora.use_dora and biased]
+        if after and min(biased) < max(after):
+            problems.append(
+                f"adapter {names[max(after)]} rescales (DoRA) what {names[min(biased)]} adds to {path}, which no merged bias "
+                f"can do; name {names[max(after)]} first"
+            )
+    if problems:
+        hint = "Merge them one after the other, in the order that you want"
+        raise AdapterError(adapters.specs[0].file.folder, problems, hint=hint)
 
 
 def _by_expert(path: str, asks: tuple[Ask, ...], recipe: Recipe, probe: Probe, checkpoint: Checkpoint) -> bool:

@@ -1,12 +1,14 @@
-"""Mixes of loaded adapters: the sum of their changes, each multiplied by its weight.
+"""Mixes of loaded adapters: their changes, each multiplied by its weight, one after the other.
 
     model.answer("Hello", adapter={"medical": 0.7, "style": 0.3})
 
 Plain LoRA: A = [A1; A2], B = [w1 s1 B1, w2 s2 B2] with s the scale of each, one adapter of the summed rank, so that captured
-prompts and steps take it as any other. DoRA: the weighted sum of what each adds to the layer's output, in float32; like DoRA alone
-it is computed by modules, not by captured steps. A mix is made when it is first used, counts as an adapter's bytes, and goes when
-room is needed or one of its adapters is unloaded. A server makes its own from adapters in host memory (`add`): where these are
-plain LoRA they need not be on the device beside it.
+prompts and steps take it as any other. DoRA: each adapter rescales the output of those before it, in float32, as PEFT does with
+several active adapters; like DoRA alone it is computed by modules, not by captured steps. The order matters only where DoRA meets
+another adapter on a module (`_rescaled`). A mix is made when it is first used, counts as an adapter's bytes, and goes when room is
+needed or one of its adapters is unloaded. A server makes its own from adapters in host memory (`add`): where these are plain LoRA
+they need not be on the device beside it. Its requests have no order: a mix that needs one is refused there.
+Source: PEFT 0.21.2, lora/layer.py Linear.forward, Embedding.forward; lora/variants.py DoraLinearVariant, DoraEmbeddingVariant.
 """
 
 from __future__ import annotations
@@ -39,31 +41,31 @@ _Parts = list[tuple[float, Any]]
 
 @dataclass(eq=False)
 class SummedLinear(LinearAdapter):
-    """The weighted sum of what several adapters add to a layer's output. A, B and magnitude are the first rescaling one's: they
-    say what kind of adapter this is."""
+    """Several adapters of a layer's output, each with its weight, in their order. A, B and magnitude are the first rescaling one's:
+    they say what kind of adapter this is."""
 
     parts: _Parts = field(default_factory=list)
 
     def apply(self, leaf: Any, x: Tensor, y: Tensor) -> Tensor:
-        return _summed(self.parts, leaf, x, y)
+        return _in_turn(self.parts, leaf, x, y)
 
 
 @dataclass(eq=False)
 class SummedEmbedding(EmbeddingAdapter):
-    """The weighted sum of what several adapters add to an embedding's rows."""
+    """Several adapters of an embedding's rows, each with its weight, in their order."""
 
     parts: _Parts = field(default_factory=list)
 
     def apply(self, table: Any, ids: Tensor, rows: Tensor) -> Tensor:
-        return _summed(self.parts, table, ids, rows)
+        return _in_turn(self.parts, table, ids, rows)
 
 
-def _summed(parts: _Parts, layer: Any, x: Tensor, y: Tensor) -> Tensor:
-    base = y.float()
-    change = torch.zeros_like(base)
+def _in_turn(parts: _Parts, layer: Any, x: Tensor, y: Tensor) -> Tensor:
+    value = y.float()
     for weight, adapter in parts:
-        change += weight * (adapter.apply(layer, x, base.clone()) - base)
-    return (base + change).to(y.dtype)
+        new = adapter.apply(layer, x, value.clone())
+        value = new if weight == 1 else value + weight * (new - value)
+    return value.to(y.dtype)
 
 
 class Mixes:
@@ -95,10 +97,12 @@ class Mixes:
         Errors: RequestError; DoesNotFitError if the plan leaves no room for it.
         """
         self.check(weights)
-        weights = dict(sorted(weights.items()))  # the order of a sum rounds
         if len(weights) == 1 and next(iter(weights.values())) == 1:
             return next(iter(weights))
-        name, serials = mix_name(weights), self._model.adapter_store.serials
+        holders, serials = self._model.adapter_store.holders, self._model.adapter_store.serials
+        if _rescaled({one: holders[one].fitting for one in weights}) is None:
+            weights = dict(sorted(weights.items()))  # the order of a sum rounds
+        name = mix_name(weights, is_ordered=True)
         made_of = {one: serials[one] for one in weights}
         if self._made.get(name) == made_of:
             self._made.move_to_end(name)
@@ -138,12 +142,24 @@ class Mixes:
             values = _aligned(_aligned(values + rank * wide.in_features) + rank * wide.out_features)
         return int(self._model.bytes_with_copies(values * 4))
 
+    def check_unordered(self, parts: Mapping[str, HeldAdapter]) -> None:
+        """Raise RequestError for adapters whose order would change the result. parts: by name."""
+        rescaled = _rescaled({name: self._model.fitting(held) for name, held in parts.items()})
+        if rescaled is not None:
+            path, name, other = rescaled
+            raise RequestError(
+                f"adapter {name} rescales {path} (DoRA), which {other} changes too: the result depends on their order, and a "
+                "mix in a request has none", field="adapter", value=f"{name}+{other}",
+                hint="Merge them in the order that you want (trimtab merge), or mix them in Python, where the order counts",
+            )  # fmt: skip
+
     def add(self, name: str, parts: Mapping[str, tuple[float, HeldAdapter]]) -> None:
         """Attach a mix under a name until `remove`. parts: name -> (weight, adapter); attached too, unless all are plain.
 
-        Errors: RequestError; DoesNotFitError.
+        Errors: RequestError, also where the order would matter; DoesNotFitError.
         """
         parts = dict(sorted(parts.items()))  # the order of a sum rounds
+        self.check_unordered({one: held for one, (_, held) in parts.items()})
         self._drop(name)
         content = ""
         if self._model.prefix_cache is not None:
@@ -228,6 +244,19 @@ class Mixes:
         model.adapter_store.attached(name, holders)
 
 
+def _rescaled(fittings: Mapping[str, Fitting]) -> tuple[str, str, str] | None:
+    """Return (module path, an adapter that rescales it, another that changes it too), None if the order does not matter."""
+    rescaling = {
+        path: name for name, one in fittings.items() for path, targets in one.rest.items()
+        if "lora" in targets and targets["lora"].use_dora
+    }  # fmt: skip
+    for name, one in fittings.items() if rescaling else ():
+        for path in [*(place.leaf.module_path for place in one.plain), *one.rest]:
+            if rescaling.get(path, name) != name:
+                return path, rescaling[path], name
+    return None
+
+
 def _parts_of(store: AdapterStore, weights: Mapping[str, float]) -> dict[nn.Module, tuple[str, _Parts]]:
     """Return module -> (its path, what each adapter of the mix does there). Errors: RequestError for replaced values."""
     parts: dict[nn.Module, tuple[str, _Parts]] = {}
@@ -292,7 +321,7 @@ def _fill(place: PlainPlace, piece: Tensor, parts: _Parts) -> None:
 
 
 def _rest(path: str, parts: Sequence[tuple[float, Any]]) -> LinearAdapter | EmbeddingAdapter:
-    """Return what does the same as all parts at a module where one of them is more than A and B."""
+    """Return what does the same as all parts in their order at a module where one of them is more than A and B."""
     kinds = {type(one) for _, one in parts}
     if kinds <= {EmbeddingAdapter}:
         first = parts[0][1]

@@ -85,8 +85,8 @@ class AdapterShelf:
         return name if name is None or not version else f"{name}{VERSION}{version + 1}"
 
     def check(self, name: str | None) -> None:
-        """Raise RequestError for an adapter that is not known or a mix that needs more places than there are, AdapterError
-        for an adapter that is lost, DoesNotFitError for a mix that is larger than all the room."""
+        """Raise RequestError for an adapter that is not known, a mix that needs more places than there are or an order of its
+        adapters; AdapterError for an adapter that is lost, DoesNotFitError for a mix that is larger than all the room."""
         for part in parts_of(name):
             if part in self.lost:
                 raise AdapterError(
@@ -104,6 +104,7 @@ class AdapterShelf:
             self._check_mix(name)
 
     def _check_mix(self, name: str) -> None:
+        self.model.mixes.check_unordered({part: self._held[part] for part in parts_of(name)})
         new, kept = [key for key in self._wanted(name) if key not in self._kept_keys()], self._kept_keys()
         if self._limit is not None and len(kept) + len(new) > self._limit:
             raise RequestError(

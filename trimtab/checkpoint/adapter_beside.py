@@ -1,0 +1,102 @@
+"""Files beside an adapter's own two: whether they hold trained weights that the adapter needs.
+
+Trainers write a tower, a projector or new rows of an embedding that they trained whole into files of their own. trimtab applies
+`adapter_model.safetensors` alone, so such a file is a reason to refuse the folder. States of a training run, other forms of the
+same adapter and files without weights are not. Files are judged by their names; none is opened, so no pickle is read.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+
+# Endings of files that hold tensors or other trained values.
+WEIGHTS = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt|pkl|npz|npy|distcp)", re.IGNORECASE)
+MOST_FILES = 100_000  # of a folder are looked at
+_SHOWN = 20
+
+# Names (in lower case) that change nothing, and why.
+HARMLESS: Mapping[str, str] = {
+    r"adapter_model\.(safetensors|bin)": "the adapter itself; PEFT reads the .bin only where there is no .safetensors",
+    r"ggml-adapter-model\.bin": "the same adapter for llama.cpp",
+    r"(optimizer|optim|scheduler|scaler|sampler|dl_state_dict)[\w.-]*": "resumes training (transformers, accelerate, torchtune)",
+    r"(rng_state|random_states|custom_checkpoint|training_state|trainer_state|dataloader|train_dataloader)[\w.-]*":
+        "resumes training (transformers, accelerate)",
+    r"training_args\.bin|train_args\.\w+|args\.\w+|hparams\.\w+|config\.pt": "options of the training run",
+    r".*(_optim_states|_model_states)\.pt|zero_\w+\.\w+": "resumes training (DeepSpeed)",
+    r"pytorch_model_fsdp[\w.-]*": "resumes training (FSDP); the adapter was saved beside it",
+    r"latest[\w.-]*": "names the newest state (DeepSpeed)",
+    r"tokenizer[\w.-]*\.bin|vocab\.\w+": "a tokenizer",
+    r"openvino_\w+\.bin": "an export",
+    r"(loss|losses|metrics|eval|results|predictions?|embeddings_cache|images?|samples?)[\w-]*\.(npy|npz|pt|pkl)":
+        "numbers of an evaluation",
+    r"imatrix[\w.-]*": "statistics for quantization",
+}  # fmt: skip
+
+# Weights that no answer of a language model uses: told, not refused.
+TOLD: Mapping[str, str] = {
+    r"(value_head|v_head|vhead\w*)\.(safetensors|bin|pt)": "the value head of a reward model or of PPO, which no answer uses",
+    r"(model|pytorch_model|consolidated)([.-]\d+([.-]of[.-]\d+)?)?\.(safetensors|bin|pth)":
+        "a whole model, which is not part of the adapter; name the folder as the model to use it",
+}  # fmt: skip
+
+# Weights that change the output, and whose they are.
+KNOWN: Mapping[str, str] = {
+    r"vit\.safetensors": "a vision tower and projector that ms-swift trained whole",
+    r"(non_lora_trainables|non_lora_state_dict)\.\w+": "what LLaVA's and Qwen-VL's trainers trained beside LoRA",
+    r"\w*(projector|aligner|connector|mlp1|resampler)[\w.-]*": "a trained projector",
+    r"\w*(visual|vision|image|audio)[\w.-]*": "a trained tower",
+    r"\w*embed(ding)?s?[\w.-]*": "trained rows of an embedding",
+    r"\w*(lm_head|score|classifier)[\w.-]*": "a trained head",
+    r"adapter_model[\w.-]+": "another part of the adapter, which PEFT does not read",
+}
+# Folders inside, by name, whose weights are part of the same model; all others are left alone.
+INNER: Mapping[str, str] = {
+    r"\d+_(?!transformer$)\w+": "a module of sentence-transformers behind the model",
+    r"(mm_)?projector|multi_modal_projector|aligner|connector": "a trained projector",
+    r"vision_tower|visual_encoder|vit|audio_tower|audio_encoder": "a trained tower",
+    r"(new_)?embeddings?|modules_to_save": "trained modules",
+}
+
+
+def _why(table: Mapping[str, str], name: str) -> str | None:
+    return next((why for pattern, why in table.items() if re.fullmatch(pattern, name.lower())), None)
+
+
+def _files(folder: Path | str) -> Iterator[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        yield from islice(entries, MOST_FILES)
+
+
+def weights_beside(folder: Path) -> tuple[list[str], list[str]]:
+    """Return (problems, notes) of the weights beside an adapter: those that change the output, and those that do not.
+
+    Errors: OSError.
+    """
+    problems: dict[str, str] = {}
+    notes: dict[str, str] = {}
+    for entry in _files(folder):
+        name = entry.name
+        if entry.is_dir():
+            what = _why(INNER, name)
+            inner = [] if what is None else [one.name for one in _files(entry.path) if WEIGHTS.fullmatch(one.name)]
+            problems |= {f"{name}/{one}": what or "" for one in inner}
+        elif WEIGHTS.fullmatch(name) and not _why(HARMLESS, name):
+            told = _why(TOLD, name)
+            if told is not None:
+                notes[name] = told
+            else:
+                problems[name] = _why(KNOWN, name) or "not known"
+    words = [f"{name}: weights beside the adapter ({why})" for name, why in sorted(problems.items())]
+    if len(words) > _SHOWN:
+        words = [*words[:_SHOWN], f"{len(words) - _SHOWN} more files with weights"]
+    if words:
+        words[-1] += (
+            ". trimtab applies adapter_model.safetensors alone: put the weights into the base's files and name that folder as the "
+            "model, or train with modules_to_save. Move the file away if it is not part of the adapter"
+        )
+    return words, [f"{name} is not used: {why}" for name, why in sorted(notes.items())]

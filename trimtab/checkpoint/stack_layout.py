@@ -1,0 +1,82 @@
+"""The layout of an adapter on stacked experts: the dimension of a stack that lora_A runs along, by the release that wrote it.
+
+A stack is [E, a, b]. PEFT's releases disagree on whether lora_A multiplies the last dimension (delta = B A of each expert) or
+the one before it (delta = (B A)^T). The shapes of a pair show it unless a = b; then the file's other pairs show it, or
+`peft_version` in adapter_config.json, which PEFT writes since 0.18.0. The order of experts and ranks is the same in all
+releases. Source: PEFT 0.17.0, 0.17.1, 0.18.0, 0.18.1, 0.19.0, 0.19.1, 0.20.0 and 0.21.0 to 0.21.2, lora/layer.py,
+ParamWrapper (__init__, _get_in_out_features, update_layer, get_delta_weight). Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Literal
+
+Layout = Literal["last", "before"]  # the dimension of a stack that lora_A's columns are
+VERSION = "peft_version"
+
+# Releases below the first value -> (the layout of plain stacks, that of stacks which transformers marks is_transposed). 0.19.0
+# exchanged the marked ones, and 0.19.1 the others instead. Marked stacks of 0.19.0 depend on whether its transformers had marks.
+_RELEASES: tuple[tuple[tuple[int, int, int], Layout, Layout | None], ...] = (
+    ((0, 19, 0), "before", "before"),
+    ((0, 19, 1), "before", None),
+)
+_NOW: tuple[Layout, Layout] = ("last", "before")
+# Development versions between these can be from before or after either change.
+_UNSURE = ((0, 18, 1), (0, 19, 1))
+_VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?(\S*)")
+
+
+def layout_of_release(version: object, *, is_transposed: bool) -> Layout | None:
+    """Return the layout that a release of PEFT writes, None if its version does not say.
+
+    version: of adapter_config.json; null or missing: PEFT before 0.18.0, or another program. is_transposed: of the stack.
+    """
+    if version is None:
+        # Where releases without the field and those of today agree, so do the programs in between.
+        return _RELEASES[0][2] if is_transposed else None
+    match = _VERSION.fullmatch(version) if isinstance(version, str) and len(version) < 100 else None
+    if match is None:
+        return None
+    release = (int(match[1]), int(match[2]), int(match[3] or 0))
+    is_final = not match[4] or match[4].startswith((".post", "+"))
+    if not is_final and _UNSURE[0] <= release <= _UNSURE[1]:
+        return None
+    for below, plain, transposed in _RELEASES:
+        if release < below:
+            return transposed if is_transposed else plain
+    return _NOW[is_transposed]
+
+
+def shapes_of(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of lora_A and lora_B on a stack [E, a, b] in a layout."""
+    experts, high, wide = shape
+    if layout == "before":
+        high, wide = wide, high
+    return (rank * experts, wide), (high, rank * experts)
+
+
+def decided(
+    fitting: tuple[Layout, ...], seen: Iterable[Layout], version: object, *, is_transposed: bool
+) -> Layout | None:
+    """Return the layout of one pair, None if nothing says it.
+
+    fitting: those that its shapes allow. seen: the layouts of the file's pairs on stacks of the same kind whose shapes allow one
+    only; they were written by the same release.
+    """
+    if len(fitting) == 1:
+        return fitting[0]
+    others = set(seen)
+    if len(others) == 1:
+        return others.pop()
+    return layout_of_release(version, is_transposed=is_transposed)
+
+
+def unsure_words(version: object) -> str:
+    """Return why a square pair has no layout, and what to do."""
+    said = f"{VERSION} is missing" if version is None else f"{VERSION} is {str(version)[:40]!r}"
+    return (
+        f"the shapes are square and {said}: PEFT 0.17 and 0.18 apply such a pair transposed to what PEFT 0.19.1 and later do. Set "
+        f"{VERSION} in adapter_config.json to the release that trained the adapter (for example 0.17.1), or save it again there"
+    )
