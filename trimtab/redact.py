@@ -120,7 +120,7 @@ def scrubbed(text: str) -> str:
 # Records of a run -----------------------------------------------------------------------------------------------------
 
 # Where an interpreter keeps its packages says whose machine it is.
-_PACKAGES = re.compile(r"[^\s\"'(]*[\\/](site|dist)-packages[\\/]")
+_PACKAGES = re.compile(r"(?<![^\s\"'(])[^\s\"'(]*[\\/](site|dist)-packages[\\/]")
 
 
 class Cleaner:
@@ -150,7 +150,7 @@ _WINDOWS_QUOTED = re.compile(rf"""(?<=["']){_DRIVE}[^"'\n]+(?=["'])""")
 _HOME = re.compile(rf"(?<!\w)~(?:/{_PART})+")
 _PATHS = (_WINDOWS_QUOTED, _POSIX_QUOTED, _WINDOWS, _HOME, _POSIX)
 _FILE_URL = re.compile(r"file://[^\s\"']+")
-_MAIL = re.compile(r"[\w.+-]+@[\w-]+\.[\w.-]+\w")
+_MAIL = re.compile(r"[\w.+-]{1,64}@[\w-]+\.[\w.-]+\w")
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}\b")
 _IN_LIBRARY = re.compile(rf"(?:^|[\\/])(?:site|dist)-packages[\\/]+(.+)$|[\\/]((?:{'|'.join(LIBRARIES)})[\\/].+\.py)$")
 

@@ -227,7 +227,9 @@ def tagged_arguments(body: str, parameters: Mapping[str, Any] | None) -> dict[st
     """Return the arguments between tags. parameters: the tool's schema, which tells texts from other values."""
     properties = (parameters or {}).get("properties")
     arguments: dict[str, Any] = {}
-    for name, text in _PARAMETER.findall(body):
+    # Up to the last end alone: each start behind it would look for one through all the text.
+    whole, end, _ = body.rpartition("</parameter>")
+    for name, text in _PARAMETER.findall(whole + end):
         schema = properties.get(name) if isinstance(properties, Mapping) else None
         arguments[name] = text if is_text_schema(schema) else _read(text)
     return arguments
