@@ -21,7 +21,8 @@ from tests.adapters import (
     q_proj,
     write_adapter,
 )
-from trimtab.checkpoint.adapter import _is_named, describe, match_adapter, read_adapter
+from trimtab.checkpoint.adapter import describe, match_adapter, read_adapter
+from trimtab.checkpoint.adapter_rules import Rules
 
 
 def test_without_a_model_the_report_counts_by_names(tmp_path: Path) -> None:
@@ -71,7 +72,8 @@ def test_fields_that_leave_modules_out_are_read_as_peft_reads_them(config: dict[
         for place in (0, 1, 3):
             for tail in ("self_attn.q_proj", "mlp.experts.0.up_proj", "o_proj", "q_proj"):
                 path = f"{head}.{place}.{tail}"
-                assert _is_named(chosen, path) == bool(check_target_module_exists(peft_config, path)), path
+                targeted = Rules(tmp_path, chosen, [path]).targeted
+                assert bool(targeted) == bool(check_target_module_exists(peft_config, path)), path
     spec = match(tmp_path, q_proj(), target_modules=["q_proj"], exclude_modules=["q_proj"])
     assert any("PEFT would drop" in note for note in describe(spec.file, spec)["notes"])
 

@@ -7,8 +7,7 @@ puts every tensor on a module of the model or refuses. `describe` is what `trimt
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 from trimtab.checkpoint.adapter_file import AdapterFile, read_adapter
@@ -54,12 +53,8 @@ def _describe_match(spec: AdapterSpec) -> dict[str, Any]:
     lora = [target for target in spec.targets if target.kind != "saved"]
     config = spec.file.config
     renamed = [(t.adapter_path, t.module_path) for t in spec.targets if not _is_direct(t)]
-    paths = [path for target in lora for path in _spellings(target)]
-    named_paths = Rules(spec.file.folder, config, paths).named - _excluded(spec.file.folder, config, paths)
-    unnamed = [
-        target.module_path for target in lora
-        if not any(path in named_paths and _is_in_layers(config, path) for path in _spellings(target))
-    ]  # fmt: skip
+    rules = Rules(spec.file.folder, config, (path for target in lora for path in _spellings(target)))
+    unnamed = [target.module_path for target in lora if rules.targeted.isdisjoint(_spellings(target))]
     notes = list(spec.notes)
     if unnamed and config.get("target_modules") is not None:
         notes.append(
@@ -86,26 +81,6 @@ def _describe_match(spec: AdapterSpec) -> dict[str, Any]:
         "bytes_attached": spec.nbytes("float32"),
         "notes": notes,
     }
-
-
-def _excluded(folder: Path, config: Mapping[str, Any], paths: list[str]) -> frozenset[str]:
-    """Return the paths that exclude_modules names. Source: PEFT 0.21.2, tuners/tuners_utils.py, check_target_module_exists."""
-    excluded = config.get("exclude_modules")
-    return Rules(folder, {"target_modules": excluded}, paths).named if excluded else frozenset()
-
-
-def _is_in_layers(config: Mapping[str, Any], path: str) -> bool:
-    """Return whether layers_to_transform takes the module of a path in. Source: as `_excluded`."""
-    layers, names = config.get("layers_to_transform"), config.get("layers_pattern")
-    if layers is None or layers == [] or isinstance(config.get("target_modules"), str):
-        return True  # PEFT reads them with a list of target_modules only
-    segments = path.split(".")
-    names = [names] if isinstance(names, str) and names else names if isinstance(names, list) else []
-    found = [
-        int(number) for place, number in enumerate(segments[:-1])
-        if number.isdigit() and (segments[place - 1] in names and place > 0 if names else place > 1)
-    ]  # fmt: skip
-    return bool(found) and found[0] in (layers if isinstance(layers, list) else [layers])
 
 
 def _spellings(target: AdapterTarget) -> set[str]:

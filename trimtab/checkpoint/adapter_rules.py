@@ -84,6 +84,28 @@ class Rules:
         wanted = frozenset(targets or ())
         return frozenset(path for path in self._paths if not wanted.isdisjoint(ends_of(path)))
 
+    @cached_property
+    def targeted(self) -> frozenset[str]:
+        """The paths on which PEFT puts LoRA: named, not excluded, and of a layer that layers_to_transform takes in.
+
+        Source: PEFT 0.21.2, tuners/tuners_utils.py, check_target_module_exists.
+        """
+        excluded = self._config.get("exclude_modules")
+        others = Rules(self._folder, {"target_modules": excluded}, self._paths).named if excluded else frozenset()
+        return frozenset(path for path in self.named - others if self._is_in_layers(path))
+
+    def _is_in_layers(self, path: str) -> bool:
+        layers, names = self._config.get("layers_to_transform"), self._config.get("layers_pattern")
+        if layers is None or layers == [] or isinstance(self._config.get("target_modules"), str):
+            return True  # PEFT reads them with a list of target_modules only
+        segments = path.split(".")
+        names = [names] if isinstance(names, str) and names else names if isinstance(names, list) else []
+        found = [
+            int(number) for place, number in enumerate(segments[:-1])
+            if number.isdigit() and (segments[place - 1] in names and place > 0 if names else place > 1)
+        ]  # fmt: skip
+        return bool(found) and found[0] in (layers if isinstance(layers, list) else [layers])
+
     def is_saved(self, path: str) -> bool:
         """Return whether modules_to_save replaces the module at this path or one that holds it.
 
