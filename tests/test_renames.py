@@ -19,7 +19,7 @@ from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.checkpoint.renames import Rename, renamed
 from trimtab.errors import AdapterError
 from trimtab.runtime.hf import read_anatomy
-from trimtab.runtime.renames import read_renames
+from trimtab.runtime.hf_renames import read_renames
 
 # Module paths of layer 0 in transformers 4.51.3, 4.57.3 and 5.6.2 that 5.23.0 has under another name, by model class. Written
 # by tools/former_names.py from those releases' own models, not by hand.

@@ -17,8 +17,8 @@ from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, Kind, KVLayer, Modu
 from trimtab.checkpoint.names import is_under, matches, near_names
 from trimtab.checkpoint.packed import PackedEntry
 from trimtab.errors import RequestError
+from trimtab.runtime.hf_renames import read_renames
 from trimtab.runtime.probe import Expression
-from trimtab.runtime.renames import read_renames
 from trimtab.runtime.routers import takes_lora
 
 # Words in names of sub-configs -> part; a sub-config with none of them (a projector's, a talker's) is no part.

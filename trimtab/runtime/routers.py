@@ -28,7 +28,8 @@ def takes_lora(module: nn.Module) -> bool:
     is_router = type(module) is not nn.Linear and re.search(r"router|gate", type(module).__name__, re.IGNORECASE)
     if not is_router or weight is None or weight.dim() != 2:
         return False
-    return set(module._parameters) <= {"weight", "bias"} and _uses_linear(type(module))
+    own_class: Any = type(module)
+    return set(module._parameters) <= {"weight", "bias"} and _uses_linear(own_class)
 
 
 @cache
