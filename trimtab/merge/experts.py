@@ -21,9 +21,9 @@ from trimtab.checkpoint.adapter import AdapterFile, read_adapter
 from trimtab.checkpoint.adapter_config import config_problems, rank_and_scale
 from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME, check_values
 from trimtab.checkpoint.adapter_keys import REWRITES, own_path
-from trimtab.checkpoint.folder import read_json
 from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.errors import AdapterError
+from trimtab.json_file import read_object
 from trimtab.merge.lay_back import name_of
 from trimtab.runtime.hf import Probe
 from trimtab.runtime.probe import Expression
@@ -100,7 +100,7 @@ def _read(path: str) -> AdapterFile:
         if not all(problem.startswith("target_parameters=") for problem in exc.problems):
             raise
     folder = Path(path)
-    config = read_json(folder / CONFIG_NAME)
+    config = read_object(folder / CONFIG_NAME, CONFIG_NAME)
     assert not config_problems({**config, "target_parameters": None})
     adapter = AdapterFile(folder, config, dict(read_header(folder / TENSORS_NAME).tensors), folder / TENSORS_NAME)
     check_values(adapter)

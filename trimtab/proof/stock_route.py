@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from trimtab.bridge.row_scales import wrong_scales
+from trimtab.json_file import read_object
 from trimtab.packages import stack_versions, version_of
 from trimtab.proof import forced
 from trimtab.proof.loaded_changes import sketch
@@ -146,7 +147,7 @@ def stock_changes(model: Any) -> dict[str, dict[str, list[float]]]:
 
 def loadable_adapter(model: Any, folder: Path, copy: Path) -> tuple[Path, str]:
     """Return the adapter folder that PEFT can load, and a note if that is a changed copy."""
-    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    config = read_object(folder / "adapter_config.json", "adapter_config.json")
     targets = config.get("target_modules")
     paths = dict(model.named_modules())
     wrappers = [path for path in paths if f"{path}.linear" in paths and _targeted(targets, path)]

@@ -23,6 +23,7 @@ from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.packed import PackedEntry, split_packed
 from trimtab.errors import CheckpointError
+from trimtab.json_file import check_file
 from trimtab.machine import late_imports
 from trimtab.runtime.anatomy_builder import build_anatomy
 from trimtab.runtime.probe import Expression, NoAllocation, Trace, Traced, is_undefined
@@ -122,6 +123,8 @@ def model_class(checkpoint: Checkpoint, config: Any) -> Any:
 def read_generation_config(folder: Path) -> Any:
     """Return the folder's generation defaults; without a generation_config.json those in config.json, as stock does."""
     has_own = (folder / "generation_config.json").is_file()
+    if has_own:
+        check_file(folder / "generation_config.json", "generation_config.json")
     options = {} if has_own else {"config_file_name": "config.json", "_from_model_config": True}
     try:
         return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True, **options)
