@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
 
+from trimtab.checkpoint.config_limits import check_config, check_held
 from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.errors import CheckpointError
 from trimtab.json_file import read_object
@@ -61,10 +62,13 @@ def read_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     if not config_file.is_file():
         _refuse_without_config(folder)
     config = read_object(config_file, "config.json")
+    check_config(config, config_file)
     files, index = _weight_files(folder, config)
     # Stamped before it is read: what changes in between is then seen as a change.
     stamps = tuple(stamp_of(folder, file) for file in (config_file, *([index] if index else []), *files))
     tensors = _read_tensors(files)
+    if files:
+        check_held(config, len(tensors), config_file)
     if index is not None:
         _check_index(folder, index, tensors)
     return Checkpoint(folder, config, files, tensors, bool(files), _quantization(config_file, config), stamps)
