@@ -27,9 +27,9 @@ MODULES, LARGEST, OF_NO_SIZE = 512, 2**24, 2**63 - 1
 BY_NAME: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"label|classes"), 100_000),
     (re.compile(r"vocab|position|embeddings|ctx|seq|context"), 2**25),
-    (re.compile(r"length|window|chunk|samples|duration"), 2**31),
+    (re.compile(r"length|window|chunk|samples|duration|proposals"), 2**31),
     (re.compile(r"image_size|img_size|patch_size"), 2**16),
-    (re.compile(r"size|dim|width|channels?|hidden_units|inner"), 2**20),
+    (re.compile(r"size|dim|width|channels?|hidden_units|inner|configs"), 2**20),
     (re.compile(r"experts?"), 2**16),
     (re.compile(r"heads?|groups?"), 2**16),
     (re.compile(r"layers?|blocks?|depths?|stages?|stacks?|levels?|repeats?|codebooks?|quantizers?"), MODULES),
