@@ -19,6 +19,7 @@ HARD = (r"([\w.]+)+!", r"(a|a)*$", r"(.*){30}!") if find_spec("trimtab.checkpoin
 VALUES = (None, *NUMBERS, *TEXTS, *HARD, [], {}, [None], {"a": 1}, [[1, 2], [3]], [5], ["a", "a"])
 # Stands for text that `json` would not write.
 RAW = "@raw@"
+MOST_ADDED = 2**18
 RAWS = (
     "NaN", "Infinity", "-Infinity", "1e400", "9" * 5000, "[" * 3000 + "]" * 3000, '{"a":' * 3000 + "1" + "}" * 3000, "[" * 3000,
     "01", "+1", "'a'", "", '"\\ud800"', '"\x01"', "-0", "1E5", "{} {}",
@@ -84,9 +85,9 @@ def _twice(holder: Any, key: Any, random: Random, texts: list[str]) -> None:
 
 def _renamed(holder: Any, key: Any, random: Random, texts: list[str]) -> None:
     if isinstance(holder, dict):
-        holder[random.choice((key + "x", key[:-1], "", "\0", key.upper(), "__proto__", *list(holder)))] = holder.pop(
-            key
-        )
+        name = str(key)
+        names = (name + "x", name[:-1], "", "\0", name.upper(), "__proto__", *list(holder))
+        holder[random.choice(names)] = holder.pop(key)
 
 
 def _gone(holder: Any, key: Any, random: Random, texts: list[str]) -> None:
@@ -101,7 +102,8 @@ def _swapped(holder: Any, key: Any, random: Random, texts: list[str]) -> None:
 
 
 def _many(holder: Any, key: Any, random: Random, texts: list[str]) -> None:
-    count, old = random.choice((100, 3000)), holder[key]
+    old = holder[key]
+    count = min(random.choice((100, 3000)), MOST_ADDED // len(json.dumps(old)))  # many of many would be gigabytes
     holder[key] = [old] * count if random.random() < 0.5 else {f"k{place}": old for place in range(count)}
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
 
-from trimtab.checkpoint.config_limits import check_config, check_held
+from trimtab.checkpoint.config_limits import check_config, check_layers, most_tensors
 from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.errors import CheckpointError
 from trimtab.json_file import read_object
@@ -66,9 +66,9 @@ def read_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     files, index = _weight_files(folder, config)
     # Stamped before it is read: what changes in between is then seen as a change.
     stamps = tuple(stamp_of(folder, file) for file in (config_file, *([index] if index else []), *files))
-    tensors = _read_tensors(files)
+    tensors = _read_tensors(files, most_tensors(config))
     if files:
-        check_held(config, len(tensors), config_file)
+        check_layers(config, len(tensors), config_file)
     if index is not None:
         _check_index(folder, index, tensors)
     return Checkpoint(folder, config, files, tensors, bool(files), _quantization(config_file, config), stamps)
@@ -272,10 +272,11 @@ def _indexed(folder: Path, index: Path) -> tuple[Path, ...]:
     return tuple(dict.fromkeys(files))
 
 
-def _read_tensors(files: tuple[Path, ...]) -> dict[str, TensorEntry]:
+def _read_tensors(files: tuple[Path, ...], most: int) -> dict[str, TensorEntry]:
+    """Return the tensors of all files. most: how many a model of this config can have."""
     tensors: dict[str, TensorEntry] = {}
     for file in files:
-        tensors_of_file = read_header(file).tensors
+        tensors_of_file = read_header(file, most_tensors=most - len(tensors)).tensors
         twice = [name for name in tensors_of_file if name in tensors]
         if twice:
             raise CheckpointError(

@@ -25,6 +25,7 @@ MAX_DIMENSIONS = 64
 ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 MAX_INT = 2**63 - 1
 SHOWN_PROBLEMS = 5
+OTHER_CONFIG = "config.json belongs to another checkpoint, or the file was made to take long"
 
 # Spelling in files -> (torch's spelling, bytes of one value).
 DTYPES: dict[str, tuple[str, int]] = {
@@ -85,9 +86,11 @@ def _repeated(values: dict[str, Any]) -> list[str]:
     return values.repeated if isinstance(values, _Doubled) else []
 
 
-def read_header(path: str | os.PathLike[str]) -> Header:
-    """Return the tensors of a safetensors file. Errors: CheckpointError with every wrong tensor, for a file that does not match
-    its header exactly."""
+def read_header(path: str | os.PathLike[str], *, most_tensors: int | None = None) -> Header:
+    """Return the tensors of a safetensors file. most_tensors: a file with more is refused; None: it may have any number.
+
+    Errors: CheckpointError with every wrong tensor, for a file that does not match its header exactly.
+    """
     file = Path(path)
     try:
         with open(file, "rb") as handle:
@@ -100,6 +103,9 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         raise CheckpointError(f"cannot be read ({reason})", path=file) from exc
     if len(raw) != length:
         _refuse(file, "changed while it was read")
+    count = raw.count(b'"data_offsets"')
+    if most_tensors is not None and count > most_tensors:
+        _refuse(file, f"has {count} tensors, a model of this config has fewer than {most_tensors}", hint=OTHER_CONFIG)
     return _parse(file, raw, file_bytes)
 
 
