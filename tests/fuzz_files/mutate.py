@@ -19,7 +19,7 @@ HARD = (r"([\w.]+)+!", r"(a|a)*$", r"(.*){30}!") if find_spec("trimtab.checkpoin
 VALUES = (None, *NUMBERS, *TEXTS, *HARD, [], {}, [None], {"a": 1}, [[1, 2], [3]], [5], ["a", "a"])
 # Stands for text that `json` would not write.
 RAW = "@raw@"
-MOST_ADDED = 2**18
+MOST_ADDED, MOST_CHARS = 2**18, 2**22
 RAWS = (
     "NaN", "Infinity", "-Infinity", "1e400", "9" * 5000, "[" * 3000 + "]" * 3000, '{"a":' * 3000 + "1" + "}" * 3000, "[" * 3000,
     "01", "+1", "'a'", "", '"\\ud800"', '"\x01"', "-0", "1E5", "{} {}",
@@ -51,7 +51,7 @@ def of_json(raw: bytes, random: Random) -> bytes:
     text = json.dumps(whole)
     for place, given in enumerate(texts):
         text = text.replace(f'"{RAW}{place}"', given)
-    return text.encode("utf-8", "surrogatepass")
+    return text[:MOST_CHARS].encode("utf-8", "surrogatepass")
 
 
 def _value(holder: Any, key: Any, random: Random, texts: list[str]) -> None:
