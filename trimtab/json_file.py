@@ -210,13 +210,13 @@ def count(raw: bytes, kind: str) -> None:
     objects = raw.count(b"{")
     opened = objects + raw.count(b"[")
     is_deep = limits.depth is not None and opened > limits.depth
-    is_hollow = limits.object_bytes is not None and objects * limits.object_bytes > len(raw) + FEW_BYTES
+    least = limits.object_bytes or 0
+    is_hollow = objects * least > len(raw) + FEW_BYTES
     if is_deep or is_hollow or opened + raw.count(b",") >= limits.values:
         structure = _count_structure(raw, limits.values, limits.depth)
-        if is_hollow and structure.count(b"{") * limits.object_bytes > len(raw) + FEW_BYTES:
-            raise JsonError(
-                f"has {structure.count(b'{')} objects in {len(raw)} B, which are too short to describe anything"
-            )
+        objects = structure.count(b"{")
+        if objects * least > len(raw) + FEW_BYTES:
+            raise JsonError(f"has {objects} objects in {len(raw)} B, which are too short to describe anything")
     digits = getattr(sys, "get_int_max_str_digits", lambda: 0)()
     if not 0 < digits <= MOST_DIGITS and _TOO_LONG.search(raw):
         raise JsonError(f"is not JSON (a number of more than {MOST_DIGITS} digits)")

@@ -111,7 +111,7 @@ def _declared_fields(config: Mapping[str, Any]) -> set[str]:
         if not isinstance(kind, type) or kind in seen:
             continue
         seen.add(kind)
-        names |= set(getattr(kind, "__dataclass_fields__", ())) | set(inspect.signature(kind.__init__).parameters)
+        names |= set(getattr(kind, "__dataclass_fields__", ())) | set(inspect.signature(kind).parameters)
         names |= set(getattr(kind, "attribute_map", ()))
         waiting += (getattr(kind, "sub_configs", None) or {}).values()
     return names
