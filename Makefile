@@ -19,7 +19,7 @@ CLIENTS := $(shell cat locks/clients.txt tests/clients/package-lock.json | cksum
 FUZZ := schemathesis-4.32.5
 AXE := axe-core-4.14.1
 
-.PHONY: demo test test-oldest test-upstream test-slow test-ray test-peers test-clients test-page test-gpu lint format bench clean
+.PHONY: demo test test-all test-oldest test-upstream test-slow test-ray test-peers test-clients test-page test-gpu lint format bench clean
 
 demo: $(NEWEST)
 	.venv/bin/python -m trimtab demo
@@ -29,6 +29,11 @@ test: $(NEWEST)
 
 test-oldest: $(OLDEST)
 	$(ENV) .venv-oldest/bin/python -m pytest -q -n $(WORKERS) --maxprocesses 8 $(RERUNS) tests
+
+# Everything that runs on a CPU without a network: the tests, what takes minutes, and mutated files by the ten thousand (15 minutes
+# on two cores; TRIMTAB_FUZZ_CASES sets another number of each kind).
+test-all: test test-slow
+	$(ENV) .venv/bin/python -m tests.fuzz_files.run
 
 # The known bugs of other packages, shown on releases that have them and on releases that have not; minutes.
 test-upstream: $(NEWEST) $(OLDEST)

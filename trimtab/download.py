@@ -8,7 +8,6 @@ commit that the hub named when the pull began; the snapshot's folder is called a
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import sys
@@ -22,6 +21,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from trimtab.checkpoint.folder import CONFIG, INDEX, SINGLE, hub_cache
 from trimtab.errors import CheckpointError, RequestError, gib
+from trimtab.json_file import read_json
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Whole names; a name with a folder in it matches none of them.
@@ -141,9 +141,9 @@ def _weight_files(
             hint="Ask its owner for safetensors, or convert it elsewhere",
         )  # fmt: skip
     try:
-        named = json.loads(fetch(INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        named = read_json(fetch(INDEX), "index")["weight_map"].values()
         names = sorted({str(name) for name in named})
-    except (ValueError, KeyError, AttributeError, RecursionError) as exc:
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise CheckpointError(f"its index cannot be read ({exc})", path=f"{model}/{INDEX}") from exc
     for name in names:
         if not _SHARD.fullmatch(name) or name not in sizes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from types import NoneType
 from typing import Any
 
 from trimtab.checkpoint.patterns import MAX_CHARS, PatternError, check_count, is_plain, parse, shown
@@ -39,6 +40,8 @@ REFUSED: Mapping[str, str] = {
     "arrow_config": "Arrow routing between adapters",
     "kasa_config": "KaSA, which truncates the base weight",
 }
+MOST_RANK = 2**20
+_RANK = f"a rank is an integer of at least 1 and at most {MOST_RANK}"
 FIELDS = frozenset((*SUPPORTED, *HARMLESS, *REFUSED))
 
 # What PEFT does with these at load: "pissa*", "olora" and "loftq" replace the base weight, "corda" fails, "lora_ga"
@@ -65,7 +68,7 @@ def config_problems(config: Mapping[str, Any]) -> list[str]:
         if field not in FIELDS and _is_on(value)
     ]
     for field in ("use_rslora", "use_dora", "lora_bias", "fan_in_fan_out", "ensure_weight_tying"):
-        if not isinstance(config.get(field, False), bool):
+        if not isinstance(config.get(field), (bool, NoneType)):  # PEFT 0.21.2 reads null as false in these five
             problems.append(f"{field}={_short(config[field])}: must be true or false")
     return problems + _value_problems(config)
 
@@ -73,15 +76,20 @@ def config_problems(config: Mapping[str, Any]) -> list[str]:
 def _value_problems(config: Mapping[str, Any]) -> list[str]:
     problems = []
     if not _is_rank(config.get("r", 8)):
-        problems.append(f"r={_short(config['r'])}: a rank is an integer of at least 1")
+        problems.append(f"r={_short(config['r'])}: {_RANK}")
     if not _is_number(config.get("lora_alpha", 8)):
         problems.append(f"lora_alpha={_short(config['lora_alpha'])}: must be a finite number")
-    problems += _pattern_problems(config, "rank_pattern", _is_rank, "a rank is an integer of at least 1")
+    problems += _pattern_problems(config, "rank_pattern", _is_rank, _RANK)
     problems += _pattern_problems(config, "alpha_pattern", _is_number, "must be a finite number")
     if config.get("bias", "none") not in ("none", "all", "lora_only"):
         problems.append(f"bias={_short(config['bias'])}: must be none, all or lora_only")
     if config.get("lora_bias") is True and config.get("use_dora") is True:
         problems.append("lora_bias and use_dora together: PEFT has no such adapter")
+    for field in ("target_modules", "exclude_modules"):
+        named = config.get(field)
+        is_list = isinstance(named, list) and all(isinstance(name, str) for name in named)
+        if named is not None and not isinstance(named, str) and not is_list:
+            problems.append(f"{field}={_short(named)}: must be a list of names or a regular expression")
     saved = config.get("modules_to_save")
     if saved is not None and not (isinstance(saved, list) and all(isinstance(name, str) and name for name in saved)):
         problems.append(f"modules_to_save={_short(saved)}: must be a list of names")
@@ -159,11 +167,16 @@ def _is_on(value: Any) -> bool:
 
 
 def _is_rank(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST_RANK
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond what a float holds
+        return False
 
 
 def _short(value: Any) -> str:

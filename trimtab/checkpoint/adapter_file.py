@@ -6,7 +6,6 @@ torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from trimtab.checkpoint.folder import Stamp, stamp_of
 from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.checkpoint.unreadable import adapter_refusal, check_reachable, reading
 from trimtab.errors import AdapterError
+from trimtab.json_file import JsonError, read_json
 
 DIVERGED = "Its training diverged or the file is damaged: use an earlier checkpoint of it"
 CONFIG_NAME, TENSORS_NAME = "adapter_config.json", "adapter_model.safetensors"
@@ -124,13 +124,10 @@ def _missing_files(folder: Path) -> list[str]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    def refuse(constant: str) -> Any:
-        raise ValueError(f"{constant} is not JSON")
-
     try:
-        config = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
-    except (ValueError, RecursionError) as exc:
-        raise AdapterError(path.parent, [f"{path.name} is not valid JSON: {exc}"]) from exc
+        config = read_json(path, CONFIG_NAME)
+    except JsonError as exc:
+        raise AdapterError(path.parent, [f"{path.name} {exc}"]) from exc
     except OSError as exc:
         raise AdapterError(path.parent, [f"{path.name} cannot be read: {exc.strerror}"]) from exc
     if not isinstance(config, dict):

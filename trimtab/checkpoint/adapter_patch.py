@@ -23,6 +23,7 @@ from trimtab.checkpoint.adapter_rules import Rules
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import AdapterError, RequestError
 from trimtab.files import whole_folder
+from trimtab.json_file import parse
 
 # What would narrow an exact pattern once more.
 _OTHER_RULES = ("exclude_modules", "layers_to_transform", "layers_pattern")
@@ -116,7 +117,7 @@ def _weights(source: Path, copy: Path, renamed: dict[str, str]) -> bool:
             return False
         return True
     with source.open("rb") as file, copy.open("wb") as out:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        header = parse(file.read(int.from_bytes(file.read(8), "little")), "header")
         raw = json.dumps(
             {renamed.get(name, name): value for name, value in header.items()}, separators=(",", ":")
         ).encode()

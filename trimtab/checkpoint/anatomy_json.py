@@ -8,6 +8,7 @@ from typing import Any
 
 from trimtab.checkpoint.anatomy import Anatomy, KVLayer, ModuleRow, TensorRow
 from trimtab.checkpoint.renames import Rename
+from trimtab.json_file import parse
 
 FORM = 1
 
@@ -33,7 +34,7 @@ def _values(item: Any, *, without: str = "") -> list[Any]:
 
 def read_anatomy(text: str) -> Anatomy:
     """Return the anatomy that `write_anatomy` wrote. Errors: ValueError for any other text."""
-    whole = json.loads(text)
+    whole = parse(text.encode(), "own state")
     if not isinstance(whole, dict) or whole.get("form") != form():
         raise ValueError("not an anatomy of this release")
     try:

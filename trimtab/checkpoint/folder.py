@@ -8,7 +8,6 @@ extra weight files that one class of 5.23.0 names in its code (`extra_files`), a
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -17,16 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
 
+from trimtab.checkpoint.config_limits import check_config, check_layers, most_tensors
 from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.checkpoint.unreadable import check_reachable, checkpoint_refusal, reading
 from trimtab.errors import CheckpointError
+from trimtab.json_file import read_object
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 INDEX_SUFFIX = ".safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # Pickles that a trainer leaves beside a checkpoint.
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "random_states")
-MAX_JSON_BYTES = 256 * 2**20
 SHOWN_NAMES = 5
 
 # One of the two names of a hub id: never a path. Source: huggingface_hub, utils/_validators.py, REPO_ID_REGEX.
@@ -63,11 +63,14 @@ def read_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     config_file = folder / CONFIG
     if not config_file.is_file():
         _refuse_without_config(folder)
-    config = read_json(config_file)
+    config = read_object(config_file, "config.json")
+    check_config(config, config_file)
     files, index = _weight_files(folder, config)
     # Stamped before it is read: what changes in between is then seen as a change.
     stamps = tuple(stamp_of(folder, file) for file in (config_file, *([index] if index else []), *files))
-    tensors = _read_tensors(files)
+    tensors = _read_tensors(files, most_tensors(config))
+    if files:
+        check_layers(config, len(tensors), config_file)
     if index is not None:
         _check_index(folder, index, tensors)
     return Checkpoint(folder, config, files, tensors, bool(files), _quantization(config_file, config), stamps)
@@ -93,21 +96,6 @@ def check_unchanged(checkpoint: Checkpoint) -> None:
             f"changed since it was read: {', '.join(changed)}", path=checkpoint.folder,
             hint="Plan and load again; a checkpoint must not be written while it is in use",
         )  # fmt: skip
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Return a JSON object. Errors: CheckpointError if it is not one."""
-    try:
-        if file.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"has more than {MAX_JSON_BYTES} B, too large for a JSON file", path=file)
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as exc:
-        raise CheckpointError(f"cannot be read ({exc.strerror})", path=file) from exc
-    except (ValueError, RecursionError) as exc:
-        raise CheckpointError(f"is not JSON ({exc})", path=file) from exc
-    if not isinstance(values, dict):
-        raise CheckpointError("is not a JSON object", path=file)
-    return values
 
 
 def stamp_of(folder: Path, file: Path) -> Stamp:
@@ -266,7 +254,7 @@ def _inside(folder: Path, name: str, source: Path) -> Path:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_object(index, "index").get("weight_map")
     if (
         not isinstance(weight_map, dict)
         or not weight_map
@@ -288,10 +276,11 @@ def _indexed(folder: Path, index: Path) -> tuple[Path, ...]:
     return tuple(dict.fromkeys(files))
 
 
-def _read_tensors(files: tuple[Path, ...]) -> dict[str, TensorEntry]:
+def _read_tensors(files: tuple[Path, ...], most: int) -> dict[str, TensorEntry]:
+    """Return the tensors of all files. most: how many a model of this config can have."""
     tensors: dict[str, TensorEntry] = {}
     for file in files:
-        tensors_of_file = read_header(file).tensors
+        tensors_of_file = read_header(file, most_tensors=most - len(tensors)).tensors
         twice = [name for name in tensors_of_file if name in tensors]
         if twice:
             raise CheckpointError(

@@ -8,7 +8,6 @@ byte per value, complex numbers and the float8 variants of other vendors, which 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import Counter
@@ -19,11 +18,14 @@ from reprlib import repr as brief
 from typing import Any, NoReturn
 
 from trimtab.errors import CheckpointError
+from trimtab.json_file import KINDS, JsonError, parse
 
-MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+MAX_HEADER_BYTES = KINDS["header"].nbytes  # the safetensors library's own limit
 MAX_DIMENSIONS = 64
+ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 MAX_INT = 2**63 - 1
 SHOWN_PROBLEMS = 5
+OTHER_CONFIG = "config.json belongs to another checkpoint, or the file was made to take long"
 
 # Spelling in files -> (torch's spelling, bytes of one value).
 DTYPES: dict[str, tuple[str, int]] = {
@@ -66,20 +68,29 @@ class Header:
     file_bytes: int
 
 
-class _Object(dict[str, Any]):
-    """A JSON object that remembers the keys it was given twice, of which `json` alone keeps the last."""
+class _Doubled(dict[str, Any]):
+    """A JSON object with keys that were given twice, of which `json` alone keeps the last. Others are plain: there are many."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
-        self.repeated: list[str] = []
-        if len(self) != len(pairs):
-            times = Counter(key for key, _ in pairs)
-            self.repeated = [key for key in self if times[key] > 1]
+        times = Counter(key for key, _ in pairs)
+        self.repeated = [key for key in self if times[key] > 1]
 
 
-def read_header(path: str | os.PathLike[str]) -> Header:
-    """Return the tensors of a safetensors file. Errors: CheckpointError with every wrong tensor, for a file that does not match
-    its header exactly."""
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    return values if len(values) == len(pairs) else _Doubled(pairs)
+
+
+def _repeated(values: dict[str, Any]) -> list[str]:
+    return values.repeated if isinstance(values, _Doubled) else []
+
+
+def read_header(path: str | os.PathLike[str], *, most_tensors: int | None = None) -> Header:
+    """Return the tensors of a safetensors file. most_tensors: a file with more is refused; None: it may have any number.
+
+    Errors: CheckpointError with every wrong tensor, for a file that does not match its header exactly.
+    """
     file = Path(path)
     try:
         with open(file, "rb") as handle:
@@ -92,6 +103,9 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         raise CheckpointError(f"cannot be read ({reason})", path=file) from exc
     if len(raw) != length:
         _refuse(file, "changed while it was read")
+    count = raw.count(b'"data_offsets"')
+    if most_tensors is not None and count > most_tensors:
+        _refuse(file, f"has {count} tensors, a model of this config has fewer than {most_tensors}", hint=OTHER_CONFIG)
     return _parse(file, raw, file_bytes)
 
 
@@ -140,25 +154,21 @@ def _whole_number(text: str) -> int:
     return int(text)
 
 
-def _read_json(file: Path, raw: bytes) -> _Object:
+def _read_json(file: Path, raw: bytes) -> dict[str, Any]:
     if not raw.startswith(b"{"):
         _refuse(file, "header does not start with '{'")
     try:
-        content = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=_Object, parse_int=_whole_number, parse_constant=_no_constant
-        )
-    except UnicodeDecodeError as exc:
-        raise CheckpointError("header is not UTF-8", path=file) from exc
-    except (ValueError, RecursionError) as exc:
-        raise CheckpointError(f"header is not JSON ({exc})", path=file) from exc
-    assert isinstance(content, _Object)  # it starts with '{'
+        content = parse(raw, "header", object_pairs_hook=_object, parse_int=_whole_number, parse_constant=_no_constant)
+    except JsonError as exc:
+        raise CheckpointError(f"header {exc}", path=file) from exc
+    assert isinstance(content, dict)  # it starts with '{'
     return content
 
 
 def _parse(file: Path, raw: bytes, file_bytes: int) -> Header:
     content = _read_json(file, raw)
-    problems = [(_shown(name), "the name occurs twice") for name in content.repeated]
-    metadata = _metadata(file, content.pop("__metadata__", _Object([])))
+    problems = [(_shown(name), "the name occurs twice") for name in _repeated(content)]
+    metadata = _metadata(file, content.pop("__metadata__", {}))
     data_start = 8 + len(raw)
     tensors: dict[str, TensorEntry] = {}
     for name, item in content.items():
@@ -172,10 +182,10 @@ def _parse(file: Path, raw: bytes, file_bytes: int) -> Header:
 
 
 def _metadata(file: Path, values: Any) -> dict[str, str]:
-    if not isinstance(values, _Object) or not all(isinstance(value, str) for value in values.values()):
+    if not isinstance(values, dict) or not all(isinstance(value, str) for value in values.values()):
         _refuse(file, "__metadata__ is not a map from text to text")
-    if values.repeated:
-        _refuse(file, f"__metadata__ has keys twice: {', '.join(map(_shown, values.repeated))}")
+    if repeated := _repeated(values):
+        _refuse(file, f"__metadata__ has keys twice: {', '.join(map(_shown, repeated))}")
     return dict(values)
 
 
@@ -192,7 +202,7 @@ def _entry(file: Path, name: str, item: Any, data_start: int) -> TensorEntry:
     """Return one tensor of the header. A ValueError names what is wrong with it."""
     if _shown(name) != name:
         raise ValueError("the name is not valid Unicode")
-    if not isinstance(item, _Object) or set(item) != {"dtype", "shape", "data_offsets"} or item.repeated:
+    if not isinstance(item, dict) or item.keys() != ENTRY_KEYS or _repeated(item):
         raise ValueError("is not {dtype, shape, data_offsets}, each once")
     dtype, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:

@@ -8,7 +8,6 @@ What is read of the weights: that JSON and the format byte, a few hundred bytes 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.errors import CheckpointError
+from trimtab.json_file import parse
 
 STATE = "quant_state.bitsandbytes__"
 KINDS = ("nf4", "fp4")
@@ -163,7 +163,7 @@ def _four_bit(group: _Group) -> PackedEntry | None:
         return None
     try:
         state = _read_state(parts["quant_state"])
-    except (OSError, ValueError, RecursionError) as exc:
+    except (OSError, ValueError) as exc:
         group.problems.append(f"quant_state cannot be read ({exc})")
         return None
     if not isinstance(state, dict):
@@ -179,12 +179,12 @@ def _four_bit(group: _Group) -> PackedEntry | None:
 
 
 def _read_state(entry: TensorEntry) -> Any:
-    """Return the JSON of a quant_state. Errors: OSError, ValueError or RecursionError say why it cannot be read."""
+    """Return the JSON of a quant_state. Errors: OSError and ValueError say why it cannot be read."""
     if entry.dtype != "uint8" or entry.nbytes > MAX_STATE_BYTES:
         raise ValueError(f"it is {entry.dtype} of {entry.nbytes} B, not a small uint8 tensor")
     with open(entry.file, "rb") as handle:
         handle.seek(entry.start)
-        return json.loads(handle.read(entry.nbytes).decode("utf-8"))
+        return parse(handle.read(entry.nbytes), "quant_state")
 
 
 def _is_count(value: Any) -> bool:

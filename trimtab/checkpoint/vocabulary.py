@@ -6,14 +6,14 @@ for some that were reserved; a tokenizer of another model gives nearly every id 
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from pathlib import Path
 from stat import S_ISREG
 
-from trimtab.errors import AdapterError
+from trimtab.errors import AdapterError, CheckpointError
+from trimtab.json_file import JsonError, count, parse, read_bytes
 
-TOKENIZER = "tokenizer.json"
+TOKENIZER, KIND = "tokenizer.json", "tokenizer"
 # Share of the ids of both that may have another text.
 MOST_OTHER = 0.1
 
@@ -21,7 +21,8 @@ MOST_OTHER = 0.1
 def check_vocabulary(adapter: str | Path, model: str | Path) -> None:
     """Raise AdapterError if both folders have a tokenizer.json and the same ids have different texts.
 
-    adapter, model: folders. A missing file, or one without a vocabulary, proves nothing.
+    adapter, model: folders. A missing file, or one without a vocabulary, proves nothing. Errors also: CheckpointError for a file
+    over the limits of `json_file.py`.
     """
     ours, theirs = Path(model) / TOKENIZER, Path(adapter) / TOKENIZER
     stamps = _stamp(ours), _stamp(theirs)
@@ -47,9 +48,10 @@ def _stamp(file: Path) -> tuple[int, ...] | None:
 @lru_cache(1024)  # a plan, and loading after it, ask again of each adapter; large vocabularies take a second to read
 def _problem(ours: Path, theirs: Path, stamps: tuple[object, ...]) -> str:
     """Return what is wrong with an adapter's tokenizer beside the model's, "" for nothing. stamps: of both files."""
-    if _is_equal(ours, theirs):
+    raw = [_raw(file) for file in (ours, theirs)]
+    if raw[0] == raw[1]:
         return ""
-    first, second = _texts(ours), _texts(theirs)
+    first, second = _texts(ours, raw[0]), _texts(theirs, raw[1])
     both = first.keys() & second.keys()
     other = [number for number in both if first[number] != second[number]]
     if not both or len(other) <= MOST_OTHER * len(both):
@@ -61,17 +63,25 @@ def _problem(ours: Path, theirs: Path, stamps: tuple[object, ...]) -> str:
     )
 
 
-def _is_equal(one: Path, other: Path) -> bool:
-    return one.stat().st_size == other.stat().st_size and one.read_bytes() == other.read_bytes()
-
-
-def _texts(path: Path) -> dict[int, str]:
-    """Return id -> text of a tokenizer.json's vocabulary, empty if it cannot be read: whoever loads the tokenizer reports that."""
+def _raw(path: Path) -> bytes:
     try:
-        tokenizer = json.loads(path.read_text(encoding="utf-8"))
-        known = tokenizer["model"]["vocab"]
+        return read_bytes(path, KIND)
+    except OSError:  # whoever loads the tokenizer reports that
+        return b""
+    except JsonError as exc:
+        raise CheckpointError(str(exc), path=path) from exc
+
+
+def _texts(path: Path, raw: bytes) -> dict[int, str]:
+    """Return id -> text of a tokenizer.json's vocabulary, empty if it has none: whoever loads the tokenizer reports that."""
+    try:
+        count(raw, KIND)
+    except JsonError as exc:
+        raise CheckpointError(str(exc), path=path) from exc
+    try:
+        known = parse(raw, KIND)["model"]["vocab"]
         if isinstance(known, list):  # Unigram: [text, score] by id
             return {number: str(pair[0]) for number, pair in enumerate(known)}
         return {int(number): str(text) for text, number in known.items()}
-    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError, AttributeError):
+    except (ValueError, OverflowError, KeyError, TypeError, IndexError, AttributeError):
         return {}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trimtab.adapter_names import parse_adapters, parse_unweighted
 from trimtab.errors import CheckpointError, RequestError
+from trimtab.json_file import JsonError, parse, read_bytes, read_json
 from trimtab.plan import Plan
 from trimtab.plan.max_memory import merged_budgets
 from trimtab.request import (
@@ -331,11 +331,11 @@ def pairs(texts: Sequence[str], flag: str, form: str, *, first: bool) -> dict[st
 
 def read_device_map(path: str) -> dict[str, int | str]:
     try:
-        device_map = json.loads(Path(path).read_text(encoding="utf-8"))
+        device_map = read_json(path, "device map")
     except OSError as exc:
         raise RequestError(f"cannot be read ({exc.strerror})", field="--device-map", value=path) from exc
-    except ValueError as exc:
-        raise RequestError(f"is not JSON ({exc})", field="--device-map", value=path) from exc
+    except JsonError as exc:
+        raise RequestError(str(exc), field="--device-map", value=path) from exc
     is_map = isinstance(device_map, dict) and all(
         isinstance(v, (int, str)) and not isinstance(v, bool) for v in device_map.values()
     )
@@ -350,12 +350,6 @@ def read_device_map(path: str) -> dict[str, int | str]:
 def read_json_object(source: str, flag: str, example: str) -> dict[str, Any]:
     """Return the JSON object that a flag holds itself or names a file with. Errors: RequestError, for a key given twice too."""
     text = source.strip()
-    if not text.startswith("{"):
-        try:
-            text = Path(source).read_text(encoding="utf-8")
-        except (OSError, ValueError) as exc:
-            why = getattr(exc, "strerror", None) or exc
-            raise RequestError(f"cannot be read ({why})", field=flag, value=source, allowed=(example,)) from exc
 
     def once(items: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(items)) < len(items):
@@ -363,9 +357,12 @@ def read_json_object(source: str, flag: str, example: str) -> dict[str, Any]:
         return dict(items)
 
     try:
-        value = json.loads(text, object_pairs_hook=once)
-    except (ValueError, RecursionError) as exc:
-        raise RequestError(f"is not JSON ({exc})", field=flag, value=source, allowed=(example,)) from exc
+        raw = text.encode("utf-8", "surrogateescape") if text.startswith("{") else read_bytes(source, "option")
+        value = parse(raw, "option", object_pairs_hook=once)
+    except OSError as exc:
+        raise RequestError(f"cannot be read ({exc.strerror})", field=flag, value=source, allowed=(example,)) from exc
+    except JsonError as exc:
+        raise RequestError(str(exc), field=flag, value=source, allowed=(example,)) from exc
     if not isinstance(value, dict):
         raise RequestError("must be a JSON object", field=flag, value=source, allowed=(example,))
     return value

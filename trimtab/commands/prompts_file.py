@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -23,6 +24,7 @@ from typing import Any
 import trimtab
 from trimtab.errors import RequestError
 from trimtab.files import write_whole
+from trimtab.json_file import JsonError, parse
 from trimtab.request import GenerateRequest
 
 LONGEST_LINE_BYTES, MOST_LINES = 4 * 2**20, 1_000_000
@@ -75,9 +77,9 @@ def read_prompts(path: str) -> Iterator[PromptLine]:
 def _read_line(number: int, line: bytes, folder: Path) -> PromptLine:
     digest, name = hashlib.sha256(line).hexdigest()[:16], f"line {number}"
     try:
-        values = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as exc:
-        return PromptLine(number, digest, None, RequestError(f"is not JSON ({exc})", field=name))
+        values = parse(line.removeprefix(BOM_UTF8), "prompt")
+    except JsonError as exc:
+        return PromptLine(number, digest, None, RequestError(str(exc), field=name))
     if not isinstance(values, dict):
         return PromptLine(number, digest, None, RequestError("is not a JSON object", field=name))
     try:
@@ -195,10 +197,10 @@ class AnswersFile:
 
     def _values(self, line: bytes, count: int) -> dict[str, Any]:
         try:
-            values = json.loads(line)
+            values = parse(line, "answer")
             if count > 1:
                 _ = values["line"], values["prompt_sha256"]
-        except (ValueError, TypeError, KeyError, RecursionError) as exc:
+        except (JsonError, TypeError, KeyError) as exc:
             raise self._foreign(max(count, 1)) from exc
         return dict(values)
 

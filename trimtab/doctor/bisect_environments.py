@@ -26,7 +26,8 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 from platformdirs import user_cache_path
 
-from trimtab.errors import RequestError
+from trimtab.errors import CheckpointError, RequestError
+from trimtab.json_file import read_object
 from trimtab.redact import scrubbed
 
 # What a case's run depends on, and so is pinned.
@@ -233,10 +234,9 @@ class Environments:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_object(file, "own state")
+    except CheckpointError:
         return {}
-    return values if isinstance(values, dict) else {}
 
 
 def run_command(command: Sequence[str], timeout_s: float) -> tuple[int, str]:

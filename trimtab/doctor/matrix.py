@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.checkpoint.folder import find_folder, read_json
+from trimtab.checkpoint.folder import find_folder
 from trimtab.doctor import case_adapter, labels
 from trimtab.doctor.case_script import script_of
 from trimtab.doctor.cases import MODES, Case, find_cases
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.files import write_whole
+from trimtab.json_file import read_object
 from trimtab.process import CRASHED, DONE, FAILED, Outcome, run_inside
 from trimtab.redact import Cleaner
 from trimtab.request import check_choice
@@ -98,7 +99,7 @@ class _Matrix:
             adapter = adapter if adapter is not None else DEMO / "adapters" / DEMO_ADAPTER
         self.folder = find_folder(model if model is not None else DEMO / "base").resolve()
         self.model_name = "demo" if model is None else self.folder.name
-        self.has_towers = "vision_config" in read_json(self.folder / "config.json")
+        self.has_towers = "vision_config" in read_object(self.folder / "config.json", "config.json")
         self.adapters = _variants(adapter, cases, work)
         self.names = {
             str(self.folder): "<model>", str(Path(adapter).resolve()) if adapter else "": "<adapter>", str(work): "<work>",
@@ -274,11 +275,8 @@ def read_runs(path: str | Path) -> dict[str, Any]:
     file = Path(path)
     if not file.is_file():
         raise CheckpointError("is not a file", path=file)
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as exc:
-        raise CheckpointError(f"is not JSON ({exc})", path=file) from exc
-    if not isinstance(values, dict) or values.get("format") != FORMAT or not isinstance(values.get("runs"), list):
+    values = read_object(file, "report")
+    if values.get("format") != FORMAT or not isinstance(values.get("runs"), list):
         raise CheckpointError(f"is not a runs file of format {FORMAT}", path=file)
     for place, run in enumerate(values["runs"]):
         missing = [key for key in ("case", "engine", "label", "stage") if not isinstance(run, dict) or key not in run]

@@ -19,6 +19,7 @@ from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.anatomy_json import form, read_anatomy, write_anatomy
 from trimtab.checkpoint.folder import CONFIG, Checkpoint
 from trimtab.checkpoint.packed import split_packed
+from trimtab.json_file import JsonError, parse, read_bytes
 from trimtab.machine.installed import versions
 from trimtab.machine.own_folder import hashed, own_folder, prune, read_own, touch, write_own
 from trimtab.request import LoadRequest
@@ -54,8 +55,8 @@ def key_of(checkpoint: Checkpoint, request: LoadRequest, *, keeps_16bit: bool = 
 
 def _hash_of(file: Path) -> str | None:
     try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError:
+        return hashlib.sha256(read_bytes(file, file.name)).hexdigest()
+    except (OSError, JsonError):
         return None
 
 
@@ -70,11 +71,11 @@ def _stamp(file: Path) -> tuple[int, int] | None:
 def find_anatomy(checkpoint: Checkpoint, request: LoadRequest, *, keeps_16bit: bool = False) -> Anatomy | None:
     """Return the anatomy that an earlier process read of this checkpoint for a request like this, None if it was not kept."""
     key = key_of(checkpoint, request, keeps_16bit=keeps_16bit)
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+    with suppress(OSError, ValueError, KeyError, TypeError):
         path = own_folder(FOLDER) / hashed(key)
         text = read_own(path, key, limit_bytes=MOST_FILE_BYTES)
         if text is not None:
-            whole = json.loads(text)
+            whole = parse(text, "own state")
             if whole["values_of"] in (None, _same_files(checkpoint)):
                 anatomy = read_anatomy(whole["anatomy"])
                 touch(path)
@@ -101,9 +102,9 @@ def keep_anatomy(
 def find_refusal(checkpoint: Checkpoint, request: LoadRequest, *, keeps_16bit: bool = False) -> str | None:
     """Return why an earlier process could make no anatomy of this checkpoint for a request like this, None if that is not known."""
     key = key_of(checkpoint, request, keeps_16bit=keeps_16bit)
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+    with suppress(OSError, ValueError, KeyError, TypeError):
         text = read_own(own_folder(FOLDER) / hashed(key), key, limit_bytes=MOST_FILE_BYTES)
-        whole = {} if text is None else json.loads(text)
+        whole = {} if text is None else parse(text, "own state")
         if isinstance(whole["refused"], str):
             return whole["refused"]
     return None

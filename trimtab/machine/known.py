@@ -14,6 +14,7 @@ import sys
 from contextlib import suppress
 
 from trimtab.errors import RequestError
+from trimtab.json_file import parse
 from trimtab.machine import gpus, late_imports, rates_file
 from trimtab.machine.installed import torch_build, versions
 from trimtab.machine.memory import cpu_name, host_available_bytes, process_bytes
@@ -114,7 +115,7 @@ def _facts(device: str) -> dict[str, int] | None:
     key = _key(device)
     try:
         path = own_folder(rates_file.FOLDER) / f"process-{hashed(key)}"
-        facts = json.loads(read_own(path, key, limit_bytes=MOST_BYTES) or b"null")
+        facts = parse(read_own(path, key, limit_bytes=MOST_BYTES) or b"null", "own state")
         added, threads = facts["added_bytes"], facts["threads"]
     except (OSError, ValueError, TypeError, KeyError):
         return None

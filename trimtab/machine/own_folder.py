@@ -23,6 +23,8 @@ from trimtab.files import write_private
 DIGEST_BYTES = 64  # in hexadecimal
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _HAS_OWNERS = hasattr(os, "geteuid")
+# A pipe is refused as no plain file, instead of waiting for its writer.
+_READ_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
 
 
 class RefusedError(OSError):
@@ -65,7 +67,7 @@ def _check(path: Path, seen: os.stat_result, *, is_folder: bool) -> None:
 def read_own(path: Path, key: str, *, limit_bytes: int) -> bytes | None:
     """Return the contents that `write_own` wrote for this key; None if there are none, or not whole, or too many bytes."""
     try:
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
+        handle = os.open(path, _READ_FLAGS)
         with os.fdopen(handle, "rb") as file:
             seen = os.fstat(file.fileno())
             _check(path, seen, is_folder=False)

@@ -12,6 +12,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from trimtab.errors import RequestError
+from trimtab.json_file import parse
 from trimtab.machine.own_folder import own_folder, read_own, write_own
 from trimtab.plan.cost import Rates
 
@@ -37,7 +38,7 @@ def read(device_name: str, torch_version: str, threads: int) -> Rates | None:
     try:
         path = path_of(device_name, torch_version, threads)
         text = read_own(path, path.name, limit_bytes=MOST_BYTES)
-        values = {} if text is None else json.loads(text)
+        values = {} if text is None else parse(text, "own state")
         if (busy_at := values.pop(BUSY, None)) is not None and not 0 <= time.time() - busy_at < BUSY_S:
             return None
         return Rates(**values) if set(values) == names else None

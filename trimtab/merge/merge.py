@@ -21,6 +21,7 @@ from trimtab._version import __version__
 from trimtab.checkpoint.folder import CONFIG, Checkpoint, check_unchanged, read_checkpoint
 from trimtab.checkpoint.write import write_synced
 from trimtab.errors import AdapterError, CheckpointError, ParityError, RequestError, TrimtabError
+from trimtab.json_file import read_object
 from trimtab.merge.place import Workplace, check_place, check_room, disk_error
 from trimtab.merge.report import RECORD_NAME, MergedAdapter, MergedFile, MergeReport
 from trimtab.merge.request import AdapterOption, MergeRequest, full_dtype, parts_of
@@ -350,10 +351,9 @@ def _with_history(checkpoint: Checkpoint, record: dict[str, Any]) -> dict[str, A
 
 def _record_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
     try:
-        record = json.loads((checkpoint.folder / RECORD_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_object(checkpoint.folder / RECORD_NAME, "merge record")
+    except CheckpointError:
         return None
-    return record if isinstance(record, dict) else None
 
 
 # Afterwards -----------------------------------------------------------------------------------------------------------

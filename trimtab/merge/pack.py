@@ -8,7 +8,6 @@ be read back. Format: `checkpoint/packed.py`; the levels are bitsandbytes' own t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trimtab.checkpoint.packed import STATE
+from trimtab.json_file import parse
 from trimtab.merge.delta import Rows, row_pieces
 from trimtab.merge.shards import BLOCKSIZE, NESTED_BLOCKSIZE, state_json
 from trimtab.runtime.read import bytes_of
@@ -99,7 +99,7 @@ def read_scales(parts: Mapping[str, bytearray], name: str = "w") -> Tensor:
     codes = torch.frombuffer(parts[f"{name}.absmax"], dtype=torch.uint8)
     maxima = torch.frombuffer(parts[f"{name}.nested_absmax"], dtype=torch.float32)
     table = torch.frombuffer(parts[f"{name}.nested_quant_map"], dtype=torch.float32)
-    mean = float(json.loads(parts[f"{name}.{STATE}nf4"].decode())["nested_offset"])
+    mean = float(parse(bytes(parts[f"{name}.{STATE}nf4"]), "quant_state")["nested_offset"])
     return table[codes.int()] * maxima.repeat_interleave(NESTED_BLOCKSIZE)[: codes.numel()] + mean
 
 

@@ -20,7 +20,8 @@ from typing import Any
 
 from trimtab.checkpoint.adapter_file import CONFIG_NAME
 from trimtab.checkpoint.write import sync_folder, write_synced
-from trimtab.errors import DoesNotFitError, RequestError
+from trimtab.errors import CheckpointError, DoesNotFitError, RequestError
+from trimtab.json_file import read_object
 
 STATE_NAME, LOCK_NAME = ".merge-state.json", ".merge-lock"
 _FULL = (errno.ENOSPC, errno.EDQUOT if hasattr(errno, "EDQUOT") else errno.ENOSPC, errno.EFBIG)
@@ -116,10 +117,9 @@ class Workplace:
 
     def _read_state(self) -> dict[str, Any]:
         try:
-            state = json.loads((self.folder / STATE_NAME).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            return read_object(self.folder / STATE_NAME, "merge record")
+        except CheckpointError:
             return {}
-        return state if isinstance(state, dict) else {}
 
     def _clear(self) -> None:
         for child in self.folder.iterdir():

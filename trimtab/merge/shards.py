@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.anatomy import Anatomy
-from trimtab.checkpoint.folder import CONFIG, INDEX_SUFFIX, Checkpoint, read_json
+from trimtab.checkpoint.folder import CONFIG, INDEX_SUFFIX, Checkpoint
 from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.checkpoint.packed import STATE, PackedEntry, split_packed
 from trimtab.checkpoint.write import Layout, NewTensor, lay_out, same_layout
 from trimtab.errors import CheckpointError
+from trimtab.json_file import read_object
 from trimtab.merge.lay_back import is_cast
 from trimtab.merge.recipe import Edit, Recipe
 from trimtab.request import DTYPES
@@ -200,7 +201,7 @@ def leaves_to_pack(anatomy: Anatomy, probe: Probe, checkpoint: Checkpoint) -> se
 
 def new_config(checkpoint: Checkpoint, *, dtype: str | None, pack: str | None, untie: bool) -> bytes | None:
     """Return the config.json of the merged model, None where the base's own is right as it is."""
-    config = read_json(checkpoint.folder / CONFIG)
+    config = read_object(checkpoint.folder / CONFIG, CONFIG)
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     before = json.dumps(config)
     is_packed = checkpoint.quantization is not None
@@ -240,7 +241,7 @@ def new_index(checkpoint: Checkpoint, shards: tuple[Shard, ...]) -> tuple[str, b
     stamped = {stamp[0] for stamp in checkpoint.stamps}
     if name not in stamped or all(shard.is_plain for shard in shards):
         return None
-    index = read_json(checkpoint.folder / name)
+    index = read_object(checkpoint.folder / name, "index")
     metadata = index.get("metadata")
     metadata = dict(metadata) if isinstance(metadata, dict) else {}
     places = [entry for shard in shards for entry in shard.layout.places.values()]

@@ -12,11 +12,11 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.files import write_text
+from trimtab.json_file import JsonError, read_json
 from trimtab.plan import picture
 from trimtab.plan.cards import Card, marked
 from trimtab.plan.cost import Rates
@@ -238,11 +238,11 @@ class Plan:
         Errors: CheckpointError if the file cannot be read; also if it holds no plan of this version, with its field.
         """
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            values = read_json(path, "plan")
         except OSError as exc:
             raise CheckpointError(f"cannot be read ({exc.strerror})", path=path) from exc
-        except ValueError as exc:
-            raise CheckpointError(f"is not JSON ({exc})", path=path) from exc
+        except JsonError as exc:
+            raise CheckpointError(str(exc), path=path) from exc
         try:
             return cls.from_json(values)
         except RequestError as exc:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import RequestError
+from trimtab.json_file import JsonError, parse, read_bytes
 
 KEYS = ("id", "text", "image", "audio", "token_ids", "expected")
 DEMO = Path(__file__).resolve().parent.parent / "demo"
@@ -65,9 +66,11 @@ def read_prompts(path: str | Path) -> tuple[Prompt, ...]:
     """Return the prompts of a JSONL file. Errors: RequestError that lists every problem of the file with its line."""
     file = Path(path)
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = read_bytes(file, "prompts").decode("utf-8").splitlines()
     except OSError as exc:
         raise RequestError(f"cannot be read ({exc.strerror})", field="prompts", value=str(path)) from exc
+    except JsonError as exc:
+        raise RequestError(str(exc), field="prompts", value=str(path)) from exc
     except UnicodeDecodeError as exc:
         raise RequestError("is not UTF-8 text", field="prompts", value=str(path)) from exc
     problems: list[str] = []
@@ -143,9 +146,9 @@ def demo_prompts(per_kind: int = DEMO_PER_KIND) -> tuple[Prompt, ...]:
 
 def _read_line(line: str, folder: Path) -> tuple[Prompt | None, list[str]]:
     try:
-        values = json.loads(line)
-    except (ValueError, RecursionError) as exc:
-        return None, [f"is not JSON ({exc})"]
+        values = parse(line.encode("utf-8"), "prompt")
+    except JsonError as exc:
+        return None, [str(exc)]
     if not isinstance(values, dict):
         return None, [f"must hold an object, it holds a {type(values).__name__}"]
     return _read_values(values, folder)

@@ -25,6 +25,7 @@ import torch
 
 from trimtab.bridge.row_scales import wrong_scales
 from trimtab.checkpoint.adapter_rules import Rules
+from trimtab.json_file import read_object
 from trimtab.packages import stack_versions, version_of
 from trimtab.proof import forced
 from trimtab.proof.loaded_changes import sketch
@@ -147,7 +148,7 @@ def stock_changes(model: Any) -> dict[str, dict[str, list[float]]]:
 
 def loadable_adapter(model: Any, folder: Path, copy: Path) -> tuple[Path, str]:
     """Return the adapter folder that PEFT can load, and a note if that is a changed copy."""
-    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    config = read_object(folder / "adapter_config.json", "adapter_config.json")
     targets = config.get("target_modules")
     paths = dict(model.named_modules())
     named = Rules(folder, {"target_modules": targets}, paths).named

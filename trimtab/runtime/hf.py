@@ -6,6 +6,7 @@ casts are stock's in every release, with no weight read and accelerate untouched
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import threading
@@ -20,13 +21,23 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
-from trimtab.checkpoint.folder import Checkpoint
+from trimtab.checkpoint.config_limits import MOST_MODULES, check_declared
+from trimtab.checkpoint.folder import CONFIG, Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.packed import PackedEntry, split_packed
 from trimtab.errors import CheckpointError
+from trimtab.json_file import check_file
 from trimtab.machine import late_imports
 from trimtab.runtime.anatomy_builder import build_anatomy
-from trimtab.runtime.probe import Expression, NoAllocation, Trace, Traced, is_undefined
+from trimtab.runtime.probe import (
+    Expression,
+    NoAllocation,
+    TooManyModulesError,
+    Trace,
+    Traced,
+    is_undefined,
+    most_modules,
+)  # fmt: skip
 from trimtab.runtime.read import read_small
 
 with late_imports.importing_transformers():
@@ -37,6 +48,7 @@ _ONE_PROBE = threading.Lock()
 
 # transformers' switch for its loading threads. Source: transformers 5.6.2 to 5.23.0, core_model_loading.py.
 NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
+TOO_LARGE = "No released model is so large: a count in config.json is wrong"
 AUTO_CLASSES = ("AutoModelForMultimodalLM", "AutoModelForImageTextToText", "AutoModelForCausalLM")
 
 
@@ -69,6 +81,7 @@ def read_config(checkpoint: Checkpoint) -> Any:
     Errors: CheckpointError for an architecture that the installed transformers does not know, for one that would need
     code from the checkpoint (auto_map; it is never run), and for values that the config class refuses.
     """
+    check_declared(checkpoint.config, _declared_fields(checkpoint.config), checkpoint.folder / CONFIG)
     try:
         config = transformers.AutoConfig.from_pretrained(
             checkpoint.folder, trust_remote_code=False, local_files_only=True
@@ -86,6 +99,23 @@ def read_config(checkpoint: Checkpoint) -> Any:
             del part.quantization_config
     config._name_or_path = str(checkpoint.folder)
     return config
+
+
+def _declared_fields(config: Mapping[str, Any]) -> set[str]:
+    """Return the names that the config's class and those of its sub-configs read."""
+    model_type = config.get("model_type")
+    waiting: list[Any] = [transformers.CONFIG_MAPPING[model_type]] if model_type in transformers.CONFIG_MAPPING else []
+    seen: set[Any] = set()
+    names: set[str] = set()
+    while waiting:
+        kind = waiting.pop()
+        if not isinstance(kind, type) or kind in seen:
+            continue
+        seen.add(kind)
+        names |= set(getattr(kind, "__dataclass_fields__", ())) | set(inspect.signature(kind).parameters)
+        names |= set(getattr(kind, "attribute_map", ()))
+        waiting += (getattr(kind, "sub_configs", None) or {}).values()
+    return names
 
 
 def _unknown(checkpoint: Checkpoint, what: str) -> CheckpointError:
@@ -123,6 +153,8 @@ def model_class(checkpoint: Checkpoint, config: Any) -> Any:
 def read_generation_config(folder: Path) -> Any:
     """Return the folder's generation defaults; without a generation_config.json those in config.json, as stock does."""
     has_own = (folder / "generation_config.json").is_file()
+    if has_own:
+        check_file(folder / "generation_config.json", "generation_config.json")
     options = {} if has_own else {"config_file_name": "config.json", "_from_model_config": True}
     try:
         return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True, **options)
@@ -216,11 +248,13 @@ def _load_traced(
 ) -> tuple[Any, dict[str, Any]]:
     """Return (model, loading info) of stock's loader run on tensors without data."""
     try:
-        with NoAllocation():
+        with NoAllocation(), most_modules(MOST_MODULES + 4 * len(tensors)):
             model, info = kind.from_pretrained(
                 None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, local_files_only=True,
                 generation_config=read_generation_config(checkpoint.folder), ignore_mismatched_sizes=True,
             )  # fmt: skip
+    except TooManyModulesError as exc:
+        raise CheckpointError(f"{kind.__name__} {exc}", path=checkpoint.folder / CONFIG, hint=TOO_LARGE) from exc
     except Exception as exc:  # whatever the model's own code raises
         why = "; ".join(trace.problems[:5]) or _words(exc)
         raise CheckpointError(
@@ -362,12 +396,18 @@ def anatomy_of(
     from trimtab.runtime import hf_gemma4, hf_prefill, hf_prompt_media, hf_slots
 
     plain, packed = split_packed(checkpoint)
-    built = build_anatomy(
-        probed.model, probed.config, probed.sources, probed.ties, dtype=probed.dtype, packed=packed, quant=quant,
-        unquantized=stock_unquantized(probed.model, quant), keep_unquantized=keep_unquantized,
-        windows=_cache_windows(probed.config), head=head,
-        file_dtype=partial(_file_dtype, checkpoint, plain) if keeps_16bit else None,
-    )  # fmt: skip
+    try:
+        built = build_anatomy(
+            probed.model, probed.config, probed.sources, probed.ties, dtype=probed.dtype, packed=packed, quant=quant,
+            unquantized=stock_unquantized(probed.model, quant), keep_unquantized=keep_unquantized,
+            windows=_cache_windows(probed.config), head=head,
+            file_dtype=partial(_file_dtype, checkpoint, plain) if keeps_16bit else None,
+        )  # fmt: skip
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as exc:
+        raise CheckpointError(
+            f"has values that do not go together for {type(probed.model).__name__} ({type(exc).__name__}: {exc})",
+            path=checkpoint.folder / CONFIG,
+        ) from exc
     return replace(
         built,
         capture_unsupported=hf_slots.why_not(probed.model),

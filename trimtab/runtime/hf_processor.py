@@ -13,8 +13,9 @@ from typing import Any
 
 import transformers
 
-from trimtab.checkpoint.folder import CONFIG, read_json
+from trimtab.checkpoint.folder import CONFIG
 from trimtab.errors import CheckpointError, RequestError
+from trimtab.json_file import check_files, read_object
 from trimtab.runtime import hf
 
 # Fields of config.json whose token stands for something that is no text.
@@ -30,8 +31,10 @@ TOKENIZER_HINT = "Copy the tokenizer files of this model into the folder (tokeni
 def load_processor(folder: Path) -> Any:
     """Return the folder's processor; its tokenizer if the model only reads.
 
-    Errors: CheckpointError, also for a tokenizer that is empty or has more tokens than the model.
+    Errors: CheckpointError, also for a tokenizer that is empty or has more tokens than the model, and for files over the limits
+    of `json_file.py`.
     """
+    check_files(folder)
     _add_once(logging.getLogger("transformers.image_utils"), _NotAmbiguous())
     lacking = _lacking(folder)
     if lacking is not None:  # found out at the end, when all other parts are read: a large tokenizer takes a second
@@ -122,9 +125,9 @@ def check_named_ids(tokenizer: Any, folder: Path) -> None:
     A tokenizer of another model can have exactly as many tokens. Judged are the ids that end an answer, where all of them are
     words, and those that stand for an image or an audio clip; ids that the files leave to a class's default are not.
     """
-    config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    config = read_object(folder / CONFIG, CONFIG) if (folder / CONFIG).is_file() else {}
     generation = folder / "generation_config.json"
-    chosen = read_json(generation) if generation.is_file() else {}
+    chosen = read_object(generation, generation.name) if generation.is_file() else {}
     text = config.get("text_config") or {}
     given = (source.get("eos_token_id") for source in (chosen, config, text) if isinstance(source, dict))
     ends = next((value for value in given if value is not None), None)
@@ -189,7 +192,7 @@ def _image_processor(folder: Path, config: dict[str, Any]) -> Any:
     own = config.get("image_processor")
     name = own.get("image_processor_type") if isinstance(own, dict) else None
     if name is None and (folder / "preprocessor_config.json").is_file():
-        name = read_json(folder / "preprocessor_config.json").get("image_processor_type")
+        name = read_object(folder / "preprocessor_config.json", "processor").get("image_processor_type")
     base = str(name).removesuffix("Fast").removesuffix("Pil")
     kind = getattr(transformers, f"{base}Pil", None) or getattr(transformers, base, None)
     if kind is None:

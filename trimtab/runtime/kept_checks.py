@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from trimtab.json_file import parse
 from trimtab.machine.installed import versions
 from trimtab.machine.own_folder import hashed, own_folder, prune, read_own, touch, write_own
 from trimtab.runtime import nvrtc
@@ -69,10 +70,10 @@ class KeptChecks:
 
 
 def _read(key: str) -> dict[str, Entry]:
-    with suppress(OSError, ValueError, RecursionError):
+    with suppress(OSError, ValueError):
         path = own_folder(FOLDER) / hashed(key)
         text = read_own(path, key, limit_bytes=MOST_FILE_BYTES)
-        whole = {} if text is None else json.loads(text)
+        whole = {} if text is None else parse(text, "own state")
         touch(path)
         if isinstance(whole, dict) and all(isinstance(entry, dict) for entry in whole.values()):
             return whole

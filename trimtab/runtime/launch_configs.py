@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from typing import Any
 
+from trimtab.json_file import parse
 from trimtab.machine.own_folder import hashed, own_folder, read_own, write_own
 from trimtab.runtime.cuts import Cut, CutKey, cuts
 
@@ -97,12 +98,12 @@ def from_text(text: str) -> tuple[Target, dict[CutKey, Cut]]:
     Errors: ValueError for a text that is no such document.
     """
     try:
-        whole = json.loads(text)
+        whole = parse(text.encode(), "own state")
         if whole["form"] != FORM or len(whole["configs"]) > MOST_CONFIGS:
             raise ValueError("not launch configurations of this form")
         target = Target(**{**whole["target"], "capability": tuple(whole["target"]["capability"])})
         rows = [dict(row) for row in whole["configs"]]
-    except (TypeError, KeyError, RecursionError, AttributeError) as exc:
+    except (TypeError, KeyError, AttributeError) as exc:
         raise ValueError(f"not launch configurations: {exc}") from exc
     configs: dict[CutKey, Cut] = {}
     for row in rows:

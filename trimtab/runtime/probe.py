@@ -9,10 +9,12 @@ draws random numbers or reads a value) is refused at once and kept in `Trace.pro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
 Fetch = Callable[[str], Tensor]
@@ -225,6 +227,28 @@ def _wrap(bare: Tensor, expression: Expression, trace: Trace) -> Traced:
         traced = bare.detach().as_subclass(Traced)
     traced.expression, traced.run = expression, trace
     return traced
+
+
+class TooManyModulesError(Exception):
+    """A model that would have more modules than its files can hold anything for."""
+
+
+@contextmanager
+def most_modules(most: int) -> Iterator[None]:
+    """Raise TooManyModulesError once more than `most` modules were put into others: their number bounds the time of building."""
+    count = 0
+
+    def added(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        nonlocal count
+        count += 1
+        if count > most:
+            raise TooManyModulesError(f"would have more than {most} modules")
+
+    hook = register_module_module_registration_hook(added)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class NoAllocation(TorchFunctionMode):

@@ -28,6 +28,7 @@ from typing import Any
 
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import CheckpointError, RequestError
+from trimtab.json_file import JsonError, read_bytes
 from trimtab.serve.quotas import KeyLimits
 from trimtab.serve.settings import Limits
 
@@ -49,10 +50,12 @@ def read_toml(path: Path, field: str) -> dict[str, Any]:
     else:
         import tomli as tomllib
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_bytes(path, "toml").decode("utf-8"))
     except OSError as exc:
         raise RequestError(f"cannot be read ({exc.strerror})", field=field, value=str(path)) from exc
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+    except JsonError as exc:
+        raise CheckpointError(str(exc), path=path) from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise CheckpointError(f"is not TOML ({exc})", path=path) from exc
 
 

@@ -34,6 +34,7 @@ from trimtab.checkpoint.adapter import read_adapter
 from trimtab.checkpoint.folder import read_loadable
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import AdapterError, CheckpointError, RequestError, TrimtabError
+from trimtab.json_file import JsonError, read_bytes
 from trimtab.plan.kv_pool import check_pool
 from trimtab.request import DECODE_MODES, LoadRequest, check_choice, parse_bytes
 from trimtab.serve.row_count import PLANNED, check_rows
@@ -156,10 +157,12 @@ def read_registry(path: str | Path, *, is_config: bool = False) -> tuple[ServedM
         import tomli as tomllib
     path = Path(path)
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(read_bytes(path, "toml").decode("utf-8"))
     except OSError as exc:
         raise RequestError(f"cannot be read ({exc.strerror})", field="registry", value=str(path)) from exc
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+    except JsonError as exc:
+        raise CheckpointError(str(exc), path=path) from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise CheckpointError(f"is not TOML ({exc})", path=path) from exc
     problems = [
         f"unknown table or key {key!r} (known: models)" for key in document if key != "models" and not is_config

@@ -6,14 +6,13 @@ prompt, and the merge on the bf16 base answers as the adapter on all. Else the r
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from trimtab.doctor.issues.markdown import render
 from trimtab.errors import CheckpointError, RequestError
+from trimtab.json_file import JsonError, read_json
 from trimtab.redact import check_clean, clean, clean_all
 
 DIRECT, CONTROL = "direct_4bit_merge", "fresh_bf16_merge"
@@ -21,7 +20,6 @@ FILE = "peft-merge-parity.md"
 TRACKER = "huggingface/peft#2321"
 TITLE = "Direct merge_and_unload into bitsandbytes 4-bit layers does not reproduce the adapter-loaded output; a bf16 merge does"
 TEMPLATE = "merge_parity.md.j2"
-MOST_BYTES = 64 * 2**20
 
 
 def read_lanes(path: str) -> dict[str, Any]:
@@ -30,14 +28,11 @@ def read_lanes(path: str) -> dict[str, Any]:
     Errors: RequestError for a file that cannot be read; CheckpointError for one that holds no lanes.
     """
     try:
-        file = Path(path)
-        if file.stat().st_size > MOST_BYTES:
-            raise CheckpointError(f"is longer than {MOST_BYTES} bytes", path=path)
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = read_json(path, "report")
     except OSError as exc:
         raise RequestError(f"cannot be read ({exc.strerror})", field="--lanes", value=path) from exc
-    except ValueError as exc:
-        raise CheckpointError(f"is not JSON ({exc})", path=path) from exc
+    except JsonError as exc:
+        raise CheckpointError(str(exc), path=path) from exc
     kept = values.get("lanes") if isinstance(values, dict) else None
     lanes = kept if isinstance(kept, dict) else values
     if not isinstance(lanes, dict) or not isinstance(lanes.get("lanes"), list):

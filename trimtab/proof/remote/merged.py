@@ -17,9 +17,10 @@ from trimtab.api import load, plan_request
 from trimtab.checkpoint.adapter import AdapterSpec, AdapterTarget, match_adapter
 from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME
 from trimtab.checkpoint.adapter_keys import own_path
-from trimtab.checkpoint.folder import Checkpoint, read_checkpoint, read_json
+from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.checkpoint.headers import read_header
 from trimtab.errors import CheckpointError
+from trimtab.json_file import read_object
 from trimtab.merge import experts, shards
 from trimtab.merge import merge as merge_adapters
 from trimtab.proof.remote.channels import Question
@@ -32,7 +33,7 @@ def names_experts(folder: str | Path) -> bool:
     """Return whether an adapter's files name experts; False if they cannot be read, which is reported elsewhere."""
     path = Path(folder)
     try:
-        config, tensors = read_json(path / CONFIG_NAME), read_header(path / TENSORS_NAME).tensors
+        config, tensors = read_object(path / CONFIG_NAME, CONFIG_NAME), read_header(path / TENSORS_NAME).tensors
     except CheckpointError:
         return False
     return bool(config.get("target_parameters")) or any(".experts." in name for name in tensors)
@@ -57,7 +58,8 @@ def experts_spec(checkpoint: Checkpoint, folder: str | Path) -> AdapterSpec | No
         )
         for path, pair in pairs.items()
     ]  # fmt: skip
-    whole = replace(file, config=read_json(Path(folder) / CONFIG_NAME), tensors={**file.tensors, **_entries(targets)})
+    config = read_object(Path(folder) / CONFIG_NAME, CONFIG_NAME)
+    whole = replace(file, config=config, tensors={**file.tensors, **_entries(targets)})
     return replace(spec, file=whole, targets=(*spec.targets, *targets))
 
 

@@ -1,0 +1,161 @@
+"""Limits on the numbers of a config.json, before a class of transformers makes modules, lists or buffers of them.
+
+A number is judged by the name of its field, wherever it stands: names are not listed one by one, because every family has its own.
+`check_config` knows the names that count modules or rows in every family; `check_declared` judges every number that the config's
+own class reads. Limits are several times what any default of transformers 5.23.0 and any released model has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trimtab.errors import CheckpointError, RequestError
+
+# What holds no number of the model's own: labels are texts, quantization is trimtab's.
+NOT_FIELDS = ("quantization_config", "id2label", "label2id", "task_specific_params", "auto_map", "compression_config")
+# Numbers that make nothing: ids, factors, times, and lengths that no module has.
+NO_SIZE = re.compile(
+    r"(^|_)(ids?|idx|index|indices|indexes|tokens?|seed|theta|temperature|period|base|value|val|scale|scaling|factor|alpha|beta|"
+    r"eps|epsilon|clipping|rate|frequency|timescale|floor|version|steps?|offset|params|parameters|flos|limit|penalty|max_length|"
+    r"min_length)$"
+)
+MODULES, LARGEST, OF_NO_SIZE = 512, 2**24, 2**63 - 1
+# (words of a name, the largest value): the first that is found decides.
+BY_NAME: tuple[tuple[re.Pattern[str], int], ...] = (
+    (re.compile(r"label|classes"), 100_000),
+    (re.compile(r"vocab|position|embeddings|ctx|seq|context"), 2**25),
+    (re.compile(r"length|window|chunk|samples|duration|proposals"), 2**31),
+    (re.compile(r"image_size|img_size|patch_size"), 2**16),
+    (re.compile(r"size|dim|width|channels?|hidden_units|inner|configs"), 2**20),
+    (re.compile(r"experts?"), 2**16),
+    (re.compile(r"heads?|groups?"), 2**16),
+    (re.compile(r"layers?|blocks?|depths?|stages?|stacks?|levels?|repeats?|codebooks?|quantizers?"), MODULES),
+)  # fmt: skip
+_NOT_NEGATIVE = re.compile(r"(size|dim|width|heads|experts|layers|depths)$")
+_NOT_ZERO = ("hidden_size", "vocab_size", "num_attention_heads")
+# Of these, what is too large in a field that no class may read is refused as well: some class reads it.
+_EVERYWHERE = {BY_NAME[place][1] for place in (0, 1, 5, 7)}
+_LAYERS = re.compile(r"(^|_)(layers?|blocks|depths?)$")
+# Image patches that a tower can have: its position ids are real numbers of 8 bytes.
+MOST_PATCHES = 2**22
+# Modules of a model while it is built, beyond those that file tensors stand for: half a minute's work.
+MOST_MODULES = 150_000
+
+
+def check_config(config: Mapping[str, Any], path: Path) -> None:
+    """Raise CheckpointError, with the field, for a config whose architecture is no text or whose counts no model has."""
+    problems = list(_wrong_types(config))
+    problems += [one for one in _wrong_numbers(config) if largest(one[0]) in _EVERYWHERE]
+    _refuse(problems, path)
+
+
+def check_declared(config: Mapping[str, Any], declared: Collection[str], path: Path) -> None:
+    """Raise CheckpointError for a number out of range, in a field that the config's classes declare."""
+    problems = [one for one in _wrong_numbers(config) if one[0].rpartition(".")[2] in declared]
+    for holder in (config, *(value for value in config.values() if isinstance(value, dict))):
+        sides, patch = _numbers_of(holder.get("image_size")), _numbers_of(holder.get("patch_size"))
+        patches = max(sides, default=0) // max(*patch, 1) if patch else 0
+        if patches**2 > MOST_PATCHES:
+            problems.append(
+                (
+                    "image_size",
+                    holder["image_size"],
+                    f"is {patches} x {patches} patches, at most {MOST_PATCHES} are read",
+                )
+            )
+    _refuse(problems, path)
+
+
+def check_layers(config: Mapping[str, Any], tensors: int, path: Path) -> None:
+    """Raise CheckpointError, with the field, for more layers than the weight files have tensors."""
+    why = f"the weight files have {tensors} tensors"
+    _refuse([(field, value, why) for field, value in _layers(config) if value > max(tensors, 64)], path)
+
+
+def most_tensors(config: Mapping[str, Any]) -> int:
+    """Return how many tensors the files of a model of so many layers and experts can have: a multiple of what any has.
+
+    Reference: 280,000 of 60 layers with 256 experts each, three weights an expert, packed in six parts.
+    """
+    layers = sum(int(value) for _, value in _layers(config) if value > 0)
+    experts = (int(value) for field, value in _numbers(config) if "expert" in field and 0 < value <= largest(field))
+    return 10_000 + layers * (300 + 30 * max(experts, default=0))
+
+
+def _layers(config: Mapping[str, Any]) -> list[tuple[str, int | float]]:
+    return [(field, value) for field, value in _numbers(config) if _LAYERS.search(field) and largest(field) == MODULES]
+
+
+def largest(field: str) -> int:
+    """Return the largest value of a field, by the last part of its name."""
+    name = field.rpartition(".")[2].lower()
+    if NO_SIZE.search(name):
+        return OF_NO_SIZE
+    return next((most for words, most in BY_NAME if words.search(name)), LARGEST)
+
+
+def _wrong_numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    for field, value in _numbers(config):
+        name, most = field.rpartition(".")[2], largest(field)
+        if value > most and not (
+            most == OF_NO_SIZE and isinstance(value, float)
+        ):  # Mamba's time_step_limit is infinite
+            yield field, value, f"at most {most} is read"
+        elif value < 0 and _NOT_NEGATIVE.search(name) and "chunk" not in name:
+            yield field, value, "must not be negative"
+        elif value == 0 and name in _NOT_ZERO:
+            yield field, value, "must be at least 1"
+
+
+def _refuse(problems: list[tuple[str, Any, str]], path: Path) -> None:
+    if not problems:
+        return
+    lines = [f"{field} is {_short(value)}: {why}" for field, value, why in problems[:5]]
+    more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
+    field, value, why = problems[0]
+    raise CheckpointError(
+        "; ".join(lines) + more, path=path, cause=RequestError(why, field=field, value=_short(value)),
+        hint="The file is damaged, or not the config of a model",
+    )  # fmt: skip
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _wrong_types(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    names = config.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        yield "architectures", names, "must be a list of class names"
+    if not isinstance(config.get("model_type", ""), str):
+        yield "model_type", config["model_type"], "must be a text"
+    for field, value in config.items():
+        if field.endswith("_config") and isinstance(value, dict) and not isinstance(value.get("model_type") or "", str):
+            yield f"{field}.model_type", value["model_type"], "must be a text"
+
+
+def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
+    """Yield (field, value) of every number of a config, those of lists under the list's own name."""
+    waiting: list[tuple[str, Any]] = [("", config)]
+    while waiting:
+        field, value = waiting.pop()
+        if isinstance(value, Mapping):
+            inner = [
+                (f"{field}.{name}" if field else str(name), one)
+                for name, one in value.items()
+                if name not in NOT_FIELDS
+            ]
+            waiting += reversed(inner)
+        elif isinstance(value, list):
+            waiting += [(field, one) for one in reversed(value)]
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield field, value
+
+
+def _numbers_of(value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [one for one in values if isinstance(one, int) and not isinstance(one, bool) and one > 0]
