@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab import cli, exit_codes
+from trimtab import cli, exit_codes, interrupts
 from trimtab.commands.examples import EXAMPLES
 from trimtab.commands.merging import DIFFERS
 from trimtab.proof.remote.report import EXIT_CANNOT_TELL
@@ -150,6 +150,7 @@ def test_help_uses_the_fields_words(name):
 
 def test_help_lists_every_exit_code():
     codes = {0, DIFFERS, EXIT_CANNOT_TELL, *(code for _, code in exit_codes.EXIT_CODES), cli.STOPPED, cli.READER_GONE}
+    codes |= {exit_codes.UNFINISHED, *interrupts.ENDING.values()}
     assert set(exit_codes.EXIT_TEXTS) == codes
     assert all(
         f"{code} " in exit_codes.exit_codes_text() and text in exit_codes.exit_codes_text()

@@ -437,7 +437,7 @@ class _Planner:
                 context_tokens=use.context_tokens,
             )  # fmt: skip
         step = Phase(
-            mode=self.mode, bytes=counted, reason=self.mode_reason, seconds=one_s + estimated_s, is_asked=self._is_asked(),
+            mode=self.mode, bytes=counted, reason=self.mode_reason, seconds=one_s + estimated_s, is_asked=self.request.decode != "auto",
             estimated_s=estimated_s,
         )  # fmt: skip
         prompt = Phase(
@@ -461,9 +461,6 @@ class _Planner:
         if self.chunks:
             return f"{why}, in static {sizes}"
         return f"{why}, in chunks of {self.use.prefill_tokens} tokens"
-
-    def _is_asked(self) -> bool:
-        return self.request.decode != "auto"
 
     def _step_s(self, chosen: Sequence[Choice], slots: int) -> float:
         link_Bps = self.rates.copy_Bps(pinned=self.machine.has_pinned, on_cpu=False)
