@@ -437,7 +437,8 @@ class _Planner:
                 context_tokens=use.context_tokens,
             )  # fmt: skip
         step = Phase(
-            mode=self.mode, bytes=counted, reason=self.mode_reason, seconds=one_s + estimated_s, is_asked=self.request.decode != "auto",
+            mode=self.mode, bytes=counted, reason=self.mode_reason, seconds=one_s + estimated_s,
+            is_asked=self.request.decode != "auto",
             estimated_s=estimated_s,
         )  # fmt: skip
         prompt = Phase(
