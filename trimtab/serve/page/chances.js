@@ -1,6 +1,6 @@
 // An answer token by token: how probable each was, and what else could have stood in its place.
 
-import { byId, make } from "./dom.js";
+import { byId, make, refill } from "./dom.js";
 
 const STEPS = [[0.9, "sure"], [0.5, "likely"], [0.2, "open"], [0, "unsure"]];
 
@@ -49,7 +49,7 @@ function showTip(target, token) {
     "span", { class: isTaken ? "choice taken" : "choice" }, make("code", {}, visible(text)), ` ${percent(chance)}`,
   );
   const others = token.others.filter(([text]) => text !== token.text);
-  tip.replaceChildren(row(token.text, token.chance, true), ...others.map(([text, chance]) => row(text, chance, false)));
+  refill(tip, row(token.text, token.chance, true), ...others.map(([text, chance]) => row(text, chance, false)));
   tip.hidden = false;
   const box = target.getBoundingClientRect(), size = tip.getBoundingClientRect();
   const below = box.bottom + 6 + size.height < innerHeight;

@@ -1,6 +1,6 @@
 // The list of chats on the left, and the two drawers that open and close.
 
-import { byId, counted, make, renew, tell, tool } from "./dom.js";
+import { byId, counted, make, refill, renew, tell, tool } from "./dom.js";
 import { saveAll, saveOne } from "./save.js";
 import * as store from "./store.js";
 import { sure } from "./sure.js";
@@ -74,7 +74,7 @@ export function startChats(chat) {
       }
     });
     box.addEventListener("blur", () => end(true));
-    row.replaceChildren(box);
+    refill(row, box);
     box.select();
   }
 
@@ -111,7 +111,7 @@ export function startChats(chat) {
         const day = dayOf(head.at);
         groups.set(day, [...(groups.get(day) ?? []), head]);
       }
-      list.replaceChildren(...[...groups].flatMap(([day, heads]) => [
+      refill(list, ...[...groups].flatMap(([day, heads]) => [
         make("h2", { class: "day" }, day),
         make("ul", {}, ...heads.map((head) => {
           const row = make("li", { class: head.id === current ? "is-current" : null },

@@ -18,9 +18,17 @@ function fill(element, attributes, children) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else element.setAttribute(name, value === true ? "" : String(value));
   }
-  element.append(...children.filter((child) => child !== null && child !== undefined));
+  element.append(...present(children));
   return element;
 }
+
+/** Put children in the place of those that an element has; one that is null is left out. */
+export function refill(element, ...children) {
+  element.replaceChildren(...present(children));
+}
+
+// A browser writes "null" for one that is not there.
+const present = (children) => children.filter((child) => child !== null && child !== undefined);
 
 /** Return one of the drawings that the page keeps under `i-NAME`. */
 export function icon(name) {
@@ -54,7 +62,8 @@ export function offer(select, groups) {
   renew(select, groups, () => {
     const chosen = select.value;
     const options = (pairs) => pairs.map(([value, text]) => make("option", { value }, text));
-    select.replaceChildren(
+    refill(
+      select,
       ...groups.flatMap(([label, pairs]) => (label === null ? options(pairs) : [make("optgroup", { label }, ...options(pairs))])),
     );
     if (groups.some(([, pairs]) => pairs.some(([value]) => value === chosen))) select.value = chosen;

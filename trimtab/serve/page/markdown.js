@@ -2,7 +2,7 @@
 // with text inside. Nothing is loaded: an image is shown as its words, and a link waits for a click and says where it leads.
 
 import MarkdownIt from "./markdown-it.js";
-import { icon, make } from "./dom.js";
+import { icon, make, refill } from "./dom.js";
 import { keepTex, texOf } from "./tex.js";
 
 const reader = new MarkdownIt({ html: false, linkify: true, breaks: true });
@@ -191,10 +191,10 @@ export function copyButton(text, label, isWorded = false) {
   const button = make("button", { type: "button", class: "quiet-button", "aria-label": label, title: label }, icon("copy"), words);
   button.addEventListener("click", async () => {
     const isDone = await copied(text());
-    button.replaceChildren(icon(isDone ? "done" : "close"), ...(words ? [make("span", {}, isDone ? "Copied" : "Not copied")] : []));
+    refill(button, icon(isDone ? "done" : "close"), ...(words ? [make("span", {}, isDone ? "Copied" : "Not copied")] : []));
     button.setAttribute("aria-label", isDone ? "Copied" : "The browser did not allow it");
     setTimeout(() => {
-      button.replaceChildren(icon("copy"), ...(words ? [words] : []));
+      refill(button, icon("copy"), ...(words ? [words] : []));
       button.setAttribute("aria-label", label);
     }, COPIED_MS);
   });

@@ -1,6 +1,6 @@
 // Images and sounds on their way to the model: chosen, dropped, pasted or recorded, in a form that the server takes.
 
-import { byId, bytes, icon, make, seconds, tool } from "./dom.js";
+import { byId, bytes, icon, make, refill, seconds, tool } from "./dom.js";
 
 const IMAGE_TYPES = ["image/png", "image/jpeg", "image/webp"];
 const RATE = 16000;
@@ -146,7 +146,7 @@ export class Attachments {
   }
 
   show() {
-    this.list.replaceChildren(...this.items.map((item, place) => make(
+    refill(this.list, ...this.items.map((item, place) => make(
       "li", {}, item.kind === "text" ? icon("file") : shown(item),
       make("span", { class: "name" }, `${item.name}, ${bytes(item.blob?.size ?? new Blob([item.text]).size)}`),
       tool("close", `Remove ${item.name}`, () => this.remove(place)),
@@ -174,7 +174,7 @@ export function shown(item) {
 
 function enlarge({ name, blob }) {
   byId("image-name").textContent = name;
-  byId("image-box").replaceChildren(make("img", { id: "image-large", src: urlOf(blob), alt: name }));
+  refill(byId("image-box"), make("img", { id: "image-large", src: urlOf(blob), alt: name }));
   byId("image-dialog").showModal();
 }
 

@@ -1,6 +1,6 @@
 // Weighted sums of adapters that a reader has made: voices like any other, kept in this browser.
 
-import { byId, make, renew, tell } from "./dom.js";
+import { byId, make, refill, renew, tell } from "./dom.js";
 
 const KEPT = "trimtab-mixes";
 const MOST = 20; // of one model
@@ -35,13 +35,13 @@ export function mixesOf({ name, adapters }) {
 /** Show a box for the weight of each adapter, and the mixes that there are. */
 export function showMixes(model) {
   byId("mix").hidden = !model.adapters.length;
-  renew(byId("mix-weights"), [model.name, model.adapters], () => byId("mix-weights").replaceChildren(...model.adapters.map((name, at) => make(
+  renew(byId("mix-weights"), [model.name, model.adapters], () => refill(byId("mix-weights"), ...model.adapters.map((name, at) => make(
     "div", { class: "field weight" }, make("label", { for: `mix-${at}` }, name), make("input", {
       id: `mix-${at}`, type: "number", step: "any", min: -1000, max: 1000, placeholder: "0", "data-name": name, "data-held": name,
     }),
   ))));
   const mixes = mixesOf(model);
-  renew(byId("mixes"), [model.name, mixes], () => byId("mixes").replaceChildren(...mixes.map((mix) => make(
+  renew(byId("mixes"), [model.name, mixes], () => refill(byId("mixes"), ...mixes.map((mix) => make(
     "li", {}, make("span", { class: "who" }, mix), make("button", {
       type: "button", class: "plain", "data-held": mix, "aria-label": `Remove the mix ${mix}`,
       onclick: () => {

@@ -3,7 +3,7 @@
 import { get, hasKey, onKeyWanted, opens, useKey } from "./api.js";
 import { startChat } from "./chat.js";
 import { startChats, startDrawers } from "./chats.js";
-import { byId, counted, make, offer, rate, renew, seconds, tell } from "./dom.js";
+import { byId, counted, make, offer, rate, refill, renew, seconds, tell } from "./dom.js";
 import { mixesOf, showMixes, startMixes } from "./mixes.js";
 import { startOptions } from "./options.js";
 import { showAdapters, startPanel } from "./panel.js";
@@ -142,7 +142,7 @@ function showWelcome(model, voices) {
     model.adapters.length ? `${counted(model.adapters.length, "adapter")} can answer instead, or side by side.` : ""}`;
   if (byId("welcome-text").textContent !== words) byId("welcome-text").textContent = words;
   const chosen = byId("voice-a").value;
-  renew(byId("welcome-voices"), [voices, chosen], () => byId("welcome-voices").replaceChildren(...voices.map(([value]) => make("li", {}, make("button", {
+  renew(byId("welcome-voices"), [voices, chosen], () => refill(byId("welcome-voices"), ...voices.map(([value]) => make("li", {}, make("button", {
     type: "button", class: "voice-chip", "data-held": value, "aria-pressed": String(value === chosen), onclick: () => {
       byId("voice-a").value = value;
       showWelcome(model, voices);
@@ -165,7 +165,7 @@ function showRequests(requests) {
     : "";
   renew(body, requests, () => {
     const cell = (text, isNumber = false) => make("td", { class: isNumber ? "number" : null }, text);
-    body.replaceChildren(...requests.map((one) => make(
+    refill(body, ...requests.map((one) => make(
       "tr", {}, cell(new Date(one.at * 1000).toLocaleTimeString()), cell(one.adapter || `${one.model} (base)`),
       cell(seconds(one.ttft_s), true), cell(rate(one.tok_s), true), cell(String(one.prompt_tokens), true),
       cell(String(one.completion_tokens), true), cell(seconds(one.seconds), true), cell(ENDED[one.ended] ?? one.ended),

@@ -2,7 +2,7 @@
 
 import { get, post, stream } from "./api.js";
 import { wordsOf } from "./chat.js";
-import { byId, counted, draw, make, offer, renew, seconds, tell } from "./dom.js";
+import { byId, counted, draw, make, offer, refill, renew, seconds, tell } from "./dom.js";
 import { sure } from "./sure.js";
 
 let shownModel = () => null, poll = async () => {};
@@ -34,7 +34,7 @@ export function showAdapters(model) {
         type: "button", class: "plain", "data-held": name, "aria-label": `Unload ${name}`, onclick: () => unload(model.name, name),
       }, "Unload"),
     ));
-    list.replaceChildren(...(rows.length ? rows : [make("li", { class: "quiet" }, "None. The base answers.")]));
+    refill(list, ...(rows.length ? rows : [make("li", { class: "quiet" }, "None. The base answers.")]));
   });
 }
 
@@ -99,7 +99,7 @@ byId("verify").addEventListener("submit", async (event) => {
     for await (const line of stream("/api/verify", body, verifying.signal)) {
       if (line.report) {
         said.textContent = "";
-        byId("verdict").replaceChildren(...verdictOf(line.report));
+        refill(byId("verdict"), ...verdictOf(line.report));
       } else {
         said.textContent = line.say;
       }

@@ -1,6 +1,6 @@
 // The load line, live: one bar a device, loaded tier by tier up to its budget. The same bytes as `trimtab plan --picture`.
 
-import { byId, bytes, draw, make, renew } from "./dom.js";
+import { byId, bytes, draw, make, refill, renew } from "./dom.js";
 
 const HEIGHT = 74, TOP = 18, DEPTH = 38;
 const PATTERNED = ["resident", "gather", "stream", "host", "disk", "adapters", "kv_cache", "activations"];
@@ -60,7 +60,7 @@ export function drawPicture(model) {
   if (!model.plan) {
     // Another model's picture, or an older one, would be a lie about this one.
     const words = "The chart appears once the model is loaded.";
-    renew(host, null, () => host.replaceChildren(make("p", { class: "quiet" }, words)));
+    renew(host, null, () => refill(host, make("p", { class: "quiet" }, words)));
     renew(byId("legend"), null, () => byId("legend").replaceChildren());
     byId("numbers").hidden = true;
     return;
@@ -70,7 +70,7 @@ export function drawPicture(model) {
   if (!host.clientWidth) return; // in a dialog that is closed
   const width = Math.max(240, Math.floor(host.clientWidth));
   renew(host, [bars, live, width, model.state], () => {
-    host.replaceChildren(...bars.map((bar) => figureOf(bar, live[bar.device] ?? [], width, model.state)));
+    refill(host, ...bars.map((bar) => figureOf(bar, live[bar.device] ?? [], width, model.state)));
   });
   drawLegend(bars);
   drawTable(bars);
@@ -102,9 +102,9 @@ export function drawSlim(model) {
       class: count > (budget ?? Infinity) ? "slim-mark over" : "slim-mark", x: place(count) - 0.6, y: 0, width: 1.2, height: 10,
     }));
     const line = budget === null ? [] : [draw("rect", { class: "slim-line", x: place(budget) - 0.6, y: 0, width: 1.2, height: 10 })];
-    svg.replaceChildren(draw("rect", { class: "slim-trough", x: 0, y: 1, width: 100, height: 8 }), ...(isLoaded ? parts : []), ...used, ...line);
+    refill(svg, draw("rect", { class: "slim-trough", x: 0, y: 1, width: 100, height: 8 }), ...(isLoaded ? parts : []), ...used, ...line);
     const now = marks.find(([what]) => what === "in use now");
-    text.replaceChildren(...(isLoaded
+    refill(text, ...(isLoaded
       ? [`${bar.name} ${bytes(now ? now[1] : loaded)}`, make("span", { class: "memory-of" }, budget === null ? "" : ` of ${bytes(budget)}`)]
       : [`${bar.name}: nothing loaded`]));
   });
@@ -210,7 +210,7 @@ function drawLegend(bars) {
   const shown = [...PATTERNED, "other"].filter((fill) => totals.has(fill));
   const legend = byId("legend");
   renew(legend, [...totals], () => {
-    legend.replaceChildren(...shown.map((fill) => make(
+    refill(legend, ...shown.map((fill) => make(
       "li", {},
       draw("svg", { viewBox: "0 0 22 14", "aria-hidden": "true", focusable: "false" },
         draw("rect", { class: `fill-${fill}`, x: 0.5, y: 0.5, width: 21, height: 13 })),
@@ -226,11 +226,11 @@ function drawTable(bars) {
     const fills = [...PATTERNED, "other"].filter((fill) => bars.some((bar) => bar.segments.some((one) => one.fill === fill)));
     const cell = (count) => make("td", { class: "number" }, count ? bytes(count) : "-");
     const row = (name, counts) => make("tr", {}, make("th", { scope: "row" }, name), ...counts.map(cell));
-    table.tHead.replaceChildren(make("tr", {}, make("th", { scope: "col" }, "What"),
+    refill(table.tHead, make("tr", {}, make("th", { scope: "col" }, "What"),
       ...bars.map((bar) => make("th", { scope: "col", class: "number" }, bar.name))));
-    table.tBodies[0].replaceChildren(...fills.map((fill) => row(
+    refill(table.tBodies[0], ...fills.map((fill) => row(
       NAMES[fill], bars.map((bar) => sum(bar.segments.filter((one) => one.fill === fill))),
     )));
-    table.tFoot.replaceChildren(row("planned", bars.map((bar) => sum(bar.segments))), row("budget", bars.map((bar) => bar.budget_bytes)));
+    refill(table.tFoot, row("planned", bars.map((bar) => sum(bar.segments))), row("budget", bars.map((bar) => bar.budget_bytes)));
   });
 }

@@ -2,7 +2,7 @@
 
 import { chanceView, hideTip } from "./chances.js";
 import { markDifferences, unmark, wordCounts } from "./differ.js";
-import { byId, counted, icon, make, tell, tool } from "./dom.js";
+import { byId, counted, icon, make, refill, tell, tool } from "./dom.js";
 import { codeOf, copyButton, showMarkdown } from "./markdown.js";
 import { shown } from "./media.js";
 
@@ -77,7 +77,8 @@ export class TurnView {
 
   showQuestion() {
     const { text, media } = this.turn;
-    this.question.replaceChildren(
+    refill(
+      this.question,
       ...(media.length ? [make("div", { class: "media" }, ...media.map(shown))] : []),
       ...(text ? [make("p", { class: "bubble" }, text)] : []),
       make("div", { class: "tools" },
@@ -98,14 +99,14 @@ export class TurnView {
         this.question.querySelector(".tools button")?.focus();
       },
     });
-    this.question.replaceChildren(form);
+    refill(this.question, form);
     form.querySelector("textarea").focus();
   }
 
   showAnswers() {
     this.answers = this.turn.slots.map((slot) => new AnswerView(this, slot));
     this.element.classList.toggle("is-pair", this.answers.length > 1);
-    this.pairs.replaceChildren(...this.answers.map(({ element }) => element));
+    refill(this.pairs, ...this.answers.map(({ element }) => element));
     this.showBetween();
   }
 
@@ -189,11 +190,11 @@ export class AnswerView {
     this.thinking.hidden = !version.thinking;
     this.thinking.querySelector("p").textContent = version.thinking;
     if (this.hasChances && version.tokens.length) {
-      this.body.replaceChildren(chanceView(version.tokens));
+      refill(this.body, chanceView(version.tokens));
     } else if (version.isJson && version.text) {
       const [shown] = this.body.children;
       if (shown?.growCode) shown.growCode(version.text);
-      else this.body.replaceChildren(codeOf(version.text, "json"));
+      else refill(this.body, codeOf(version.text, "json"));
     } else {
       showMarkdown(this.body, version.text);
     }
@@ -235,7 +236,7 @@ export class AnswerView {
         if (turn.slots.length === 1) parts.push(this.compareSelect());
       }
     }
-    this.tools.replaceChildren(...parts);
+    refill(this.tools, ...parts);
   }
 
   /** Put a box in the place of the answer. What is saved is one more version, without the old one's times and probabilities. */
