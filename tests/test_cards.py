@@ -290,7 +290,7 @@ def test_options_read_the_model_once(monkeypatch, tmp_path):
     seen = []
     real = hf.probe
     monkeypatch.setattr(hf, "probe", lambda *args: (seen.append(args), real(*args))[1])
-    monkeypatch.setattr(anatomies, "find_anatomy", lambda *args: None)
+    monkeypatch.setattr(anatomies, "find_anatomy", lambda *args, **_: None)
     monkeypatch.setattr(known, "find_machine", lambda *_: None)
     asked = []
     ask = api._ask_machine

@@ -46,7 +46,7 @@ class Limits:
 # header (25 MB, 1.8 million) or index (25 MB, 250,000), an adapter of 150,000 tensors with a rank and an alpha of each module
 # (15 MB, 150,000), a plan of 400 blocks (1 MB, 30,000). transformers copies a config five times: a second for 65,536 values.
 KINDS: dict[str, Limits] = {
-    "config.json": Limits(4_000_000, 65_536),
+    "config.json": Limits(4_000_000, 131_072),
     "generation_config.json": Limits(2 * MiB, 65_536),
     "adapter_config.json": Limits(32 * MiB, 400_000, is_finite=True),
     "header": Limits(100_000_000, 2_500_000, depth=None, object_bytes=40),
@@ -54,7 +54,7 @@ KINDS: dict[str, Limits] = {
     "quant_state": Limits(65_536, 10_000),
     "tokenizer": Limits(128 * MiB, 4_000_000, depth=None),
     "tokenizer settings": Limits(16 * MiB, 500_000),
-    "processor": Limits(4 * MiB, 100_000),
+    "processor": Limits(4 * MiB, 400_000),
     "chat template": Limits(4 * MiB),
     "vocabulary": Limits(128 * MiB),
     "plan": Limits(64 * MiB, 2_000_000),

@@ -15,18 +15,22 @@ from itertools import islice
 from pathlib import Path
 
 # Endings of files that hold tensors or other trained values.
-WEIGHTS = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt|pkl|npz|npy|distcp)", re.IGNORECASE)
+WEIGHTS = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt|pkl|npz|npy|distcp|h5|msgpack|pth\.tar)", re.IGNORECASE)
+# Of these endings, a file of no known name is more often data than weights.
+DATA = re.compile(r".+\.(pkl|npz|npy)", re.IGNORECASE)
 MOST_FILES = 100_000  # of a folder are looked at
 _SHOWN = 20
 
 # Names (in lower case) that change nothing, and why.
 HARMLESS: Mapping[str, str] = {
     r"adapter_model\.(safetensors|bin)": "the adapter itself; PEFT reads the .bin only where there is no .safetensors",
-    r"ggml-adapter-model\.bin": "the same adapter for llama.cpp",
-    r"(optimizer|optim|scheduler|scaler|sampler|dl_state_dict)[\w.-]*": "resumes training (transformers, accelerate, torchtune)",
-    r"(rng_state|random_states|custom_checkpoint|training_state|trainer_state|dataloader|train_dataloader)[\w.-]*":
+    r"adapter_model\.pt|adapter_\d+\.pt": "the same adapter in torchtune's form",
+    r"ggml-adapter-model[\w.-]*\.bin": "the same adapter for llama.cpp",
+    r"(optimizer|optim|(lr_)?scheduler|(grad_)?scaler|sampler|dl_state_dict|recipe_state)[\w.-]*":
+        "resumes training (transformers, accelerate, torchtune)",
+    r"(rng[_-]state|random_states|custom_checkpoint|training_state|trainer_state|dataloader|train_dataloader)[\w.-]*":
         "resumes training (transformers, accelerate)",
-    r"training_args\.bin|train_args\.\w+|args\.\w+|hparams\.\w+|config\.pt": "options of the training run",
+    r"\w+_args\.(bin|pt|pkl)|train_args\.\w+|args\.\w+|hparams\.\w+|config\.pt": "options of the training run",
     r".*(_optim_states|_model_states)\.pt|zero_\w+\.\w+": "resumes training (DeepSpeed)",
     r"pytorch_model_fsdp[\w.-]*": "resumes training (FSDP); the adapter was saved beside it",
     r"latest[\w.-]*": "names the newest state (DeepSpeed)",
@@ -57,8 +61,8 @@ KNOWN: Mapping[str, str] = {
 # Folders inside, by name, whose weights are part of the same model; all others are left alone.
 INNER: Mapping[str, str] = {
     r"\d+_(?!transformer$)\w+": "a module of sentence-transformers behind the model",
-    r"(mm_)?projector|multi_modal_projector|aligner|connector": "a trained projector",
-    r"vision_tower|visual_encoder|vit|audio_tower|audio_encoder": "a trained tower",
+    r"vit|\w*(visual|vision|audio)\w*": "a trained tower",
+    r"mm\w*|\w*(projector|aligner|connector|resampler)\w*": "a trained projector",
     r"(new_)?embeddings?|modules_to_save": "trained modules",
 }
 
@@ -86,11 +90,13 @@ def weights_beside(folder: Path) -> tuple[list[str], list[str]]:
             inner = [] if what is None else [one.name for one in _files(entry.path) if WEIGHTS.fullmatch(one.name)]
             problems |= {f"{name}/{one}": what or "" for one in inner}
         elif WEIGHTS.fullmatch(name) and not _why(HARMLESS, name):
-            told = _why(TOLD, name)
+            told, known = _why(TOLD, name), _why(KNOWN, name)
+            if told is None and known is None and DATA.fullmatch(name):
+                told = "nothing is known of it"
             if told is not None:
                 notes[name] = told
             else:
-                problems[name] = _why(KNOWN, name) or "not known"
+                problems[name] = known or "not known"
     words = [f"{name}: weights beside the adapter ({why})" for name, why in sorted(problems.items())]
     if len(words) > _SHOWN:
         words = [*words[:_SHOWN], f"{len(words) - _SHOWN} more files with weights"]

@@ -36,20 +36,25 @@ BY_NAME: tuple[tuple[re.Pattern[str], int], ...] = (
 )  # fmt: skip
 _NOT_NEGATIVE = re.compile(r"(size|dim|width|heads|experts|layers|depths)$")
 _NOT_ZERO = ("hidden_size", "vocab_size", "num_attention_heads")
-# Of these, what is too large in a field that no class may read is refused as well: some class reads it.
+# What is too large in a field of these names is refused as well where the config's own class declares none: some class reads it.
+_READ = re.compile(r"((num|n)_\w+|depths?|vocab_size|\w+_layers)")
 _EVERYWHERE = {BY_NAME[place][1] for place in (0, 1, 5, 7)}
 _LAYERS = re.compile(r"(^|_)(layers?|blocks|depths?)$")
 # Image patches that a tower can have: its position ids are real numbers of 8 bytes.
 MOST_PATCHES = 2**22
-# Modules of a model while it is built, beyond those that file tensors stand for: half a minute's work.
-MOST_MODULES = 150_000
+# Modules of a model while it is built, beyond those that file tensors stand for: some seconds' work.
+MOST_MODULES = 40_000
 
 
 def check_config(config: Mapping[str, Any], path: Path) -> None:
     """Raise CheckpointError, with the field, for a config whose architecture is no text or whose counts no model has."""
     problems = list(_wrong_types(config))
-    problems += [one for one in _wrong_numbers(config) if largest(one[0]) in _EVERYWHERE]
+    problems += [one for one in _wrong_numbers(config) if _is_read(one[0]) and one[1] > largest(one[0])]
     _refuse(problems, path)
+
+
+def _is_read(field: str) -> bool:
+    return largest(field) in _EVERYWHERE and _READ.fullmatch(field.rpartition(".")[2]) is not None
 
 
 def check_declared(config: Mapping[str, Any], declared: Collection[str], path: Path) -> None:

@@ -295,7 +295,8 @@ def _lorem(meter: Meter, *args: Any, **kwargs: Any) -> int:
 
 # Filters. A filter that is in neither table is refused.
 FILTERS: Mapping[str, Cost] = {
-    **dict.fromkeys(("abs", "attr", "count", "d", "default", "filesizeformat", "first", "items", "last", "length"), _constant),
+    "attr": times(1),  # a name that is a tuple is hashed, with all that is in it
+    **dict.fromkeys(("abs", "count", "d", "default", "filesizeformat", "first", "items", "last", "length"), _constant),
     **dict.fromkeys(("map", "random", "reject", "rejectattr", "reverse", "select", "selectattr", "list"), _lazily),
     **dict.fromkeys(("capitalize", "float", "lower", "string", "trim", "upper", "safe"), times(1)),
     **dict.fromkeys(("e", "escape", "forceescape", "urlencode", "xmlattr"), times(12)),
@@ -313,8 +314,8 @@ LAZY = frozenset(
     ("batch", "items", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice", "unique")
 )
 # Tests that read their arguments; all others look at a type or a number.
-TESTS = ("!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in", "le", "lessthan", "lower", "lt", "ne",
-         "upper")  # fmt: skip
+TESTS = ("!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "filter", "ge", "greaterthan", "gt", "in", "le", "lessthan", "lower",
+         "lt", "ne", "test", "upper")  # fmt: skip
 GLOBALS: Mapping[str, Cost] = {
     "cycler": _constant, "dict": _positional, "joiner": _constant, "lipsum": _lorem, "namespace": _positional,
     "raise_exception": times(1), "range": _constant, "strftime_now": _timed,

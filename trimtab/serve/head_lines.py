@@ -61,7 +61,7 @@ def credential_of(lines: Lines, *, has_keys: bool) -> bytes:
     Errors: DifferentKeysError for two lines that differ: a proxy in front could have checked the other one.
     """
     kind, _, key = value_of(lines, "authorization").partition(b" ")
-    keys = [key.strip() if kind.lower() == b"bearer" else b""] if kind else []
+    keys = [key.strip()] if kind.lower() == b"bearer" and key.strip() else []
     if own := value_of(lines, "x-api-key"):
         keys.append(own)
     if has_keys and len(set(keys)) > 1:

@@ -15,6 +15,8 @@ from typing import Any
 from trimtab.errors import RequestError
 from trimtab.serve.schema import list_of, nodes_of, target_of
 
+MOST_REFERENCES = 16  # that lead to one another are followed
+
 # The regular expression of a multiple has a state for each remainder: 10 to 40 us and 400 bytes each. A number that ends in zeros
 # has about 32 for each remainder of what stands before them (86400: 0.3 s).
 _TRAILING_ZEROS_COST = 32
@@ -262,14 +264,16 @@ def optional_properties(schema: Any) -> int:
 def open_branches(schema: Any) -> int:
     """Return how many branches of one anyOf or oneOf may begin with the same bracket, at most."""
     lists = (list_of(node, name) for node in nodes_of(schema) for name in ("anyOf", "oneOf"))
-    return max((sum(map(_may_be_nested, branches)) for branches in lists), default=0)
+    return max((sum(_may_be_nested(schema, branch) for branch in branches) for branches in lists), default=0)
 
 
-def _may_be_nested(branch: Any) -> bool:
+def _may_be_nested(root: Any, branch: Any, depth: int = 0) -> bool:
     if not isinstance(branch, dict):
         return branch is not False
     kinds = branch.get("type")
     if kinds is None:
+        if "$ref" in branch and depth < MOST_REFERENCES:
+            return _may_be_nested(root, target_of(root, branch["$ref"]), depth + 1)
         return not {"const", "enum", "pattern", "format"} & branch.keys()
     return bool({"object", "array"} & set(map(str, kinds if isinstance(kinds, list) else [kinds])))
 
