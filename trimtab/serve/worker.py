@@ -67,7 +67,7 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
 
     settings: name (of the model, for the log), request (LoadRequest as JSON), adapters (name -> folder, those that are loaded at
     the start), kept, rows (None: as many as cost nothing), queue_limit, resident_limit, prompt_tokens (the longest prompt;
-    None: what the context holds),
+    None: what the context holds), stop_at_turn_end (as `ServedModel` has it),
     media (the fields of `ServedMedia`, of which the seconds of audio bound each request; none: no memory is planned for images and
     audio), plan (of the worker before this one, as JSON; None: plan now).
     """
@@ -142,6 +142,7 @@ class _Worker:
         adapters = PlannedAdapters(inputs.specs, held={})
         decode = settings.get("decode", "auto")
         self.model = load_plan(self.plan, progress=self._loading, decode=decode, adapters=adapters)
+        self.going_on = _stop_at_turn_end(self.model, settings.get("stop_at_turn_end"))
         from trimtab.serve.engine import LoadedEngine
 
         self.engine = LoadedEngine(
@@ -426,9 +427,21 @@ class _Worker:
             "fallbacks": [f"{one.what}: {one.why}" for one in (*self.model.fallbacks, *batch.steps.fallbacks)],
             "prefix_cache": None if self.model.prefix_cache is None else self.model.prefix_cache.numbers(),
             "captures": batch.steps.captures, "capture_s": batch.steps.capture_s,
+            "goes_on_behind": self.going_on,
             "swap_p50_s": swap_s[len(swap_s) // 2] if swap_s else None,
             "swap_p99_s": swap_s[int(len(swap_s) * 0.99)] if swap_s else None,
         }  # fmt: skip
+
+
+def _stop_at_turn_end(model: Any, is_asked: bool | None) -> str | None:
+    """Let answers end where the chat template ends a turn. Returns the text of a token at which they go on, and logs it."""
+    from trimtab.runtime import turn_end
+
+    missing = turn_end.stop_at_turn_end(model, is_asked=is_asked)
+    if missing is None:
+        return None
+    log.warning("%s", turn_end.going_on(missing, "--stop-at-turn-end (stop_at_turn_end = true in a file)"))
+    return missing.text
 
 
 def _planned(
