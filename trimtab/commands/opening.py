@@ -24,7 +24,7 @@ def opened(
     plan: trimtab.Plan, decode: str, *, stop_at_turn_end: bool | None = None, is_told: bool = True
 ) -> Iterator[trimtab.LoadedModel]:
     """Yield the model of a plan, loaded. decode: "auto" is the plan's own way. stop_at_turn_end: as
-    `turn_end.stop_at_turn_end`. is_told: whether it is said on stderr that answers go on. Errors: as `trimtab.load`, CheckpointError."""
+    `turn_end.stop_at_turn_end`. is_told: whether it is said on stderr that answers go on. Errors: of `trimtab.load`."""
     from trimtab.runtime import turn_end
     from trimtab.runtime.hf_processor import load_processor
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
+import os
 import queue
 import signal
 import sys
@@ -58,6 +60,8 @@ PREPARING_S = 0.001
 LOADING_COLLECT_AFTER, COLLECT_AFTER = (50_000, 20, 1000), gc.get_threshold()
 # How long the thread that prepares prompts may keep the interpreter from the one that makes tokens; Python's own is 5 ms.
 SWITCH_S = 0.0005
+# How long a worker whose API process is gone may take to notice that and end in its own way.
+ORPHAN_S = 1.0
 # What whoever started the server can mend: its log has the message, and no traceback.
 FOR_OPERATORS = (RequestError, CheckpointError, DoesNotFitError, AdapterError)
 
@@ -77,6 +81,7 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     keep_streams()
     set_up_as_parent()
+    threading.Thread(target=_end_with_parent, name="trimtab-parent", daemon=True).start()
     gc.set_threshold(*LOADING_COLLECT_AFTER)
     late_imports.use(settings["request"]["device"])
     channel = Channel(connection)
@@ -87,6 +92,15 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
     except BaseException as exc:
         _tell_fatal(channel, exc, model=settings["request"]["model"])
         sys.exit(1)
+
+
+def _end_with_parent() -> None:
+    """End this process soon after the one that started it, also while it loads and looks at no pipe."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        time.sleep(ORPHAN_S)
+        os._exit(1)
 
 
 def _begin_imports(request: Mapping[str, Any], inputs: PlanInputs) -> None:
