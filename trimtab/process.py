@@ -105,7 +105,7 @@ def run_inside(
         paths["lines.jsonl"].touch()
         command = [
             os.fspath(python) if python is not None else sys.executable, str(INSIDE), module,
-            str(paths["request.json"]), str(paths["lines.jsonl"]),
+            str(paths["request.json"]), str(paths["lines.jsonl"]), "held",
         ]  # fmt: skip
         with paths["stdout"].open("wb") as out, paths["stderr"].open("wb") as err:
             started = time.monotonic()
