@@ -27,6 +27,7 @@ FLAGS = {
     "answer_tokens": ("1024", "1024"),
     "audio_s": ("7.5", "7.5"), "rows": ("4", "4"), "resident_adapters": ("2", "2"), "pull": (True, "true"),
     "revision": ("v1", '"v1"'), "decode": ("eager", '"eager"'), "eager": (True, "true"), "keep": (["style"], '["style"]'),
+    "stop_at_turn_end": (True, "true"),
     "together": ("2", "2"), "host": ("::1", '"::1"'), "port": ("81", "81"), "api_key": (["a", "b"], '["a", "b"]'),
     "api_key_file": ("FOLDER/keys", '"keys"'), "admin_key": (["c"], '["c"]'), "admin_key_file": ("FOLDER/keys", '"keys"'),
     "adapter_root": ("FOLDER/off", '"off"'), "allow_fetch": (["a.org"], '["a.org"]'),

@@ -13,6 +13,8 @@ import psutil
 import pytest
 
 import trimtab
+from tests import pico, talking_families
+from tests.test_merge_experts import BOTH, stack_adapter
 from trimtab import demo, interrupts
 from trimtab.cli import main
 from trimtab.errors import AdapterError, UpstreamError
@@ -87,3 +89,58 @@ def test_a_signal_ends_a_command_with_its_processes_and_folders(tmp_path, number
     assert err.decode().splitlines()[-1] == "trimtab: stopped" and "Traceback" not in err.decode()
     assert psutil.wait_procs(children, timeout=1)[1] == []
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("trimtab-")] == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["verify", BASE, "--device", "cpu", "--against", "base", "--adapter", f"style={STYLE}"],
+        ["serve", BASE, "--device", "cpu", "--port", "0", "--context", "128"],
+    ],
+    ids=["verify", "serve"],
+)
+def test_processes_end_by_themselves_when_their_parent_is_killed(tmp_path, command):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trimtab", *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    parent, children = psutil.Process(process.pid), []
+    until = time.monotonic() + 120
+    while not children and time.monotonic() < until and process.poll() is None:
+        children = parent.children(recursive=True)
+        time.sleep(0.01)
+    assert children
+    process.kill()
+    process.wait()
+    assert psutil.wait_procs(children, timeout=8)[1] == []  # a verify of this model takes longer, as a load does
+
+
+def test_a_merge_whose_experts_cannot_be_compared_is_reported(tmp_path, capsys):
+    base = pico.build("mixtral", tmp_path / "base", dtype="float32")
+    talking_families.save("mixtral", base)
+    adapter = stack_adapter(base, tmp_path / "adapter", BOTH)
+    capsys.readouterr()
+    assert (
+        main(["merge", str(base), str(tmp_path / "out"), "--adapter", f"a={adapter}", "--check", "--device", "cpu"])
+        == 10
+    )
+    said = capsys.readouterr()
+    assert "checked: 25 of 25 changes applied" in said.out and "bare parameters" in said.err
+
+
+@pytest.mark.parametrize("family, why", [("mistral3", "needs torchvision"), ("gemma3", "no usable processor")])
+def test_a_merge_without_a_processor_that_works_is_reported(tmp_path, family, why):
+    base = pico.build(family, tmp_path / "base")
+    talking_families.save(family, base)
+    if family == "gemma3":
+        (base / "processor_config.json").unlink()
+    adapter = pico.adapter(base, tmp_path / "adapter")
+    # None hides a package from importlib, also from transformers' own look.
+    code = "import sys; sys.modules['torchvision'] = None; from trimtab.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = ["merge", str(base), str(tmp_path / "out"), "--adapter", f"a={adapter}", "--check", "--device", "cpu"]
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 10, done.stderr
+    assert "checked: 14 of 14 changes applied" in done.stdout
+    (line,) = [one for one in done.stderr.splitlines() if one.startswith("the answers could not be compared: ")]
+    assert why in line

@@ -121,3 +121,25 @@ def test_no_temporary_folder(llama, monkeypatch, capsys):
         assert "No usable temporary directory found" in (
             json.loads(said.out)["error"]["message"] if flags else said.err
         )
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="a folder in which nobody, root included, makes files")
+def test_a_home_in_which_nothing_can_be_written(llama, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("HOME", "/proc/trimtab")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    run = [
+        "run",
+        str(llama),
+        "hello",
+        "--device",
+        "cpu",
+        "--context",
+        "64",
+        "--max-new-tokens",
+        "2",
+        "--place",
+        "*=disk",
+    ]
+    assert main(run) in (4, 6)  # no room for the tier, or no file for it
+    assert "offload" in capsys.readouterr().err
+    assert main([*run, "--offload-dir", str(tmp_path / "off")]) == 0

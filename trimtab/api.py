@@ -353,7 +353,7 @@ def load(
     plan: a plan, the .json file of a saved one, or a model, which is then planned with `options` (the arguments of `plan`).
     progress: called with (bytes read, total bytes). decode: another way to run steps than the plan's; the memory that it
     takes beyond the plan must fit the budget. stop_at_turn_end: end answers where the chat template ends a turn, also if the
-    end tokens of the checkpoint lack that token; stock transformers goes on there.
+    end tokens of the checkpoint lack that token; without it they go on, as those of transformers' `generate`.
     Errors: those of `plan`; CheckpointError and AdapterError for files that changed since the plan was made; DeviceError if
     the plan is for a card that is not in this machine, or memory runs out.
     """
@@ -361,7 +361,7 @@ def load(
     if stop_at_turn_end:
         from trimtab.runtime import turn_end
 
-        turn_end.stop_at_turn_end(model)
+        turn_end.stop_at_turn_end(model, is_asked=True)
     return model
 
 

@@ -1,9 +1,10 @@
 """How a module of this package runs in a separate process, also under an interpreter without trimtab.
 
-    EXE .../trimtab/inside.py MODULE [REQUEST.json LINES.jsonl]
+    EXE .../trimtab/inside.py MODULE [REQUEST.json LINES.jsonl [held]]
 
 imports MODULE (a dotted name below `trimtab`) and calls its `main(request, emit)`: request is the JSON object of the first
-file, every `emit(dict)` becomes one line of the second, flushed at once, so that a killed process leaves what it had said.
+file, every `emit(dict)` becomes one line of the second, flushed at once, so that a killed process leaves what it had said. With
+`held` the process ends when its standard input does: whoever held the other end is gone.
 Without the files it calls `main()`, which reads standard input.
 The other interpreter needs only what MODULE itself imports. It runs as a plain script: nothing of trimtab is imported
 before the search path is right, and only the standard library above that line.
@@ -22,6 +23,7 @@ import importlib
 import importlib.abc
 import importlib.util
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,21 @@ def prepare_path() -> None:
     sys.meta_path.insert(0, _OnlyTrimtab())
 
 
+def end_with_parent() -> None:
+    """End this process once its standard input ends, and give it an empty one."""
+    pipe = os.dup(0)  # not inherited by processes that are started here
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+    def watch() -> None:
+        while os.read(pipe, 4096):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, name="trimtab-parent", daemon=True).start()
+
+
 def main(arguments: list[str]) -> int:
     """Run one module's `main`; returns the exit code."""
     module, *files = arguments
@@ -52,7 +69,9 @@ def main(arguments: list[str]) -> int:
     if not files:
         importlib.import_module(module).main()
         return 0
-    request_file, lines_file = files
+    request_file, lines_file, *held = files
+    if held:
+        end_with_parent()
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
     with open(lines_file, "a", encoding="utf-8") as lines:
 

@@ -2,7 +2,8 @@
 
 The work is a module of trimtab with `main(request, emit)` (see `inside.py`), run by this interpreter or another one. The
 process is a fresh one (never a fork: a CUDA context does not survive that), watched with psutil together with its
-children, and killed as a tree.
+children, and killed as a tree. It ends by itself once this process is gone, however that ended: its
+standard input is a pipe that this process holds (`inside.py`).
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def run_inside(
         paths["lines.jsonl"].touch()
         command = [
             os.fspath(python) if python is not None else sys.executable, str(INSIDE), module,
-            str(paths["request.json"]), str(paths["lines.jsonl"]),
+            str(paths["request.json"]), str(paths["lines.jsonl"]), "held",
         ]  # fmt: skip
         with paths["stdout"].open("wb") as out, paths["stderr"].open("wb") as err:
             started = time.monotonic()
@@ -114,6 +115,7 @@ def run_inside(
                 killed, peak = _watch(process, reader, started + timeout_s, memory_bytes)
             finally:
                 kill_tree(process)
+                process.stdin.close()
             seconds = time.monotonic() - started
         reader.read()
         lines = tuple(reader.lines)
@@ -138,7 +140,7 @@ def _start(command: list[str], out: Any, err: Any, environment: Mapping[str, str
     }  # fmt: skip
     try:
         return subprocess.Popen(
-            command, stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=given, cwd=cwd,
+            command, stdout=out, stderr=err, stdin=subprocess.PIPE, env=given, cwd=cwd,
             start_new_session=os.name == "posix",
         )  # fmt: skip
     except OSError as exc:

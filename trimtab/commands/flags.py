@@ -144,9 +144,15 @@ def add_sampling(command: argparse.ArgumentParser, *, longest: str = "256, or wh
     group.add_argument("--repetition-penalty", type=float, metavar="R", help="values above 1 reduce repetition")
     group.add_argument("--seed", type=int, metavar="N", help="seed of the sampler")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text; repeatable")
+    add_stop_at_turn_end(group)
+
+
+def add_stop_at_turn_end(group: Any) -> None:
+    """Add whether answers end where the chat template ends a turn."""
     group.add_argument(
-        "--stop-at-turn-end", action="store_true",
-        help="end the answer where the chat template ends a turn, also if the checkpoint's end tokens lack that token",
+        "--stop-at-turn-end", action=argparse.BooleanOptionalAction,
+        help="end answers where the chat template ends a turn, also if the checkpoint's end tokens lack that token (default: if "
+        "the tokenizer's own end token is that one)",
     )  # fmt: skip
 
 

@@ -126,6 +126,8 @@ def add(command: Command) -> None:
 
 def run_plan(options: argparse.Namespace) -> int:
     from trimtab.api import PlanInputs, device_budget_bytes, plan_options, plan_request
+    from trimtab.checkpoint.end_tokens import unlisted_end
+    from trimtab.checkpoint.folder import find_folder
     from trimtab.plan.cards import find_card
     from trimtab.plan.options import options_text
     from trimtab.report.charts import check_path
@@ -171,6 +173,11 @@ def run_plan(options: argparse.Namespace) -> int:
     say_beside(plan.request.adapters)
     if helpful:
         print_text(f"\n{options_text(helpful, card=plan.card)}")
+    if (token := unlisted_end(find_folder(request.model))) is not None:
+        print_text(
+            f"the tokenizer's end token {token} is not among the end tokens of the checkpoint: `run`, `chat` and `serve` end "
+            "answers there if the chat template ends turns with it; transformers' generate goes on", file=sys.stderr,
+        )  # fmt: skip
     if plan.execution_device == "cpu" and request.device == "auto" and request.gpu_memory_bytes is not None:
         print_text(f"this plan is for the CPU. {in_flags(NO_GPU, None, {'card': '--card'})}", file=sys.stderr)
     for path in (options.save, options.picture):

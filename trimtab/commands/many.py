@@ -78,7 +78,7 @@ def run_many(options: argparse.Namespace) -> int:
     return 2 if summary["errors"] else 0
 
 
-def _header(plan: Plan, defaults: Mapping[str, Any], decode: str, stop_at_turn_end: bool) -> dict[str, Any]:
+def _header(plan: Plan, defaults: Mapping[str, Any], decode: str, stop_at_turn_end: bool | None) -> dict[str, Any]:
     """Return what decides the answers. Budgets, rows and places are left out: they change no answer but by rounding."""
     request = plan.request
     return {
@@ -86,7 +86,7 @@ def _header(plan: Plan, defaults: Mapping[str, Any], decode: str, stop_at_turn_e
         "adapters": dict(request.adapters),
         "adapter_files": {name: [list(one) for one in stamps] for name, stamps in plan.adapter_stamps.items()},
         "quant": request.quant, "dtype": request.dtype, "head": plan.execution.head, "decode": decode,
-        **({"stop_at_turn_end": True} if stop_at_turn_end else {}),
+        **({} if stop_at_turn_end is None else {"stop_at_turn_end": stop_at_turn_end}),
         "context": request.context_tokens, "options": dict(defaults), **({} if request.kv == "full" else {"kv": request.kv}),
     }  # fmt: skip
 

@@ -23,10 +23,10 @@ STOPPED_AT_ONCE = "the answer is empty: it ended immediately, by a stop text or 
 
 @contextmanager
 def opened(
-    plan: trimtab.Plan, decode: str, *, stop_at_turn_end: bool = False, is_told: bool = True
+    plan: trimtab.Plan, decode: str, *, stop_at_turn_end: bool | None = None, is_told: bool = True
 ) -> Iterator[trimtab.LoadedModel]:
-    """Yield the model of a plan, loaded. decode: "auto" is the plan's own way. stop_at_turn_end: as of `trimtab.load`. is_told:
-    whether a missing end token is said on stderr. Errors: as `trimtab.load`, CheckpointError."""
+    """Yield the model of a plan, loaded. decode: "auto" is the plan's own way. stop_at_turn_end: as
+    `turn_end.stop_at_turn_end`. is_told: whether it is said on stderr that answers go on. Errors: of `trimtab.load`."""
     from trimtab.runtime import turn_end
     from trimtab.runtime.hf_processor import load_processor
 
@@ -36,13 +36,9 @@ def opened(
     with show.loading_bar(sys.stderr) as progress:
         model = trimtab.load(plan, progress=progress, decode=None if decode == "auto" else decode)
     model.processor = processor
-    if stop_at_turn_end:
-        turn_end.stop_at_turn_end(model)
-    elif is_told and (missing := turn_end.missing_turn_end(model)) is not None:
-        print_text(
-            f"the chat template ends turns with {missing.text}, which is not among the checkpoint's end tokens: answers may run to "
-            "the token limit. --stop-at-turn-end ends them there", file=sys.stderr,
-        )  # fmt: skip
+    missing = turn_end.stop_at_turn_end(model, is_asked=stop_at_turn_end)
+    if missing is not None and is_told:
+        print_text(turn_end.going_on(missing, "--stop-at-turn-end"), file=sys.stderr)
     with model, show.bar_when_needed(sys.stderr, "measuring kernels on this GPU (once)") as model.measuring:
         yield model
 

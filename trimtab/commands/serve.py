@@ -18,6 +18,7 @@ from trimtab.commands.flags import (
     add_answer_tokens,
     add_decode,
     add_placement,
+    add_stop_at_turn_end,
     decode_of,
     given_flags,
     group_of,
@@ -70,6 +71,7 @@ def add(command: Command) -> None:
     group.add_argument("--images", type=int, metavar="N", help="most images of one prompt (default: 1)")
     group.add_argument("--audio-s", type=float, metavar="S", help="most seconds of audio of one prompt (default: 30)")
     add_answer_tokens(group)
+    add_stop_at_turn_end(group)
     group.add_argument(
         "--rows",
         type=int,
@@ -298,6 +300,7 @@ def served_models(options: argparse.Namespace) -> Sequence[Any]:
     if path.suffix == ".toml":
         own = {"name": "--name", "rows": "--rows", "resident_adapters": "--resident-adapters", "keep": "--keep"}
         own |= {"idle_unload": "--idle-unload", "eager": "--eager", "decode": "--decode"}
+        own |= {"stop_at_turn_end": "--stop-at-turn-end"}
         flags = [f"--{name.replace('_', '-')}" for name in given_flags(options)]
         for flag in [*flags, *(flag for name, flag in own.items() if getattr(options, name) is not None)]:
             raise RequestError("has no effect with a registry file", field=flag, hint="Set it in the file")
@@ -312,6 +315,7 @@ def served_models(options: argparse.Namespace) -> Sequence[Any]:
         name=options.name or _name(options), request=request, adapters=adapters, kept=tuple(options.keep or ()),
         rows=options.rows, resident_limit=options.resident_adapters,
         idle_unload_s=options.idle_unload, decode=decode_of(options), weights=weights_of(options),
+        stop_at_turn_end=options.stop_at_turn_end,
     )  # fmt: skip
     if _is_here(options):
         check_present([served])

@@ -182,7 +182,7 @@ def _without_video(folder: Path, first: Exception) -> Any:
         raise
     except Exception as exc:  # whatever a processor's own code raises
         raise CheckpointError(
-            f"its processor needs torchvision, and cannot be created without it ({exc})", path=folder,
+            f"its processor needs torchvision, and cannot be created without it ({' '.join(str(exc).split())})", path=folder,
             hint="Install the torchvision that belongs to your torch",
         ) from first  # fmt: skip
 

@@ -54,7 +54,8 @@ class ServedModel:
     seconds (None: never). supports: which of "image" and "audio" clients may send; what the model itself lacks is refused
     in any case. decode: how steps are computed, as `trimtab.load` has it. copies: workers that answer for the
     same model, each with so many rows. weights: of adapters that answer with another weight than 1 where a request names
-    them alone or in a mix without a number.
+    them alone or in a mix without a number. stop_at_turn_end: whether answers end where the chat template ends a turn (None: where
+    the tokenizer names that token).
     """
 
     name: str
@@ -68,6 +69,7 @@ class ServedModel:
     decode: str = "auto"
     copies: int = 1
     weights: Mapping[str, float] = field(default_factory=dict)
+    stop_at_turn_end: bool | None = None
 
     def __post_init__(self) -> None:
         check_choice(self.decode, DECODE_MODES, field_name="decode")
@@ -104,6 +106,7 @@ class ServedModel:
             "name": self.name, "request": request.to_json(), "adapters": adapters, "kept": list(self.kept),
             "rows": self.rows, "queue_limit": queue_limit, "resident_limit": self.resident_limit,
             "prompt_tokens": limits.prompt_tokens, "decode": self.decode,
+            "stop_at_turn_end": self.stop_at_turn_end,
             "media": {
                 "kinds": self.supports, "request_pixels": limits.request_pixels, "request_audio_s": limits.request_audio_s,
                 "all_body_bytes": limits.all_body_bytes,
@@ -130,11 +133,12 @@ _OWN = (
     "supports_image",
     "supports_audio",
     "decode",
+    "stop_at_turn_end",
 )
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "path": (str,), "plan": (str,), "adapters": (dict,), "keep": (list,), "rows": (int,), "resident_adapters": (int,),
     "idle_unload_s": (int, float), "supports_image": (bool,), "supports_audio": (bool,),
-    "decode": (str,), "quant": (str,), "dtype": (str,),
+    "decode": (str,), "stop_at_turn_end": (bool,), "quant": (str,), "dtype": (str,),
     "context": (int,), "gpu_memory": (str, int), "host_memory": (str, int), "images": (int,), "audio_s": (int, float),
     "place": (dict,), "device_map": (dict,), "keep_unquantized": (list,), "device": (str,), "offload_dir": (str,), "head": (str,),
     "prefix_cache": (str, int), "batch_invariant": (bool,), "kv_tokens": (int,), "kv": (str,),
@@ -292,6 +296,7 @@ def _made(name: str, table: Mapping[str, Any], folder: Path) -> ServedModel:
         name=name, request=request, adapters=adapters, kept=tuple(table.get("keep", ())), rows=table.get("rows"),
         resident_limit=table.get("resident_adapters"), idle_unload_s=table.get("idle_unload_s"), supports=supports,
         decode=table.get("decode", "auto"), weights={key: weight for key, (_, weight) in weighted.items() if weight != 1},
+        stop_at_turn_end=table.get("stop_at_turn_end"),
     )  # fmt: skip
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
+import os
 import queue
 import signal
 import sys
@@ -58,6 +60,8 @@ PREPARING_S = 0.001
 LOADING_COLLECT_AFTER, COLLECT_AFTER = (50_000, 20, 1000), gc.get_threshold()
 # How long the thread that prepares prompts may keep the interpreter from the one that makes tokens; Python's own is 5 ms.
 SWITCH_S = 0.0005
+# How long a worker whose API process is gone may take to notice that and end in its own way.
+ORPHAN_S = 1.0
 # What whoever started the server can mend: its log has the message, and no traceback.
 FOR_OPERATORS = (RequestError, CheckpointError, DoesNotFitError, AdapterError)
 
@@ -67,7 +71,7 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
 
     settings: name (of the model, for the log), request (LoadRequest as JSON), adapters (name -> folder, those that are loaded at
     the start), kept, rows (None: as many as cost nothing), queue_limit, resident_limit, prompt_tokens (the longest prompt;
-    None: what the context holds),
+    None: what the context holds), stop_at_turn_end (as `ServedModel` has it),
     media (the fields of `ServedMedia`, of which the seconds of audio bound each request; none: no memory is planned for images and
     audio), plan (of the worker before this one, as JSON; None: plan now).
     """
@@ -77,6 +81,7 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     keep_streams()
     set_up_as_parent()
+    threading.Thread(target=_end_with_parent, name="trimtab-parent", daemon=True).start()
     gc.set_threshold(*LOADING_COLLECT_AFTER)
     late_imports.use(settings["request"]["device"])
     channel = Channel(connection)
@@ -87,6 +92,15 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
     except BaseException as exc:
         _tell_fatal(channel, exc, model=settings["request"]["model"])
         sys.exit(1)
+
+
+def _end_with_parent() -> None:
+    """End this process soon after the one that started it, also while it loads and looks at no pipe."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        time.sleep(ORPHAN_S)
+        os._exit(1)
 
 
 def _begin_imports(request: Mapping[str, Any], inputs: PlanInputs) -> None:
@@ -142,6 +156,7 @@ class _Worker:
         adapters = PlannedAdapters(inputs.specs, held={})
         decode = settings.get("decode", "auto")
         self.model = load_plan(self.plan, progress=self._loading, decode=decode, adapters=adapters)
+        self.going_on = _stop_at_turn_end(self.model, settings.get("stop_at_turn_end"))
         from trimtab.serve.engine import LoadedEngine
 
         self.engine = LoadedEngine(
@@ -426,9 +441,21 @@ class _Worker:
             "fallbacks": [f"{one.what}: {one.why}" for one in (*self.model.fallbacks, *batch.steps.fallbacks)],
             "prefix_cache": None if self.model.prefix_cache is None else self.model.prefix_cache.numbers(),
             "captures": batch.steps.captures, "capture_s": batch.steps.capture_s,
+            "goes_on_behind": self.going_on,
             "swap_p50_s": swap_s[len(swap_s) // 2] if swap_s else None,
             "swap_p99_s": swap_s[int(len(swap_s) * 0.99)] if swap_s else None,
         }  # fmt: skip
+
+
+def _stop_at_turn_end(model: Any, is_asked: bool | None) -> str | None:
+    """Let answers end where the chat template ends a turn. Returns the text of a token at which they go on, and logs it."""
+    from trimtab.runtime import turn_end
+
+    missing = turn_end.stop_at_turn_end(model, is_asked=is_asked)
+    if missing is None:
+        return None
+    log.warning("%s", turn_end.going_on(missing, "--stop-at-turn-end (stop_at_turn_end = true in a file)"))
+    return missing.text
 
 
 def _planned(
