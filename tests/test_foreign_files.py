@@ -140,7 +140,7 @@ def test_text_that_is_not_utf8_is_one_line(
 
 def test_a_line_of_prompts_that_is_not_utf8_is_the_error_of_its_answer(latin: dict[str, str]) -> None:
     (line,) = read_prompts(latin["jsonl"])
-    assert isinstance(line.request, RequestError) and line.request.field == "line 1" and "utf-8" in str(line.request)
+    assert isinstance(line.request, RequestError) and line.request.field == "line 1" and "UTF-8" in str(line.request)
 
 
 def test_a_pasted_error_in_any_encoding_is_read(latin: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:

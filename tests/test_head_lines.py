@@ -52,8 +52,6 @@ TWO_KEYS = {
     "an empty one of Anthropic's": [("x-api-key", ""), ("x-api-key", "limited")],
     "one of each": [("Authorization", "Bearer limited"), ("x-api-key", "free")],
     "one of each, the other way round": [("x-api-key", "limited"), ("Authorization", "Bearer free")],
-    "another scheme": [("Authorization", "Basic bGltaXRlZDo="), ("x-api-key", "limited")],
-    "a scheme without a key": [("Authorization", "Bearer"), ("x-api-key", "limited")],
 }
 
 
@@ -71,6 +69,8 @@ ONE_KEY = {
     "Bearer": [("Authorization", "Bearer limited")], "bearer": [("authorization", "bearer   limited  ")],
     "Anthropic's": [("X-API-Key", "limited")], "both": [("Authorization", "Bearer limited"), ("x-api-key", "limited")],
     "an empty line beside": [("Authorization", ""), ("x-api-key", "limited")],
+    "another scheme": [("Authorization", "Basic bGltaXRlZDo="), ("x-api-key", "limited")],
+    "a scheme without a key": [("Authorization", "Bearer"), ("x-api-key", "limited")],
 }  # fmt: skip
 
 
@@ -177,5 +177,7 @@ def test_every_line_is_read_by_its_rule():
     for file in Path(trimtab.serve.__file__).parent.glob("*.py"):
         text = file.read_text("utf-8")
         assert not re.search(r'request\.headers|dict\(scope\["headers"\]\)', text), file.name
+        if "head_lines" not in text and file.name != "head_lines.py":
+            continue  # functions of these names for something else
         for name in re.findall(r'(?:value_of|list_of)\([^()]*?(?:\[[^()]*\])?, "([^"]+)"\)', text):
             assert name in (*ONCE, *LABELS, *LISTS), (file.name, name)

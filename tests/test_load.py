@@ -141,7 +141,7 @@ def test_a_pass_that_is_copied_piece_by_piece_equals_resident(family, slots, bui
         again = [group for number, group in enumerate(groups) if len(groups[number % slots :: slots]) > 1]
         assert streamer.copied_bytes - before == sum(group.nbytes for group in again)
         layers = [group for group in groups if ".layers." in group.block]
-        whole = {copy.block for copy in CopyOrder(order, slots).brought_by if copy and copy.nbytes == copy.block.nbytes}
+        whole = {step.block for step in CopyOrder(order, slots).steps if step.nbytes == step.block.nbytes}
         # Gemma 3n computes with small weights of a layer at both ends of it; every other layer is copied in pieces.
         assert layers and all((group in whole) == (family == "gemma3n") for group in layers)
 

@@ -85,11 +85,6 @@ def _value_problems(config: Mapping[str, Any]) -> list[str]:
         problems.append(f"bias={_short(config['bias'])}: must be none, all or lora_only")
     if config.get("lora_bias") is True and config.get("use_dora") is True:
         problems.append("lora_bias and use_dora together: PEFT has no such adapter")
-    for field in ("target_modules", "exclude_modules"):
-        named = config.get(field)
-        is_list = isinstance(named, list) and all(isinstance(name, str) for name in named)
-        if named is not None and not isinstance(named, str) and not is_list:
-            problems.append(f"{field}={_short(named)}: must be a list of names or a regular expression")
     saved = config.get("modules_to_save")
     if saved is not None and not (isinstance(saved, list) and all(isinstance(name, str) and name for name in saved)):
         problems.append(f"modules_to_save={_short(saved)}: must be a list of names")
@@ -128,8 +123,11 @@ def _selection_problems(config: Mapping[str, Any]) -> list[str]:
         entries, form = ([value], of_text) if isinstance(value, str) else (value, of_entry)
         if value is None or (isinstance(value, str) and of_text is None):
             continue  # a text where only a list can be is told with the field's own type
-        if not isinstance(entries, (list, dict)) or not all(isinstance(entry, str) for entry in entries):
-            if field not in ("rank_pattern", "alpha_pattern", "modules_to_save"):
+        is_mapping = field in ("rank_pattern", "alpha_pattern")
+        if not isinstance(entries, dict if is_mapping else list) or not all(
+            isinstance(entry, str) for entry in entries
+        ):
+            if not is_mapping and field != "modules_to_save":
                 problems.append(f"{field}={_short(value)}: must be a list of names or a regular expression")
             continue
         try:

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trimtab.checkpoint.folder import CONFIG, read_json
+from trimtab.checkpoint.folder import CONFIG
 from trimtab.errors import CheckpointError
+from trimtab.json_file import FOREIGN_FILES, read_object
 
 # Of tokenizer.json: added tokens stand before the vocabulary (tokenizers 0.23, TokenizerImpl's serialization).
 HEAD_BYTES = 4 * 2**20
@@ -41,7 +42,7 @@ def unlisted_end(folder: Path) -> str | None:
 
 
 def _json(folder: Path, name: str) -> dict[str, Any]:
-    return read_json(folder / name) if (folder / name).is_file() else {}
+    return read_object(folder / name, FOREIGN_FILES[name]) if (folder / name).is_file() else {}
 
 
 def _template(folder: Path, tokenizer: Mapping[str, Any]) -> str:

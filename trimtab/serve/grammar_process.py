@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +24,7 @@ from trimtab.errors import RequestError
 from trimtab.serve.grammar_source import GrammarSource, compiled
 
 HEAD = struct.Struct("<Q")
+MOST_TOKEN_BYTES = 64  # of a token that encodes a text; longer ones are passed over
 # Above what the process has at its start. The first is what its watcher kills it for, the second what the system gives it, because
 # memory grows between two looks; its addresses are more than its memory.
 MOST_S, MOST_BYTES, ROOM_BYTES = 5.0, 512 * 2**20, 640 * 2**20
@@ -31,15 +33,30 @@ ALONE_S = 15
 
 
 class Vocabulary:
-    """What llguidance needs of a tokenizer to compile. It stands for one and encodes nothing: no mask needs that."""
+    """What llguidance needs of a tokenizer to compile. It stands for one and takes the longest token that a text begins with:
+    llguidance encodes a text that a grammar prescribes, and any tokens of it will do to compile."""
 
     bos_token_id = None
 
     def __init__(self, tokens: Sequence[bytes], special_token_ids: Sequence[int], eos_token_id: int) -> None:
         self.tokens, self.special_token_ids, self.eos_token_id = tokens, special_token_ids, eos_token_id
 
-    def __call__(self, text: Any) -> list[int]:
-        return []
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        special = set(self.special_token_ids)
+        return {token: number for number, token in enumerate(self.tokens) if token and number not in special}
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        data = text.encode() if isinstance(text, str) else bytes(text)
+        ids, at = [], 0
+        while at < len(data):
+            sizes = range(min(MOST_TOKEN_BYTES, len(data) - at), 0, -1)
+            size = next((one for one in sizes if data[at : at + one] in self._ids), 0)
+            if not size:
+                return ids
+            ids.append(self._ids[data[at : at + size]])
+            at += size
+        return ids
 
     @classmethod
     def of(cls, tokenizer: Any) -> Vocabulary:
