@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 
 import pytest
 
 from trimtab import redact
+from trimtab.doctor.bisect_environments import reason_of
+from trimtab.doctor.draft_run import _NOISE
+from trimtab.doctor.traces.reading import _versions, plain_text
+from trimtab.merge.experts import _KEY
+from trimtab.plan.max_memory import _ZERO
+from trimtab.request import _SIZE
 from trimtab.runtime import call_values
+from trimtab.runtime.answer_forms import CALL_MARKS, AnswerForm
+from trimtab.runtime.answer_reader import HEAD_LETTERS, AnswerReader
 
 
 def test_arguments_without_an_end_are_not_read_and_cost_little() -> None:
@@ -26,3 +36,104 @@ def test_addresses_and_package_paths_are_found_as_before() -> None:
     mail = redact._MAIL.sub("*", "write to jane.doe+x@mail.example.org, or a@b.cc+y@d.example")
     assert mail == "write to *, or **"
     assert redact._PACKAGES.sub("", "/usr/site-packages/torch/a.py 'C:\\x\\dist-packages\\y'") == "torch/a.py 'y'"
+
+
+def growth(work: Callable[[int], object], size: int) -> float:
+    """Return by what factor four times the size takes longer: 4 for linear work, 16 for the square."""
+
+    def taken_s(count: int) -> float:
+        times = []
+        for _ in range(2):
+            start = time.thread_time()
+            work(count)
+            times.append(time.thread_time() - start)
+        return min(times)
+
+    return taken_s(4 * size) / max(taken_s(size), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("work", "size"),
+    [
+        (lambda n: plain_text("│" + " " * n + "x"), 5_000),
+        (lambda n: plain_text("x" + "│" * n + "x"), 1_000),
+        (lambda n: plain_text("│" + "─" * n), 2_000),
+        (lambda n: plain_text("│" + "──x" * n), 2_000),
+        (lambda n: _versions("torch:" + " " * n + "x"), 2_000),
+        (lambda n: redact.scrubbed("/a" * n), 2_000),
+        (lambda n: redact.clean("/peft/a" * n), 2_000),
+        (lambda n: _NOISE.search("0" * n), 3_000),
+        (lambda n: reason_of("ERROR: " + "a" * n), 3_000),
+        (lambda n: _KEY.fullmatch("a" + ".base_layer" * n), 1_000),
+        (lambda n: _SIZE.fullmatch("1" + " " * n + "!"), 3_000),
+        (lambda n: _ZERO.fullmatch("0" + " " * n + "!"), 3_000),
+        (lambda n: call_values.tagged_arguments("<parameter=" * n + "</parameter>", None), 5_000),
+        (lambda n: call_values.tagged_arguments_prefix("<parameter=a>" * n + "</parameter>", None), 2_000),
+        (lambda n: call_values.gemma_arguments_prefix("a:1," * n), 2_000),
+    ],
+    ids=[
+        "spaces", "bars", "rule", "rules", "version", "packages", "files", "digits", "address", "wraps", "size", "zero", "tags",
+        "opened tags", "members",
+    ],
+)  # fmt: skip
+def test_a_text_of_four_times_the_length_does_not_take_sixteen_times_as_long(
+    work: Callable[[int], object], size: int
+) -> None:
+    assert growth(work, size) < 10
+
+
+@pytest.mark.parametrize(
+    ("calls", "opening", "token"),
+    [
+        (None, "<think>", " " * 16), ("hermes", '<tool_call>{"name": "f", "arguments": {}}', " " * 16),
+        ("gemma4", "<|tool_call>call:", "a" * 16), ("qwen-xml", "<tool_call><function=", "a" * 16),
+    ],
+)  # fmt: skip
+def test_a_token_of_a_long_answer_costs_what_one_of_a_short_answer_does(
+    calls: str | None, opening: str, token: str
+) -> None:
+    def read(tokens: int) -> None:
+        reader = AnswerReader(AnswerForm(calls, ("<think>", "</think>")), functions={"f": {}})
+        reader.push(opening)
+        for _ in range(tokens):
+            reader.push(token)
+
+    assert growth(read, 1_000) < 10
+
+
+@pytest.mark.parametrize("piece", [1, 7, 10**6])
+@pytest.mark.parametrize(
+    ("calls", "body"),
+    [("hermes", '{"name": "f", "arguments": {}}'), ("gemma4", "call:f{}"), ("qwen-xml", "<function=f></function>")],
+)
+def test_a_mark_that_comes_in_pieces_after_a_long_wait_is_found(calls: str, body: str, piece: int) -> None:
+    opening, close = CALL_MARKS[calls]
+    text = f"so{' ' * HEAD_LETTERS}{opening}{' ' * 500}{body}{close} and {close[:-1]} on"
+    reader = AnswerReader(AnswerForm(calls), functions={"f": {}})
+    parts = [part for start in range(0, len(text), piece) for part in reader.push(text[start : start + piece])]
+    parts += reader.finish()
+    told = "".join(value for kind, value in parts if kind == "text")
+    assert reader.calls == 1
+    assert told == f"soand {close[:-1]} on"
+
+
+def test_white_space_without_an_end_is_told_as_text() -> None:
+    reader = AnswerReader(AnswerForm("hermes"), functions={"f": {}})
+    parts = [part for _ in range(HEAD_LETTERS) for part in reader.push("  ")]
+    assert len("".join(value for _, value in [*parts, *reader.finish()])) == 2 * HEAD_LETTERS
+    assert parts
+
+
+def test_boxes_versions_and_paths_are_read_as_before() -> None:
+    box = "╭─ Traceback ──╮ x\n│ /a/peft/b.py:3 in f │ more  │\n│  │\n╰───╯ ── ─╮───\n  │"
+    assert plain_text(box) == "\n x\n/a/peft/b.py:3 in f more\n\n\n\n\n\n"
+    assert _versions("torch: `2.1.0`\npeft : 'v0.19.1\naccelerate==1.2 transformers version 5.0") == {
+        "torch": "2.1.0", "peft": "0.19.1", "accelerate": "1.2", "transformers": "5.0",
+    }  # fmt: skip
+    assert redact.scrubbed("at lib:C:\\p\\site-packages\\torch, x/y/z/site-packages/peft") == "at lib:torch, xpeft"
+    assert redact.clean("in /o/torch/lib/site-packages/peft/a.py and /o/site-packages/x/b.so") == (
+        "in torch/lib/site-packages/peft/a.py and x/b.so"
+    )
+    found = _KEY.fullmatch("a.b.base_layer.base_layer.lora_A.default.weight")
+    assert found is not None
+    assert (found["path"], found["wraps"]) == ("a.b", ".base_layer.base_layer")

@@ -105,9 +105,15 @@ def without_paths(value: Any, *known: str, folders: Sequence[str] = ()) -> Any:
 # Reports from this machine --------------------------------------------------------------------------------------------
 
 
+# From the first slash of a word on.
+_SITE_PACKAGES = re.compile(
+    r"(?<![^\s'\"<>|*?])(?P<before>[^\s'\"<>|*?/\\]*?)(?:[A-Za-z]:)?[/\\][^\s'\"<>|*?]*[/\\]site-packages[/\\]"
+)
+
+
 def scrubbed(text: str) -> str:
     """Return text without the user's and the machine's name; paths of packages start at the package, others at "..."."""
-    text = re.sub(r"(?:[A-Za-z]:)?[/\\][^\s'\"<>|*?]*[/\\]site-packages[/\\]", "", text)
+    text = _SITE_PACKAGES.sub(r"\g<before>", text)
     for folder in sorted({str(Path.home()), os.getcwd(), tempfile.gettempdir(), sys.prefix}, key=len, reverse=True):
         if len(folder) > 1:
             text = text.replace(folder, "...")
@@ -152,7 +158,8 @@ _PATHS = (_WINDOWS_QUOTED, _POSIX_QUOTED, _WINDOWS, _HOME, _POSIX)
 _FILE_URL = re.compile(r"file://[^\s\"']+")
 _MAIL = re.compile(r"[\w.+-]{1,64}@[\w-]+\.[\w.-]+\w")
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}\b")
-_IN_LIBRARY = re.compile(rf"(?:^|[\\/])(?:site|dist)-packages[\\/]+(.+)$|[\\/]((?:{'|'.join(LIBRARIES)})[\\/].+\.py)$")
+_INSTALLED = re.compile(r"(?:^|[\\/])(?:site|dist)-packages[\\/]+(.+)$")
+_LIBRARY_FILE = re.compile(rf"[\\/]((?:{'|'.join(LIBRARIES)})[\\/].+\.py)$")
 
 
 def clean(text: str) -> str:
@@ -181,8 +188,9 @@ def check_clean(text: str, *, what: str) -> None:
 
 def _short(match: re.Match[str]) -> str:
     path = match.group(0)
-    if inside := _IN_LIBRARY.search(path):
-        return re.sub(r"[\\/]+", "/", inside[1] or inside[2])
+    patterns = (_INSTALLED, _LIBRARY_FILE) if path.endswith(".py") else (_INSTALLED,)
+    if inside := [match for pattern in patterns if (match := pattern.search(path))]:
+        return re.sub(r"[\\/]+", "/", min(inside, key=re.Match.start)[1])
     ending = path[-1] if path[-1] in "." else ""
     last = re.split(r"[\\/]+", path.rstrip("\\/."))[-1]
     # The last name of a folder may be a user's; a file's name says which file it was.

@@ -45,7 +45,7 @@ _UNITS = {
     "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
 }  # fmt: skip
 SIZES = ("4GiB", "4G", "500MB", "1048576B")
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 
 
 def parse_bytes(value: int | float | str | None, *, field_name: str) -> int | None:
@@ -65,7 +65,7 @@ def parse_bytes(value: int | float | str | None, *, field_name: str) -> int | No
             )
         size = int(value)
     else:
-        match = _SIZE.match(value) if isinstance(value, str) else None
+        match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
         if match is None or match.group(2).upper() not in {"", *_UNITS}:
             raise RequestError("not a size", field=field_name, value=value, allowed=SIZES)
         number, unit = match.groups()

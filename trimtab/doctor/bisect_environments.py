@@ -259,7 +259,7 @@ def reason_of(output: str) -> str:
     """Return why a command failed, in one line without addresses and folders."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["no output"]
-    text = re.sub(r"[a-z+]+://\S+", "an address", errors[0].removeprefix("ERROR:").strip())
+    text = re.sub(r"(?<![a-z+])[a-z+]+://\S+", "an address", errors[0].removeprefix("ERROR:").strip())
     return scrubbed(text)[:300]
 
 

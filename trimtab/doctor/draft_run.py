@@ -22,7 +22,7 @@ TIMEOUT_S = 300.0
 MEMORY_BYTES = 12 * 2**30
 MOST_LINES = 2000
 # Progress bars and notes that have nothing to do with what is shown.
-_NOISE = re.compile(r"(\d+%\|)|FutureWarning|^\s+torch\._check_is_size|^\s+warnings\.warn\(|kernels-community")
+_NOISE = re.compile(r"(\d%\|)|FutureWarning|^\s+torch\._check_is_size|^\s+warnings\.warn\(|kernels-community")
 
 
 def run_script(

@@ -27,7 +27,7 @@ from trimtab.merge.lay_back import name_of
 from trimtab.runtime.hf import Probe
 from trimtab.runtime.probe import Expression
 
-_KEY = re.compile(r"(?P<path>.+?)(?P<wraps>(\.base_layer)*)\.lora_(?P<role>[AB])(\.[^.]+)?\.weight")
+_KEY = re.compile(r"(?P<path>.+?)(?<!\.base_layer)(?P<wraps>(\.base_layer)*)\.lora_(?P<role>[AB])(\.[^.]+)?\.weight")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from trimtab.request import parse_bytes
 
 FIELD = "max_memory"
 _GPU = re.compile(r"(?:cuda:)?(\d{1,3})|cuda")
-_ZERO = re.compile(r"\s*0+(?:\.0*)?\s*(?:[KMG]?i?B)?\s*", re.IGNORECASE)
+_ZERO = re.compile(r"0+(?:\.0*)?\s*(?:[KMG]?i?B)?", re.IGNORECASE)
 # accelerate reads a small "b" as bits: "4Gb" is 0.5 GB there.
 _BITS = re.compile(r"\s*[\d.]+\s*[KMGkmg][iI]?b\s*")
 
@@ -123,7 +123,7 @@ def _size(key: Any, value: Any) -> int:
         )  # fmt: skip
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise RequestError("not a size", field=where, value=value, allowed=("4GiB", "500MB", "a whole number of bytes"))
-    if value == 0 or (isinstance(value, str) and _ZERO.fullmatch(value)):
+    if value == 0 or (isinstance(value, str) and _ZERO.fullmatch(value.strip())):
         hint = "Omit a GPU that is not used" if _device(key).startswith("cuda") else ""
         raise RequestError("a size must be above zero", field=where, value=value, hint=hint)
     size = parse_bytes(value, field_name=where)

@@ -31,7 +31,8 @@ from trimtab.runtime.call_values import (
 # What Gemma 4 writes at the beginning of a thought.
 _LABEL = "thought\n"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL)
-# A call whose name does not end before is read when it is complete.
+# A JSON call whose name does not end before is read when it is complete; longer names between marks, and more white space where a
+# call could begin, are text.
 HEAD_LETTERS = 4096
 _GEMMA_HEAD = re.compile(r"\s*call:([^{<]*)\{")
 _XML_HEAD = re.compile(r"\s*<function=([^>]*)>")
@@ -100,6 +101,8 @@ class AnswerReader:
         # Of the call or thought that is being read.
         self._name, self._is_named, self._is_list, self._has_thought = "", False, False, False
         self._buffer, self._taken = "", ""
+        # How much of the buffer has been looked through for marks: a token must not cost more because much waits.
+        self._looked = 0
         self._is_first, self._skips_space = True, False
         self._label = _LABEL if form.thoughts and form.thoughts[0] == "<|channel>" else ""
         self._is_labelled = not self._label
@@ -118,7 +121,8 @@ class AnswerReader:
         """Return what is now sure."""
         self._buffer += text
         while self._read():
-            pass
+            self._looked = 0
+        self._looked = len(self._buffer)
         return self._told()
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
@@ -157,6 +161,15 @@ class AnswerReader:
             self._read == self._json_head and (bool(self._taken) or self._must_call)
         )
 
+    def _place_of(self, mark: str) -> int:
+        """Return where a mark is in the buffer, -1 for nowhere."""
+        return self._buffer.find(mark, max(0, self._looked - len(mark) + 1))
+
+    def _without_space(self, text: str) -> str:
+        """Return the beginning of the buffer that may be told: white space at its end waits for what follows."""
+        sure = text.rstrip()
+        return sure if len(text) - len(sure) <= HEAD_LETTERS else text
+
     def _told(self) -> list[Part]:
         parts, self._parts = self._parts, []
         return parts
@@ -168,12 +181,12 @@ class AnswerReader:
             return True
         marks = [self._form.thoughts[0]] if self._form.thoughts else []
         marks += [CALL_MARKS[self._calls][0]] if self._calls else []
-        places = [(place, mark) for mark in marks if (place := self._buffer.find(mark)) >= 0]
+        places = [(place, mark) for mark in marks if (place := self._place_of(mark)) >= 0]
         if not places:
             overlap = max((mark_overlap(self._buffer, mark) for mark in marks), default=0)
             sure = self._buffer[: len(self._buffer) - overlap]
             if self._calls:  # white space before a call is none of the text
-                sure = sure.rstrip()
+                sure = self._without_space(sure)
             if self._calls == "llama" and self._is_first and not sure:
                 return False
             self._say(sure)
@@ -213,10 +226,10 @@ class AnswerReader:
                 return False
             self._buffer, self._is_labelled = self._buffer.removeprefix(self._label), True
         close = self._form.thoughts[1]
-        place = self._buffer.find(close)
+        place = self._place_of(close)
         if place < 0:
             overlap = mark_overlap(self._buffer, close)
-            sure = self._buffer[: len(self._buffer) - overlap].rstrip()
+            sure = self._without_space(self._buffer[: len(self._buffer) - overlap])
             self._think(sure)
             self._buffer = self._buffer[len(sure) :]
             return False
@@ -262,25 +275,37 @@ class AnswerReader:
         self._read, self._taken = self._text, ""
 
     def _json_head(self) -> bool:
-        match = _HEAD.match(self._buffer, 0, HEAD_LETTERS)
+        match = _HEAD.match(self._buffer, 0, HEAD_LETTERS) if self._looked < HEAD_LETTERS else None
         if match is not None and (name := _text_of(match[1])) is not None:
             self._begin(name)
             self._head, self._head_letters = JsonSpan(), 0
             self._buffer, self._span, self._read = self._buffer[match.end() :], JsonSpan(), self._json_arguments
             return True
-        close, text = self._close, self._buffer.lstrip()
+        text = self._buffer.lstrip()
+        if not text:
+            return self._is_only_space()
+        place = self._place_of(self._close) if self._close else -1
+        closed = place - len(self._buffer) + len(text) if place >= 0 else None
         end = None
         if text.startswith("{"):  # only what is new is looked at: a call may be long
             end = self._head.feed(text[self._head_letters :])
             end = None if end is None else self._head_letters + end
             self._head_letters = len(text)
-        if end is None and (not text or (text.startswith("{") and not (close and close in text))):
+        if end is None and closed is None and text.startswith("{"):
             return False
         if end is None:
-            end = text.find(close) if close and close in text else len(text)
+            end = len(text) if closed is None else closed
         self._head, self._head_letters = JsonSpan(), 0
         self._whole_json(text[:end])
         self._buffer = text[end:]
+        return True
+
+    def _is_only_space(self) -> bool:
+        """Make a text of the white space that stands where a call should begin, once it is too much; whether it was."""
+        if len(self._buffer) <= HEAD_LETTERS:
+            return False
+        self._no_call(self._buffer)
+        self._buffer = ""
         return True
 
     def _whole_json(self, text: str) -> None:
@@ -320,6 +345,7 @@ class AnswerReader:
         close = self._close
         text = self._buffer.lstrip() if close else self._buffer.lstrip(" \n\t,;")
         if not text or (close and close.startswith(text) and close != text):
+            self._buffer = text
             return False
         self._skips_space, self._taken = True, ""
         if close:
@@ -338,27 +364,28 @@ class AnswerReader:
     def _mistral_head(self) -> bool:
         text = self._buffer.lstrip()
         if not text:
-            return False
+            return self._is_only_space()
         if text[0] in "[{":
             self._is_list = True
             self._buffer, self._read = text.removeprefix("["), self._json_head
             return True
-        name, mark, rest = self._buffer.partition("[ARGS]")
-        if not mark:
+        place = self._place_of("[ARGS]")
+        if place < 0:
             return False
+        name, rest = self._buffer[:place], self._buffer[place + len("[ARGS]") :]
         self._is_list = False
         self._begin(name.partition("[CALL_ID]")[0].strip())
         self._buffer, self._span, self._read = rest.lstrip(), JsonSpan(), self._json_arguments
         return True
 
     def _marked_call(self) -> bool:
-        if not self._is_named:
-            match = (_GEMMA_HEAD if self._calls == "gemma4" else _XML_HEAD).match(self._buffer)
+        if not self._is_named and self._looked < HEAD_LETTERS:
+            match = (_GEMMA_HEAD if self._calls == "gemma4" else _XML_HEAD).match(self._buffer, 0, HEAD_LETTERS)
             if match is not None:
                 self._begin(match[1].strip())
                 self._is_named = True
-                self._name, self._buffer = match[1].strip(), self._buffer[match.end() :]
-        place = self._buffer.find(self._close)
+                self._name, self._buffer, self._looked = match[1].strip(), self._buffer[match.end() :], 0
+        place = self._place_of(self._close)
         if place < 0:
             return False
         body, self._buffer = self._buffer[:place], self._buffer[place + len(self._close) :]

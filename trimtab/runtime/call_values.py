@@ -17,8 +17,8 @@ from typing import Any
 from trimtab.runtime.answer_forms import GEMMA_QUOTE
 
 MOST_DEPTH = 64
-_PARAMETER = re.compile(r"<parameter=([^>]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_OPENED = re.compile(r"<parameter=([^>]*)>\n?((?:(?!</parameter>).)*)\Z", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_OPENED = re.compile(r"<parameter=([^<>]*)>\n?")
 _NUMBER_START = re.compile(r"-?(?:0|[1-9]\d*)?(?:(?<=\d)\.\d*)?(?:(?<=\d)[eE][+-]?\d*)?")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
@@ -111,36 +111,41 @@ class _GemmaPrefix(_Gemma):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self.json = ""
+        self._pieces: list[str] = []
+
+    @property
+    def json(self) -> str:
+        return "".join(self._pieces)
 
     def _skip(self) -> str:
         char = super()._skip()
-        if not char or mark_overlap(self._text[self.place :], GEMMA_QUOTE) == len(self._text) - self.place:
+        left = len(self._text) - self.place
+        if not char or (left < len(GEMMA_QUOTE) and GEMMA_QUOTE.startswith(self._text[self.place :])):
             raise _CutError
         return char
 
     def write_object(self, depth: int) -> None:
-        self.json += "{"
+        self._pieces.append("{")
         separator = ""
         while self._skip() != "}":
-            self.json += separator
+            self._pieces.append(separator)
             self._key()
             if self._skip() != ":":
                 raise ValueError("a key without a value")
             self.place += 1
-            self.json += ": "
+            self._pieces.append(": ")
             self._write_value(depth + 1)
             self._separate("}")
             separator = ", "
         self.place += 1
-        self.json += "}"
+        self._pieces.append("}")
 
     def _key(self) -> None:
         if not self._write_quoted():
             key = self._until(":}")
             if self.place == len(self._text):
                 raise _CutError
-            self.json += _dumps(key)
+            self._pieces.append(_dumps(key))
 
     def _write_value(self, depth: int) -> None:
         if depth > MOST_DEPTH:
@@ -151,21 +156,21 @@ class _GemmaPrefix(_Gemma):
             self.write_object(depth)
         elif char == "[":
             self.place += 1
-            self.json += "["
+            self._pieces.append("[")
             separator = ""
             while self._skip() != "]":
-                self.json += separator
+                self._pieces.append(separator)
                 self._write_value(depth + 1)
                 self._separate("]")
                 separator = ", "
             self.place += 1
-            self.json += "]"
+            self._pieces.append("]")
         elif not self._write_quoted():
             text = self._until(",}]")
             if self.place == len(self._text):
-                self.json += _plain_prefix(text)
+                self._pieces.append(_plain_prefix(text))
                 raise _CutError
-            self.json += _dumps(_plain(text))
+            self._pieces.append(_dumps(_plain(text)))
 
     def _write_quoted(self) -> bool:
         mark = next((mark for mark in (GEMMA_QUOTE, '"') if self._text.startswith(mark, self.place)), None)
@@ -173,7 +178,7 @@ class _GemmaPrefix(_Gemma):
             return False
         if mark == '"':
             try:
-                self.json += _dumps(self._quoted())
+                self._pieces.append(_dumps(self._quoted()))
             except ValueError:
                 raise _CutError from None
             return True
@@ -181,9 +186,9 @@ class _GemmaPrefix(_Gemma):
         end = self._text.find(mark, start)
         if end < 0:
             text = self._text[start:]
-            self.json += _dumps(text[: len(text) - mark_overlap(text, mark)])[:-1]
+            self._pieces.append(_dumps(text[: len(text) - mark_overlap(text, mark)])[:-1])
             raise _CutError
-        self.json += _dumps(self._text[start:end])
+        self._pieces.append(_dumps(self._text[start:end]))
         self.place = end + len(mark)
         return True
 
@@ -238,10 +243,11 @@ def tagged_arguments(body: str, parameters: Mapping[str, Any] | None) -> dict[st
 def tagged_arguments_prefix(body: str, parameters: Mapping[str, Any] | None) -> str:
     """Return the beginning of the JSON of arguments between tags. body: the call as far as it was written."""
     written = _dumps(tagged_arguments(body, parameters))[:-1]
-    opened = _OPENED.search(body)
+    tail = body.rpartition("</parameter>")[2]
+    opened = _OPENED.search(tail)
     if opened is None:
         return written
-    name, text = opened.groups()
+    name, text = opened[1], tail[opened.end() :]
     properties = (parameters or {}).get("properties")
     written += f"{', ' if len(written) > 1 else ''}{_dumps(name)}: "
     if not is_text_schema(properties.get(name) if isinstance(properties, Mapping) else None):

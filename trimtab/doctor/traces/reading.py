@@ -35,9 +35,11 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PREFIX = re.compile(
     r"^(?:[ \t]*(?:>[ \t]?|E {2,}|\(\w+(?:\s+pid=\d+)?[^)\n]{0,40}pid=\d+\)|\[rank\d+\]:))+", re.MULTILINE
 )
-_BOX = re.compile(r"^[ \t]*│+[ \t]?|[ \t]*│+[ \t]*$", re.MULTILINE)
-_INNER_BAR = re.compile(r"[ \t]*│[ \t]*")
-_RULE = re.compile(r"[╭╮╰╯┌┐└┘├┤─━═]{2,}[^\n]*?[╭╮╰╯┌┐└┘├┤]|[╭╮╰╯┌┐└┘├┤─━═]{3,}")
+# A run of spaces or bars is looked at from its beginning alone: a text may be one long run.
+_BOX_START = re.compile(r"^[ \t]*│+[ \t]?")
+_INNER_BAR = re.compile(r"(?:(?<![ \t])[ \t]+)?│[ \t]*")
+_CORNERS = "╭╮╰╯┌┐└┘├┤"
+_CORNER, _RULE = re.compile(f"[{_CORNERS}]"), re.compile(f"[{_CORNERS}─━═]{{2,}}")
 _TRACEBACK = re.compile(r"Traceback(?:\s*\(most recent call last\))?:?")
 
 # A frame is read from its ".py" on: what follows says which form it has, the path is what stands before.
@@ -58,7 +60,7 @@ _KEY = re.compile(r"^\(?(?P<key>'[^'\n]*'|\"[^\"\n]*\"|\d+)")
 _LOG_LINE = re.compile(r"\s\d{4}-\d\d-\d\d[ T]\d\d:\d\d")  # a forum put the log's next line behind it
 _VERSION = re.compile(
     r"\b(?P<package>transformers|accelerate|peft|bitsandbytes|bitsandbyte|torch|bitandbytes)\b[`'\"]?"
-    r"(?:\s+version)?(?:\s*(?:==|[:=|])\s*|\s+|\s*:\s*`?\s*)[`'\"v]{0,2}(?P<version>\d+\.\d+(?:\.\w+)*)", re.IGNORECASE,
+    r"(?:\s+version)?(?:\s*(?:==|[:=|])\s*|\s+|\s*:\s*`\s*)[`'\"v]{0,2}(?P<version>\d+\.\d+(?:\.\w+)*)", re.IGNORECASE,
 )  # fmt: skip
 _SPELLINGS = {"bitsandbyte": "bitsandbytes", "bitandbytes": "bitsandbytes"}
 
@@ -116,11 +118,40 @@ def plain_text(text: str) -> str:
     text = _ANSI.sub("", html.unescape(text).replace("\r\n", "\n").replace("\\_", "_")).translate(_QUOTES)
     text = _PREFIX.sub("", text)
     if "│" in text:
-        text = _RULE.sub("\n", re.sub(r"│[ \t]*│", "│\n│", text))
-        text = _BOX.sub("", text)
+        text = re.sub(r"│[ \t]*│", "│\n│", text)
+        text = "\n".join(map(_without_rules, text.split("\n")))
+        text = "\n".join(map(_without_sides, text.split("\n")))
         text = _joined(text)
         text = _INNER_BAR.sub(" ", text)
     return text
+
+
+def _without_rules(line: str) -> str:
+    """Return a line with a line break for each rule of a box: two strokes up to the next corner, or three strokes."""
+    kept, place = [], 0
+    last = max(map(line.rfind, _CORNERS))
+    while run := _RULE.search(line, place):
+        start, end = run.span()
+        if last >= end and (corner := _CORNER.search(line, end)):
+            stop = corner.end()
+        elif last >= start + 2:
+            stop = last + 1
+        elif end - start > 2:
+            stop = end
+        else:
+            kept.append(line[place:end])
+            place = end
+            continue
+        kept += [line[place:start], "\n"]
+        place = stop
+    return "".join([*kept, line[place:]])
+
+
+def _without_sides(line: str) -> str:
+    """Return a line without the bars at its two ends."""
+    line = _BOX_START.sub("", line)
+    bare = line.rstrip(" \t")
+    return bare.rstrip("│").rstrip(" \t") if bare.endswith("│") else line
 
 
 def _joined(text: str) -> str:
