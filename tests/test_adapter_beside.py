@@ -22,7 +22,8 @@ TRAINED = (
     "new_embeddings.safetensors", "embed_tokens.pt", "learned_embeds.safetensors", "lm_head.pt", "score.safetensors",
     "vision_tower.bin", "audio_encoder.safetensors", "adapter_model-00002-of-00002.safetensors", "modules_to_save.bin",
     "extra.safetensors", "trainable.ckpt", "STATE.PTH", "mm_projector.npz", "mm_projector.pth.tar", "non_lora_state_dict.h5",
-    "visual/model.safetensors", "vision/model.safetensors", "mm/mm_projector.bin", "2_Dense/model.safetensors", "2_Dense/pytorch_model.bin",
+    "visual/model.safetensors", "vision/model.safetensors", "mm/mm_projector.bin", "2_Dense/model.safetensors",
+    "2_Dense/pytorch_model.bin",
     "projector/model.safetensors", "visual_encoder/pytorch_model.bin",
 )  # fmt: skip
 # What trainers leave in a folder of an adapter that changes nothing.
@@ -30,7 +31,7 @@ HARMLESS_FILES = (
     "optimizer.pt", "optimizer.bin", "optimizer_0.pt", "scheduler.pt", "scheduler.bin", "scaler.pt", "rng_state.pth",
     "rng_state_0.pth", "random_states_0.pkl", "custom_checkpoint_0.pkl", "training_args.bin",
     "sampler.bin",  # transformers, accelerate
-    "adapter_model.pt", "adapter_0.pt", "recipe_state.pt", "lr_scheduler.pt", "grad_scaler.pt", "rng-state.pt",  # torchtune and others
+    "adapter_model.pt", "adapter_0.pt", "recipe_state.pt", "lr_scheduler.pt", "grad_scaler.pt", "rng-state.pt",
     "finetuning_args.bin", "ggml-adapter-model-f16.bin",
     "trainer_state.json", "training_state.pt", "dataloader.pt", "adapter_model.bin", "README.md", "tokenizer.json",
     "tokenizer.model",

@@ -243,7 +243,7 @@ def test_place_that_cannot_be_written_to_is_known_before_the_first_case(tmp_path
 
 
 @pytest.mark.parametrize("text, reason", [
-    ("{", "is not JSON"), ("[]", "is not a runs file"), ('{"format": 2, "runs": []}', "is not a runs file"),
+    ("{", "is not JSON"), ("[]", "is not a JSON object"), ('{"format": 2, "runs": []}', "is not a runs file"),
     ('{"format": 1, "runs": [{"case": "A", "engine": "stock"}]}', "run 0 lacks label, stage"),
 ])  # fmt: skip
 def test_file_that_holds_no_runs_is_refused(tmp_path, text, reason):

@@ -48,7 +48,8 @@ class Vocabulary:
 
     def __call__(self, text: str | bytes) -> list[int]:
         data = text.encode() if isinstance(text, str) else bytes(text)
-        ids, at = [], 0
+        ids: list[int] = []
+        at = 0
         while at < len(data):
             sizes = range(min(MOST_TOKEN_BYTES, len(data) - at), 0, -1)
             size = next((one for one in sizes if data[at : at + one] in self._ids), 0)
