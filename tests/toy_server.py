@@ -11,6 +11,7 @@ import json
 import re
 import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from trimtab.serve.settings import Limits, Settings
 from trimtab.serve.supervisor import Supervisor
 
 PIECE_S = 0.05
+BEAT_S = 1.0
 # What jobs that are no answers are told.
 RESULTS = {
     "embedding": {"embedding": [0.6, 0.8]}, "tokens": {"tokens": [5, 6], "token_strs": ["a", "b"]}, "text": {"prompt": "a b"},
@@ -34,9 +36,12 @@ def worker(connection, settings):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(connection)
     channel.send({"say": "ready", "plan": {}})
-    jobs, is_draining = {}, False
+    jobs, is_draining, beat = {}, False, time.monotonic()
     try:
         while not (is_draining and not jobs):
+            if time.monotonic() - beat > BEAT_S:
+                beat = time.monotonic()
+                channel.send({"say": "events", "events": []})
             if channel.poll(PIECE_S):
                 message = channel.receive()
                 if message["do"] == "submit":
