@@ -189,7 +189,7 @@ def check_clean(text: str, *, what: str) -> None:
 def _short(match: re.Match[str]) -> str:
     path = match.group(0)
     patterns = (_INSTALLED, _LIBRARY_FILE) if path.endswith(".py") else (_INSTALLED,)
-    if inside := [match for pattern in patterns if (match := pattern.search(path))]:
+    if inside := [found for pattern in patterns if (found := pattern.search(path))]:
         return re.sub(r"[\\/]+", "/", min(inside, key=re.Match.start)[1])
     ending = path[-1] if path[-1] in "." else ""
     last = re.split(r"[\\/]+", path.rstrip("\\/."))[-1]
