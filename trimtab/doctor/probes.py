@@ -155,7 +155,8 @@ def _ending(outcome: Outcome) -> str:
     """Return how the process of a probe ended, in one line: of a hang also where it hung."""
     lines = [line.strip() for line in outcome.stderr.splitlines() if line.strip()]
     if any(line.startswith("Timeout (") for line in lines):
-        at = next((line for line in lines if line.startswith("File ")), "")
+        # Every thread is listed; one of them watches for the parent's end (inside.py).
+        at = next((line for line in lines if line.startswith("File ") and "inside.py" not in line), "")
         return f"the probe hung and was ended{_without_folders(at)}"
     last = lines[-1][:200] if lines else "it said nothing"
     return f"the probe's process ended as {outcome.ended!r} (exit code {outcome.exit_code}): {last}"
