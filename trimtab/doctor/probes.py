@@ -155,8 +155,9 @@ def _ending(outcome: Outcome) -> str:
     """Return how the process of a probe ended, in one line: of a hang also where it hung."""
     lines = [line.strip() for line in outcome.stderr.splitlines() if line.strip()]
     if any(line.startswith("Timeout (") for line in lines):
-        # Every thread is listed; one of them watches for the parent's end (inside.py).
-        at = next((line for line in lines if line.startswith("File ") and "inside.py" not in line), "")
+        # Every thread is listed, the main one last.
+        main = max(place for place, line in enumerate(lines) if "hread 0x" in line or line.startswith("Timeout ("))
+        at = next((line for line in lines[main:] if line.startswith("File ")), "")
         return f"the probe hung and was ended{_without_folders(at)}"
     last = lines[-1][:200] if lines else "it said nothing"
     return f"the probe's process ended as {outcome.ended!r} (exit code {outcome.exit_code}): {last}"
