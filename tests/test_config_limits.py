@@ -71,10 +71,9 @@ def test_a_count_that_no_model_has_is_refused_by_its_field(
     assert f"{field} is " in str(error) and "at most" in str(error)
 
 
-@pytest.mark.parametrize("field", ["layer_types", "mlp_only_layers"])
-def test_a_list_is_judged_by_its_name(field: str):
-    with pytest.raises(CheckpointError, match=f"{field} is 1000000000"):
-        check_config({field: [3, 10**9]}, PATH)
+def test_a_list_is_judged_by_its_name():
+    with pytest.raises(CheckpointError, match="mlp_only_layers is 1000000000"):
+        check_config({"mlp_only_layers": [3, 10**9]}, PATH)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +112,7 @@ def test_more_layers_than_tensors_are_refused(tmp_path: Path, unbuilt: None):
 
 def test_more_patches_than_an_image_has_are_refused(tmp_path: Path, unbuilt: None):
     folder = changed("gemma3", tmp_path / "m", "vision_config.image_size", 60_000, bare=True)
-    assert refusal(folder).field == "image_size"
+    assert refusal(folder).field == "vision_config.image_size"
 
 
 def test_experts_as_modules_are_bounded_while_they_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

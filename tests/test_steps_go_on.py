@@ -67,7 +67,7 @@ class Recorded(Running):
             message = self.channel.receive()
             if message["say"] == "reply":
                 self.replies.append(message)
-            else:
+            elif message["say"] == "events":
                 self.events += map(event_from_message, message["events"])
 
 

@@ -60,13 +60,14 @@ def _is_read(field: str) -> bool:
 def check_declared(config: Mapping[str, Any], declared: Collection[str], path: Path) -> None:
     """Raise CheckpointError for a number out of range, in a field that the config's classes declare."""
     problems = [one for one in _wrong_numbers(config) if one[0].rpartition(".")[2] in declared]
-    for holder in (config, *(value for value in config.values() if isinstance(value, dict))):
+    parts = {f"{name}.": value for name, value in config.items() if isinstance(value, dict)}
+    for part, holder in {"": config, **parts}.items():
         sides, patch = _numbers_of(holder.get("image_size")), _numbers_of(holder.get("patch_size"))
         patches = max(sides, default=0) // max(*patch, 1) if patch else 0
         if patches**2 > MOST_PATCHES:
             problems.append(
                 (
-                    "image_size",
+                    f"{part}image_size",
                     holder["image_size"],
                     f"is {patches} x {patches} patches, at most {MOST_PATCHES} are read",
                 )
