@@ -15,7 +15,6 @@ from trimtab.proof.remote.report import MEASURED
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "is-my-adapter-alive.md").read_text("utf-8")
-CHANGES = (ROOT / "CHANGELOG.md").read_text("utf-8")
 KEPT = json.loads((ROOT / "bench" / "results" / "alive.json").read_text("utf-8"))
 
 
@@ -43,13 +42,6 @@ def test_no_case_is_called_alive_while_a_fault_is_open():
 def test_the_docs_give_the_committed_figures():
     shown = re.search(r"<!-- figures:alive -->\n(.*?)\n<!-- /figures -->", PAGE, re.DOTALL).group(1)
     assert shown == alive.figures(KEPT["summary"])  # else: python -m bench.alive --numbers ... --page
-
-
-def test_the_changelog_gives_the_committed_figures():
-    summary = KEPT["summary"]
-    told = re.search(r"Measured: (\d+) right servers with (\d+) false alarms, (\d+) of (\d+) planted faults", CHANGES)
-    wanted = (summary["right_cases"], summary["false_alarms"], summary["named"], summary["faults_above_noise"])
-    assert tuple(map(int, told.groups())) == wanted
 
 
 def test_every_report_says_the_measured_false_alarms():

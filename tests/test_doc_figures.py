@@ -146,13 +146,6 @@ def last_layers_decided():
     yield f"The first token takes {first_ms('e4b', 512):.1f} ms, and {first_ms('e2b', 512):.1f} on E2B"
 
 
-def prompts_in_the_changelog():
-    ms = [f"{first_ms(model, 512):.1f}" for model in ("e4b", "e2b", "qwen3-8b")]
-    yield f"takes {ms[0]} ms on E4B, {ms[1]} on E2B and {ms[2]} on Qwen3-8B"
-    ours, plain = (rounded(one["towers_ms"], 1) for one in parts_of_an_image("e4b", both=True))
-    yield f"takes {ours} ms instead of {plain} for an image of 640x480"
-
-
 def images(model):
     """Return the milliseconds from an image's file and a question to the first token, by way."""
     return {row["way"]: row["ms"] for row in prompt_rows() if (row["model"], row["what"]) == (model, "picture 640x480")}
@@ -257,14 +250,6 @@ def first_tokens_beside_copies():
     assert slow["prompt"] == "eager"
     yield f"the first token takes {slow['ttft_ms']} ms"
     yield f"(runs 1 and 2; {card(4, 'auto', 10)['ttft_ms']} in run 10)"
-
-
-def first_tokens_in_the_changelog():
-    full, small, _ = before_and_now()
-    yield f"takes {full[1]['ttft_ms']:.0f} ms instead of {full[0]['ttft_ms']:.0f}"
-    yield f"on 3.2 GiB {small[1]['ttft_ms']:.0f} instead of {small[0]['ttft_ms']:.0f} (H200)"
-    yield f"on 4 GiB it decodes {full[1]['tok_s']} tokens per second instead of {full[0]['tok_s']}, on 3.2 GiB {small[1]['tok_s']}"
-    yield f"E4B on 3.7 GiB decodes {card(3.7, 'auto', 10)['tok_s']:.0f} tokens per second instead"
 
 
 def first_tokens_decided():
@@ -388,12 +373,6 @@ def second_turns():
     before = [row["ms"] for row in results_of("turns")["before"]["rows"]]
     yield f"faster: {before[0]:.1f} ms, and {before[1]:.1f} without the\ncache"
     yield f"an H100 takes {cached['ms']:.1f} ms, and {whole['ms']:.1f} without the cache"
-
-
-def products_in_the_changelog():
-    times = {one["rows"]: one["ours_ms"] for one in results_of("many_rows")["steps"]}
-    yield f"take {times[16]:.1f} ms instead of 4.7 for 16 rows, {times[32]:.1f} instead of 7.0 for 32 and {times[64]:.1f}"
-    yield f"begins after {results_of('turns')['before']['rows'][0]['ms']:.1f} ms instead of 25.6"
 
 
 def server_load():
@@ -573,10 +552,10 @@ CASES = {
     small_card_goals: "how-fast-and-why", link_shares: "how-fast-and-why", whole_decoder: "how-fast-and-why",
     same_first_tokens: "how-fast-and-why", prompt_goals: "how-fast-and-why", prompts_alone: "serve-many-adapters",
     prompts_with_adapters_decided: "decisions/0026-adapters-inside-products",
-    last_layers_decided: "decisions/0027-last-layers-in-step-kernels", prompts_in_the_changelog: "../CHANGELOG",
+    last_layers_decided: "decisions/0027-last-layers-in-step-kernels",
     towers_decided: "decisions/0019-towers-layer-by-layer",
-    first_tokens_in_the_changelog: "../CHANGELOG", first_tokens_decided: "decisions/0025-one-memory-for-prompts",
-    second_turns: "decisions/0017-prefix-cache-by-size", products_in_the_changelog: "../CHANGELOG",
+    first_tokens_decided: "decisions/0025-one-memory-for-prompts",
+    second_turns: "decisions/0017-prefix-cache-by-size",
     on_a_cpu: "how-fast-and-why", server_load: "server-under-load", attackers: "server-under-load",
     steps: "decisions/0007-adapters-by-table", kv8: "fit-a-model", kv_pages: "serve-many-adapters", head8: "8-bit-head",
     head8_in_a_plan: "read-a-plan",

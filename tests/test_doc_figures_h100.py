@@ -73,19 +73,6 @@ def load_goals():
     yield " and ".join(f"{one['p99']:.1f} ms of {one['p50']:.1f}" for one in times)
 
 
-def load_in_the_changelog():
-    found = results_of("load_h100")
-    (_, eight, many, _), (_, eight_before, many_before, _) = found["rows"], found["before"]["rows"]
-    yield f"a server with 8 clients makes {whole(eight)} tokens per second instead of {whole(eight_before)}"
-    yield f"with 32 clients {whole(many)} instead of {whole(many_before)}"
-    rows = (eight, eight_before, many, many_before)
-    first = [f"{row['ttft_ms']['p99']:.0f}" for row in rows]
-    yield f"is {first[0]} ms instead of {first[1]} with 8 clients and {first[2]} instead of {first[3]} with 32"
-    yield f"32 adapters on 32 rows make {of_the_base():.1f} % of the base's tokens"
-    saved = saved_by_passes()
-    yield f"takes {min(saved):.0f} to {max(saved):.0f} % less time than with prompts one by one"
-
-
 def of_the_base():
     """Return the tokens per second with 32 adapters on 32 rows, in percent of those of the base alone."""
     adapters, base = results_of("load_many")["rows"]
@@ -187,7 +174,6 @@ CASES = {
     prompts_on_an_h100: "how-fast-and-why",
     load_on_an_h100: "server-under-load",
     load_goals: "how-fast-and-why",
-    load_in_the_changelog: "../CHANGELOG",
     many_adapters: "serve-many-adapters",
     many_adapters_decided: "decisions/0028-adapters-beside-products",
     batch_prompts: "many-prompts",
