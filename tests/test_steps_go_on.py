@@ -39,8 +39,8 @@ class Recorded(Running):
         self.log, served = [], self.worker.engine
         step, norms = served.step, base_values._row_norms
 
-        def recorded(*given):
-            step(*given)
+        def recorded(behind=None):
+            step(behind)
             self.log.append("step")
 
         def read(*args):

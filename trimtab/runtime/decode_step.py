@@ -14,7 +14,7 @@ run and replayed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -122,12 +122,6 @@ class DecodeStep:
             step = self.fused_step() if self.mode == "fused" else None
             return self._eager(state, step or self._short)
         return self._eager(state, self._modules)
-
-    def run_with(self, state: BatchState, forward: Callable[[int], Tensor]) -> tuple[Tensor, Tensor]:
-        """Return what `run` does, of the logits [count, V] that `forward` computes for so many rows."""
-        self.wrote_tokens = False
-        self.cache.seen_places = self._places(state)
-        return self._finish(forward, state.count)
 
     def _run_invariant(self, state: BatchState) -> tuple[Tensor, Tensor]:
         """Return what `run` does, each row with the bits that it has alone: of one graph of all rows, whoever is active, and of
