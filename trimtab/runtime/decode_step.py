@@ -389,7 +389,7 @@ class DecodeStep:
         slots: AdapterSlots | None, count: int,
     ) -> CapturedStep | None:  # fmt: skip
         """Return the graph of `run`, a step of len(names) rows, the first `count` of them in use; None where that failed."""
-        start, (step, bucket) = time.perf_counter(), run.args
+        start, step = time.perf_counter(), run.args[0]
         while len(self._graphs) >= most_graphs(self.model, self.rows):
             self._graphs.popitem(last=False)
         store = self.model.adapter_store
@@ -403,8 +403,6 @@ class DecodeStep:
             is_ours = step is self._fused or slots is not None
             with store.applying(slots):
                 overlap = is_ours and self._capturing.overlap_pays(run, slots, count)
-                if step is self._fused:
-                    self._capturing.refine(run, slots, bucket, count, overlap=overlap)
                 start = time.perf_counter()  # what was tried is done once on a card
                 with self.kernels.overlapping(overlap):
                     graph = self._capturing.record(run, slots, count)
