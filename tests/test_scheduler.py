@@ -782,16 +782,6 @@ def test_rows_that_do_not_go_together_end_the_one_that_came_last():
     assert ends(told) == {"first": "length", "second": "error"}
 
 
-def test_when_the_engine_cannot_go_on_everyone_is_told():
-    scheduler, engine, told, _ = make()
-    for name in "abc":
-        scheduler.submit(job(name, tokens=9))
-    scheduler.turn()
-    scheduler.fail_all(DeviceError("lost", device="cuda:0"))
-    assert ends(told) == {"a": "error", "b": "error", "c": "error"}
-    assert scheduler.is_idle and engine.active == []
-
-
 actions = st.lists(
     st.one_of(
         st.tuples(st.just("submit"), st.sampled_from([None, "a", "b", "c"]), st.integers(1, 4), st.integers(1, 6)),

@@ -481,11 +481,6 @@ class Scheduler:
                     self._forget(entry)
                     break
 
-    def fail_all(self, error: TrimtabError) -> None:
-        """End every job with an error: the engine cannot go on."""
-        for entry in list(self._known.values()):
-            self._fail(entry, error)
-
 
 def error_event(job_id: str, error: TrimtabError) -> Event:
     """Return the event that ends a job with an error."""
