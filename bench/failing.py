@@ -20,24 +20,16 @@ def worker(connection: Connection, settings: dict[str, Any]) -> None:
     import torch
 
     from trimtab.runtime.batch import Batch
-    from trimtab.runtime.hf_mixed_pass import MixedPasses
     from trimtab.serve import worker as real
 
-    prefill, forward = Batch._prefill, MixedPasses._forward
-
-    def check(prompt: Any) -> None:
-        if prompt.row.adapter == FAILING_ADAPTER:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    prefill = Batch._prefill
 
     def failing(self: Batch, prompt: Any, *given: Any) -> Any:
-        check(prompt)
+        if prompt.row.adapter == FAILING_ADAPTER:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return prefill(self, prompt, *given)
 
-    def failing_beside(self: MixedPasses, state: Any, prompt: Any, *given: Any) -> Any:
-        check(prompt)
-        return forward(self, state, prompt, *given)
-
-    Batch._prefill, MixedPasses._forward = failing, failing_beside  # type: ignore[method-assign]
+    Batch._prefill = failing  # type: ignore[method-assign]
     real.main(connection, settings)
 
 

@@ -611,7 +611,6 @@ def test_a_key_is_needed_where_one_is_set():
 
 ADMIN = (
     ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "a"}), ("/v1/unload_lora_adapter", {"lora_name": "style"}),
-    ("/api/verify", {}),
 )  # fmt: skip
 
 
@@ -791,10 +790,7 @@ def test_administration_is_described_with_what_refuses_it():
     found = description(has_key=True, beside=BESIDE)["paths"]
     for path in ADMIN_PATHS:
         assert {"401", "403"} <= set(found[path]["post"]["responses"])
-    assert (
-        "409" in found["/api/verify"]["post"]["responses"]
-        and "403" not in found["/v1/completions"]["post"]["responses"]
-    )
+    assert "403" not in found["/v1/completions"]["post"]["responses"]
 
 
 @pytest.mark.parametrize(
@@ -820,6 +816,5 @@ def test_the_api_process_imports_no_torch():
 
 
 def test_refusals_of_ours_keep_their_fields():
-    assert faults.raised_error(RequestError("no", field="a", value=1, allowed=("b",)))[1]["error"]["fields"] == {
-        "field": "a", "value": 1, "allowed": ["b"]
-    }  # fmt: skip
+    refused = faults.plain_error(RequestError("no", field="a", value=1, allowed=("b",)))
+    assert faults.told_error(refused)[1]["error"]["fields"] == {"field": "a", "value": 1, "allowed": ["b"]}

@@ -13,10 +13,9 @@ from starlette.testclient import TestClient
 import trimtab
 from tests.test_app import PICTURE
 from trimtab.demo.line import FOLDER as DEMO
-from trimtab.errors import AdapterError, CheckpointError, RequestError
+from trimtab.errors import AdapterError, CheckpointError
 from trimtab.redact import own_folders, without_paths
 from trimtab.request import LoadRequest
-from trimtab.serve import verifying
 from trimtab.serve.app import make_app
 from trimtab.serve.channel import Channel, event_to_message, job_from_message
 from trimtab.serve.job import Event
@@ -101,8 +100,7 @@ def found(folder, plan, monkeypatch, caplog, capfd):
         return Supervisor({**told, "a real plan": plan}, target=worker, **options)
 
     pool = Pool(models, settings, together=2, make=make)
-    extra = [*page_routes(settings), *verifying.verify_routes(pool, folders=pool.folders)]
-    app = make_app(pool, settings, Metrics(), extra=extra, folders=pool.folders)
+    app = make_app(pool, settings, Metrics(), extra=page_routes(settings), folders=pool.folders)
     with TestClient(app, headers=HEADERS, raise_server_exceptions=False) as client:
         end = time.monotonic() + READY_S
         while [m["state"] for m in client.get("/api/status").json()["models"]] != ["ready", "failed"]:
@@ -139,7 +137,6 @@ def test_no_answer_of_any_route_holds_a_folder_or_a_key(found):
         *(found.post("/v1/load_lora_adapter", json={**load, "lora_path": path}) for path in ("a", "b c", "..", "../base")),
         found.post("/v1/unload_lora_adapter", json={"lora_name": "nobody", "model": "good"}),
         found.get("/v1/models", headers={"authorization": f"Bearer {KEY}x"}),
-        found.post("/api/verify", json={"model": "bad"}), found.post("/api/verify", json={"model": "nobody"}),
     ]  # fmt: skip
     statuses = {answer.status_code for answer in answers}
     assert statuses >= {200, 400, 401, 404, 422, 503}
@@ -166,18 +163,6 @@ def test_an_error_keeps_its_words(found):
         "error"
     ]
     assert error["fields"]["problems"] == ["the file/adapter_config.json is short", "'the file' is no adapter"]
-
-
-def test_a_comparison_tells_no_folder(found, folder, monkeypatch):
-    def compare(work, heard):
-        heard({"event": "say", "value": f"reading {folder}/base/config.json"})
-        heard({"event": "report", "value": {"findings": [f"{folder}: differs"], "rows": [["text_1", str(folder)]]}})
-        raise RequestError("is wrong", field="model", value=str(folder))
-
-    monkeypatch.setattr(verifying, "_compare", compare)
-    text = found.post("/api/verify", json={"model": "good"}).text
-    check(text)
-    assert '"reading [path]"' in text and "[path]: differs" in text and "event: error" in text
 
 
 def test_the_status_has_what_the_page_needs_of_a_plan_and_no_more(found):

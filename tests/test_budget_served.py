@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from trimtab.serve.budget import RATIO_ASIDE, Budget
+from trimtab.serve.budget import Budget
 
 # Tokens of a chunk and its milliseconds.
 CHUNK_MS = (
@@ -56,10 +56,6 @@ class Machine:
         self.seen.add(tokens)
         return self._spent(first * (low_ms + (high_ms - low_ms) * (tokens - low) / (high - low)) / 1000)
 
-    def mixed(self, rows: int, tokens: int) -> float:
-        """A step with a chunk: 16 tokens take 20 ms beyond the step, 64 take 85, 128 take 190."""
-        return self._spent(0.050 + 0.005 * rows + 0.0012 * tokens + 2.2e-6 * tokens**2)
-
 
 def p99_in_steps(clients: int, prompt_tokens: int, *, slower: float, seed: int) -> float:
     """Return the 99th percentile between tokens in steps of as many rows. Each client asks again as soon as it is answered."""
@@ -101,48 +97,3 @@ def test_the_time_between_tokens_stays_within_three_steps(clients, prompt_tokens
     assert sum(steady) / 6 <= 3.0, steady
     changing = [p99_in_steps(clients, prompt_tokens, slower=0.4, seed=seed) for seed in range(6)]
     assert sum(changing) / 6 <= 3.15, changing
-
-
-def p99_with_steps(clients: int, prompt_tokens: int, *, slower: float, seed: int) -> tuple[float, int]:
-    """Return what `p99_in_steps` does where chunks go through with steps, and how many answers were given."""
-    machine, budget = Machine(random.Random(seed), slower), Budget()
-    aside = Budget(is_aside=True)
-    rows: list[int] = []
-    waiting, gaps, answers = [prompt_tokens] * clients, [], 0
-    told_at: float | None = None
-    while machine.now < SECONDS:
-        began, count, done, arriving = machine.now, len(rows), 0, 0
-        if waiting:
-            left_s = budget.left_s(count, ratio=RATIO_ASIDE)
-            size = (aside if aside.knows_chunks else budget).size(left_s, is_first=True)
-            done = min(size or 0, waiting[0])
-            assert done
-            waiting[0] -= done
-        if count:
-            seconds = machine.mixed(count, done) if done else machine.step(count)
-        else:
-            seconds = machine.chunk(done)
-            budget.took_chunk(done, seconds)
-        if waiting and not waiting[0]:
-            waiting.pop(0)
-            arriving = 1
-        if count and machine.now > SKIPPED_S:
-            gaps += [machine.now - began] * count
-        if count and done and (step_s := budget.step_s(count)) is not None:
-            aside.took_chunk(done, max(seconds - step_s, 0.0))
-        if told_at is not None and count and not done:
-            budget.took_step(count, machine.now - told_at)
-        told_at = machine.now if count and not done else None
-        left = [tokens - 1 for tokens in rows]
-        ended = sum(tokens <= 0 for tokens in left)
-        waiting, answers = waiting + [prompt_tokens] * ended, answers + ended
-        rows = [tokens for tokens in left if tokens > 0] + [ANSWER_TOKENS] * arriving
-    return sorted(gaps)[int(0.99 * len(gaps))] / ((0.050 + 0.005 * clients) * (1 + slower / 2)), answers
-
-
-@pytest.mark.parametrize(("clients", "prompt_tokens"), [(4, 65), (8, 65), (4, 257), (8, 257)])
-def test_the_time_between_tokens_stays_within_three_steps_where_chunks_go_with_them(clients, prompt_tokens):
-    steady = [p99_with_steps(clients, prompt_tokens, slower=0.0, seed=seed) for seed in range(6)]
-    assert sum(p99 for p99, _ in steady) / 6 <= 3.0, steady
-    changing = [p99_with_steps(clients, prompt_tokens, slower=0.4, seed=seed) for seed in range(6)]
-    assert sum(p99 for p99, _ in changing) / 6 <= 3.15, changing

@@ -20,7 +20,6 @@ from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
 from trimtab.runtime import decode_step, step_capture, step_choice, step_memory, tables, transient_room
 from trimtab.runtime.batch import Batch
-from trimtab.runtime.graph_cache import GraphCache
 from trimtab.runtime.prefill_graphs import Prompts
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
@@ -644,34 +643,6 @@ def test_every_family_is_captured_or_says_why(family, tmp_path):
         assert answers(batch) == expected
         reasons = [fall.why for fall in batch.steps.fallbacks if fall.what == "graph"]
         assert batch.steps.captures > 0 or reasons
-
-
-def test_a_cut_that_is_faster_in_a_whole_step_is_kept_there_and_no_other():
-    key, other = ("cut", (64,), 512, 1, False), ("cut", (64,), 512, 2, False)
-    ms = {"best alone": 3.0, "faster": 2.9, "wrong": 1.0, "fails": 0.5, "no better": 2.899, "another bucket": 0.1}
-    chosen, near = {key: "best alone", other: "best alone"}, {key: list(ms)[1:5], other: ["another bucket"]}
-    products = SimpleNamespace(chosen=chosen, near=near)
-    saved, told = [], []
-
-    class Stand:
-        kernels = SimpleNamespace(
-            most_rows=8, matvec=SimpleNamespace(products=products), save_cuts=lambda: saved.append(dict(chosen))
-        )
-        model = SimpleNamespace(measuring=lambda done, of: told.append((done, of)))
-        graphs = GraphCache()
-        streams_decoder = False
-
-        def tried(self, run, keep, count, *, overlap):
-            if chosen[key] == "fails":
-                raise RuntimeError("operation not permitted when stream is capturing")
-            return ms[chosen[key]], torch.tensor([[1.0, 5.0 if chosen[key] == "wrong" else 2.0]])
-
-    step_capture.StepCapture.refine(Stand(), None, None, 1, 1, overlap=True)
-    assert chosen[key] == "faster" and chosen[other] == "best alone"
-    assert near == {other: ["another bucket"]} and len(saved) == 1
-    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    step_capture.StepCapture.refine(Stand(), None, None, 1, 1, overlap=True)  # tried once
-    assert len(saved) == 1
 
 
 def test_whether_launches_overlap_beside_copied_layers_is_measured_for_that_batch():

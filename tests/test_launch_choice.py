@@ -183,17 +183,6 @@ def test_what_checks_and_steps_ask_for_is_compiled_at_once_before_they_do(module
     assert "rows.cu" in [job.name for job in several]
 
 
-def test_tuning_can_be_given_up_between_two_candidates(module, product, monkeypatch):
-    monkeypatch.setattr(tuning, "graph_us", lambda *_, **__: 1.0)
-    steps = tuning.tune_stepwise(product.groups, 2, module, limit=4)
-    first, second = next(steps), next(steps)
-    assert first != second
-    steps.close()
-    assert product.key not in module.products.measured
-    taken = tuning.tune(product.groups, 2, module, limit=4)
-    assert len(taken) == 4 and product.key in module.products.measured
-
-
 def test_what_was_tuned_is_known_to_the_next_process(module, product, tmp_path, monkeypatch):
     from trimtab.machine import own_folder
 

@@ -150,7 +150,7 @@ def test_a_model_gets_the_adapters_that_its_file_names_now():
         found = await pool.use(replace(first, adapters={"two": "z", "three": "w"}))
         assert (found["unloaded"], found["loaded"]) == (["a:one", "a:two"], ["a:two", "a:three"])
         assert found["needs_restart"] == found["problems"] == []
-        assert sorted(pool.running("a")[2]) == ["three", "two"]
+        assert sorted(pool._members["a"].adapters) == ["three", "two"]
         again = await pool.use(replace(first, adapters={"two": "z", "three": "w"}))
         assert not any(again.values())
         # What a client has loaded stays; a name that it took is a problem that is told.
@@ -158,7 +158,7 @@ def test_a_model_gets_the_adapters_that_its_file_names_now():
         found = await pool.use(replace(first, adapters={"mine": "q"}, rows=3))
         assert found["problems"] and "mine" in found["problems"][0]
         assert found["needs_restart"] == ["models.a"]
-        assert sorted(pool.running("a")[2]) == ["mine"]
+        assert sorted(pool._members["a"].adapters) == ["mine"]
         with pytest.raises(RequestError):
             await pool.load_adapter("a", "mine", "again")
         assert (await pool.use(model("b")))["needs_restart"] == ["models.b"]

@@ -79,10 +79,10 @@ def words(told, name):
 
 @pytest.mark.parametrize(
     ("way", "looks_ahead"),
-    [("captured", False), ("captured", True), ("behind", False), ("behind", True), ("beside", False)],
+    [("captured", False), ("captured", True), ("modules", False), ("modules", True)],
 )
 def test_every_answer_of_a_busy_server_is_the_one_that_its_request_gets_alone(model, way, looks_ahead, monkeypatch):
-    """way: prompts in chunks of still shapes behind steps, in transformers' own passes behind them, or in one pass with them."""
+    """way: prompts in chunks of still shapes behind steps, or in transformers' own passes behind them."""
     monkeypatch.setattr(model, "prefix_cache", PrefixCache(model, 2**22, block_tokens=8))
     chance, entered, told = random.Random(7), [], []
     real = Batch.enter
@@ -90,8 +90,6 @@ def test_every_answer_of_a_busy_server_is_the_one_that_its_request_gets_alone(mo
     engine = LoadedEngine(model, rows=4, resident_limit=2)
     engine.shelf.add("specialist", PATHS["specialist"])
     try:
-        if way == "behind":
-            monkeypatch.setattr(engine.batch.mixed, "why_not", lambda: "so that chunks are behind steps")
         if way == "captured":
             engine.batch.prompts = Prompts(engine.batch, "static", (16, 64))
             engine.batch.cache.has_prompt_row = True
@@ -107,8 +105,7 @@ def test_every_answer_of_a_busy_server_is_the_one_that_its_request_gets_alone(mo
                 scheduler.cancel(next(iter(gone & set(scheduler._known))))
             scheduler.turn()
             assert set(engine._by_row) == set(engine.batch.active)
-        through_with_steps = engine.batch.mixed.passes if way == "beside" else len(entered)
-        assert through_with_steps > 15 and not engine.batch.placed
+        assert len(entered) > 15 and not engine.batch.placed
         finished = [job for job in jobs if job.id not in gone]
         assert len(finished) > 40
         for job in finished:

@@ -374,7 +374,7 @@ def test_what_the_operator_named_stays():
 def test_adapters_come_and_go():
     async def work(pool):
         await pool.load_adapter(None, "x", "/x")
-        assert pool.resolve("x") == ("a", "x") and pool.running(None)[2] == {"x": "/x"}
+        assert pool.resolve("x") == ("a", "x") and pool._members["a"].adapters == {"x": "/x"}
         for name, field in (("x", "lora_name"), ("a", "lora_name")):
             with pytest.raises(RequestError) as caught:
                 await pool.load_adapter("a", name, "/x")

@@ -178,7 +178,7 @@ def test_the_map_of_rooms_is_the_tree():
 
 @pytest.mark.parametrize(
     "words",
-    ["", "x", "slow", "pOST /api/verify", "what can go wrong, as one tree:", "how a module of this package runs ..."],
+    ["", "x", "slow", "pOST /admin/reload", "what can go wrong, as one tree:", "how a module of this package runs ..."],
 )
 def test_a_line_of_the_map_that_says_nothing_is_refused_and_made_anew(words):
     text = rooms.GUIDE.read_text("utf-8")
@@ -198,7 +198,7 @@ def test_two_lines_of_the_map_with_the_same_words_are_refused():
 @pytest.mark.parametrize(
     ("docstring", "words"),
     [
-        ("POST /api/verify: whether it holds.", "POST /api/verify: whether it holds"),
+        ("POST /admin/reload: what it changes.", "POST /admin/reload: what it changes"),
         ("A plan: a table.", "a plan: a table"),
         (
             "The beginning of a sentence that is long enough: and more.",

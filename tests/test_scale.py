@@ -547,9 +547,6 @@ def test_the_front_is_the_single_servers_app(monkeypatch):
             refused = client.post("/v1/chat/completions", json={**body, **mix})
             assert refused.status_code == 400, refused.text
             assert "not supported: a mix of adapters with --ray" in refused.json()["error"]["message"]
-        assert client.post("/api/verify", json={}).status_code == 403
-        refused = client.post("/api/verify", json={}, headers={"authorization": "Bearer admin"})
-        assert refused.status_code == 400 and refused.json()["error"]["param"] == "verify"
     assert handle.asked == [("one", "/1", "one")] * 2
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
 from trimtab.serve import scheduler as scheduler_module
-from trimtab.serve.budget import KNOWN_STEPS, RATIO, TOWERS
+from trimtab.serve.budget import RATIO, TOWERS
 from trimtab.serve.job import Event, Job
 from trimtab.serve.scheduler import DeadlineError, QueueFullError, Scheduler
 
@@ -39,9 +39,8 @@ class MockEngine:
         self.step_s, self.owed_s = 0.01, 0.0
         self.chunk_s = lambda size: 0.010 + 0.00002 * size
         self.wait = lambda seconds: None
-        self.fail_prefill, self.fail_steps, self.mixes = {}, deque(), False  # mixes: chunks go through with steps
+        self.fail_prefill, self.fail_steps = {}, deque()
         self.begun, self.fail_late = {}, deque()
-        self.alone, self.broken = set(), set()  # whose chunks go behind steps, and whose fail beside them
         self.preparing = {}  # job id -> the future of its inputs
         self.unprepared = set()  # adapters
 
@@ -126,19 +125,12 @@ class MockEngine:
         self.active.append(answer)
         self._token(answer)
 
-    def goes_with_step(self, answer):
-        return self.mixes and not answer.needs_towers and answer.job.id not in self.alone
-
-    def step(self, behind=None, aside=None):
-        if aside is not None and aside.answer.job.id in self.fail_prefill:
-            aside.error = self.fail_prefill.pop(aside.answer.job.id)
+    def step(self, behind=None):
         if self.fail_steps:
             raise self.fail_steps.popleft()
         stepping = list(self.active)
         if self.fail_late:
             raise self.fail_late.popleft()
-        if aside is not None and aside.error is None:
-            self._aside(aside)
         self.log.append(("step", tuple(answer.job.id for answer in stepping)))
         # What was given to the device behind the last step comes before this one.
         self.wait(self.owed_s + self.step_s)
@@ -148,22 +140,6 @@ class MockEngine:
         for answer in stepping:
             if answer in self.active:
                 self._token(answer)
-
-    def _aside(self, aside):
-        answer = aside.answer
-        if answer in self.chosen:
-            self.chosen.remove(answer)
-        if answer.job.id in self.broken:
-            self.alone.add(answer.job.id)
-            return
-        self.log.append(("aside", answer.job.id))
-        self.asked_for.append(aside.most_tokens)
-        aside.size = min(aside.most_tokens, answer.job.prompt.get("size", 64))
-        self.wait(self.chunk_s(aside.size))
-        answer.pieces -= 1
-        aside.is_through = not answer.pieces
-        if aside.is_through:
-            self.placed.append(answer)
 
     def _token(self, answer):
         answer.tokens_left -= 1
@@ -512,14 +488,12 @@ def test_short_prompts_go_together_whichever_clients_they_are_of_and_whatever_lo
         max_size=25,
     ),
     rows=st.integers(1, 6),
-    mixes=st.booleans(),
 )
 @settings(deadline=None, max_examples=60)
-def test_a_client_with_a_waiting_prompt_is_passed_by_each_other_client_once(jobs, rows, mixes):
+def test_a_client_with_a_waiting_prompt_is_passed_by_each_other_client_once(jobs, rows):
     """jobs: (client, adapter, pieces of the prompt, turns before the next one comes). Between two of its prompts that start, no
     other client starts two while it waits, whichever adapters they ask for."""
-    scheduler, engine, told, _ = make(MockEngine(rows=rows), queue_limit=100)
-    engine.mixes = mixes
+    scheduler, _, told, _ = make(MockEngine(rows=rows), queue_limit=100)
     owner, waits_since, seen = {}, {}, 0
 
     def look():
@@ -808,16 +782,6 @@ def test_rows_that_do_not_go_together_end_the_one_that_came_last():
     assert ends(told) == {"first": "length", "second": "error"}
 
 
-def test_when_the_engine_cannot_go_on_everyone_is_told():
-    scheduler, engine, told, _ = make()
-    for name in "abc":
-        scheduler.submit(job(name, tokens=9))
-    scheduler.turn()
-    scheduler.fail_all(DeviceError("lost", device="cuda:0"))
-    assert ends(told) == {"a": "error", "b": "error", "c": "error"}
-    assert scheduler.is_idle and engine.active == []
-
-
 actions = st.lists(
     st.one_of(
         st.tuples(st.just("submit"), st.sampled_from([None, "a", "b", "c"]), st.integers(1, 4), st.integers(1, 6)),
@@ -833,10 +797,9 @@ actions = st.lists(
 
 
 @settings(max_examples=200, deadline=None)
-@given(actions, st.integers(1, 3), st.one_of(st.none(), st.integers(1, 2)), st.booleans())
-def test_whatever_happens_every_job_ends_once_and_nothing_is_left(steps, rows, slots, mixes):
+@given(actions, st.integers(1, 3), st.one_of(st.none(), st.integers(1, 2)))
+def test_whatever_happens_every_job_ends_once_and_nothing_is_left(steps, rows, slots):
     scheduler, engine, told, clock = make(MockEngine(rows=rows, slots=slots), queue_limit=5)
-    engine.mixes = mixes
     names, cancelled = [], set()
     for step in steps:
         match step:
@@ -890,113 +853,16 @@ def test_a_job_that_cannot_be_taken_leaves_nothing_behind(what, monkeypatch):
     assert told[-1].kind == "done"
 
 
-# Chunks that go through with a step ------------------------------------------------------------------------------------------
-
-
-def mixing(rows=4, **options):
-    engine = MockEngine(rows=rows)
-    engine.mixes, engine.chunk_sizes = True, ()
-    engine.chunk_s = lambda size: 0.0002 * size
-    made = make(engine, **options)
-    engine.wait = lambda seconds: setattr(made[3], "now", made[3].now + seconds)
-    return made
-
-
-def test_a_chunk_goes_through_with_the_step_of_those_who_are_answered():
-    scheduler, engine, told, _ = mixing()
-    scheduler.submit(job("first", tokens=30))
-    scheduler.turn()
-    scheduler.submit(job("second", pieces=3, tokens=2))
-    engine.log.clear()
-    for _ in range(KNOWN_STEPS):  # how long it takes by itself is not known yet
-        scheduler.turn()
-    assert engine.log == [("step", ("first",))] * KNOWN_STEPS
-    engine.log.clear()
-    for _ in range(3):
-        scheduler.turn()
-    steps = [("aside", "second"), ("step", ("first",))]
-    assert engine.log[:6] == steps * 3
-    assert [event.kind for event in told if event.job_id == "second"] == ["started", "text"]  # without another step
-    to_the_end(scheduler)
-    assert set(ends(told).values()) == {"length"}
-
-
-def test_chunks_beside_steps_are_as_large_as_three_steps_leave_time_for():
-    scheduler, engine, _, clock = mixing()
-    scheduler.submit(job("first", tokens=400))
-    for _ in range(5):
-        scheduler.turn()
-    scheduler.submit(job("second", pieces=40, size=1024, tokens=2))
-    gaps = []
-    while scheduler.waiting or scheduler._prefilling:
-        start = clock.now
-        scheduler.turn()
-        gaps.append(clock.now - start)
-    # Chunks are not known at first. Later 0.018 s beyond the step are left, for 90 tokens.
-    assert engine.asked_for[0] == 1024 and set(engine.asked_for[-10:]) == {80}
-    assert max(gaps[-30:]) <= RATIO * engine.step_s
-
-
-def test_an_adapter_that_fails_beside_a_step_ends_its_own_answer():
-    scheduler, engine, told, _ = mixing()
-    scheduler.submit(job("first", tokens=8))
-    scheduler.turn()
-    for name, steps_fail in (("second", False), ("third", True)):
-        scheduler.submit(job(name, pieces=3))
-        scheduler.turn()
-        engine.fail_prefill[name] = RequestError("bad", field="prompt")
-        if steps_fail:
-            engine.fail_steps.append(DeviceError("out of memory", device="x"))
-        scheduler.turn()
-    to_the_end(scheduler)
-    errors = {event.job_id for event in told if event.kind == "error"}
-    assert errors == {"second", "third"} and ends(told)["first"] == "length"
-    assert not engine.chosen and not engine.placed
-
-
-def test_a_prompt_whose_chunk_failed_beside_a_step_goes_on_behind_the_next():
-    scheduler, engine, told, _ = mixing()
-    scheduler.submit(job("first", tokens=9))
-    scheduler.turn()
-    engine.broken = {"second"}
-    scheduler.submit(job("second", pieces=2))
-    to_the_end(scheduler)
-    assert set(ends(told).values()) == {"length"}
-    assert ("prefill", "second") in engine.log and ("aside", "second") not in engine.log
-
-
-def test_what_goes_behind_a_step_is_as_large_as_chunks_with_steps_let_expect():
-    """Embeddings are never timed. By itself a chunk takes what it takes beside a step, and the weights are read once more."""
-    scheduler, engine, _, _ = mixing()
-    engine.chunk_s = lambda size: 0.0001 * size
-    scheduler.submit(job("idle", size=1024, tokens=1))
-    to_the_end(scheduler)  # a large chunk while nobody waits is known
-    scheduler.submit(job("first", tokens=400))
-    for _ in range(5):
-        scheduler.turn()
-    scheduler.submit(job("second", pieces=30, size=1024, tokens=2))
-    for _ in range(30):
-        scheduler.turn()
-    engine.alone = {"third"}
-    scheduler.submit(job("third", pieces=5, size=1024, tokens=2))
-    engine.asked_for.clear()
-    for _ in range(5):
-        scheduler.turn()
-    # 0.02 s are left behind a step, of which reading the weights takes 0.01.
-    assert set(engine.asked_for) <= {80, 96}
-
-
 def test_prompts_that_need_no_chunk_do_not_keep_others_waiting_behind_a_step():
-    scheduler, engine, _, _ = mixing()
-    scheduler.submit(job("first", tokens=400))
+    engine = MockEngine(rows=4)
+    engine.chunk_sizes, engine.chunk_s = (), lambda size: 0.00002 * size
+    scheduler, _, _, clock = make(engine)
+    engine.wait = lambda seconds: setattr(clock, "now", clock.now + seconds)
+    scheduler.submit(job("first", size=1024, tokens=400))
     for _ in range(5):
         scheduler.turn()
-    scheduler.submit(job("second", pieces=4, tokens=2))
-    for _ in range(6):
-        scheduler.turn()
-    engine.alone = {"third", "fourth"}
-    for name in sorted(engine.alone):
+    for name in ("second", "third"):
         scheduler.submit(job(name, size=0, tokens=2))  # it takes over what another one computed
     engine.log.clear()
     scheduler.turn()
-    assert [one for one in engine.log if one[0] == "prefill"] == [("prefill", "fourth"), ("prefill", "third")]
+    assert [one for one in engine.log if one[0] == "prefill"] == [("prefill", "second"), ("prefill", "third")]

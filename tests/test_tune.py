@@ -31,7 +31,7 @@ def test_what_cannot_be_tuned_is_refused_before_anything_is_loaded(flags, field,
 
 @pytest.fixture
 def model(monkeypatch, tmp_path):
-    """Return a model of one product on a card that is not there; `steps` is what was done to it."""
+    """Return a model of one product on a card that is not there; `steps` is what was timed."""
     done = []
     product = SimpleNamespace(groups=[[SimpleNamespace(shape=(2560, 2048))]], n=1, gate=None, key=KEY)
     module = SimpleNamespace(products=ProductCuts({KEY: WAYS[1]}))
@@ -40,17 +40,14 @@ def model(monkeypatch, tmp_path):
         def products(self, *_):
             return [product]
 
-        def tune(self, groups, dtype, counts, *, progress=None, again=False):
-            done.append(("tune", counts, again))
+        def tune(self, groups, dtype, counts, *, progress=None):
+            done.append(counts)
             module.products.chosen[KEY] = WAYS[2]
             module.products.measured = {KEY}
+            tuning.keep_tuned(module)
             return 1
 
-    def prepare():
-        done.append("whole step")
-        module.products.chosen[KEY] = WAYS[0]
-
-    batch = SimpleNamespace(steps=SimpleNamespace(kernels=Tuned(matvec=module)), prepare=prepare)
+    batch = SimpleNamespace(steps=SimpleNamespace(kernels=Tuned(matvec=module)))
     monkeypatch.setattr(tune_model, "Batch", lambda model, rows: batch)
     monkeypatch.setattr(hf_gemma4, "why_not", lambda model: None)
     monkeypatch.setattr(hf_gemma4, "product_groups", lambda model: [])
@@ -63,15 +60,15 @@ def model(monkeypatch, tmp_path):
     )
 
 
-def test_products_are_timed_first_then_tried_in_the_whole_step_and_the_last_word_is_kept(model):
+def test_the_fastest_of_each_product_is_kept_and_reported(model):
     report, document = tune_model.tune_model(model, rows=2)
-    assert model.steps == [("tune", [1, 2], True), "whole step"]
-    best = dataclasses.replace(WAYS[0], estimated_us=0.0)
+    assert model.steps == [[1, 2]]
+    best = dataclasses.replace(WAYS[2], estimated_us=0.0)
     assert launch_configs.kept(TARGET) == {KEY: best}
     assert launch_configs.from_text(launch_configs.to_text(document)) == (TARGET, {KEY: best})
     assert (report.card, report.products) == ("a card", 1)
     assert report.known == (
-        {"product": "2560 x 2048", "rows": 1, "cut": str(WAYS[0]), "status": launch_configs.MEASURED},
+        {"product": "2560 x 2048", "rows": 1, "cut": str(WAYS[2]), "status": launch_configs.MEASURED},
     )  # fmt: skip
     assert "2560 x 2048, 1 rows" in str(report)
 

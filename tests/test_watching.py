@@ -141,8 +141,8 @@ def test_a_changed_folder_answers_next_and_what_runs_keeps_the_old_weights(runni
     # One answer is held after its first step until the new files are in place.
     step, is_through, begun = worker.engine.step, threading.Event(), threading.Event()
 
-    def held(*given):
-        step(*given)
+    def held(behind=None):
+        step(behind)
         begun.set()
         assert is_through.wait(WAIT_S)
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trimtab.request import LoadRequest
-from trimtab.serve import run, verifying
+from trimtab.serve import run
 from trimtab.serve.channel import Channel, event_to_message, job_from_message
 from trimtab.serve.job import Event
 from trimtab.serve.pool import Pool
@@ -83,18 +83,6 @@ def _step(jobs, job_id):
         yield Event(job_id, "done", finish="stop", usage={"prompt_tokens": 1, "completion_tokens": count})
 
 
-class ToyPool(Pool):
-    def running(self, model):
-        name, _, adapters = super().running(model)
-        return name, {"request": {"adapters": adapters}}, adapters
-
-
-def compare(work, heard):
-    """Stand in for the two processes of a comparison."""
-    heard({"event": "say", "value": "comparing"})
-    heard({"event": "report", "value": {"equal": True}})
-
-
 def main(options):
     limits = Limits(**options.pop("limits", {}))
     keys, key_file = tuple(options.pop("api_keys", ())), options.pop("key_file", None)
@@ -102,8 +90,7 @@ def main(options):
         import resource
 
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    verifying._compare = compare
-    run.Pool = functools.partial(ToyPool, make=functools.partial(Supervisor, target=worker))
+    run.Pool = functools.partial(Pool, make=functools.partial(Supervisor, target=worker))
     served = ServedModel(name="toy", request=LoadRequest(model="none"))
     if "adapter_root" in options:
         options["adapter_root"] = Path(options["adapter_root"])

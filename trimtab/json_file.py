@@ -90,7 +90,6 @@ FOREIGN_FILES: dict[str, str] = {
          "sentencepiece.model", "spm.model", "spm_char.model", "source.spm", "target.spm", "prophetnet.tokenizer"), "vocabulary",
     ),
 }  # fmt: skip
-CONFIGS = ("config.json", "generation_config.json")
 TEMPLATES = "additional_chat_templates"
 
 _TO_BRACES = bytes.maketrans(b"[]", b"{}")

@@ -29,7 +29,6 @@ from trimtab.errors import RequestError
 INSIDE = Path(__file__).with_name("inside.py")
 POLL_S = 0.05
 DONE, FAILED, TIMEOUT, OOM_HOST, CRASHED = "done", "failed", "timeout", "oom-host", "crashed"
-ENDINGS = (DONE, FAILED, TIMEOUT, OOM_HOST, CRASHED)
 # A process that hangs uses less processor time than this share of one core, whatever its other threads do.
 IDLE_SHARE = 0.05
 

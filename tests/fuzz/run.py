@@ -5,8 +5,7 @@ model, some hundreds with the demo model.
 
 Schemathesis runs in an environment of its own (`make test-slow` makes it); TRIMTAB_FUZZ_PYTHON names its interpreter.
 Its coverage phase goes through every field of every operation at its edges; the fuzzing phase draws `examples` more of each
-operation, the same ones at each run: what an earlier run found is not kept. With the toy the two processes of
-POST /api/verify are a stand-in; with the demo model that path is left out.
+operation, the same ones at each run: what an earlier run found is not kept.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 
 from bench.served import DEMO, Served
 from tests.test_serve_run import ROOT, serving
-from trimtab.serve.openapi import BESIDE, VERIFY, description
+from trimtab.serve.openapi import BESIDE, description
 from trimtab.serve.request_kinds import CHAT, COMPLETIONS, COUNT_TOKENS, EMBEDDINGS, MESSAGES, RESPONSES
 
 VARIABLE = "TRIMTAB_FUZZ_PYTHON"
@@ -58,18 +57,13 @@ def run(examples: int = 60, seed: int = 1) -> dict[str, Any]:
 def run_real(examples: int = 40, seed: int = 2) -> dict[str, Any]:
     """Return the same with the demo model on the CPU."""
     with Served([*DEMO, *REAL]) as server:
-        record = _schemathesis(
-            f"http://{server.address}", examples=examples, seed=seed, phases="fuzzing", model="demo",
-            more=("--exclude-path", VERIFY),
-        )  # fmt: skip
+        record = _schemathesis(f"http://{server.address}", examples=examples, seed=seed, phases="fuzzing", model="demo")
         record["is_healthy"] = server.status()["state"] == "ready" and not server.status()["restarts"]
         record["log"] = _errors(server.log)
     return record
 
 
-def _schemathesis(
-    address: str, *, examples: int, seed: int, phases: str, model: str, more: tuple[str, ...] = ()
-) -> dict[str, Any]:
+def _schemathesis(address: str, *, examples: int, seed: int, phases: str, model: str) -> dict[str, Any]:
     python = Path(os.environ[VARIABLE]).absolute()
     with tempfile.TemporaryDirectory() as work:
         report, counts = Path(work) / "report.json", Path(work) / "counts.json"
@@ -78,7 +72,7 @@ def _schemathesis(
                 str(python), "-m", "schemathesis.cli", "run", f"{address}/openapi.json", "--max-examples", str(examples),
                 "--seed", str(seed), "--workers", "2", "--continue-on-failure", "--checks", ",".join(CHECKS),
                 "--phases", phases, "--suppress-health-check", "all", "--report", "json", "--report-json-path", str(report),
-                "--request-timeout", "120", "--generation-database", "none", *more,
+                "--request-timeout", "120", "--generation-database", "none",
             ],
             cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S,
             env={

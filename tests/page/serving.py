@@ -31,7 +31,6 @@ def main(port: int, keys: tuple[str, ...]) -> None:
     from trimtab.serve.pool import Pool
     from trimtab.serve.registry import ServedModel
     from trimtab.serve.settings import Settings
-    from trimtab.serve.verifying import verify_routes
 
     request = LoadRequest(
         model=str(DEMO / "base"), context_tokens=512, audio_s=1.0, device="cpu",
@@ -43,8 +42,7 @@ def main(port: int, keys: tuple[str, ...]) -> None:
     admin = tuple(key + ADMIN for key in keys)
     settings = Settings(port=port, api_keys=keys, admin_keys=admin, adapter_root=DEMO / "adapters")
     pool = Pool([served], settings)
-    app = make_app(pool, settings, Metrics(), extra=[*page_routes(settings), *verify_routes(pool, folders=pool.folders)],
-                   folders=pool.folders)  # fmt: skip
+    app = make_app(pool, settings, Metrics(), extra=page_routes(settings), folders=pool.folders)
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=2)
 
 

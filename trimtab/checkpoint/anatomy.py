@@ -6,7 +6,7 @@ no data, so that any architecture works and names follow transformers' own conve
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -141,9 +141,6 @@ class Anatomy:
 
     def by_path(self) -> dict[str, ModuleRow]:
         return {row.module_path: row for row in self.rows}
-
-    def modules_of(self, part: Part) -> Iterator[ModuleRow]:
-        return (row for row in self.rows if row.part == part)
 
     @cached_property
     def head_rows(self) -> tuple[ModuleRow, ...]:

@@ -99,7 +99,7 @@ def add(command: Command) -> None:
     )
     network.add_argument(
         "--admin-key", action="append", metavar="KEY",
-        help=f"a key for loading and unloading adapters and for parity checks; without one a server with API keys refuses "
+        help=f"a key for loading and unloading adapters; without one a server with API keys refuses "
         f"these; also from {ADMIN_KEY_VARIABLE}",
     )  # fmt: skip
     network.add_argument(

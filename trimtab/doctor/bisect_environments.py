@@ -61,14 +61,6 @@ def bisect_folder() -> Path:
     return user_cache_path("trimtab") / "bisect"
 
 
-def clear_environments(folder: Path | None = None) -> int:
-    """Delete all kept environments and downloads; returns how many environments there were."""
-    folder = folder or bisect_folder()
-    count = len(list(folder.glob(f"*/{READY}"))) if folder.is_dir() else 0
-    shutil.rmtree(folder, ignore_errors=True)
-    return count
-
-
 @dataclass(frozen=True)
 class Base:
     """The interpreter that environments are made from: its packages are theirs unless they have their own."""

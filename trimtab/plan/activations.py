@@ -265,7 +265,6 @@ def needs_of(
     is_fused: bool = False,
     in_place: bool = False,
     has_room: bool = False,
-    mixes: bool = False,
 ) -> Needs:
     """Return what a request needs beside weights, at its worst.
 
@@ -275,7 +274,7 @@ def needs_of(
     is_unpacked_elsewhere: whether a prompt's 4-bit weights are unpacked into room that is counted by itself. is_fused: whether
     steps read pages of keys and values where they are. in_place: whether a chunk reads grouped keys where they are
     (`repeated_tokens`). has_room: whether such chunks are captured: the memory of their graphs serves every pass of prompts and
-    towers, and nothing else. mixes: whether chunks go through with steps, which copy keys and values of several rows then.
+    towers, and nothing else.
     """
     kind = quant_of(anatomy, quant)
     is_captured, has_rows = has_rows, has_rows or use.batch > 1
@@ -307,7 +306,7 @@ def needs_of(
                 if chunk_tokens
                 else kv_cache_bytes(layers, dtype, batch=1, tokens=use.context_tokens, new_tokens=piece, kv=kv)
             ),
-            prompt.text(piece, use.context_tokens) + prompt_copies + (step_copies if mixes and use.batch > 1 else 0),
+            prompt.text(piece, use.context_tokens) + prompt_copies,
         ),
         "step": (stepped, several.text(1, use.context_tokens) + step_copies),
     }
@@ -338,15 +337,12 @@ def adapter_piece_bytes(anatomy: Anatomy) -> int:
 
 
 def smaller_needs(
-    anatomy: Anatomy, use: Use, *, quant: str, has_adapters: bool, has_rows: bool = False, is_fused: bool = False,
-    mixes: bool = False,
-) -> Iterator[tuple[str, int]]:  # fmt: skip
-    """Yield (what to ask less of, bytes it saves), for the advice in an error. has_rows, is_fused, mixes: as in `needs_of`."""
+    anatomy: Anatomy, use: Use, *, quant: str, has_adapters: bool, has_rows: bool = False, is_fused: bool = False
+) -> Iterator[tuple[str, int]]:
+    """Yield (what to ask less of, bytes it saves), for the advice in an error. has_rows, is_fused: as in `needs_of`."""
 
     def taken(one: Use) -> int:
-        needs = needs_of(
-            anatomy, one, quant=quant, has_adapters=has_adapters, has_rows=has_rows, is_fused=is_fused, mixes=mixes
-        )
+        needs = needs_of(anatomy, one, quant=quant, has_adapters=has_adapters, has_rows=has_rows, is_fused=is_fused)
         copies = step_copy_bytes(
             anatomy.kv_layers, anatomy.dtype, one.kv, rows=one.batch, context_tokens=one.context_tokens,
             is_paged=one.pool_tokens is not None, is_fused=is_fused,

@@ -170,7 +170,6 @@ class _Planner:
         self.asked = _asked(request, anatomy, self.blocks, machine)
         self.use = use_of(request, anatomy, chunk_tokens=chunk_tokens)
         self.is_captured = mode in CAPTURED and not machine.on_cpu
-        self.mixes = machine.on_cpu and not request.batch_invariant
         in_place = has_room(request.batch, machine.budget_bytes(request.gpu_memory_bytes))
         self.has_room = captures_prompts and in_place
         most = min(self.use.prefill_tokens, self.use.context_tokens)
@@ -178,7 +177,7 @@ class _Planner:
         self.needs = needs_of(
             anatomy, self.use, quant=request.quant, has_adapters=bool(adapters), has_rows=self.is_captured,
             chunk_tokens=max(self.chunks, default=0), is_fused=mode == "fused", has_room=self.has_room, in_place=in_place,
-            mixes=self.mixes, is_unpacked_elsewhere=bool(self.chunks) and (self.has_room or not captures_prompts),
+            is_unpacked_elsewhere=bool(self.chunks) and (self.has_room or not captures_prompts),
         )  # fmt: skip
         self.prompt_bytes = self._prompt_bytes()
         self.adapter_bytes = sum(adapters.values())
@@ -574,7 +573,7 @@ class _Planner:
         has_adapters = self.adapter_bytes > 0
         yield from smaller_needs(
             self.anatomy, self.use, quant=self.request.quant, has_adapters=has_adapters, has_rows=self.is_captured,
-            is_fused=self.mode == "fused", mixes=self.mixes,
+            is_fused=self.mode == "fused",
         )  # fmt: skip
         if self.asked_head == "full" and not self.machine.on_cpu:
             # 8 bits for 16, and a table that the head is tied to may leave.

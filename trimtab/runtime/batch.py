@@ -9,8 +9,7 @@
 
 Nothing of a prompt waits for the device before `join` does. A scheduler that gives the device a piece of a prompt while a step is
 on its way calls `batch.step(behind)`; a prompt that went through there is `place`d, which frees the place for the next one, and
-joins when the next step is on its way. On a CPU a piece can be in the same pass as a step (`batch.step(beside=...)`,
-hf_mixed_pass.py).
+joins when the next step is on its way.
 
 Rows stand close together from row 0 on: a row that leaves is filled by the last one, so that a step computes no empty
 rows. The same row numbers would change then, so a request is known by the `Row` object it got. Not thread-safe: whoever
@@ -49,7 +48,6 @@ from trimtab.runtime.batch_state import BatchState, StepBuffers
 from trimtab.runtime.capture_ahead import CaptureAhead
 from trimtab.runtime.chat import Inputs, fitted
 from trimtab.runtime.ends import with_likeliest
-from trimtab.runtime.hf_mixed_pass import Beside, MixedPasses
 from trimtab.runtime.kv_pages import RowPages
 
 if TYPE_CHECKING:
@@ -109,7 +107,6 @@ class Batch:
         )
         self.prompts = prefill_graphs.Prompts(self, "eager" if mode == "eager" else "auto")
         self.prefixes = prefix_cache.Prefixes(self)
-        self.mixed = MixedPasses(self)
         self.captures_ahead = CaptureAhead(self)
 
     def prepare(self, expected: Iterable[HeldAdapter] = ()) -> None:
@@ -338,13 +335,12 @@ class Batch:
                 hint="Run the requests one at a time",
             ) from exc  # fmt: skip
 
-    def step(self, behind: Callable[[], bool] | None = None, beside: Beside | None = None) -> list[Drawn]:
+    def step(self, behind: Callable[[], bool] | None = None) -> list[Drawn]:
         """Return the next token of every unfinished row, in the order of the rows. A row without a token gets an `error`.
 
         behind: called after the step is queued and before anything waits for it. It may compute prompts and let them join, and
-        returns whether it gave the device work. If it did not, or without it, the next step may be queued. beside: a prompt whose
-        next chunk goes through in the same pass, which `mixed.takes`. Errors: RequestError if a layer cannot apply different
-        adapters to different rows.
+        returns whether it gave the device work. If it did not, or without it, the next step may be queued. Errors: RequestError
+        if a layer cannot apply different adapters to different rows.
         """
         going = [row for row in self.active if row.finish is None]
         if not going:
@@ -352,7 +348,6 @@ class Batch:
         self.prefixes.flush()
         places = {row: row.number for row in self.active}
         ahead, self._ahead = self._ahead, None
-        assert beside is None or ahead is None, "what is queued ahead has no chunk"
         has_moved = False
         if ahead is not None and self._is_right(ahead):
             logits, greedy = ahead.logits, ahead.greedy
@@ -361,7 +356,7 @@ class Batch:
         else:
             if ahead is not None:
                 self.tell_tokens()  # it had gone on to tokens that nobody drew
-            logits, greedy = self._forward() if beside is None else self.mixed.run(self.state(), beside)
+            logits, greedy = self._forward()
         # From here on the step counts as done: if memory ran out before, the same one can be done again.
         self._advance()
         self._keep_first_logits(going, places, logits)

@@ -14,7 +14,7 @@ run and replayed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -122,12 +122,6 @@ class DecodeStep:
             step = self.fused_step() if self.mode == "fused" else None
             return self._eager(state, step or self._short)
         return self._eager(state, self._modules)
-
-    def run_with(self, state: BatchState, forward: Callable[[int], Tensor]) -> tuple[Tensor, Tensor]:
-        """Return what `run` does, of the logits [count, V] that `forward` computes for so many rows."""
-        self.wrote_tokens = False
-        self.cache.seen_places = self._places(state)
-        return self._finish(forward, state.count)
 
     def _run_invariant(self, state: BatchState) -> tuple[Tensor, Tensor]:
         """Return what `run` does, each row with the bits that it has alone: of one graph of all rows, whoever is active, and of
@@ -395,7 +389,7 @@ class DecodeStep:
         slots: AdapterSlots | None, count: int,
     ) -> CapturedStep | None:  # fmt: skip
         """Return the graph of `run`, a step of len(names) rows, the first `count` of them in use; None where that failed."""
-        start, (step, bucket) = time.perf_counter(), run.args
+        start, step = time.perf_counter(), run.args[0]
         while len(self._graphs) >= most_graphs(self.model, self.rows):
             self._graphs.popitem(last=False)
         store = self.model.adapter_store
@@ -409,8 +403,6 @@ class DecodeStep:
             is_ours = step is self._fused or slots is not None
             with store.applying(slots):
                 overlap = is_ours and self._capturing.overlap_pays(run, slots, count)
-                if step is self._fused:
-                    self._capturing.refine(run, slots, bucket, count, overlap=overlap)
                 start = time.perf_counter()  # what was tried is done once on a card
                 with self.kernels.overlapping(overlap):
                     graph = self._capturing.record(run, slots, count)

@@ -22,7 +22,7 @@ What is not covered: several sequences. Their keys cannot be expanded along the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,7 +119,7 @@ def use_in(hf_model: Any, device: torch.device, dtype: torch.dtype) -> str | Non
     views: dict[int, Any] = {}
     for module in modules:
         if id(module.config) not in views:
-            views[id(module.config)] = view(module.config, {"sdpa": NAME})
+            views[id(module.config)] = _view(module.config)
         module.config = views[id(module.config)]
     return None
 
@@ -133,13 +133,13 @@ def _modules(hf_model: Any) -> Iterator[Any]:
                 yield module
 
 
-def view(config: Any, names: Mapping[str, str]) -> Any:
-    """Return a config with the same attributes, also later ones, that names another attention where `names` has one."""
+def _view(config: Any) -> Any:
+    """Return a config with the same attributes, also later ones, that names this attention where the other says "sdpa"."""
     kind = type(config)
 
     def named(self: Any) -> str | None:
         name: str | None = kind._attn_implementation.fget(self)
-        return name if name is None else names.get(name, name)
+        return NAME if name == "sdpa" else name
 
     covered = type(kind.__name__, (kind,), {"_attn_implementation": property(named, kind._attn_implementation.fset)})
     one: Any = object.__new__(covered)

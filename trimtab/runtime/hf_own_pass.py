@@ -15,44 +15,30 @@ if TYPE_CHECKING:
     from trimtab.runtime.batch_request import Prompt
 
 
-def begin(batch: Batch, prompt: Prompt) -> int | None:
-    """Return the token that the next chunk begins with; None if none is left but one that goes through with a step. A prompt that
-    begins takes over what the prefix cache has of it."""
+def step(batch: Batch, prompt: Prompt, most_tokens: int | None = None) -> bool:
+    """Compute the next chunk of a prompt, of at most `most_tokens` where its inputs can be cut. Returns True when the prompt is
+    complete, or all of it but a last token that goes through with a step."""
+    model = batch.model
     if not prompt.done_tokens:
         is_text = not prompt.inputs.has_media and prompt.logits is None
         prompt.ends_in_step = is_text and open_prompts.ends_in_step(prompt)
         is_between = batch.prompts.tower_passes.is_between_pieces(prompt)
         # The chunks behind a resumed one go on at its positions.
         prompt.offset = 0 if is_between else batch.prefixes.resume(prompt)
-    start, count = prompt.done_tokens, prompt.inputs.prompt_tokens
-    if start < count - prompt.ends_in_step:
-        return start
-    if start < count:  # all but its last token have gone through; else the same prompt did before
-        prompt.chunk_tokens = 0
-    return None
-
-
-def end_of(batch: Batch, prompt: Prompt, start: int, most_tokens: int | None = None) -> int:
-    """Return where a chunk that begins at a token ends, if its inputs can be cut."""
-    last = prompt.inputs.prompt_tokens - prompt.ends_in_step
-    chunk = getattr(batch.model, "prefill_tokens", None) or prompt.inputs.prompt_tokens
-    return min(last, start + min(chunk, most_tokens or chunk), batch.prefixes.border(prompt))
-
-
-def step(batch: Batch, prompt: Prompt, most_tokens: int | None = None) -> bool:
-    """Compute the next chunk of a prompt, of at most `most_tokens` where its inputs can be cut. Returns True when the prompt is
-    complete, or all of it but a last token that goes through with a step."""
-    model = batch.model
-    start = begin(batch, prompt)
-    if start is None:
-        return True
     tensors, count = dict(prompt.inputs.tensors), prompt.inputs.prompt_tokens
+    start, last = prompt.done_tokens, count - prompt.ends_in_step
+    if start == count:  # the same prompt went through before
+        return True
+    if start == last:  # all but its last token did
+        prompt.chunk_tokens = 0
+        return True
     # A picture or sound is in one pass with its tokens, unless its towers have gone through before.
     is_embedded = batch.prompts.tower_passes.has_embeddings(prompt)
     is_whole = prompt.inputs.has_media and not start and not is_embedded
     if prompt.cache is None:
         prompt.cache = hf_slots.prompt_cache(model.hf_model, batch.cache.kv)
-    end = count if is_whole else end_of(batch, prompt, start, most_tokens)
+    chunk = getattr(model, "prefill_tokens", None) or count
+    end = count if is_whole else min(last, start + min(chunk, most_tokens or chunk), batch.prefixes.border(prompt))
     prompt.chunk_tokens = end - start
     if not is_whole:
         positions = hf_slots.prompt_positions(model.hf_model, start, end, model.device, prompt.offset)
@@ -84,4 +70,4 @@ def step(batch: Batch, prompt: Prompt, most_tokens: int | None = None) -> bool:
         prompt.logits = output.logits[0, -1].float()
     if is_whole:
         prompt.offset = hf_slots.read_offset(model.hf_model)
-    return end == count - prompt.ends_in_step
+    return end == last

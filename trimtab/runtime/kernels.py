@@ -68,7 +68,6 @@ class Kernels:
     matvec: Any = None
     left_out: dict[str, str] = field(default_factory=dict)
     measured_us: dict[str, tuple[float, float]] = field(default_factory=dict)
-    most_rows: int = MOST_ROWS
     overlap_pays: bool | None = None
     ends: Any = None
     rows: Any = None
@@ -244,16 +243,10 @@ class Kernels:
 
     def tune(
         self, groups: Sequence[Sequence[Sequence[Leaf]]], dtype: torch.dtype, counts: Sequence[int], *,
-        progress: Progress | None = None, again: bool = False,
+        progress: Progress | None = None,
     ) -> int:  # fmt: skip
-        """Measure which way to cut each product is fastest on this card and keep that for later processes; return how many.
-
-        again: also those that were tuned on this card before.
-        """
-        wanted = [
-            one for one in self.products(groups, dtype, counts)
-            if again or one.key not in self.matvec.products.measured
-        ]  # fmt: skip
+        """Measure which way to cut each product is fastest on this card and keep that for later processes; return how many."""
+        wanted = self.products(groups, dtype, counts)
         products = [(one.groups[0], one.n, one.gate is not None) for one in wanted]
         report = progress or (lambda done, of: None)
         if wanted:
@@ -267,7 +260,7 @@ class Kernels:
         if wanted:
             for group in groups:
                 self.measure(group[0], dtype)
-            self.save_cuts()
+            tuning.keep_tuned(self.matvec)
             self.checks.save()
             report(2 * len(wanted), 2 * len(wanted))
         return len(wanted)
@@ -285,10 +278,6 @@ class Kernels:
         )  # fmt: skip
         self.checks.save()
         return self
-
-    def save_cuts(self) -> None:
-        """Keep the cuts that were measured for the next process."""
-        tuning.keep_tuned(self.matvec)
 
     def measure(self, group: Sequence[Leaf], dtype: torch.dtype) -> tuple[float, float]:
         """Measure a group's product for one row: µs of ours and of the layers' own."""

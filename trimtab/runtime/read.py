@@ -206,14 +206,14 @@ class Reader:
     RING_PIECES x PIECE_BYTES pinned on the host, the two places on the device, up to AHEAD_BYTES of tensors early.
     """
 
-    def __init__(self, order: Iterable[Wanted], *, workers: int | None = None) -> None:
+    def __init__(self, order: Iterable[Wanted]) -> None:
         self._waiting = deque(order)
         self._jobs: deque[_Job | None] = deque()  # None: small, read when it is taken
         self._ahead_bytes = 0
         self._files: dict[Path, PositionedFile] = {}
         self._next_small: deque[torch.device] = deque()
         gpu = next((wanted.device for wanted in self._waiting if wanted.device.type == "cuda"), None)
-        self._pool = ThreadPoolExecutor(workers or min(16, os.cpu_count() or 1), thread_name_prefix="trimtab-read")
+        self._pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="trimtab-read")
         self._ring: SimpleQueue[tuple[Tensor, torch.cuda.Event | None]] = SimpleQueue()
         self._stream = torch.cuda.Stream(gpu) if gpu is not None else None
         self._pieces = [HostMemory(PIECE_BYTES, pinned=True) for _ in range(RING_PIECES if gpu is not None else 0)]

@@ -29,9 +29,6 @@ from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.runtime.step_choice import StepChoice
 
 Run = Callable[[], tuple[Tensor, Tensor]]
-# A cut is another one in a step if that takes less than this share of the time; scores further off than this share of the
-# largest are not those of this step.
-_WORTH, _FAR = 0.995, 0.1
 # Of the largest score: a rounding of every layer in bfloat16 (2^-9), a few of them in one direction.
 REPLAY_TOLERANCE = 2**-6
 
@@ -143,49 +140,6 @@ class StepCapture:
     def streams_decoder(self) -> bool:
         """Whether a step's weights are copied beside it: the time of one step is then also that of its copies."""
         return bool(self.order) or self.has_streamed_layers
-
-    def refine(self, run: Run, keep: Any, bucket: int, count: int, *, overlap: bool) -> None:
-        """Time the nearly fastest launch configurations in the whole step, and keep the fastest there.
-
-        This happens once per card and shape, for one row and for the largest number. The result is saved in the user's cache
-        folder.
-        """
-        if bucket not in (1, self.kernels.most_rows):
-            return
-        module = self.kernels.matvec
-        if module is None:
-            return
-        untried, chosen = module.products.near, module.products.chosen
-        keys = [key for key in untried if key[3] == bucket]
-        if not keys or self.streams_decoder:
-            return
-        best, expected = self.tried(run, keep, count, overlap=overlap)
-        largest = float(expected.abs().max())
-        count, done = sum(len(untried[key]) for key in keys), 0
-        for key in keys:
-            for cut in untried.pop(key):
-                done += 1
-                if self.model.measuring is not None:
-                    self.model.measuring(done, count)
-                before, chosen[key] = chosen[key], cut
-                try:
-                    ms, scores = self.tried(run, keep, count, overlap=overlap)
-                except (
-                    RuntimeError,
-                    DeviceError,
-                ) as exc:  # what cannot be captured is not chosen, and costs nothing else
-                    chosen[key] = before
-                    self.graphs.forget_pool()
-                    if is_out_of_memory(exc):
-                        raise
-                    continue
-                # Each computes the same product, summed in another order; what is far off is not used, however fast.
-                if ms < best * _WORTH and float((scores - expected).abs().max()) < _FAR * largest:
-                    best = ms
-                else:
-                    chosen[key] = before
-        self.kernels.save_cuts()
-        torch.cuda.empty_cache()  # every try had a pool of memory of its own
 
     def tried(self, run: Run, keep: Any, count: int, *, overlap: bool) -> tuple[float, Tensor]:
         """Return the milliseconds of a captured step and its scores; nothing that the next step reads is changed."""

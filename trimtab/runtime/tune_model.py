@@ -1,8 +1,7 @@
-"""Tuning the launch configurations of a loaded model on this card: each matmul alone, then the whole step.
+"""Tuning the launch configurations of a loaded model on this card: each matmul alone.
 
-`trimtab tune` runs this; a server tunes single products in idle time (serve/idle.py). What was measured is kept in a file of the
-user's own and used by the next process that loads a model with such layers; one that runs already keeps what it began with, so
-that its answers keep their bits.
+`trimtab tune` runs this. What was measured is kept in a file of the user's own and used by the next process that loads a model with
+such layers; one that runs already keeps what it began with, so that its answers keep their bits.
 """
 
 from __future__ import annotations
@@ -66,10 +65,7 @@ def tune_model(
         raise DeviceError(f"the 4-bit kernels are not used on this card: {reasons}", device=str(model.device))
     groups = hf_gemma4.product_groups(model.hf_model)
     counts = [count for count in PRODUCT_ROWS if count <= rows]
-    timed = kernels.tune(groups, model.dtype, counts, progress=progress, again=True)
-    # Captures the steps; what was nearly the fastest by itself is tried in them.
-    batch.prepare()
-    tuning.keep_tuned(kernels.matvec)
+    timed = kernels.tune(groups, model.dtype, counts, progress=progress)
     target = matvec.target_of(kernels.matvec)
     known = []
     for product in kernels.products(groups, model.dtype, counts):

@@ -1,13 +1,13 @@
-"""Checks of 4-bit matmuls on this card and the fastest launch configuration of each: `trimtab tune`, or idle time.
+"""Checks of 4-bit matmuls on this card and the fastest launch configuration of each (`trimtab tune`).
 
 `check` compares with float64, `tune` times the likely cuts of one shape over layers that do not fit the card's L2 cache, the norm
-in front by itself and as a part of the product. What was nearly as fast is tried in the whole step (step_capture.py).
+in front by itself and as a part of the product.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,12 +25,10 @@ from trimtab.runtime.quant import Packed, quantize, shell
 
 __all__ = [
     "LARGEST_ERROR", "RandomWeights", "check", "compile_ahead", "compile_cuts", "graph_us", "keep_tuned", "relative_error",
-    "stock_us", "tune", "tune_stepwise", "why_not_cut",
+    "stock_us", "tune", "why_not_cut",
 ]  # fmt: skip
 
 _PIECE = 2**20
-# Cuts that take less than so many times the fastest one's time are worth a try in a whole step, up to so many.
-_NEAR, _MOST_NEAR = 1.25, 4
 LARGEST_ERROR = 3e-3
 
 
@@ -211,35 +209,16 @@ def tune(
 ) -> dict[Cut, float]:  # fmt: skip
     """Time the cuts that may be fastest over groups of the same shapes, keep the fastest one; return µs a product.
 
-    As `tune_stepwise`, without pauses.
-    """
-    steps = tune_stepwise(groups, n, module, dtype=dtype, gate=gate, limit=limit, repeat=repeat, small=small)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            times: dict[Cut, float] = end.value
-            return times
-
-
-def tune_stepwise(
-    groups: Sequence[Sequence[Packed]], n: int, module: nvrtc.Module, *, dtype: torch.dtype = torch.bfloat16,
-    gate: str | None = None, limit: int = 8, repeat: int = 3, small: nvrtc.Module | None = None,
-) -> Generator[Cut, None, dict[Cut, float]]:  # fmt: skip
-    """Time the cuts of a product, one each time the next is requested; when all are timed, keep the fastest one.
-
-    Whoever stops asking gives up: nothing is kept then. groups: as many layers' weights as it takes to be larger than the card's
-    L2 cache, or the second run reads no memory. Each cut runs over all groups in a CUDA graph, launches overlapping where the card
-    can do that, as in a step. gate: the activation of a pair. A cut that cannot run here or does not compute what `choose`'s does
-    is dropped, whatever its time. small: the module with `add_norm`, to time the norm in front by itself and as a part of the
-    product. What was nearly as fast is in `products.near`: in a whole step, another one may be faster.
+    groups: as many layers' weights as it takes to be larger than the card's L2 cache, or the second run reads no memory. Each cut
+    runs over all groups in a CUDA graph, launches overlapping where the card can do that, as in a step. gate: the activation of a
+    pair. A cut that cannot run here or does not compute what `choose`'s does is dropped, whatever its time. small: the module with
+    `add_norm`, to time the norm in front by itself and as a part of the product.
     """
     weights, device = groups[0], module.device
     product = _Product(weights, n, module, dtype, gate)
     columns, overlap = weights[0].shape[1], module.capability >= (9, 0)
-    wanted, times = product.answers(None), {}
+    wanted, times = product.answers(None), dict[Cut, float]()
     for cut in cuts.unlike(matvec.ways(weights, n, module, pair=product.pair), limit):
-        yield cut
         if not product.is_right(cut, wanted):
             continue
 
@@ -251,18 +230,14 @@ def tune_stepwise(
 
         times[cut] = graph_us(run, device, repeat=repeat) / len(groups)
     if times:
-        best, *others = sorted(times, key=lambda cut: times[cut])
-        near = [cut for cut in others if times[cut] < _NEAR * times[best]][:_MOST_NEAR]
+        best = min(times, key=lambda cut: times[cut])
         if small is not None and best.may_be_normed and best.normed_bytes(columns) <= module.shared_bytes:
-            yield best
             pays = _norm_pays(
                 groups, product.x, product.out, best, product.gate, module, small, overlap=overlap, repeat=repeat
             )
             if pays is not None:
-                near = [replace(best, normed=not pays), *near]
                 best = replace(best, normed=pays)
         key = matvec.cut_key(weights, n, pair=product.pair)
-        module.products.near[key] = near
         module.products.chosen[key] = best
         module.products.measured.add(key)
     return times

@@ -192,7 +192,6 @@ SCHEMAS: Mapping[str, Schema] = {
     ),
     "Health": _object({"status": TEXT}),
     "Status": _object({"models": _list({"type": "object"}), "requests": _list({"type": "object"})}),
-    "VerifyPiece": _object({}, maybe={"say": TEXT, "report": {"type": "object"}}),
 }
 
 # Path -> what its answer is, and what each event of it is if it is streamed. Text is no JSON.
@@ -209,5 +208,4 @@ ANSWERS: Mapping[str, tuple[Schema | None, Schema | None]] = {
     "/v1/load_lora_adapter": (reference("AdapterChanged"), None),
     "/v1/unload_lora_adapter": (reference("AdapterChanged"), None),
     "/admin/reload": (reference("Reloaded"), None),
-    "/api/verify": (None, _events(reference("VerifyPiece"))),
 }  # fmt: skip

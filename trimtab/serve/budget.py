@@ -37,8 +37,6 @@ LEAST_TOKENS = 256
 DEARER = 1.5
 # A size below the least is taken where only it fits, if a token costs at most so many times what it costs at least.
 DEAREST = 2.5
-# Steps of a number of rows that are told before chunks go through with them: where prompts always wait there would be none later.
-KNOWN_STEPS = 2
 # Chunks of a smaller size that are tried before it is judged.
 TRIES = 3
 # A chunk with this share of a size's tokens is one of that size where chunks have any: none of SIZES is further from the next.
@@ -47,12 +45,6 @@ _FULL = 2 / 3
 HARDLY = 1.2
 # Sizes to choose from where chunks are not captured.
 SIZES = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-# Those of chunks that go through with a step: none has to be tried, and a token costs about as much in each.
-SIZES_ASIDE = tuple(sorted({*SIZES, 80, 112, 144, 160, 176, 208, 224, 240, 320, 448, 640, 896}))
-# Little of what they take beyond the step does not depend on their size.
-FIXED_ASIDE = 0.1
-# Steps that such a pass may take in place of RATIO: one of a hundred takes this much longer than what the budget reckons with.
-RATIO_ASIDE = 2.8
 # Stands for the size of a chunk where a prompt's images and audio went through their towers.
 TOWERS = -1
 _KEPT = 65  # durations of a kind that a median is made of
@@ -63,30 +55,18 @@ _FIXED = 0.5
 
 
 class Budget:
-    """The durations of steps and chunks. sizes: of chunks that an engine runs; empty for any. least: of a chunk behind a step, as
-    long as no smaller one is known to pay. is_aside: the chunks go through with steps, and take so long beyond them."""
+    """The durations of steps and chunks. sizes: of chunks that an engine runs; empty for any. least: of a chunk behind a step."""
 
-    def __init__(self, sizes: Sequence[int] = (), *, is_aside: bool = False) -> None:
-        self.sizes, self._tries = tuple(sorted(sizes or (SIZES_ASIDE if is_aside else SIZES))), not sizes
-        self.is_aside = is_aside
+    def __init__(self, sizes: Sequence[int] = ()) -> None:
+        self.sizes, self._tries = tuple(sorted(sizes)) or SIZES, not sizes
         self._steps: dict[int, deque[float]] = {}
         self._chunks: dict[int, deque[float]] = {}
         self._latest: deque[int] = deque(maxlen=_KEPT)  # sizes of chunks
         self._asked: dict[int, int] = {}  # how often a size was tried, whether it ran or the prompt was shorter
         self._count, self._ran = 0, dict[int, int]()  # chunks so far, and which was the last of a size
         self._token_s: dict[int, deque[float]] = {}  # seconds per token of full chunks, by size
-        least = 0 if is_aside else LEAST_TOKENS
-        self._unlearned_least = next((size for size in self.sizes if size >= least), self.sizes[-1])
+        self._unlearned_least = next((size for size in self.sizes if size >= LEAST_TOKENS), self.sizes[-1])
         self.least, self._is_trying = self._unlearned_least, False
-
-    @property
-    def knows_chunks(self) -> bool:
-        """Whether any chunk has been told."""
-        return bool(self._count)
-
-    def knows_step(self, rows: int) -> bool:
-        """Whether steps of as many rows have been told, not of another number of rows alone."""
-        return len(self._steps.get(_bucket(rows), ())) >= KNOWN_STEPS
 
     def took_step(self, rows: int, seconds: float) -> None:
         """Learn how long a step without prompts took."""
@@ -113,15 +93,6 @@ class Budget:
                 known.remove(max(known))
                 self._ran[size] = self._count
 
-    def step_s(self, rows: int) -> float | None:
-        """Return the median step of as many rows, of the nearest known number of rows, or None if nothing is known."""
-        known = self._known_bucket(rows)
-        return None if known is None else median(self._steps[known])
-
-    def _known_bucket(self, rows: int) -> int | None:
-        bucket_of_rows = _bucket(rows)
-        return min(self._steps, key=lambda bucket: (abs(bucket - bucket_of_rows), bucket), default=None)
-
     def chunk_s(self, size: int) -> float | None:
         """Return the seconds of a chunk of this size, estimated if none of this size has run; None if nothing is known."""
         return self._estimate(size, median)
@@ -143,32 +114,21 @@ class Budget:
         larger = min((known for known in self._chunks if known > size), default=None)
         smaller = max((known for known in self._chunks if known < size and known != TOWERS), default=None)
         if larger is None:
-            return None if smaller is None else self._beyond(size, smaller, of)
+            return None if smaller is None else of(self._chunks[smaller]) * size / smaller
         larger_s = of(self._chunks[larger])
         if smaller is None:
-            fixed = FIXED_ASIDE if self.is_aside else _FIXED
-            return larger_s * (fixed + (1 - fixed) * size / larger)
+            return larger_s * (_FIXED + (1 - _FIXED) * size / larger)
         smaller_s = min(of(self._chunks[smaller]), larger_s)
         return smaller_s + (larger_s - smaller_s) * (size - smaller) / (larger - smaller)
 
-    def _beyond(self, size: int, largest: int, of: Callable[[Sequence[float]], float]) -> float:
-        """Return the seconds of a chunk that is larger than all known ones, of which this is the largest."""
-        largest_s = of(self._chunks[largest])
-        token_s = largest_s / largest
-        other = max((known for known in self._chunks if known < largest and known != TOWERS), default=None)
-        if self.is_aside and other is not None:
-            # Part of the time may be fixed. What two sizes say of it is not relied on for more than half of the rest.
-            token_s = max((largest_s - of(self._chunks[other])) / (largest - other), token_s / 2)
-        return largest_s + token_s * (size - largest)
-
-    def left_s(self, rows: int, *, ratio: float = RATIO) -> float | None:
-        """Return the seconds left for chunks after a step of this many rows; None if nothing limits them. ratio: steps that both
-        take."""
-        bucket = self._known_bucket(rows) if rows else None
-        if bucket is None:
+    def left_s(self, rows: int) -> float | None:
+        """Return the seconds left for chunks after a step of this many rows, or of the nearest known number of rows; None if
+        nothing limits them."""
+        if not rows or not self._steps:
             return None
+        bucket = min(self._steps, key=lambda known: (abs(known - _bucket(rows)), known))
         step_s = median(self._steps[bucket])
-        return ratio * step_s - (min(_usual(self._steps[bucket]), _MOST_STEP * step_s) if self._tries else step_s)
+        return RATIO * step_s - (min(_usual(self._steps[bucket]), _MOST_STEP * step_s) if self._tries else step_s)
 
     def size(self, left_s: float | None, *, is_first: bool) -> int | None:
         """Return the largest size of a chunk, the least or more, that takes no longer than what is left; None if there is none. A

@@ -31,7 +31,6 @@ from trimtab.runtime.embedding import Embedding
 from trimtab.runtime.generate import Detokenizer, hidden_ids
 from trimtab.runtime.held_adapter import HeldAdapter
 from trimtab.runtime.hf_generate import Sampler
-from trimtab.runtime.hf_mixed_pass import Beside
 from trimtab.runtime.media import SAMPLE_RATE, picture_bytes, sound_rate
 from trimtab.runtime.media_ahead import audio_ahead, images_ahead
 from trimtab.runtime.model import LoadedModel
@@ -42,7 +41,6 @@ from trimtab.serve.client_errors import for_client
 from trimtab.serve.compiling import Compiling
 from trimtab.serve.constraint import Grammar
 from trimtab.serve.engine_errors import error_of, error_on_host, named
-from trimtab.serve.engine_protocol import Aside
 from trimtab.serve.job import Event, Job, Token
 from trimtab.serve.journal import write_traceback
 from trimtab.serve.media_pool import MediaPool
@@ -449,53 +447,14 @@ class LoadedEngine:
     def _named(self, what: str, job: Job | None = None) -> AbstractContextManager[None]:
         return named(what, self.model.device, job)
 
-    @property
-    def mixes(self) -> bool:
-        return self.batch.mixed.why_not() is None
-
-    def goes_with_step(self, answer: Answer) -> bool:
-        if answer.prompt is None or answer.is_complete:
-            return False
-        return self.batch.mixed.takes(answer.prompt)
-
-    def step(self, behind: Callable[[], bool] | None = None, aside: Aside | None = None) -> None:
-        beside = None if aside is None else self._begin_aside(aside)
-        kind, units = (
-            ("steps", 1) if aside is None else ("a step with a prompt", aside.answer.next_tokens(aside.most_tokens))
-        )
-        with self._named("answering"), self.pulse.work(kind, units):
-            tokens = self.batch.step(behind, beside)
-        if aside is not None and beside is not None:
-            self._end_aside(aside, beside)
+    def step(self, behind: Callable[[], bool] | None = None) -> None:
+        with self._named("answering"), self.pulse.work("steps"):
+            tokens = self.batch.step(behind)
         for sampled in tokens:
             self._told(self._by_row[sampled.row], sampled)
         for row, answer in self._by_row.items():
             if row.error is not None and not answer.is_over:
                 self._break(answer, row.error)
-
-    def _begin_aside(self, aside: Aside) -> Beside | None:
-        """Return the prompt for a step; None if its adapter failed, which `aside` has then."""
-        answer = self._prefilling = aside.answer
-        if answer in self._chosen:
-            self._chosen.remove(answer)
-        try:
-            with self._named("reading a prompt", answer.job):
-                self._begin_adapter(answer)
-        except TrimtabError as exc:
-            aside.error = exc
-            return None
-        return Beside(answer.prompt, aside.most_tokens)
-
-    def _end_aside(self, aside: Aside, beside: Beside) -> None:
-        aside.size, aside.is_through = beside.tokens, beside.is_through
-        if not beside.is_through:
-            return
-        try:
-            with self._named("reading a prompt", aside.answer.job):
-                self.batch.place(beside.prompt)
-            self._prefilling = None
-        except TrimtabError as exc:
-            aside.error = exc
 
     def _told(self, answer: Answer, sampled: Drawn) -> None:
         answer.first_token = answer.first_token or time.monotonic()

@@ -4,23 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-from trimtab.errors import TrimtabError
 from trimtab.serve.job import Event, Job
-
-
-@dataclass(eq=False)
-class Aside:
-    """The next chunk of a prompt, of at most `most_tokens`, that goes through with a step. Afterwards: its size, whether the prompt
-    is complete, or the error that ends its answer."""
-
-    answer: Any
-    most_tokens: int
-    size: int = 0
-    is_through: bool = False
-    error: TrimtabError | None = None
 
 
 class Engine(Protocol):
@@ -57,17 +43,9 @@ class Engine(Protocol):
         """Give a prompt that is through its row and its first token; in the order in which they went through. The next step draws
         the first token of one that `is_open`: it arrives before that step, and nothing waits."""
 
-    @property
-    def mixes(self) -> bool:
-        """Whether chunks go through with steps, in one pass, instead of behind them."""
-
-    def goes_with_step(self, answer: Any) -> bool:
-        """Whether the next chunk of a prompt can."""
-
-    def step(self, behind: Callable[[], bool] | None = None, aside: Aside | None = None) -> None:
+    def step(self, behind: Callable[[], bool] | None = None) -> None:
         """Decode one step of every row. behind: called once the step is on its way, before anything waits for it; returns whether
-        it gave the device more to do. aside: a chunk that goes through with the step. Errors: TrimtabError, such as memory that
-        ran out; the step can be called again, without a chunk that has an error."""
+        it gave the device more to do. Errors: TrimtabError, such as memory that ran out; the step can be called again."""
 
     def piece(self, answer: Any, most_tokens: int) -> tuple[int, bool]:
         """Compute the next piece of an answer that `needs_no_row`, of at most `most_tokens` where it can be cut. Return the size of

@@ -118,11 +118,6 @@ def told_error(error: Mapping[str, Any], folders: Sequence[str] = ()) -> tuple[i
     return error_json(error["class"], error["message"], error["fields"], folders)
 
 
-def raised_error(exc: TrimtabError, folders: Sequence[str] = ()) -> tuple[int, dict[str, Any]]:
-    """Return status and object of an error raised in this process."""
-    return told_error(plain_error(exc), folders)
-
-
 def plain_error(exc: BaseException) -> Mapping[str, Any]:
     """Return an error as the plain values of an event. An exception of another class is a bug: its text is not included."""
     return exc.to_dict() if isinstance(exc, TrimtabError) else {"class": "bug", "message": "", "fields": {}}

@@ -19,9 +19,6 @@ from dataclasses import replace
 from typing import Any
 
 from sse_starlette.sse import AppStatus
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from trimtab.adapter_names import is_mix
 from trimtab.errors import RequestError, TrimtabError
@@ -67,20 +64,13 @@ class Front:
         # The pool's queue begins where every row of every copy is taken.
         wide = [replace(model, copies=most) for model in models]
         self._pool = Pool(wide, settings, together=len(models), make=make)
-        extra = [*page_of(settings), Route("/api/verify", _verify, methods=["POST"])]
+        extra = page_of(settings)
         spans = tracing.from_environment() if settings.otel else None
         self._app = make_app(self._pool, settings, Metrics(), extra=extra, folders=self._pool.folders, spans=spans)
 
     def __serve_build_asgi_app__(self) -> Any:
         """Return the app; Ray asks for it once this is made, and runs its start and end."""
         return self._app
-
-
-async def _verify(request: Request) -> Response:
-    raise RequestError(
-        "is not available with --ray: it would load the plan a second time beside a copy", field="verify",
-        hint="Run `trimtab verify` on another machine",
-    )  # fmt: skip
 
 
 class Replicas:

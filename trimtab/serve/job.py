@@ -8,9 +8,6 @@ from typing import Any
 
 from trimtab.request import GenerateRequest
 
-# How an answer ends, in OpenAI's words where it has one.
-FINISHES = ("stop", "length", "tool_calls", "cancelled", "error")
-
 # What OpenAI says for a token of no probability; JSON has no infinity.
 LOWEST_LOGPROB = -9999.0
 

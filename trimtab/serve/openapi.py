@@ -16,9 +16,8 @@ import trimtab
 from trimtab.serve.answer_schemas import ANSWERS, SCHEMAS, reference
 from trimtab.serve.request_kinds import ANTHROPICS, REQUESTS
 from trimtab.serve.settings import ADMIN_PATHS, RELOAD
-from trimtab.serve.wire import ReloadRequest, VerifyRequest
+from trimtab.serve.wire import ReloadRequest
 
-VERIFY = "/api/verify"
 _WORDS = {
     "/health": "Whether this process answers", "/ready": "Whether a model could answer now",
     "/metrics": "Metrics in Prometheus' text form", "/openapi.json": "This description",
@@ -29,11 +28,11 @@ _WORDS = {
     "/v1/messages/count_tokens": "Count the tokens of such a request", "/v1/embeddings": "One vector per text",
     "/tokenize": "The tokens of a text or chat", "/detokenize": "The text of tokens",
     "/v1/load_lora_adapter": "Load an adapter below the server's folder",
-    "/v1/unload_lora_adapter": "Unload an adapter", VERIFY: "Compare the running plan with another computation, as a stream",
+    "/v1/unload_lora_adapter": "Unload an adapter",
     RELOAD: "Reload settings, keys and adapters",
 }  # fmt: skip
 # Routes that a server may have beside those of the API, and what their bodies are.
-BESIDE: Mapping[str, type[BaseModel]] = {VERIFY: VerifyRequest, RELOAD: ReloadRequest}
+BESIDE: Mapping[str, type[BaseModel]] = {RELOAD: ReloadRequest}
 _OPEN = ("/health", "/ready")
 # What any request may get: heads and bodies that cannot be read, connections that are all taken, mistakes of the server.
 _ALWAYS = {
@@ -101,8 +100,6 @@ def _refusals(path: str, kind: type[Any] | None, has_key: bool) -> dict[str, Any
         words[401] = "A valid API key is required"
     if path in ADMIN_PATHS:
         words[403] = "An admin key is required, or this server is not administered over HTTP"
-    if path == VERIFY:
-        words[409] = "A comparison is running"
     responses = {}
     for status, text in sorted(words.items()):
         schema = reference("Error")

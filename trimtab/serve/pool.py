@@ -18,7 +18,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from trimtab.adapter_names import check_mix, is_mix, parse_mix
@@ -26,7 +25,6 @@ from trimtab.errors import RequestError, TrimtabError
 from trimtab.redact import own_folders
 from trimtab.serve.clock import Clock
 from trimtab.serve.faults import UnknownModelError, plain_error, told_error
-from trimtab.serve.inside import look
 from trimtab.serve.job import Event, Job
 from trimtab.serve.registry import ServedModel, check_sharing, in_full
 from trimtab.serve.scheduler import QueueFullError, StoppingError
@@ -52,8 +50,6 @@ class _Member:
     served: ServedModel
     supervisor: Supervisor
     adapters: dict[str, str]
-    # Of adapters that clients have loaded: the folder below which their files have to be.
-    roots: dict[str, str] = field(default_factory=dict)
     last_used: float = field(default_factory=time.monotonic)
     in_flight: int = 0
     waiting: int = 0
@@ -144,20 +140,6 @@ class Pool:
 
     def takes(self, model: str) -> tuple[str, ...]:
         return ("text", *self._members[model].served.supports)
-
-    def running(self, model: str | None) -> tuple[str, Mapping[str, Any] | None, Mapping[str, str]]:
-        """Return a model's name, its plan as JSON (None before it was first loaded) and adapter -> folder.
-
-        Errors: RequestError if files of a client's adapter have left the server's adapter folder since it was loaded.
-        """
-        member = self._one(model)
-        for name, root in member.roots.items():
-            try:
-                look(Path(member.adapters[name]), Path(root))
-            except RequestError as exc:
-                if not isinstance(exc.__cause__, FileNotFoundError):  # what is gone cannot be read
-                    raise RequestError("is no longer below the adapter folder", field="adapter", value=name) from exc
-        return member.served.name, member.supervisor.plan, dict(member.adapters)
 
     def models(self) -> list[dict[str, Any]]:
         """Return every model and adapter as /v1/models shows it."""
@@ -409,8 +391,6 @@ class Pool:
             raise RequestError("an adapter of this name is loaded", field="lora_name", value=name)
         await self._call(member, "load_adapter", name=name, path=path, **({} if root is None else {"root": root}))
         member.adapters[name] = path
-        if root is not None:
-            member.roots[name] = root
 
     async def unload_adapter(self, model: str | None, name: str) -> None:
         """Unload an adapter. Errors: UnknownModelError if it is not loaded, RequestError if it is being used or
@@ -426,7 +406,6 @@ class Pool:
             )  # fmt: skip
         await self._call(member, "unload_adapter", name=name)
         member.adapters.pop(name, None)
-        member.roots.pop(name, None)
 
     @property
     def names(self) -> Sequence[str]:

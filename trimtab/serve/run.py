@@ -31,7 +31,6 @@ from trimtab.serve.metrics import Metrics
 from trimtab.serve.pool import Pool
 from trimtab.serve.registry import ServedModel
 from trimtab.serve.settings import Settings, is_loopback
-from trimtab.serve.verifying import verify_routes
 
 # How many waiting connections are accepted before the others have their turn.
 ACCEPT_AT_ONCE = 16
@@ -72,7 +71,7 @@ def serve(
     say(f"{address_of(listener)}  ({'this machine only' if is_loopback(settings.host) else 'with an API key'})")
     live, metrics = Live(settings), Metrics()
     reloader = Reloader(pool, live, reread or (lambda: (models, settings, ())), metrics.forget)
-    extra = [*page_of(settings), *verify_routes(pool, folders=pool.folders), *reloader.routes()]
+    extra = [*page_of(settings), *reloader.routes()]
     app = make_app(pool, settings, metrics, extra=extra, folders=pool.folders, live=live, spans=spans)
     guard = Guard(settings.limits, room_for_connections(settings.limits.connections, say))
     server = _Server(app, pool, settings, guard, reloader)

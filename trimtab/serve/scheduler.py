@@ -2,10 +2,10 @@
 
 One thread calls `turn` again and again; each turn takes up what has been prepared, for `ADMIT_S` at most, decodes one step of all
 rows and puts pieces of the waiting prompts through the model behind it, as many as budget.py has time for: a long prompt delays
-those who are being answered by little. Where the engine `mixes`, as on a CPU, a piece is in the same pass as the step. Other
-prompts of a turn are given to the device before the step's tokens are waited for, and join the rows in the next turn, so that the
-device always has work. Inputs are prepared on a thread of the engine's, so that images delay nobody. Imports no torch: the engine
-behind it does the work, and in the tests a mock one. No clock of its own: time comes from `now`.
+those who are being answered by little. Prompts of a turn are given to the device before the step's tokens are waited for, and
+join the rows in the next turn, so that the device always has work. Inputs are prepared on a thread of the engine's, so that
+images delay nobody. Imports no torch: the engine behind it does the work, and in the tests a mock one. No clock of its own: time
+comes from `now`.
 
 Clients take turns, and so do the adapters of one client (line.py). A prompt that has begun is computed to its end before another
 begins, because a batch has memory for one prompt on its way. So a long prompt is chosen only when the one before it is complete: a
@@ -24,8 +24,8 @@ from typing import Any
 
 from trimtab.adapter_names import label_of, parts_of
 from trimtab.errors import DeviceError, RequestError, TrimtabError
-from trimtab.serve.budget import RATIO_ASIDE, TOWERS, Budget
-from trimtab.serve.engine_protocol import Aside, Engine
+from trimtab.serve.budget import Budget
+from trimtab.serve.engine_protocol import Engine
 from trimtab.serve.job import Event, Job
 from trimtab.serve.line import Lines
 from trimtab.serve.rowless import Rowless
@@ -120,8 +120,6 @@ class Scheduler:
         self._rows: list[_Entry] = []
         self._rowless: Rowless[_Entry] = Rowless()
         self.budget = Budget(engine.chunk_sizes)
-        # Of chunks that go through with a step: what each takes beyond the step.
-        self.budget_aside = Budget(engine.chunk_sizes, is_aside=True)
         self._told_at: float | None = None  # when the last step was told, and nothing but steps came after it
         self._known: dict[str, _Entry] = {}
         self._uses: Counter[str | None] = Counter()
@@ -282,11 +280,7 @@ class Scheduler:
         rows = len(self._rows)
         self._arrive()
         left_s, count = self.budget.left_s(rows), 0
-        # Where chunks go through with steps, what they take beyond one is known. By itself a chunk reads the weights too.
-        known, fixed_s = self.budget, 0.0
-        if rows and self.engine.mixes and self.budget_aside.knows_chunks:
-            known, fixed_s = self.budget_aside, self.budget.step_s(rows) or 0.0
-        while (size := known.size(None if left_s is None else left_s - fixed_s, is_first=not count)) is not None:
+        while (size := self.budget.size(left_s, is_first=not count)) is not None:
             if count and self._needs_towers() and not self.budget.fits_towers(left_s):
                 break
             size_done = self._prefill(size)
@@ -295,21 +289,15 @@ class Scheduler:
             count += 1
             if left_s is None:  # nobody waits for a token: others may have arrived
                 break
-            if size_done == TOWERS:
+            if size_done:  # none where a prompt took over what another had computed
                 left_s -= self.budget.chunk_s(size_done) or 0.0
-            elif size_done:  # none where a prompt took over what another had computed
-                left_s -= (known.chunk_s(size_done) or 0.0) + fixed_s
         return count > 0
-
-    def _coming(self) -> _Entry | None:
-        """Return the job whose prompt the next piece is of."""
-        if self._prefilling is None:
-            self._choose()
-        return self._prefilling or next(iter(self._chosen), None)
 
     def _needs_towers(self) -> bool:
         """Whether the next piece is a pass of the towers."""
-        entry = self._coming()
+        if self._prefilling is None:
+            self._choose()
+        entry = self._prefilling or next(iter(self._chosen), None)
         return entry is not None and getattr(entry.answer, "needs_towers", False)
 
     def _arrive(self, *, only_open: bool = False) -> None:
@@ -457,12 +445,6 @@ class Scheduler:
     def _step(self) -> None:
         waiting = self._has_prompts or self._is_scored
         launched = waited = False
-        mixes, aside = self.engine.mixes, None
-        if mixes and waiting and self._goes_aside():
-            if self.budget.knows_step(len(self._rows)):
-                aside = self._choose_aside()
-            else:
-                waiting = False
 
         def behind() -> bool:
             nonlocal launched, waited
@@ -472,62 +454,20 @@ class Scheduler:
         while self._rows:
             start, stepping = self._now(), list(self._rows)
             try:
-                if aside is not None:
-                    self.engine.step(None, aside)
-                else:
-                    self.engine.step(behind if waiting else None)
+                self.engine.step(behind if waiting else None)
             except TrimtabError as exc:
-                if aside is not None:
-                    failed, aside = aside, None
-                    self._end_aside(failed)
-                    if failed.error is not None:  # without it the step may succeed
-                        continue
                 # The one that came last needs the room that the others had, or does not go together with them.
                 self._fail(self._rows[-1], exc)
                 continue
             now = self._now()
             self.counts.steps += 1
             self.counts.step_s += now - start
-            is_alone = not launched and aside is None
-            if is_alone and (mixes or self._told_at is not None):
-                self.budget.took_step(len(stepping), now - (start if self._told_at is None else self._told_at))
+            if self._told_at is not None and not launched:
+                self.budget.took_step(len(stepping), now - self._told_at)
             # What was launched behind this step delays the next one.
-            self._told_at = now if is_alone else None
+            self._told_at = None if launched else now
             self._report(stepping)
-            if aside is not None:
-                self._end_aside(aside, rows=len(stepping), seconds=now - start)
-            if mixes and not launched:
-                self._arrive()
             return
-
-    def _goes_aside(self) -> bool:
-        """Whether the next chunk can go through with a step."""
-        entry = self._coming()
-        return entry is not None and self.engine.goes_with_step(entry.answer)
-
-    def _choose_aside(self) -> Aside:
-        """Return the next chunk, which goes through with the next step."""
-        # As long as none of these chunks is known, what others take by themselves is more.
-        known = self.budget_aside if self.budget_aside.knows_chunks else self.budget
-        size = known.size(self.budget.left_s(len(self._rows), ratio=RATIO_ASIDE), is_first=True)
-        if self._prefilling is None:
-            self._prefilling = self._chosen.popleft()
-        assert size is not None  # the first of a turn always has one
-        return Aside(self._prefilling.answer, size)
-
-    def _end_aside(self, aside: Aside, *, rows: int = 0, seconds: float = 0.0) -> None:
-        """Note what became of a chunk. rows, seconds: of its step, with the chunk; 0 if the step failed."""
-        entry = self._prefilling
-        assert entry is not None and entry.answer is aside.answer
-        if aside.error is not None:
-            self._fail(entry, aside.error)
-            return
-        step_s = self.budget.step_s(rows) if rows else None
-        if step_s is not None:
-            self.budget_aside.took_chunk(aside.size, max(seconds - step_s, 0.0))
-        if aside.is_through:
-            self._prefilling = None
-            self._through.append(entry)
 
     def _report(self, entries: list[_Entry]) -> None:
         for entry in entries:
@@ -540,11 +480,6 @@ class Scheduler:
                     self.counts.by_adapter[name] = self.counts.by_adapter.get(name, 0) + 1
                     self._forget(entry)
                     break
-
-    def fail_all(self, error: TrimtabError) -> None:
-        """End every job with an error: the engine cannot go on."""
-        for entry in list(self._known.values()):
-            self._fail(entry, error)
 
 
 def error_event(job_id: str, error: TrimtabError) -> Event:

@@ -17,7 +17,7 @@ from trimtab.serve.quotas import KeyLimits
 LOOPBACK_NAMES = ("localhost",)
 # What changes the server for every client, or costs it much.
 RELOAD = "/admin/reload"
-ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/api/verify", RELOAD)
+ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", RELOAD)
 # Which fields of a request a lenient server has not used.
 IGNORED_HEADER = "x-trimtab-ignored"
 # Limits of one image or audio clip, and those of all that a request has.

@@ -429,14 +429,6 @@ class UnloadAdapterRequest(Strict):
     lora_int_id: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
 
-class VerifyRequest(Strict):
-    """POST /api/verify."""
-
-    model: Label | None = None
-    adapter: Label | None = None
-    against: Literal["resident", "base", "single", "alone"] = "resident"
-
-
 class ReloadRequest(Strict):
     """POST /admin/reload: an empty object, or no body at all."""
 

@@ -31,7 +31,6 @@ from trimtab.machine.memory import process_bytes
 from trimtab.request import LoadRequest
 from trimtab.serve.adapter_queue import AdapterQueue, Unprepared, Urgency
 from trimtab.serve.channel import Channel, Inbox, event_to_message, job_from_message
-from trimtab.serve.idle import LOOK_S, IdleTuning, idle_tuning
 from trimtab.serve.inside import look
 from trimtab.serve.job import Event
 from trimtab.serve.journal import keep_streams, set_up_as_parent, write_traceback
@@ -184,7 +183,6 @@ class _Worker:
             pieces = self.model.adapter_pieces(held)
             self._unprepared.add(Unprepared(pieces, _tried, _nothing, Urgency.START, names))
         self.is_draining = self._has_compiled = False
-        self.idle: IdleTuning | None = None
 
     def _add_adapter(self, name: str, path: str, root: str | None, *, is_first: bool) -> None:
         stamp = files_stamp(path)
@@ -221,8 +219,6 @@ class _Worker:
         self.model.close()
 
     def _answer(self) -> None:
-        with suppress(TrimtabError):  # what cannot be tuned is used as it is
-            self.idle = idle_tuning(self.model, self.engine.batch)
         self.inbox.start()
         while not (self.is_draining and self.scheduler.is_idle):
             while self.inbox.poll(self._patience_s()):
@@ -237,8 +233,6 @@ class _Worker:
             self.scheduler.turn()
             self._tell()
             self._use_idle_time()
-        if self.idle is not None:
-            self.idle.end()
         self._refuse_rest()
 
     def _refuse_rest(self) -> None:
@@ -258,15 +252,6 @@ class _Worker:
         if is_idle and not self._has_compiled:
             self._has_compiled = True
             self.engine.compile_ahead()
-        if self.idle is None:
-            return
-        if is_idle:
-            with self.pulse.work("tuning"):
-                self.idle.step()
-        else:
-            self.idle.disturb()
-        if self.idle.is_over:
-            self.idle = None
 
     def _capture_more(self) -> None:
         """Capture one more graph. What cannot be captured now is captured, or named, at its first use."""
@@ -286,7 +271,7 @@ class _Worker:
             return READING_S
         if self.engine.has_more_to_capture:
             return CAPTURING_S
-        return WATCH_S if self.idle is None else LOOK_S
+        return WATCH_S
 
     def _tell(self) -> None:
         if self.events or time.monotonic() - self._told > BEAT_S:

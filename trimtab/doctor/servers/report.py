@@ -84,11 +84,6 @@ def _short_line(bug: ServerBug, standing: str) -> str:
     return f"  {bug.id:<4} {bug.title} ({first}: {bug.evidence})"
 
 
-def is_address(model: str | None) -> bool:
-    """Return whether what a user named is a server's address."""
-    return model is not None and model.startswith(("http://", "https://"))
-
-
 def examine(url: str, *, key: str | None = None, transport: Any = None) -> ServerReport:
     """Return the report on a server. Errors: RequestError if it does not answer."""
     root = check_url(url, "url").removesuffix("/v1")

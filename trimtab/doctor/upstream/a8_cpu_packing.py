@@ -21,8 +21,7 @@ BUG = Bug(
     way_round="merge, move and save before any forward on the CPU; or support_avx512bf16_for_cpu = False on every Linear4bit",
     owner=("bitsandbytes",),
     trackers=("bitsandbytes-foundation/bitsandbytes#2078 (open, names only .to)",),
-    trimtab="it holds the packed bytes itself, as quantized; with --decode repacked it knows their order and keeps the "
-    "stored scales",
+    trimtab="it holds the packed bytes itself, as quantized, and never repacks them",
     evidence="run",
 )  # fmt: skip
 

@@ -18,7 +18,7 @@ BUG = Bug(
     way_round="support_avx512bf16_for_cpu = False on the layer",
     owner=("bitsandbytes",),
     trackers=(),
-    trimtab="it computes over the bytes as they are stored; with --decode repacked such a layer keeps them, by name",
+    trimtab="it computes over the bytes as they are stored",
     evidence="run",
 )  # fmt: skip
 

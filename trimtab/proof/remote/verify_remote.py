@@ -57,11 +57,6 @@ OLLAMA_PORT = "11434"
 OTHER_BASE = 0.3
 
 
-def is_remote(against: str) -> bool:
-    """Return whether `against` names a server."""
-    return against.startswith(("http://", "https://", OLLAMA))
-
-
 @dataclass
 class _Work:
     """The state while a server is examined."""

@@ -1,8 +1,8 @@
-// The panel on the right: adapters, which come and go, and the parity check.
+// The panel on the right: adapters, which come and go.
 
-import { get, post, stream } from "./api.js";
+import { get, post } from "./api.js";
 import { wordsOf } from "./chat.js";
-import { byId, counted, draw, make, offer, refill, renew, seconds, tell } from "./dom.js";
+import { byId, counted, draw, make, refill, renew, seconds, tell } from "./dom.js";
 import { sure } from "./sure.js";
 
 let shownModel = () => null, poll = async () => {};
@@ -26,7 +26,6 @@ export function showAdapters(model) {
   const shown = model.adapters.map((name) => [name, resident.includes(name), kept.includes(name), isLoaded, named.includes(name)]);
   const list = byId("adapters");
   byId("adapters-note").textContent = swaps ? `${counted(swaps, "swap")}, ${seconds(swap)} each` : "";
-  offer(byId("verify-adapter"), [[null, [["", "the base only"], ...model.adapters.map((one) => [one, one])]]]);
   renew(list, [model.name, shown], () => {
     const rows = shown.map(([name, isResident, isKept, , isNamed]) => make(
       "li", {}, make("span", { class: "who" }, name), whereOf(isResident, isKept, isLoaded),
@@ -78,53 +77,3 @@ byId("load-adapter").addEventListener("submit", async (event) => {
   send.disabled = false;
   if (document.activeElement === document.body) name.focus({ preventScroll: true });
 });
-
-// Parity ---------------------------------------------------------------------------------------------------------------
-
-let verifying = null;
-
-byId("verify-stop").addEventListener("click", () => verifying?.abort());
-byId("verify").addEventListener("submit", async (event) => {
-  event.preventDefault();
-  const send = byId("verify-send"), stop = byId("verify-stop"), said = byId("verify-said");
-  verifying = new AbortController();
-  send.disabled = true;
-  stop.disabled = false;
-  stop.focus();
-  tell(byId("verify-error"), "");
-  byId("verdict").replaceChildren();
-  said.textContent = "starting";
-  const body = { model: shownModel()?.name, adapter: byId("verify-adapter").value || null, against: byId("verify-against").value };
-  try {
-    for await (const line of stream("/api/verify", body, verifying.signal)) {
-      if (line.report) {
-        said.textContent = "";
-        refill(byId("verdict"), ...verdictOf(line.report));
-      } else {
-        said.textContent = line.say;
-      }
-    }
-  } catch (error) {
-    said.textContent = error.name === "AbortError" ? "stopped" : "";
-    if (error.name !== "AbortError") tell(byId("verify-error"), wordsOf(error));
-  }
-  verifying = null;
-  const hadFocus = document.activeElement === stop;
-  send.disabled = false;
-  stop.disabled = true;
-  if (hadFocus) send.focus({ preventScroll: true });
-});
-
-function verdictOf(report) {
-  const words = report.ok ? `As expected: ${report.verdict}` : `Not as expected: ${report.verdict}`;
-  const head = make("tr", {}, ...report.head.map((name) => make("th", { scope: "col" }, name)));
-  const rows = report.rows.map((cells) => make("tr", {}, ...cells.map((cell) => make("td", {}, cell))));
-  return [
-    make("p", { class: "verdict", role: "status" }, `${report.ok ? "✓" : "✗"} ${words}`),
-    make("p", { class: "quiet" }, `${report.subject} compared with ${report.reference}, ${counted(rows.length, "prompt")}`),
-    ...(report.findings.length ? [make("ul", { class: "findings" }, ...report.findings.map((text) => make("li", {}, text)))] : []),
-    make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Parity, prompt by prompt" },
-      make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows))),
-    ...report.floor.map((text) => make("p", { class: "hint" }, text)),
-  ];
-}
