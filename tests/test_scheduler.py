@@ -44,6 +44,14 @@ class MockEngine:
         self.alone, self.broken = set(), set()  # whose chunks go behind steps, and whose fail beside them
         self.preparing = {}  # job id -> the future of its inputs
         self.unprepared = set()  # adapters
+        self.open_tokens, self.interleaves = 1500, False
+
+    def passing_tokens(self, answer):
+        """A job says how many tokens its prompt has; without that it passes none."""
+        return answer.job.prompt.get("prompt_tokens", 0) if self.interleaves else 0
+
+    def kept_tokens(self, answer):
+        return 0
 
     def prepare(self, job):
         return self.preparing.get(job.id)
@@ -928,7 +936,7 @@ def test_chunks_beside_steps_are_as_large_as_three_steps_leave_time_for():
         scheduler.turn()
     scheduler.submit(job("second", pieces=40, size=1024, tokens=2))
     gaps = []
-    while scheduler.waiting or scheduler._prefilling:
+    while scheduler.waiting or scheduler._begun:
         start = clock.now
         scheduler.turn()
         gaps.append(clock.now - start)
