@@ -941,7 +941,7 @@ def test_chunks_beside_steps_are_as_large_as_three_steps_leave_time_for():
         scheduler.turn()
         gaps.append(clock.now - start)
     # Chunks are not known at first. Later 0.018 s beyond the step are left, for 90 tokens.
-    assert engine.asked_for[0] == 1024 and set(engine.asked_for[-10:]) == {80}
+    assert engine.asked_for[0] == 256 and set(engine.asked_for[-10:]) == {80}
     assert max(gaps[-30:]) <= RATIO * engine.step_s
 
 

@@ -22,8 +22,8 @@ class InProgress(Generic[Entry]):
     """The prompts in progress. most_tokens: of all of them together, beyond a first one of any length."""
 
     def __init__(self, most_tokens: int) -> None:
-        self.most_tokens, self.first = most_tokens, None
-        self.first: Entry | None
+        self.most_tokens = most_tokens
+        self.first: Entry | None = None
         self._beside: deque[Entry] = deque()  # whose piece is next comes first
         self._tokens: dict[Entry, int] = {}
         self._pieces = 0  # of short prompts since the last one of the first
