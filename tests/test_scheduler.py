@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -844,14 +844,15 @@ actions = st.lists(
 @given(actions, st.integers(1, 3), st.one_of(st.none(), st.integers(1, 2)), st.booleans())
 def test_whatever_happens_every_job_ends_once_and_nothing_is_left(steps, rows, slots, mixes):
     scheduler, engine, told, clock = make(MockEngine(rows=rows, slots=slots), queue_limit=5)
-    engine.mixes = mixes
+    engine.mixes = engine.interleaves = mixes
     names, cancelled = [], set()
     for step in steps:
         match step:
             case ("submit", adapter, pieces, tokens):
                 name = str(len(names))
                 try:
-                    scheduler.submit(job(name, adapter=adapter, pieces=pieces, tokens=tokens, deadline_s=3.0))
+                    one = job(name, adapter=adapter, pieces=pieces, tokens=tokens, deadline_s=3.0)
+                    scheduler.submit(replace(one, prompt={**one.prompt, "prompt_tokens": 100 * pieces**2}))
                 except QueueFullError:
                     continue
                 names.append(name)
