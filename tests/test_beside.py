@@ -125,6 +125,67 @@ def test_a_chat_of_the_same_client_passes_between_the_pieces_of_a_long_prompt(en
     assert told[-1].job_id == "long" and told[-1].kind == "done"
 
 
+@pytest.mark.parametrize("rows_before", [0, 1])
+def test_prompts_that_pass_each_other_between_chunks_change_no_answer(model, rows_before, monkeypatch):
+    """The long one has an adapter, and those that pass it have none."""
+    monkeypatch.setattr(type(model), "prefill_tokens", property(lambda self: 16), raising=False)
+    engine = LoadedEngine(model, rows=4)
+    texts = [job(f"short{number}", [20 + number, 5, 6, 7] * 6, tokens=6) for number in range(2)]
+    long = job("long", [100 + number for number in range(200)], tokens=6, adapter="style")
+    expected = {one.id: drawn(run(engine, one)[one.id]) for one in (long, *texts)}
+    told = []
+    scheduler = Scheduler(engine, told.append)
+    for number in range(rows_before):
+        scheduler.submit(job(f"row{number}", [9, 8, 7], tokens=40))
+        scheduler.turn()
+    scheduler.submit(long)
+    for _ in range(3):
+        scheduler.turn()
+    for one in texts:
+        scheduler.submit(one)
+        scheduler.turn()
+    assert engine._in_use().count("style") == 1  # it stays on the model while others pass
+    while scheduler.turn():
+        pass
+    order = [event.job_id for event in told if event.kind == "done"]
+    assert order.index("long") > max(order.index(one.id) for one in texts)
+    assert {name: drawn([event for event in told if event.job_id == name]) for name in expected} == expected
+    assert not engine._begun
+
+
+def drawn(events):
+    assert events[-1].kind == "done", events[-1].error
+    return "".join(event.text for event in events)
+
+
+def test_a_prompt_that_gave_its_keys_and_values_back_while_it_waited_for_a_row_goes_through_again(engine, monkeypatch):
+    monkeypatch.setattr(engine.batch, "ends", frozenset())  # every answer has its most tokens
+    ids = [100 + number for number in range(200)]
+    alone = run(engine, job("scored", ids, prompt_logprobs=1, tokens=5))["scored"]
+    told = []
+    scheduler = Scheduler(engine, told.append)
+    scheduler.submit(job("row", [5, 6, 7], tokens=200))
+    scheduler.turn()
+    scheduler.submit(job("scored", ids, prompt_logprobs=1, tokens=5))
+    while not scheduler._rowless.complete:
+        assert scheduler.turn() and len(scheduler._rows) == 1
+    answer = scheduler._rowless.complete[0].answer
+    assert engine.kept_tokens(answer) == 200
+    for name, count in (("small", 9), ("large", 240)):
+        scheduler.submit(job(name, ids[:count] + [7] * (count - 200), kind="embedding"))
+        while not any(event.job_id == name and event.kind == "done" for event in told):
+            assert scheduler.turn() and len(scheduler._rows) == 1
+        assert engine.kept_tokens(answer) == (200 if name == "small" else 0)
+    scheduler.cancel("row")
+    while scheduler.turn():
+        pass
+    events = [event for event in told if event.job_id == "scored"]
+    assert drawn(events) == drawn(alone) and "scored_tokens" not in alone[-1].usage
+    assert events[-1].usage["scored_tokens"] == events[-1].usage["prompt_tokens"] == 200
+    scores = [[event.data for event in one if event.kind == "scores"] for one in (events, alone)]
+    assert scores[0] == scores[1]
+
+
 def test_what_was_computed_for_one_that_left_is_told(engine):
     told = []
     scheduler = Scheduler(engine, told.append)

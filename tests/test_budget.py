@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -256,3 +257,22 @@ def test_short_prompts_find_a_small_size_although_its_first_chunk_took_long():
 
     taken = served(made, chunk_s, step_s=0.070, prompts=[65] * 40, rows=4)
     assert max(taken[-20:]) <= 48 and chunk_s(48) <= 0.140  # 65 take 0.170
+
+
+@pytest.mark.parametrize(
+    ("fixed_s", "token_s", "expected"),
+    [
+        (0.0, 0.0008, 256),  # 0.2 s, and hardly more for a token than in larger ones: the bundled model on two cores
+        (0.0, 0.0001, 1024),
+        (0.05, 0.0005, 384),  # a token of 256 costs a third more than one of 1,024
+        (3.0, 0.001, 1024),  # weights that come from a disk for each chunk
+        (2.0, 0.03, 256),  # however small a chunk is, it takes longer, and a token costs hardly more
+    ],
+)
+def test_a_chunk_that_no_row_waits_for_is_small_where_a_token_costs_hardly_more(fixed_s, token_s, expected):
+    budget, sizes = Budget(), []
+    for _ in range(12):
+        sizes.append(budget.size(None, is_first=True))
+        budget.took_chunk(sizes[-1], fixed_s + token_s * sizes[-1])
+    assert sizes[0] == LEAST_TOKENS and set(sizes[-4:]) == {expected}, sizes
+    assert Budget((128, 512)).size(None, is_first=True) == 512  # captured: never small

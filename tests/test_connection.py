@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import types
@@ -54,7 +55,8 @@ class Loop:
         return self.timers[-1]
 
     def create_task(self, coroutine, **options):
-        return Task(coroutine)
+        self.task = Task(coroutine)
+        return self.task
 
     def advance(self, by_s):
         end = self.now + by_s
@@ -71,6 +73,7 @@ class Transport:
 
     def write(self, data):
         self.written += data
+        self.was_reset |= self.has_left and bool(data)
 
     def abort(self):
         self.was_aborted = True
@@ -81,8 +84,19 @@ class Transport:
     def is_closing(self):
         return self.was_closed or self.was_aborted
 
+    has_left = was_reset = False
+
     def get_extra_info(self, name):
-        return None
+        return self if name == "socket" else None
+
+    def getsockname(self):
+        return ("127.0.0.1", 1)
+
+    getpeername = getsockname
+
+    def getsockopt(self, level, option):
+        """The system of a client that has left answers what is sent with a reset."""
+        return errno.ECONNRESET if self.was_reset else 0
 
     def pause_reading(self):
         pass
@@ -93,15 +107,17 @@ class Transport:
 class Connection:
     """A connection on a clock. answer: whether requests are answered at once, without their body."""
 
-    def __init__(self, *, answer):
-        async def app(scope, receive, send):
+    def __init__(self, *, answer, app=None):
+        async def answered(scope, receive, send):
             if not answer:
                 await client()
             await send({"type": "http.response.start", "status": 400, "headers": [(b"content-length", b"2")]})
             await send({"type": "http.response.body", "body": b"no"})
 
         self.loop, self.transport, self.guard = Loop(), Transport(), Guard(LIMITS, most=4)
-        config = uvicorn.Config(app, log_config=None, timeout_keep_alive=1000, lifespan="off", interface="asgi3")
+        config = uvicorn.Config(
+            app or answered, log_config=None, timeout_keep_alive=1000, lifespan="off", interface="asgi3"
+        )
         self.protocol = GuardedProtocol(config, ServerState(), {}, self.loop, guard=self.guard)
         self.protocol.connection_made(self.transport)
 
@@ -183,3 +199,58 @@ def test_heads_that_do_not_come_are_in_the_log_for_debugging_alone(logged):
     silent = Connection(answer=True)
     silent.loop.advance(LIMITS.head_s)
     assert silent.transport.was_aborted and not silent.transport.written and len(logged()) == 1
+
+
+# Clients that close their direction -----------------------------------------------------------------------------------
+
+
+def half_closed(version, kind, *, has_left=False):
+    """Return the connection of a client that has closed its direction while its answer is made. kind: "whole" or "stream", of which
+    a first piece has been sent."""
+
+    async def app(scope, receive, send):
+        headers = [(b"content-type", b"text/event-stream"), (b"content-length", b"8")]
+        if kind == "stream":
+            await send({"type": "http.response.start", "status": 200, "headers": headers[:1]})
+            await send({"type": "http.response.body", "body": b"data: a\n\n", "more_body": True})
+        await client()
+        if kind == "whole":
+            await send({"type": "http.response.start", "status": 200, "headers": headers[1:]})
+        await send({"type": "http.response.body", "body": b"data: b\n"})
+
+    one = Connection(answer=False, app=app)
+    one.transport.has_left = has_left
+    one.protocol.data_received(GET.replace(b"1.1", version))
+    assert one.protocol.eof_received()
+    return one
+
+
+@pytest.mark.parametrize("kind", ["whole", "stream"])
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_a_client_that_has_closed_both_directions_is_noticed_within_a_second(version, kind):
+    one = half_closed(version, kind, has_left=True)
+    one.loop.advance(1)
+    assert one.transport.was_aborted and one.protocol.cycle.disconnected
+
+
+@pytest.mark.parametrize("kind", ["whole", "stream"])
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@pytest.mark.parametrize("after_s", [3, 50, 120])
+def test_a_client_that_leaves_later_is_noticed_after_as_long_at_most(version, kind, after_s):
+    one = half_closed(version, kind)
+    one.loop.advance(after_s)
+    one.transport.has_left = True
+    assert not one.transport.was_aborted
+    one.loop.advance(after_s + 15)
+    assert one.transport.was_aborted and one.protocol.cycle.disconnected
+
+
+@pytest.mark.parametrize("wait_s", [0, 0.6, 40, 3600])
+def test_a_client_of_http_1_0_that_waits_gets_its_answer_as_it_is(wait_s):
+    one = half_closed(b"1.0", "whole")
+    one.loop.advance(wait_s)
+    with suppress(StopIteration):
+        one.loop.task.coroutine.send(None)
+    head, _, body = one.transport.written.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n") and b"HTTP" not in head[4:] and body == b"data: b\n"
+    assert one.transport.was_closed and not one.transport.was_aborted

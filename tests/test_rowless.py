@@ -175,18 +175,18 @@ def test_an_adapter_that_a_piece_needs_is_not_kept_from_its_slot_for_ever():
 
 @pytest.mark.parametrize("kind", ["short", "long"])
 def test_sizes_follow_the_seconds_of_earlier_pieces(kind):
-    pace, sizes = Rowless(), []
+    pace, sizes = Rowless(1000), []
     for _ in range(12):
-        sizes.append(pace.most_tokens(None))
+        sizes.append(pace.most_tokens(None, kind))
         tokens = min(sizes[-1], 3 if kind == "short" else 10**6)
-        pace.took(tokens, 0.001 * tokens)  # 1 ms a token
+        pace.took(tokens, 0.001 * tokens, kind)  # 1 ms a token
     if kind == "short":
         assert sizes == [32] * 12  # what was short says nothing of long ones
         return
     assert sizes[:3] == [32, 64, 128] and set(sizes[3:]) == {128} and PIECE_S >= 0.001 * 128
-    assert pace.most_tokens(0.04) == 32 and pace.most_tokens(1e-6) == SIZES[0]
-    pace.took(16, 2.0)
-    assert pace.most_tokens(None) == SIZES[0]
+    assert pace.most_tokens(0.04, kind) == 32 and pace.most_tokens(1e-6, kind) == SIZES[0]
+    pace.took(16, 2.0, kind)
+    assert pace.most_tokens(None, kind) == SIZES[0]
 
 
 # Over HTTP ------------------------------------------------------------------------------------------------------------

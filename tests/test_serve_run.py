@@ -457,13 +457,14 @@ def test_half_a_request_behind_the_last_answer_is_dropped(server):
     assert half_closed(server, GET[:20]) == half_closed(server) == b""
 
 
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_closes_its_direction_and_leaves_later_frees_its_place(server, stream):
+def test_a_client_that_closes_its_direction_and_leaves_later_frees_its_place(server, stream, version):
     raw = socket.create_connection((server.host, server.port), timeout=WAIT_S)
-    raw.sendall(request("wait", stream=stream))
+    raw.sendall(request("wait", stream=stream, version=version))
     raw.shutdown(socket.SHUT_WR)
     server.until(lambda: server.running() == 1)
-    assert raw.recv(12) in (b"HTTP/1.1 100", b"HTTP/1.1 200")
+    assert raw.recv(1) == b"H"
     assert server.running() == 1
     raw.close()
     server.until(lambda: server.running() == 0)

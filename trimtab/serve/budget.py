@@ -2,7 +2,8 @@
 
 A turn is a step of all rows and, behind it, chunks of prompts. Their time is bounded: step and chunks together take no more than
 `RATIO` times the median step of as many rows. One chunk goes through behind a step even where it takes longer: the least size, or a
-larger one that takes hardly longer. Without rows nothing is bounded. Pure: durations are told, none is measured here.
+larger one that takes hardly longer. Without rows a CPU's chunks take `ALONE_S` where that costs hardly more. Pure: durations are
+told, none is measured here.
 
 A chunk reads every weight. On a GPU this is most of its time up to a few hundred tokens, and smaller chunks would make prompts slow
 for everybody, so the least size is `LEAST_TOKENS`. On a CPU a chunk's time is nearly proportional to its tokens, and a small one
@@ -41,8 +42,10 @@ DEAREST = 2.5
 TRIES = 3
 # A chunk with this share of a size's tokens is one of that size where chunks have any: none of SIZES is further from the next.
 _FULL = 2 / 3
-# A chunk that takes so many times as long as the least one is taken in its place.
+# A chunk that takes so many times as long as the least one, or as long per token as the fastest one, is taken in its place.
 HARDLY = 1.2
+# Seconds of a chunk that no row waits for, where a smaller one costs hardly more.
+ALONE_S = 0.3
 # Sizes to choose from where chunks are not captured.
 SIZES = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 # Stands for the size of a chunk where a prompt's images and audio went through their towers.
@@ -135,7 +138,7 @@ class Budget:
         short prompt takes a smaller one. For the first chunk of a turn there always is one, so that no prompt waits for ever.
         It may be smaller (`_below_least`)."""
         if left_s is None:
-            return self.sizes[-1]
+            return self._alone()
         taken_s = {size: self.most_s(size) or 0.0 for size in self.sizes if size >= self.least}
         # That of the least size, unless one of its few chunks took long, as a first one may.
         most_s = max(left_s, min(taken_s.values()) * HARDLY) if is_first else left_s
@@ -148,6 +151,21 @@ class Budget:
         if exceeds and size is not None and not self._runs(self.least):
             return self.least  # its time is an estimate, which a larger one is not measured by
         return size
+
+    def _alone(self) -> int:
+        """Return the size of a chunk that no row waits for. On a CPU another prompt may come and wait for it: a smaller one delays
+        that by less, if a token costs hardly more. A size of twice as many tokens is tried as long as it saves more than that."""
+        if not self._tries:
+            return self.sizes[-1]
+        sizes = [size for size in self.sizes if size >= self._unlearned_least]
+        token_s = {size: median(self._token_s[size]) for size in sizes if size in self._token_s}
+        *_, smaller, largest = (None, None, *token_s)
+        double = next((size for size in sizes if size >= 2 * (largest or sizes[0] / 2)), None)
+        if double and (largest is None or smaller is None or token_s[largest] * HARDLY < token_s[smaller]):
+            return double
+        most_s = HARDLY * min(token_s.values())
+        paying = [size for size in sizes if token_s.get(size, 0.0) <= most_s]
+        return max((size for size in paying if (self.most_s(size) or 0.0) <= ALONE_S), default=paying[0])
 
     def _runs(self, size: int) -> int:
         """Return how many chunks of a size are known. Short prompts have none of exactly the size, but full ones of it."""

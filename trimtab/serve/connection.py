@@ -54,6 +54,9 @@ UNREAD_S = 5.0
 # many, something is sent to it.
 GONE_LOOK_S = 0.25
 GONE_PROBES, GONE_PROBE_EVERY = (0, 4), 60
+# What every answer begins with. A client of HTTP/1.0 knows no interim answer: it is sent a byte of this at each of these looks.
+ANSWER_BEGINS = b"HTTP/1.1 "
+GONE_PROBES_1_0 = (0, *(4 * 2**power for power in range(len(ANSWER_BEGINS) - 1)))
 VERSIONS = (b"1.0", b"1.1")
 # Complete requests that may wait at one time behind the one that is answered. With more of them, the answer ends the connection.
 # RFC 9112 section 9.3.2.
@@ -253,7 +256,8 @@ class GuardedProtocol(H11Protocol):
     def _look_whether_gone(self, look: int) -> None:
         """Find out whether a client that has closed its direction has left: its system then answers what is sent with a reset.
 
-        What is sent is nothing of the answer: `100 Continue`, which a client of HTTP/1.1 passes over, or a comment in a stream.
+        What is sent changes nothing of the answer: `100 Continue`, which a client of HTTP/1.1 passes over, a comment in a stream,
+        or the first bytes of the answer to a client of HTTP/1.0.
         """
         self._gone_timer = None
         if self.cycle is None or self.cycle.response_complete or self.transport.is_closing():
@@ -262,8 +266,12 @@ class GuardedProtocol(H11Protocol):
         if socket_here is not None and socket_here.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.cut()
             return
-        if (look in GONE_PROBES or not look % GONE_PROBE_EVERY) and not self.flow.write_paused:
-            if self.conn.our_state is h11.SEND_RESPONSE and self.conn.their_http_version == b"1.1":
+        is_early = self.conn.our_state is h11.SEND_RESPONSE
+        if is_early and self.conn.their_http_version != b"1.1":
+            if look in GONE_PROBES_1_0:
+                self.transport.write(self.conn.first_byte())
+        elif (look in GONE_PROBES or not look % GONE_PROBE_EVERY) and not self.flow.write_paused:
+            if is_early:
                 event = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
                 self.transport.write(self.conn.send(event) or b"")
             elif self.conn.our_state is h11.SEND_BODY and self.conn.is_event_stream:
@@ -388,6 +396,7 @@ class StrictConnection(h11.Connection):
     is_event_stream = False
     _is_chunked = False
     _chunks = _chunk_bytes = 0
+    _sent_bytes = 0  # of ANSWER_BEGINS, before the answer
 
     @property
     def has_data(self) -> bool:
@@ -413,7 +422,16 @@ class StrictConnection(h11.Connection):
         if type(event) is h11.Response:
             kinds = [value for name, value in event.headers if name == b"content-type"]
             self.is_event_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)
+            data, sent_bytes, self._sent_bytes = super().send(event) or b"", self._sent_bytes, 0
+            assert data.startswith(ANSWER_BEGINS)
+            return data[sent_bytes:]
         return super().send(event)
+
+    def first_byte(self) -> bytes:
+        """Return the next byte of what every answer begins with, b"" behind the last; the answer's head follows without it."""
+        byte = ANSWER_BEGINS[self._sent_bytes : self._sent_bytes + 1]
+        self._sent_bytes += len(byte)
+        return byte
 
     def next_event(self) -> Any:
         try:

@@ -53,6 +53,8 @@ from trimtab.serve.scheduler import error_event
 from trimtab.serve.shared_inputs import SharedInputs
 from trimtab.serve.shelf import AdapterShelf
 
+# Tokens of all prompts in progress, in contexts. A plan counts keys and values of one context for them; host memory takes more.
+OPEN_SHARE = {"cpu": 1.5, "gpu": 1.25}
 # What the processor is shown when the engine starts, and how long an image waits for that.
 LEARN_SIDE, LEARN_S = 64, 10.0
 
@@ -94,9 +96,8 @@ class LoadedEngine:
         self._has_learned = threading.Event()
         self._has_learned.set()
         self._by_row: dict[Row, Answer] = {}
-        self._prefilling: Answer | None = None
-        self._chosen: list[Answer] = []  # whose prompts go through next
-        self._rowless: Answer | None = None  # whose pieces go through between turns
+        # Whose prompts or pieces go through or will soon: their adapters stay on the model.
+        self._begun: list[Answer] = []
         self._times = ChunkTimes(model.device)
         self._grammar: Grammar | None = None
         self._hidden: dict[tuple[str, ...], frozenset[int]] = {}  # of each form of answers: as many as a template has
@@ -318,9 +319,8 @@ class LoadedEngine:
 
     def _in_use(self) -> list[str | None]:
         """Return the keys that rows and prompts on their way have."""
-        used = [row.adapter for row in (*self.batch.active, *self.batch.placed)]
-        others = (*self._chosen, self._prefilling, self._rowless)
-        return used + [answer.row.adapter for answer in others if answer is not None]
+        rows = (*self.batch.active, *self.batch.placed, *(answer.row for answer in self._begun))
+        return [row.adapter for row in rows]
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
@@ -337,9 +337,30 @@ class LoadedEngine:
             self._begin_adapter(answer)
             if answer.prompt is not None:
                 self.batch.pages.reserve(answer.row)
-        self._chosen.append(answer)
-        if self._rowless is answer:
-            self._rowless = None
+
+    @property
+    def open_tokens(self) -> int:
+        share = OPEN_SHARE["cpu" if self.model.device.type == "cpu" else "gpu"]
+        return int(share * self.model.context_tokens)
+
+    @property
+    def interleaves(self) -> bool:
+        """Whether each prompt has keys and values of its own, in host memory. Captured chunks write into one row of the batch's,
+        and batch-invariant prompts go through one at a time."""
+        return self.model.device.type == "cpu" and not self.batch.prompts.is_on and not self.batch.is_invariant
+
+    def passing_tokens(self, answer: Answer) -> int:
+        work = answer.embedding or answer.scores
+        if work is not None:
+            return work.prompt_tokens
+        if not self.interleaves or answer.prompt is None or answer.prompt.inputs.has_media:
+            return 0
+        return answer.prompt.inputs.prompt_tokens
+
+    def kept_tokens(self, answer: Answer) -> int:
+        return 0 if answer.prompt is None or answer.prompt.cache is None else answer.prompt.done_tokens
+
+    release = staticmethod(pieces.release)
 
     def goes_alone(self, answer: Answer) -> bool:
         if answer.prompt is None or answer.is_complete:
@@ -373,7 +394,7 @@ class LoadedEngine:
                 self._times.end(tokens)
         complete = [by_prompt[id(prompt)] for prompt in through]
         for answer in complete:
-            self._chosen.remove(answer)
+            self._begun.remove(answer)
         return tokens, complete
 
     def prefill(self, answer: Answer, most_tokens: int) -> tuple[int, bool]:
@@ -382,9 +403,6 @@ class LoadedEngine:
         Errors: DeviceError if memory runs out. MistakeError for any other failure that leaves the device usable: it ends this
         answer only.
         """
-        self._prefilling = answer
-        if answer in self._chosen:
-            self._chosen.remove(answer)
         kind = "towers" if answer.needs_towers else "a prompt"
         with self._named("reading a prompt", answer.job), self.pulse.work(kind, answer.next_tokens(most_tokens)):
             self._begin_adapter(answer)
@@ -400,7 +418,7 @@ class LoadedEngine:
             if is_through:
                 self.batch.place(answer.prompt)
         if is_through:
-            self._prefilling = None
+            self._begun.remove(answer)
         return answer.prompt.chunk_tokens, is_through
 
     def reload(self, name: str, adapter: Any) -> bool:
@@ -413,6 +431,7 @@ class LoadedEngine:
             return
         key = self.shelf.bring(answer.job.adapter, self._in_use())
         answer.row.adapter, answer.is_begun = key, True
+        self._begun.append(answer)
         for one in (answer.embedding, answer.scores):
             if one is not None:
                 one.adapter = key
@@ -436,7 +455,6 @@ class LoadedEngine:
     def piece(self, answer: Answer, most_tokens: int) -> tuple[int, bool]:
         """Compute the next piece of an embedding, or of a prompt's log-probabilities, and wait for it: its time is one that others
         wait. Errors: as `prefill`."""
-        self._rowless = answer
         with self._named("reading a prompt", answer.job), self.pulse.work("a piece", answer.next_tokens(most_tokens)):
             self._begin_adapter(answer)
             return pieces.run(answer, most_tokens, self.batch, self._tokenizer.decode)
@@ -473,12 +491,8 @@ class LoadedEngine:
         return events
 
     def drop(self, answer: Answer) -> None:
-        if self._prefilling is answer:
-            self._prefilling = None
-        if self._rowless is answer:
-            self._rowless = None
-        if answer in self._chosen:
-            self._chosen.remove(answer)
+        if answer in self._begun:
+            self._begun.remove(answer)
         answer.prompt = None
         if answer.row.number < 0:
             self.batch.pages.forget(answer.row)

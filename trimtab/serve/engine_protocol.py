@@ -14,6 +14,23 @@ class Engine(Protocol):
 
     rows: int
 
+    @property
+    def open_tokens(self) -> int:
+        """How many tokens prompts in progress may have together: more than a context, of which one prompt may take all."""
+
+    @property
+    def interleaves(self) -> bool:
+        """Whether prompts that go to rows can be in progress beside each other."""
+
+    def passing_tokens(self, answer: Any) -> int:
+        """Return the tokens of a prompt that may begin while another is in progress; 0 for one that may not."""
+
+    def kept_tokens(self, answer: Any) -> int:
+        """Return the tokens whose keys and values are kept for an answer whose log-probabilities are complete."""
+
+    def release(self, answer: Any) -> None:
+        """Give these keys and values back: the prompt goes through again."""
+
     def prepare(self, job: Job) -> Future[Any] | None:
         """Begin to make a job's inputs on another thread; None if there is nothing to make."""
 

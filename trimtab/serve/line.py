@@ -9,7 +9,7 @@ request (`Job.group`) share a prompt, so they are one turn. A client alone has e
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Generic, Protocol, TypeVar
 
 from trimtab.serve.job import Job
@@ -55,15 +55,19 @@ class Lines(Generic[Entry]):
         self._clients.setdefault(adapter, set()).add(client)
         self.overtaken.setdefault(adapter, 0)
 
-    def first(self, may_begin: Container[str | None]) -> Entry | None:
-        """Return the request whose turn it is among those for certain adapters. None if there is none."""
+    def first(self, may_begin: Container[str | None], fits: Callable[[Entry], bool] | None = None) -> Entry | None:
+        """Return the request whose turn it is among those for certain adapters. None if there is none. fits: whether it can be
+        taken now; others pass one that cannot."""
         clients = list(self._by_client)
         if clients and clients[0] == self._skipped:
             clients.append(clients.pop(0))
         for client in clients:
             for adapter, line in self._by_client[client].items():
-                if adapter in may_begin:
-                    return line[0]
+                if adapter not in may_begin:
+                    continue
+                found = line[0] if fits is None else next((entry for entry in line if fits(entry)), None)
+                if found is not None:
+                    return found
         return None
 
     def take(self, entry: Entry) -> None:

@@ -68,6 +68,15 @@ def _scored(answer: Answer, scores: PromptScores, batch: Batch, decode: Decode) 
     return True
 
 
+def release(answer: Answer) -> None:
+    """Give back the keys and values that were handed to an answer's prompt, which goes through again."""
+    prompt = answer.prompt
+    assert prompt is not None
+    if prompt.cache is not None:
+        answer.scored_twice = prompt.done_tokens
+        prompt.cache, prompt.logits, prompt.done_tokens = None, None, 0
+
+
 def scored_event(job_id: str, start: int, scores: Sequence[Mapping[int, tuple[float, int]]], decode: Decode) -> Event:
     """Return a piece of a prompt's log-probabilities as vLLM shows them: values of a JSON list, which are put into the response as
     they are. start: the first token of the piece; the first one of a prompt has no probability, which is null."""

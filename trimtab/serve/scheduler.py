@@ -7,9 +7,9 @@ join the rows in the next turn, so that the device always has work. Inputs are p
 images delay nobody. Imports no torch: the engine behind it does the work, and in the tests a mock one. No clock of its own: time
 comes from `now`.
 
-Clients take turns, and so do the adapters of one client (line.py). A prompt that has begun is computed to its end before another
-begins, because a batch has memory for one prompt on its way. So a long prompt is chosen only when the one before it is complete: a
-client that comes later waits for one prompt of another client, not for all that were sent before. What needs no row, embeddings and
+Clients take turns, and so do the adapters of one client (line.py). A long prompt is chosen only when the one before it is complete:
+a client that comes later waits for one prompt of another client, not for all that were sent before. Where prompts have keys and
+values of their own, as on a CPU, short ones pass it between its chunks (in_progress.py). What needs no row, embeddings and
 log-probabilities of prompts, goes through in pieces between the turns and delays no other prompt by more than one (rowless.py).
 """
 
@@ -26,6 +26,7 @@ from trimtab.adapter_names import label_of, parts_of
 from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.serve.budget import Budget
 from trimtab.serve.engine_protocol import Engine
+from trimtab.serve.in_progress import InProgress
 from trimtab.serve.job import Event, Job
 from trimtab.serve.line import Lines
 from trimtab.serve.rowless import Rowless
@@ -113,12 +114,12 @@ class Scheduler:
         self.engine, self._tell, self.queue_limit, self._now = engine, emit, queue_limit, now
         self._lines: Lines[_Entry] = Lines()
         self._arrived: deque[_Entry] = deque()
-        self._prefilling: _Entry | None = None
+        self._begun: InProgress[_Entry] = InProgress(engine.open_tokens)
         self._chosen: deque[_Entry] = deque()  # those whose prompts go through next, each with a row to come
         self._is_apart = False  # whether a pass of several prompts failed: what is chosen goes one by one
         self._through: deque[_Entry] = deque()  # prompts that will have a row in the next turn
         self._rows: list[_Entry] = []
-        self._rowless: Rowless[_Entry] = Rowless()
+        self._rowless: Rowless[_Entry] = Rowless(engine.open_tokens)
         self.budget = Budget(engine.chunk_sizes)
         self._told_at: float | None = None  # when the last step was told, and nothing but steps came after it
         self._known: dict[str, _Entry] = {}
@@ -133,12 +134,12 @@ class Scheduler:
     @property
     def running(self) -> int:
         """How many jobs have a row, or their prompt on the way through the model."""
-        return self._taken + (self._rowless.current is not None)
+        return self._taken + self._rowless.running
 
     @property
     def _taken(self) -> int:
         """How many rows are taken, or will be by prompts on their way."""
-        return len(self._rows) + len(self._through) + len(self._chosen) + (self._prefilling is not None)
+        return len(self._rows) + len(self._through) + len(self._chosen) + len(self._begun)
 
     @property
     def is_idle(self) -> bool:
@@ -200,8 +201,8 @@ class Scheduler:
         if entry in self._lines:
             self._lines.remove(entry)
         self._free(entry)
-        if self._prefilling is entry:
-            self._prefilling = None
+        if entry in self._begun:
+            self._begun.remove(entry)
         for others in (self._through, self._chosen):
             if entry in others:
                 others.remove(entry)
@@ -240,36 +241,50 @@ class Scheduler:
     @property
     def _has_prompts(self) -> bool:
         """Whether prompts wait, or are on their way to a row."""
-        return bool(self._through or self._prefilling or self._chosen or self._lines)
-
-    @property
-    def _is_scored(self) -> bool:
-        """Whether what was computed without a row needs one now."""
-        entry = self._rowless.current
-        return entry is not None and not entry.answer.needs_no_row
+        return bool(self._through or self._begun or self._chosen or self._lines)
 
     def _piece(self) -> None:
         """Compute a piece of what needs no row, if it is its turn."""
-        if not self._rowless or self._is_scored:
+        if not self._rowless:
             return
         left_s = self.budget.left_s(len(self._rows))
         if not self._rowless.is_due(left_s, is_shared=self._has_prompts):
             return
-        if self._rowless.current is None:
-            self._rowless.current = self._next(self._rowless.lines)
-            if self._rowless.current is not None:
-                self._start(self._rowless.current)
-        entry, start = self._rowless.current, self._now()
+        self._begin_rowless()
+        entry, start = self._rowless.begun.current, self._now()
         if entry is None:
             return
         try:
-            tokens, _ = self.engine.piece(entry.answer, self._rowless.most_tokens(left_s))
+            tokens, is_over = self.engine.piece(entry.answer, self._rowless.most_tokens(left_s, entry.job.kind))
         except TrimtabError as exc:
             self._fail(entry, exc)
         else:
-            self._rowless.took(tokens, self._now() - start)
+            self._rowless.took(tokens, self._now() - start, entry.job.kind)
+            self._rowless.begun.took(entry)
             self._report([entry])
+            if is_over and entry in self._rowless.begun:  # it is no embedding
+                self._rowless.end(entry)
         self._told_at = None  # the time to the next step is not that step's alone
+
+    def _begin_rowless(self) -> None:
+        """Begin the pieces of one request more, if there is room."""
+        rowless, engine = self._rowless, self.engine
+        if not rowless.lines:
+            return
+        kept_tokens = sum(engine.kept_tokens(entry.answer) for entry in rowless.complete)
+
+        def fits(entry: _Entry) -> bool:
+            tokens = engine.passing_tokens(entry.answer)
+            return rowless.may_begin(entry) and rowless.begun.fits(tokens, kept_tokens=kept_tokens)
+
+        has_first = rowless.begun.first is not None
+        entry = self._next(rowless.lines, fits) if has_first or kept_tokens else None
+        if entry is None and not has_first and (entry := self._next(rowless.lines, rowless.may_begin)):
+            for one in rowless.complete:  # the new one may take the memory of those that wait for a row
+                engine.release(one.answer)
+        if entry is not None:
+            self._start(entry)
+            rowless.begun.add(entry, engine.passing_tokens(entry.answer))
 
     def _start(self, entry: _Entry) -> None:
         entry.started = self._now()
@@ -295,9 +310,8 @@ class Scheduler:
 
     def _needs_towers(self) -> bool:
         """Whether the next piece is a pass of the towers."""
-        if self._prefilling is None:
-            self._choose()
-        entry = self._prefilling or next(iter(self._chosen), None)
+        self._look()
+        entry = self._begun.current or next(iter(self._chosen), None)
         return entry is not None and getattr(entry.answer, "needs_towers", False)
 
     def _arrive(self, *, only_open: bool = False) -> None:
@@ -344,9 +358,9 @@ class Scheduler:
             if self._now() - start >= ADMIT_S:
                 return
 
-    def _next(self, lines: Lines[_Entry]) -> _Entry | None:
+    def _next(self, lines: Lines[_Entry], fits: Callable[[_Entry], bool] | None = None) -> _Entry | None:
         """Return the job of the client and the adapter whose turn it is, and put both last. None if none can be chosen now. lines:
-        of those that need a row, or of those that need none; both need slots for their adapters.
+        of those that need a row, or of those that need none; both need slots for their adapters. fits: which of them can be chosen.
 
         While an adapter waits for a slot, others pass. Once as many jobs as there are rows have passed it, only the base may pass,
         because it needs no slot. Otherwise the adapters that have the slots could keep them forever. Of the adapters that a client
@@ -358,7 +372,7 @@ class Scheduler:
         seen: set[str] = set()
         is_barred = False
         # What needs no row waits for a slot only where its turn has come.
-        others = [self._lines] if lines is not self._lines else [] if self._rowless.current else [self._rowless.lines]
+        others = [self._lines] if lines is not self._lines else [] if self._rowless.begun else [self._rowless.lines]
         for one, adapter, clients in [(each, *both) for each in (*others, lines) for both in each.adapters]:
             if not self.engine.is_prepared(adapter):
                 continue
@@ -369,12 +383,12 @@ class Scheduler:
                 passed.append((one, adapter))
                 seen |= clients
             is_barred |= one.overtaken[adapter] >= self.engine.rows
-        entry = lines.first(passes)
+        entry = lines.first(passes, fits)
         # Those that run will leave; a smaller one that passed it could keep it waiting for ever.
         if entry is None or not self.engine.has_room(entry.answer):
             return None
         entry.goes_alone = self.engine.goes_alone(entry.answer)
-        if entry.goes_alone and any(other.goes_alone for other in self._chosen):
+        if lines is self._lines and entry.goes_alone and any(other.goes_alone for other in self._chosen):
             return None  # it would be computed after that one; until then another client may come
         lines.take(entry)
         if entry.job.adapter is not None:
@@ -385,12 +399,11 @@ class Scheduler:
     def _prefill(self, most_tokens: int) -> int | None:
         """Compute a chunk of one prompt, or several prompts at once. Return the size of the chunk, None if no prompt can be
         computed."""
-        if self._prefilling is None:
-            self._choose()
-            if len(self._chosen) > 1 and not self._is_apart and (size := self._together(most_tokens)):
-                return size
-            self._prefilling = self._chosen.popleft() if self._chosen else None
-        entry = self._prefilling
+        self._look()
+        if not self._begun and len(self._chosen) > 1 and not self._is_apart and (size := self._together(most_tokens)):
+            return size
+        self._begin_chosen()
+        entry = self._begun.current
         if entry is None:
             return None
         try:
@@ -398,10 +411,29 @@ class Scheduler:
         except TrimtabError as exc:
             self._fail(entry, exc)
             return 0
-        if is_through:
-            self._prefilling = None
-            self._through.append(entry)
+        self._had_chunk(entry, is_through)
         return size
+
+    def _had_chunk(self, entry: _Entry, is_through: bool) -> None:
+        if is_through:
+            self._begun.remove(entry)
+            self._through.append(entry)
+        else:
+            self._begun.took(entry)
+
+    def _look(self) -> None:
+        """Take the next prompts out of their lines, if there is room for them."""
+        if self._begun.first is None:
+            self._choose()
+            if self._begun:
+                self._begin_chosen()
+        elif self.engine.interleaves:
+            self._choose_beside()
+
+    def _begin_chosen(self) -> None:
+        if self._begun.first is None and self._chosen:
+            entry = self._chosen.popleft()
+            self._begun.add(entry, self.engine.passing_tokens(entry.answer))
 
     def _choose(self) -> None:
         """Take the next prompts out of their lines, as many as have a row to go to; one of those at most that go alone."""
@@ -410,17 +442,35 @@ class Scheduler:
             entry = self._next_scored() or self._next(self._lines)
             if entry is None:
                 return
-            if entry.started is None:
-                self._start(entry)
             self._chosen.append(entry)
-            try:
-                self.engine.choose(entry.answer)
-            except TrimtabError as exc:
-                self._fail(entry, exc)
+            self._choose_entry(entry)
+
+    def _choose_beside(self) -> None:
+        """Take prompts out of their lines that pass the one that has begun."""
+
+        def fits(entry: _Entry) -> bool:
+            # The others of a group copy what one computes.
+            is_mate = bool(entry.job.group) and any(one.job.group == entry.job.group for one in self._begun)
+            return not is_mate and self._begun.fits(self.engine.passing_tokens(entry.answer))
+
+        while self._taken < self.engine.rows:
+            entry = self._next_scored() or self._next(self._lines, fits)
+            if entry is None:
+                return
+            self._begun.add(entry, self.engine.passing_tokens(entry.answer))
+            self._choose_entry(entry)
+
+    def _choose_entry(self, entry: _Entry) -> None:
+        if entry.started is None:
+            self._start(entry)
+        try:
+            self.engine.choose(entry.answer)
+        except TrimtabError as exc:
+            self._fail(entry, exc)
 
     def _next_scored(self) -> _Entry | None:
         """Return the job whose log-probabilities are complete, if it can have a row now."""
-        entry = self._rowless.current if self._is_scored else None
+        entry = next(iter(self._rowless.complete), None)
         if entry is None or not self.engine.has_room(entry.answer):
             return None
         entry.goes_alone = self.engine.goes_alone(entry.answer)
@@ -443,7 +493,7 @@ class Scheduler:
         return size if through else 0
 
     def _step(self) -> None:
-        waiting = self._has_prompts or self._is_scored
+        waiting = self._has_prompts or bool(self._rowless.complete)
         launched = waited = False
 
         def behind() -> bool:
