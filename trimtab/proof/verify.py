@@ -123,10 +123,12 @@ def _prompts(prompts: Any) -> tuple[Prompt, ...] | None:
 def check_adapters(checkpoint: Checkpoint, adapters: Mapping[str, str]) -> None:
     """Raise AdapterError if an adapter is not this model's. Reads headers, no weights."""
     from trimtab.checkpoint.adapter import match_adapter, read_adapter
+    from trimtab.checkpoint.adapter_file import check_beside
     from trimtab.runtime import hf
 
     files = {name: read_adapter(path) for name, path in adapters.items()}
-    for path in adapters.values():
+    for name, path in adapters.items():
+        check_beside(path, name)
         check_vocabulary(path, checkpoint.folder)
     if files:
         anatomy = hf.read_anatomy(checkpoint, quant="none", dtype="bfloat16")
