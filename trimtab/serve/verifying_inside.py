@@ -7,18 +7,17 @@ passes that keep none: where the server keeps them in 8 bits, the copy is planne
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.adapter_file import read_adapter
 from trimtab.errors import DoesNotFitError
 from trimtab.plan import Plan
+from trimtab.work_folder import work_folder
 
 Emit = Callable[[dict[str, Any]], None]
 ALIVE_S = 0.5
@@ -140,8 +139,8 @@ def _compared(plan: Plan, request: Mapping[str, Any], say: Callable[[str], None]
     from trimtab.proof.verify import verify
 
     checkpoint = read_checkpoint(plan.request.model)
-    with tempfile.TemporaryDirectory(prefix="trimtab-verify-", ignore_cleanup_errors=True) as folder:
-        chosen = prompts.built_in(checkpoint.folder, checkpoint.config, Path(folder))
+    with work_folder("verify") as folder:
+        chosen = prompts.built_in(checkpoint.folder, checkpoint.config, folder)
         if not plan.request.images:
             chosen = tuple(prompt for prompt in chosen if not prompt.image)
         if not plan.request.audio_s:
