@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import time
-from contextlib import closing
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +18,6 @@ from trimtab.runtime.hf import load_tokenizer
 from trimtab.serve.calling import calls_of
 from trimtab.serve.constraint import MOST_AGAIN_S, Grammar
 from trimtab.serve.grammar_process import Vocabulary
-from trimtab.serve.grammar_prover import GrammarProver
 from trimtab.serve.grammar_source import GrammarSource, compiled
 from trimtab.serve.schema_cost import LIMITS, check_cost, expanded_pattern, multiple_states
 from trimtab.serve.settings import Limits
@@ -234,19 +232,13 @@ def digits():
     return Vocabulary([*tokens, b"<end>"], [len(tokens)], len(tokens))
 
 
-@pytest.mark.parametrize("value", [49999, 65536, 78125, 86400, 131072])
-def test_a_multiple_that_is_taken_compiles_in_the_process(value, digits):
-    with closing(GrammarProver()) as prover:
-        proof = prover.prove(GrammarSource("here", schema=integer(multipleOf=value)), digits.to_bytes, lambda: True)
-    assert proof.seconds < MOST_AGAIN_S  # 0.45 at most when quiet
-
-
-@pytest.mark.parametrize("value", [16384, 32768, 60000, 65536, 90000, 100000, 131072, 1000000])
-def test_a_multiple_that_is_taken_can_be_answered(value, digits):
+@pytest.mark.parametrize("value", [16384, 49999, 60000, 65536, 78125, 86400, 90000, 100000, 131072, 1000000])
+def test_a_multiple_that_is_taken_compiles_in_a_moment_and_can_be_answered(value, digits):
     tokenizer = LLTokenizer(TokenizerWrapper(digits))
     (text,) = GrammarSource("here", schema=integer(multipleOf=value)).grammars().values()
+    start = time.process_time()
     matcher, reason = compiled(tokenizer, text)
-    assert not reason
+    assert not reason and time.process_time() - start < MOST_AGAIN_S  # 0.45 s at most when quiet
     for digit in str(value * 91_372_047):
         assert matcher.consume_token(ord(digit)), matcher.get_error()
         matcher.compute_bitmask()
@@ -283,7 +275,7 @@ def test_counted_repeats_are_counted_as_if_they_were_written_out(case):
     assert expanded_pattern(f"^{pattern}$") == length
 
 
-@given(st.lists(st.lists(st.sampled_from([2, 3, 7, 9, 11, 13]), min_size=1, max_size=3), min_size=1, max_size=3))
+@given(st.lists(st.lists(st.sampled_from([3, 7, 9, 11, 13]), min_size=1, max_size=3), min_size=1, max_size=3))
 @settings(max_examples=100, deadline=None)
 def test_merged_multiples_count_as_every_choice_of_a_branch(groups):
     schema = {"allOf": [{"anyOf": [{"multipleOf": value} for value in group]} for group in groups]}
