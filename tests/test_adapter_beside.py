@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ import trimtab
 from tests import pico
 from trimtab.checkpoint.adapter_beside import HARMLESS, KNOWN, TOLD, weights_beside
 from trimtab.checkpoint.adapter_file import read_adapter
+from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.cli import main
 from trimtab.errors import AdapterError
 from trimtab.merge import merge
+from trimtab.proof.verify import check_adapters
+from trimtab.serve.held_adapters import HeldAdapters
 
 # Trained weights, and who writes them.
 TRAINED = (
@@ -147,3 +151,51 @@ def test_plan_and_inspect_say_what_is_not_used(
     assert "adapter a: value_head.safetensors is not used: " in capsys.readouterr().err
     assert main(["inspect", str(adapter), "--model", str(made[0])]) == 0
     assert "value_head.safetensors is not used" in capsys.readouterr().out
+
+
+def test_every_way_to_load_tells_what_is_not_used(
+    made: tuple[Path, Path], adapter: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(adapter, "value_head.safetensors")
+    same = Path(shutil.copytree(made[1], tmp_path / "same"))  # the same files, with another head beside them
+    put(same, "v_head.bin")
+
+    def told() -> list[str]:
+        texts = [record.getMessage().partition(" is not used: ")[0] for record in caplog.records]
+        caplog.clear()
+        return texts
+
+    plan = trimtab.plan(made[0], adapters={"a": adapter}, quant="none", context=64, device="cpu", gpu_memory="1GiB")
+    assert told() == []
+    with trimtab.load(plan) as model:
+        assert told() == ["adapter a: value_head.safetensors"]
+        model.unload_adapter("a")
+        model.load_adapter("b", adapter)
+        assert told() == ["adapter b: value_head.safetensors"]
+        held = HeldAdapters(model)
+        first = held.read(adapter, name="c")
+        assert held.read(same, name="d") is first
+        assert told() == ["adapter c: value_head.safetensors", "adapter d: v_head.bin"]
+    check_adapters(read_checkpoint(str(made[0])), {"e": str(adapter)})
+    assert told() == ["adapter e: value_head.safetensors"]
+
+
+def test_a_copy_of_a_held_adapter_is_refused_for_what_lies_beside_it(made: tuple[Path, Path], adapter: Path) -> None:
+    plan = trimtab.plan(made[0], adapters={"good": made[1]}, quant="none", context=64, device="cpu")
+    with trimtab.load(plan) as model:
+        held = HeldAdapters(model)
+        good = held.read(made[1])
+        put(adapter, "vit.safetensors")
+        with pytest.raises(AdapterError, match=r"vit\.safetensors"):
+            held.read(adapter, name="a")
+        (adapter / "vit.safetensors").unlink()
+        assert held.read(adapter, name="a") is good
+
+
+def test_names_of_files_are_printable(
+    made: tuple[Path, Path], adapter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(adapter, "\x1b[2J.npz")
+    options = ["--device", "cpu", "--quant", "none", "--context", "64"]
+    assert main(["plan", str(made[0]), "--adapter", f"a={adapter}", *options]) == 0
+    assert "adapter a: \\x1b[2J.npz is not used: " in capsys.readouterr().err

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import CancelledError, Future
+from contextlib import closing
 from functools import partial
 
 import psutil
@@ -18,7 +19,7 @@ from trimtab.errors import DeviceError, RequestError
 from trimtab.serve import compiling, grammar_prover
 from trimtab.serve.compiling import Compiling
 from trimtab.serve.constraint import Grammar, HeldMemory
-from trimtab.serve.grammar_prover import GrammarProver, ProverError
+from trimtab.serve.grammar_prover import GrammarProver, Proof, ProverError
 from trimtab.serve.grammar_source import GrammarSource
 
 WAIT_S = 20.0
@@ -41,7 +42,7 @@ while True:
         time.sleep(60)
     if do == "die":
         os.abort() if hasattr(os, "abort") else os._exit(9)
-    write(json.dumps({"grammars": {"": do}}).encode())
+    write(json.dumps({"grammars": {"": do}, "seconds": 0}).encode())
 """
 COMMAND = [sys.executable, "-c", STUB]
 ENDLESS = {"type": "integer", "allOf": [{"multipleOf": value} for value in (3, 7, 11, 13, 17, 19, 23)]}
@@ -275,16 +276,47 @@ def test_the_system_ends_a_process_that_takes_memory_between_two_looks(tokenizer
 
 
 def test_the_grammars_of_all_answers_have_a_limit_together(tokenizer):
-    held = HeldMemory(100)
-    held.take(150)  # alone
-    with pytest.raises(DeviceError, match="grammars of all answers"):
-        held.take(1)
-    held.give_back(150)
-    held.take(60), held.take(40)
+    held = HeldMemory(1000)
+    held.take(300, "a"), held.take(200, "a")  # alone: half
+    with pytest.raises(DeviceError, match="grammars of your answers"):
+        held.take(1, "a")
+    held.take(250, "b")  # half of what others leave
     with pytest.raises(DeviceError):
-        held.take(1)
+        held.take(1, "b")
+    held.take(125, "c"), held.take(0, "a")
+    assert held.nbytes == 875
+    held.give_back(500, "a"), held.give_back(0, "a"), held.give_back(125, "c")
+    held.take(250, "b")
+    with pytest.raises(DeviceError):
+        held.take(1, "b")
+    held.give_back(250, "b"), held.give_back(250, "b")
+    assert held.nbytes == 0
     grammar = Grammar(tokenizer, [1], lambda *_: grammar_prover.Proof(GrammarSource("here").grammars(), 7))
-    constraint = grammar.constraint({})
-    assert grammar._held.nbytes == 7
+    constraint = grammar.constraint({}, client="a")
+    assert grammar._held.nbytes == 7 and grammar._held._by_client == {"a": 7}
     del constraint
     assert grammar._held.nbytes == 0
+
+
+@pytest.mark.parametrize(
+    "proof, words",
+    [
+        (Proof({"": "no grammar"}, 7, 2.6), "2.6 s of processor time"),
+        (Proof({"": "no grammar"}, 300 * 2**20), "300 MiB"),
+    ],
+)
+def test_what_nearly_reached_a_limit_in_the_process_is_not_compiled_again(tokenizer, proof, words):
+    grammar = Grammar(tokenizer, [1], lambda *_: proof)
+    with pytest.raises(RequestError, match=words):
+        grammar.constraint({}, client="a")
+    assert grammar._held.nbytes == 0
+
+
+def test_the_process_says_how_much_processor_time_a_grammar_took(tokenizer):
+    with closing(GrammarProver()) as prover:
+        proof = prover.prove(
+            GrammarSource("here", schema={"type": "integer", "multipleOf": 9973}),
+            Grammar(tokenizer, [1]).vocabulary,
+            lambda: True,
+        )
+    assert 0 < proof.seconds < 5

@@ -121,6 +121,43 @@ def test_a_long_chat_adds_to_the_budget_of_a_template_that_looks_at_every_pair(t
     assert render(tokenizer, long, tmp_path) == "".join("x" * 500 + str(119 - place) for place in range(120))
 
 
+# A chat that is written into one text, whose parts are added in two ways, and what else is done with texts of it.
+GATHERS = {
+    "sum": "ns.t + '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n'",
+    "concatenation": "ns.t ~ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n'",
+}
+
+
+@pytest.mark.parametrize("how", GATHERS)
+def test_a_chat_of_thousands_of_turns_may_be_added_to_one_text(tokenizer, tmp_path, how):
+    tokenizer.chat_template = (
+        "{% set ns = namespace(t='') %}{% for m in messages %}{% set ns.t = "
+        + GATHERS[how]
+        + " %}{% endfor %}{{ ns.t }}"
+    )
+    long = [{"role": ("user", "assistant")[place % 2], "content": "x" * 100} for place in range(4000)]
+    expected = "".join(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in long)
+    assert render(tokenizer, long, tmp_path) == expected
+
+
+@pytest.mark.parametrize("again", [
+    "{% set ns.t = ns.t + 'x' %}", "{% set ns.l = ns.l + [ns.t] %}{% set ns.t = ns.t + 'x' %}",
+    "{% set ns.u = ns.t %}{% set ns.t = ns.t + 'x' %}", "{% set ns.t = '' + ns.t + '' + '' + '' + '' + 'x' %}",
+], ids=["one", "kept", "two", "empty"])  # fmt: skip
+def test_a_text_that_is_written_again_for_ever_is_bounded_by_the_size_of_the_chat(tokenizer, tmp_path, again):
+    tokenizer.chat_template = (
+        "{% set ns = namespace(t='x' * 4000000, u='', l=[]) %}{% for i in range(99999) %}" + again + "{% endfor %}"
+    )
+    long = [{"role": "user", "content": "x" * 100}] * 200
+    with pytest.raises(CheckpointError, match="than a chat template may"):
+        render(tokenizer, long, tmp_path)
+
+
+def test_texts_are_translated_as_python_does(tokenizer, tmp_path):
+    tokenizer.chat_template = "{{ 'banana'.translate({97: 'oo', 98: none, 110: 120}) }}{{ 'ab'.translate('x' * 98) }}"
+    assert render(tokenizer, CHAT[:1], tmp_path) == "ooxooxooxb"
+
+
 GROW = "{% set ns = namespace(a=START) %}{% for i in range(60) %}{% set ns.a = STEP %}{% endfor %}{{ END }}"
 
 
@@ -152,6 +189,7 @@ ATTACKS = {
     "width": "{{ '%1000000000d' % 1 }}", "star": "{{ '%*d' % (1000000000, 1) }}", "format": "{{ '{:1000000000}'.format('x') }}",
     "format inside": "{{ '{:{w}}'.format('x', w=10**9) }}", "format filter": "{{ '%.1000000000f' | format(1.5) }}",
     "indent": "{{ ('a\n' * 100000) | indent(100000) }}", "batch": "{{ [1] | batch(10**9, 'x') | list }}",
+    "translated": "{{ ('a' * 100000).translate({97: 'b' * 100000}) }}",
     "tabs": "{{ ('\t' * 999).expandtabs(10**9) }}",
     "round": "{{ 5 | round(-(10**9)) }}", "lipsum": "{{ lipsum(10**9) }}",
     "sum of lists": "{{ ([[1] * 1000] * 1000) | sum(start=[]) | length }}",
@@ -184,7 +222,7 @@ def test_what_a_template_may_use_is_bounded(tokenizer, tmp_path, name):
     ("ok\n{% for %}", 2, "Expected an expression"),
     ("\n\n{{ 'a' | nofilter }}", 3, "No filter named 'nofilter'"),
     ("\n{{ ''.__class__.__mro__ }}", 2, "unsafe"),
-    ("\n{{ 'aaa'.translate({97: 'b'}) }}", 2, "may not call 'translate' of 'str'"),
+    ("\n{{ (1).to_bytes(1, 'big') }}", 2, "may not call 'to_bytes' of 'int'"),
 ], ids=range(9))  # fmt: skip
 def test_an_error_names_the_template_and_its_line(tokenizer, tmp_path, template, line, reason):
     (tmp_path / "tokenizer_config.json").write_text("{}")
@@ -224,10 +262,10 @@ def test_refusals_of_messages_stay_what_they_are(tokenizer, tmp_path, template, 
 
 
 def test_stock_transformers_in_the_same_process_stays_stock(tokenizer, tmp_path):
-    tokenizer.chat_template = "{{ 'aaa'.translate({97: 'b'}) }}"
+    tokenizer.chat_template = "{{ (1).to_bytes(1, 'big') }}"
     with pytest.raises(CheckpointError):
         render(tokenizer, CHAT[:1], tmp_path)
-    assert tokenizer.apply_chat_template(CHAT[:1], tokenize=False) == "bbb"
+    assert tokenizer.apply_chat_template(CHAT[:1], tokenize=False) == r"b'\x01'"
 
 
 def test_a_failure_is_not_compiled_again(tokenizer, tmp_path, monkeypatch):

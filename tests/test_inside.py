@@ -266,7 +266,7 @@ def test_a_pipe_in_place_of_a_file_is_never_opened(root):
     assert files_stamp(folder) is None
 
     class Model:
-        def read_adapter(self, path):
+        def read_adapter(self, path, *, name):
             raise AdapterError(path, ["is missing"])
 
     # Opening it would wait for ever, with the lock that every other adapter needs.

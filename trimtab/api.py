@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab import threads
 from trimtab.adapter_names import Adapters, paths_of
 from trimtab.checkpoint.adapter import AdapterFile, AdapterSpec, describe, match_adapter, read_adapter
-from trimtab.checkpoint.adapter_file import stamps_of
+from trimtab.checkpoint.adapter_file import check_beside, stamps_of
 from trimtab.checkpoint.adapter_values import value_problems
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
@@ -381,6 +381,9 @@ def load_plan(
     # Windows' driver moves what has no room into host memory and says nothing: then what is free is asked before.
     if is_on_gpu and (made.card is not None or sys.platform == "win32"):
         devices.check_room(made)
+    for name, path in made.request.adapters.items():
+        if Path(path).is_dir():  # else reading says what is wrong
+            check_beside(path, name)
     return LoadedModel(
         made, progress=progress, probe=made.module_tree.take(made.made_of), decode=decode, adapters=adapters
     )

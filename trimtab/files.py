@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -48,6 +49,18 @@ def write_private(path: Path, contents: bytes) -> None:
         with suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def lock(handle: int) -> None:
+    """Take the lock of an open file, which ends with the handle or the process. Errors: OSError if another one holds it."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -25,6 +24,7 @@ from typing import Any
 import psutil
 
 from trimtab.errors import RequestError
+from trimtab.work_folder import work_folder
 
 INSIDE = Path(__file__).with_name("inside.py")
 POLL_S = 0.05
@@ -98,8 +98,8 @@ def run_inside(
     python: the interpreter (None: this one). environment: variables to add. on_event: called with each line as it arrives.
     Errors: RequestError if the interpreter cannot be started. Ctrl-C kills the process tree and continues as KeyboardInterrupt.
     """
-    with tempfile.TemporaryDirectory(prefix="trimtab-process-", ignore_cleanup_errors=True) as folder:
-        paths = {name: Path(folder, name) for name in ("request.json", "lines.jsonl", "stdout", "stderr")}
+    with work_folder("process") as folder:
+        paths = {name: folder / name for name in ("request.json", "lines.jsonl", "stdout", "stderr")}
         paths["request.json"].write_text(json.dumps(dict(request), default=str), encoding="utf-8")
         paths["lines.jsonl"].touch()
         command = [

@@ -16,6 +16,7 @@ from trimtab.bridge.inspect_findings import BY_NAME, Finding
 from trimtab.bridge.live import read_live
 from trimtab.bridge.merging import keep_merges
 from trimtab.checkpoint.adapter import match_adapter, read_adapter
+from trimtab.checkpoint.adapter_file import check_beside
 from trimtab.checkpoint.adapter_match import AdapterSpec
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import RequestError, UpstreamError
@@ -77,6 +78,7 @@ def _finish(peft_model: Any, spec: AdapterSpec, adapter_name: str, given: Mappin
     keep_devices(peft_model)
     keep_merges(peft_model)
     peft_model.__dict__[SPECS][adapter_name] = spec
+    check_beside(spec.file.folder, adapter_name)
     for why, count in Counter(why for _, why in spec.no_effect).items():
         LOG.warning("%s: %d tensors have no effect, %s", spec.file.folder, count, why)
     if not given.get("is_trainable", False):

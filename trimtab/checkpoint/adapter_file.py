@@ -6,6 +6,7 @@ torch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.checkpoint.unreadable import adapter_refusal, check_reachable, reading
 from trimtab.errors import AdapterError
 from trimtab.json_file import JsonError, read_json
+from trimtab.printable import printable
+
+log = logging.getLogger("trimtab")
 
 DIVERGED = "Its training diverged or the file is damaged: use an earlier checkpoint of it"
 CONFIG_NAME, TENSORS_NAME = "adapter_config.json", "adapter_model.safetensors"
@@ -97,6 +101,19 @@ def _beside(folder: Path) -> tuple[list[str], list[str]]:
         return weights_beside(folder)
     except OSError as exc:
         raise AdapterError(folder, [f"the folder cannot be read: {exc.strerror}"]) from exc
+
+
+def check_beside(path: str | Path, name: str | None = None) -> None:
+    """Raise AdapterError for weights beside an adapter that change the output, and log those that nothing uses.
+
+    Every way to load an adapter asks this, as `read_adapter` knows nothing of who is told. name: what the log calls the adapter
+    (None: its folder).
+    """
+    problems, notes = _beside(Path(path))
+    if problems:
+        raise AdapterError(Path(path), problems)
+    for note in notes:
+        log.warning("%s", printable(f"adapter {path if name is None else name}: {note}", one_line=True))
 
 
 def stamps_of(path: str | Path) -> tuple[Stamp, ...]:

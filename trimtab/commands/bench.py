@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from trimtab.checkpoint.adapter import read_adapter
+from trimtab.checkpoint.adapter_file import check_beside
 from trimtab.checkpoint.folder import find_folder
 from trimtab.commands.flags import adapter_to_use, add_placement, check_media, group_of, plan_or_request
 from trimtab.commands.saying import Command, give_report, saying
@@ -81,6 +82,7 @@ def _request(options: argparse.Namespace) -> Any:
     if options.image or options.audio:
         check_media(options.image, options.audio)
     find_folder(request.model)  # before a process is started that needs them
-    for path in request.adapters.values():
+    for name, path in request.adapters.items():
         read_adapter(path)
+        check_beside(path, name)
     return timed

@@ -32,7 +32,6 @@ def opened(
 
     # A folder without a tokenizer is found before minutes are spent on its weights.
     processor = load_processor(find_folder(plan.request.model))
-    say_beside(plan.request.adapters)
     with show.loading_bar(sys.stderr) as progress:
         model = trimtab.load(plan, progress=progress, decode=None if decode == "auto" else decode)
     model.processor = processor
@@ -47,7 +46,7 @@ def say_beside(adapters: Mapping[str, str]) -> None:
     """Say on stderr which weights beside the adapters nothing uses. adapters: name -> folder, which were read."""
     for name, path in adapters.items():
         for note in weights_beside(Path(path))[1]:
-            print(f"adapter {name}: {note}", file=sys.stderr)
+            print_text(f"adapter {name}: {note}", file=sys.stderr)
 
 
 def say_fallbacks(model: trimtab.LoadedModel) -> None:

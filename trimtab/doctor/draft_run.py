@@ -10,12 +10,11 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from trimtab.packages import versions_of
+from trimtab.work_folder import work_folder
 
 PACKAGES = ("transformers", "accelerate", "peft", "bitsandbytes", "torch")
 TIMEOUT_S = 300.0
@@ -55,10 +54,10 @@ def readable(output: str) -> str:
 def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
     """Run the script of `request["text"]` and report its exit code and output."""
     emit({"versions": versions_of(PACKAGES)})
-    with tempfile.TemporaryDirectory(prefix="trimtab-reproducer-", ignore_cleanup_errors=True) as folder:
-        Path(folder, "reproducer.py").write_text(request["text"], encoding="utf-8")
+    with work_folder("reproducer") as folder:
+        (folder / "reproducer.py").write_text(request["text"], encoding="utf-8")
         # What the script makes in the temporary folder goes with this one.
-        places = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder)
+        places = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))
         done = subprocess.run(
             [sys.executable, "reproducer.py"], cwd=folder, env={**os.environ, **places}, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,

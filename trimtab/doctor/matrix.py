@@ -10,7 +10,6 @@ import io
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from trimtab.json_file import read_object
 from trimtab.process import CRASHED, DONE, FAILED, Outcome, run_inside
 from trimtab.redact import Cleaner
 from trimtab.request import check_choice
+from trimtab.work_folder import work_folder
 
 FORMAT = 1
 ENGINES = ("stock", "trimtab")
@@ -72,8 +72,8 @@ def run_matrix(
     if pressure is not None and not 0 < pressure < 1:
         raise RequestError("must be between 0 and 1", field="pressure", value=pressure)
     records: list[Record] = []
-    with tempfile.TemporaryDirectory(prefix="trimtab-matrix-", ignore_cleanup_errors=True) as work:
-        matrix = _Matrix(Path(work), chosen, python, model, adapter, device, pressure, timeout_s, memory_bytes, engines)
+    with work_folder("matrix") as work:
+        matrix = _Matrix(work, chosen, python, model, adapter, device, pressure, timeout_s, memory_bytes, engines)
         total = len(chosen) * len(engines)
         for case in chosen:
             for engine in engines:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from trimtab.doctor.preflight_shape import ModelShape, read_shape
+from trimtab.work_folder import work_folder
 
 SMALLER_NAME = "E2B"
 # What tells E4B: the text model's type, width and layers.
@@ -44,6 +43,6 @@ def has_smaller(config: Mapping[str, Any]) -> bool:
 
 def smaller_shape(*, quant: str, dtype: str, python: str | os.PathLike[str] | None) -> ModelShape:
     """Return the shape of the smaller model. Errors: as those of `read_shape`."""
-    with tempfile.TemporaryDirectory(prefix="trimtab-smaller-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(E2B), encoding="utf-8")
-        return read_shape(folder, {}, quant=quant, dtype=dtype, python=python)
+    with work_folder("smaller") as folder:
+        (folder / "config.json").write_text(json.dumps(E2B), encoding="utf-8")
+        return read_shape(str(folder), {}, quant=quant, dtype=dtype, python=python)

@@ -10,7 +10,6 @@ import difflib
 import io
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -21,6 +20,7 @@ from trimtab.doctor.bug import STATES, UNKNOWN, Bug, Seen
 from trimtab.doctor.upstream import FILES, read_entry
 from trimtab.errors import RequestError
 from trimtab.process import DONE, Outcome, run_inside
+from trimtab.work_folder import work_folder
 
 FOLDER = Path(__file__).with_name("upstream")
 IMPORTS_S = 240.0  # what importing the stack may take on a cold disk, apart from every probe's own limit
@@ -79,10 +79,10 @@ def run_probes(
     """
     entries = _chosen(read_catalogue(catalogue), ids)
     run = _Run(_absolute(python), timeout_s, len(entries), progress)
-    with tempfile.TemporaryDirectory(prefix="trimtab-probes-", ignore_cleanup_errors=True) as folder:
+    with work_folder("probes") as folder:
         # A GPU in sight would get what the probes place on the imitated one, so those that want it come last.
-        run.all(entries, Path(folder), gpu_hidden=True)
-        run.all(entries, Path(folder), gpu_hidden=False)
+        run.all(entries, folder, gpu_hidden=True)
+        run.all(entries, folder, gpu_hidden=False)
     return tuple(run.verdicts[entry.bug.id] for entry in entries)
 
 

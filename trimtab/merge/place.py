@@ -21,6 +21,7 @@ from typing import Any
 from trimtab.checkpoint.adapter_file import CONFIG_NAME
 from trimtab.checkpoint.write import sync_folder, write_synced
 from trimtab.errors import CheckpointError, DoesNotFitError, RequestError
+from trimtab.files import lock
 from trimtab.json_file import read_object
 
 STATE_NAME, LOCK_NAME = ".merge-state.json", ".merge-lock"
@@ -206,14 +207,7 @@ def _lock(path: Path) -> int:
     """Take a lock that ends with the process. Errors: RequestError if another process holds it."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT)
     try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(handle)
     except OSError as exc:
         os.close(handle)
         raise RequestError("another merge is writing it now", field="out", value=str(path.parent)) from exc

@@ -6,7 +6,6 @@ asked about the same tokens. What is compared with what is one word, `against` (
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from trimtab.proof.report import ParityReport, PromptParity
 from trimtab.proof.routes import Item, Ran, prepare, run_route, with_continuations
 from trimtab.proof.stock_faults import wrong_last_positions, wrong_layers
 from trimtab.request import LoadRequest
+from trimtab.work_folder import work_folder
 
 if TYPE_CHECKING:
     from trimtab.proof.weights import MergedWeights
@@ -75,8 +75,7 @@ def verify(
         )  # fmt: skip
     checkpoint = read_checkpoint(request.model)
     chosen = _prompts(prompts)
-    with tempfile.TemporaryDirectory(prefix="trimtab-verify-", ignore_cleanup_errors=True) as folder:
-        work = Path(folder)
+    with work_folder("verify") as work:
         given = chosen if chosen is not None else asked.built_in(checkpoint.folder, checkpoint.config, work)
         asked.check_modalities(given, checkpoint.config)
         plan = plan_or_model if isinstance(plan_or_model, Plan) else None
@@ -123,10 +122,12 @@ def _prompts(prompts: Any) -> tuple[Prompt, ...] | None:
 def check_adapters(checkpoint: Checkpoint, adapters: Mapping[str, str]) -> None:
     """Raise AdapterError if an adapter is not this model's. Reads headers, no weights."""
     from trimtab.checkpoint.adapter import match_adapter, read_adapter
+    from trimtab.checkpoint.adapter_file import check_beside
     from trimtab.runtime import hf
 
     files = {name: read_adapter(path) for name, path in adapters.items()}
-    for path in adapters.values():
+    for name, path in adapters.items():
+        check_beside(path, name)
         check_vocabulary(path, checkpoint.folder)
     if files:
         anatomy = hf.read_anatomy(checkpoint, quant="none", dtype="bfloat16")

@@ -157,7 +157,7 @@ class Asking:
         before = self.adapter_spec(name).file
         if tuple(read_adapter(before.folder, values=False).stamps) == tuple(before.stamps):
             return False
-        held = self.read_adapter(before.folder)
+        held = self.read_adapter(before.folder, name=name)
         with self.turns.hold("reload_adapter"), self.exchanging, self._out_of_memory_named(f"loading adapter {name}"):
             self._check_adapter(name)  # it may have been unloaded meanwhile
             free = self.free_adapter_bytes() + self.adapter_sizes[name]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from trimtab.checkpoint.adapter import AdapterSpec, match_adapter, read_adapter
+from trimtab.checkpoint.adapter_file import check_beside
 from trimtab.checkpoint.folder import find_folder
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
@@ -258,9 +259,13 @@ class LoadedModel(Asking):
 
     # Adapters ---------------------------------------------------------------------------------------------------------
 
-    def read_adapter(self, path: str | Path) -> HeldAdapter:
-        """Return an adapter in host memory, matched with this model. Errors: AdapterError, CheckpointError."""
+    def read_adapter(self, path: str | Path, *, name: str | None = None) -> HeldAdapter:
+        """Return an adapter in host memory, matched with this model. name: what the log calls it (None: its folder).
+
+        Errors: AdapterError, CheckpointError.
+        """
         held = planned_adapters.read(self, planned_adapters.match(self, path))
+        check_beside(path, name)
         self.fitting(held)  # now, not while rows wait
         return held
 
@@ -357,7 +362,7 @@ class LoadedModel(Asking):
                 device=str(self.device), needed_bytes=needed, budget_bytes=max(free, 0),
                 hint="Unload another adapter, or plan with this one (adapters=)",
             )  # fmt: skip
-        held = adapter if isinstance(adapter, HeldAdapter) else self.read_adapter(adapter)
+        held = adapter if isinstance(adapter, HeldAdapter) else self.read_adapter(adapter, name=name)
         with self.turns.hold("load_adapter"), self._out_of_memory_named(f"loading adapter {name}"):
             self._attach(name, held)
 

@@ -8,6 +8,7 @@ Counts depend on template and messages alone, never on the machine. Imports no t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import update_wrapper
 from types import BuiltinMethodType, MethodType
@@ -19,7 +20,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.lexer import Token, TokenStream
 from jinja2.runtime import BlockReference, LoopContext, Macro, Undefined, markup_join, str_join
 from jinja2.sandbox import SandboxedEnvironment, SandboxedFormatter
-from jinja2.utils import Joiner
+from jinja2.utils import Joiner, Namespace
 from markupsafe import Markup, escape
 
 from trimtab.runtime.template_costs import (
@@ -74,6 +75,7 @@ class _Generator(CodeGenerator):
     """Template code that counts."""
 
     _repeats = True  # whether the next block is one that runs several times
+    _is_left = False  # whether the next sum is the left part of another one, which frees it
 
     def blockvisit(self, nodes_: Any, frame: Frame) -> None:
         if self._repeats:
@@ -117,10 +119,12 @@ class _Generator(CodeGenerator):
         while isinstance(left, nodes.Add) and len(parts) < _PARTS - 1:
             parts.append(left.right)
             left = left.left
-        self.write("environment.added(")
+        self.write(f"environment.{'passed' if self._is_left else 'added'}(")
         for part in [left, *reversed(parts)]:
             self.write("" if part is left else " + ")
+            self._is_left = part is left and isinstance(part, nodes.Add)
             self.visit(part, frame)
+        self._is_left = False
         self.write(")")
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
@@ -362,6 +366,12 @@ class _Metered(SandboxedEnvironment):
             meter.check()
         return value
 
+    def passed(self, value: Any) -> Any:
+        """Return a sum that is a part of another sum, and freed after it."""
+        if type(value) is str:
+            self.meter.freed += len(value)
+        return self.added(value)
+
     def escaped(self, value: Any) -> Any:
         """Return a value as the text that a template writes where it escapes."""
         self.meter.read(6 * self.meter.size(value))
@@ -445,7 +455,30 @@ def _is_passed(function: Any) -> bool:
     return getattr(function, "jinja_pass_arg", None) is not None
 
 
+def _alone() -> int:
+    value = "".join(("ab", "cd"))
+    return sys.getrefcount(value)
+
+
+_ALONE = _alone()  # references of a value that only the variable of a function holds
+
+
+def _namespace(meter: Meter, base: Any) -> Any:
+    """Return a namespace (transformers has one of its own) that counts the texts which an assignment frees."""
+
+    class Metered(base):  # type: ignore[misc]
+        def __setitem__(self, name: str, value: Any) -> None:
+            before = object.__getattribute__(self, "_Namespace__attrs").get(name)
+            super().__setitem__(name, value)
+            if type(before) is str and sys.getrefcount(before) <= _ALONE:
+                meter.freed += len(before)
+
+    return Metered
+
+
 def _global(meter: Meter, name: str, function: Any) -> Any:
+    if isinstance(function, type) and issubclass(function, Namespace):
+        function = _namespace(meter, function)
     counted = _metered_call(meter, function, GLOBALS[name])
     fromkeys: Any = getattr(function, "fromkeys", None)
     if fromkeys is not None:  # `dict` in templates is an object that is called

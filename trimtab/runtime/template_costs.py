@@ -21,6 +21,9 @@ MAX_TEMPLATE_CHARS, MAX_TEMPLATE_TOKENS = 256 * 2**10, 24_000
 # Of one rendering: what every template may use, and what each value and character of its messages adds.
 MAX_STEPS, STEPS_PER_VALUE = 1_000_000, 1_000
 MAX_CHARS, CHARS_PER_CHAR = 48 * 2**20, 64
+# A template that adds each message to one text copies that text again for each: 4,000 messages of 100 characters are copied 430
+# times for each character that they count as, 860 times by sums of more than four parts. So often may be written what was freed.
+FREED_PER_CHAR = 1024
 MAX_DEPTH = 100  # of calls, and of values in values
 MAX_INT_BITS = 16_384  # 4,300 digits, which is what Python converts to text, have 14,285
 # What an element of a list or dict counts as, in characters.
@@ -37,6 +40,7 @@ class Meter:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.steps = self.chars = self.depth = 0
+        self.freed = self._reusable = 0
         self._inputs: Mapping[str, Any] | None = None
 
     def step(self) -> None:
@@ -52,13 +56,20 @@ class Meter:
             self.check()
 
     def check(self) -> None:
-        """Add what the inputs allow, once: few renderings need more than every template may use. Errors: SpentError."""
+        """Add what the inputs allow, once, and what was freed: few renderings need more than every template may use.
+
+        Errors: SpentError.
+        """
         if self._inputs is not None:
             inputs, self._inputs = self._inputs, None
             steps, chars = self.steps, self.chars
             self.chars = 2**60
             size, values = self._measured(inputs)
             self.steps, self.chars = steps + values * STEPS_PER_VALUE, chars + size * CHARS_PER_CHAR
+            self._reusable = size * FREED_PER_CHAR
+        freed, self.freed = min(self.freed, self._reusable), 0
+        self._reusable -= freed
+        self.chars += freed
         if self.steps < 0:
             raise SpentError("it takes more steps than a chat template may")
         if self.chars < 0:
@@ -92,7 +103,7 @@ class Meter:
                 if kind in SCALARS:
                     continue
                 if isinstance(one, Namespace):
-                    one = vars(one)["_Namespace__attrs"]
+                    one = object.__getattribute__(one, "_Namespace__attrs")
                 if kind is dict or isinstance(one, Mapping):
                     total += ITEM * len(one)
                     self._check(total)
@@ -123,12 +134,13 @@ class Meter:
     def fresh(self, inputs: Mapping[str, Any]) -> Iterator[None]:
         """The budget of one rendering. inputs: what the template is given."""
         with self.lock:
-            before = self.steps, self.chars, self.depth, self._inputs
+            before = self.steps, self.chars, self.depth, self._inputs, self.freed, self._reusable
             self.steps, self.chars, self.depth, self._inputs = MAX_STEPS, MAX_CHARS, 0, inputs
+            self.freed = self._reusable = 0
             try:
                 yield
             finally:
-                self.steps, self.chars, self.depth, self._inputs = before
+                self.steps, self.chars, self.depth, self._inputs, self.freed, self._reusable = before
 
 
 SCALARS = frozenset((int, float, bool, type(None)))
@@ -216,6 +228,12 @@ def _replaced(meter: Meter, text: Any, old: Any = "", new: Any = "", *args: Any,
     is_plain = isinstance(text, str) and isinstance(old, str) and old
     places = text.count(old) if is_plain else size + 1
     return size + meter.size(old) + places * meter.size(new)
+
+
+def _translated(meter: Meter, text: Any, table: Any = (), *args: Any) -> int:
+    values = table.values() if isinstance(table, Mapping) else table if isinstance(table, (list, tuple)) else ()
+    longest = max((len(one) for one in values if isinstance(one, str)), default=1)
+    return meter.size(table) + len(text) * max(longest, 1)
 
 
 def _tabs(meter: Meter, text: Any, tabsize: Any = 8, *args: Any, **kwargs: Any) -> int:
@@ -330,7 +348,7 @@ _STR: Mapping[str, Cost] = {
     **dict.fromkeys(("rsplit", "split", "splitlines"), _split),
     **dict.fromkeys(("center", "ljust", "rjust", "zfill"), _padded),
     **dict.fromkeys(("striptags", "unescape"), times(20)),
-    "expandtabs": _tabs, "join": _joined_by, "replace": _replaced,
+    "expandtabs": _tabs, "join": _joined_by, "replace": _replaced, "translate": _translated,
 }  # fmt: skip
 # Methods, by the type of their object. `format` and `format_map` are metered where they are read (`wrap_str_format`).
 METHODS: Sequence[tuple[type | tuple[type, ...], Mapping[str, Cost]]] = (

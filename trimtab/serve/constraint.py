@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -22,7 +23,7 @@ from torch import Tensor
 from trimtab.errors import CheckpointError, DeviceError, RequestError
 from trimtab.runtime.answer_forms import CALL_MARKS, GEMMA_QUOTE, AnswerForm
 from trimtab.serve.call_grammar import BARE_HEAD
-from trimtab.serve.grammar_process import Vocabulary, answer
+from trimtab.serve.grammar_process import MOST_S, Vocabulary, answer
 from trimtab.serve.grammar_prover import SLOW_NICE, SLOW_S, Proof
 from trimtab.serve.grammar_source import GrammarSource, compiled
 
@@ -32,8 +33,11 @@ TAIL_TOKENS = 24
 # for it. Ordinary grammars take 0.05 ms, the first step of an object with 1,500 optional properties 14, the worst step that
 # llguidance's limits allow 120.
 STEP_S, MOST_SLOW_S = 0.005, 0.5
-# What the grammars of all answers may take that are being made or wait.
+# What the grammars of all answers may take that are being made or wait. One takes half at most, so that others have room.
 MOST_HELD_BYTES = 512 * 2**20
+MOST_OWN_BYTES = MOST_HELD_BYTES // 2
+# The compile in the worker cannot be ended: it takes as long as the first one did, both together no more than one grammar may.
+MOST_AGAIN_S = MOST_S / 2
 # Compiles a source where it can be ended. The second value makes the vocabulary of that process.
 Prove = Callable[[GrammarSource, Callable[[], bytes]], Proof]
 
@@ -62,24 +66,30 @@ class Grammar:
         """Return what another process needs to compile for this tokenizer."""
         return Vocabulary.of(self._tokenizer).to_bytes()
 
-    def constraint(self, schema: Mapping[str, Any]) -> SchemaConstraint:
-        """Return the constraint of one answer; {} allows any JSON object.
+    def constraint(self, schema: Mapping[str, Any], *, client: str = "") -> SchemaConstraint:
+        """Return the constraint of one answer; {} allows any JSON object. client: whose memory of grammars it counts in.
 
         Errors: RequestError for a schema that cannot be held to, with the library's reason, or that takes too long or too much
-        memory to compile. DeviceError where the grammars of all answers take too much together.
+        memory to compile. DeviceError where the grammars of its client, or of all answers, take too much together.
         """
         source = GrammarSource("response_format.json_schema", schema=dict(schema))
-        return SchemaConstraint(self._matchers(source)[""], self._ends)
+        return SchemaConstraint(self._matchers(source, client)[""], self._ends)
 
     def calls(
-        self, form: str, functions: Sequence[Mapping[str, Any]], *, several: bool, field: str = "tools"
+        self,
+        form: str,
+        functions: Sequence[Mapping[str, Any]],
+        *,
+        several: bool,
+        field: str = "tools",
+        client: str = "",
     ) -> SchemaConstraint:
         """Return the constraint of an answer that calls one of these functions. form: one of `answer_forms.CALL_MARKS`.
 
         Errors: as `constraint`, for parameters.
         """
         source = GrammarSource(field, form=form, functions=list(functions), several=several, marks=self._marks(form))
-        return SchemaConstraint(self._matchers(source)[""], self._ends)
+        return SchemaConstraint(self._matchers(source, client)[""], self._ends)
 
     def calls_once_opened(
         self,
@@ -89,6 +99,7 @@ class Grammar:
         several: bool,
         in_thought: bool,
         field: str = "tools",
+        client: str = "",
     ) -> HeldCalls:
         """Return the constraint of an answer that may call these functions: free text until it opens a call. in_thought: the
         prompt ends inside a thought, where nothing is a call. Errors: as `calls`."""
@@ -97,9 +108,9 @@ class Grammar:
         source = GrammarSource(
             field, form=calls, functions=list(functions), several=several, openings=openings, marks=self._marks(calls)
         )
-        return HeldCalls(self._matchers(source), self._words, thoughts=form.thoughts, in_thought=in_thought)
+        return HeldCalls(self._matchers(source, client), self._words, thoughts=form.thoughts, in_thought=in_thought)
 
-    def _matchers(self, source: GrammarSource) -> dict[str, Matcher]:
+    def _matchers(self, source: GrammarSource, client: str) -> dict[str, Matcher]:
         """Return opening -> its matcher. Errors: as `constraint`."""
         if self._prove is None:
             found = answer(self._tokenizer, source)
@@ -110,7 +121,8 @@ class Grammar:
             proof = Proof(found["grammars"], 0)
         else:
             proof = self._prove(source, self.vocabulary)
-        self._held.take(proof.nbytes)
+            _check_proof(proof, source.field)
+        self._held.take(proof.nbytes, client)
         pace, matchers = Pace(), {}
         try:
             for opening, text in proof.grammars.items():
@@ -120,9 +132,9 @@ class Grammar:
                     raise RequestError(f"cannot be enforced ({reason})", field=source.field)
                 matchers[opening] = Matcher(matcher, source.field, pace)
         except BaseException:
-            self._held.give_back(proof.nbytes)
+            self._held.give_back(proof.nbytes, client)
             raise
-        weakref.finalize(pace, self._held.give_back, proof.nbytes)
+        weakref.finalize(pace, self._held.give_back, proof.nbytes, client)
         return matchers
 
     def _marks(self, form: str) -> dict[str, str]:
@@ -154,26 +166,56 @@ def at_low_priority(work: Callable[[], Any]) -> Any:
     return future.result()
 
 
+def _check_proof(proof: Proof, field: str) -> None:
+    """Raise RequestError for a grammar that compiled in its process and takes too much here, where nothing can end it."""
+    hint = "Make the schema simpler: fewer branches, shorter counted repeats, smaller multipleOf"
+    if proof.seconds > MOST_AGAIN_S:
+        raise RequestError(
+            f"takes {proof.seconds:.1f} s of processor time to compile, the limit is {MOST_AGAIN_S:g} s",
+            field=field,
+            hint=hint,
+        )
+    if proof.nbytes > MOST_OWN_BYTES:
+        raise RequestError(
+            f"its grammar takes {proof.nbytes // 2**20} MiB, the limit is {MOST_OWN_BYTES // 2**20} MiB",
+            field=field,
+            hint=hint,
+        )
+
+
 class HeldMemory:
-    """The memory of all matchers that are in use, as it was measured where they were compiled first."""
+    """The memory of all matchers that are in use, as it was measured where they were compiled first.
+
+    A client may have half of what the others leave: one alone half of all, the next one a quarter, and there is always some left.
+    Source: the dynamic threshold of Choudhury and Hahne for shared buffers (IEEE/ACM ToN 6(2), 1998), with alpha = 1.
+    """
 
     def __init__(self, most_bytes: int = MOST_HELD_BYTES) -> None:
-        self._most, self.nbytes = most_bytes, 0
+        self._most = most_bytes
+        self._by_client: Counter[str] = Counter()
         self._lock = threading.RLock()  # a collection inside it may give back too
 
-    def take(self, nbytes: int) -> None:
-        """Count a matcher. Errors: DeviceError beyond the limit, unless there is no other."""
-        with self._lock:
-            if self.nbytes and self.nbytes + nbytes > self._most:
-                raise DeviceError(
-                    f"the grammars of all answers would take more than {self._most // 2**20} MiB", device="cpu",
-                    hint="Send a smaller schema, or try again later",
-                )  # fmt: skip
-            self.nbytes += nbytes
+    @property
+    def nbytes(self) -> int:
+        return self._by_client.total()
 
-    def give_back(self, nbytes: int) -> None:
+    def take(self, nbytes: int, client: str = "") -> None:
+        """Count a client's matcher. Errors: DeviceError beyond its share."""
         with self._lock:
-            self.nbytes -= nbytes
+            own = self._by_client[client] + nbytes
+            share = (self._most - (self._by_client.total() - self._by_client[client])) // 2
+            if nbytes and own > share:
+                raise DeviceError(
+                    f"the grammars of your answers would take {own // 2**20} MiB together, {share // 2**20} MiB are yours now",
+                    device="cpu", hint="Send a smaller schema, or try again later",
+                )  # fmt: skip
+            self._by_client[client] = own
+
+    def give_back(self, nbytes: int, client: str = "") -> None:
+        with self._lock:
+            self._by_client[client] -= nbytes
+            if not self._by_client[client]:
+                del self._by_client[client]
 
 
 class Pace:

@@ -14,6 +14,7 @@ import signal
 import struct
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -103,7 +104,9 @@ def main() -> None:
     while True:
         source = frames.get()
         _limit_time()
-        write_frame(answers, json.dumps(answer(tokenizer, GrammarSource.from_json(source.decode()))).encode())
+        start = time.process_time()
+        found = answer(tokenizer, GrammarSource.from_json(source.decode()))
+        write_frame(answers, json.dumps({**found, "seconds": time.process_time() - start}).encode())
 
 
 def _read(frames: queue.SimpleQueue[bytes]) -> None:

@@ -39,8 +39,8 @@ class ProverError(Exception):
 
 @dataclass(frozen=True)
 class Proof:
-    """The grammars of a source, which compile within the limits, by how many bytes that made the process larger, and how long it
-    took."""
+    """The grammars of a source, which compile within the limits, by how many bytes that made the process larger, and how much
+    processor time it took."""
 
     grammars: Mapping[str, str]
     nbytes: int
@@ -118,7 +118,7 @@ class GrammarProver:
         if process is None:  # closed
             raise CancelledError
         assert process.stdin is not None
-        before, start = self._bytes(), time.monotonic()
+        before = self._bytes()
         try:
             write_frame(process.stdin, source.to_json().encode())
             data = self._watched(source.field, is_wanted)
@@ -139,7 +139,7 @@ class GrammarProver:
             raise ProverError(answer["mistake"])
         if "reason" in answer:
             raise RequestError(answer["reason"], field=answer["field"])
-        return Proof(answer["grammars"], max(0, self._bytes() - before), time.monotonic() - start)
+        return Proof(answer["grammars"], max(0, self._bytes() - before), answer["seconds"])
 
     def _watched(self, field: str, is_wanted: Callable[[], bool]) -> bytes | None:
         """Return the answer, None if the process ended. Errors: CancelledError, RequestError at a limit."""

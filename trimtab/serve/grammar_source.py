@@ -22,7 +22,7 @@ WHITE_SPACE: Any = {"whitespace_flexible": True, "whitespace_pattern": "[ ]?"}
 # row of the parser. A grammar of this size compiles in about a second. A state of the lexer takes 0.5 KiB. So many items and so
 # much fuel of the lexer are 120 ms of one step.
 MOST_ROW_ITEMS, MOST_GRAMMAR_SYMBOLS, MOST_LEXER_STATES = 10_000, 100_000, 50_000
-MOST_STEP_ITEMS, MOST_STEP_FUEL = 50_000, 200_000
+MOST_STEP_ITEMS, MOST_STEP_FUEL = 50_000, 400_000
 
 
 @dataclass(frozen=True)

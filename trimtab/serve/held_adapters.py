@@ -12,7 +12,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
-from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME, stamps_of
+from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME, check_beside, stamps_of
 from trimtab.errors import CheckpointError, DoesNotFitError
 from trimtab.plan.cost import HELD_OBJECT_BYTES
 from trimtab.runtime.held_adapter import HeldAdapter
@@ -65,17 +65,19 @@ class HeldAdapters:
         files = files_stamp(path)
         known = self._by_files.get(files) if files is not None else None
         if known is not None:
+            check_beside(path, name)  # the same files can lie in two folders
             return known
         ends = None if files is None else _ends(path)
         known = (
             None if ends is None else next((one for one in self._by_ends.get(ends, ()) if _is_copy(path, one)), None)
         )
         if known is not None and files is not None and files == files_stamp(path):
+            check_beside(path, name)
             self._by_files[files] = known
             return known
         if name is not None:
             self._check_room(name, path)
-        held = self._model.read_adapter(path) if given is None else given
+        held = self._model.read_adapter(path, name=name) if given is None else given
         # Files that change while they are read are known by nothing.
         if files is not None and files == files_stamp(path):
             self._by_files[files] = held

@@ -96,14 +96,14 @@ class Reading:
         if job.holds_calls and job.schema is None:
             functions = [tool["function"] for tool in job.tools]
             return grammar.calls_once_opened(
-                self._form, functions, several=job.several_calls, in_thought=self._is_in_thought
+                self._form, functions, several=job.several_calls, in_thought=self._is_in_thought, client=job.sender
             )
         if job.must_call is None:
-            constraint = grammar.constraint(job.schema or {})
+            constraint = grammar.constraint(job.schema or {}, client=job.sender)
         else:
             functions = [tool["function"] for tool in job.tools if job.must_call in ("", tool["function"]["name"])]
             constraint = grammar.calls(
-                self._form.calls or "", functions, several=job.several_calls and not job.must_call
+                self._form.calls or "", functions, several=job.several_calls and not job.must_call, client=job.sender
             )
         if not self._is_in_thought:
             return constraint

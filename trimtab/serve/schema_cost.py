@@ -6,10 +6,12 @@ What this file does not foresee ends at the limits of the process that compiles 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from itertools import islice
 from typing import Any
 
 from trimtab.errors import RequestError
@@ -18,8 +20,9 @@ from trimtab.serve.schema import list_of, nodes_of, target_of
 MOST_REFERENCES = 16  # that lead to one another are followed
 
 # The regular expression of a multiple has a state for each remainder: 10 to 40 us and 400 bytes each. A number that ends in zeros
-# has about 32 for each remainder of what stands before them (86400: 0.3 s).
-_TRAILING_ZEROS_COST = 32
+# has about 32 for each remainder of what stands before them (86400: 0.3 s). One that is made of twos and fives alone has a quarter
+# at most: 65536 takes 0.06 s, 131072 0.2, 1048576 2.1.
+_TRAILING_ZEROS_COST, _TWOS_AND_FIVES_SHARE = 32, 4
 # Beyond these a common multiple counts as one that has no end: a prime of 19 digits.
 _ENDLESS, _MOST_CASES, _MOST_DEPTH = 10**18 + 9, 256, 200
 _MANY = 2**31
@@ -101,12 +104,102 @@ class _Merges:
                 for one in branches[1:]:
                     either |= self.of(one)
                 merged &= either
-        return merged & self.of(self._target(node["$ref"])) if isinstance(node.get("$ref"), str) else merged
+        return merged & self.of(self.target(node["$ref"])) if isinstance(node.get("$ref"), str) else merged
 
-    def _target(self, pointer: str) -> Any:
+    def target(self, pointer: str) -> Any:
         if pointer not in self._targets:
             self._targets[pointer] = target_of(self._root, pointer)
         return self._targets[pointer]
+
+
+# What is merged below merged objects and arrays ---------------------------------------------------------------------------
+
+_MERGING = ("allOf", "$ref", "anyOf", "oneOf")
+_TELLING = ("multipleOf", "pattern", "format", "anyOf", "oneOf")
+_OTHERS = ("additionalProperties", "unevaluatedProperties", "items", "additionalItems", "unevaluatedItems")
+_MOST_ALTERNATIVES, _MOST_VISITS = 64, 20_000
+
+
+def _merged_below(merges: _Merges, root: Any) -> Iterator[_Merged]:
+    """Yield what holds for each property, element or other part whose schemas come from two or more merged schemas.
+
+    Two objects of an allOf have their properties of one name merged, or one's with the other's `additionalProperties`; arrays
+    their elements. What lies beyond the limits here is left to the process that compiles.
+    """
+    if sum(any(name in node for name in _TELLING) for node in nodes_of(root)) < 2:
+        return
+    choices = _Choices(merges)
+    seen: set[frozenset[int]] = set()
+    waiting: list[Sequence[Any]] = [(node,) for node in nodes_of(root) if any(name in node for name in _MERGING)]
+    while waiting:
+        for parts in choices.of(waiting.pop()):
+            for below in _below(parts):
+                choices.visits += len(below)
+                if choices.visits > _MOST_VISITS:
+                    return
+                key = frozenset(map(id, below))
+                if len(key) > 1 and key not in seen:
+                    seen.add(key)
+                    waiting.append(below)
+                    merged = _Merged()
+                    for node in below:
+                        merged &= merges.of(node)
+                    yield merged
+
+
+class _Choices:
+    """Which schemas of objects and arrays hold together, once for each choice of the branches of anyOf and oneOf."""
+
+    def __init__(self, merges: _Merges) -> None:
+        self._merges, self.visits = merges, 0
+
+    def of(self, nodes: Sequence[Any], depth: int = 0) -> list[list[Mapping[str, Any]]]:
+        """Return what holds with all of these schemas."""
+        found: list[list[Mapping[str, Any]]] = [[]]
+        for node in nodes:
+            self.visits += 1
+            if not isinstance(node, dict) or depth > MOST_REFERENCES or self.visits > _MOST_VISITS:
+                continue
+            merged = list_of(node, "allOf")
+            if isinstance(node.get("$ref"), str):
+                merged = [*merged, self._merges.target(node["$ref"])]
+            if _named(node) or _others(node):
+                found = [[*one, node] for one in found]
+            if merged:
+                found = self._product(found, self.of(merged, depth + 1))
+            for name in ("anyOf", "oneOf"):
+                if branches := list_of(node, name)[:_MOST_ALTERNATIVES]:
+                    found = self._product(found, [one for branch in branches for one in self.of([branch], depth + 1)])
+        return found
+
+    def _product(self, one: list[list[Any]], other: list[list[Any]]) -> list[list[Any]]:
+        pairs = islice(itertools.product(one, other), _MOST_ALTERNATIVES)
+        made = {tuple(map(id, joined)): joined for joined in ([*left, *right] for left, right in pairs)}
+        self.visits += sum(map(len, made.values()))
+        return list(made.values())
+
+
+def _below(parts: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, ...]]:
+    """Yield the schemas that hold together for each part of a value for which all of `parts` hold, one of each."""
+    split = [(_named(node), _others(node)) for node in parts]
+    if len(split) > 1:
+        for key in (*dict.fromkeys(key for named, _ in split for key in named), None):
+            options = [[named[key]] if key in named else others for named, others in split]
+            yield from islice(itertools.product(*(one for one in options if one)), _MOST_ALTERNATIVES)
+
+
+def _named(node: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return the schemas of single parts: a property by its name, an element by its place."""
+    items, properties = node.get("items"), node.get("properties")
+    places = dict(enumerate(items if isinstance(items, list) else list_of(node, "prefixItems")))
+    return {**places, **(properties if isinstance(properties, dict) else {})}
+
+
+def _others(node: Mapping[str, Any]) -> list[Any]:
+    """Return the schemas of all parts that are not named."""
+    patterns = node.get("patternProperties")
+    found = [*(patterns.values() if isinstance(patterns, dict) else ()), *(node.get(name) for name in _OTHERS)]
+    return [one for one in found if isinstance(one, dict)]
 
 
 def _multiple(node: Mapping[str, Any]) -> int:
@@ -119,10 +212,16 @@ def _multiple(node: Mapping[str, Any]) -> int:
 
 
 def _states(multiple: int) -> int:
-    before_zeros = multiple
-    while before_zeros % 10 == 0:
-        before_zeros //= 10
-    return min(multiple, before_zeros if before_zeros == multiple else before_zeros * _TRAILING_ZEROS_COST)
+    before_zeros = _without(10, multiple)
+    if _without(2, _without(5, multiple)) == 1:
+        multiple = -(-multiple // _TWOS_AND_FIVES_SHARE)
+    return min(multiple, before_zeros * _TRAILING_ZEROS_COST)
+
+
+def _without(factor: int, number: int) -> int:
+    while number % factor == 0:
+        number //= factor
+    return number
 
 
 def multiple_states(schema: Any) -> int:
@@ -132,13 +231,16 @@ def multiple_states(schema: Any) -> int:
         own = _multiple(node)
         merged = merges.of(node).multiples if any(name in node for name in ("allOf", "$ref", "anyOf", "oneOf")) else ()
         count += sum(_states(one) for one in {own, *merged} if one > 1)
+    for below in _merged_below(merges, schema):
+        count += sum(_states(one) for one in below.multiples if one > 1)
     return min(_MANY, count)
 
 
 def merged_patterns(schema: Any) -> int:
     """Return how many regular expressions one text has to match at once, at most."""
     merges = _Merges(schema)
-    return max((merges.of(node).patterns for node in nodes_of(schema)), default=0)
+    below = (one.patterns for one in _merged_below(merges, schema))
+    return max((*(merges.of(node).patterns for node in nodes_of(schema)), *below), default=0)
 
 
 def combined_branches(schema: Any) -> int:
@@ -147,6 +249,7 @@ def combined_branches(schema: Any) -> int:
     cases = [
         merges.of(node).cases for node in nodes_of(schema) if "allOf" in node or ("$ref" in node and len(node) > 1)
     ]
+    cases += [one.cases for one in _merged_below(merges, schema)]
     return min(_MANY, sum(count for count in cases if count > 1))
 
 

@@ -7,7 +7,6 @@ needs, and its peak stands beside.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from trimtab.speed import figures
 from trimtab.speed.figures import Spread
 from trimtab.speed.limit import Bandwidth, Limit, Read, limit_of
 from trimtab.speed.report import OURS, Report, Side
+from trimtab.work_folder import work_folder
 
 Say = Callable[[str], None]
 AGAINST = ("stock", "eager")
@@ -93,8 +93,7 @@ def bench(request: BenchRequest, *, say: Say | None = None) -> Report:
     speak = say or (lambda text: None)
     if request.against == "stock":
         packages.check_installed(packages.STOCK, field="against", value="stock")
-    with tempfile.TemporaryDirectory(prefix="trimtab-bench-", ignore_cleanup_errors=True) as folder:
-        work = Path(folder)
+    with work_folder("bench") as work:
         speak("planning and preparing the prompts")
         prepared = _prepared(request, work)
         plan = Plan.from_json(prepared["plan"])

@@ -6,7 +6,6 @@ A distribution is kept in full only while it is compared: what stays are the log
 from __future__ import annotations
 
 import base64
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -191,11 +190,6 @@ def open_reference(
         for name in others:
             loaded.unload_adapter(name)
         yield Reference(loaded, adapter)
-
-
-def work_folder() -> Any:
-    """Return a folder that is gone at the end of its `with`."""
-    return tempfile.TemporaryDirectory(prefix="trimtab-remote-", ignore_cleanup_errors=True)
 
 
 def _base64(file: Path) -> str:

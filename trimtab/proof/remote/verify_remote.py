@@ -35,13 +35,14 @@ from trimtab.proof.remote.channels import (
 from trimtab.proof.remote.choosing import Chosen, candidates, choose
 from trimtab.proof.remote.client import DEADLINE_S, Client, read_key
 from trimtab.proof.remote.faults import Fault, write_faults
-from trimtab.proof.remote.local import Reference, Row, open_reference, work_folder
+from trimtab.proof.remote.local import Reference, Row, open_reference
 from trimtab.proof.remote.measure import Measured, between, is_identical
 from trimtab.proof.remote.merged import open_merged, spec_with_experts
 from trimtab.proof.remote.report import Answered, RemoteReport
 from trimtab.proof.remote.tokens import TokenTable
 from trimtab.proof.remote.verdict import RIGHT, Asked, Verdict, judge, nothing_to_tell
 from trimtab.request import LoadRequest
+from trimtab.work_folder import work_folder
 
 Say = Callable[[str], None]
 # In this order: the first one also chooses the questions.
@@ -110,7 +111,7 @@ def verify_remote(
     )  # fmt: skip
     notes_of_server(work, is_ollama)
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(work_folder()))
+        folder = stack.enter_context(work_folder("remote"))
 
         def opened(precision: str) -> Any:
             speak(f"loading {checkpoint.folder.name} ({precision})")
