@@ -41,13 +41,13 @@ from trimtab.commands.saying import COLORS, print_json, print_text, use_color
 from trimtab.commands.wording import Words, words_of
 from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, TrimtabError, public_fields
 from trimtab.exit_codes import exit_code, exit_codes_text
-from trimtab.machine import late_imports
+from trimtab.machine import preload
 from trimtab.packages import versions_of
 
 # Commands that compute nothing, and those that outlive the load of the minute in which they start.
 WITHOUT_THREADS, LASTING = ("plan", "inspect", "models", "adapters", "completion", "pull"), ("serve",)
-# Commands that plan and load a model here and do nothing else.
-RUNNING = ("plan", "run", "chat", "demo")
+# Commands that plan a model here, load it with `commands.opening.opened` and do nothing else.
+OPENING = ("plan", "run", "chat")
 # What a disk says that takes no more, also of standard output.
 FULL_DISK = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 # What the system says of a file or folder that it does not let this process use.
@@ -114,8 +114,8 @@ def _main(arguments: Sequence[str] | None) -> int:
         use_color(options.color)
         if options.name_of_command not in WITHOUT_THREADS:
             threads.use(options.threads, beside_others=options.name_of_command not in LASTING)
-        if options.name_of_command in RUNNING and interrupts.is_command():
-            late_imports.use(getattr(options, "device", None) or "auto")
+        if options.name_of_command in OPENING and interrupts.is_command():
+            preload.collect_rarely()
         interrupts.raise_again()
         interrupts.raise_at_end()
         code = int(options.command(options))
