@@ -84,3 +84,17 @@ def test_a_worker_imports_no_command():
     assert "trimtab.cli" not in found and "trimtab.commands" not in found
     project = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     assert 'trimtab = "trimtab.__main__:main"' in project
+
+
+# What the interpreter looks through for garbage as it ends, once a command is done.
+ENDED = """
+import atexit, gc, sys
+atexit.register(lambda: print("left:", len(gc.get_objects())))
+sys.argv = ["trimtab", "models", "--json"]
+from trimtab.__main__ import main
+main()
+"""
+
+
+def test_a_command_that_is_done_looks_for_no_garbage_among_its_modules():
+    assert int(run("-c", ENDED).rpartition("left:")[2]) < 1000

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import os
 import platform
 import sys
@@ -84,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     finally:
         if interrupts.is_command():
+            gc.freeze()  # the interpreter looks for garbage among all modules as it ends: more than a second
             with suppress(OSError, ValueError):  # a reader that went away; what is lost it did not want
                 sys.stdout.flush()
             interrupts.end_at_once()
