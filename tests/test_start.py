@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from trimtab import cli
 from trimtab.demo.line import FOLDER
 from trimtab.machine import preload
 
@@ -98,3 +99,29 @@ main()
 
 def test_a_command_that_is_done_looks_for_no_garbage_among_its_modules():
     assert int(run("-c", ENDED).rpartition("left:")[2]) < 1000
+
+
+# trimtab's own modules once a command line has been read.
+READ = """
+import sys
+from trimtab import cli
+cli.parser(sys.argv[1:2]).parse_args(sys.argv[1:])
+print([name for name in sys.modules if name.startswith("trimtab.")])
+"""
+
+
+def test_a_command_imports_no_other_command():
+    found = run("-c", READ, "plan", "m")
+    assert "trimtab.commands.line" in found
+    assert not any(
+        f"trimtab.{name}'" in found for name in ("commands.serve", "commands.doctor", "commands.chat", "serve.registry")
+    )
+
+
+@pytest.mark.parametrize("file", cli.FILES)
+def test_a_command_alone_is_read_as_among_all(file):
+    (every,) = (action for action in cli.parser()._actions if action.dest == "name")
+    assert [*every.choices] == [name for names in cli.FILES.values() for name in names]
+    for name in cli.FILES[file]:
+        (own,) = (action for action in cli.parser([name])._actions if action.dest == "name")
+        assert own.choices[name].format_help() == every.choices[name].format_help()
