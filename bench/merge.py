@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -72,16 +73,16 @@ def rest() -> None:
 
 def run(engine: str, request: dict[str, Any], out: Path) -> dict[str, Any]:
     """Return what one engine took, in a process of its own."""
-    from trimtab.process import DONE, run_inside
+    from bench import merge_inside
 
     shutil.rmtree(out, ignore_errors=True)
     rest()
     if engine == "peft":
         return run_peft(request)
-    outcome = run_inside("trimtab.merge.measure", request, timeout_s=600)
-    if outcome.ended != DONE:
-        return {"engine": engine, "error": outcome.ended, "stderr": outcome.stderr[-500:]}
-    found = outcome.lines[-1]
+    try:
+        found = merge_inside.run(request, timeout_s=600)
+    except (RuntimeError, subprocess.TimeoutExpired) as exc:
+        return {"engine": engine, "error": type(exc).__name__, "stderr": str(exc)[-500:]}
     row = {
         "engine": engine, "seconds": round(found["seconds"], 2),
         "peak_gib": round((found["peak_bytes"] - found["baseline_bytes"]) / GIB, 3),
@@ -94,9 +95,7 @@ def run(engine: str, request: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def run_peft(request: dict[str, Any]) -> dict[str, Any]:
-    """Return what PEFT took, in a process of its own (its modules are no part of trimtab's own runner)."""
-    import subprocess
-
+    """Return what PEFT took, in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-m", "bench.merge", "--peft", json.dumps(request)], capture_output=True, text=True
     )

@@ -61,8 +61,6 @@ with trimtab.load(plan) as model:
 """
 # As a worker imports them.
 IMPORTS = """
-from trimtab.machine import late_imports
-late_imports.use("{device}")
 import trimtab.api, trimtab.runtime.model, trimtab.runtime.hf, trimtab.runtime.hf_processor
 """
 LINE = re.compile(r"import time:\s+(\d+) \|\s+(\d+) \|(\s+)(\S+)")

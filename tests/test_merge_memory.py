@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from bench import merge_inside
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.process import DONE, run_inside
 
 MIB = 2**20
 WIDTH = 1024
@@ -64,9 +64,7 @@ def adapter(folder: Path, base: Path) -> Path:
 
 def extra_bytes(base: Path, own: Path, out: Path, **options: object) -> int:
     request = {"model": str(base), "out": str(out), "adapters": [["a", str(own), 1.0]], **options}
-    outcome = run_inside("trimtab.merge.measure", request, timeout_s=300, environment={"OMP_NUM_THREADS": "1"})
-    assert outcome.ended == DONE, outcome.stderr
-    (found,) = outcome.lines
+    found = merge_inside.run(request, timeout_s=300, environment={"OMP_NUM_THREADS": "1"})
     return int(found["peak_bytes"]) - int(found["baseline_bytes"])
 
 

@@ -28,7 +28,7 @@ PURE = [
 NO_TORCH = [file for file in SOURCES if file.parent.name == "machine"]
 PSUTIL = (
     "trimtab/machine/memory.py", "trimtab/process.py", "trimtab/environment.py",
-    "trimtab/environment_inside.py", "trimtab/merge/measure.py",
+    "trimtab/environment_inside.py",
 )  # fmt: skip
 HEAVY = {
     "torch",

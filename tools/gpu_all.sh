@@ -131,7 +131,7 @@ fi
 
 plan decode merge bridge bridge-old lanes matrix matrix-old bench-kernels
 # 8. What was measured before and changes seldom.
-tests rest 400 8 test_late_imports.py test_bridge.py test_verify.py test_merge.py test_matrix.py
+tests rest 400 8 test_bridge.py test_verify.py test_merge.py test_matrix.py
 step decode 600 $py -m bench.decode --work "$work" --models "$size" --timeout-s 200 --save "$out/decode.json"
 # The bridge's cases hold nearly all of the card: only the merge, which uses little of it, runs meanwhile.
 step merge 240 $py -m bench.merge --work "$TMPDIR/merge" --sizes "$size" --no-check --save "$out/merge.json" &

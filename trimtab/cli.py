@@ -25,6 +25,8 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
+import importlib
 import os
 import platform
 import sys
@@ -34,20 +36,25 @@ from typing import Any, NoReturn
 
 import trimtab
 from trimtab import interrupts, threads
-from trimtab.commands import bench, chat, doctor, line, listing, merging, pull, serve, tune
 from trimtab.commands.examples import examples_text
 from trimtab.commands.flags import give_model, group_of
 from trimtab.commands.saying import COLORS, print_json, print_text, use_color
 from trimtab.commands.wording import Words, words_of
 from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, TrimtabError, public_fields
 from trimtab.exit_codes import exit_code, exit_codes_text
-from trimtab.machine import late_imports
+from trimtab.machine import preload
 from trimtab.packages import versions_of
 
+# File of commands/ -> the commands that it adds, in the order of --help.
+FILES = {
+    "line": ("plan", "inspect", "run", "demo"), "chat": ("chat",), "listing": ("models", "adapters", "completion"),
+    "pull": ("pull",), "merging": ("merge", "verify"), "bench": ("bench",), "tune": ("tune",), "doctor": ("doctor",),
+    "serve": ("serve",),
+}  # fmt: skip
 # Commands that compute nothing, and those that outlive the load of the minute in which they start.
 WITHOUT_THREADS, LASTING = ("plan", "inspect", "models", "adapters", "completion", "pull"), ("serve",)
-# Commands that plan and load a model here and do nothing else.
-RUNNING = ("plan", "run", "chat", "demo")
+# Commands that plan a model here, load it with `commands.opening.opened` and do nothing else.
+OPENING = ("plan", "run", "chat")
 # What a disk says that takes no more, also of standard output.
 FULL_DISK = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 # What the system says of a file or folder that it does not let this process use.
@@ -84,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     finally:
         if interrupts.is_command():
+            gc.freeze()  # the interpreter looks for garbage among all modules as it ends: more than a second
             with suppress(OSError, ValueError):  # a reader that went away; what is lost it did not want
                 sys.stdout.flush()
             interrupts.end_at_once()
@@ -108,14 +116,14 @@ def _main(arguments: Sequence[str] | None) -> int:
         if set(given) == {"--version", "--json"}:
             print_json(versions())
             return 0
-        options = parser().parse_args(given)
+        options = parser(given[:1]).parse_args(given)
         words = words_of(options)
         give_model(options)
         use_color(options.color)
         if options.name_of_command not in WITHOUT_THREADS:
             threads.use(options.threads, beside_others=options.name_of_command not in LASTING)
-        if options.name_of_command in RUNNING and interrupts.is_command():
-            late_imports.use(getattr(options, "device", None) or "auto")
+        if options.name_of_command in OPENING and interrupts.is_command():
+            preload.collect_rarely()
         interrupts.raise_again()
         interrupts.raise_at_end()
         code = int(options.command(options))
@@ -224,8 +232,11 @@ def versions() -> dict[str, str | None]:
 # Flags ----------------------------------------------------------------------------------------------------------------
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of every command; a command is the function in `command`."""
+def parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return the parser of every command; a command is the function in `command`.
+
+    named: the first word of a command line. Where it is a command, no other command's file is imported, nor is what that imports.
+    """
     top = _Parser(
         prog="trimtab", allow_abbrev=False,
         description="Run a quantized multimodal model with LoRA adapters on a GPU that it does not fit.",
@@ -247,13 +258,17 @@ def parser() -> argparse.ArgumentParser:
         made.set_defaults(command=function, parser=made, name_of_command=name)
         return made
 
-    for room in (line, chat, listing, pull, merging, bench, tune, doctor, serve):
-        room.add(command)
+    wanted = [
+        file for file, names in FILES.items() if set(named) & {*names} - {"completion"}
+    ]  # which lists every command
+    for file in wanted or FILES:
+        importlib.import_module(f"trimtab.commands.{file}").add(command)
     for name, each in commands.choices.items():
         output = group_of(each, "output")
         output.add_argument("--json", action="store_true", help=JSON_HELP.get(name, JSON_HELP[""]))
         output.add_argument("--color", choices=COLORS, metavar="WHEN", help=f"{', '.join(COLORS)} (default: auto)")
-    commands.choices["completion"].set_defaults(top=top)
+    if "completion" in commands.choices:
+        commands.choices["completion"].set_defaults(top=top)
     for name, each in commands.choices.items():
         if name not in WITHOUT_THREADS:
             group_of(each, "execution").add_argument(

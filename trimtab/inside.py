@@ -19,6 +19,7 @@ import sys
 if __name__ == "__main__" and sys.path and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
     del sys.path[0]
 
+import gc
 import importlib
 import importlib.abc
 import importlib.util
@@ -86,4 +87,6 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     prepare_path()
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    gc.freeze()  # the interpreter looks for garbage among all modules as it ends: more than a second
+    sys.exit(code)

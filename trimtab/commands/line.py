@@ -241,8 +241,6 @@ def _patch(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_run(options: argparse.Namespace) -> int:
-    from trimtab.runtime.memory_shares import shares_text
-
     pull_if_asked(options)
     if options.prompts is not None:
         return run_many(options)
@@ -269,6 +267,8 @@ def run_run(options: argparse.Namespace) -> int:
             print_text(note, file=sys.stderr)
         say_fallbacks(model)
         if options.memory:
+            from trimtab.runtime.memory_shares import shares_text
+
             print_text(shares_text(model.memory_shares()), file=sys.stderr)
         return 0
 

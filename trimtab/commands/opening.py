@@ -13,6 +13,7 @@ from trimtab import show
 from trimtab.checkpoint.adapter_beside import weights_beside
 from trimtab.checkpoint.folder import find_folder
 from trimtab.commands.saying import print_text
+from trimtab.machine import preload
 
 if TYPE_CHECKING:
     from trimtab.runtime.generate import Answer
@@ -34,6 +35,7 @@ def opened(
     processor = load_processor(find_folder(plan.request.model))
     with show.loading_bar(sys.stderr) as progress:
         model = trimtab.load(plan, progress=progress, decode=None if decode == "auto" else decode)
+    preload.collect_again()
     model.processor = processor
     missing = turn_end.stop_at_turn_end(model, is_asked=stop_at_turn_end)
     if missing is not None and is_told:

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from trimtab.errors import RequestError
 from trimtab.json_file import parse
-from trimtab.machine import gpus, late_imports, rates_file
+from trimtab.machine import gpus, rates_file
 from trimtab.machine.installed import torch_build, versions
 from trimtab.machine.memory import cpu_name, host_available_bytes, process_bytes
 from trimtab.machine.own_folder import hashed, own_folder, read_own, write_own
@@ -127,4 +127,4 @@ def _facts(device: str) -> dict[str, int] | None:
 def _key(device: str) -> str:
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = {name: os.environ.get(name) for name in THREAD_VARIABLES}
-    return json.dumps([device.partition(":")[0], versions(), threads, count, late_imports.is_on()])
+    return json.dumps([device.partition(":")[0], versions(), threads, count])

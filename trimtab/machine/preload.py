@@ -1,4 +1,4 @@
-"""What a process that will load a model does on a thread while it makes the plan: imports, torch's libraries, a context on the GPU.
+"""What a process that will load a model does while it makes the plan: imports, torch's libraries, a context on the GPU.
 
 Finding the symbols of a gigabyte of libraries takes 0.6 s and making a context 0.3 s, both without Python's lock; importing torch
 then finds them there. Nothing depends on it: what fails here is done, or named, by whoever needs it. Imports no torch.
@@ -7,6 +7,7 @@ then finds them there. Nothing depends on it: what fails here is done, or named,
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import importlib.util
 import os
@@ -18,6 +19,19 @@ from pathlib import Path
 
 # In the order in which torch loads them itself (torch/__init__.py, 2.6 to 2.13).
 LIBRARIES = (("libtorch_global_deps.so", ctypes.RTLD_GLOBAL), ("libtorch_python.so", ctypes.RTLD_LOCAL))
+
+# Imports make a million objects that stay: looking for garbage among them takes a tenth of a start.
+LOADING_COLLECT_AFTER, COLLECT_AFTER = (50_000, 20, 1000), gc.get_threshold()
+
+
+def collect_rarely() -> None:
+    """Look for garbage less often, until `collect_again`."""
+    gc.set_threshold(*LOADING_COLLECT_AFTER)
+
+
+def collect_again() -> None:
+    """Look for garbage as often as before `collect_rarely`."""
+    gc.set_threshold(*COLLECT_AFTER)
 
 
 def import_module(name: str) -> threading.Thread:

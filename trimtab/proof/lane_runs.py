@@ -28,7 +28,7 @@ from trimtab.proof.routes import TIMEOUT_S, Item, Route, run_module, run_route
 from trimtab.proof.survival import Survival
 from trimtab.request import LoadRequest
 
-STOCK_LANE, OWN_MERGE = "trimtab.proof.stock_lane", "trimtab.proof.own_merge"
+STOCK_LANE, MERGE_LANE = "trimtab.proof.stock_lane", "trimtab.proof.merge_lane"
 WHO = ("adapter", "base", "merged")
 Line = dict[str, Any]
 Say = Callable[[str], None]
@@ -164,7 +164,7 @@ class LaneRunner:
         }  # fmt: skip
         stage = "merge"
         try:
-            lines, outcome = run_module(OWN_MERGE, request, lane.name, isolated=self.isolated)
+            lines, outcome = run_module(MERGE_LANE, request, lane.name, isolated=self.isolated)
             merge = next(line for line in lines if line["event"] == "merge")
             stage = "adapter"
             answers, loaded = self._loaded(lane, out)

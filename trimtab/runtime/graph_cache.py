@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from trimtab.machine import late_imports
-
 Captured = TypeVar("Captured")
 Output = TypeVar("Output")
 
@@ -47,8 +45,7 @@ class GraphCache(OrderedDict[tuple[Hashable, ...], Captured]):
             # Other threads (a reader of the disk) may use the device at the same time.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                with late_imports.capturing():
-                    output = run()
+                output = run()
             except BaseException:
                 with suppress(Exception):  # it would only say that something failed before
                     graph.capture_end()

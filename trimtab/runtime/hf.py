@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
@@ -27,7 +28,6 @@ from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.packed import PackedEntry, split_packed
 from trimtab.errors import CheckpointError
 from trimtab.json_file import check_file
-from trimtab.machine import late_imports
 from trimtab.runtime.anatomy_builder import build_anatomy
 from trimtab.runtime.probe import (
     Expression,
@@ -39,9 +39,6 @@ from trimtab.runtime.probe import (
     most_modules,
 )  # fmt: skip
 from trimtab.runtime.read import read_small
-
-with late_imports.importing_transformers():
-    import transformers
 
 # from_pretrained sets process-wide state while it runs (default dtype, patched constructors): one at a time.
 _ONE_PROBE = threading.Lock()

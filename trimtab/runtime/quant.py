@@ -21,10 +21,9 @@ from trimtab.checkpoint.packed import PackedEntry
 from trimtab.errors import CheckpointError, DeviceError
 from trimtab.plan.cost import HEAD8, HEAD_CHUNK_VALUES
 from trimtab.runtime import head8
-from trimtab.runtime.importing import without_hub_kernels
-from trimtab.runtime.late_compile import late_compile
+from trimtab.runtime.importing import without_compiler, without_hub_kernels
 
-with without_hub_kernels(), late_compile("bitsandbytes"):
+with without_hub_kernels(), without_compiler():
     import bitsandbytes as bnb
     from bitsandbytes.functional import (
         QuantState,

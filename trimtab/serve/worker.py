@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, RequestError, TrimtabError
-from trimtab.machine import known, late_imports, preload
+from trimtab.machine import known, preload
 from trimtab.machine.memory import process_bytes
 from trimtab.request import LoadRequest
 from trimtab.serve.adapter_queue import AdapterQueue, Unprepared, Urgency
@@ -54,9 +54,6 @@ READING_S = 0.02
 CAPTURING_S = 0.1
 # How often a worker with nothing else to do looks whether a prompt has been prepared.
 PREPARING_S = 0.001
-# Python's collector while a model is loaded, and after that: imports make a million objects that stay, and looking through them
-# takes a tenth of a start.
-LOADING_COLLECT_AFTER, COLLECT_AFTER = (50_000, 20, 1000), gc.get_threshold()
 # How long the thread that prepares prompts may keep the interpreter from the one that makes tokens; Python's own is 5 ms.
 SWITCH_S = 0.0005
 # How long a worker whose API process is gone may take to notice that and end in its own way.
@@ -81,8 +78,7 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
     keep_streams()
     set_up_as_parent()
     threading.Thread(target=_end_with_parent, name="trimtab-parent", daemon=True).start()
-    gc.set_threshold(*LOADING_COLLECT_AFTER)
-    late_imports.use(settings["request"]["device"])
+    preload.collect_rarely()
     channel = Channel(connection)
     try:
         _Worker(channel, settings).run()
@@ -208,7 +204,7 @@ class _Worker:
         self.engine.capture()
         sys.setswitchinterval(SWITCH_S)
         gc.collect()
-        gc.set_threshold(*COLLECT_AFTER)
+        preload.collect_again()
         gc.freeze()  # looking through the model's objects and every module would stop all answers for 0.1 s now and then
         self.channel.send({"say": "ready", **self.numbers(), "plan": self.plan.to_json()})
         self.watcher.start()
