@@ -14,6 +14,7 @@ import torch
 
 import trimtab
 from tests import long_runs, pico
+from tests.lent import lent
 from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import DeviceError, RequestError
@@ -282,12 +283,10 @@ def prepared(model, number):
     return model.prepare(prompt, **media)
 
 
-@pytest.mark.parametrize("decode", MODES)
-@pytest.mark.parametrize("family", GEMMA)
-def test_teacher_forced_scores_agree_past_the_sliding_window(decode, family, tmp_path):
+@pytest.mark.parametrize(("family", "decode"), long_runs.crossed(GEMMA, MODES, rest=1))
+def test_teacher_forced_scores_agree_past_the_sliding_window(family, decode):
     """Random float32 weights; 40 steps of the same tokens, the window is 8."""
-    plan = trimtab.plan(pico.build(family, tmp_path), quant="none", dtype="float32", context=96, device=DEVICE)
-    with trimtab.load(plan) as loaded:
+    with lent(family) as loaded:
         prompt = list(range(5, 12))
         seen = {}
         for way in ("eager", decode):
@@ -586,10 +585,9 @@ def test_a_capture_that_finds_no_memory_in_such_a_moment_ends_them_and_rows_are_
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
 @pytest.mark.parametrize("family", long_runs.FAMILIES)
-def test_every_family_is_prepared_and_its_rows_are_clean_afterwards(family, replayed, tmp_path):
-    plan = trimtab.plan(pico.build(family, tmp_path), quant="none", dtype="float32", context=128, device=DEVICE)
+def test_every_family_is_prepared_and_its_rows_are_clean_afterwards(family, replayed):
     asked = [(None, list(range(5, 5 + count)), {}) for count in (3, 20)]
-    with trimtab.load(plan) as loaded:
+    with lent(family) as loaded:
         expected = answers(joined(loaded, "eager", asked, tokens=12))
         batch = Batch(loaded, rows=2, decode="graph")
         batch.prepare()
