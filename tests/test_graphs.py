@@ -188,7 +188,7 @@ def test_answers_of_mixed_rows_are_the_modules_in_every_tier(decode, place):
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
-@pytest.mark.parametrize("decode", ["graph", "fused"])
+@pytest.mark.parametrize("decode", ["fused", long_runs.slow_on_cpu("graph")])
 def test_what_a_graph_would_repeat_gives_the_modules_answers(decode, replayed):
     with demo("streamed") as loaded:
         expected = answers(joined(loaded, "eager", ASKED))
@@ -347,8 +347,10 @@ def test_tables_in_host_memory_are_read_by_the_step_itself(in_place, decode):
     assert batch.steps._tables == [] and answers(batch) == expected
 
 
-@pytest.mark.parametrize("fixture", ["model", "in_place", "streamed_in_place"])
-@pytest.mark.parametrize("decode", ["graph", "fused"])
+@pytest.mark.parametrize(
+    ("fixture", "decode"),
+    long_runs.crossed(["model", "in_place", "streamed_in_place"], ["graph", "fused"], first=["model"], rest=1),
+)
 def test_steps_queued_ahead_change_no_word_whoever_joins_leaves_or_switches(
     request, fixture, decode, replayed, monkeypatch
 ):

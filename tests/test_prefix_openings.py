@@ -163,8 +163,7 @@ def demo(request):
         yield model, KV8_TOLERANCE if plan.request.kv == "int8" else TOLERANCE
 
 
-@pytest.mark.parametrize("adapter", [None, "style"])
-@pytest.mark.parametrize("sizes", [(), (16, 64)], ids=["eager prompts", "chunks"])
+@pytest.mark.parametrize(("adapter", "sizes"), crossed(["style", None], [(), (16, 64)], first=["style"], rest=1))
 def test_chats_share_their_system_prompt_from_the_second_on(demo, sizes, adapter):
     model, tolerance = demo
     short, long = (
