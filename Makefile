@@ -39,9 +39,11 @@ test-all: test test-slow
 test-upstream: $(NEWEST) $(OLDEST)
 	$(ENV) TRIMTAB_OTHER_PYTHON=.venv-oldest/bin/python .venv/bin/python -m pytest -q -m slow tests/upstream
 
-# What takes minutes: whole matrices, every kill, in this environment; requests made from the API's description in one of its own.
+# What takes minutes: whole matrices, every kill, all examples of hypothesis, in this environment; requests made from the API's
+# description in one of its own.
 test-slow: $(NEWEST) $(OLDEST) .venv-fuzz/made-from-$(FUZZ)
 	$(ENV) TRIMTAB_FUZZ_PYTHON=.venv-fuzz/bin/python TRIMTAB_OTHER_PYTHON=.venv-oldest/bin/python .venv/bin/python -m pytest -q -m slow tests
+	$(ENV) TRIMTAB_TEST_EXAMPLES=all .venv/bin/python -m pytest -q -m "hypothesis and not slow" tests
 
 .venv-fuzz/made-from-$(FUZZ):
 	rm -rf .venv-fuzz

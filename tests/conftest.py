@@ -8,6 +8,8 @@ import tempfile
 
 import pytest
 
+from tests.examples import examples
+
 # Before anything imports torch, transformers or platformdirs.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -17,6 +19,17 @@ os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 # Collecting makes a million objects that stay: looking for garbage among them takes a quarter of the time.
 gc.disable()
+
+
+def pytest_configure(config):
+    """Tests of properties that name no number of examples make a quarter of hypothesis's 100; a busy machine fails none of them."""
+    if config.pluginmanager.hasplugin("hypothesispytest"):
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile(
+            "trimtab", max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        )
+        settings.load_profile("trimtab")
 
 
 def pytest_collection_finish():

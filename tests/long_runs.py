@@ -5,7 +5,9 @@ On a GPU, where each case is fast, all of them run.
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -13,18 +15,35 @@ import pytest
 from tests import pico
 from trimtab.runtime import hf_slots
 
-_MARKS = (pytest.mark.slow,) if os.environ.get("TRIMTAB_TEST_DEVICE", "cpu") == "cpu" else ()
-# Of each build: keys and values shared with earlier layers, several streams of states, positions in three dimensions, none of
-# these, experts.
-FIRST = ("gemma4", "gemma3n", "qwen3_vl", "llama", "qwen3_moe")
+SLOW_ON_CPU = (pytest.mark.slow,) if os.environ.get("TRIMTAB_TEST_DEVICE", "cpu") == "cpu" else ()
+# Keys and values shared with earlier layers, towers and windows; positions in three dimensions; none of these. The other families
+# go through the same features in one pass each: test_families.py.
+FIRST = ("gemma4", "qwen2_5_vl", "llama")
 
 
 def slow_on_cpu(*values: Any) -> Any:
     """Return a case of `pytest.mark.parametrize` that is a slow test on a CPU."""
-    return pytest.param(*values, marks=_MARKS)
+    return pytest.param(*values, marks=SLOW_ON_CPU)
 
 
-FAMILIES = [name if name in FIRST else slow_on_cpu(name) for name in pico.FAMILIES]
+def crossed(names: Iterable[str], *others: Iterable[Any], first: Sequence[str] = FIRST, rest: int = 0) -> list[Any]:
+    """Return (name, *others) of every combination, as cases of parametrize: many of them are slow tests on a CPU.
+
+    first: names with all combinations in every run. rest: how many combinations each other name has in every run; they are
+    different ones from name to name, so that each value of the others is in some case.
+    """
+    combinations, cases, place = list(itertools.product(*others)), [], 0
+    for name in names:
+        kept = {(place + number) % len(combinations) for number in range(rest)}
+        for number, values in enumerate(combinations):
+            is_kept = name in first or number in kept
+            cases.append(pytest.param(name, *values) if is_kept else slow_on_cpu(name, *values))
+        place += name not in first
+    return cases
+
+
+FAMILIES = crossed(pico.FAMILIES)
+REST = [name for name in pico.FAMILIES if name not in FIRST]
 
 
 def skip_without_rings(model: Any) -> None:

@@ -203,6 +203,11 @@ def build(family: str, folder: Path, *, seed: int = 0, dtype: str = "bfloat16", 
     return folder
 
 
+def built(family: str) -> Path:
+    """Return the folder of the family's checkpoint that all tests of a process share: none of them changes it."""
+    return _built(family, 0, "bfloat16", 1)
+
+
 @cache
 def _cache_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="trimtab-pico-", ignore_cleanup_errors=True)

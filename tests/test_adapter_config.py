@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.adapters import VISION, match, pair, problems_of, q_proj, refused, write_adapter
+from tests.examples import examples
 from trimtab.checkpoint import adapter_config
 from trimtab.checkpoint.adapter import read_adapter
 from trimtab.checkpoint.patterns import Matcher
@@ -117,7 +118,7 @@ def test_rank_and_scale_follow_pefts_rules(config: dict[str, Any], rank: int, sc
 PATHS = st.lists(st.sampled_from(["model", "layers", "0", "1", "q_proj", "k_proj", "mlp"]), min_size=1, max_size=5)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(PATHS, st.dictionaries(PATHS.map(".".join), st.integers(1, 9), max_size=4))
 def test_patterns_select_as_the_installed_peft_does(path: list[str], patterns: dict[str, int]) -> None:
     other = pytest.importorskip("peft.utils.other")

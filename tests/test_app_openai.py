@@ -20,6 +20,7 @@ import pytest
 from pydantic import BaseModel
 
 import trimtab
+from tests.long_runs import crossed
 from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 
@@ -136,8 +137,9 @@ def first(kind):
 # Answers --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["text", "image", "audio"])
-@pytest.mark.parametrize("adapter", [None, *ADAPTERS])
+@pytest.mark.parametrize(
+    ("adapter", "kind"), crossed([None, *ADAPTERS], ["text", "image", "audio"], first=["rslora-dora"], rest=1)
+)
 def test_text_pictures_and_sounds_are_answered_as_alone(client, model, kind, adapter):
     question = first(kind)
     found = client.chat.completions.create(

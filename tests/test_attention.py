@@ -12,7 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import trimtab
-from tests import long_runs, pico
+from tests import pico
+from tests.lent import lent
+from tests.long_runs import crossed
 from tests.test_prefill import picture
 from trimtab.runtime import hf_attention
 from trimtab.runtime.batch import Batch
@@ -185,10 +187,9 @@ def scores(model):
     return torch.stack([in_chunks(model, model.prepare(token_ids))[0], padded.float()])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", long_runs.FAMILIES)
-def test_a_prompt_has_the_bits_of_repeated_keys(family, dtype, tmp_path, uses, monkeypatch):
-    with load(family, tmp_path, dtype=dtype) as model:
+@pytest.mark.parametrize(("family", "dtype"), crossed(pico.FAMILIES, ["float32", "bfloat16"]))
+def test_a_prompt_has_the_bits_of_repeated_keys(family, dtype, uses, monkeypatch):
+    with lent(family, dtype=dtype) as model:
         uses.clear()
         found = scores(model)
         layers = sum(1 for module in model.hf_model.get_decoder().modules() if hasattr(module, "num_key_value_groups"))
@@ -198,8 +199,8 @@ def test_a_prompt_has_the_bits_of_repeated_keys(family, dtype, tmp_path, uses, m
 
 
 @pytest.mark.parametrize("options", [{"kv": "int8"}, {"batch": 2, "kv_tokens": 128}], ids=["8 bits", "pages"])
-def test_keys_in_8_bits_and_in_pages_have_the_bits_of_repeated_keys(options, tmp_path, uses, monkeypatch):
-    with load("gemma4", tmp_path, **options) as model:
+def test_keys_in_8_bits_and_in_pages_have_the_bits_of_repeated_keys(options, uses, monkeypatch):
+    with lent("gemma4", **options) as model:
         inputs, rows = model.prepare([100 + number for number in range(40)]), options.get("batch", 1)
         uses.clear()
         found, batch = in_chunks(model, inputs, rows)
@@ -209,9 +210,9 @@ def test_keys_in_8_bits_and_in_pages_have_the_bits_of_repeated_keys(options, tmp
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4_dense", "qwen3_vl"])
-def test_a_picture_has_the_bits_of_repeated_keys(family, tmp_path, uses, monkeypatch):
+def test_a_picture_has_the_bits_of_repeated_keys(family, uses, monkeypatch):
     """The tokens of one picture see each other in both directions, but in Qwen3-VL."""
-    with load(family, tmp_path) as model:
+    with lent(family) as model:
         inputs = picture(model, family, 5)
         uses.clear()
         found, _ = in_chunks(model, inputs)

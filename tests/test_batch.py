@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import trimtab
-from tests import long_runs, pico, talking
+from tests import long_runs, talking
+from tests.lent import lent
 from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import DeviceError, RequestError
@@ -43,9 +44,8 @@ def to_the_end(batch, rows):
 
 
 @pytest.mark.parametrize("family", long_runs.FAMILIES)
-def test_rows_of_every_family_say_what_they_say_alone(family, tmp_path):
-    plan = trimtab.plan(pico.build(family, tmp_path), quant="none", dtype="float32", context=128, device=DEVICE)
-    with trimtab.load(plan) as model:
+def test_rows_of_every_family_say_what_they_say_alone(family):
+    with lent(family) as model:
         alone = [model.answer(prompt, max_new_tokens=24).token_ids for prompt in PROMPTS]
         batch = Batch(model, rows=4)
         request = GenerateRequest(max_new_tokens=24)

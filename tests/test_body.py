@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.serving import MockPool, client, forever
 from tests.test_app import CHAT, PNG, chat, error_of
 from trimtab.errors import RequestError
@@ -62,7 +63,7 @@ anything = st.recursive(
 )
 
 
-@hypothesis_settings(deadline=None, derandomize=True, max_examples=300)
+@hypothesis_settings(deadline=None, derandomize=True, max_examples=examples(300))
 @given(anything, st.booleans(), st.lists(st.integers(0, 200), max_size=6))
 def test_depth_and_values_are_those_of_the_json_however_it_is_cut(value, is_ascii, cuts):
     body = json.dumps(value, ensure_ascii=is_ascii).encode()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import trimtab
+from tests.long_runs import slow_on_cpu
 from tests.tool_templates import NOW, TEMPLATES, WEATHER
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import RequestError
@@ -107,16 +108,21 @@ def test_a_call_that_is_demanded_is_one_of_the_tools_with_arguments_of_its_schem
     assert arguments.get("unit", "C") in ("C", "F") and set(arguments) <= {"city", "unit"}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["gemma4", "hermes", *map(slow_on_cpu, sorted({*FORMS} - {"gemma4", "hermes"}))])
 def test_any_of_the_tools_will_do_where_one_is_required(engine, with_form, form):
     with_form(form)
     _, _, calls, finish = gathered(run(engine, job_of(tools=[NOW], must_call="", several_calls=False)))
     assert calls == [("now", {})] and finish == "tool_calls"
 
 
+@pytest.fixture(scope="module")
+def whole(engine):
+    """The arguments of a demanded call to their end."""
+    return _calls_of(run(engine, job_of(tools=[WEATHER, NOW], must_call="get_weather")))[1][0][1]
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 8, 20])
-def test_a_demanded_call_that_is_cut_is_no_text(engine, tokens):
-    whole = _calls_of(run(engine, job_of(tools=[WEATHER, NOW], must_call="get_weather")))[1][0][1]
+def test_a_demanded_call_that_is_cut_is_no_text(engine, whole, tokens):
     for must_call, is_named in [("get_weather", True), ("", tokens > 8)]:
         events = run(engine, job_of(tools=[WEATHER, NOW], must_call=must_call, tokens=tokens))
         text, calls, finish = _calls_of(events)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import trimtab
 from tests import pico
+from tests.rules import each
 from trimtab import cli
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import DeviceError, DoesNotFitError, RequestError
@@ -55,7 +56,7 @@ def test_there_is_a_profile_of_every_generation_and_each_has_a_source():
     assert len({card.title for card in cards}) == len(cards), "two cards have one title"
 
 
-@pytest.mark.parametrize("card", known_cards(), ids=lambda card: card.title)
+@each("card", known_cards(), where=lambda card: card.title)
 def test_a_profile_is_plausible_and_its_own_title_finds_it(card):
     assert find_card(card.title) == card
     generation, lanes = card.pcie.split(" x")

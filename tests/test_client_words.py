@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,8 +57,10 @@ def text_of(node, constants):
     return "X"
 
 
+@cache
 def raised():
-    """Yield (where, class, reason, hint) of every error of ours that the rooms below the server make."""
+    """Return (where, class, reason, hint) of every error of ours that the rooms below the server make."""
+    found = []
     for room in ROOMS:
         for path in sorted((PACKAGE / room).rglob("*.py")):
             module = importlib.import_module(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts))
@@ -66,21 +69,19 @@ def raised():
                 if isinstance(node, ast.Call) and name in CLASSES and node.args:
                     hint = " ".join(text_of(item.value, module) for item in node.keywords if item.arg == "hint")
                     reason = " ".join(text_of(argument, module) for argument in node.args)
-                    yield f"{path.name}:{node.lineno}", name, reason, hint
-
-
-RAISED = list(raised())
+                    found.append((f"{path.name}:{node.lineno}", name, reason, hint))
+    return found
 
 
 def test_the_texts_are_there():
     """Else the test below would look at nothing."""
-    assert len(RAISED) > 200 and sum(bool(FOREIGN.search(hint)) for *_, hint in RAISED) > 10
-    assert any("max_new_tokens" in hint for *_, hint in RAISED)
+    assert len(raised()) > 200 and sum(bool(FOREIGN.search(hint)) for *_, hint in raised()) > 10
+    assert any("max_new_tokens" in hint for *_, hint in raised())
 
 
 @pytest.mark.parametrize("as_failure", [False, True])
 def test_no_error_text_of_a_lower_layer_has_its_words_in_an_answer(as_failure):
-    for where, name, reason, hint in RAISED:
+    for where, name, reason, hint in raised():
         fields = {"hint": hint, "path": "", "problems": [reason] if name == "AdapterError" else []}
         error = {"class": name, "message": f"{reason}. {hint}" if hint else reason, "fields": fields}
         if as_failure:

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import pico, talking, talking_families
+from tests.examples import examples
 from trimtab.errors import RequestError
 from trimtab.proof.inputs import _Asked
 from trimtab.runtime import chat
@@ -22,7 +23,7 @@ from trimtab.runtime.content_parts import empty_place
 from trimtab.runtime.control_tokens import ControlTokens
 
 FAMILIES = sorted(talking_families.KINDS)
-MANY = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+MANY = settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @cache

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rules import each
 from trimtab.demo.line import ADAPTERS
 from trimtab.plan.kv_form import KV8_KL
 from trimtab.plan.options import HEAD8_KL
@@ -563,7 +564,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("texts", CASES, ids=lambda texts: texts.__name__)
+@each("texts", CASES, where=lambda texts: texts.__name__)
 def test_figures_of_a_page_are_those_of_the_results(texts):
     page = " ".join((ROOT / "docs" / f"{CASES[texts]}.md").read_text(encoding="utf-8").split())
     missing = [text for text in texts() if " ".join(text.split()) not in page]
@@ -580,7 +581,7 @@ def test_the_divergence_that_a_plan_names_is_the_largest_of_the_demos_adapters_a
     assert short(KV8_KL) == short(max(row["token"]["kl_mean"] for row in kept))
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
+@each("page", sorted((ROOT / "docs").rglob("*.md")))
 def test_files_of_results_that_a_page_names_exist(page):
     named = {
         part.split(".json")[0]

@@ -1,7 +1,6 @@
 """Figures of pages that were measured on an H100, as test_doc_figures.py has them of the other results."""
 
-import pytest
-
+from tests.rules import each
 from tests.test_doc_figures import ROOT, images, results_of, rounded
 
 
@@ -184,7 +183,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("texts", CASES, ids=lambda texts: texts.__name__)
+@each("texts", CASES, where=lambda texts: texts.__name__)
 def test_figures_of_a_page_are_those_of_the_results(texts):
     page = " ".join((ROOT / "docs" / f"{CASES[texts]}.md").read_text(encoding="utf-8").split())
     missing = [text for text in texts() if " ".join(text.split()) not in page]

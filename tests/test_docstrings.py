@@ -4,10 +4,9 @@ import dataclasses
 import inspect
 import re
 
-import pytest
-
 import trimtab
 import trimtab.bridge
+from tests.rules import each
 from trimtab.doctor.probes import run_probes
 from trimtab.runtime.asking import Asking
 from trimtab.runtime.conversation import Conversation, Turn
@@ -24,25 +23,25 @@ PLAIN = {"self", "cls", "text"}
 def public_functions():
     for name in trimtab.__all__:
         if inspect.isfunction(found := getattr(trimtab, name)):
-            yield pytest.param(found, id=name)
+            yield name, found
     for name in trimtab.bridge.__all__:
-        yield pytest.param(getattr(trimtab.bridge, name), id=f"bridge.{name}")
-    yield pytest.param(run_probes, id="run_probes")
+        yield f"bridge.{name}", getattr(trimtab.bridge, name)
+    yield "run_probes", run_probes
     for kind in CLASSES:
         for name, member in vars(kind).items():
             inner = (
                 getattr(member, "fget", None) or getattr(member, "func", None) or getattr(member, "__func__", member)
             )
             if not name.startswith("_") and inspect.isfunction(inner):
-                yield pytest.param(inner, id=f"{kind.__name__}.{name}")
+                yield f"{kind.__name__}.{name}", inner
 
 
 def mentions(text, name):
     return re.search(rf"\b{name}\b", text) is not None
 
 
-@pytest.mark.parametrize("function", list(public_functions()))
-def test_public_functions_name_their_arguments_and_errors(function):
+@each("name, function", public_functions(), where=lambda item: item[0])
+def test_public_functions_name_their_arguments_and_errors(name, function):
     text = inspect.getdoc(function) or ""
     assert text, "no docstring"
     arguments = [one for one in inspect.signature(function).parameters.values() if one.kind != one.VAR_KEYWORD]
@@ -55,7 +54,7 @@ def test_public_functions_name_their_arguments_and_errors(function):
         assert re.search(r"\[\w[\w +]*, ", text), "no shape"
 
 
-@pytest.mark.parametrize("kind", [kind for kind in CLASSES if dataclasses.is_dataclass(kind)])
+@each("kind", [kind for kind in CLASSES if dataclasses.is_dataclass(kind)])
 def test_public_values_name_their_fields(kind):
     text = inspect.getdoc(kind) or ""
     assert [

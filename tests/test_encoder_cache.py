@@ -10,7 +10,9 @@ import torch
 
 import trimtab
 from tests import pico
-from tests.test_prefill import eager, ids, in_chunks, load, picture
+from tests.lent import lent
+from tests.long_runs import crossed
+from tests.test_prefill import eager, ids, in_chunks, picture
 from tests.test_prefix_cache import BATCHES, PICTURES, clone, keeping, scores, seen
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.runtime import encoder_cache
@@ -50,9 +52,9 @@ def tensors_of(output):
     return tensors
 
 
-@pytest.mark.parametrize("family", PICTURES)
-def test_pictures_that_are_missing_go_through_in_one_pass(family, tmp_path):
-    with load(family, tmp_path) as model:
+@pytest.mark.parametrize("family", crossed(PICTURES))
+def test_pictures_that_are_missing_go_through_in_one_pass(family):
+    with lent(family) as model:
         cache = keeping(model)
         scores(eager(model), model.prepare(ids(9)))  # the states' layout is known from the first answer on
         compute = model.hf_model.model.get_image_features
@@ -87,10 +89,9 @@ def test_pictures_that_are_missing_go_through_in_one_pass(family, tmp_path):
         assert vars(model.hf_model.model).get("get_image_features") is None
 
 
-@pytest.mark.parametrize("how", BATCHES)
-@pytest.mark.parametrize("family", PICTURES)
-def test_a_picture_that_was_seen_is_not_seen_again(family, how, tmp_path):
-    with load(family, tmp_path) as model:
+@pytest.mark.parametrize(("family", "how"), crossed(PICTURES, BATCHES))
+def test_a_picture_that_was_seen_is_not_seen_again(family, how):
+    with lent(family) as model:
         cache = keeping(model)
         batch, plain = BATCHES[how](model), BATCHES[how](model)
         scores(batch, model.prepare(ids(9)))
@@ -168,8 +169,8 @@ def test_a_chat_with_pictures_and_sounds_sees_and_hears_each_once():
             assert model.answer(f"{number} What is it?", **media, max_new_tokens=16).text == answer
 
 
-def test_what_runs_again_is_counted_once(tmp_path):
-    with load("gemma3", tmp_path) as model:
+def test_what_runs_again_is_counted_once():
+    with lent("gemma3") as model:
         cache = keeping(model)
         scores(eager(model), model.prepare(ids(9)))
         counts = cache.encoder_counts
@@ -196,8 +197,8 @@ def test_what_runs_again_is_counted_once(tmp_path):
         assert (counts.lookups, counts.hits, counts.passes) == (2, 1, 1)
 
 
-def test_an_output_of_another_form_is_not_kept(tmp_path):
-    with load("gemma3", tmp_path) as model:
+def test_an_output_of_another_form_is_not_kept():
+    with lent("gemma3") as model:
         cache = keeping(model)
         scores(eager(model), model.prepare(ids(9)))
         owner = model.hf_model.model

@@ -14,6 +14,7 @@ import torch
 
 import trimtab
 from tests import long_runs, pico
+from tests.lent import lent
 from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import DeviceError, RequestError
@@ -186,7 +187,7 @@ def test_answers_of_mixed_rows_are_the_modules_in_every_tier(decode, place):
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
-@pytest.mark.parametrize("decode", ["graph", "fused"])
+@pytest.mark.parametrize("decode", ["fused", long_runs.slow_on_cpu("graph")])
 def test_what_a_graph_would_repeat_gives_the_modules_answers(decode, replayed):
     with demo("streamed") as loaded:
         expected = answers(joined(loaded, "eager", ASKED))
@@ -281,12 +282,10 @@ def prepared(model, number):
     return model.prepare(prompt, **media)
 
 
-@pytest.mark.parametrize("decode", MODES)
-@pytest.mark.parametrize("family", GEMMA)
-def test_teacher_forced_scores_agree_past_the_sliding_window(decode, family, tmp_path):
+@pytest.mark.parametrize(("family", "decode"), long_runs.crossed(GEMMA, MODES, rest=1))
+def test_teacher_forced_scores_agree_past_the_sliding_window(family, decode):
     """Random float32 weights; 40 steps of the same tokens, the window is 8."""
-    plan = trimtab.plan(pico.build(family, tmp_path), quant="none", dtype="float32", context=96, device=DEVICE)
-    with trimtab.load(plan) as loaded:
+    with lent(family) as loaded:
         prompt = list(range(5, 12))
         seen = {}
         for way in ("eager", decode):
@@ -347,8 +346,10 @@ def test_tables_in_host_memory_are_read_by_the_step_itself(in_place, decode):
     assert batch.steps._tables == [] and answers(batch) == expected
 
 
-@pytest.mark.parametrize("fixture", ["model", "in_place", "streamed_in_place"])
-@pytest.mark.parametrize("decode", ["graph", "fused"])
+@pytest.mark.parametrize(
+    ("fixture", "decode"),
+    long_runs.crossed(["model", "in_place", "streamed_in_place"], ["graph", "fused"], first=["model"], rest=1),
+)
 def test_steps_queued_ahead_change_no_word_whoever_joins_leaves_or_switches(
     request, fixture, decode, replayed, monkeypatch
 ):
@@ -585,10 +586,9 @@ def test_a_capture_that_finds_no_memory_in_such_a_moment_ends_them_and_rows_are_
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
 @pytest.mark.parametrize("family", long_runs.FAMILIES)
-def test_every_family_is_prepared_and_its_rows_are_clean_afterwards(family, replayed, tmp_path):
-    plan = trimtab.plan(pico.build(family, tmp_path), quant="none", dtype="float32", context=128, device=DEVICE)
+def test_every_family_is_prepared_and_its_rows_are_clean_afterwards(family, replayed):
     asked = [(None, list(range(5, 5 + count)), {}) for count in (3, 20)]
-    with trimtab.load(plan) as loaded:
+    with lent(family) as loaded:
         expected = answers(joined(loaded, "eager", asked, tokens=12))
         batch = Batch(loaded, rows=2, decode="graph")
         batch.prepare()

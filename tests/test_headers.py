@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from tests.examples import examples
 from trimtab.checkpoint.headers import DTYPES, MAX_HEADER_BYTES, read_header
 from trimtab.errors import CheckpointError
 
@@ -436,13 +437,13 @@ def _check_never_lies(scratch: Path, content: bytes) -> None:
 
 
 @given(content=mutations())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 def test_a_damaged_file_is_refused_or_read_as_the_library_reads_it(scratch: Path, content: bytes) -> None:
     _check_never_lies(scratch, content)
 
 
 @given(content=st.binary(max_size=64) | st.builds(framed, st.binary(max_size=48), st.binary(max_size=16)))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_random_bytes_are_refused_or_read_as_the_library_reads_them(scratch: Path, content: bytes) -> None:
     _check_never_lies(scratch, content)
 
@@ -461,6 +462,6 @@ _ENTRIES = st.fixed_dictionaries(
 
 
 @given(tensors=st.dictionaries(st.text(max_size=3), _ENTRIES | _JSON, max_size=3), data=st.binary(max_size=12))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_any_json_header_is_refused_or_read_as_the_library_reads_it(scratch: Path, tensors: Any, data: bytes) -> None:
     _check_never_lies(scratch, framed(json.dumps(tensors).encode(), data))

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-import trimtab
 from tests import pico
-from tests.test_prefill import DEVICE, ids, through
+from tests.lent import lent
+from tests.long_runs import crossed
+from tests.test_prefill import ids, through
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.plan.cost import ALLOCATION_BYTES
 from trimtab.runtime import hf, hf_slots
@@ -41,12 +42,15 @@ def test_real_models_keep_it_where_a_walk_over_all_modules_finds_it(family, tmp_
     assert hf_slots._rope_module(model) is next((one for one in model.modules() if hasattr(one, "rope_deltas")), None)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma4", "gemma3", "qwen3_vl"])
-@pytest.mark.parametrize("options", [{}, {"kv": "int8"}, {"batch": 4, "kv_tokens": 160}], ids=["full", "int8", "pages"])
-def test_keys_and_values_of_all_layers_are_one_piece_of_memory_and_lie_apart(family, options, tmp_path):
-    base = pico.build(family, tmp_path)
-    plan = trimtab.plan(base, quant="none", dtype="float32", context=96, device=DEVICE, **options)
-    with trimtab.load(plan) as model:
+CACHES = {"full": {}, "int8": {"kv": "int8"}, "pages": {"batch": 4, "kv_tokens": 160}}
+
+
+@pytest.mark.parametrize(
+    ("family", "cache"), crossed(["llama", "gemma4", "gemma3", "qwen3_vl"], CACHES, first=["gemma4"], rest=1)
+)
+def test_keys_and_values_of_all_layers_are_one_piece_of_memory_and_lie_apart(family, cache):
+    options = CACHES[cache]
+    with lent(family, **options) as model:
         batch = Batch(model, options.get("batch", 1))
         batch.join(through(batch, model.prepare(ids(20))))
         tensors = [tensor for layer in batch.cache._own() for tensor in (layer.keys, layer.values)]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rules import each
 from trimtab import cli
 from trimtab.doctor import draft as module
 from trimtab.doctor.claims import decide_claims
@@ -198,13 +199,16 @@ def drafts_of(matrix):
 
 
 MATRICES = ("cpu_newest", "cpu_oldest", "gpu_newest", "gpu_oldest")
-ALL = [(matrix, name) for matrix in MATRICES for name in drafts_of(matrix)]
+
+
+def all_drafts():
+    return [(matrix, name) for matrix in MATRICES for name in drafts_of(matrix)]
 
 
 def test_the_matrices_give_a_draft_for_every_bucket_but_those_that_need_another_stack():
-    seen = {name for _, name in ALL}
+    seen = {name for _, name in all_drafts()}
     assert {bucket.name for bucket in BUCKETS} - seen <= NEVER_RECORDED
-    assert len(ALL) > 20
+    assert len(all_drafts()) > 20
 
 
 def body_of(text):
@@ -256,7 +260,7 @@ def check_as_a_maintainer(draft):
     assert "https://huggingface.co/docs/" in body and "| Labels | " in above and "\n\n\n\n" not in body
 
 
-@pytest.mark.parametrize("matrix, name", ALL)
+@each("matrix, name", all_drafts)
 def test_every_draft_has_what_a_maintainer_asks_for(matrix, name):
     check_as_a_maintainer(drafts_of(matrix)[name])
 
@@ -273,7 +277,7 @@ def test_a_draft_leads_with_the_pair_of_cases_that_was_recorded_for_it(matrix, n
     assert (draft.failing[0].case, draft.passing.case) == (failing, passing)
 
 
-@pytest.mark.parametrize("matrix, name", ALL)
+@each("matrix, name", all_drafts)
 def test_a_reproducer_quantizes_as_the_run_of_its_draft(matrix, name):
     draft = drafts_of(matrix)[name]
     quant = (draft.failing[0].configuration.get("base") or {}).get("quantization_config") or {}

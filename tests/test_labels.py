@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rules import each
 from tools import matrix_table
 from trimtab.doctor import labels
 from trimtab.doctor.cases import CASES
@@ -37,9 +38,7 @@ def label_of(run: dict) -> str:
     return labels.label_of(run, lane=case.lane, adapter=case.adapter)
 
 
-@pytest.mark.parametrize(
-    "name, run", RECORDED, ids=[f"{name[7:]}-{run['case']}-{run['engine']}" for name, run in RECORDED]
-)
+@each("name, run", RECORDED, where=lambda item: f"{item[0]} {item[1]['case']} {item[1]['engine']}")
 def test_recorded_run_has_its_label(name, run):
     assert label_of(run) == run["label"] in labels.LABELS
     assert run["label"] != labels.UNKNOWN or "cpu" not in name  # a GPU may still meet what nobody has read yet
@@ -66,7 +65,7 @@ PATH = re.compile(
 )
 
 
-@pytest.mark.parametrize("file", sorted(RESULTS.glob("matrix_*.json")), ids=lambda file: file.stem)
+@each("file", sorted(RESULTS.glob("matrix_*.json")))
 def test_recorded_file_holds_no_path_user_host_or_address(file):
     text = file.read_text(encoding="utf-8")
     assert not PATH.findall(text)
@@ -92,7 +91,7 @@ def test_pattern_of_paths_leaves_the_rest_alone(text):
     assert not PATH.search(text)
 
 
-@pytest.mark.parametrize("version, case, label, stage", [
+@each("version, case, label, stage", [
     ("oldest", "FIRST_REPORT", "FAIL_BNB_PARAM_CONSTRUCTOR", "adapter"),
     ("oldest", "SPLIT_4BIT_ADAPTER_SAME_MAP", "FAIL_SHARED_KV_KEYERROR", "first forward"),
     ("newest", "FIRST_REPORT", "FAIL_SDPA_AUDIO", "base"),

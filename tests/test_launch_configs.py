@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from trimtab.machine import own_folder
 from trimtab.runtime import cuts, launch_configs, matvec
 from trimtab.runtime.launch_configs import KernelLimits, Target
@@ -84,7 +85,7 @@ def test_another_text_is_no_document(text):
         launch_configs.from_text(text)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda kids: st.lists(kids) | st.dictionaries(
     st.sampled_from(["form", "configs", "target", "rows", "columns", "n"]), kids)))  # fmt: skip
 def test_any_json_is_a_document_or_a_value_error(value):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from trimtab.request import GenerateRequest
 from trimtab.serve.job import Job
 from trimtab.serve.line import Lines
@@ -99,7 +100,7 @@ MOVES = st.lists(
 
 
 @given(moves=MOVES)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_while_a_client_waits_every_other_has_one_turn_at_most(moves):
     """moves: a client sends a request, the next one is taken, or the request of a number leaves."""
     line, entries, waiting = Lines(), [], []

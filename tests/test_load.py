@@ -11,14 +11,14 @@ import os
 from dataclasses import FrozenInstanceError, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 
 import trimtab
-from tests import long_runs, pico, stock
+from tests import pico, stock
+from tests.long_runs import FIRST, crossed
 from trimtab.errors import CheckpointError, DoesNotFitError, RequestError
 from trimtab.plan.pieces import CopyOrder, Piece
 from trimtab.runtime import leaves, load, tiers
@@ -32,15 +32,6 @@ OLD = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5,
 @cache
 def checkpoint(family: str, folder: Path) -> Path:
     return pico.build(family, folder / family)
-
-
-def every_family_in_two_formats_at_least() -> list[Any]:
-    """Return (family, quant): of the first family of each build all formats, of the others two in turn, the rest slow."""
-    cases: list[Any] = []
-    for place, family in enumerate(pico.FAMILIES):
-        kept = QUANTS if family in long_runs.FIRST else (QUANTS[place % 2], QUANTS[place % 2 + 2])
-        cases += [(family, quant) if quant in kept else long_runs.slow_on_cpu(family, quant) for quant in QUANTS]
-    return cases
 
 
 @pytest.fixture(scope="session")
@@ -88,7 +79,7 @@ def tiers_of(folder: Path, quant: str):
             yield "gather from the file", replace(plan, placements=placements)
 
 
-@pytest.mark.parametrize(("family", "quant"), every_family_in_two_formats_at_least())
+@pytest.mark.parametrize(("family", "quant"), crossed(pico.FAMILIES, QUANTS, rest=1))
 def test_resident_equals_stock_and_every_tier_equals_resident(family, quant, built):
     folder = built(family)
     with trimtab.load(plan_of(folder, quant=quant, place={"*": "resident"})) as model:
@@ -112,8 +103,7 @@ def test_resident_equals_stock_and_every_tier_equals_resident(family, quant, bui
     assert {"stream", "disk", "host"} <= set(seen)
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("family", pico.FAMILIES)
+@pytest.mark.parametrize(("family", "slots"), crossed(pico.FAMILIES, [1, 2], rest=1))
 def test_a_pass_that_is_copied_piece_by_piece_equals_resident(family, slots, built):
     """As a captured pass copies: pieces of the next block are written over this one while the rest of it is computed with."""
 
@@ -174,8 +164,7 @@ def test_quantized_weights_are_stocks_byte_for_byte(built):
         assert compared > 20
 
 
-@pytest.mark.parametrize("quant", ["nf4", "nf4-dq", "fp4", "int8"])
-@pytest.mark.parametrize("family", ["gemma4", "llama", "qwen2_5_vl"])
+@pytest.mark.parametrize(("family", "quant"), crossed(FIRST, ["nf4", "nf4-dq", "fp4", "int8"], first=["llama"], rest=1))
 def test_a_prequantized_checkpoint_is_used_as_it_is(family, quant, built, tmp_path):
     if OLD and family == "gemma4":
         pytest.skip("transformers 5.6.2 has no right answer for a quantized Gemma 4 with pictures")
@@ -291,8 +280,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("quant", ["none", "nf4-dq", "int8"])
+@pytest.mark.parametrize(("quant", "variant"), crossed(["none", "nf4-dq", "int8"], VARIANTS, first=["nf4-dq"], rest=3))
 def test_an_adapter_equals_stock_peft_in_every_tier(quant, variant, built, tmp_path):
     """llama for text adapters, gemma4 for the one on language, vision and audio modules. Bit for bit: same kernels, and
     PEFT's own dtype rules; DoRA's weight norm is taken once instead of per call, from the same dequantized weight."""

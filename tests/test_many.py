@@ -13,6 +13,7 @@ import torch
 
 import trimtab
 from tests import pico, stock
+from tests.long_runs import crossed
 from trimtab import demo
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.request import GenerateRequest
@@ -292,8 +293,7 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("family", ["gemma4", "qwen2_5_vl"])
-@pytest.mark.parametrize("kind", MIXED)
+@pytest.mark.parametrize(("family", "kind"), crossed(["gemma4", "qwen2_5_vl"], MIXED, first=["gemma4"], rest=1))
 def test_a_mix_is_pefts_weighted_sum_of_outputs(family, kind, tmp_path):
     from peft.tuners.tuners_utils import BaseTunerLayer
 

@@ -14,6 +14,7 @@ from PIL import Image
 
 import trimtab
 from tests import talking
+from tests.long_runs import crossed
 from tests.test_control_tokens import asked
 from tests.test_media_check import HEARING, SEEING
 from trimtab.request import GenerateRequest
@@ -74,8 +75,7 @@ def equal(first, second):
     )
 
 
-@pytest.mark.parametrize("family", SEEING)
-@pytest.mark.parametrize("sides", [(64,), (64, 100)])
+@pytest.mark.parametrize(("family", "sides"), crossed(SEEING, [(64,), (64, 100)], rest=1))
 def test_what_was_prepared_is_what_the_processor_makes(family, sides, seeing):
     model, real = seeing(family)
     shown = pictures(*sides)

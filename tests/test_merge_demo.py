@@ -10,6 +10,7 @@ import torch
 
 import trimtab
 from tests import stock
+from tests.long_runs import slow_on_cpu
 from tests.merging import load
 from trimtab.demo import line
 from trimtab.merge import merge
@@ -29,7 +30,8 @@ def media_of(prompt: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("voice", "requantize"), [("style", None), ("specialist", None), ("rslora-dora", None), ("specialist", "nf4-dq")]
+    ("voice", "requantize"),
+    [("rslora-dora", None), ("specialist", "nf4-dq"), slow_on_cpu("style", None), slow_on_cpu("specialist", None)],
 )
 def test_the_merged_model_answers_as_the_adapter_did(voice: str, requantize: str | None, tmp_path: Path) -> None:
     out = tmp_path / "out"

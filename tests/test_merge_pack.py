@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests import merging, pico, stock
+from tests.long_runs import crossed
 from tests.merging import load, tensors_of
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.checkpoint.packed import split_packed
@@ -39,8 +40,9 @@ def kinds(model: Any) -> dict[str, str]:
     return {path: type(m).__name__ for path, m in model.named_modules() if type(m).__name__.startswith("Linear")}
 
 
-@pytest.mark.parametrize("requantize", ["nf4", "nf4-dq"])
-@pytest.mark.parametrize("family", ["gemma4", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "requantize"), crossed(["gemma4", "gemma3", "qwen3_moe"], ["nf4", "nf4-dq"], first=["gemma4"], rest=1)
+)
 def test_a_packed_merge_loads_in_stock_with_the_modules_that_stock_would_pack(
     family: str, requantize: str, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from trimtab.checkpoint.names import is_under, matches, near_names
 
 # Small alphabets, so that prefixes, dots and repeated pieces meet often.
@@ -81,7 +82,7 @@ def test_pattern_names_a_path_and_what_is_below(pattern: str, path: str, expecte
 
 
 @given(PATTERNS, PATHS)
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 def test_pattern_means_what_the_regular_expression_means(pattern: str, path: str) -> None:
     body = re.sub(r"(\\\*)+", ".*", re.escape(pattern))
     assert matches(pattern, path) is (re.fullmatch(rf"{body}(\..*)?", path) is not None)

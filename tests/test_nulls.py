@@ -8,6 +8,7 @@ import json
 import pytest
 from pydantic import ValidationError
 
+from tests.rules import each
 from tests.serving import MockPool, client
 from tests.test_app import CHAT
 from tests.test_app_fuzz import VALID
@@ -71,21 +72,21 @@ def test_every_object_of_every_request_is_among_those_that_are_looked_at():
     assert len(OPTIONAL) > 150 and len(REQUIRED) > 60
 
 
-@pytest.mark.parametrize("kind, field", OPTIONAL)
+@each("kind, field", OPTIONAL)
 def test_null_in_an_optional_field_is_its_absence(kind, field):
     without = smallest(kind)
     without.pop(field, None)
     assert read(kind, {**without, field: None}) == read(kind, without)
 
 
-@pytest.mark.parametrize("kind, field", REQUIRED)
+@each("kind, field", REQUIRED)
 def test_null_in_a_required_field_is_an_error_that_names_it(kind, field):
     with pytest.raises(ValidationError) as caught:
         read(kind, {**smallest(kind), field: None})
     assert {error["loc"][0] for error in caught.value.errors()} == {field}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_null_in_a_field_that_is_not_known_is_its_absence(kind):
     value = smallest(kind)
     assert read(kind, {**value, "nobody_knows": None}) == read(kind, value)
@@ -93,7 +94,7 @@ def test_null_in_a_field_that_is_not_known_is_its_absence(kind):
         read(kind, {**value, "nobody_knows": 0})
 
 
-@pytest.mark.parametrize("kind, field", [one for one in OPTIONAL if one[0] in DESCRIBED])
+@each("kind, field", [one for one in OPTIONAL if one[0] in DESCRIBED])
 def test_the_description_says_that_an_optional_field_may_be_null(kind, field):
     found = DESCRIBED[kind]["properties"][field]
     values = {key: found[key] for key in found.keys() - {"default", "title"}}
@@ -101,7 +102,7 @@ def test_the_description_says_that_an_optional_field_may_be_null(kind, field):
     assert not values or values == {"type": "null"} or {"type": "null"} in values["anyOf"]
 
 
-@pytest.mark.parametrize("kind, field", [one for one in REQUIRED if one[0] in DESCRIBED])
+@each("kind, field", [one for one in REQUIRED if one[0] in DESCRIBED])
 def test_the_description_says_that_a_required_field_is_never_null(kind, field):
     assert field in DESCRIBED[kind]["required"] and '"null"' not in json.dumps(DESCRIBED[kind]["properties"][field])
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests import long_runs
-from tests.test_prefill import ON_GPU, REQUEST, TOLERANCE, answered, differ, eager, ids, in_chunks, load, picture
+from tests import pico
+from tests.lent import lent
+from tests.long_runs import crossed
+from tests.test_prefill import ON_GPU, REQUEST, TOLERANCE, answered, differ, eager, ids, in_chunks, picture
 from tests.test_prefix_cache import keeping
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
@@ -58,10 +60,9 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("how", BATCHES)
-@pytest.mark.parametrize("family", long_runs.FAMILIES)
-def test_a_step_computes_what_the_last_chunk_would_have_computed(family, how, tmp_path):
-    with load(family, tmp_path) as model:
+@pytest.mark.parametrize(("family", "how"), crossed(pico.FAMILIES, BATCHES))
+def test_a_step_computes_what_the_last_chunk_would_have_computed(family, how):
+    with lent(family) as model:
         whole, batch = eager(model), BATCHES[how](model)
         beside = company(batch)
         for _ in range(3 if ON_GPU and "chunks" in how else 1):  # as it is, captured, replayed
@@ -75,8 +76,8 @@ def test_a_step_computes_what_the_last_chunk_would_have_computed(family, how, tm
 
 
 @pytest.mark.parametrize("family", ["gemma4", "llama"])
-def test_answers_of_rows_beside_it_and_its_own_are_those_of_each_alone(family, tmp_path):
-    with load(family, tmp_path) as model:
+def test_answers_of_rows_beside_it_and_its_own_are_those_of_each_alone(family):
+    with lent(family) as model:
         request = GenerateRequest(max_new_tokens=12)
         alone = [model.answer_inputs(model.prepare(ids(count)), request).token_ids for count in (21, 30)]
         batch = in_chunks(model, (8, 16), rows=2)
@@ -110,8 +111,8 @@ def hf_end_ids(model):
 
 
 @pytest.mark.parametrize("family", ["gemma4", "gemma3", "qwen3_vl"])
-def test_a_picture_before_the_last_token_is_seen_by_it(family, tmp_path):
-    with load(family, tmp_path, images=1) as model:
+def test_a_picture_before_the_last_token_is_seen_by_it(family):
+    with lent(family, images=1) as model:
         inputs = picture(model, family, before=5)
         expected = answered(eager(model), inputs)
         batch = in_chunks(model, (16, 32, 64), rows=2)
@@ -121,11 +122,10 @@ def test_a_picture_before_the_last_token_is_seen_by_it(family, tmp_path):
         assert differ(found, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("how", BATCHES)
-@pytest.mark.parametrize("family", ["llama", "gemma4", "gemma3"])
-def test_its_states_are_kept_behind_the_step_and_the_same_prompt_resumes_from_them(family, how, tmp_path):
+@pytest.mark.parametrize(("family", "how"), crossed(["llama", "gemma4", "gemma3"], BATCHES, first=["gemma4"], rest=1))
+def test_its_states_are_kept_behind_the_step_and_the_same_prompt_resumes_from_them(family, how):
     """With the last token's keys and values, and the logits of the step: before it, neither is complete."""
-    with load(family, tmp_path) as model:
+    with lent(family) as model:
         plain, cache = eager(model), None
         asked, longer = ids(29), [*ids(29), 250, 251, 252]
         expected = [answered(plain, model.prepare(one), client=None) for one in (asked, longer)]
@@ -153,8 +153,8 @@ def test_its_states_are_kept_behind_the_step_and_the_same_prompt_resumes_from_th
 
 
 @pytest.mark.parametrize("how", BATCHES)
-def test_a_prompt_that_leaves_before_its_step_is_kept_without_its_last_token(how, tmp_path):
-    with load("gemma4", tmp_path) as model:
+def test_a_prompt_that_leaves_before_its_step_is_kept_without_its_last_token(how):
+    with lent("gemma4") as model:
         expected = answered(eager(model), model.prepare(ids(40)), client=None)
         keeping(model)
         batch = BATCHES[how](model)
@@ -170,9 +170,9 @@ def test_a_prompt_that_leaves_before_its_step_is_kept_without_its_last_token(how
         assert differ(found, expected) < TOLERANCE
 
 
-def test_another_prompt_in_its_place_makes_it_start_again(tmp_path):
+def test_another_prompt_in_its_place_makes_it_start_again():
     """With as many rows as there are places, an earlier prompt takes the place where a later one's states are."""
-    with load("gemma4", tmp_path) as model:
+    with lent("gemma4") as model:
         expected = answered(eager(model), model.prepare(ids(30)))
         batch = in_chunks(model, (8, 16), rows=2)
         company(batch)
@@ -190,9 +190,9 @@ def test_another_prompt_in_its_place_makes_it_start_again(tmp_path):
 
 
 @pytest.mark.parametrize("why", ["nobody is answered", "one token", "a group", "not asked for", "a placeholder"])
-def test_where_the_prompt_goes_through_by_itself(why, tmp_path):
+def test_where_the_prompt_goes_through_by_itself(why):
     family = "gemma4" if why == "a placeholder" else "llama"
-    with load(family, tmp_path) as model:
+    with lent(family) as model:
         batch = in_chunks(model, (8, 16), rows=3)
         if why != "nobody is answered":
             company(batch)
@@ -211,8 +211,8 @@ def test_where_the_prompt_goes_through_by_itself(why, tmp_path):
         batch.join(prompt)
 
 
-def test_batch_invariant_prompts_go_through_by_themselves(tmp_path):
-    with load("llama", tmp_path, batch=3, batch_invariant=True) as model:
+def test_batch_invariant_prompts_go_through_by_themselves():
+    with lent("llama", batch=3, batch_invariant=True) as model:
         batch = in_chunks(model, (8, 16), rows=3)
         prompt = batch.begin(model.prepare(ids(20)), REQUEST)
         prompt.may_end_in_step = True
@@ -220,8 +220,8 @@ def test_batch_invariant_prompts_go_through_by_themselves(tmp_path):
         assert not open_prompts.ends_in_step(prompt, lambda _: True)
 
 
-def test_it_cannot_join_with_a_token_that_nobody_has_drawn(tmp_path):
-    with load("llama", tmp_path) as model:
+def test_it_cannot_join_with_a_token_that_nobody_has_drawn():
+    with lent("llama") as model:
         batch = in_chunks(model, (8, 16), rows=3)
         company(batch)
         prompt = opened(batch, model.prepare(ids(20)))

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from trimtab.machine import own_folder
 from trimtab.machine.own_folder import DIGEST_BYTES, RefusedError, hashed, prune, read_own, touch, write_own
 
@@ -48,7 +49,7 @@ def test_what_was_written_comes_back_for_its_key_alone(tmp_path_factory, content
     assert (read(path, other) == contents) == (other == key)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_any_changed_byte_and_any_cut_are_seen(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("own") / "file"

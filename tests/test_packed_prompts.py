@@ -16,6 +16,7 @@ import trimtab
 from tests import long_runs, pico
 from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import prompts as cpu_module
+from tests.lent import lent
 from tests.test_fused_kernels import on_cpu as kernels_on_cpu  # noqa: F401
 from tests.test_graphs import replayed as steps_replayed  # noqa: F401
 from tests.test_prefill import (  # noqa: F401
@@ -95,8 +96,8 @@ def wide(batch, monkeypatch, tokens=64):
 
 
 @pytest.mark.parametrize("family", long_runs.FAMILIES)
-def test_prompts_of_any_length_say_together_what_each_says_alone(family, tmp_path, monkeypatch):
-    with load(family, tmp_path) as model:
+def test_prompts_of_any_length_say_together_what_each_says_alone(family, monkeypatch):
+    with lent(family) as model:
         whole = eager(model)
         expected = [answered(whole, model.prepare(ids(count))) for count in LENGTHS]
         batch = wide(in_chunks(model, (8, 16), 9), monkeypatch)
@@ -112,8 +113,8 @@ def test_prompts_of_any_length_say_together_what_each_says_alone(family, tmp_pat
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma4", "gemma3", "qwen3_vl"])
-def test_prompts_with_kept_beginnings_go_on_together_where_each_stopped(family, tmp_path, monkeypatch):
-    with load(family, tmp_path) as model:
+def test_prompts_with_kept_beginnings_go_on_together_where_each_stopped(family, monkeypatch):
+    with lent(family) as model:
         model.keep_prefixes(2**20)
         begins = [[100 + (number * 7 + who) % 190 for number in range(64)] for who in range(3)]
         asks = [[*begin[:count], *ids(more)] for begin, count, more in zip(begins, (64, 33, 64), (5, 9, 12))]
@@ -132,8 +133,8 @@ def test_prompts_with_kept_beginnings_go_on_together_where_each_stopped(family, 
                 assert differ(found, wanted) < TOLERANCE
 
 
-def test_a_prompt_has_a_place_in_such_a_pass_if_what_is_not_kept_is_short(tmp_path):
-    with load("llama", tmp_path) as model:
+def test_a_prompt_has_a_place_in_such_a_pass_if_what_is_not_kept_is_short():
+    with lent("llama") as model:
         model.keep_prefixes(2**20)
         begin = [100 + number % 90 for number in range(64)]
         batch = in_chunks(model, (8, 16), 9)

@@ -11,6 +11,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
+from tests.rules import each
 from trimtab.serve import page
 from trimtab.serve.settings import Settings
 
@@ -67,7 +68,7 @@ def index():
 # Routes ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(page.ASSETS))
+@each("name", sorted(page.ASSETS))
 def test_every_asset_is_sent_as_what_it_is(name):
     answer = client().get(f"/page/{name}")
     assert answer.status_code == 200
@@ -143,20 +144,20 @@ def test_the_page_has_nothing_that_the_policy_would_refuse(index):
             assert attributes["src"].startswith("/page/")
 
 
-@pytest.mark.parametrize("name", OURS)
+@each("name", OURS)
 def test_nothing_comes_from_elsewhere(name):
     found = set(re.findall(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]{2,}[^\s\"']*", text_of(name)))
     # The name of a language, which nobody asks for.
     assert found <= {"http://www.w3.org/2000/svg"}
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@each("name", SCRIPTS)
 def test_data_never_becomes_html_or_code(name):
     for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", "srcdoc"):
         assert word not in text_of(name)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@each("name", SCRIPTS)
 def test_the_key_is_kept_in_the_tab_alone(name):
     stored = re.findall(r"localStorage\.setItem\(\s*([^,]+),", text_of(name))
     # KEPT is the name of the options and of the open drawers.
@@ -188,7 +189,7 @@ def test_the_html_is_well_formed(index):
     assert len(index.ids) == len(set(index.ids))
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@each("name", SCRIPTS)
 def test_every_id_that_a_script_uses_is_in_the_page(name, index):
     text = text_of(name)
     used = set(re.findall(r'byId\("([^"]+)"\)', text)) | set(re.findall(r'getElementById\("([^"]+)"\)', text))

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
+from tests.rules import each
 from tests.test_execution import plan
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.plan import Plan
@@ -74,7 +76,7 @@ def test_the_whole_one_comes_back_equal():
     assert Plan.from_json(WHOLE).to_json() == WHOLE and str(Plan.from_json(WHOLE))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(path=st.sampled_from(PATHS), how=st.sampled_from(["set", "remove", "add", "repeat"]), other=OTHERS)
 def test_a_changed_file_is_refused_by_its_field_or_is_what_it_says(path, how, other):
     values = changed(path, how, other)
@@ -88,7 +90,7 @@ def test_a_changed_file_is_refused_by_its_field_or_is_what_it_says(path, how, ot
     assert str(made) and made.gpu_needed_bytes >= 0 and made.expected_s >= 0
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: ".".join(map(str, path)))
+@each("path", PATHS, where=lambda path: ".".join(map(str, path)))
 def test_a_value_of_another_kind_is_never_taken(path):
     """An object where there was none, and a list where there was a text or a number."""
     for other in ({"surprise": object}, [[[]]]):

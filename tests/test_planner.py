@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.anatomies import e_series, small
+from tests.examples import examples
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import CheckpointError, DoesNotFitError, RequestError, gib
 from trimtab.plan import Machine, Plan, Rates, blocks_of, make_plan, search
@@ -423,7 +424,7 @@ def every_placement(items, limits):
 
 
 @given(case=searches(has_total=True))
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 def test_a_placement_is_near_the_best_of_all_placements(case):
     items, limits = case
     best, found = every_placement(items, limits), Search(items, limits).best()
@@ -452,7 +453,7 @@ def test_a_placement_is_near_the_best_of_all_placements(case):
     more=st.integers(0, 30),
     which=st.sampled_from(["device_budget_bytes", "host_budget_bytes"]),
 )
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 def test_a_larger_budget_never_gives_a_slower_placement(case, more, which):
     items, limits = case
     found = Search(items, limits).best()
@@ -462,7 +463,7 @@ def test_a_larger_budget_never_gives_a_slower_placement(case, more, which):
 
 
 @given(case=searches())
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 def test_the_smallest_budgets_are_those_at_which_a_search_succeeds(case):
     items, limits = case
     for name, smallest in (

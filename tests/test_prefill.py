@@ -18,6 +18,7 @@ import torch
 
 import trimtab
 from tests import long_runs, pico
+from tests.lent import lent
 from tests.long_runs import skip_without_rings
 from tests.test_execution import plan as narrow_plan
 from trimtab.checkpoint.folder import read_checkpoint
@@ -127,8 +128,8 @@ def test_what_sees_each_other_is_never_split():
 
 
 @pytest.mark.parametrize("family", long_runs.FAMILIES)
-def test_a_prompt_in_chunks_is_the_prompt(family, tmp_path):
-    with load(family, tmp_path) as model:
+def test_a_prompt_in_chunks_is_the_prompt(family):
+    with lent(family) as model:
         whole = eager(model)
         expected = {count: answered(whole, model.prepare(ids(count))) for count in LENGTHS}
         for sizes, rows in SIZES:
@@ -141,26 +142,28 @@ def test_a_prompt_in_chunks_is_the_prompt(family, tmp_path):
 
 
 # The sizes that models are given, and prompts on both sides of their borders, of two and of three chunks.
-REAL_SIZES = ((16, 64, 128, 256, 512, 1024), (64,), (256,))
+REAL_SIZES = {"all": (16, 64, 128, 256, 512, 1024), "64": (64,), "256": (256,)}
 REAL_LENGTHS = (63, 64, 65, 128, 129, 255, 257, 511, 513, 1024, 1025, 1100, 2048, 2049)
 
 
-@pytest.mark.parametrize("family", [
-    "llama", "gemma4", *(long_runs.slow_on_cpu(family) for family in ("gemma3", "gemma3n", "qwen3_vl")),
+@pytest.mark.parametrize(("family", "sizes"), [
+    ("gemma4", "all"), ("llama", "64"), ("llama", "256"), long_runs.slow_on_cpu("llama", "all"),
+    *(long_runs.slow_on_cpu("gemma4", sizes) for sizes in ("64", "256")),
+    *(long_runs.slow_on_cpu(family, sizes) for family in ("gemma3", "gemma3n", "qwen3_vl") for sizes in REAL_SIZES),
 ])  # fmt: skip
-def test_a_prompt_in_chunks_of_the_real_sizes_is_the_prompt(family, tmp_path):
-    with load(family, tmp_path, context=2304) as model:
-        whole = eager(model)
-        expected = {count: answered(whole, model.prepare(ids(count))) for count in REAL_LENGTHS}
-        for sizes in REAL_SIZES:
-            batch = in_chunks(model, sizes)
-            for count in REAL_LENGTHS:
-                scores = answered(batch, model.prepare(ids(count)))
-                assert differ(scores, expected[count]) < TOLERANCE, (sizes, count)
-            assert family in NOT_CAPTURED or not named(batch)
+def test_a_prompt_in_chunks_of_the_real_sizes_is_the_prompt(family, sizes):
+    with lent(family, context=2304) as model:
+        whole, batch = eager(model), in_chunks(model, REAL_SIZES[sizes])
+        for count in REAL_LENGTHS:
+            expected = answered(whole, model.prepare(ids(count)))
+            assert differ(answered(batch, model.prepare(ids(count))), expected) < TOLERANCE, count
+        assert family in NOT_CAPTURED or not named(batch)
 
 
 WITH_PICTURES = ("gemma4", "gemma4_dense", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3")
+LOOKING = long_runs.crossed(
+    WITH_PICTURES, first=(*long_runs.FIRST, "gemma3")
+)  # whose tokens of one image see each other
 
 
 def picture(model, family, before):
@@ -181,9 +184,9 @@ def picture(model, family, before):
     return Inputs(tensors, len(token_ids), token_ids, has_media=True)
 
 
-@pytest.mark.parametrize("family", WITH_PICTURES)
-def test_a_picture_beside_every_border_of_a_chunk_is_the_picture(family, tmp_path):
-    with load(family, tmp_path) as model:
+@pytest.mark.parametrize("family", LOOKING)
+def test_a_picture_beside_every_border_of_a_chunk_is_the_picture(family):
+    with lent(family) as model:
         whole = eager(model)
         batch = in_chunks(model, (8, 16))
         looks_ahead = split = 0
@@ -202,8 +205,8 @@ def test_a_picture_beside_every_border_of_a_chunk_is_the_picture(family, tmp_pat
         assert not named(batch)
 
 
-def test_a_picture_that_no_chunk_holds_goes_through_as_before(tmp_path):
-    with load("gemma3", tmp_path) as model:
+def test_a_picture_that_no_chunk_holds_goes_through_as_before():
+    with lent("gemma3") as model:
         inputs = picture(model, "gemma3", 3)
         batch = in_chunks(model, (3,))
         prompt = batch.begin(inputs, REQUEST)
@@ -234,8 +237,8 @@ def test_layers_with_the_keys_of_others_see_one_token_of_the_last_chunk(family, 
         assert any(shared) and not all(shared)
 
 
-def test_what_a_row_held_before_is_gone(tmp_path):
-    with load("llama", tmp_path) as model:
+def test_what_a_row_held_before_is_gone():
+    with lent("llama") as model:
         for rows in (1, 2):
             batch = in_chunks(model, (16,), rows)
             expected = answered(batch, model.prepare(ids(9)))
@@ -257,8 +260,8 @@ def test_attention_of_another_kind_is_named(tmp_path):
 # Rows and prompts ----------------------------------------------------------------------------------------------------
 
 
-def test_prompts_that_wait_for_their_rows_do_not_meet(tmp_path):
-    with load("gemma4", tmp_path) as model:
+def test_prompts_that_wait_for_their_rows_do_not_meet():
+    with lent("gemma4") as model:
         alone = {count: answered(eager(model), model.prepare(ids(count))) for count in (9, 20, 30)}
         for rows in (1, 3):
             batch = in_chunks(model, (8,), rows)
@@ -280,8 +283,8 @@ def test_prompts_that_wait_for_their_rows_do_not_meet(tmp_path):
             assert differ(batch.logits()[row.number].cpu(), alone[30][1]) < TOLERANCE
 
 
-def test_a_prompt_that_was_through_and_lost_its_place_goes_through_again(tmp_path):
-    with load("gemma4", tmp_path) as model:
+def test_a_prompt_that_was_through_and_lost_its_place_goes_through_again():
+    with lent("gemma4") as model:
         batch = in_chunks(model, (16,))
         first = through(batch, model.prepare(ids(20)))
         second = through(batch, model.prepare(ids(9)))
@@ -305,8 +308,8 @@ def test_a_prompt_that_nobody_wants_any_more_frees_the_row(tmp_path):
         assert batch.prompts.holds(through(batch, model.prepare(ids(9))))
 
 
-def test_stand_ins_are_not_written_over_a_prompt(tmp_path):
-    with load("llama", tmp_path) as model:
+def test_stand_ins_are_not_written_over_a_prompt():
+    with lent("llama") as model:
         batch = in_chunks(model, (8,))
         batch.steps._choice.is_captured, batch.steps.prepare = True, lambda expected, sizes: None
         prompt = through(batch, model.prepare(ids(20)))

@@ -9,6 +9,8 @@ from collections import Counter
 import pytest
 
 import trimtab
+from tests.lent import lent
+from tests.long_runs import crossed
 from tests.test_execution import plan as narrow_plan
 from tests.test_prefill import (  # noqa: F401
     ON_GPU,
@@ -64,11 +66,10 @@ def check_chunks(batch, inputs, expected, **options):
     assert differ(answered(batch, inputs, **options), expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("where", EVERYTHING)
-@pytest.mark.parametrize("family", ["llama", "gemma4", "gemma3n", "qwen3_moe"])
+@pytest.mark.parametrize(("family", "where"), crossed(["llama", "gemma4", "gemma3n", "qwen3_moe"], EVERYTHING, rest=1))
 def test_chunks_of_a_model_off_the_device_are_the_prompt(family, where, tmp_path):
     asked, decoder, table = EVERYTHING[where]
-    with load(family, tmp_path / "a") as model:
+    with lent(family) as model:
         whole = eager(model)
         expected = {count: answered(whole, model.prepare(ids(count))) for count in LENGTHS}
     with load(family, tmp_path / "b", **asked) as model:
@@ -95,7 +96,7 @@ def test_chunks_of_layers_in_all_tiers_are_the_prompt(tmp_path):
 
 @pytest.mark.parametrize("family", ["gemma4", "gemma3"])
 def test_chunks_of_an_image_with_everything_on_disk_are_the_prompt(family, tmp_path):
-    with load(family, tmp_path / "a") as model:
+    with lent(family) as model:
         expected = [answered(eager(model), picture(model, family, before)) for before in (1, 6, 12)]
     with load(family, tmp_path / "b", device_map={"": "disk"}) as model:
         assert set(homes(model.plan, "vision")) == {("disk", "disk")}

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import trimtab
-from tests import long_runs, pico
+from tests import pico
+from tests.lent import lent
+from tests.long_runs import crossed
 from tests.test_prefill import differ, eager, ids, in_chunks, load, picture
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import DeviceError, DoesNotFitError, RequestError
@@ -78,10 +80,9 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("how", BATCHES)
-@pytest.mark.parametrize("family", long_runs.FAMILIES)
-def test_the_second_turn_of_a_chat_computes_what_is_new_and_says_the_same(family, how, tmp_path):
-    with load(family, tmp_path) as model:
+@pytest.mark.parametrize(("family", "how"), crossed(pico.FAMILIES, BATCHES))
+def test_the_second_turn_of_a_chat_computes_what_is_new_and_says_the_same(family, how):
+    with lent(family) as model:
         plain = BATCHES[how](model)
         has_rings = any(one.is_sliding for one in hf_slots.prompt_cache(model.hf_model).layers)
         cache = keeping(model)
@@ -120,18 +121,19 @@ def clone(model, batch, inputs, **options):
 # Another route -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", BATCHES)
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4", "gemma3n", "mixtral"])
-def test_a_resumed_prompt_says_what_stock_transformers_says(family, how, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "how"), crossed(["llama", "gemma3", "gemma4", "gemma3n", "mixtral"], BATCHES, first=["gemma4"], rest=1)
+)
+def test_a_resumed_prompt_says_what_stock_transformers_says(family, how):
     """Full attention, sliding windows, shared keys and values, experts: against transformers' own model, no code of ours."""
-    with load(family, tmp_path) as model:
+    with lent(family) as model:
         keeping(model)
         batch = BATCHES[how](model)
         first = answer(batch, model.prepare(ids(27)))
         turn = [*first.token_ids[:-1], 250, 251, 252, 253, 254]
         found, reused = scores(batch, model.prepare(turn))
         assert reused >= 24
-    stock = pico._load(tmp_path).float().eval()
+    stock = pico._load(pico.built(family)).float().eval()
     with torch.no_grad():
         expected = stock(input_ids=torch.tensor([[*turn, 7]])).logits[0, -2:].float()
     # The checkpoint is bfloat16, both compute in float32.
@@ -142,9 +144,9 @@ def test_a_resumed_prompt_says_what_stock_transformers_says(family, how, tmp_pat
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma4"])
-def test_the_same_borders_give_the_same_bits(family, tmp_path):
+def test_the_same_borders_give_the_same_bits(family):
     """A prompt that resumes where its own chunks begin goes through the same chunks: not one bit differs."""
-    with load(family, tmp_path) as model:
+    with lent(family) as model:
         keeping(model, block_tokens=16)
         batch = in_chunks(model, (16,))
         long = ids(90)
@@ -154,8 +156,8 @@ def test_the_same_borders_give_the_same_bits(family, tmp_path):
             assert torch.equal(found, expected) and reused == (48 if count == 90 else 0)
 
 
-def test_pieces_of_transformers_own_pass_are_resumed_at_their_borders_with_the_same_bits(tmp_path, monkeypatch):
-    with load("llama", tmp_path) as model:
+def test_pieces_of_transformers_own_pass_are_resumed_at_their_borders_with_the_same_bits(monkeypatch):
+    with lent("llama") as model:
         monkeypatch.setattr(type(model), "prefill_tokens", 16)
         keeping(model, block_tokens=16)
         expected = clone(model, eager(model), model.prepare(ids(90)))
@@ -165,12 +167,11 @@ def test_pieces_of_transformers_own_pass_are_resumed_at_their_borders_with_the_s
         assert reused == 48 and torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("how", BATCHES)
-@pytest.mark.parametrize("family", ["gemma3", "gemma3n", "gemma4"])
-def test_a_system_prompt_is_kept_where_a_second_prompt_parts_from_the_first(family, how, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("family", "how"), crossed(["gemma3", "gemma3n", "gemma4"], BATCHES, rest=1))
+def test_a_system_prompt_is_kept_where_a_second_prompt_parts_from_the_first(family, how, monkeypatch):
     """Families with sliding layers: the second prompt leaves a snapshot at the end of what it shares, the third resumes there."""
     monkeypatch.setattr("trimtab.runtime.prefix_cache.LEAST_SAVED_TOKENS", 16)
-    with load(family, tmp_path) as model:
+    with lent(family) as model:
         cache = keeping(model)
         batch = BATCHES[how](model)
         system = ids(35)
@@ -194,10 +195,9 @@ def test_a_system_prompt_is_kept_where_a_second_prompt_parts_from_the_first(fami
         assert cache.store.find(key_of(cache, inputs), limit=40).tokens == 32
 
 
-@pytest.mark.parametrize("how", BATCHES)
-@pytest.mark.parametrize("family", ["gemma3", "gemma3n", "gemma4"])
-def test_the_same_prompt_again_computes_nothing_and_has_the_same_bits(family, how, tmp_path):
-    with load(family, tmp_path) as model:
+@pytest.mark.parametrize(("family", "how"), crossed(["gemma3", "gemma3n", "gemma4"], BATCHES, rest=1))
+def test_the_same_prompt_again_computes_nothing_and_has_the_same_bits(family, how):
+    with lent(family) as model:
         keeping(model)
         batch = BATCHES[how](model)
         inputs = model.prepare(ids(29))
@@ -216,8 +216,8 @@ def key_of(cache, inputs, client="", content=""):
 
 
 @pytest.mark.parametrize("way", ["a step", "another prompt", "the end"])
-def test_a_first_token_goes_out_before_its_prompt_is_copied(way, tmp_path):
-    with load("gemma3", tmp_path) as model:
+def test_a_first_token_goes_out_before_its_prompt_is_copied(way):
+    with lent("gemma3") as model:
         alone = in_chunks(model, (8, 16), rows=2)
         turn = [*ids(27), 250, 251, 252]
         expected, _ = scores(alone, model.prepare(turn))
@@ -233,8 +233,8 @@ def test_a_first_token_goes_out_before_its_prompt_is_copied(way, tmp_path):
         assert reused == 27 and differ(found, expected) < TOLERANCE
 
 
-def test_a_short_prompt_is_not_cut_for_a_snapshot(tmp_path):
-    with load("gemma3", tmp_path) as model:
+def test_a_short_prompt_is_not_cut_for_a_snapshot():
+    with lent("gemma3") as model:
         keeping(model)
         batch = in_chunks(model, (8, 16))
         for number in range(3):
@@ -244,8 +244,8 @@ def test_a_short_prompt_is_not_cut_for_a_snapshot(tmp_path):
 # Whose it is ---------------------------------------------------------------------------------------------------------
 
 
-def test_clients_never_meet_and_who_wants_every_position_gets_it(tmp_path):
-    with load("llama", tmp_path) as model:
+def test_clients_never_meet_and_who_wants_every_position_gets_it():
+    with lent("llama") as model:
         cache = keeping(model)
         batch = eager(model)
         inputs = model.prepare(ids(40))
@@ -329,9 +329,9 @@ def test_an_adapter_that_is_gone_is_refused_by_name(how, tmp_path):
             prompt.step()
 
 
-def test_a_row_that_others_stepped_on_with_leaves_no_snapshot(tmp_path):
+def test_a_row_that_others_stepped_on_with_leaves_no_snapshot():
     """Its sliding layers go on being written after its end, over positions that the next turn looks at."""
-    with load("gemma3", tmp_path) as model:
+    with lent("gemma3") as model:
         keeping(model)
         batch, plain = eager(model, rows=2), eager(model)
         first = batch.join(through(batch, model.prepare(ids(27)))).row
@@ -350,8 +350,8 @@ def test_a_row_that_others_stepped_on_with_leaves_no_snapshot(tmp_path):
         assert reused == 27 and differ(found, expected) < TOLERANCE
 
 
-def test_states_that_are_no_numbers_are_not_cached(tmp_path):
-    with load("llama", tmp_path) as model:
+def test_states_that_are_no_numbers_are_not_cached():
+    with lent("llama") as model:
         cache = keeping(model)
         batch = eager(model)
         prompt = through(batch, model.prepare(ids(40)))
@@ -401,10 +401,9 @@ def seen(model, family, before, *, name=b"cat", seed=0, after=0):
 PICTURES = ("gemma4", "gemma4_dense", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3")
 
 
-@pytest.mark.parametrize("how", BATCHES)
-@pytest.mark.parametrize("family", PICTURES)
-def test_a_chat_about_a_picture_goes_on_where_it_was_and_another_picture_is_another_chat(family, how, tmp_path):
-    with load(family, tmp_path) as model:
+@pytest.mark.parametrize(("family", "how"), crossed(PICTURES, BATCHES))
+def test_a_chat_about_a_picture_goes_on_where_it_was_and_another_picture_is_another_chat(family, how):
+    with lent(family) as model:
         keeping(model)
         batch, plain = BATCHES[how](model), BATCHES[how](model)
         first = answer(batch, seen(model, family, 9, after=9))
@@ -424,9 +423,9 @@ def test_a_chat_about_a_picture_goes_on_where_it_was_and_another_picture_is_anot
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_every_chunk_behind_a_cached_picture_has_the_pictures_offset(family, tmp_path):
+def test_every_chunk_behind_a_cached_picture_has_the_pictures_offset(family):
     """Positions behind a picture are fewer than tokens: the second chunk of the new text goes on where the first one ended."""
-    with load(family, tmp_path) as model:
+    with lent(family) as model:
         keeping(model)
         batch = eager(model)
         answer(batch, seen(model, family, 9, after=9))
@@ -519,8 +518,8 @@ def test_a_family_with_another_state_is_named(tmp_path, monkeypatch):
         assert Prefixes(Batch(model, rows=1)).cache is None
 
 
-def test_rows_of_another_context_keep_nothing(tmp_path):
-    with load("gemma3", tmp_path) as model:
+def test_rows_of_another_context_keep_nothing():
+    with lent("gemma3") as model:
         keeping(model)
         assert Prefixes(Batch(model, rows=1, context_tokens=64)).cache is None
 

@@ -10,6 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import trimtab
+from tests.examples import examples
+from tests.lent import lent
+from tests.long_runs import crossed
 from tests.test_prefill import differ, eager, ids, in_chunks, load
 from tests.test_prefix_cache import BATCHES, DEVICE, TOLERANCE, clone, keeping, scores
 from trimtab.demo.line import FOLDER as DEMO
@@ -41,10 +44,9 @@ def asked(model, opening, count, first):
 SHAPES = ((5, 7), (4, 7), (5, 8), (6, 9), (8, 9), (9, 17), (21, 40), (24, 33))
 
 
-@pytest.mark.parametrize("how", BATCHES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_second_prompt_resumes_behind_the_opening_and_says_what_it_says_alone(family, how, tmp_path):
-    with load(family, tmp_path) as model:
+@pytest.mark.parametrize(("family", "how"), crossed(FAMILIES, BATCHES, rest=1))
+def test_the_second_prompt_resumes_behind_the_opening_and_says_what_it_says_alone(family, how):
+    with lent(family) as model:
         for opening, count in SHAPES:
             cache = keeping(model, block_tokens=4)
             batch, plain = BATCHES[how](model), BATCHES[how](model)
@@ -65,8 +67,8 @@ def test_the_second_prompt_resumes_behind_the_opening_and_says_what_it_says_alon
 
 
 @pytest.mark.parametrize("how", BATCHES)
-def test_a_prompt_is_cut_only_where_its_rings_lose_the_window(how, tmp_path, monkeypatch):
-    with load("gemma3", tmp_path) as model:
+def test_a_prompt_is_cut_only_where_its_rings_lose_the_window(how, monkeypatch):
+    with lent("gemma3") as model:
         keeping(model, block_tokens=4)
         for opening, count in SHAPES:
             batch = BATCHES[how](model)
@@ -85,9 +87,8 @@ def test_a_prompt_is_cut_only_where_its_rings_lose_the_window(how, tmp_path, mon
                 assert prompt.row.reuse.border is None and bool(prompt.row.reuse.places) == is_held
 
 
-@pytest.mark.parametrize("how", BATCHES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_ring_holds_of_later_positions_is_masked(family, how, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("family", "how"), crossed(FAMILIES, BATCHES, rest=1))
+def test_what_a_ring_holds_of_later_positions_is_masked(family, how, monkeypatch):
     """A snapshot from the end of a prompt has places that one taken by a cut leaves empty: whatever is there changes no bit."""
     load_states, spoilt = PrefixCache.load, []
 
@@ -97,7 +98,7 @@ def test_what_a_ring_holds_of_later_positions_is_masked(family, how, tmp_path, m
             ring.view(field.shape)[:, match.tokens :] = 1e4
             spoilt.append(ring)
 
-    with load(family, tmp_path) as model:
+    with lent(family) as model:
         keeping(model, block_tokens=4)
         batch = BATCHES[how](model)
         assert scores(batch, asked(model, 5, 7, 100))[1] == 0
@@ -115,7 +116,7 @@ def test_what_a_ring_holds_of_later_positions_is_masked(family, how, tmp_path, m
             assert reused == 5 and spoilt and torch.equal(found, expected)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 12), st.booleans())
 @example(8, 9, 8, False)
 @example(8, 9, 8, True)
@@ -162,8 +163,7 @@ def demo(request):
         yield model, KV8_TOLERANCE if plan.request.kv == "int8" else TOLERANCE
 
 
-@pytest.mark.parametrize("adapter", [None, "style"])
-@pytest.mark.parametrize("sizes", [(), (16, 64)], ids=["eager prompts", "chunks"])
+@pytest.mark.parametrize(("adapter", "sizes"), crossed(["style", None], [(), (16, 64)], first=["style"], rest=1))
 def test_chats_share_their_system_prompt_from_the_second_on(demo, sizes, adapter):
     model, tolerance = demo
     short, long = (

@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 
 import trimtab
-from tests import long_runs, pico
+from tests import pico
 from tests.anatomies import e_series, qwen3_8b
-from tests.test_prefill import eager, ids, load
+from tests.lent import lent
+from tests.long_runs import crossed
+from tests.test_prefill import eager, ids
 from tests.test_prefix_cache import answer, scores
 from trimtab.cli import main, parser
 from trimtab.commands.serve import configured, served_models, settings_of
@@ -31,10 +33,9 @@ OPTIONS = {"quant": "none", "dtype": "float32", "context": 160, "device": "cpu"}
 # A cache that is too small --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv", ["full", "int8"])
-@pytest.mark.parametrize("family", long_runs.FAMILIES)
-def test_the_planned_pages_are_those_of_the_runtime_and_the_least_cache_is_one_that_hits(family, kv, tmp_path):
-    with load(family, tmp_path, context=160, kv=kv) as model:
+@pytest.mark.parametrize(("family", "kv"), crossed(pico.FAMILIES, ["full", "int8"]))
+def test_the_planned_pages_are_those_of_the_runtime_and_the_least_cache_is_one_that_hits(family, kv):
+    with lent(family, context=160, kv=kv) as model:
         pages = pages_of(model.anatomy.kv_layers, model.anatomy.dtype, kv, context_tokens=160)
         # The next turn of a chat: one that other prompts begin with may be evicted for the answer.
         count = BLOCK_TOKENS + 5 if pages.snapshot_pages else BLOCK_TOKENS

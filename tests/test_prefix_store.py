@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from trimtab.errors import RequestError
 from trimtab.runtime.prefix_store import Mark, Match, PrefixKey, PrefixStore, scope_of
 
@@ -150,7 +151,7 @@ def content(scope, ids, marks):
     return scope, tuple(ids), tuple(mark for mark in marks if mark.start < len(ids))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(STEPS, st.integers(1, 9), st.sampled_from([0, 1, 2]))
 def test_pages_hold_what_they_are_found_for(steps, pages, snapshot_pages):
     """Against a memory that is really written: whatever is found was computed from exactly these tokens."""

@@ -12,6 +12,7 @@ import pytest
 
 from tests import pico, talking
 from tests.adapters import write_adapter
+from tests.rules import each
 from trimtab.cli import main
 from trimtab.columns import aligned
 from trimtab.errors import AdapterError, CheckpointError, RequestError
@@ -24,9 +25,7 @@ EVIL = "e\x1b]0;owned\x07\x1b[2J\r\x08\x7f\x9b31m\u202edcba\u2066v"
 RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-@pytest.mark.parametrize(
-    "char", [chr(code) for code in range(0xA0)] + list("\u202a\u202e\u2066\u2069\u200f\u061c\u2028")
-)
+@each("char", [chr(code) for code in range(0xA0)] + list("\u202a\u202e\u2066\u2069\u200f\u061c\u2028"))
 def test_each_control_character_becomes_visible(char):
     made = printable(f"a{char}b")
     assert not RAW.search(made)

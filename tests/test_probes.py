@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rules import each
 from tests.upstream.expected import EXPECTED, SETS, expected_states, set_of
 from tools import upstream_table
 from trimtab.doctor.bug import NOT_APPLICABLE, OWNERS, UNKNOWN, Affected, Bug, Seen
@@ -66,12 +67,12 @@ def test_ids_and_names_are_unique():
     assert len({bug.id for bug in BUGS}) == len({bug.name for bug in BUGS}) == len(BUGS)
 
 
-@pytest.mark.parametrize("entry", CATALOGUE, ids=lambda entry: entry.bug.id)
+@each("entry", CATALOGUE, where=lambda entry: entry.bug.id)
 def test_file_is_called_after_id_and_name(entry):
     assert entry.path.stem == f"{entry.bug.id.lower()}_{entry.bug.name.replace('-', '_')}"
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.id)
+@each("bug", BUGS, where=lambda bug: bug.id)
 def test_every_field_is_filled(bug):
     fields = ("id", "name", "title", "symptom", "trigger", "cause", "versions", "way_round", "trimtab")
     assert [field for field in fields if not getattr(bug, field).strip()] == []
@@ -81,13 +82,13 @@ def test_every_field_is_filled(bug):
     assert len(bug.title) <= 130 and not bug.title.endswith(".")
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.id)
+@each("bug", BUGS, where=lambda bug: bug.id)
 def test_versions_that_are_named_are_versions(bug):
     named = [version for affected in bug.affected for version in (affected.since, affected.fixed_in) if version]
     assert bug.affected and [version for version in named if not VERSION.fullmatch(version)] == []
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.id)
+@each("bug", BUGS, where=lambda bug: bug.id)
 def test_what_is_fixed_by_the_newest_set_says_since_when(bug):
     oldest, newest = EXPECTED[bug.id]
     if oldest == "present" and newest == "fixed":

@@ -5,11 +5,13 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import trimtab
+from tests.rules import each
 from tools import readme_numbers, rooms
 from trimtab import cli, errors, exit_codes, interrupts
 from trimtab.commands import flags, merging
@@ -85,29 +87,41 @@ def test_every_error_is_public():
     assert {kind.__name__ for kind in tree} <= set(trimtab.__all__)
 
 
+@cache
+def tree_of(file):
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@cache
 def imports_of(file):
-    """Return the top-level packages that a file imports anywhere, those for the type checker alone left out."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    """Return the top-level packages that a file imports anywhere and the first line of each, those for types alone left out."""
+    tree = tree_of(file)
     unused = {
         inner
         for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
-    found = set()
+    found = {}
     for node in ast.walk(tree):
         if node in unused:
             continue
         if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.add(node.module.partition(".")[0])
+            names = [alias.name for alias in node.names]
+        else:
+            names = [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+        for name in names:
+            found.setdefault(name.partition(".")[0], f"line {node.lineno}")
     return found
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=name_of)
+def others(file, allowed):
+    return {name: line for name, line in imports_of(file).items() if name not in allowed}
+
+
+@each("file", SOURCES)
 def test_each_foreign_library_is_imported_where_it_belongs(file):
-    found, name = imports_of(file), name_of(file)
+    name = name_of(file)
     # What builds or examines the stock stack itself.
     is_stock = name.startswith(("trimtab/doctor/", "trimtab/bridge", "trimtab/proof/stock_", "trimtab/speed/stock_"))
     allowed = {
@@ -116,13 +130,13 @@ def test_each_foreign_library_is_imported_where_it_belongs(file):
         "psutil": name in PSUTIL,
         "peft": is_stock, "accelerate": is_stock,
     }  # fmt: skip
-    assert [name for name, is_allowed in allowed.items() if name in found and not is_allowed] == []
+    misplaced = {name for name, is_allowed in allowed.items() if not is_allowed}
+    assert {name: line for name, line in imports_of(file).items() if name in misplaced} == {}
 
 
-@pytest.mark.parametrize("file", PURE, ids=name_of)
+@each("file", PURE)
 def test_pure_files_import_the_standard_library_and_each_other(file):
-    allowed = set(sys.stdlib_module_names) | {"trimtab"}
-    assert imports_of(file) <= allowed
+    assert others(file, set(sys.stdlib_module_names) | {"trimtab"}) == {}
 
 
 def test_what_the_runtime_keeps_things_by_has_a_type():
@@ -131,9 +145,9 @@ def test_what_the_runtime_keeps_things_by_has_a_type():
     assert [file.name for file in files if re.search(r"\bdict\[Any,", file.read_text(encoding="utf-8"))] == []
 
 
-@pytest.mark.parametrize("file", NO_TORCH, ids=name_of)
+@each("file", NO_TORCH)
 def test_files_that_a_plan_needs_beside_the_pure_ones_import_no_torch(file):
-    assert imports_of(file) <= set(sys.stdlib_module_names) | {"trimtab", "psutil", "platformdirs"}
+    assert others(file, set(sys.stdlib_module_names) | {"trimtab", "psutil", "platformdirs"}) == {}
     assert "trimtab.runtime" not in file.read_text(encoding="utf-8")
 
 
@@ -144,24 +158,24 @@ LIBRARY = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("file", LIBRARY, ids=name_of)
+@each("file", LIBRARY)
 def test_errors_of_the_library_name_arguments_and_the_command_line_makes_flags_of_them(file):
-    flags = flags_of_the_parser()
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    flags, tree = flags_of_the_parser(), tree_of(file)
     docstrings = {
         node.body[0].value for node in ast.walk(tree)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None
     }  # fmt: skip
-    texts = [node.value for node in ast.walk(tree)
-             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings]  # fmt: skip
-    assert [text for text in texts if set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) & flags] == []
+    texts = [
+        (f"line {node.lineno}", node.value) for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings
+    ]  # fmt: skip
+    assert [found for found in texts if set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", found[1])) & flags] == []
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=name_of)
+@each("file", SOURCES)
 def test_a_file_opens_with_what_it_answers(file):
-    text = file.read_text(encoding="utf-8")
-    if text.strip():
-        assert len(ast.get_docstring(ast.parse(text)) or "") > 20
+    if file.read_text(encoding="utf-8").strip():
+        assert len(ast.get_docstring(tree_of(file)) or "") > 20
 
 
 # The map --------------------------------------------------------------------------------------------------------------
@@ -243,16 +257,16 @@ def test_python_in_the_docs_runs(code, capsys):
 
 def commands():
     for file in DOCS:
-        for line in file.read_text("utf-8").splitlines():
+        for number, line in enumerate(file.read_text("utf-8").splitlines(), start=1):
             if line.startswith((" ", "\t")) and line.strip().startswith("trimtab "):
-                yield pytest.param(line.strip(), id=f"{name_of(file)}: {line.strip()}")
+                yield f"{name_of(file)}:{number}", line.strip()
 
 
 COMMANDS = list(commands())
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_in_the_docs_can_be_parsed(command):
+@each("place, command", COMMANDS, where=lambda item: item[0])
+def test_commands_in_the_docs_can_be_parsed(place, command):
     options = cli.parser().parse_args(shlex.split(command)[1:])
     if options.name in ("plan", "run") and getattr(options, "device_map", None) is None:
         flags.load_request(options)
@@ -260,12 +274,13 @@ def test_commands_in_the_docs_can_be_parsed(command):
 
 def test_examples_are_found_in_the_docs():
     assert len(PYTHON_BLOCKS) >= 2
-    assert {shlex.split(command.values[0])[1] for command in COMMANDS} == {
+    assert {shlex.split(command)[1] for _, command in COMMANDS} == {
         "adapters", "bench", "chat", "completion", "demo", "doctor", "inspect", "merge", "models", "plan", "pull", "run", "serve",
         "tune", "verify",
     }  # fmt: skip
 
 
+@cache
 def flags_of_the_parser():
     commands = next(action for action in cli.parser()._actions if action.dest == "name").choices.values()
     return {flag for command in commands for action in command._actions for flag in action.option_strings}
@@ -295,21 +310,25 @@ def test_flags_in_the_docs_and_in_error_messages_exist():
     assert unknown == set()
 
 
-@pytest.mark.parametrize("file", DOCS, ids=name_of)
+@cache
+def slugs_of(page):
+    """Return what a link may name in a page: its headings as GitHub writes them in addresses."""
+    headings = [line.lstrip("# ").lower() for line in page.read_text("utf-8").splitlines() if line.startswith("#")]
+    return {re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in headings}
+
+
+@each("file", DOCS)
 def test_links_lead_to_files_and_headings_that_exist(file):
-    for target in re.findall(r"\]\(([^)#\s]*)(#[^)]*)?\)", file.read_text("utf-8")):
-        path, heading = target
+    text = file.read_text("utf-8")
+    broken = []
+    for link in re.finditer(r"\]\(([^)#\s]*)(#[^)]*)?\)", text):
+        path, heading = link.groups()
         if path.startswith("http"):
             continue
         found = (file.parent / path).resolve() if path else file
-        assert found.exists(), path
-        if heading:
-            slugs = {
-                re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
-                for line in found.read_text("utf-8").splitlines()
-                if line.startswith("#")
-            }
-            assert heading[1:] in slugs, heading
+        if not found.exists() or (heading and heading[1:] not in slugs_of(found)):
+            broken.append(f"{path}{heading or ''} in line {text.count(chr(10), 0, link.start()) + 1}")
+    assert broken == []
 
 
 def test_the_exit_codes_in_the_docs_are_the_tables():
@@ -331,7 +350,7 @@ def test_the_exit_codes_in_the_docs_are_the_tables():
     assert told == {int(code) for code in re.findall(r"^    (\d+)  ", cli.__doc__, re.M)}
 
 
-@pytest.mark.parametrize("page", readme_numbers.PAGES, ids=lambda page: page.name)
+@each("page", readme_numbers.PAGES)
 def test_the_numbers_in_the_docs_are_the_measured_ones(page):
     text = page.read_text("utf-8")
     assert "<!-- numbers:" in text

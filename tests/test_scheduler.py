@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
 from trimtab.serve import scheduler as scheduler_module
@@ -497,7 +498,7 @@ def test_short_prompts_go_together_whichever_clients_they_are_of_and_whatever_lo
     ),
     rows=st.integers(1, 6),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_a_client_with_a_waiting_prompt_is_passed_by_each_other_client_once(jobs, rows):
     """jobs: (client, adapter, pieces of the prompt, turns before the next one comes). Between two of its prompts that start, no
     other client starts two while it waits, whichever adapters they ask for."""
@@ -613,7 +614,7 @@ def test_an_adapter_that_is_not_prepared_yet_keeps_nobody_back():
         max_size=40,
     )
 )
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_uses_counts_the_jobs_of_an_adapter_whatever_came_and_left(moves):
     scheduler, _, _, _ = make(queue_limit=100)
     names = iter(range(100))
@@ -804,7 +805,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(actions, st.integers(1, 3), st.one_of(st.none(), st.integers(1, 2)), st.booleans())
 def test_whatever_happens_every_job_ends_once_and_nothing_is_left(steps, rows, slots, interleaves):
     scheduler, engine, told, clock = make(MockEngine(rows=rows, slots=slots), queue_limit=5)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLTokenizer, TokenizerWrapper
 
+from tests.examples import examples
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import RequestError
 from trimtab.runtime.hf import load_tokenizer
@@ -269,14 +270,14 @@ LEAVES = st.tuples(ATOMS, REPEATS).map(
 
 
 @given(st.recursive(LEAVES, written_out, max_leaves=8))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_counted_repeats_are_counted_as_if_they_were_written_out(case):
     pattern, length = case
     assert expanded_pattern(f"^{pattern}$") == length
 
 
 @given(st.lists(st.lists(st.sampled_from([3, 7, 9, 11, 13]), min_size=1, max_size=3), min_size=1, max_size=3))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_merged_multiples_count_as_every_choice_of_a_branch(groups):
     schema = {"allOf": [{"anyOf": [{"multipleOf": value} for value in group]} for group in groups]}
     merged = {math.lcm(*choice) for choice in itertools.product(*groups)}

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import trimtab
+from tests.examples import examples
 from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, RequestError, TrimtabError
@@ -716,7 +717,7 @@ def test_an_adapter_with_weights_that_are_not_numbers_is_refused_by_their_names(
     assert "broken" not in engine.shelf.names
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_adapter_is_refused_by_name_or_answers(model, tmp_path, data):
     folder = copied(tmp_path)

@@ -17,6 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import trimtab
 from tests import pico
+from tests.long_runs import crossed
 from tests.test_graphs import ASKED, answers, demo, joined, replayed  # noqa: F401 - a fixture
 from tests.toy_lora import Toy, make_adapter, ours, put_on
 from trimtab.runtime import decode_step, lora, short_ops
@@ -500,8 +501,12 @@ def test_modules_as_they_are_where_they_were_asked_for_and_on_a_cpu(model, allow
     assert torch.equal(batch.logits(), expected) and batch.steps._short_ops is None
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["gemma4", "gemma4_moe", "gemma3", "gemma3n", "qwen3_vl", "llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    crossed(
+        ["gemma4", "gemma4_moe", "gemma3", "gemma3n", "qwen3_vl", "llama", "qwen3_moe"], ["float32", "bfloat16"], rest=1
+    ),
+)
 def test_scores_of_every_family_are_the_modules(family, dtype, allowed, tmp_path):
     """Random weights, 12 steps of the same tokens, past the sliding window."""
     plan = trimtab.plan(pico.build(family, tmp_path, dtype=dtype), quant="none", dtype=dtype, context=64, device="cpu")

@@ -22,6 +22,7 @@ from PIL import Image
 
 import trimtab
 from tests import pico, stock, talking, talking_families
+from tests.long_runs import crossed
 from trimtab import api, cli
 from trimtab.errors import CheckpointError, DeviceError, RequestError
 from trimtab.plan import Plan
@@ -193,8 +194,9 @@ def without_bfloat16(monkeypatch):
     monkeypatch.setattr(api, "choose_dtype", lambda *_: ("float32", "bfloat16 is emulated"))
 
 
-@pytest.mark.parametrize("quant", ["none", "nf4"])
-@pytest.mark.parametrize("family", ["gemma3", "gemma3n", "gemma4", "gemma4_moe", "llama"])
+@pytest.mark.parametrize(
+    ("family", "quant"), crossed(["gemma3", "gemma3n", "gemma4", "gemma4_moe", "llama"], ["none", "nf4"], rest=1)
+)
 def test_weights_in_16_bits_give_the_answer_of_stock_in_float32(family, quant, without_bfloat16, tmp_path):
     """A cast to float32 changes no value; the same products in the same order, so the same bits where nothing is on the host."""
     folder = pico.build(family, tmp_path / "base")
@@ -213,8 +215,9 @@ def test_weights_in_16_bits_give_the_answer_of_stock_in_float32(family, quant, w
             assert torch.equal(stock.logits(model.hf_model, inputs), expected), options
 
 
-@pytest.mark.parametrize("quant", ["none", "nf4"])
-@pytest.mark.parametrize("family", ["gemma4", "gemma4_moe", "llama"])
+@pytest.mark.parametrize(
+    ("family", "quant"), crossed(["gemma4", "gemma4_moe", "llama"], ["none", "nf4"], first=["llama"], rest=1)
+)
 def test_weights_that_are_cast_while_loading_are_cast_a_few_rows_at_a_time(family, quant, monkeypatch, tmp_path):
     """In float32 the per-layer table of Gemma 4 E2B was 4.4 GiB in bfloat16 beside 8.8 GiB in float32, which no plan counts."""
     taken = []

@@ -14,6 +14,8 @@ import torch
 
 import trimtab
 from tests import pico
+from tests.lent import lent
+from tests.long_runs import crossed
 from tests.test_encoder_cache import asked, tensors_of
 from tests.test_prefill import WITH_PICTURES, differ, eager, ids, in_chunks, load, picture, through
 from tests.test_prefix_cache import keeping, seen
@@ -60,9 +62,9 @@ def same(found, expected):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("family", WITH_PICTURES)
-def test_a_picture_is_the_same_bit_for_bit(family, tmp_path):
-    with load(family, tmp_path) as model:
+@pytest.mark.parametrize("family", crossed(WITH_PICTURES))
+def test_a_picture_is_the_same_bit_for_bit(family):
+    with lent(family) as model:
         towers, why = towers_of(model)
         assert len(towers.layers) >= 2
         for seed in (1, 2, 3, 1):
@@ -78,8 +80,8 @@ def test_a_picture_is_the_same_bit_for_bit(family, tmp_path):
         assert towers.captured == 2 * each
 
 
-def test_each_layer_is_covered_and_a_changed_input_is_read(tmp_path):
-    with load("qwen3_vl", tmp_path) as model:
+def test_each_layer_is_covered_and_a_changed_input_is_read():
+    with lent("qwen3_vl") as model:
         towers, _ = towers_of(model)
         found = [features(model, "qwen3_vl", seed, towers) for seed in (1, 2, 3)]
         # Deepstack's parts come from layers in the middle: they are those of this picture.
@@ -106,9 +108,9 @@ def test_adapters_of_the_towers_have_graphs_of_their_own(tmp_path):
         assert len(towers._graphs) == 2 * layers
 
 
-@pytest.mark.parametrize("family", WITH_PICTURES)
-def test_prompts_with_pictures_are_those_of_eager_towers(family, tmp_path):
-    with load(family, tmp_path) as model:
+@pytest.mark.parametrize("family", crossed(WITH_PICTURES))
+def test_prompts_with_pictures_are_those_of_eager_towers(family):
+    with lent(family) as model:
         batch, plain = in_chunks(model, (8, 16, 32)), in_chunks(model, (8, 16, 32))
         batch.prompts.towers = Towers(model, MODE, batch.prompts.fall_back)
         plain.prompts.towers = Towers(model, "eager", plain.prompts.fall_back)
@@ -121,8 +123,8 @@ def test_prompts_with_pictures_are_those_of_eager_towers(family, tmp_path):
         assert batch.prompts.towers.replayed and not batch.steps.fallbacks
 
 
-def test_towers_are_a_piece_of_their_own(tmp_path):
-    with load("gemma3", tmp_path) as model:
+def test_towers_are_a_piece_of_their_own():
+    with lent("gemma3") as model:
         batch = in_chunks(model, (32,))
         prompt = batch.begin(picture(model, "gemma3", 9), trimtab.GenerateRequest(max_new_tokens=4))
         assert prompt.needs_towers
@@ -133,9 +135,9 @@ def test_towers_are_a_piece_of_their_own(tmp_path):
         assert not plain.needs_towers
 
 
-def test_few_layers_are_captured_at_once_while_rows_are_answered(tmp_path, monkeypatch):
+def test_few_layers_are_captured_at_once_while_rows_are_answered(monkeypatch):
     monkeypatch.setattr(tower_graphs, "LAYERS_AT_ONCE", 1)
-    with load("gemma4", tmp_path) as model:
+    with lent("gemma4") as model:
         towers, _ = towers_of(model)
         counts = []
         for seed in range(4):
@@ -160,10 +162,9 @@ def answering(model, monkeypatch, positions, rows=3, make=None):
     return batch, batch.join(text).row
 
 
-@pytest.mark.parametrize("mode", [MODE, "eager"])
-@pytest.mark.parametrize("family", WITH_PICTURES)
-def test_a_pass_that_is_cut_between_layers_is_the_pass(family, mode, tmp_path, monkeypatch):
-    with load(family, tmp_path) as model:
+@pytest.mark.parametrize(("family", "mode"), crossed(WITH_PICTURES, [MODE, "eager"]))
+def test_a_pass_that_is_cut_between_layers_is_the_pass(family, mode, monkeypatch):
+    with lent(family) as model:
         plain = in_chunks(model, (16, 64), 3)
         plain.prompts.towers = Towers(model, "eager", plain.prompts.fall_back)
         batch, row = answering(model, monkeypatch, 1)
@@ -199,9 +200,9 @@ def beside_a_text(model, family, monkeypatch, positions):
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU runs these prompts in chunks of fixed shapes")
-@pytest.mark.parametrize("family", WITH_PICTURES)
-def test_on_a_cpu_the_towers_are_cut_before_transformers_own_pass(family, tmp_path, monkeypatch):
-    with load(family, tmp_path) as model:
+@pytest.mark.parametrize("family", crossed(WITH_PICTURES))
+def test_on_a_cpu_the_towers_are_cut_before_transformers_own_pass(family, monkeypatch):
+    with lent(family) as model:
         inputs, expected, batch = beside_a_text(model, family, monkeypatch, 1)
         assert not batch.prompts.sizes
         prompt, pieces = batch.begin(inputs, trimtab.GenerateRequest(max_new_tokens=4)), 0
@@ -214,9 +215,9 @@ def test_on_a_cpu_the_towers_are_cut_before_transformers_own_pass(family, tmp_pa
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU runs these prompts in chunks of fixed shapes")
-@pytest.mark.parametrize("family", WITH_PICTURES)
-def test_on_a_cpu_a_prompt_is_cut_behind_its_towers_where_no_token_looks_ahead(family, tmp_path, monkeypatch):
-    with load(family, tmp_path) as model:
+@pytest.mark.parametrize("family", crossed(WITH_PICTURES))
+def test_on_a_cpu_a_prompt_is_cut_behind_its_towers_where_no_token_looks_ahead(family, monkeypatch):
+    with lent(family) as model:
         inputs, expected, batch = beside_a_text(model, family, monkeypatch, 10**6)
         prompt, sizes = batch.begin(inputs, trimtab.GenerateRequest(max_new_tokens=4)), []
         while not prompt.step(5):
@@ -267,9 +268,9 @@ def test_transformers_own_pass_goes_through_whole_where_it_cannot_be_cut(tmp_pat
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU runs these prompts in chunks of fixed shapes")
 @pytest.mark.parametrize("whose", ["its own", "another prompt's"])
-def test_a_pass_that_is_not_cut_any_more_behind_its_towers_is_counted_once(whose, tmp_path, monkeypatch):
+def test_a_pass_that_is_not_cut_any_more_behind_its_towers_is_counted_once(whose, monkeypatch):
     """The cache has no room, so that every pass computes the towers."""
-    with load("gemma3", tmp_path) as model:
+    with lent("gemma3") as model:
         inputs = seen(model, "gemma3", 9)
         expected = through(eager(model), inputs).logits
         cache = keeping(model)
@@ -293,7 +294,7 @@ def test_a_pass_that_is_not_cut_any_more_behind_its_towers_is_counted_once(whose
         assert (counts.lookups, counts.hits, counts.passes) == (1, 0, 1)
 
 
-def test_pieces_are_as_large_as_they_may_be_and_whole_where_nobody_waits(tmp_path, monkeypatch):
+def test_pieces_are_as_large_as_they_may_be_and_whole_where_nobody_waits(monkeypatch):
     def pieces(batch):
         prompt, count = batch.begin(picture(batch.model, "gemma3", 9), trimtab.GenerateRequest(max_new_tokens=4)), 0
         while prompt.needs_towers:
@@ -304,7 +305,7 @@ def test_pieces_are_as_large_as_they_may_be_and_whole_where_nobody_waits(tmp_pat
         batch.leave(batch.join(prompt).row)
         return count
 
-    with load("gemma3", tmp_path) as model:
+    with lent("gemma3") as model:
         batch, row = answering(model, monkeypatch, 10**6)
         assert pieces(batch) == 1
         monkeypatch.setattr(tower_passes, "PIECE_POSITIONS", 1)
@@ -550,8 +551,8 @@ def heard(model, given, towers=None):
 
 
 @pytest.mark.parametrize("frames", [30, 31, 33, 127, 128, 150, 191])
-def test_a_sound_that_is_padded_is_the_sound(frames, tmp_path):
-    with load("gemma4", tmp_path) as model:
+def test_a_sound_that_is_padded_is_the_sound(frames):
+    with lent("gemma4") as model:
         towers, why = towers_of(model)
         model.adapter_store.none()
         for seed in range(3):
@@ -565,8 +566,8 @@ def test_a_sound_that_is_padded_is_the_sound(frames, tmp_path):
         assert not why and towers.replayed
 
 
-def test_what_lies_in_the_padding_changes_nothing(tmp_path, monkeypatch):
-    with load("gemma4", tmp_path) as model:
+def test_what_lies_in_the_padding_changes_nothing(monkeypatch):
+    with lent("gemma4") as model:
         features, mask = sounds(model, 200, valid=[150])
         with torch.no_grad():
             model.adapter_store.none()
@@ -578,8 +579,8 @@ def test_what_lies_in_the_padding_changes_nothing(tmp_path, monkeypatch):
         assert real.sum() == 38
 
 
-def test_sounds_of_few_lengths_share_graphs(tmp_path):
-    with load("gemma4", tmp_path) as model:
+def test_sounds_of_few_lengths_share_graphs():
+    with lent("gemma4") as model:
         towers, _ = towers_of(model)
         model.adapter_store.none()
         for frames in (130, 150, 170, 192, 191):

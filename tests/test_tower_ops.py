@@ -19,6 +19,7 @@ from tests import pico
 from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import prompts as cpu_module
+from tests.long_runs import FIRST, crossed
 from tests.test_encoder_cache import asked, tensors_of
 from tests.test_execution import E4B
 from tests.test_prefill import WITH_PICTURES, eager, in_chunks, picture, through
@@ -119,7 +120,7 @@ def is_bitsandbytes_own(model, family, ops):
         same(given(model, family), expected)
 
 
-@pytest.mark.parametrize("family", WITH_PICTURES)
+@pytest.mark.parametrize("family", crossed(WITH_PICTURES, first=(*FIRST, "gemma3")))
 def test_without_an_adapter_the_bits_are_bitsandbytes_own(family, tmp_path):
     with loaded(family, tmp_path) as model:
         ops, module = ops_of(model, norms=False)
@@ -138,8 +139,7 @@ def test_every_form_of_a_four_bit_weight_has_its_bits(quant, tmp_path):
         assert ON_GPU or set(launches(module)) == {"unpack_plain"}
 
 
-@pytest.mark.parametrize("quant", ["nf4-dq", "none"])
-@pytest.mark.parametrize("family", ["gemma4", "gemma3", "qwen3_vl"])
+@pytest.mark.parametrize(("family", "quant"), crossed(["gemma4", "gemma3", "qwen3_vl"], ["nf4-dq", "none"], rest=1))
 def test_with_an_adapter_every_pass_gives_the_same_and_is_as_right_as_pefts(family, quant, tmp_path):
     with loaded(family, tmp_path, rank=4, quant=quant, dtype="float32") as model:
         exact = {adapter: features(model, family, 1, adapter) for adapter in ("a", None)}

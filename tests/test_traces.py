@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rules import each
 from tools import score_traces
 from trimtab import cli
 from trimtab.doctor.labels import SIGNATURES
@@ -73,7 +74,7 @@ def test_committed_scores_and_the_page_are_what_the_corpora_and_the_doctor_give(
     assert score_traces.main(["--check"]) == 0  # else: python tools/score_traces.py
 
 
-@pytest.mark.parametrize("entry", THREAD, ids=lambda entry: entry["link"].partition("#")[2])
+@each("entry", THREAD, where=lambda entry: entry["link"])
 def test_every_trace_of_the_forum_thread_is_named(entry):
     assert label_of(entry["text"]) == entry["label"] != UNKNOWN
 
@@ -85,7 +86,7 @@ def test_labels_of_the_corpus_are_labels():
 # Signatures -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("signature", SIGNATURES, ids=lambda one: f"{one.label}-{one.type}")
+@each("signature", SIGNATURES, where=lambda one: f"{one.label} {one.type}")
 def test_signature_has_a_frame_or_a_message_that_no_foreign_paste_has(signature):
     assert signature.frame or len(signature.message) >= 10
     if signature.has_own_message:
@@ -298,7 +299,7 @@ def test_answer_says_owner_trackers_fix_way_round_and_what_it_rests_on():
     assert "upgrade accelerate" in answer["way_round"]
 
 
-@pytest.mark.parametrize("entry", THREAD, ids=lambda entry: entry["link"].partition("#")[2])
+@each("entry", THREAD, where=lambda entry: entry["link"])
 def test_answer_to_one_failure_fits_one_screen(entry):
     lines = diagnosis_text(diagnose(entry["text"])).splitlines()
     assert len(lines) <= 26 and max(map(len, lines)) <= 113

@@ -7,8 +7,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-import pytest
-
+from tests.rules import each
 from tests.upstream.expected import EXPECTED
 from trimtab.doctor.bug import Bug
 from trimtab.doctor.upstream import FILES, read_entry
@@ -19,7 +18,7 @@ BUGS: dict[str, Bug] = {stem: module.BUG for stem, module in MODULES.items()}
 IDS = {bug.id for bug in BUGS.values()}
 TEXTS = [field.name for field in fields(Bug) if field.type == "str"]
 
-each_bug = pytest.mark.parametrize("stem", BUGS)
+each_bug = each("stem", BUGS)
 
 
 def texts_of(bug: Bug) -> dict[str, str]:

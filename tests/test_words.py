@@ -4,8 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
-
+from tests.rules import each
 from trimtab import cli, exit_codes, interrupts
 from trimtab.commands.examples import EXAMPLES
 from trimtab.commands.merging import DIFFERS
@@ -68,7 +67,7 @@ def prose_of(page: Path) -> str:
     return re.sub(r"`[^`]*`|\]\([^)]*\)|^ {4,}(trimtab|\{).*$", "", text, flags=re.M)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@each("page", PAGES)
 def test_pages_use_the_fields_words(page):
     text = prose_of(page)
     hits = {
@@ -141,7 +140,7 @@ def test_every_command_ends_its_help_with_examples_that_can_be_parsed():
         assert max(len(line) for line in lines[lines.index("examples:") :]) <= 96
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@each("name", COMMANDS)
 def test_help_uses_the_fields_words(name):
     text = " ".join(COMMANDS[name].format_help().split("examples:")[0].split())
     hits = {match.group(0) for pattern in FORBIDDEN for match in re.finditer(rf"\b(?:{pattern})", text, re.IGNORECASE)}
