@@ -8,10 +8,13 @@ import tempfile
 
 import pytest
 
+from tests import cuda_on_cpu
+
 # Before anything imports torch, transformers or platformdirs.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ[cuda_on_cpu.FOLDER_VARIABLE] = str(cuda_on_cpu.folder())
 _CACHE = tempfile.TemporaryDirectory(prefix="trimtab-tests-", ignore_cleanup_errors=True)
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
