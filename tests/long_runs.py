@@ -13,7 +13,7 @@ import pytest
 from tests import pico
 from trimtab.runtime import hf_slots
 
-_MARKS = (pytest.mark.slow,) if os.environ.get("TRIMTAB_TEST_DEVICE", "cpu") == "cpu" else ()
+SLOW_ON_CPU = (pytest.mark.slow,) if os.environ.get("TRIMTAB_TEST_DEVICE", "cpu") == "cpu" else ()
 # Of each build: keys and values shared with earlier layers, several streams of states, positions in three dimensions, none of
 # these, experts.
 FIRST = ("gemma4", "gemma3n", "qwen3_vl", "llama", "qwen3_moe")
@@ -21,7 +21,7 @@ FIRST = ("gemma4", "gemma3n", "qwen3_vl", "llama", "qwen3_moe")
 
 def slow_on_cpu(*values: Any) -> Any:
     """Return a case of `pytest.mark.parametrize` that is a slow test on a CPU."""
-    return pytest.param(*values, marks=_MARKS)
+    return pytest.param(*values, marks=SLOW_ON_CPU)
 
 
 FAMILIES = [name if name in FIRST else slow_on_cpu(name) for name in pico.FAMILIES]
