@@ -207,7 +207,7 @@ def check(path, body):
 quiet = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
-@settings(quiet, max_examples=300)
+@settings(quiet, max_examples=150)
 @given(bodies())
 def test_a_malformed_body_is_refused_in_openais_shape(found):
     check(*found)
@@ -237,7 +237,7 @@ def test_what_the_description_allows_gets_past_the_first_look():
     seen = set()
     paths = ("/v1/chat/completions", "/v1/completions")
 
-    @settings(quiet, max_examples=300, database=None)
+    @settings(quiet, max_examples=150, database=None)
     @given(st.sampled_from(paths).flatmap(lambda path: st.tuples(st.just(path), of_the_description(path))))
     def look(found):
         path, body = found
