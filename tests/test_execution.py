@@ -476,8 +476,8 @@ def test_sliding_windows_are_counted_for_every_row_beside_pages(kv, value_bytes,
 
 
 def few_changes(monkeypatch):
-    """Let options be of two kinds beside more memory: each of the others costs a plan."""
-    changes, kept = plan_options._changes, ("as asked", "head=")
+    """Let options be of few kinds beside more memory: each of the others costs a plan."""
+    changes, kept = plan_options._changes, ("as asked", "head=", "kv=")
     monkeypatch.setattr(
         plan_options,
         "_changes",
