@@ -29,7 +29,12 @@ def media_of(prompt: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("voice", "requantize"), [("style", None), ("specialist", None), ("rslora-dora", None), ("specialist", "nf4-dq")]
+    ("voice", "requantize"),
+    [
+        ("rslora-dora", None),
+        ("specialist", "nf4-dq"),
+        *(pytest.param(voice, None, marks=pytest.mark.slow) for voice in ("style", "specialist")),
+    ],
 )
 def test_the_merged_model_answers_as_the_adapter_did(voice: str, requantize: str | None, tmp_path: Path) -> None:
     out = tmp_path / "out"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import merging, pico
+from tests import long_runs, merging, pico
 from tests.merging import load, peft_merged, state_of, ulps
 from trimtab.errors import AdapterError
 from trimtab.merge import merge
@@ -41,8 +41,13 @@ def compare(family: str, base: Path, adapter: Path, out: Path, *, limit: int) ->
     return left_out
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", ["lora", "rslora", "dora", "patterns", "saved"])
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    [
+        *((variant, "bfloat16") for variant in ("lora", "rslora", "dora", "patterns", "saved")), ("lora", "float32"),
+        *(pytest.param(variant, "float32", marks=pytest.mark.slow) for variant in ("rslora", "dora", "patterns", "saved")),
+    ],
+)  # fmt: skip
 def test_every_variant_equals_pefts_merge_bit_for_bit(variant: str, dtype: str, tmp_path: Path) -> None:
     # In bfloat16 too: PEFT holds the adapter in float32, and adding float32 to bfloat16 rounds once, as here.
     base = pico.build("gemma4", tmp_path / "base", dtype=dtype, shards=2)
@@ -66,7 +71,10 @@ def test_tables_equal_pefts_merge(family: str, variant: str, tmp_path: Path) -> 
     compare(family, base, adapter, tmp_path / "out", limit=FLOAT32_ULPS.get(variant, 0))
 
 
-@pytest.mark.parametrize("family", [name for name in pico.FAMILIES if name != "gemma4"])
+@pytest.mark.parametrize(
+    "family",
+    [name if name in long_runs.FIRST else long_runs.slow_on_cpu(name) for name in pico.FAMILIES if name != "gemma4"],
+)
 def test_every_family_equals_pefts_merge_bit_for_bit(family: str, tmp_path: Path) -> None:
     base = pico.build(family, tmp_path / "base", dtype="float32", shards=2)
     adapter = pico.adapter(base, tmp_path / "adapter", targets="all")

@@ -39,8 +39,18 @@ def kinds(model: Any) -> dict[str, str]:
     return {path: type(m).__name__ for path, m in model.named_modules() if type(m).__name__.startswith("Linear")}
 
 
-@pytest.mark.parametrize("requantize", ["nf4", "nf4-dq"])
-@pytest.mark.parametrize("family", ["gemma4", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "requantize"),
+    [
+        ("gemma4", "nf4-dq"), ("qwen3_moe", "nf4"),
+        *(
+            pytest.param(family, requantize, marks=pytest.mark.slow)
+            for family, requantize in (
+                ("gemma4", "nf4"), ("gemma3", "nf4"), ("gemma3", "nf4-dq"), ("qwen3_moe", "nf4-dq"),
+            )
+        ),
+    ],
+)  # fmt: skip
 def test_a_packed_merge_loads_in_stock_with_the_modules_that_stock_would_pack(
     family: str, requantize: str, tmp_path: Path
 ) -> None:
