@@ -348,8 +348,14 @@ def test_tables_in_host_memory_are_read_by_the_step_itself(in_place, decode):
     assert batch.steps._tables == [] and answers(batch) == expected
 
 
-@pytest.mark.parametrize("fixture", ["model", "in_place", "streamed_in_place"])
-@pytest.mark.parametrize("decode", ["graph", "fused"])
+@pytest.mark.parametrize(
+    ("decode", "fixture"),
+    [
+        ("graph", "model"), ("fused", "in_place"), ("fused", "streamed_in_place"),
+        *(long_runs.slow_on_cpu(*case) for case in
+          (("fused", "model"), ("graph", "in_place"), ("graph", "streamed_in_place"))),
+    ],
+)  # fmt: skip
 def test_steps_queued_ahead_change_no_word_whoever_joins_leaves_or_switches(
     request, fixture, decode, replayed, monkeypatch
 ):

@@ -92,13 +92,13 @@ def test_a_signal_ends_a_command_with_its_processes_and_folders(tmp_path, number
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("trimtab-")] == []
 
 
+@pytest.mark.slow  # with toys in test_process.py and test_serve_run.py
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 @pytest.mark.parametrize(
     "command",
     [
         ["verify", BASE, "--device", "cpu", "--against", "base", "--adapter", f"style={STYLE}"],
-        # A toy server in test_serve_run.py.
-        pytest.param(["serve", BASE, "--device", "cpu", "--port", "0", "--context", "128"], marks=pytest.mark.slow),
+        ["serve", BASE, "--device", "cpu", "--port", "0", "--context", "128"],
     ],
     ids=["verify", "serve"],
 )
