@@ -8,12 +8,14 @@ import tempfile
 
 import pytest
 
+from tests import cuda_on_cpu
 from tests.examples import examples
 
 # Before anything imports torch, transformers or platformdirs.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ[cuda_on_cpu.FOLDER_VARIABLE] = str(cuda_on_cpu.folder())
 _CACHE = tempfile.TemporaryDirectory(prefix="trimtab-tests-", ignore_cleanup_errors=True)
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
@@ -37,6 +39,27 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.enable()
+    keep_rates()
+
+
+def keep_rates():
+    """Give plans for the CPU rates that no other work on this machine changes, in this process and its children.
+
+    Measuring them computes for seconds, and again every ten minutes where the machine is busy.
+    """
+    import torch
+    from platformdirs import user_cache_path
+
+    from trimtab.machine import rates_file
+    from trimtab.plan import Rates
+    from trimtab.runtime import devices
+
+    if user_cache_path("trimtab").is_relative_to(_CACHE.name):
+        rates = Rates(
+            host_Bps=6e9, pinned_h2d_Bps=6e9, pageable_h2d_Bps=6e9, disk_Bps=5e8, host_matmul_Bps=3e8, device_Bps=3e8,
+            host_flops=1e10, device_flops=1e10, launch_s=7e-6, transfer_s=3e-6, disk_access_s=7e-5,
+        )  # fmt: skip
+        rates_file.write(devices.device_name("cpu"), str(torch.__version__), torch.get_num_threads(), rates)
 
 
 @pytest.fixture(autouse=True)

@@ -73,7 +73,7 @@ def test_a_wrong_scale_is_found_in_files_where_the_answers_are_within_noise():
     assert (row["verify"], row["alarm"], row["weights"]) == ("differs", True, "differs")
 
 
-@pytest.mark.parametrize("form", ["nf4-dq", "int8"])
+@pytest.mark.parametrize("form", ["nf4-dq", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_wrong_scale_is_found_in_packed_files_and_a_right_merge_passes_whoever_packed_it(form):
     case = replace(RIGHT, route="peft", requantize=form)
     row = judge_right(case)
@@ -81,7 +81,10 @@ def test_a_wrong_scale_is_found_in_packed_files_and_a_right_merge_passes_whoever
     assert judge_fault(case, "scale 1 % too large")["verify"] == "differs"
 
 
-@pytest.mark.parametrize("fault", ["scale 1 % too small", "one module dropped", "one module transposed"])
+@pytest.mark.parametrize(
+    "fault",
+    ["scale 1 % too small", "one module transposed", pytest.param("one module dropped", marks=pytest.mark.slow)],
+)
 def test_two_routes_name_the_module_whose_adapter_was_loaded_otherwise(fault):
     row = judge_route(Route("llama", "stock", 1), fault)
     assert (row["verify"], row["alarm"]) == ("differs", True)

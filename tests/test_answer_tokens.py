@@ -19,7 +19,7 @@ from trimtab.request import DEFAULT_NEW_TOKENS, LoadRequest
 from trimtab.serve.registry import read_registry
 
 
-@pytest.mark.parametrize("gib", [2.8, 3.2, 3.5, 4.25])
+@pytest.mark.parametrize("gib", [3.2, *(pytest.param(gib, marks=pytest.mark.slow) for gib in (2.8, 3.5, 4.25))])
 def test_longer_answers_keep_more_of_the_decoder_and_shorter_ones_larger_captured_chunks(gib):
     short, usual, long = (plan(gib, answer_tokens=tokens) for tokens in (8, DEFAULT_NEW_TOKENS, 2000))
     assert off_device(short) > off_device(usual) > off_device(long) > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -184,9 +185,14 @@ def _at(value, path):
     return value
 
 
+@cache
+def app():
+    """Return one server for all bodies: none of them changes how the next is read."""
+    return make_app(MockPool(), Settings(page=False, adapter_root=DEMO / "adapters"), Metrics())
+
+
 def check(path, body):
-    app = make_app(MockPool(), Settings(page=False, adapter_root=DEMO / "adapters"), Metrics())
-    sent = asyncio.run(drive_raw(app, body, path=path))
+    sent = asyncio.run(drive_raw(app(), body, path=path))
     status = sent[0]["status"]
     text = b"".join(message.get("body", b"") for message in sent[1:])
     assert status < 500, text
@@ -201,7 +207,7 @@ def check(path, body):
 quiet = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
-@settings(quiet, max_examples=300)
+@settings(quiet, max_examples=150)
 @given(bodies())
 def test_a_malformed_body_is_refused_in_openais_shape(found):
     check(*found)
@@ -231,12 +237,11 @@ def test_what_the_description_allows_gets_past_the_first_look():
     seen = set()
     paths = ("/v1/chat/completions", "/v1/completions")
 
-    @settings(quiet, max_examples=300, database=None)
+    @settings(quiet, max_examples=150, database=None)
     @given(st.sampled_from(paths).flatmap(lambda path: st.tuples(st.just(path), of_the_description(path))))
     def look(found):
         path, body = found
-        app = make_app(MockPool(), Settings(page=False, adapter_root=DEMO / "adapters"), Metrics())
-        seen.add(asyncio.run(drive_raw(app, json.dumps(body).encode(), path=path))[0]["status"])
+        seen.add(asyncio.run(drive_raw(app(), json.dumps(body).encode(), path=path))[0]["status"])
 
     look()
     assert seen >= {200, 400}
@@ -245,5 +250,4 @@ def test_what_the_description_allows_gets_past_the_first_look():
 def test_the_good_requests_are_answered():
     # Otherwise nothing above would get past the first check.
     for path, body in VALID.items():
-        app = make_app(MockPool(), Settings(page=False, adapter_root=DEMO / "adapters"), Metrics())
-        assert asyncio.run(drive_raw(app, json.dumps(body).encode(), path=path))[0]["status"] == 200, path
+        assert asyncio.run(drive_raw(app(), json.dumps(body).encode(), path=path))[0]["status"] == 200, path

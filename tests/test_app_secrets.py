@@ -11,19 +11,16 @@ import pytest
 from starlette.testclient import TestClient
 
 import trimtab
+from tests import leaky_worker
 from tests.test_app import PICTURE
 from trimtab.demo.line import FOLDER as DEMO
-from trimtab.errors import AdapterError, CheckpointError
 from trimtab.redact import own_folders, without_paths
 from trimtab.request import LoadRequest
 from trimtab.serve.app import make_app
-from trimtab.serve.channel import Channel, event_to_message, job_from_message
-from trimtab.serve.job import Event
 from trimtab.serve.metrics import Metrics
 from trimtab.serve.page import page_routes
 from trimtab.serve.pool import Pool, folders_of, shown_plan
 from trimtab.serve.registry import ServedModel
-from trimtab.serve.scheduler import error_event
 from trimtab.serve.settings import Settings
 from trimtab.serve.supervisor import Supervisor
 
@@ -32,41 +29,6 @@ SECRET = "Sentinel7 folder"
 KEY = "sentinel7-key"
 HEADERS = {"authorization": f"Bearer {KEY}"}
 READY_S = 30
-
-
-def worker(connection, settings):
-    """Say everything that a worker knows of its files, wherever it can be said."""
-    channel = Channel(connection)
-    model, adapters = settings["request"]["model"], settings["adapters"]
-    assert os.path.isabs(model) and all(map(os.path.isabs, adapters.values()))
-    if settings["request"]["context_tokens"] == 1:
-        error = CheckpointError(f"cannot be read, nor {model}/config.json beside it", path=f"{model}/tokenizer.json")
-        channel.send({"say": "fatal", "error": error_event("", error).error})
-        os._exit(1)
-    plan = settings["a real plan"]
-    plan["request"] |= {"model": model, "adapters": adapters, "offload_dir": f"{model}/spill"}
-    numbers = {"adapters": sorted(adapters), "resident": sorted(adapters), "memory": {"gpu_bytes": 5}, "rows": 8}
-    channel.send({"say": "ready", **numbers, "plan": plan})
-    try:
-        while True:
-            message = channel.receive()
-            if message["do"] == "drain":
-                return
-            if message["do"] == "submit":
-                job = job_from_message(message["job"])
-                error = CheckpointError(f"is gone, '{model}' has no {model}.", path=f"{model}/a.safetensors")
-                events = [error_event(job.id, error)]
-                if job.request.max_new_tokens == 2:
-                    events.insert(0, Event(job.id, "text", text="so far"))
-                channel.send({"say": "events", "events": [event_to_message(event) for event in events]})
-            elif message["do"] == "call" and message["what"] == "load_adapter":
-                path = message["path"]
-                error = AdapterError(path, [f"{path}/adapter_config.json is short", f"{path!r} is no adapter"])
-                channel.send({"say": "reply", "id": message["id"], "error": error_event("", error).error})
-            elif message["do"] == "call":
-                channel.send({"say": "reply", "id": message["id"], "value": numbers})
-    except EOFError:
-        return
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +59,7 @@ def found(folder, plan, monkeypatch, caplog, capfd):
     )
 
     def make(told, **options):
-        return Supervisor({**told, "a real plan": plan}, target=worker, **options)
+        return Supervisor({**told, "a real plan": plan}, target=leaky_worker.main, **options)
 
     pool = Pool(models, settings, together=2, make=make)
     app = make_app(pool, settings, Metrics(), extra=page_routes(settings), folders=pool.folders)

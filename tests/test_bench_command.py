@@ -40,6 +40,11 @@ def asked(*arguments):
 
 def test_the_demo_beside_stock(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(benching, "read_environment", read_only_environment)  # has a process of its own, and tests
+
+    def in_this_process_but_ours(module, *given, isolated, **named):
+        return run_module(module, *given, isolated=module == benching.OWN, **named)
+
+    monkeypatch.setattr(benching, "run_module", in_this_process_but_ours)
     saved, drawn = tmp_path / "bench.json", tmp_path / "bench.svg"
     # The adapter's answer to this ends before that many tokens.
     prompts = tmp_path / "prompts.jsonl"

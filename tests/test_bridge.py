@@ -33,10 +33,13 @@ DEVICE = split.DEVICE
 IS_OLDEST = peft.__version__.startswith("0.19.")
 # transformers 5.6.2 with PEFT 0.19.1: stock itself cannot adapt models with fused experts (WeightConverter TypeError).
 FAMILIES = [
-    "gemma4", "gemma3", "gemma3n", "qwen2_5_vl", "qwen3_vl", "mistral3", "llama", "qwen3",
-    *([] if IS_OLDEST else ["mixtral"]),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma4_dense", "gemma4_moe")),
+    "gemma4", "qwen3_vl", "mistral3", "llama", *([] if IS_OLDEST else ["mixtral"]),
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("gemma3", "gemma3n", "qwen2_5_vl", "qwen3", "gemma4_dense", "gemma4_moe")
+    ),
 ]  # fmt: skip
+QUANTS = ["nf4-dq", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nf4", "int8"))]
 # Left unquantized in a split base; the unsplit reference leaves them out by name.
 SKIPPED = [*split.TOWERS, "lm_head"]
 
@@ -118,7 +121,7 @@ def test_answers_as_stock_peft_unsplit(work: Path, family: str) -> None:
     assert same(stock.logits(cut, given), expected)
 
 
-@pytest.mark.parametrize("quant", ["nf4", "nf4-dq", "int8"])
+@pytest.mark.parametrize("quant", QUANTS)
 def test_quantized_split_base_answers_as_unsplit(work: Path, quant: str) -> None:
     folder, adapter = folder_of(work), adapter_of(work)
     unsplit = stock.with_adapter(split.load(folder, {"": split.GPU}, quant, skip=SKIPPED), adapter)
@@ -128,7 +131,7 @@ def test_quantized_split_base_answers_as_unsplit(work: Path, quant: str) -> None
     assert check(model).class_counts()["Linear8bitLt" if quant == "int8" else "Linear4bit"] == 42
 
 
-@pytest.mark.parametrize("quant", ["nf4", "nf4-dq", "int8"])
+@pytest.mark.parametrize("quant", QUANTS)
 def test_quantized_unsplit_base_answers_as_stock(work: Path, quant: str) -> None:
     folder, adapter = folder_of(work), adapter_of(work)
     expected = stock.with_adapter(stock.load_stock(folder, quant, device=DEVICE), adapter)
@@ -173,7 +176,13 @@ def test_broad_targets_reach_the_linear_inside_wrappers(work: Path, reference: d
     assert {file.name: file.read_bytes() for file in adapter.iterdir()} == before
 
 
-@pytest.mark.parametrize("saved", [["vision_tower.patch_embedder.input_proj"], ["embed_vision", "patch_embedder"]])
+@pytest.mark.parametrize(
+    "saved",
+    [
+        ["embed_vision", "patch_embedder"],
+        pytest.param(["vision_tower.patch_embedder.input_proj"], marks=() if IS_OLDEST else pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", ["cpu", pytest.param("catch-all", marks=pytest.mark.slow)])
 def test_modules_to_save_on_offloaded_modules(work: Path, saved: list[str], name: str) -> None:
     if IS_OLDEST and "embed_vision" in saved:

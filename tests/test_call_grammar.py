@@ -113,8 +113,13 @@ def check(name, arguments):
         assert 1 <= len(tags) <= 3 and all(isinstance(tag, bool) for tag in tags)
 
 
-@pytest.mark.parametrize("several", [False, True])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "several"),
+    [
+        *((form, True) for form in FORMS), ("hermes", False),
+        *(pytest.param(form, False, marks=pytest.mark.slow) for form in FORMS if form != "hermes"),
+    ],
+)  # fmt: skip
 def test_every_answer_that_can_be_drawn_is_calls_of_these_functions(form, several, grammar, tokenizer):
     draw, seen, ended = random.Random(5), set(), 0
     for _ in range(25):

@@ -325,9 +325,29 @@ def e4b(tmp_path_factory):
     return pico.e_series("e4b", tmp_path_factory.mktemp("e4b"))
 
 
+@pytest.fixture
+def tries_only(monkeypatch):
+    """Return a function that keeps, of advice and options, what begins with these words: each of the others costs a plan."""
+
+    smaller, changes = plan_options._smaller, plan_options._changes
+
+    def only(*words):
+        def kept_smaller(*given):
+            return [tries for tries in smaller(*given) if tries[0][0].startswith(words)]
+
+        def kept_changes(*given, **named):
+            return [one for one in changes(*given, **named) if one[0].startswith(("as asked", *words))]
+
+        monkeypatch.setattr(plan_options, "_smaller", kept_smaller)
+        monkeypatch.setattr(plan_options, "_changes", kept_changes)
+
+    return only
+
+
 def test_a_refusal_names_the_smallest_larger_card_that_fits_and_no_budget_that_the_card_does_not_have(
-    e4b, tmp_path, capsys
+    e4b, tmp_path, capsys, tries_only
 ):
+    tries_only("no manual placements")
     whole = tmp_path / "map.json"
     whole.write_text('{"": 0}')
     asked = ["plan", str(e4b), "--device-map", str(whole)]
@@ -345,7 +365,8 @@ def test_a_refusal_names_the_smallest_larger_card_that_fits_and_no_budget_that_t
     assert all(one["needed_bytes"] and one["is_rate_estimate"] for one in cards)
 
 
-def test_a_pool_of_tokens_is_offered_where_rows_share_one(e4b, capsys):
+def test_a_pool_of_tokens_is_offered_where_rows_share_one(e4b, capsys, tries_only):
+    tries_only("kv_tokens=")
     asked = ["plan", str(e4b), "--card", "4GiB", "--batch", "32", "--context", "32768"]
     assert cli.main(asked) == 4
     said = capsys.readouterr().err
@@ -399,7 +420,8 @@ def test_a_budget_below_the_card_is_no_reason_for_a_larger_card(e4b, capsys):
         capsys.readouterr()
 
 
-def test_of_images_and_rows_the_most_is_named_that_fits_by_halving(e4b):
+def test_of_images_and_rows_the_most_is_named_that_fits_by_halving(e4b, tries_only):
+    tries_only("images=", "batch=")
     for name, count in (("images", 500), ("batch", 400)):
         options = {"card": E4B_CARD, "host_memory": "16GiB", name: count}
         with pytest.raises(DoesNotFitError) as caught:
@@ -449,14 +471,9 @@ def test_options_are_of_the_towers_that_the_model_has(family, towers, tmp_path, 
     ]  # fmt: skip
 
 
-def test_a_refused_plan_gives_its_options_as_json_too(capsys, monkeypatch):
+def test_a_refused_plan_gives_its_options_as_json_too(capsys, tries_only):
     # The changes beside it need no plan for this; the budget of the GPU is the request's, though the host's is short.
-    real, kept = plan_options._changes, ("as asked", "gpu_memory=")
-    monkeypatch.setattr(
-        plan_options,
-        "_changes",
-        lambda *given, **named: [one for one in real(*given, **named) if one[0].startswith(kept)],
-    )
+    tries_only("gpu_memory=")
     refused = ["plan", str(BASE), "--card", "12GiB", "--gpu-memory", "8GiB", "--host-memory", "1MiB", "--json"]
     assert cli.main([*refused, "--options"]) == 4
     answer = json.loads(capsys.readouterr().out)

@@ -11,12 +11,14 @@ import struct
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 import trimtab
 from trimtab import cli, demo
+from trimtab.commands import chat as chat_command
 from trimtab.commands import chat_input, chat_session
 from trimtab.commands.chat_session import Session
 from trimtab.commands.words_apart import Style, marked
@@ -61,13 +63,12 @@ def test_lines_of_a_pipe_are_turns(model, tmp_path):
     assert saved["messages"][1]["content"] == first
 
 
-def test_an_error_ends_a_piped_conversation_with_its_code(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "trimtab", "chat", BASE, *PLACED], input="/imgae x\n", capture_output=True, text=True,
-        timeout=240,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "/image" in done.stderr and "Traceback" not in done.stderr
+def test_an_error_ends_a_piped_conversation_with_its_code(model, monkeypatch, capsys):
+    monkeypatch.setattr(chat_command, "opened", lambda *given, **named: nullcontext(model))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/imgae x\n"))
+    code = cli.main(["chat", BASE, *PLACED])
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "") and "/image" in err and "Traceback" not in err
 
 
 class Terminal:
@@ -331,7 +332,7 @@ def test_a_quoted_message_of_many_lines_is_read_in_linear_time():
     read = chat_input.line_reader(io.StringIO('"""first\n' + "x\n" * count + 'last""" end\nnext\n'))
     begun = time.process_time()
     assert read("") == "first\n" + "x\n" * count + "last end"
-    assert time.process_time() - begun < 5  # about 0.1 s; it took 20 s where each line searched the whole text again
+    assert time.process_time() - begun < 10  # about 0.1 s; it took 20 s where each line searched the whole text again
     assert read("") == "next"
 
 

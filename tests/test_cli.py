@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ElementTree
 from types import SimpleNamespace
 
@@ -523,12 +522,9 @@ def test_ctrl_c_ends_a_running_process_with_its_answer_so_far(world):
     )  # fmt: skip
     first = process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    start = time.monotonic()
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err.decode().splitlines()[-1:]) == (130, ["trimtab: stopped"])
     assert (first + out).endswith(b"\n")
-    # One step takes milliseconds, the whole answer seconds: what ends it is the signal.
-    assert time.monotonic() - start < 15
 
 
 # Progress -------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests import pico, stock
+from tests.long_runs import slow_on_cpu
 from tests.test_batch import DEVICE, model  # noqa: F401
 from tests.test_graphs import replayed  # noqa: F401
 from trimtab import load, plan
@@ -203,8 +204,14 @@ def packed_with_cached_beginnings(model, monkeypatch, *, tolerance=TOLERANCE):  
         yield
 
 
-@pytest.mark.parametrize("sizes", [(), (16, 64)], ids=["eager prompts", "chunks"])
-@pytest.mark.parametrize("decode", ["eager", "fused", "graph"])
+@pytest.mark.parametrize(
+    ("decode", "sizes"),
+    [
+        ("eager", ()), ("fused", (16, 64)), ("graph", (16, 64)),
+        slow_on_cpu("eager", (16, 64)), slow_on_cpu("fused", ()), slow_on_cpu("graph", ()),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "chunks" if value else "eager prompts",
+)  # fmt: skip
 def test_an_answer_is_the_same_alone_and_in_company(model, replayed, decode, sizes):  # noqa: F811
     asked = asks(10)
     by_ask = {ask: alone(batch_of(model, "eager", (), 1), ask) for ask in dict.fromkeys(asked)}
@@ -213,7 +220,7 @@ def test_an_answer_is_the_same_alone_and_in_company(model, replayed, decode, siz
     assert company.busiest >= 3 and len(company.left) < len(asked) / 2  # and most go on to their end
 
 
-@pytest.mark.parametrize(("decode", "cached"), [("eager", True), ("graph", False)])
+@pytest.mark.parametrize(("decode", "cached"), [("eager", True), slow_on_cpu("graph", False)])
 def test_an_answer_is_the_same_alone_and_in_a_pass_of_several_prompts(model, replayed, decode, cached, monkeypatch):  # noqa: F811
     monkeypatch.setattr(packed_prompts, "LEAST_TOKENS", 32)
     monkeypatch.setattr(Prompts, "most_packed", property(lambda self: 256))

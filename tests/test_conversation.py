@@ -107,7 +107,7 @@ def test_more_images_than_planned_drop_the_oldest(model):
 
 
 def test_without_a_limit_an_answer_may_take_what_is_left_of_the_context(model):
-    answer = model.chat(temperature=100.0, seed=3).send(QUESTION)
+    answer = model.chat(temperature=100.0, seed=3, system=" ".join([QUESTION] * 35)).send(QUESTION)
     assert answer.finish_reason == "stop" or answer.prompt_tokens + len(answer.token_ids) == model.context_tokens
 
 

@@ -1,9 +1,14 @@
 """The CPU's version of CUDA does what a GPU does: barriers, warps, atomics, number formats, and finds what would hang."""
 
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from tests.cuda_on_cpu import run
+from tests.cuda_on_cpu import FOLDER_VARIABLE, run
 
 pytestmark = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 
@@ -220,3 +225,33 @@ def test_a_module_on_the_cpu_takes_tensors_as_the_real_one_does():
     x = torch.zeros(6)
     module.launch("add", (1,), (32,), [x, 3, 0.5, Long(2)])
     assert x.tolist() == [0, 0, 0.5, 0.5, 0.5, 0] and module.launches == ["add"]
+
+
+def test_a_source_is_compiled_once_for_all_processes_and_again_only_if_damaged(tmp_path, monkeypatch):
+    compiled = []
+
+    def counted(command, **options):
+        compiled.append(command[0] == "g++" and "-o" in command)
+        return subprocess.run(command, **options)
+
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(run, "_folder", run._folder.__wrapped__)
+    monkeypatch.setattr(run, "subprocess", SimpleNamespace(run=counted))
+    source = 'extern "C" int answer() { return 42; }'
+    run._kept(source, ("-DDAMAGED",)).write_bytes(b"not a library")
+    # Each takes the file's lock through a handle of its own, as processes do.
+    with ThreadPoolExecutor(3) as pool:
+        assert [made.answer() for made in pool.map(run._compiled, [source] * 3, [("-DDAMAGED",)] * 3)] == [42] * 3
+    assert sum(compiled) == 1
+    run._compiled(source, ("-DOTHER",))
+    assert sum(compiled) == 2 and len(list(tmp_path.glob("*.so"))) == 2
+
+
+def test_what_nothing_used_for_a_month_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(run.time, "time", lambda: 40 * 86400.0)
+    for name, day in (("old.so", 9), ("used.so", 11)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (day * 86400.0,) * 2)
+    run._folder.__wrapped__()
+    assert [file.name for file in tmp_path.iterdir()] == ["used.so"]

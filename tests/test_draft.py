@@ -541,6 +541,7 @@ def shows_its_failure(name):
     return True
 
 
+@pytest.mark.slow  # one of the scripts of cases in test_cases.py
 def test_a_reproducer_shows_its_failure_on_this_stack():
     # PEFT plans the placement again in every release that is supported.
     assert shows_its_failure("re-plan")

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tests.anatomies import e_series, with_int8_head
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.plan import Machine, Plan, Rates, make_plan
+from trimtab.plan import options as plan_options
 from trimtab.plan.activations import needs_of, repeated_tokens, row_cache_bytes, use_of
 from trimtab.plan.execution import StepWork, graph_count, prompt_launch_s, step_s, unsupported_reason
 from trimtab.plan.options import Option, options_of, options_text
@@ -392,24 +394,29 @@ def test_the_budget_that_an_error_names_is_the_smallest_of_all_ways_to_run(asked
             made(caught.value.needed_bytes - fewer)
 
 
-def _refusals():
+def _refusals(budgets, heads, rows):
     """Return (gib, head, rows, error) of budgets from far too small to nearly enough."""
     found = []
-    for gib in (1.2, 1.9, 2.7):
-        for head in ("full", "auto"):
-            for rows in (1, 4):
-                try:
-                    plan(gib, head=head, batch=rows, adapters={"a": "x"})
-                except DoesNotFitError as exc:
-                    found.append((gib, head, rows, exc))
+    for gib, head, count in product(budgets, heads, rows):
+        try:
+            plan(gib, head=head, batch=count, adapters={"a": "x"})
+        except DoesNotFitError as exc:
+            found.append((gib, head, count, exc))
     return found
 
 
-def test_what_would_make_a_refused_request_fit_is_named_and_does():
+@pytest.mark.parametrize(
+    ("budgets", "heads", "rows", "least"),
+    [
+        ((1.9,), ("full",), (4,), 1),
+        pytest.param((1.2, 1.9, 2.7), ("full", "auto"), (1, 4), 5, marks=pytest.mark.slow),
+    ],
+)
+def test_what_would_make_a_refused_request_fit_is_named_and_does(budgets, heads, rows, least):
     from trimtab.plan.options import _smaller
 
-    refusals = _refusals()
-    assert len(refusals) >= 5
+    refusals = _refusals(budgets, heads, rows)
+    assert len(refusals) >= least
     fitted = 0
     for gib, head, rows, error in refusals:
         request = LoadRequest(model="m", quant="nf4-dq", head=head, batch=rows, adapters={"a": "x"})
@@ -429,7 +436,7 @@ def test_what_would_make_a_refused_request_fit_is_named_and_does():
                 break
         if "This fits" not in error.hint:
             assert gib < 1.5
-    assert fitted >= 5
+    assert fitted >= least
 
 
 def test_changes_that_fit_only_together_are_named_together():
@@ -468,9 +475,23 @@ def test_sliding_windows_are_counted_for_every_row_beside_pages(kv, value_bytes,
 # Options, files ------------------------------------------------------------------------------------------------------------
 
 
-def test_options_say_what_each_change_gives():
+def few_changes(monkeypatch):
+    """Let options be of few kinds beside more memory: each of the others costs a plan."""
+    changes, kept = plan_options._changes, ("as asked", "head=", "kv=")
+    monkeypatch.setattr(
+        plan_options,
+        "_changes",
+        lambda *given, **named: [one for one in changes(*given, **named) if one[0].startswith(kept)],
+    )
+
+
+def test_options_say_what_each_change_gives(monkeypatch):
+    few_changes(monkeypatch)
+
     def made(request):
-        return make_plan(request, E4B, adapters=ADAPTER, machine=card(4), rates=H200, head8=with_int8_head(E4B))
+        return make_plan(
+            request, E4B, adapters=ADAPTER, machine=card(4), rates=H200, head8=with_int8_head(E4B), is_advised=False
+        )
 
     request = LoadRequest(model="m", quant="nf4-dq", head="auto")
     options = {one.what: one for one in options_of(request, made, budget_bytes=4 * GIB)}
@@ -483,7 +504,9 @@ def test_options_say_what_each_change_gives():
 
 
 @pytest.mark.parametrize(("gib", "is_listed"), [(4, False), (2, True)])
-def test_options_list_eight_bits_without_their_kernel_only_where_nothing_else_fits(gib, is_listed):
+def test_options_list_eight_bits_without_their_kernel_only_where_nothing_else_fits(gib, is_listed, monkeypatch):
+    few_changes(monkeypatch)
+    monkeypatch.setattr(plan_options, "_larger", lambda *given: [])
     machine = card(gib, capability=(7, 5))
 
     def made(request):

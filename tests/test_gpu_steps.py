@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None or sys.platform == "win32", reason="needs bash")
 
 # Stands for Python: it writes down what it is asked for, and ends as `codes` (first word that fits -> exit code) says.
-STAND_IN = """#!{python}
+STAND_IN = """#!{python} -IS
 import json, os, sys, time
 from pathlib import Path
 words = sys.argv[1:]

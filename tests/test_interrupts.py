@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,6 +51,11 @@ MOMENTARY = {"completion": "prints a text"}
 LASTING = ("serve", "chat", "pull")
 OWN_CODES = {"tune": 2, "verify --against a server": 9}
 MOMENTS, LATEST_STEP_S = 7, 1.7
+LIBRARIES = ("libtorch_cpu", "libtorch_python", "safetensors")
+# Of the commands, those of other kinds: one that answers, one that never ends, one that waits for another machine.
+FIRST = ("run", "serve", "pull")
+LATER_LIBRARIES = [case for case in product(("run", "demo"), LIBRARIES) if case != ("run", "libtorch_cpu")]
+LATER_IMPORTS = [(False, 0.1), (False, 0.3), (True, 0.0), (True, 0.3)]
 
 
 def moments(command: str) -> list[float]:
@@ -125,8 +131,10 @@ sys.exit(cli.main(["plan", "model"]))
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("as_script", [False, True])
-@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize(
+    ("as_script", "after_s"),
+    [(False, 0.0), (True, 0.1), *(pytest.param(*case, marks=pytest.mark.slow) for case in LATER_IMPORTS)],
+)
 def test_while_the_package_is_imported(as_script: bool, after_s: float) -> None:
     # Slow as on a cold disk, from the first import of the package on.
     code = (
@@ -153,8 +161,10 @@ def test_while_the_package_is_imported(as_script: bool, after_s: float) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sees in /proc how far a process is")
-@pytest.mark.parametrize("library", ["libtorch_cpu", "libtorch_python", "safetensors"])
-@pytest.mark.parametrize("command", ["run", "demo"])
+@pytest.mark.parametrize(
+    ("command", "library"),
+    [("run", "libtorch_cpu"), *(pytest.param(*case, marks=pytest.mark.slow) for case in LATER_LIBRARIES)],
+)
 def test_while_what_a_command_needs_is_imported(command: str, library: str) -> None:
     process = start(COMMANDS[command])
     wait_for_module(process, library)
@@ -220,7 +230,9 @@ def is_pythons_own(code: int, err: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS]
+)
 def test_early_in_every_command(command: str, tmp_path: Path, silent_server: str) -> None:
     interrupt(command, 0.05 + random.Random(command).uniform(0, 0.7), tmp_path, silent_server)
 

@@ -216,19 +216,27 @@ def test_trimtabs_own_merges_pass_and_requantizing_keeps_the_change(tmp_path):
     assert merge.merge_s > 0 and set(merge.stages) == {"merge", "adapter", "merged"}
 
 
-def test_the_demo_model_in_its_own_processes(tmp_path):
+@pytest.mark.parametrize("isolated", [False, pytest.param(True, marks=pytest.mark.slow, id="in its own processes")])
+def test_the_demo_model(tmp_path, isolated):
     """The specialist's targets name wrapped projections, which PEFT refuses: the lane loads a copy and says so."""
     rows = routes.prepare(DEMO / "base", "bfloat16", demo_prompts(1)[1:2], tmp_path, isolated=False)
     adapter = DEMO / "adapters" / "specialist"
     report = run_lanes(
-        DEMO / "base", adapter, rows, tmp_path / "lanes", device=DEVICE, new_tokens=16, names=["fresh_bf16_merge"]
+        DEMO / "base",
+        adapter,
+        rows,
+        tmp_path / "lanes",
+        device=DEVICE,
+        new_tokens=16,
+        names=["fresh_bf16_merge"],
+        isolated=isolated,
     )
     first, bf16 = report.lanes
     assert (first.verdict, bf16.verdict) == ("ADAPTER_ACTIVE", "FRESH_BF16_MERGE_STILL_PASSES")
     assert bf16.counts == {"BF16_MERGED_MATCHES_BF16_ADAPTER": 1}
     assert bf16.prompts[0].texts["merged"] == "three apricot frames at the bottom right"
     assert "names 27 wrapped projections" in bf16.notes[0]
-    assert bf16.memory["host_peak_bytes"] > 100 * 2**20
+    assert not isolated or bf16.memory["host_peak_bytes"] > 100 * 2**20  # of the processes
     assert len(bf16.survival) == 75
     assert set(report.versions) >= {"torch", "transformers", "peft", "bitsandbytes"}
 

@@ -18,6 +18,7 @@ from tests.test_merge_experts import BOTH, stack_adapter
 from trimtab import demo, interrupts
 from trimtab.cli import main
 from trimtab.errors import AdapterError, UpstreamError
+from trimtab.proof import routes
 from trimtab.proof import verify as verifying
 
 BASE, STYLE = str(demo.FOLDER / "base"), str(demo.ADAPTERS["style"])
@@ -91,6 +92,7 @@ def test_a_signal_ends_a_command_with_its_processes_and_folders(tmp_path, number
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("trimtab-")] == []
 
 
+@pytest.mark.slow  # with toys in test_process.py and test_serve_run.py
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 @pytest.mark.parametrize(
     "command",
@@ -116,7 +118,14 @@ def test_processes_end_by_themselves_when_their_parent_is_killed(tmp_path, comma
     assert psutil.wait_procs(children, timeout=8)[1] == []  # a verify of this model takes longer, as a load does
 
 
-def test_a_merge_whose_experts_cannot_be_compared_is_reported(tmp_path, capsys):
+def in_one_process(replace):
+    """Let the routes of a comparison run where the command does. replace: `setattr`, or one that is undone."""
+    run_module = routes.run_module
+    replace(routes, "run_module", lambda *given, isolated, **named: run_module(*given, isolated=False, **named))
+
+
+def test_a_merge_whose_experts_cannot_be_compared_is_reported(tmp_path, capsys, monkeypatch):
+    in_one_process(monkeypatch.setattr)
     base = pico.build("mixtral", tmp_path / "base", dtype="float32")
     talking_families.save("mixtral", base)
     adapter = stack_adapter(base, tmp_path / "adapter", BOTH)
@@ -129,18 +138,36 @@ def test_a_merge_whose_experts_cannot_be_compared_is_reported(tmp_path, capsys):
     assert "checked: 25 of 25 changes applied" in said.out and "bare parameters" in said.err
 
 
-@pytest.mark.parametrize("family, why", [("mistral3", "needs torchvision"), ("gemma3", "no usable processor")])
-def test_a_merge_without_a_processor_that_works_is_reported(tmp_path, family, why):
+def merge_without_processor(family, tmp_path):
+    """Return the command of a merge of a new model of a family."""
     base = pico.build(family, tmp_path / "base")
     talking_families.save(family, base)
-    if family == "gemma3":
-        (base / "processor_config.json").unlink()
     adapter = pico.adapter(base, tmp_path / "adapter")
-    # None hides a package from importlib, also from transformers' own look.
-    code = "import sys; sys.modules['torchvision'] = None; from trimtab.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = ["merge", str(base), str(tmp_path / "out"), "--adapter", f"a={adapter}", "--check", "--device", "cpu"]
-    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 10, done.stderr
-    assert "checked: 14 of 14 changes applied" in done.stdout
-    (line,) = [one for one in done.stderr.splitlines() if one.startswith("the answers could not be compared: ")]
+    return ["merge", str(base), str(tmp_path / "out"), "--adapter", f"a={adapter}", "--check", "--device", "cpu"]
+
+
+def check_merged(code, out, err, why):
+    assert code == 10, err
+    assert "checked: 14 of 14 changes applied" in out
+    (line,) = [one for one in err.splitlines() if one.startswith("the answers could not be compared: ")]
     assert why in line
+
+
+def test_a_merge_without_a_package_of_its_processor_is_reported(tmp_path):
+    # None hides a package from importlib, also from transformers' own look, in a process that has not looked yet.
+    code = (
+        "import sys; sys.modules['torchvision'] = None; from tests.test_later_steps import main, in_one_process; "
+        "in_one_process(setattr); sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, *merge_without_processor("mistral3", tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    check_merged(done.returncode, done.stdout, done.stderr, "needs torchvision")
+
+
+def test_a_merge_without_a_file_of_its_processor_is_reported(tmp_path, capsys, monkeypatch):
+    in_one_process(monkeypatch.setattr)
+    command = merge_without_processor("gemma3", tmp_path)
+    (tmp_path / "base" / "processor_config.json").unlink()
+    capsys.readouterr()
+    code = main(command)
+    check_merged(code, *capsys.readouterr(), "no usable processor")

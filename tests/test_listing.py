@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
-import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
 import trimtab
 from tests import pico
 from trimtab import cli, demo, exit_codes
+from trimtab.commands import chat as chat_command
+
+STYLE = str(demo.ADAPTERS["style"])
+
+
+@pytest.fixture(scope="module")
+def model():
+    with trimtab.load(trimtab.plan(demo.BASE, adapters={"style": STYLE}, context=256, device="cpu")) as loaded:
+        yield loaded
 
 
 @pytest.fixture
@@ -87,20 +97,17 @@ def test_exit_codes_are_in_the_help(command, capsys):
 @pytest.mark.parametrize(
     ("arguments", "environ", "has_color"),
     [(["--color", "always"], {"NO_COLOR": "1"}, True), ([], {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
-     pytest.param([], {}, False, marks=pytest.mark.slow),
-     pytest.param(["--color", "always"], {}, True, marks=pytest.mark.slow),
-     pytest.param([], {"FORCE_COLOR": "1"}, True, marks=pytest.mark.slow),
-     pytest.param(["--color", "never"], {"FORCE_COLOR": "1"}, False, marks=pytest.mark.slow)],
+     ([], {}, False), (["--color", "always"], {}, True), ([], {"FORCE_COLOR": "1"}, True),
+     (["--color", "never"], {"FORCE_COLOR": "1"}, False)],
 )  # fmt: skip
-def test_color_is_asked_for_or_refused(arguments, environ, has_color):
-    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
-    done = subprocess.run(
-        [sys.executable, "-m", "trimtab", "chat", str(demo.BASE), "--device", "cpu", "--context", "256", *arguments,
-         "--max-new-tokens", "4", "--adapter", f"style={demo.ADAPTERS['style']}"],
-        input="/compare base style Hello\n", capture_output=True, text=True, env={**kept, **environ}, timeout=400,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert ("\x1b[" in done.stdout + done.stderr) == has_color
+def test_color_is_asked_for_or_refused(arguments, environ, has_color, model, monkeypatch, capsys):
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.setenv(name, environ.get(name, ""))
+    monkeypatch.setattr(chat_command, "opened", lambda *given, **named: nullcontext(model))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/compare base style Hello\n"))
+    options = ["--device", "cpu", "--context", "256", "--max-new-tokens", "4", "--adapter", f"style={STYLE}"]
+    assert cli.main(["chat", str(demo.BASE), *options, *arguments]) == 0
+    assert ("\x1b[" in "".join(capsys.readouterr())) == has_color
 
 
 def test_a_wrong_color_is_refused(capsys):

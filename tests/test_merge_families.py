@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import merging, pico
+from tests import long_runs, merging, pico
 from tests.long_runs import crossed
 from tests.merging import load, peft_merged, state_of, ulps
 from trimtab.errors import AdapterError
@@ -69,7 +69,10 @@ def test_tables_equal_pefts_merge(family: str, variant: str, tmp_path: Path) -> 
     compare(family, base, adapter, tmp_path / "out", limit=FLOAT32_ULPS.get(variant, 0))
 
 
-@pytest.mark.parametrize("family", [name for name in pico.FAMILIES if name != "gemma4"])
+@pytest.mark.parametrize(
+    "family",
+    [name if name in long_runs.FIRST else long_runs.slow_on_cpu(name) for name in pico.FAMILIES if name != "gemma4"],
+)
 def test_every_family_equals_pefts_merge_bit_for_bit(family: str, tmp_path: Path) -> None:
     base = pico.build(family, tmp_path / "base", dtype="float32", shards=2)
     adapter = pico.adapter(base, tmp_path / "adapter", targets="all")

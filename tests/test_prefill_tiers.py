@@ -10,7 +10,7 @@ import pytest
 
 import trimtab
 from tests.lent import lent
-from tests.long_runs import crossed
+from tests.long_runs import crossed, slow_on_cpu
 from tests.test_execution import plan as narrow_plan
 from tests.test_prefill import (  # noqa: F401
     ON_GPU,
@@ -105,7 +105,7 @@ def test_chunks_of_an_image_with_everything_on_disk_are_the_prompt(family, tmp_p
             check_chunks(batch, picture(model, family, before), wanted)
 
 
-@pytest.mark.parametrize("quant", ["none", "nf4-dq"])
+@pytest.mark.parametrize("quant", [slow_on_cpu("none"), "nf4-dq"])
 def test_the_demo_on_disk_says_the_same_with_media_and_adapters(quant):
     media = [{"image": DEMO / "images" / "image_1.png"}, {"audio": DEMO / "sounds" / "audio_1.wav"}, {}]
     options = {

@@ -108,7 +108,7 @@ def test_an_adapter_on_experts_that_is_applied_whole_is_alive(base, adapter):
     assert next(one.size for one in report.verdict.weighed if one.name == "expert part dropped") > 0.05
 
 
-@pytest.mark.parametrize("name", ["expert part dropped", "scale"])
+@pytest.mark.parametrize("name", ["expert part dropped", pytest.param("scale", marks=pytest.mark.slow)])
 def test_a_fault_of_the_part_on_experts_is_named(base, adapter, faults, name):
     folder = next(fault.folder for fault in faults[0] if fault.name == name)
     with merged(base, folder, name.replace(" ", "-")) as model:

@@ -385,7 +385,7 @@ def in_too_little_memory(tmp_path):
     return ["trimtab/demo/base", "--host-memory", "300MiB"], "the budget is 300.0 MiB", 4
 
 
-@pytest.mark.parametrize("case", [without_tokenizer, in_too_little_memory])
+@pytest.mark.parametrize("case", [without_tokenizer, pytest.param(in_too_little_memory, marks=pytest.mark.slow)])
 def test_a_server_whose_only_model_cannot_be_loaded_ends_with_the_reason(tmp_path, case):
     arguments, words, code = case(tmp_path)
     found = trimtab_serve(*arguments, "--context", "512", "--audio-s", "1", "--port", "0")

@@ -1,28 +1,19 @@
 """A real server whose model is a toy: `python -m tests.toy_server '{"port": 0, "grace_s": 5}'` serves until it is told to end.
 
 Completions of the text "count N" give N pieces, one every twentieth of a second; "wait" gives one piece and never ends;
-"fill" gives pieces of 256 KiB until nobody wants them.
+"fill" gives pieces of 256 KiB until nobody wants them. The worker's process imports this file, and what serves is in another.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import signal
 import sys
 import time
-from dataclasses import replace
-from pathlib import Path
 
-from trimtab.request import LoadRequest
-from trimtab.serve import run
 from trimtab.serve.channel import Channel, event_to_message, job_from_message
 from trimtab.serve.job import Event
-from trimtab.serve.pool import Pool
-from trimtab.serve.registry import ServedModel
-from trimtab.serve.settings import Limits, Settings
-from trimtab.serve.supervisor import Supervisor
 
 PIECE_S = 0.05
 BEAT_S = 1.0
@@ -83,26 +74,7 @@ def _step(jobs, job_id):
         yield Event(job_id, "done", finish="stop", usage={"prompt_tokens": 1, "completion_tokens": count})
 
 
-def main(options):
-    limits = Limits(**options.pop("limits", {}))
-    keys, key_file = tuple(options.pop("api_keys", ())), options.pop("key_file", None)
-    if (files := options.pop("files", None)) is not None:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    run.Pool = functools.partial(Pool, make=functools.partial(Supervisor, target=worker))
-    served = ServedModel(name="toy", request=LoadRequest(model="none"))
-    if "adapter_root" in options:
-        options["adapter_root"] = Path(options["adapter_root"])
-    settings = Settings(page=False, api_keys=keys, limits=limits, **options)
-
-    def reread():
-        kept = Path(key_file).read_text(encoding="utf-8")
-        return [served], replace(settings, api_keys=(kept,)), ()
-
-    run.serve([served], settings, say=lambda text: print(text, flush=True), reread=reread if key_file else None)
-    print("ended", flush=True)
-
-
 if __name__ == "__main__":
+    from tests.toy_serving import main
+
     main(json.loads(sys.argv[1]))

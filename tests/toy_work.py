@@ -27,6 +27,9 @@ def main(request, emit):
                 held.append(bytearray(os.urandom(1)) * (10 * 2**20))
                 time.sleep(0.01)
             time.sleep(5)
+        case "stay":
+            emit({"pid": os.getpid()})
+            time.sleep(60)
         case "signal":
             os.kill(os.getpid(), getattr(signal, request["signal"]))
             time.sleep(5)

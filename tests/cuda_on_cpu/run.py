@@ -2,31 +2,37 @@
 
 `compile_for_cpu` takes numpy arrays, each with guards around it: what a kernel writes beside them is found. `CpuModule`
 has the interface of `trimtab.runtime.nvrtc.Module` and takes CPU tensors as they are, so that the code that cuts launches
-and lists arguments is the code under test.
+and lists arguments is the code under test. What g++ made is kept in the user's cache folder for every later process.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import filelock  # a requirement of torch
 import numpy as np
+
+from tests import cuda_on_cpu
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 # As on a GPU, a product and a sum become one operation only where the source says fmaf.
 FLAGS = ("-x", "c++", "-std=c++17", "-O2", "-w", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing",
          "-U_FORTIFY_SOURCE")  # fmt: skip
 _GUARD_BYTES = 512
-_FOLDER = tempfile.TemporaryDirectory(prefix="cuda-on-cpu-", ignore_cleanup_errors=True)
+_UNUSED_DAYS = 30
 
 
 class LaunchError(Exception):
@@ -38,6 +44,54 @@ def why_not() -> str | None:
     if sys.platform == "win32":
         return "fibers need ucontext"
     return None if shutil.which("g++") else "there is no g++"
+
+
+@lru_cache(maxsize=1)
+def _folder() -> Path:
+    """Return the folder of compiled sources, without those that nothing used for a month."""
+    folder = cuda_on_cpu.folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a user without a home
+        return Path(tempfile.mkdtemp(prefix="cuda-on-cpu-"))
+    for file in folder.iterdir():
+        try:
+            if file.stat().st_mtime < time.time() - _UNUSED_DAYS * 86400:
+                file.unlink()
+        except OSError:  # another process removes it too
+            pass
+    return folder
+
+
+@lru_cache(maxsize=1)
+def _compiler() -> str:
+    """Return what tells one compiler and system from another: a home folder may be on several machines."""
+    version = subprocess.run(["g++", "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    return repr((version, platform.system(), platform.machine(), platform.libc_ver()))
+
+
+def _kept(text: str, flags: tuple[str, ...]) -> Path:
+    facts = (text, HEADER.read_text(encoding="utf-8"), FLAGS, flags, _compiler())
+    return _folder() / f"{hashlib.sha256(repr(facts).encode()).hexdigest()}.so"
+
+
+def _compiled(text: str, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """Return the library of a source: the one that was kept under its digest, or g++ makes it."""
+    path = _kept(text, flags)
+    with filelock.FileLock(path.with_suffix(".lock"), timeout=600):  # processes that need the same one make it once
+        try:
+            os.utime(path)  # it is in use
+            return ctypes.CDLL(str(path))
+        except OSError:  # there is none, or it is damaged
+            pass
+        part = path.with_suffix(f".{os.getpid()}")
+        command = ["g++", *FLAGS, *flags, "-include", str(HEADER), "-", "-o", str(part)]
+        made = subprocess.run(command, input=text, capture_output=True, text=True, timeout=300)
+        if made.returncode:
+            part.unlink(missing_ok=True)
+            raise LaunchError(f"g++ does not compile this source:\n{made.stderr[:8000]}")
+        part.replace(path)
+    return ctypes.CDLL(str(path))
 
 
 @lru_cache(maxsize=64)
@@ -52,14 +106,7 @@ extern "C" int cpu_start_{name}(void** args, const unsigned* grid, const unsigne
   return cuda_on_cpu::start({name}, args, grid, block, shared_bytes, order);
 }}
 """
-    key = hashlib.sha256(repr((text, HEADER.read_text(encoding="utf-8"), defines)).encode()).hexdigest()[:24]
-    path = Path(_FOLDER.name) / f"{key}.so"
-    flags = [f"-D{define}" for define in ("TRIMTAB_CPU", *defines)]
-    command = ["g++", *FLAGS, *flags, "-include", str(HEADER), "-", "-o", str(path)]
-    made = subprocess.run(command, input=text, capture_output=True, text=True, timeout=300)
-    if made.returncode:
-        raise LaunchError(f"g++ does not compile this source:\n{made.stderr[:8000]}")
-    library = ctypes.CDLL(str(path))
+    library = _compiled(text, tuple(f"-D{define}" for define in ("TRIMTAB_CPU", *defines)))
     library.cpu_error.restype = ctypes.c_char_p
     for name in names:
         getattr(library, f"cpu_signature_{name}").restype = ctypes.c_char_p

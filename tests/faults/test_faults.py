@@ -52,7 +52,7 @@ def check_killed(found):
 
 
 def test_a_worker_killed_under_load_loses_no_answer_without_a_name():
-    found = faults.killed(1, 8)
+    found = faults.killed(1, 4)
     check_killed(found)
     assert found["error"] > 0
 
@@ -68,6 +68,7 @@ def test_a_hundred_kills_under_32_clients():
     check_killed(faults.killed(100, 32))
 
 
+@pytest.mark.slow  # in one process in test_prompts_that_fail.py
 def test_prompts_that_run_out_of_memory_are_refused_and_the_others_go_on():
     found = faults.out_of_memory(3.0, 4)
     assert found["that_ran_out"]["complete"] == 0 and found["that_ran_out"]["error"] > 0
@@ -129,6 +130,7 @@ def test_told_to_end_a_server_finishes_its_answers_and_refuses_what_is_new():
     assert (found["exit_code"], found["worker_is_gone"]) == (0, True)
 
 
+@pytest.mark.slow  # with a toy model in test_serve_run.py
 def test_what_its_grace_time_is_too_short_for_is_cut_by_name():
     found = faults.told_to_end(4, grace_s=0.3, tokens=400)
     check_ends(found["running"], error_names=["StoppingError"])

@@ -121,7 +121,7 @@ def test_texts_have_a_number_of_words_and_no_two_are_the_same(tmp_path):
 def test_what_is_unanswered_at_the_end_is_cut_and_counted(server):
     start = time.monotonic()
     row = load.closed(address(server), [{"model": "never"}], clients=2, seconds=0.4).row()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     assert (row["requests"], row["unfinished"], row["between_ms"]) == (0, 2, None)
     assert row["tok_s"] == pytest.approx(2 / 0.4, rel=0.01)
 

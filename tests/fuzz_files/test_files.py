@@ -13,7 +13,7 @@ from tests.fuzz_files import kinds, mutate, run
 from tests.fuzz_files.kinds import Input
 
 # `make test-all` tries thousands.
-CASES = int(os.environ.get("TRIMTAB_FUZZ_CASES", "200"))
+CASES = int(os.environ.get("TRIMTAB_FUZZ_CASES", "60"))
 
 
 @pytest.mark.parametrize("kind", list(kinds.KINDS))
