@@ -54,11 +54,11 @@ def _units(blocks: Tensor, scale: Tensor) -> Tensor:
     return _grid().index_select(0, steps.view(-1)).view(blocks.shape)
 
 
-def choose_scales(blocks: Tensor) -> Tensor:
+def choose_scales(blocks: Tensor, shares: tuple[float, ...] | None = None) -> Tensor:
     """Return the scale of each block [N, 64] that leaves the least squared error; [N] float32."""
     largest = blocks.abs().amax(1)
     best, least = largest, torch.full_like(largest, torch.inf)
-    for share in SHARES:
+    for share in SHARES if shares is None else shares:
         scale = largest * share
         for _ in range(2):
             units = _units(blocks, scale)
@@ -119,7 +119,7 @@ def _pieces(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 
 def packed_parts(
-    name: str, rows: Rows, shape: tuple[int, ...], dtype: str, *, nested: bool
+    name: str, rows: Rows, shape: tuple[int, ...], dtype: str, *, nested: bool, shares: tuple[float, ...] | None = None
 ) -> Iterator[tuple[str, int, memoryview]]:
     """Yield (file tensor, byte offset in it, bytes) of a packed weight, its rows taken twice.
 
@@ -131,7 +131,7 @@ def packed_parts(
     def rounded(start: int, stop: int) -> Tensor:
         return _blocks(rows(start, stop).to(kind).float())
 
-    scales = torch.cat([choose_scales(rounded(*piece)) for piece in _pieces(shape)])
+    scales = torch.cat([choose_scales(rounded(*piece), shares) for piece in _pieces(shape)])
     offset: float | None = None
     if nested:
         codes, maxima, offset, scales = pack_scales(scales)
