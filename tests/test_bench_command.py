@@ -30,7 +30,7 @@ def run(capsys, *arguments):
 @pytest.fixture
 def no_files(monkeypatch):
     """Models, adapters and media that are not there: what is wrong with them is tried in test_late_checks."""
-    for name in ("find_folder", "read_adapter", "check_media"):
+    for name in ("find_folder", "read_adapter", "check_beside", "check_media"):
         monkeypatch.setattr(command, name, lambda *arguments: None)
 
 

@@ -190,9 +190,9 @@ def test_a_question_that_comes_while_its_adapter_is_exchanged_waits(changed, ada
 def test_an_adapter_unloaded_while_its_new_files_are_read_stays_unloaded(changed, monkeypatch):
     read = changed.read_adapter
 
-    def read_and_unload(path):
+    def read_and_unload(path, **options):
         changed.unload_adapter("own")
-        return read(path)
+        return read(path, **options)
 
     monkeypatch.setattr(changed, "read_adapter", read_and_unload)
     with pytest.raises(RequestError) as caught:

@@ -25,6 +25,7 @@ PLACEHOLDERS = (
 )  # fmt: skip
 # The files that hold a tokenizer's words, in one of its forms.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+NO_VOCABULARY = "tokenizer.json is missing"
 TOKENIZER_HINT = "Copy the tokenizer files of this model into the folder (tokenizer.json, tokenizer_config.json)"
 
 
@@ -43,6 +44,9 @@ def load_processor(folder: Path) -> Any:
         try:
             processor = hf.load_processor(folder)
         except CheckpointError as exc:
+            # transformers finds no tokenizer, or one of special tokens alone, by what it has loaded before.
+            if (folder / "tokenizer_config.json").is_file() and not _has_vocabulary(folder):
+                raise CheckpointError(NO_VOCABULARY, path=folder, hint=TOKENIZER_HINT) from exc
             if "orchvision" not in str(exc):
                 raise
             processor = _without_video(folder, exc)
@@ -50,6 +54,10 @@ def load_processor(folder: Path) -> Any:
     check_tokenizer(tokenizer, folder, _vocabulary(folder))
     check_named_ids(tokenizer, folder)
     return processor
+
+
+def _has_vocabulary(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in VOCABULARIES)
 
 
 def _lacking(folder: Path) -> ImportError | None:
@@ -105,10 +113,9 @@ def check_tokenizer(tokenizer: Any, folder: Path, vocabulary: int | None) -> Non
     known, special = tokenizer.get_vocab(), set(tokenizer.all_special_ids)  # the latter is computed at each access
     words = {token for token, number in known.items() if number not in special}
     if not words:
-        missing = not any((folder / name).is_file() for name in VOCABULARIES)
-        reason = (
-            "tokenizer.json is missing" if missing else f"its tokenizer knows {len(known)} special tokens and no others"
-        )
+        reason = f"its tokenizer knows {len(known)} special tokens and no others"
+        if not _has_vocabulary(folder):
+            reason = NO_VOCABULARY
         raise CheckpointError(reason, path=folder, hint=TOKENIZER_HINT)
     added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
     largest = max((number for token, number in known.items() if token not in added), default=-1)

@@ -260,7 +260,8 @@ class LoadedModel(Asking):
     # Adapters ---------------------------------------------------------------------------------------------------------
 
     def read_adapter(self, path: str | Path, *, name: str | None = None) -> HeldAdapter:
-        """Return an adapter in host memory, matched with this model. name: what the log calls it (None: its folder).
+        """Return the adapter of a folder in host memory, matched with this model. path: the folder. name: what the log calls it
+        (None: its folder).
 
         Errors: AdapterError, CheckpointError.
         """
