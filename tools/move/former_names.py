@@ -1,0 +1,204 @@
+"""Which modules had other names before 0.2.0? They can be imported by them until 0.3.0, with a warning."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+# room (former folder): new<old; a bare name keeps its name; new</folder/old comes from another folder.
+TABLE = """
+. (.): _version errors printable
+process (.): child<inside exit_codes files interrupts json_file packages redact runner<process text_table<columns threads
+    work_folder
+report (report): __init__ charts
+. (.): adapter_names request
+checkpoint (checkpoint): __init__ anatomy anatomy_json config_limits end_tokens folder headers hub</download names
+    prequantized<packed renames unreadable writer<write
+adapters (checkpoint): adapter config<adapter_config file<adapter_file keys<adapter_keys match<adapter_match patch<adapter_patch
+    patterns rules<adapter_rules stack_layout values<adapter_values vocabulary weights_beside<adapter_beside
+planning/values (plan): blocks budget byte_sizes<cost cards copy_order<pieces execution kv_bytes<kv_form kv_pool machine pipeline
+    plan reading rows
+planning/request (plan): card_machine dtypes max_memory overrides<placing
+planning/memory (plan): activations adapters<adapter_room int8_head<head_cost media<media_memory prefix_cache<prefix_memory
+    prompts<prompt_memory towers<tower_memory unpacked
+planning/display (plan): chart<picture narrow table
+planning (plan): __init__ module_tree options planner reasons search step_work
+machine (machine): __init__ anatomy_cache<anatomies environment</environment environment_child</environment_inside gpu_process
+    gpus installed machine_cache<known memory preload rates_cache<rates_file user_cache<own_folder
+engine/cuda (runtime): capture_stream<capturing check_cache<kept_checks chosen_configs<product_cuts cudnn finite graph_cache
+    launch_config<cuts memory_segments nvrtc shipped_configs<launch_configs
+engine/formats (runtime): bitsandbytes<quant importing int8_head<head8
+engine/tiers (runtime): arena reader<read spill streaming<tiers
+engine/memory (runtime): out_of_memory rates<devices reserve<transient_room shared_pool<prompt_room step_memory
+engine/lora (runtime): attached<attached_adapter base_values fewer_ops<short_ops host_adapter<held_adapter layers<lora
+    layouts<prompt_layouts mixes routers store<adapter_store
+engine/layers (runtime): embedding<tables linear<leaves unpacked<unpacked_weights
+engine/kv (runtime): batch_state int8<hf_kv_int8 kv_cache<hf_slots pages<kv_pages prefix_layout prefix_store
+engine/kernels (runtime): attention_and_norms<fused autotune<tuning compile_ahead dequantize<prompt_kernels device_kernels<kernels
+    embed_and_logits<ends gemm4<many_rows gemv4<matvec int8_head<head8_choice selfcheck<fused_check
+engine/batched_lora (runtime): columns<adapter_columns table<slots unpacked_columns
+engine/passes (runtime): attention<hf_attention chunk_forward<hf_prefill last_token<open_prompts media_embeddings<hf_prompt_media
+    packed_forward<packed_prefill prompt_job
+engine/families (runtime): chunk<hf_gemma4_chunk last_layers<hf_gemma4_last step<hf_gemma4
+engine/decode (runtime): batch_invariant<company decode_step graph_uses<form_uses step_capture step_choice
+engine/towers (runtime): bounds_check<tower_check forms<tower_forms graphs<tower_graphs kernels<tower_ops passes<tower_passes
+    pieces<tower_pieces
+engine/loader (runtime): anatomy_builder load processor<hf_processor renames<hf_renames tracing<probe transformers_model<hf
+engine/templates (runtime): budget<template_budget costs<template_costs render<hf_templates
+engine/chat (runtime): answer_forms answer_reader call_values content_parts control_tokens marks media media_ahead media_check
+    media_headers prompt<chat turn_end
+engine/prefill (runtime): chunk_times encoder_cache packing<packed_prompts prefill<prefill_graphs prefix_cache
+    stock_pass<hf_own_pass warm_up<capture_ahead
+engine/batch (runtime): batch generate kept_batch request<batch_request sampling<hf_generate turns
+engine/calls (runtime): asyncio_calls<waiting batch_calls<many conversation embedding hidden_states<inner
+    prompt_logprobs<prompt_scores
+engine (runtime): __init__ model_calls<asking float16_check memory_shares model planned_adapters tune<tune_model
+. (.): api
+merging/changes (merge): delta dequantize<unpack experts inverse<lay_back plan<recipe request
+merging/files (merge): layout<shards output_dir<place quantize<pack write<stream
+merging (merge): __init__ check check_exact merge report
+bridge (bridge): __init__ attach config hooks inputs inspect inspect_findings inspect_rules live load merging row_scales
+verification/routes (proof): alarm_rate<criterion child<isolated compare inputs loaded_changes prompts rounding runner<routes
+    stock_faults stock_run<stock_route teacher_forcing<forced trimtab_run<own_route
+verification/merges (proof): merge_lane packed_grid retention<survival retention_files<survival_files runs<lane_runs
+    stock_merge<stock_lane variants<lanes weights
+verification/render (proof): cells html<page plots text<words variants_text<lane_words
+verification (proof): __init__ comparisons report verify
+verification/server (proof/remote): __init__ answers channels choosing client faults local measure merged report tokens verdict
+    verify<verify_remote
+benchmark (speed): __init__ bandwidth bench chart<picture prepare<prepare_inside report roofline<limit run_stock<stock_inside
+    run_trimtab<ours_inside stats<figures stopwatch<clock
+doctor/facts (doctor): buckets<draft_buckets bug evidence<draft_evidence probe_kit<kit tiny trackers
+doctor/catalogue (doctor/upstream): __init__ a1_meta_item a2_4bit_meta_copy a3_hf_initialized a4_cpu_not_quantized
+    a5_nothing_quantized a6_auto_map_quantizes_cpu_layers a7_int8_detach a8_cpu_packing a9_cpu_rows b1_map_discarded
+    b2_replan_double_count b3_peft_map_keys b4_shared_kv b5_disk_adapter b6_cwd_copy b7_offload_kwargs b8_wrong_device
+    b9_native_load c1_catchall_disk c2_merge_drops_offloaded c3_save_sequential c4_catchall_peak c5_unknown_keys
+    c6_prefix_collision c7_device_objects c8_layer_scalar d1_clippable d2_audio_finfo d3_sdpa_audio d4_embed_offload
+    d5_cross_device d6_ple e1_missing_keys e2_missing_lowmem e3_extra_keys e4_servers f1_4bit_merge f2_dequant_merge
+    f3_other_backends f4_merge_memory f5_safe_merge_bias g1_tied g2_windows h1_quantized_blind h2_vision_fp32
+    h3_experts_unquantized h4_skip_list_replaces h5_moe_prequantized h6_request_state i10_merge_bias_scale i11_no_split_set
+    i12_cudnn_attention i13_one_key_head i14_frozen_last_token i15_graph_pool i16_row_scales i17_snapshot_references
+    i1_window_zero i2_moe_lora_load i3_moe_targets i4_int8_dora_scale i5_lora_only_bias i6_save_by_ending i7_per_layer_attribute
+    i8_late_streamer i9_processor_torchvision
+doctor/probes (doctor): child<probe_inside runner<probes
+doctor/servers (doctor/servers): __init__ identify known llama_cpp ollama report sglang vllm
+doctor/traces (doctor/traces): __init__ answer classify reading report_block signatures
+doctor/cases (doctor): adapter<case_adapter answers<case_answers cases inputs<case_inputs labels packages<case_packages
+    record<case_record reference<case_reference runner<matrix script<case_script stock_model<case_model stock_run<stock_case
+    trimtab_run<line_case
+doctor/issues (doctor/issues): __init__ claims</doctor/claims draft</doctor/draft issue markdown merge_parity not_to_file owner
+    run</doctor/draft_run scripts</doctor/draft_scripts words</doctor/draft_words
+doctor/preflight (doctor): adapter<preflight_adapter answer<preflight_answer device_map<preflight_map findings<preflight_findings
+    peft_dispatch preflight second_plan<preflight_second shape<preflight_shape smaller<preflight_smaller
+    unquantized<preflight_stock
+doctor/bisect (doctor): bisect environments<bisect_environments search<bisect_search
+doctor (doctor): __init__ report report_memory
+serve/contract (serve): client_words engine_protocol errors<faults field_names head_lines inside_root<inside job log<journal
+    plain_values quotas settings turns<client_turns
+serve/observe (serve): metrics tracing
+serve/media (serve): addresses cut_media fetch media
+serve/grammar (serve): call_grammar child<grammar_process constraint prover<grammar_prover schema schema_cost
+    source<grammar_source
+serve/scheduling (serve): budget compiling deadline<clock in_progress media_pool preparing prompt_length queue<line rowless
+    scheduler shared_inputs
+serve/adapters (serve): adapter_cache<shelf adapter_queue host_adapters<held_adapters watching
+serve/api (serve): body client_errors messages_api messages_shape openai_shape<shapes other_routes<beside request_kinds
+    responses<answers responses_api responses_shape schemas<wire to_jobs<asking tools<calling
+serve/worker (serve): answer_parts<reading engine engine_errors ipc<channel pulse registry row_count rowless_pieces<pieces
+    running_answer supervisor worker
+serve/http (serve): answer_schemas app auth<door connection listener live openapi page
+serve (serve): __init__ config_file pool run
+serve/ray (serve): config<scale deploy<on_ray ingress<front replica
+. (.): __init__
+cli/flags (commands): examples flags highlight<words_apart model_text</show opening output<saying pull weights wording
+demo (demo): __init__ demo<line
+cli/chat (commands): chat file<chat_file input<chat_input session<chat_session
+cli/commands (commands): bench doctor merge_verify<merging models<listing plan_run<line prompts_file run_prompts<many serve
+    servers traces tune verify_server<remote
+cli (commands): __init__ main</cli
+. (.): __main__
+"""
+
+
+def moves() -> dict[str, str]:
+    """Return old -> new, both as paths below trimtab/ without .py."""
+    found: dict[str, str] = {}
+    for line in TABLE.strip().replace("\n    ", " ").splitlines():
+        head, _, names = line.partition("): ")
+        room, _, former = (part.strip().removeprefix(".") for part in head.partition(" ("))
+        for name in names.split():
+            new, _, old = name.partition("<")
+            old = old or new
+            source = old.removeprefix("/") if old.startswith("/") else f"{former}/{old}" if former else old
+            found[source] = f"{room}/{new}" if room else new
+    return found
+
+
+def modules() -> dict[str, str]:
+    """Return the former dotted name of each module and folder that has another one now -> the dotted name it has."""
+    dotted = {_dotted(old): _dotted(new) for old, new in moves().items()}
+    taken = {
+        new.rsplit(".", count)[0] for new in dotted.values() for count in range(4)
+    }  # a folder of that name is there
+    return {old: new for old, new in dotted.items() if old not in taken}
+
+
+def _dotted(path: str) -> str:
+    return f"trimtab.{path}".replace("/", ".").removesuffix(".__init__")
+
+
+class _Folder(ModuleType):
+    """A former folder: holds nothing. `trimtab.plan` and `trimtab.merge` go on as functions where it takes their place."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        name = self.__name__.rpartition(".")[2]
+        home = "trimtab.api" if name == "plan" else "trimtab.merging.merge"
+        return getattr(importlib.import_module(home), name)(*args, **options)
+
+
+class FormerNames(MetaPathFinder, Loader):
+    """Finds what no file has by that name any more; it is asked first, because an emptied folder is found by Python as well."""
+
+    def __init__(self) -> None:
+        self._modules: dict[str, str] = {}
+        self._folders: set[str] = set()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith("trimtab."):
+            return None
+        if not self._modules:
+            self._modules = modules()
+            self._folders = {name for old in self._modules if (name := old.rpartition(".")[0]) in self._modules}
+        if fullname in self._modules or fullname in self._folders:
+            return ModuleSpec(fullname, self, is_package=fullname in self._folders)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return _Folder(spec.name) if spec.name in self._folders else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        old = module.__name__
+        new = self._modules.get(old)
+        if new is not None and old not in self._folders:
+            warnings.warn(
+                f"{old} is {new} now; the former name goes with 0.3.0", DeprecationWarning, stacklevel=_outside()
+            )
+            sys.modules[old] = importlib.import_module(new)
+
+
+def _outside() -> int:
+    """Return the number of frames up to whoever imports."""
+    frame, count = sys._getframe(1), 1
+    while frame.f_back is not None and (
+        "importlib" in frame.f_code.co_filename or frame.f_globals.get("__name__") == __name__
+    ):
+        frame, count = frame.f_back, count + 1
+    return count

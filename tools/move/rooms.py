@@ -1,0 +1,106 @@
+"""Prints the map of the package: rooms in the order of their imports, each with its question and its files.
+
+    python tools/rooms.py             the map
+    python tools/rooms.py --imports   imports that lead to a later room, types included
+
+A room imports earlier rooms only. `tests/test_rooms.py` knows the few that do not, and fails with any other.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "trimtab"
+# Folders, and files of the top level, from the first to the last.
+ORDER = tuple(
+    """
+    printable errors _version former_names process report adapter_names request checkpoint adapters
+    planning/values planning/request planning/memory planning/display planning machine
+    engine/cuda engine/formats engine/tiers engine/memory engine/lora engine/layers engine/kv engine/kernels engine/batched_lora
+    engine/passes engine/families engine/decode engine/towers engine/loader engine/templates engine/chat engine/prefill engine/batch
+    engine/calls engine api
+    merging/changes merging/files merging bridge
+    verification/routes verification/merges verification/render verification verification/server benchmark
+    doctor/facts doctor/catalogue doctor/probes doctor/servers doctor/traces doctor/cases doctor/issues doctor/preflight
+    doctor/bisect doctor
+    serve/contract serve/observe serve/media serve/grammar serve/scheduling serve/adapters serve/api serve/worker serve/http serve
+    serve/ray
+    __init__ cli/flags demo cli/chat cli/commands cli __main__
+    """.split()  # noqa: SIM905
+)
+# The catalogue has a file for each bug; every other room has few enough to be read in one look.
+MOST_FILES, CATALOGUE = 13, "doctor/catalogue"
+
+
+def room_of(file: Path) -> str:
+    """Return the name in ORDER of the room that a file of the package stands in."""
+    path = file.relative_to(PACKAGE)
+    return path.parent.as_posix() if len(path.parts) > 1 else path.stem
+
+
+def files() -> dict[str, list[Path]]:
+    """Return room -> its files, in the order of the rooms."""
+    found: dict[str, list[Path]] = {room: [] for room in ORDER}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        found.setdefault(room_of(file), []).append(file)
+    return found
+
+
+def sentence(file: Path) -> str:
+    """Return the first sentence of a file's docstring, in one line."""
+    text = (
+        (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n\n")[0].replace("\n", " ")
+    )
+    return re.split(r"(?<=[.?])\s", text)[0]
+
+
+def imports(file: Path, modules: dict[str, Path]) -> Iterator[Path]:
+    """Yield the files of the package that a file imports anywhere, for type checkers too."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names = [
+                full if (full := f"{node.module}.{alias.name}") in modules else node.module for alias in node.names
+            ]
+        yield from (modules[name] for name in names if name in modules)
+
+
+def upward() -> list[str]:
+    """Return "file -> file" of each import that leads to a later room."""
+    modules = {
+        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
+        for file in PACKAGE.rglob("*.py")
+    }
+    rank = {room: place for place, room in enumerate(ORDER)}
+    found = set()
+    for file in modules.values():
+        for other in imports(file, modules):
+            is_package = other.name == "__init__.py" and other.parent != PACKAGE
+            if rank[room_of(other)] > rank[room_of(file)] and not is_package:
+                found.add(f"{file.relative_to(PACKAGE).as_posix()} -> {other.relative_to(PACKAGE).as_posix()}")
+    return sorted(found)
+
+
+def main() -> int:
+    if "--imports" in sys.argv[1:]:
+        print("\n".join(upward()))
+        return 0
+    for room, members in files().items():
+        if len(members) == 1 and members[0].parent == PACKAGE:
+            print(f"{members[0].name:<34}{sentence(members[0])}")
+            continue
+        print(f"{room}/")
+        for file in members:
+            print(f"    {'' if file.name == '__init__.py' else file.name:<30}{sentence(file)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
