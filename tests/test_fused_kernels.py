@@ -195,7 +195,7 @@ def test_a_step_with_kernels_at_its_ends_alone_is_that_of_plain_torch(on_cpu, re
         assert on_cpu.ends.launches == ["rows", "likeliest_8"] * 4  # captured, then three steps
 
 
-@pytest.mark.parametrize("decode", ["auto", "graph"])
+@pytest.mark.parametrize("decode", ["auto", pytest.param("graph", marks=pytest.mark.slow)])
 def test_batch_invariant_steps_are_one_graph_of_all_rows_whoever_is_active(on_cpu, replayed, tmp_path, decode):  # noqa: F811
     """A tiny Llama: bits of a row's scores are the same alone and beside others with other adapters, in another row, and beside one
     whose adapter no table holds."""

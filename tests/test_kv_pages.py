@@ -11,6 +11,7 @@ from bench.kv_waste import mixes
 from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import small as cpu_module
+from tests.long_runs import slow_on_cpu
 from trimtab.errors import DoesNotFitError
 from trimtab.plan.kv_pool import FIRST, NONE, PAGE_TOKENS, SCRAP, pages_of, pool_tokens
 from trimtab.runtime import fused, fused_check
@@ -120,7 +121,9 @@ SHAPES = [(8, 2, 256), (8, 2, 512), (16, 1, 512), (10, 1, 128), (4, 2, 64), (6, 
 
 
 @on_cpu
-@pytest.mark.parametrize("heads, kv_heads, dim", SHAPES)
+@pytest.mark.parametrize(
+    "heads, kv_heads, dim", [SHAPES[0], *(slow_on_cpu(*shape) for shape in SHAPES[1:3]), *SHAPES[3:]]
+)
 def test_attention_over_pages_has_the_bits_of_attention_over_rows(heads, kv_heads, dim):
     module, n, places = cpu_module(1, multiprocessors=6), 3, 300
     keys, values = (random(n, kv_heads, places, dim, seed=s) for s in (1, 2))

@@ -335,6 +335,7 @@ def test_first_reports_case_fails_as_its_versions_do():
     assert any("required" in line for line in run["log_lines"]) or run["log_lines"]
 
 
+@pytest.mark.slow  # 23 s; test_cases.py runs the script of the first report
 def test_wrapper_target_is_refused_by_stock_peft(real):
     run = real["BROAD_TARGETS_4BIT"]
     assert (run["label"], run["lane"]) == (

@@ -315,7 +315,7 @@ def test_weights_held_in_registers_give_the_same_product(modules, rows, columns,
 
 
 @needs_gxx
-@pytest.mark.parametrize("n", [2, 8])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 8])
 def test_a_gate_ends_a_product_whose_weights_are_held(modules, n):
     torch.manual_seed(14)
     rows, columns = (48, 48), 512
@@ -475,7 +475,11 @@ def test_each_row_uses_its_own_adapter(modules, dtype, splits):
 @needs_gxx
 @pytest.mark.parametrize(
     "rows, cut",
-    [((48, 16, 17), None), ((48, 48), held(8, 6, 1, 2, 8, 2, 6)), ((48, 48), None)],
+    [
+        pytest.param((48, 16, 17), None, marks=pytest.mark.slow),
+        ((48, 48), held(8, 6, 1, 2, 8, 2, 6)),
+        ((48, 48), None),
+    ],
 )
 def test_fixed_ranks_give_a_row_the_same_bits_beside_larger_adapters(modules, rows, cut):
     """Ranks on both sides of what one thread has of B. Sums in which large values cancel show in which order they are added."""

@@ -79,7 +79,11 @@ def words(told, name):
 
 @pytest.mark.parametrize(
     ("way", "looks_ahead"),
-    [("captured", False), ("captured", True), ("modules", False), ("modules", True)],
+    [
+        ("captured", False),
+        ("modules", True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("captured", True), ("modules", False))),
+    ],
 )
 def test_every_answer_of_a_busy_server_is_the_one_that_its_request_gets_alone(model, way, looks_ahead, monkeypatch):
     """way: prompts in chunks of still shapes behind steps, or in transformers' own passes behind them."""

@@ -162,6 +162,7 @@ def test_budgets_map_and_log_line_are_accelerates(name, monkeypatch, caplog):
     assert splits > 1 and requirements > 1, "the memories do not reach the cases"
 
 
+@pytest.mark.slow  # test_preflight.py compares the shape of another process in every run
 def test_the_plan_of_a_process_of_its_own_is_the_same():
     asked = question("specialist", "nf4-dq", {0: 900_000, "cpu": 10_000_000})
     assert run_peft(asked, sys.executable) == plan_of(asked)

@@ -109,6 +109,7 @@ def test_torch_of_a_command_computes_with_that_many() -> None:
     assert json.loads(done.stdout) == 1
 
 
+@pytest.mark.slow  # three processes with torch; the ones above set the same variable
 def test_a_model_loaded_in_a_program_follows_the_variable_and_leaves_the_environment() -> None:
     code = (
         "import os, trimtab, trimtab.demo as demo, torch\n"
