@@ -101,7 +101,9 @@ def read_config(checkpoint: Checkpoint) -> Any:
 def _declared_fields(config: Mapping[str, Any]) -> set[str]:
     """Return the names that the config's class and those of its sub-configs read; a part can name its own class."""
     types = (part.get("model_type") for part in (config, *config.values()) if isinstance(part, Mapping))
-    waiting: list[Any] = [transformers.CONFIG_MAPPING[one] for one in types if one in transformers.CONFIG_MAPPING]
+    waiting: list[Any] = [
+        transformers.CONFIG_MAPPING[one] for one in types if isinstance(one, str) and one in transformers.CONFIG_MAPPING
+    ]
     seen: set[Any] = set()
     names: set[str] = set()
     while waiting:
