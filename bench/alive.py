@@ -35,15 +35,15 @@ from safetensors.torch import load_file, save_file
 import trimtab
 from bench.planted import Both, Planted
 from bench.rates import at_most
-from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME
-from trimtab.demo.line import ADAPTERS
-from trimtab.demo.line import FOLDER as DEMO
-from trimtab.files import write_text
-from trimtab.packages import stack_versions
-from trimtab.proof.remote import verify_remote as remote
-from trimtab.proof.remote.faults import Fault, other_values, write_adapter, write_faults
-from trimtab.proof.remote.local import Reference
-from trimtab.proof.remote.verdict import Asked, Verdict, judge, nothing_to_tell
+from trimtab.adapters.file import CONFIG_NAME, TENSORS_NAME
+from trimtab.demo.demo import ADAPTERS
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.process.files import write_text
+from trimtab.process.packages import stack_versions
+from trimtab.verification.server import verify as remote
+from trimtab.verification.server.faults import Fault, other_values, write_adapter, write_faults
+from trimtab.verification.server.local import Reference
+from trimtab.verification.server.verdict import Asked, Verdict, judge, nothing_to_tell
 
 SERVERS = ("none", "nf4", "4 bits of another kind", "merged", "merged, nf4", "int8")
 FAULTY_SERVERS = ("none", "nf4")

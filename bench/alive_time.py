@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.served import Served
-from trimtab.demo.line import FOLDER as DEMO
-from trimtab.packages import stack_versions
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.process.packages import stack_versions
 
 STYLE = DEMO / "adapters" / "style"
 SERVED = [str(DEMO / "base"), "--name", "demo", "--adapter", f"style={STYLE}", "--quant", "none", "--context", "1024"]

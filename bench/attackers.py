@@ -44,7 +44,7 @@ from bench.faults import Clients, Tally, environment, rest, until
 from bench.grammar_attacks import grammars
 from bench.large_requests import computed
 from bench.served import DEMO, Served
-from trimtab.demo.line import FOLDER
+from trimtab.demo.demo import FOLDER
 
 RERUN = "python -m bench.attackers --turns 4 --kills 20 --save bench/results/attackers.json"
 FILES = 1024

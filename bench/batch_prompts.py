@@ -42,7 +42,7 @@ def main() -> None:
     given = parser.parse_args()
     import trimtab
     from bench.load import environment, sized
-    from trimtab.runtime.packed_prompts import Packs
+    from trimtab.engine.prefill.packing import Packs
 
     made = sized(given.size, given.work, 8, device="cuda")
     plan = trimtab.plan(

@@ -120,7 +120,8 @@ def slow_link(copies: int) -> None:
     """Issue every copy of streamed weights so many times, and plan with a link of that share of its rate."""
     from dataclasses import replace
 
-    from trimtab.runtime import devices, tiers
+    from trimtab.engine.memory import rates as devices
+    from trimtab.engine.tiers import streaming as tiers
 
     copy, measure = tiers.Streamer._copy, devices.measure_rates
 
@@ -168,8 +169,8 @@ def keep_rates() -> None:
     """Measure the machine's rates while nothing else runs: those that it has kept may be of a busy machine."""
     import torch
 
-    from trimtab.machine import rates_file
-    from trimtab.runtime import devices
+    from trimtab.engine.memory import rates as devices
+    from trimtab.machine import rates_cache as rates_file
 
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     rates = devices.measure_rates(device, cache=False)
@@ -193,8 +194,8 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
 
     import trimtab
     from bench.checkpoints import media_inputs, text_inputs
+    from trimtab.engine.chat.prompt import Inputs
     from trimtab.request import GenerateRequest
-    from trimtab.runtime.chat import Inputs
 
     if case.get("copies"):
         slow_link(case["copies"])
@@ -308,8 +309,8 @@ def room_of(model: Any) -> list[float] | None:
 def shares_of(torch: Any) -> dict[str, Any]:
     """Return MiB in tensors, reserved by torch, and in the driver's own count of the process beyond that; for each pool of torch's
     what it reserves, what is in use and the largest free piece; how often torch gave its cache back to have room."""
-    from trimtab.runtime.devices import gpu_process_bytes
-    from trimtab.runtime.memory_segments import segments
+    from trimtab.engine.cuda.memory_segments import segments
+    from trimtab.engine.memory.rates import gpu_process_bytes
 
     torch.cuda.synchronize()
     reserved = torch.cuda.memory_reserved()

@@ -109,7 +109,7 @@ def measured(
 ) -> dict[str, Any]:
     """Return the row of one execution."""
     import trimtab
-    from trimtab.runtime.batch import Batch
+    from trimtab.engine.batch.batch import Batch
 
     plan = trimtab.plan(
         folder, quant=quant, adapters=adapters, context=1024, batch=rows, device=device, images=0, audio_s=0.0,

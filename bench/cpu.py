@@ -108,13 +108,13 @@ def first_tokens(load: Any, *, repeats: int, prompt_tokens: int, own_path: bool)
     import torch
 
     import trimtab
-    from trimtab.plan.unpacked import ITEM
-    from trimtab.proof import stock_route
+    from trimtab.benchmark.run_stock import ready, with_own_cpu_path
+    from trimtab.benchmark.run_trimtab import answer_to_the_end
+    from trimtab.engine.batch.generate import Generation
+    from trimtab.engine.chat.prompt import Inputs
+    from trimtab.planning.memory.unpacked import ITEM
     from trimtab.request import GenerateRequest
-    from trimtab.runtime.chat import Inputs
-    from trimtab.runtime.generate import Generation
-    from trimtab.speed.ours_inside import answer_to_the_end
-    from trimtab.speed.stock_inside import ready, with_own_cpu_path
+    from trimtab.verification.routes import stock_run as stock_route
 
     ids = 3 + torch.arange(prompt_tokens)[None] * 7 % 400
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -182,7 +182,7 @@ class _Ticks:
 
 def save_first_tokens(given: argparse.Namespace) -> None:
     """Measure first tokens of the chosen cases and write each to the file as it is there."""
-    from trimtab.environment import read_environment
+    from trimtab.machine.environment import read_environment
 
     found: dict[str, Any] = {"note": given.note, "environment": read_environment().to_json(), "cases": {}}
     if given.only and given.save.exists():
@@ -200,7 +200,7 @@ def save_first_tokens(given: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    from trimtab.speed.bench import BenchRequest, bench
+    from trimtab.benchmark.bench import BenchRequest, bench
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True)

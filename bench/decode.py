@@ -72,8 +72,8 @@ def timed(call: Any) -> float:
 
 def token_bytes(model: Any) -> int:
     """Return the bytes that one token has to read: the decoder's and the head's weights as they are packed."""
-    from trimtab.runtime.hf_gemma4 import text_model
-    from trimtab.runtime.leaves import Leaf
+    from trimtab.engine.families.step import text_model
+    from trimtab.engine.layers.linear import Leaf
 
     inside = {id(module) for module in text_model(model.hf_model).modules()} | {id(model.hf_model.lm_head)}
     leaves = [module for module in model.hf_model.modules() if isinstance(module, Leaf) and id(module) in inside]
@@ -101,8 +101,8 @@ class Bench:
 
     def batch(self, decode: str, rows: int, adapters: list[str | None], draws: dict[str, Any] | None = None) -> Any:
         """Return a batch whose rows have read the prompt. draws: how tokens are drawn."""
+        from trimtab.engine.batch.batch import Batch
         from trimtab.request import GenerateRequest
-        from trimtab.runtime.batch import Batch
 
         batch = Batch(self.model, rows=rows, decode=decode)
         request = GenerateRequest(max_new_tokens=self.model.context_tokens - len(self.prompt) - 8, **(draws or {}))

@@ -19,8 +19,8 @@ def worker(connection: Connection, settings: dict[str, Any]) -> None:
     """Be the worker, with prompts that cannot be read."""
     import torch
 
-    from trimtab.runtime.batch import Batch
-    from trimtab.serve import worker as real
+    from trimtab.engine.batch.batch import Batch
+    from trimtab.serve.worker import worker as real
 
     prefill = Batch._prefill
 
@@ -34,9 +34,9 @@ def worker(connection: Connection, settings: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    from trimtab import cli
+    from trimtab.cli import main as cli
     from trimtab.serve import pool
-    from trimtab.serve.supervisor import Supervisor
+    from trimtab.serve.worker.supervisor import Supervisor
 
     made = functools.partial(pool.Pool, make=functools.partial(Supervisor, target=worker))
     pool.Pool = made  # type: ignore[misc, assignment]

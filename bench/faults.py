@@ -39,7 +39,7 @@ import trimtab
 from bench import client
 from bench.client import Asked
 from bench.served import DEMO, Served, rss_bytes
-from trimtab.demo.line import ADAPTERS, FOLDER, read_asks
+from trimtab.demo.demo import ADAPTERS, FOLDER, read_asks
 
 HANG_S = 120.0
 # Answers that are long whatever the model wants to say: three hundred numbers.

@@ -31,7 +31,7 @@ def compared(run: Callable[[], Any], repeats: int) -> dict[str, Any]:
     """Return medians of CPU time in ms, their ratio, and whether results are the same bits. One pass of each does not count."""
     import torch
 
-    from trimtab.runtime import hf_attention
+    from trimtab.engine.passes import attention as hf_attention
 
     times: dict[str, list[float]] = {"in_place": [], "repeated": []}
     results = {}
@@ -57,7 +57,7 @@ def layer(shape: tuple[int, ...], dtype: str, repeats: int) -> dict[str, Any]:
     """Return the comparison of one layer's attention."""
     import torch
 
-    from trimtab.runtime.hf_attention import attention
+    from trimtab.engine.passes.attention import attention
 
     kv_heads, group, tokens, places, width = shape
     kind = getattr(torch, dtype)
@@ -73,7 +73,7 @@ def model(folder: Path, tokens: int, dtype: str, repeats: int) -> dict[str, Any]
     import torch
 
     import trimtab
-    from trimtab.runtime.batch import Batch
+    from trimtab.engine.batch.batch import Batch
 
     plan = trimtab.plan(folder, device="cpu", dtype=dtype, context=tokens + 16)
     with trimtab.load(plan) as one, torch.no_grad():
@@ -93,7 +93,7 @@ def main() -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from trimtab.environment import read_environment
+    from trimtab.machine.environment import read_environment
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", type=Path, required=True)

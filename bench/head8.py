@@ -71,7 +71,9 @@ def parity(quant: str, adapter: str | None) -> dict[str, Any]:
 
 def products(device: torch.device) -> list[dict[str, Any]]:
     """Measure the products of up to 8 rows, each in a CUDA graph."""
-    from trimtab.runtime import head8, head8_choice, tuning
+    from trimtab.engine.formats import int8_head as head8
+    from trimtab.engine.kernels import autotune as tuning
+    from trimtab.engine.kernels import int8_head as head8_choice
 
     module, rows = head8.load(device), []
     for model, (vocabulary, width) in SIZES.items():

@@ -29,8 +29,8 @@ from PIL import Image
 
 from bench.client import ask, chat_body
 from bench.served import Served
-from trimtab.demo.line import FOLDER as DEMO
-from trimtab.packages import stack_versions
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.process.packages import stack_versions
 
 WAIT_S, BEFORE_S, AFTER_S = 180, 1.0, 0.5
 CONTEXT = 4096

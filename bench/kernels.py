@@ -22,7 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.runtime import fused, matvec, nvrtc, tuning
+from trimtab.engine.cuda import nvrtc
+from trimtab.engine.kernels import attention_and_norms as fused
+from trimtab.engine.kernels import autotune as tuning
+from trimtab.engine.kernels import gemv4 as matvec
 
 # hidden size, sizes of the dense MLP, query heads, key and value heads (sliding, full), per-layer input, window,
 # layers with their own keys and values are followed by layers without, keys serve as values in full layers

@@ -30,9 +30,10 @@ from transformers import DynamicCache
 
 import trimtab
 from bench.head8 import ADAPTERS, DEMO, environment, prompts
-from trimtab.proof.forced import extended, forget_request
-from trimtab.runtime import hf_slots, transient_room
-from trimtab.runtime.hf_kv_int8 import read_states, round_states
+from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv.int8 import read_states, round_states
+from trimtab.engine.memory import reserve as transient_room
+from trimtab.verification.routes.teacher_forcing import extended, forget_request
 
 NEW_TOKENS = 32
 RANDOM_TOKENS = 200
@@ -178,8 +179,8 @@ def steps(given: argparse.Namespace) -> list[dict[str, Any]]:
 def steps_of(given: argparse.Namespace, kv: str, logits: dict[int, Tensor]) -> list[dict[str, Any]]:
     """Return the rows of one form. logits: by number of rows, of the first form."""
     from bench.together import ids, timed
+    from trimtab.engine.batch.batch import Batch
     from trimtab.request import GenerateRequest
-    from trimtab.runtime.batch import Batch
 
     found = []
     plan = trimtab.plan(

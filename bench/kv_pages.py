@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from bench.together import ids, timed
-from trimtab.plan.kv_pool import PAGE_TOKENS, pages_of
+from trimtab.planning.values.kv_pool import PAGE_TOKENS, pages_of
 
 ANSWER = 128
 COUNTS = (32, 8, 1)
@@ -28,9 +28,10 @@ COUNTS = (32, 8, 1)
 
 def kernels(model: Any) -> list[dict[str, Any]]:
     """Return the rows of the attention kernel, of every kind of full layer."""
-    from trimtab.runtime import fused, hf_gemma4
-    from trimtab.runtime.kv_pages import PagePool
-    from trimtab.runtime.tuning import graph_us
+    from trimtab.engine.families import step as hf_gemma4
+    from trimtab.engine.kernels import attention_and_norms as fused
+    from trimtab.engine.kernels.autotune import graph_us
+    from trimtab.engine.kv.pages import PagePool
 
     found, module = [], fused.load(model.device)
     for heads, kv_heads, dim in hf_gemma4.attention_kinds(model.hf_model, "full_attention"):
@@ -79,8 +80,8 @@ def kernels(model: Any) -> list[dict[str, Any]]:
 
 def steps(model: Any, rows: int, tokens: int, kv_tokens: int | None, about: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of one layout, and leave the logits of every count of rows in `about`."""
+    from trimtab.engine.batch.batch import Batch
     from trimtab.request import GenerateRequest
-    from trimtab.runtime.batch import Batch
 
     model.plan = replace(model.plan, request=replace(model.plan.request, kv_tokens=kv_tokens))
     batch = Batch(model, rows)

@@ -16,7 +16,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from trimtab.plan.kv_pool import PAGE_TOKENS, pages_of
+from trimtab.planning.values.kv_pool import PAGE_TOKENS, pages_of
 
 CONTEXT = 1024
 ANSWER = 128
@@ -39,8 +39,8 @@ def mixes() -> dict[str, list[tuple[int, int]]]:
 
 def measured(model: Any, mix: list[tuple[int, int]]) -> dict[str, Any]:
     """Return the row of one mix, as a batch allocates it."""
+    from trimtab.engine.batch.batch import Batch
     from trimtab.request import GenerateRequest
-    from trimtab.runtime.batch import Batch
 
     batch = Batch(model, len(mix))
     first = batch.begin(model.prepare([5]), GenerateRequest(max_new_tokens=1), client=None)
@@ -71,7 +71,7 @@ def main() -> None:
     given = parser.parse_args()
     import trimtab
     from bench.load import environment
-    from trimtab.demo.line import FOLDER
+    from trimtab.demo.demo import FOLDER
 
     found = []
     for name, mix in mixes().items():

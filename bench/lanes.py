@@ -26,8 +26,8 @@ NEW_TOKENS = 16
 
 
 def lanes_of(folder: Path, adapter: Path, prompts: Any, work: Path, names: Any, device: str) -> Any:
-    from trimtab.proof import routes
-    from trimtab.proof.lane_runs import run_lanes
+    from trimtab.verification.merges.runs import run_lanes
+    from trimtab.verification.routes import runner as routes
 
     rows = routes.prepare(folder, "bfloat16", prompts, work)
     return run_lanes(
@@ -60,7 +60,7 @@ def _rounded(value: Any) -> Any:
 def environment(device: str) -> dict[str, Any]:
     import torch
 
-    from trimtab.packages import stack_versions
+    from trimtab.process.packages import stack_versions
 
     name = torch.cuda.get_device_name(0) if device.startswith("cuda") else "CPU"
     return {
@@ -69,7 +69,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def run_demo(work: Path, device: str) -> list[dict[str, Any]]:
-    from trimtab.proof.prompts import demo_prompts
+    from trimtab.verification.routes.prompts import demo_prompts
 
     rows = []
     for adapter in sorted((DEMO / "adapters").iterdir()):
@@ -86,7 +86,7 @@ def run_size(size: str, work: Path, names: Any, device: str) -> list[dict[str, A
 
     from bench.checkpoints import write_adapter, write_checkpoint
     from trimtab.checkpoint.folder import read_checkpoint
-    from trimtab.proof.prompts import built_in
+    from trimtab.verification.routes.prompts import built_in
 
     folder = work / size
     if not (folder / "config.json").exists():
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
-    from trimtab.runtime.devices import resolve_device
+    from trimtab.engine.memory.rates import resolve_device
 
     device = resolve_device(given.device)
     names = None if given.lanes == "all" else given.lanes.split(",")

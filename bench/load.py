@@ -45,7 +45,7 @@ from bench import client, load_bodies, voices
 from bench.client import Asked
 from bench.served import Served
 from bench.transformers_server import ENGINE, TransformersServed
-from trimtab.demo.line import FOLDER, read_asks
+from trimtab.demo.demo import FOLDER, read_asks
 
 CLIENTS = (1, 8, 32)
 RANK = 8

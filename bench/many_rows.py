@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from trimtab.runtime import many_rows, matvec, prompt_kernels
-from trimtab.runtime.quant import dequantize
-from trimtab.runtime.tuning import RandomWeights, graph_us
+from trimtab.engine.formats.bitsandbytes import dequantize
+from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.kernels import gemm4 as many_rows
+from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels.autotune import RandomWeights, graph_us
 
 # Outputs of the group's members, columns, how often a step has it.
 SHAPES: dict[str, tuple[tuple[tuple[int, ...], int, int], ...]] = {

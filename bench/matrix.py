@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.doctor.cases import CASE_NAMES, find_cases
-from trimtab.doctor.matrix import FORMAT, matrix_text, read_runs, run_matrix
-from trimtab.environment import read_environment
-from trimtab.files import write_text
+from trimtab.doctor.cases.cases import CASE_NAMES, find_cases
+from trimtab.doctor.cases.runner import FORMAT, matrix_text, read_runs, run_matrix
+from trimtab.machine.environment import read_environment
+from trimtab.process.files import write_text
 
 TAIL_LINES, LINES = 30, 8
 

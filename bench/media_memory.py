@@ -25,12 +25,12 @@ from PIL import Image
 
 import trimtab
 from trimtab.api import plan_request
-from trimtab.plan.media_memory import MOST_RATE, ServedMedia
+from trimtab.planning.memory.media import MOST_RATE, ServedMedia
 from trimtab.request import GenerateRequest, LoadRequest
-from trimtab.serve.engine import LoadedEngine
-from trimtab.serve.job import Job
-from trimtab.serve.media_pool import return_freed_pages
-from trimtab.serve.settings import Limits
+from trimtab.serve.contract.job import Job
+from trimtab.serve.contract.settings import Limits
+from trimtab.serve.scheduling.media_pool import return_freed_pages
+from trimtab.serve.worker.engine import LoadedEngine
 
 BASE = Path(trimtab.__file__).parent / "demo" / "base"
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")

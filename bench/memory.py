@@ -143,8 +143,8 @@ def run_trimtab(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[s
     import torch
 
     import trimtab
-    import trimtab.runtime.model
-    from trimtab.runtime.devices import process_bytes
+    import trimtab.engine.model
+    from trimtab.engine.memory.rates import process_bytes
 
     torch.cuda.init()
     gpu_memory = None
@@ -191,7 +191,7 @@ def stream_share(model: Any) -> dict[str, Any]:
     streamer = model.streamer
     if streamer is None or len(streamer.groups) < 2:
         return {}
-    from trimtab.runtime.read import HostMemory
+    from trimtab.engine.tiers.reader import HostMemory
 
     size = 256 * 2**20
     memory = HostMemory(size, pinned=True)

@@ -193,8 +193,9 @@ def scales(work: Path) -> list[dict[str, Any]]:
     weights. kl: of the teacher-forced next-token distributions to the bf16 base with the adapter loaded, mean over all
     positions of the demo's prompts. noise_kl: the same of bf16 merged (unpacked), for size.
     """
-    from trimtab.demo import line
-    from trimtab.merge import merge, pack
+    from trimtab.demo import demo as line
+    from trimtab.merging import merge
+    from trimtab.merging.files import quantize as pack
 
     demo = line.FOLDER
     prompts = [json.loads(text) for text in (demo / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -231,7 +232,7 @@ def scales(work: Path) -> list[dict[str, Any]]:
 
 def _logits(folder: Path, prompts: list[Any], *, quant: str, adapters: Any = None, voice: str | None = None) -> Any:
     import trimtab
-    from trimtab.demo.line import FOLDER
+    from trimtab.demo.demo import FOLDER
 
     plan = trimtab.plan(
         folder, adapters=adapters or {}, context=256, audio_s=1.0, quant=quant, place={"*": "resident"}
@@ -257,10 +258,10 @@ def _weight_error(dense: Path, packed: Path) -> float:
     from contextlib import ExitStack
 
     from trimtab.checkpoint.folder import read_checkpoint
-    from trimtab.checkpoint.packed import split_packed
-    from trimtab.merge.delta import EntryRows
-    from trimtab.merge.unpack import PackedRows
-    from trimtab.runtime.read import PositionedFile
+    from trimtab.checkpoint.prequantized import split_packed
+    from trimtab.engine.tiers.reader import PositionedFile
+    from trimtab.merging.changes.delta import EntryRows
+    from trimtab.merging.changes.dequantize import PackedRows
 
     one, other = read_checkpoint(dense), read_checkpoint(packed)
     error = size = 0.0

@@ -38,10 +38,11 @@ def measured(request: Mapping[str, Any]) -> dict[str, Any]:
     """Run the requested merge; returns its time and memory."""
     import torch
 
+    from trimtab.engine.loader import transformers_model as hf
+    from trimtab.engine.memory.rates import process_bytes
+    from trimtab.engine.tiers import reader as read  # noqa: F401 - imported before the baseline is taken
     from trimtab.machine.memory import peak_host_bytes
-    from trimtab.merge import merge
-    from trimtab.runtime import hf, read  # noqa: F401 - imported before the baseline is taken
-    from trimtab.runtime.devices import process_bytes
+    from trimtab.merging import merge
 
     torch.ones(8, 8) @ torch.ones(8, 8)  # the library's own buffers belong to the baseline
     baseline = process_bytes()

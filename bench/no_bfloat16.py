@@ -31,7 +31,7 @@ def run_ours(case: str, checkpoint: Path, adapter: Path, work: Path) -> dict[str
 
     import trimtab
     from bench.checkpoints import text_inputs
-    from trimtab.plan import dtypes
+    from trimtab.planning.request import dtypes
 
     dtypes.LEAST_BF16 = (99, 0)
     asked: dict[str, Any] = {

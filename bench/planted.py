@@ -17,8 +17,8 @@ from typing import Any
 import httpx2
 import torch
 
-from trimtab.proof import forced
 from trimtab.request import GenerateRequest
+from trimtab.verification.routes import teacher_forcing as forced
 
 
 @dataclass

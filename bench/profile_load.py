@@ -16,7 +16,8 @@ def main() -> None:
 
     import trimtab
     from trimtab.checkpoint.folder import read_checkpoint
-    from trimtab.runtime import devices, hf
+    from trimtab.engine.loader import transformers_model as hf
+    from trimtab.engine.memory import rates as devices
 
     marks = [("start", time.perf_counter())]
 
@@ -52,7 +53,14 @@ def main() -> None:
 
 def timed_calls() -> dict[str, list[float]]:
     """Wrap the steps of a load so that each counts its calls and its wall time in the thread that calls it."""
-    from trimtab.runtime import held_adapter, hf, load, lora, planned_adapters, quant, read, tiers
+    from trimtab.engine import planned_adapters
+    from trimtab.engine.formats import bitsandbytes as quant
+    from trimtab.engine.loader import load
+    from trimtab.engine.loader import transformers_model as hf
+    from trimtab.engine.lora import host_adapter as held_adapter
+    from trimtab.engine.lora import layers as lora
+    from trimtab.engine.tiers import reader as read
+    from trimtab.engine.tiers import streaming as tiers
 
     spent: dict[str, list[float]] = {}
 

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from trimtab.runtime import adapter_columns, lora, prompt_kernels
-from trimtab.runtime.quant import dequantize, quantize
-from trimtab.runtime.tuning import graph_us
+from trimtab.engine.batched_lora import columns as adapter_columns
+from trimtab.engine.formats.bitsandbytes import dequantize, quantize
+from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.kernels.autotune import graph_us
+from trimtab.engine.lora import layers as lora
 
 SHAPES = ((10240, 2560), (2560, 10240), (2048, 2560), (512, 2560), (12288, 4096), (4096, 12288))
 TOKENS, RANKS = (1, 64, 512, 1024), (8, 64)

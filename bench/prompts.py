@@ -119,8 +119,8 @@ class Bench:
         self.request = GenerateRequest(max_new_tokens=4)
 
     def batch(self, mode: str) -> Any:
-        from trimtab.runtime.batch import Batch
-        from trimtab.runtime.prefill_graphs import Prompts
+        from trimtab.engine.batch.batch import Batch
+        from trimtab.engine.prefill.prefill import Prompts
 
         batch = Batch(self.model, rows=1, decode=mode)
         batch.prompts = Prompts(batch, mode)
@@ -226,7 +226,7 @@ def run_trimtab(size: str, work: Path, lengths: Sequence[int], *, profile: bool)
 
     import trimtab
     from bench.checkpoints import media_inputs, text_inputs
-    from trimtab.runtime.chat import Inputs
+    from trimtab.engine.chat.prompt import Inputs
 
     plan = trimtab.plan(
         work / size, adapters={"r8": work / f"{size}-r8"}, context=CONTEXT, images=1, audio_s=10.0, quant="nf4-dq",

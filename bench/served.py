@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from bench import client
-from trimtab.demo.line import ADAPTERS, FOLDER
+from trimtab.demo.demo import ADAPTERS, FOLDER
 
 READY_S = 300.0
 DEMO = [

@@ -25,7 +25,7 @@ from typing import Any
 from bench import client
 from bench.faults import environment, long_body, questions
 from bench.served import DEMO, Served
-from trimtab.demo.line import FOLDER
+from trimtab.demo.demo import FOLDER
 
 SAMPLE_S = 5.0
 

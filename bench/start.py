@@ -37,7 +37,7 @@ from bench.served import Served
 PACKAGES = (
     "torch", "torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers",
     "transformers.modeling_utils", "transformers.processing_utils", "bitsandbytes", "accelerate", "PIL", "numpy", "trimtab",
-    "trimtab.runtime.model",
+    "trimtab.engine.model",
 )  # fmt: skip
 # A first and a second answer of one process; the time to its first text and of what came before.
 ANSWER = """
@@ -61,7 +61,7 @@ with trimtab.load(plan) as model:
 """
 # As a worker imports them.
 IMPORTS = """
-import trimtab.api, trimtab.runtime.model, trimtab.runtime.hf, trimtab.runtime.hf_processor
+import trimtab.api, trimtab.engine.model, trimtab.engine.loader.transformers_model, trimtab.engine.loader.processor
 """
 LINE = re.compile(r"import time:\s+(\d+) \|\s+(\d+) \|(\s+)(\S+)")
 

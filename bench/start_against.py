@@ -40,8 +40,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 COUNT = """
 import sys
 sys.argv = ["trimtab", *sys.argv[1:]]
-import trimtab.cli
-trimtab.cli.main()
+import trimtab.cli.main
+trimtab.cli.main.main()
 print(sum(name.partition(".")[0] == "trimtab" for name in sys.modules), len(sys.modules), file=sys.stderr)
 """
 

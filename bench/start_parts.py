@@ -20,27 +20,32 @@ STEP_S = 0.005
 # (part, functions): a function is the end of a file's path without ".py", a colon, a name.
 PARTS = (
     ("imports", ("<frozen importlib._bootstrap>:_find_and_load", "<frozen importlib._bootstrap>:_lock_unlock_module")),
-    ("tokenizer", ("runtime/hf_processor:load_processor",)),
-    ("module tree", ("runtime/hf:probe", "runtime/hf:anatomy_of")),
-    ("plan", ("serve/worker:_planned", "trimtab/api:plan_request")),
-    ("weights", ("runtime/load:run",)),
-    ("adapters", ("runtime/planned_adapters:", "runtime/model:_attach_planned", "serve/shelf:__init__")),
+    ("tokenizer", ("engine/loader/processor:load_processor",)),
+    ("module tree", ("engine/loader/transformers_model:probe", "engine/loader/transformers_model:anatomy_of")),
+    ("plan", ("serve/worker/worker:_planned", "trimtab/api:plan_request")),
+    ("weights", ("engine/loader/load:run",)),
+    ("adapters", ("engine/planned_adapters:", "engine/model:_attach_planned", "serve/adapters/adapter_cache:__init__")),
     (
         "checks of kernels",
-        ("runtime/fused_check:", "runtime/kept_checks:", "runtime/head8_choice:", "runtime/tower_check:"),
+        (
+            "engine/kernels/selfcheck:",
+            "engine/cuda/check_cache:",
+            "engine/kernels/int8_head:",
+            "engine/towers/bounds_check:",
+        ),
     ),
     (
         "captures",
         (
-            "runtime/capture_ahead:",
-            "runtime/graph_cache:record",
-            "runtime/model:_prepare_steps",
-            "serve/engine:capture",
+            "engine/prefill/warm_up:",
+            "engine/cuda/graph_cache:record",
+            "engine/model:_prepare_steps",
+            "serve/worker/engine:capture",
         ),
     ),
-    ("rest of loading", ("runtime/model:__init__",)),
+    ("rest of loading", ("engine/model:__init__",)),
 )
-READY = "serve/worker:_answer"
+READY = "serve/worker/worker:_answer"
 MOST_FUNCTIONS = 80
 
 

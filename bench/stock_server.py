@@ -26,7 +26,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from trimtab.runtime.hf_processor import load_processor
+from trimtab.engine.loader.processor import load_processor
 from trimtab.serve.run import address_of, listen
 
 

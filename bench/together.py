@@ -62,9 +62,9 @@ def steps(
 
 def passes(model: Any, batch: Any, name: str, about: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of prompts alone and together; no row may be active."""
+    from trimtab.engine.passes.packed_forward import Piece
+    from trimtab.engine.prefill.packing import shapes_of
     from trimtab.request import GenerateRequest
-    from trimtab.runtime.packed_prefill import Piece
-    from trimtab.runtime.packed_prompts import shapes_of
 
     request = GenerateRequest(max_new_tokens=1)
     found = []
@@ -161,8 +161,8 @@ def ids(count: int, seed: int = 0) -> list[int]:
 
 def filled(model: Any, rows: int) -> Any:
     """Return a batch whose rows are all active, each behind a prompt of TOKENS tokens."""
+    from trimtab.engine.batch.batch import Batch
     from trimtab.request import GenerateRequest
-    from trimtab.runtime.batch import Batch
 
     batch = Batch(model, rows)
     batch.ends = frozenset()

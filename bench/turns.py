@@ -30,7 +30,7 @@ class Turns:
     """Times prompts of one loaded model."""
 
     def __init__(self, model: Any, adapter: str | None) -> None:
-        from trimtab.runtime.batch import Batch
+        from trimtab.engine.batch.batch import Batch
 
         self.model, self.adapter = model, adapter
         self.batch = model.rows() or Batch(model, rows=1)

@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from trimtab.demo.line import FOLDER
+from trimtab.demo.demo import FOLDER
 
 TURN_TOKENS = {"<|turn>": "<|im_start|>", "<turn|>": "<|im_end|>"}
 CHATML = (

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trimtab.checkpoint.adapter import AdapterFile, AdapterSpec, match_adapter, read_adapter
+from trimtab.adapters.adapter import AdapterFile, AdapterSpec, match_adapter, read_adapter
 from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, Part, TensorRow
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.errors import AdapterError

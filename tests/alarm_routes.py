@@ -18,14 +18,14 @@ from torch import Tensor
 import trimtab
 from tests import pico
 from tests.alarm_faults import ADAPTER_FAULTS, adapter_fault, change_tensors, cpu_threads, quiet
-from trimtab.demo import line
+from trimtab.demo import demo as line
 from trimtab.errors import ParityError
-from trimtab.proof import criterion
-from trimtab.proof.forced import rounded_layers
-from trimtab.proof.own_route import own_changes
-from trimtab.proof.report import ParityReport
-from trimtab.proof.verify import verify
 from trimtab.request import LoadRequest
+from trimtab.verification.report import ParityReport
+from trimtab.verification.routes import alarm_rate as criterion
+from trimtab.verification.routes.teacher_forcing import rounded_layers
+from trimtab.verification.routes.trimtab_run import own_changes
+from trimtab.verification.verify import verify
 
 DEMO = line.FOLDER
 NEW_TOKENS = 3
@@ -82,7 +82,7 @@ def route_faults() -> list[tuple[Route, str]]:
 def judge_route(route: Route, fault: str | None = None) -> dict[str, Any]:
     """Return the verdict on two routes. fault: what is wrong with the files that the second route reads."""
     # The module: the package's function of this name stands before it.
-    module = importlib.import_module("trimtab.proof.verify")
+    module = importlib.import_module("trimtab.verification.verify")
     own = module.case_of
     with tempfile.TemporaryDirectory(prefix="trimtab-alarms-") as folder, quiet():
         work = Path(folder)

@@ -27,14 +27,14 @@ from tests import alarm_routes, merging, pico
 from tests.alarm_faults import ADAPTER_FAULTS, change_config, change_tensors, cpu_threads, quiet, scale_b
 from tests.alarm_routes import judge_demos, judge_route, ratios, upper_bound  # noqa: F401 - judged by name
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.merge import merge
-from trimtab.merge.check import check_files
-from trimtab.merge.report import MergeCheck
-from trimtab.packages import stack_versions
-from trimtab.proof import criterion
-from trimtab.proof.report import ParityReport
-from trimtab.proof.stock_route import load_base
-from trimtab.proof.verify import verify
+from trimtab.merging import merge
+from trimtab.merging.check import check_files
+from trimtab.merging.report import MergeCheck
+from trimtab.process.packages import stack_versions
+from trimtab.verification.report import ParityReport
+from trimtab.verification.routes import alarm_rate as criterion
+from trimtab.verification.routes.stock_run import load_base
+from trimtab.verification.verify import verify
 
 DEMO = Path(__file__).parent.parent / "trimtab" / "demo"
 DEMO_ADAPTERS = ("style", "specialist", "rslora-dora")
@@ -175,8 +175,8 @@ def merge_in_bfloat16(model: Any) -> None:
 
 def recheck(base: Path, adapter: Path, out: Path, case: Right) -> MergeCheck:
     """Return what `merge --check` finds in a folder that should be this merge, whoever wrote it."""
-    from trimtab.merge.merge import _prepare
-    from trimtab.merge.request import MergeRequest, parts_of
+    from trimtab.merging.changes.request import MergeRequest, parts_of
+    from trimtab.merging.merge import _prepare
 
     request = MergeRequest(
         model=str(base), out=str(out), adapters=parts_of({"a": adapter}), dtype=case.dtype, requantize=case.requantize

@@ -50,9 +50,9 @@ def keep_rates():
     import torch
     from platformdirs import user_cache_path
 
-    from trimtab.machine import rates_file
-    from trimtab.plan import Rates
-    from trimtab.runtime import devices
+    from trimtab.engine.memory import rates as devices
+    from trimtab.machine import rates_cache as rates_file
+    from trimtab.planning import Rates
 
     if user_cache_path("trimtab").is_relative_to(_CACHE.name):
         rates = Rates(
@@ -78,7 +78,7 @@ def no_network(monkeypatch):
 @pytest.fixture(autouse=True)
 def own_log():
     """Take back how `trimtab serve` logs if a test calls it in this process: its handler writes to a stream that is closed."""
-    from trimtab.serve.journal import FORMAT_VARIABLE, LEVEL_VARIABLE
+    from trimtab.serve.contract.log import FORMAT_VARIABLE, LEVEL_VARIABLE
 
     loggers = [logging.getLogger(name) for name in ("trimtab", "uvicorn")]
     before = [(one, list(one.handlers), one.propagate, one.level) for one in loggers]

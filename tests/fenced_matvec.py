@@ -13,7 +13,9 @@ import torch
 
 from tests.cuda_on_cpu import run
 from tests.test_matvec import H200, SHAPES, adapters_of, exact, group_of
-from trimtab.runtime import cuts, matvec, tuning
+from trimtab.engine.cuda import launch_config as cuts
+from trimtab.engine.kernels import autotune as tuning
+from trimtab.engine.kernels import gemv4 as matvec
 
 PAGE = mmap.PAGESIZE
 LIBC = ctypes.CDLL(None, use_errno=True)

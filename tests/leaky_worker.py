@@ -3,9 +3,9 @@
 import os
 
 from trimtab.errors import AdapterError, CheckpointError
-from trimtab.serve.channel import Channel, event_to_message, job_from_message
-from trimtab.serve.job import Event
-from trimtab.serve.scheduler import error_event
+from trimtab.serve.contract.job import Event
+from trimtab.serve.scheduling.scheduler import error_event
+from trimtab.serve.worker.ipc import Channel, event_to_message, job_from_message
 
 
 def main(connection, settings):

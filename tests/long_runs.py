@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests import pico
-from trimtab.runtime import hf_slots
+from trimtab.engine.kv import kv_cache as hf_slots
 
 SLOW_ON_CPU = (pytest.mark.slow,) if os.environ.get("TRIMTAB_TEST_DEVICE", "cpu") == "cpu" else ()
 # Keys and values shared with earlier layers, towers and windows; positions in three dimensions; none of these. The other families

@@ -19,8 +19,8 @@ EVENTS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
 
 def run(model: str, adapter: str, out: Path, point: int) -> int:
     """Merge, and kill this very process at an event; returns the number of events if it was never reached."""
-    from trimtab.checkpoint.write import PositionedWriter
-    from trimtab.merge import merge
+    from trimtab.checkpoint.writer import PositionedWriter
+    from trimtab.merging import merge
 
     count = 0
 
@@ -56,12 +56,10 @@ def main() -> None:
     model, adapter, folder, points = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
     import torch
 
-    from trimtab.merge import (  # noqa: F401
-        merge,
-        recipe,
-        stream,
-    )
-    from trimtab.runtime import hf  # noqa: F401
+    from trimtab.engine.loader import transformers_model as hf  # noqa: F401
+    from trimtab.merging import merge  # noqa: F401
+    from trimtab.merging.changes import plan as recipe  # noqa: F401
+    from trimtab.merging.files import write as stream  # noqa: F401
 
     torch.set_num_threads(1)
     total = _child(model, adapter, folder / "whole" / "out", 0)

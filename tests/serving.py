@@ -7,11 +7,11 @@ import asyncio
 from starlette.testclient import TestClient
 
 from trimtab.errors import RequestError
-from trimtab.serve.app import make_app
-from trimtab.serve.faults import UnknownModelError
-from trimtab.serve.job import Event, Token
-from trimtab.serve.metrics import Metrics
-from trimtab.serve.settings import Settings
+from trimtab.serve.contract.errors import UnknownModelError
+from trimtab.serve.contract.job import Event, Token
+from trimtab.serve.contract.settings import Settings
+from trimtab.serve.http.app import make_app
+from trimtab.serve.observe.metrics import Metrics
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 2}
 

@@ -21,8 +21,8 @@ from tests.adapters import (
     q_proj,
     write_adapter,
 )
-from trimtab.checkpoint.adapter import describe, match_adapter, read_adapter
-from trimtab.checkpoint.adapter_rules import Rules
+from trimtab.adapters.adapter import describe, match_adapter, read_adapter
+from trimtab.adapters.rules import Rules
 
 
 def test_without_a_model_the_report_counts_by_names(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_the_multimodal_e2b_adapter_is_accounted_for_tensor_by_tensor(tmp_path: 
 def test_the_report_agrees_with_the_model_that_transformers_builds(size: str, tmp_path: Path) -> None:
     from tests import pico
     from trimtab.checkpoint.folder import read_checkpoint
-    from trimtab.runtime.hf import read_anatomy
+    from trimtab.engine.loader.transformers_model import read_anatomy
 
     file = read_adapter(pico.big_adapter_header(tmp_path / "adapter", size))
     checkpoint = read_checkpoint(pico.e_series(size, tmp_path / "model"))
@@ -117,7 +117,7 @@ def test_the_report_agrees_with_the_model_that_transformers_builds(size: str, tm
 def test_reading_an_adapter_imports_no_torch(tmp_path: Path) -> None:
     write_adapter(tmp_path, q_proj())
     code = (
-        "import sys; from trimtab.checkpoint.adapter import read_adapter, describe; "
+        "import sys; from trimtab.adapters.adapter import read_adapter, describe; "
         f"describe(read_adapter({str(tmp_path)!r}), None); "
         "sys.exit([name for name in ('torch', 'transformers', 'peft') if name in sys.modules] != [])"
     )

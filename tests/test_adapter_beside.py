@@ -9,14 +9,14 @@ import pytest
 
 import trimtab
 from tests import pico
-from trimtab.checkpoint.adapter_beside import HARMLESS, KNOWN, TOLD, weights_beside
-from trimtab.checkpoint.adapter_file import read_adapter
+from trimtab.adapters.file import read_adapter
+from trimtab.adapters.weights_beside import HARMLESS, KNOWN, TOLD, weights_beside
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.cli import main
+from trimtab.cli.main import main
 from trimtab.errors import AdapterError
-from trimtab.merge import merge
-from trimtab.proof.verify import check_adapters
-from trimtab.serve.held_adapters import HeldAdapters
+from trimtab.merging import merge
+from trimtab.serve.adapters.host_adapters import HeldAdapters
+from trimtab.verification.verify import check_adapters
 
 # Trained weights, and who writes them.
 TRAINED = (

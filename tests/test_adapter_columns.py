@@ -13,14 +13,16 @@ from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import prompts as cpu_module
 from tests.test_many_step import wide as wide_checkpoint
 from tests.test_prefill import answered, differ, eager, ids, in_chunks
-from trimtab.plan.prompt_memory import ADAPTER_COLUMNS
-from trimtab.runtime import adapter_columns, lora, prompt_kernels
-from trimtab.runtime.adapter_columns import LARGEST_ERROR, AdapterColumns, extended_width, groups_of, wrong
-from trimtab.runtime.adapter_store import EAGER, AdapterStore, Selection
-from trimtab.runtime.kept_checks import KeptChecks
-from trimtab.runtime.leaves import ResidentLeaf
-from trimtab.runtime.prompt_kernels import PromptKernels
-from trimtab.runtime.quant import dequantize, quantize
+from trimtab.engine.batched_lora import columns as adapter_columns
+from trimtab.engine.batched_lora.columns import LARGEST_ERROR, AdapterColumns, extended_width, groups_of, wrong
+from trimtab.engine.cuda.check_cache import KeptChecks
+from trimtab.engine.formats.bitsandbytes import dequantize, quantize
+from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.kernels.dequantize import PromptKernels
+from trimtab.engine.layers.linear import ResidentLeaf
+from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora.store import EAGER, AdapterStore, Selection
+from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
 
 on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 BF16, CPU = torch.bfloat16, torch.device("cpu")

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.adapters import VISION, match, pair, problems_of, q_proj, refused, write_adapter
 from tests.examples import examples
-from trimtab.checkpoint import adapter_config
-from trimtab.checkpoint.adapter import read_adapter
-from trimtab.checkpoint.patterns import Matcher
+from trimtab.adapters import config as adapter_config
+from trimtab.adapters.adapter import read_adapter
+from trimtab.adapters.patterns import Matcher
 
 # The configuration
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.adapters import PEFT_HEAD, TEXT, q_proj, refused, write_adapter
-from trimtab.checkpoint.adapter import read_adapter
+from trimtab.adapters.adapter import read_adapter
 from trimtab.errors import AdapterError, CheckpointError, DeviceError, TrimtabError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.adapters import PEFT_HEAD, TEXT, Shapes, match, pair, problems_of, q_proj, row, small_anatomy
-from trimtab.checkpoint.adapter_keys import parse_key
+from trimtab.adapters.keys import parse_key
 
 # Spellings
 

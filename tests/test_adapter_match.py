@@ -20,7 +20,7 @@ from tests.adapters import (
     row,
     small_anatomy,
 )
-from trimtab.checkpoint.adapter import describe
+from trimtab.adapters.adapter import describe
 
 # Modules
 from trimtab.checkpoint.anatomy import TensorRow

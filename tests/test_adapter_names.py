@@ -10,7 +10,7 @@ import pytest
 import trimtab
 import trimtab.demo as demo
 from trimtab.adapter_names import NamedAdapter, parse_adapter, parse_adapters, parse_unweighted, paths_of
-from trimtab.commands.wording import in_flags
+from trimtab.cli.flags.wording import in_flags
 from trimtab.errors import RequestError
 from trimtab.request import LoadRequest, parse_bytes
 

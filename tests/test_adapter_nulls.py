@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from tests.adapters import TEXT, match, q_proj, refused, write_adapter
-from trimtab.checkpoint.adapter import describe
-from trimtab.checkpoint.adapter_config import FIELDS
+from trimtab.adapters.adapter import describe
+from trimtab.adapters.config import FIELDS
 
 peft = pytest.importorskip("peft")
 SWITCHES = ("use_dora", "use_rslora", "lora_bias", "fan_in_fan_out", "ensure_weight_tying")

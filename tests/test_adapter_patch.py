@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import trimtab
-from trimtab import cli
-from trimtab.checkpoint.adapter_file import read_adapter
-from trimtab.checkpoint.adapter_patch import short_pattern
+from trimtab.adapters.file import read_adapter
+from trimtab.adapters.patch import short_pattern
 from trimtab.checkpoint.headers import read_header
+from trimtab.cli import main as cli
 from trimtab.errors import RequestError
 
 DEMO = Path(trimtab.__file__).parent / "demo"

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trimtab.engine.lora.layers import Holders
+from trimtab.engine.lora.store import BASE, EAGER, AdapterStore, Selection
 from trimtab.errors import RequestError
-from trimtab.runtime.adapter_store import BASE, EAGER, AdapterStore, Selection
-from trimtab.runtime.lora import Holders
 
 CPU = torch.device("cpu")
 NAMES = st.one_of(st.none(), st.sampled_from(["a", "b", "c"]))

@@ -6,7 +6,7 @@ import ipaddress
 
 import pytest
 
-from trimtab.serve.addresses import client_network, is_public
+from trimtab.serve.media.addresses import client_network, is_public
 
 # Of the registries, with what stands directly around each that is public.
 PRIVATE = (

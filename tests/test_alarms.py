@@ -13,8 +13,8 @@ from tests import alarm_routes, alarms
 from tests.alarm_faults import ADAPTER_FAULTS
 from tests.alarm_routes import Route, judge_demos, judge_route
 from tests.alarms import FAULTS, Right, judge_fault, judge_right
-from trimtab.packages import stack_versions
-from trimtab.proof import criterion
+from trimtab.process.packages import stack_versions
+from trimtab.verification.routes import alarm_rate as criterion
 
 RECORDED = Path(__file__).parent.parent / "bench" / "results" / "alarms.json"
 RIGHT = Right(

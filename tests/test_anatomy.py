@@ -14,11 +14,11 @@ import transformers
 from torch import nn
 
 from tests import pico, stock
-from trimtab.checkpoint.adapter import match_adapter, read_adapter
+from trimtab.adapters.adapter import match_adapter, read_adapter
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import read_checkpoint
+from trimtab.engine.loader import transformers_model as hf
 from trimtab.errors import RequestError
-from trimtab.runtime import hf
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from trimtab.runtime.answer_forms import CALL_MARKS, AnswerForm
-from trimtab.runtime.answer_reader import AnswerReader, Call, JsonSpan
+from trimtab.engine.chat.answer_forms import CALL_MARKS, AnswerForm
+from trimtab.engine.chat.answer_reader import AnswerReader, Call, JsonSpan
 
 THINK, CHANNEL = ("<think>", "</think>"), ("<|channel>", "<channel|>")
 FUNCTIONS = {

@@ -7,16 +7,17 @@ import pytest
 import trimtab
 from tests.test_execution import off_device, plan
 from tests.test_vocabulary import BASE
-from trimtab import cli
-from trimtab.commands import bench as bench_command
-from trimtab.commands import line, many
-from trimtab.commands.serve import served_models
+from trimtab.cli import main as cli
+from trimtab.cli.commands import bench as bench_command
+from trimtab.cli.commands import plan_run as line
+from trimtab.cli.commands import run_prompts as many
+from trimtab.cli.commands.serve import served_models
 from trimtab.errors import CheckpointError, RequestError
-from trimtab.plan import Plan
-from trimtab.plan.activations import answer_tokens_of
-from trimtab.plan.narrow import narrow_table
+from trimtab.planning import Plan
+from trimtab.planning.display.narrow import narrow_table
+from trimtab.planning.memory.activations import answer_tokens_of
 from trimtab.request import DEFAULT_NEW_TOKENS, LoadRequest
-from trimtab.serve.registry import read_registry
+from trimtab.serve.worker.registry import read_registry
 
 
 @pytest.mark.parametrize("gib", [3.2, *(pytest.param(gib, marks=pytest.mark.slow) for gib in (2.8, 3.5, 4.25))])

@@ -23,14 +23,19 @@ from starlette.testclient import TestClient
 from tests.serving import MockPool, client, failed, forever, token, words
 from trimtab import errors
 from trimtab.errors import DeviceError, RequestError, TrimtabError
-from trimtab.serve import answers, body, faults, quotas, scheduler, supervisor
-from trimtab.serve.app import make_app
-from trimtab.serve.faults import ERRORS, UnknownModelError
-from trimtab.serve.job import Event
-from trimtab.serve.metrics import Metrics
-from trimtab.serve.openapi import BESIDE, description
-from trimtab.serve.scheduler import QueueFullError
-from trimtab.serve.settings import ADMIN_PATHS, Limits, Settings
+from trimtab.serve.api import body
+from trimtab.serve.api import responses as answers
+from trimtab.serve.contract import errors as faults
+from trimtab.serve.contract import quotas
+from trimtab.serve.contract.errors import ERRORS, UnknownModelError
+from trimtab.serve.contract.job import Event
+from trimtab.serve.contract.settings import ADMIN_PATHS, Limits, Settings
+from trimtab.serve.http.app import make_app
+from trimtab.serve.http.openapi import BESIDE, description
+from trimtab.serve.observe.metrics import Metrics
+from trimtab.serve.scheduling import scheduler
+from trimtab.serve.scheduling.scheduler import QueueFullError
+from trimtab.serve.worker import supervisor
 
 WAIT_S = 10.0
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}
@@ -78,8 +83,8 @@ def events_of(response):
 
 
 def test_usage_names_the_output_head_where_the_engine_says_it():
-    from trimtab.serve.job import Event
-    from trimtab.serve.shapes import ChatShape
+    from trimtab.serve.api.openai_shape import ChatShape
+    from trimtab.serve.contract.job import Event
 
     asked = SimpleNamespace(model="demo", n=1, logprobs=False)
     for head in ("full", "int8", None):
@@ -90,8 +95,8 @@ def test_usage_names_the_output_head_where_the_engine_says_it():
 
 
 def test_usage_names_the_form_of_keys_and_values_where_the_engine_says_it():
-    from trimtab.serve.job import Event
-    from trimtab.serve.shapes import ChatShape
+    from trimtab.serve.api.openai_shape import ChatShape
+    from trimtab.serve.contract.job import Event
 
     for kv in ("full", "int8", None):
         shape = ChatShape(SimpleNamespace(model="demo", n=1, logprobs=False))
@@ -351,7 +356,7 @@ def test_what_is_beyond_a_limit_is_refused_at_its_place_and_asks_no_model(limits
 
 
 def test_too_many_addresses_are_refused_before_one_is_fetched(monkeypatch):
-    monkeypatch.setattr("trimtab.serve.fetch.Fetcher._read", lambda *_: pytest.fail("fetched"))
+    monkeypatch.setattr("trimtab.serve.media.fetch.Fetcher._read", lambda *_: pytest.fail("fetched"))
     parts = [{"type": "image_url", "image_url": {"url": f"http://example.org/{i}.png"}} for i in range(20)]
     found = client(MockPool(), allow_fetch=("example.org",))
     assert "at most 16" in error_of(chat(found, messages=[{"role": "user", "content": parts}]), 400)["message"]
@@ -646,7 +651,7 @@ def test_every_key_is_compared_in_constant_time(monkeypatch):
         return hmac_compare(one, other)
 
     hmac_compare = hmac.compare_digest
-    monkeypatch.setattr("trimtab.serve.door.hmac.compare_digest", compare)
+    monkeypatch.setattr("trimtab.serve.http.auth.hmac.compare_digest", compare)
     found = client(MockPool(), api_keys=("a", "a-much-longer-key"))
     for key, status in (("a", 200), ("b" * 100, 401), ("", 401)):
         assert found.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == status
@@ -808,7 +813,7 @@ def test_a_path_with_another_method_is_405_whatever_the_body_is(method, path, al
 
 def test_the_api_process_imports_no_torch():
     code = (
-        "import sys, trimtab.serve.run, trimtab.serve.page, trimtab.commands.serve, PIL.Image\n"
+        "import sys, trimtab.serve.run, trimtab.serve.http.page, trimtab.cli.commands.serve, PIL.Image\n"
         "heavy = {'torch', 'numpy', 'transformers', 'bitsandbytes', 'safetensors'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

@@ -12,7 +12,7 @@ import pytest
 from tests.serving import USAGE, MockPool, client, failed, words
 from tests.test_app import PICTURE, PNG, events_of, wav
 from tests.test_app_calling import called
-from trimtab.serve.job import Event
+from trimtab.serve.contract.job import Event
 
 ASK = {"model": "demo", "max_tokens": 9, "messages": [{"role": "user", "content": "Hello"}]}
 

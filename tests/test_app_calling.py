@@ -8,7 +8,7 @@ import pytest
 
 from tests.serving import USAGE, MockPool, client
 from tests.test_app import CHAT, chat, error_of, events_of
-from trimtab.serve.job import Event
+from trimtab.serve.contract.job import Event
 
 TOOL = {
     "type": "function",

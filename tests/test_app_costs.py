@@ -9,8 +9,8 @@ import pytest
 
 from tests.serving import MockPool, client
 from tests.test_app import CHAT
-from trimtab.serve import app as app_module
-from trimtab.serve import faults
+from trimtab.serve.contract import errors as faults
+from trimtab.serve.http import app as app_module
 
 
 def test_the_description_is_made_once_and_away_from_the_event_loop(monkeypatch):

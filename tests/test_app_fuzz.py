@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from tests.serving import MockPool
 from tests.test_app import PICTURE, drive_raw
-from trimtab.serve.app import make_app
-from trimtab.serve.metrics import Metrics
-from trimtab.serve.openapi import description
-from trimtab.serve.request_kinds import REQUESTS
-from trimtab.serve.settings import Settings
+from trimtab.serve.api.request_kinds import REQUESTS
+from trimtab.serve.contract.settings import Settings
+from trimtab.serve.http.app import make_app
+from trimtab.serve.http.openapi import description
+from trimtab.serve.observe.metrics import Metrics
 
 DEMO = Path(__file__).resolve().parent.parent / "trimtab" / "demo"
 WAV = base64.b64encode((DEMO / "sounds" / "audio_1.wav").read_bytes()).decode()

@@ -21,9 +21,9 @@ from pydantic import BaseModel
 
 import trimtab
 from tests.long_runs import crossed
-from trimtab import cli
-from trimtab.demo.line import ADAPTERS
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.cli import main as cli
+from trimtab.demo.demo import ADAPTERS
+from trimtab.demo.demo import FOLDER as DEMO
 
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
 

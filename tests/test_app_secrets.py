@@ -13,16 +13,16 @@ from starlette.testclient import TestClient
 import trimtab
 from tests import leaky_worker
 from tests.test_app import PICTURE
-from trimtab.demo.line import FOLDER as DEMO
-from trimtab.redact import own_folders, without_paths
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.process.redact import own_folders, without_paths
 from trimtab.request import LoadRequest
-from trimtab.serve.app import make_app
-from trimtab.serve.metrics import Metrics
-from trimtab.serve.page import page_routes
+from trimtab.serve.contract.settings import Settings
+from trimtab.serve.http.app import make_app
+from trimtab.serve.http.page import page_routes
+from trimtab.serve.observe.metrics import Metrics
 from trimtab.serve.pool import Pool, folders_of, shown_plan
-from trimtab.serve.registry import ServedModel
-from trimtab.serve.settings import Settings
-from trimtab.serve.supervisor import Supervisor
+from trimtab.serve.worker.registry import ServedModel
+from trimtab.serve.worker.supervisor import Supervisor
 
 # In the names of folders, with a space beside it: what no pattern of a path alone can find the end of.
 SECRET = "Sentinel7 folder"

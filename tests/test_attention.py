@@ -16,11 +16,11 @@ from tests import pico
 from tests.lent import lent
 from tests.long_runs import crossed
 from tests.test_prefill import picture
-from trimtab.runtime import hf_attention
-from trimtab.runtime.batch import Batch
-from trimtab.runtime.hf_attention import attention, grouped
-from trimtab.runtime.hf_slots import PagedLayer
-from trimtab.runtime.prefill_graphs import Prompts
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.kv.kv_cache import PagedLayer
+from trimtab.engine.passes import attention as hf_attention
+from trimtab.engine.passes.attention import attention, grouped
+from trimtab.engine.prefill.prefill import Prompts
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 # (heads of keys, group, tokens, places, width): last blocks of one query, keys on both sides of a multiple of 8 and of 32.

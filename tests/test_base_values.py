@@ -11,10 +11,14 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from tests.anatomies import e_series
-from trimtab.plan import activations
-from trimtab.plan.cost import HEAD8
-from trimtab.runtime import base_values, head8, leaves, quant, tables
-from trimtab.runtime.adapter_store import AdapterStore
+from trimtab.engine.formats import bitsandbytes as quant
+from trimtab.engine.formats import int8_head as head8
+from trimtab.engine.layers import embedding as tables
+from trimtab.engine.layers import linear as leaves
+from trimtab.engine.lora import base_values
+from trimtab.engine.lora.store import AdapterStore
+from trimtab.planning.memory import activations
+from trimtab.planning.values.byte_sizes import HEAD8
 
 CPU = torch.device("cpu")
 KINDS = ("none", HEAD8, "int8", "fp4", "nf4", "nf4-dq")

@@ -10,13 +10,14 @@ import torch
 import trimtab
 from tests import long_runs, talking
 from tests.lent import lent
-from trimtab.demo.line import ADAPTERS
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import ADAPTERS
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.batch import sampling as hf_generate
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.prefill.prefill import Prompts
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import hf_generate, hf_slots
-from trimtab.runtime.batch import Batch
-from trimtab.runtime.prefill_graphs import Prompts
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 # Lengths on both sides of the families' sliding window of 8 tokens.

@@ -14,18 +14,21 @@ import torch
 from tests import pico
 from tests.long_runs import SLOW_ON_CPU, slow_on_cpu
 from tests.test_graphs import DEVICE, replayed  # noqa: F401
-from trimtab import load, plan
-from trimtab.demo.line import ADAPTERS
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab import load
+from trimtab import planning as plan
+from trimtab.demo.demo import ADAPTERS
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.decode import batch_invariant as company
+from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.prefill.prefill import Prompts
 from trimtab.errors import RequestError
-from trimtab.plan import execution, narrow
+from trimtab.planning.display import narrow
+from trimtab.planning.values import execution
 from trimtab.request import GenerateRequest, LoadRequest
-from trimtab.runtime import company, hf_slots
-from trimtab.runtime.batch import Batch
-from trimtab.runtime.prefill_graphs import Prompts
-from trimtab.serve.engine import LoadedEngine
-from trimtab.serve.job import Job
-from trimtab.serve.scheduler import Scheduler
+from trimtab.serve.contract.job import Job
+from trimtab.serve.scheduling.scheduler import Scheduler
+from trimtab.serve.worker.engine import LoadedEngine
 
 TOKENS = 6
 ROWS = 4

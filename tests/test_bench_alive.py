@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from bench import alive
-from trimtab.proof.remote import choosing, verify_remote
-from trimtab.proof.remote.faults import write_faults
-from trimtab.proof.remote.report import MEASURED
+from trimtab.verification.server import choosing
+from trimtab.verification.server import verify as verify_remote
+from trimtab.verification.server.faults import write_faults
+from trimtab.verification.server.report import MEASURED
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "is-my-adapter-alive.md").read_text("utf-8")

@@ -9,7 +9,7 @@ from bench import cards
 from tests.anatomies import with_int8_head
 from tests.test_execution import ADAPTER, E4B, GIB, H200, card
 from tools import readme_numbers
-from trimtab.plan import make_plan
+from trimtab.planning import make_plan
 from trimtab.request import LoadRequest
 
 

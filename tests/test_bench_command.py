@@ -9,14 +9,16 @@ import torch
 
 from tests.test_bench_report import ran, world  # noqa: F401 - the fixture
 from tests.test_environment import read_only_environment
-from trimtab import cli
-from trimtab.commands import bench as command
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.benchmark import bandwidth
+from trimtab.benchmark import bench as benching
+from trimtab.benchmark import prepare as prepare_inside
+from trimtab.benchmark import stopwatch as clock
+from trimtab.benchmark.bench import BenchRequest
+from trimtab.cli import main as cli
+from trimtab.cli.commands import bench as command
+from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.errors import DeviceError, RequestError
-from trimtab.proof.routes import run_module
-from trimtab.speed import bandwidth, clock, prepare_inside
-from trimtab.speed import bench as benching
-from trimtab.speed.bench import BenchRequest
+from trimtab.verification.routes.runner import run_module
 
 END = 16  # of the demo, beside 1
 BASE, STYLE = str(DEMO / "base"), f"style={DEMO / 'adapters' / 'style'}"
@@ -162,7 +164,7 @@ def test_prompts_of_a_file_are_taken_as_they_are_and_all_that_are_too_long_are_n
 
 
 def test_the_made_prompt_has_exactly_the_length_that_was_asked_with_or_without_a_tokenizer(tmp_path):
-    from trimtab.runtime import hf_processor
+    from trimtab.engine.loader import processor as hf_processor
 
     asked = SimpleNamespace(
         processor_folder=Path(BASE), processor=hf_processor.load_processor(Path(BASE)),
@@ -204,7 +206,7 @@ def test_the_best_of_some_repeats_leaves_the_first_out(monkeypatch):
 def test_stock_computes_as_bitsandbytes_itself_would_and_that_is_said(monkeypatch, has_path):
     from bitsandbytes import functional
 
-    from trimtab.speed import stock_inside
+    from trimtab.benchmark import run_stock as stock_inside
 
     monkeypatch.setattr(functional, "has_avx512bf16", lambda: has_path)
     model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bench import matrix
-from trimtab.doctor.cases import CASE_NAMES, CASES
+from trimtab.doctor.cases.cases import CASE_NAMES, CASES
 
 
 def test_every_case_is_run_once_and_those_that_fill_the_card_alone():

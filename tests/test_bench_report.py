@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 
 from tests.test_environment import read_only_environment
 from tests.test_planner import plan
+from trimtab.benchmark import bench as benching
+from trimtab.benchmark import chart as picture
+from trimtab.benchmark import stats as figures
+from trimtab.benchmark.bench import BenchRequest, bench
+from trimtab.benchmark.chart import draw
+from trimtab.benchmark.report import check_save_path
 from trimtab.errors import DeviceError, RequestError, UpstreamError
-from trimtab.proof.prompts import Prompt
 from trimtab.report.charts import WIDTH, Box, Label, Stroke
 from trimtab.request import LoadRequest
-from trimtab.speed import bench as benching
-from trimtab.speed import figures, picture
-from trimtab.speed.bench import BenchRequest, bench
-from trimtab.speed.picture import draw
-from trimtab.speed.report import check_save_path
+from trimtab.verification.routes.prompts import Prompt
 
 PLAN = plan()
 BANDWIDTH = {"device_Bps": 1e12, "host_Bps": 2e10, "link_Bps": 5e10}

@@ -44,11 +44,11 @@ def test_the_table_is_short_and_aligned():
 
 
 def test_a_sample_is_in_one_part_of_a_start():
-    worker, model = "/x/trimtab/serve/worker:__init__", "/x/trimtab/runtime/model:__init__"
-    weights = "/x/trimtab/runtime/load:run"
+    worker, model = "/x/trimtab/serve/worker/worker:__init__", "/x/trimtab/engine/model:__init__"
+    weights = "/x/trimtab/engine/loader/load:run"
     assert start_parts.part_of(["/x/torch/nn:f", weights, model, worker]) == "weights"
     assert start_parts.part_of(["<frozen importlib._bootstrap>:_find_and_load", weights, worker]) == "imports"
-    assert start_parts.part_of(["/x/trimtab/runtime/fused_check:_one", model, worker]) == "checks of kernels"
+    assert start_parts.part_of(["/x/trimtab/engine/kernels/selfcheck:_one", model, worker]) == "checks of kernels"
     assert start_parts.part_of([model, worker]) == "rest of loading" and start_parts.part_of([worker]) == "rest"
 
 

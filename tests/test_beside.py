@@ -9,12 +9,12 @@ import torch
 
 import trimtab
 from tests import stock
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.calls.prompt_logprobs import PIECE_TOKENS, PromptScores
 from trimtab.request import GenerateRequest
-from trimtab.runtime.prompt_scores import PIECE_TOKENS, PromptScores
-from trimtab.serve.engine import LoadedEngine
-from trimtab.serve.job import Job
-from trimtab.serve.scheduler import Scheduler
+from trimtab.serve.contract.job import Job
+from trimtab.serve.scheduling.scheduler import Scheduler
+from trimtab.serve.worker.engine import LoadedEngine
 
 TEXT = "Who rules Ivarra, and for how long?"
 

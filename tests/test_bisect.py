@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.doctor.bisect import (
+from trimtab.doctor.bisect.bisect import (
     Bisection,
     Range,
     Row,
@@ -25,7 +25,7 @@ from trimtab.doctor.bisect import (
     parse_range,
     releases_between,
 )
-from trimtab.doctor.bisect_environments import (
+from trimtab.doctor.bisect.environments import (
     PACKAGES,
     READY,
     Base,
@@ -35,7 +35,7 @@ from trimtab.doctor.bisect_environments import (
     run_command,
     sorted_versions,
 )
-from trimtab.doctor.bisect_search import Change, find_changes
+from trimtab.doctor.bisect.search import Change, find_changes
 from trimtab.errors import AdapterError, CheckpointError, RequestError
 
 LISTED = ("1.10.0", "1.9.1", "1.9.0", "1.8.0", "1.7.0", "1.6.0")
@@ -342,8 +342,8 @@ def test_a_stopped_search_stops_the_next_ones(tmp_path):
 
 def test_catalogue_ids_run_their_probe(tmp_path, monkeypatch):
     """Other packages' versions are the base's; only the probe's state is asked."""
-    from trimtab.doctor import probes
-    from trimtab.doctor.bug import Seen
+    from trimtab.doctor.facts.bug import Seen
+    from trimtab.doctor.probes import runner as probes
 
     asked = []
 

@@ -6,8 +6,8 @@ import pytest
 
 from tests.anatomies import e_series, small
 from trimtab.checkpoint.anatomy import ModuleRow, TensorRow
-from trimtab.plan.blocks import blocks_of, quant_of, tied_paths, why_fixed
-from trimtab.plan.cost import packed_bytes
+from trimtab.planning.values.blocks import blocks_of, quant_of, tied_paths, why_fixed
+from trimtab.planning.values.byte_sizes import packed_bytes
 
 E2B = e_series("E2B")
 EMBED = "model.language_model.embed_tokens"
@@ -144,7 +144,7 @@ def test_the_hand_written_e2b_is_that_of_the_real_classes(tmp_path):
     pytest.importorskip("transformers")
     from tests import pico
     from trimtab.checkpoint.folder import read_checkpoint
-    from trimtab.runtime import hf
+    from trimtab.engine.loader import transformers_model as hf
 
     real = hf.read_anatomy(read_checkpoint(pico.e_series("e2b", tmp_path)), quant="nf4-dq", dtype="bfloat16")
     ours = {b.block_path: b for b in blocks_of(E2B, "nf4-dq")}

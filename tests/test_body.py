@@ -20,11 +20,12 @@ from tests.examples import examples
 from tests.serving import MockPool, client, forever
 from tests.test_app import CHAT, PNG, chat, error_of
 from trimtab.errors import RequestError
-from trimtab.serve import body, wire
-from trimtab.serve.app import make_app
-from trimtab.serve.body import FREE_BYTES, BodiesFullError, BodyLimits, BodyTooLargeError, Budget, JsonCounter
-from trimtab.serve.metrics import Metrics
-from trimtab.serve.settings import Limits, Settings
+from trimtab.serve.api import body
+from trimtab.serve.api import schemas as wire
+from trimtab.serve.api.body import FREE_BYTES, BodiesFullError, BodyLimits, BodyTooLargeError, Budget, JsonCounter
+from trimtab.serve.contract.settings import Limits, Settings
+from trimtab.serve.http.app import make_app
+from trimtab.serve.observe.metrics import Metrics
 
 ANY = BodyLimits(2**20, 2**20, 2**20, 2**20)
 

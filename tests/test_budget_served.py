@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from trimtab.serve.budget import Budget
+from trimtab.serve.scheduling.budget import Budget
 
 # Tokens of a chunk and its milliseconds.
 CHUNK_MS = (

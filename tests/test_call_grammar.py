@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests import talking
+from trimtab.engine.chat.answer_forms import CALL_MARKS, AnswerForm
+from trimtab.engine.chat.answer_reader import AnswerReader
 from trimtab.errors import RequestError
-from trimtab.runtime.answer_forms import CALL_MARKS, AnswerForm
-from trimtab.runtime.answer_reader import AnswerReader
-from trimtab.serve.constraint import AfterThought, Grammar
+from trimtab.serve.grammar.constraint import AfterThought, Grammar
 
 END = 1
 TREE = {

@@ -12,14 +12,14 @@ import torch
 import trimtab
 from tests.long_runs import slow_on_cpu
 from tests.tool_templates import NOW, TEMPLATES, WEATHER
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.chat import prompt as chat
+from trimtab.engine.chat.answer_forms import CALL_MARKS, form_of
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import chat
-from trimtab.runtime.answer_forms import CALL_MARKS, form_of
-from trimtab.serve.engine import LoadedEngine
-from trimtab.serve.job import Job
-from trimtab.serve.scheduler import Scheduler
+from trimtab.serve.contract.job import Job
+from trimtab.serve.scheduling.scheduler import Scheduler
+from trimtab.serve.worker.engine import LoadedEngine
 
 ASK = [{"role": "user", "content": "How is the weather in Paris?"}]
 FORMS = ["gemma4", *TEMPLATES]

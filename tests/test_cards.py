@@ -12,16 +12,25 @@ from hypothesis import strategies as st
 import trimtab
 from tests import pico
 from tests.rules import each
-from trimtab import cli
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.cli import main as cli
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.memory import rates as devices
 from trimtab.errors import DeviceError, DoesNotFitError, RequestError
-from trimtab.plan import Plan
-from trimtab.plan import options as plan_options
-from trimtab.plan.card_machine import machine_of, rates_of
-from trimtab.plan.cards import LANE_BPS, Card, check_here, find_card, known_cards, larger_cards, marked, sources
-from trimtab.plan.narrow import WIDTH, narrow_table
+from trimtab.planning import Plan
+from trimtab.planning import options as plan_options
+from trimtab.planning.display.narrow import WIDTH, narrow_table
+from trimtab.planning.request.card_machine import machine_of, rates_of
+from trimtab.planning.values.cards import (
+    LANE_BPS,
+    Card,
+    check_here,
+    find_card,
+    known_cards,
+    larger_cards,
+    marked,
+    sources,
+)
 from trimtab.request import LoadRequest
-from trimtab.runtime import devices
 
 GIB = 2**30
 BASE = DEMO / "base"
@@ -196,7 +205,7 @@ def test_a_card_and_the_cpu_as_device_contradict_each_other():
 
 
 def test_a_plan_for_a_card_that_is_not_here_is_not_loaded(tmp_path, capsys, monkeypatch):
-    from trimtab.runtime import devices
+    from trimtab.engine.memory import rates as devices
 
     monkeypatch.setattr(devices, "gpu_names", list)
     plan = trimtab.plan(BASE, card="RTX 4060 8GB")
@@ -276,7 +285,7 @@ def test_where_the_driver_spills_what_is_free_is_asked_before_loading(monkeypatc
     asked = []
     monkeypatch.setattr(api.sys, "platform", platform)
     monkeypatch.setattr(devices, "check_room", asked.append)
-    monkeypatch.setattr("trimtab.runtime.model.LoadedModel", stop)
+    monkeypatch.setattr("trimtab.engine.model.LoadedModel", stop)
     with pytest.raises(StopError):
         trimtab.load(plan)
     assert asked == ([plan] if is_asked else [])
@@ -285,8 +294,9 @@ def test_where_the_driver_spills_what_is_free_is_asked_before_loading(monkeypatc
 def test_options_read_the_model_once(monkeypatch, tmp_path):
     """Also where nothing is kept from earlier processes and the machine is asked anew."""
     from trimtab import api
-    from trimtab.machine import anatomies, known
-    from trimtab.runtime import hf
+    from trimtab.engine.loader import transformers_model as hf
+    from trimtab.machine import anatomy_cache as anatomies
+    from trimtab.machine import machine_cache as known
 
     seen = []
     real = hf.probe
@@ -547,7 +557,7 @@ def test_a_plan_is_chosen_by_the_link_that_the_card_has():
 def test_the_whole_decoder_of_e4b_fits_a_card_whose_driver_takes_less():
     """An H100 counts 395 MiB for its context, a card of 24 multiprocessors 179."""
     from tests.test_execution import MIB, off_device
-    from trimtab.plan.card_machine import context_bytes
+    from trimtab.planning.request.card_machine import context_bytes
 
     assert (context_bytes(24) // MIB, context_bytes(132) // MIB) == (179, 395)
     small = e4b_on(3.55, 24)
@@ -570,7 +580,7 @@ def test_a_decoder_that_fits_only_without_captured_prompts_copies_a_layer_instea
 def e4b_on(gib, multiprocessors, **options):
     """Return the plan of E4B's size, with a head of 8 bits where that helps, on a card of so much memory."""
     from tests.test_execution import GIB, Machine, plan
-    from trimtab.plan.card_machine import context_bytes
+    from trimtab.planning.request.card_machine import context_bytes
 
     context, total = context_bytes(multiprocessors), int(gib * GIB)
     machine = Machine(

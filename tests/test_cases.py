@@ -9,8 +9,9 @@ import sys
 import pytest
 
 from tests.adapters import write_adapter
-from trimtab.doctor import case_adapter, case_script
-from trimtab.doctor.cases import (
+from trimtab.doctor.cases import adapter as case_adapter
+from trimtab.doctor.cases import script as case_script
+from trimtab.doctor.cases.cases import (
     BROAD_TARGETS,
     CASE_NAMES,
     CASES,

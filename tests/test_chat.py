@@ -11,9 +11,9 @@ import transformers
 
 import trimtab
 from tests import talking
+from trimtab.engine.loader import processor as hf_processor
+from trimtab.engine.loader.processor import check_named_ids
 from trimtab.errors import CheckpointError, RequestError
-from trimtab.runtime import hf_processor
-from trimtab.runtime.hf_processor import check_named_ids
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 

@@ -17,11 +17,13 @@ from types import SimpleNamespace
 import pytest
 
 import trimtab
-from trimtab import cli, demo
-from trimtab.commands import chat as chat_command
-from trimtab.commands import chat_input, chat_session
-from trimtab.commands.chat_session import Session
-from trimtab.commands.words_apart import Style, marked
+from trimtab import demo
+from trimtab.cli import main as cli
+from trimtab.cli.chat import chat as chat_command
+from trimtab.cli.chat import input as chat_input
+from trimtab.cli.chat import session as chat_session
+from trimtab.cli.chat.session import Session
+from trimtab.cli.flags.highlight import Style, marked
 from trimtab.errors import RequestError
 
 BASE, STYLE = str(demo.BASE), f"style={demo.ADAPTERS['style']}"

@@ -24,10 +24,10 @@ from tests.test_prefill import (
     ids,
     through,
 )  # fmt: skip
-from trimtab.runtime import packed_prompts
-from trimtab.runtime.batch import Batch
-from trimtab.runtime.hf_gemma4_chunk import ChunkLayers
-from trimtab.runtime.prefill_graphs import Prompts
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.families.chunk import ChunkLayers
+from trimtab.engine.prefill import packing as packed_prompts
+from trimtab.engine.prefill.prefill import Prompts
 
 # On both sides of a chunk of 8 and 16 tokens and of the window of 8; several chunks, the last one nearly empty and full.
 LENGTHS = (1, 7, 8, 9, 15, 16, 17, 40, 48)

@@ -15,10 +15,14 @@ import pytest
 import torch
 
 import trimtab
-from trimtab import cli, errors, exit_codes, show
-from trimtab.commands import flags
-from trimtab.commands import line as commands
-from trimtab.demo import line
+from trimtab import errors
+from trimtab.cli import main as cli
+from trimtab.cli.commands import plan_run as commands
+from trimtab.cli.flags import flags
+from trimtab.cli.flags import model_text as show
+from trimtab.demo import demo as line
+from trimtab.engine.batch.generate import Generation, Piece
+from trimtab.engine.model import LoadedModel
 from trimtab.errors import (
     AdapterError,
     CheckpointError,
@@ -28,10 +32,9 @@ from trimtab.errors import (
     RequestError,
     UpstreamError,
 )
-from trimtab.proof.compare import drawn_noise
+from trimtab.process import exit_codes
 from trimtab.request import LoadRequest
-from trimtab.runtime.generate import Generation, Piece
-from trimtab.runtime.model import LoadedModel
+from trimtab.verification.routes.compare import drawn_noise
 
 STYLE = str(line.FOLDER / "adapters" / "style")
 ERRORS = [
@@ -87,7 +90,7 @@ def failing(error):
 
 def test_help_imports_neither_torch_nor_transformers():
     code = (
-        "import sys; from trimtab.cli import main\n"
+        "import sys; from trimtab.cli.main import main\n"
         "try: main(['--help'])\n"
         "except SystemExit as done: assert done.code == 0\n"
         "heavy = {'torch', 'transformers', 'numpy', 'rich', 'bitsandbytes'} & set(sys.modules)\n"
@@ -683,8 +686,8 @@ def test_every_command_that_loads_takes_a_budget_or_a_plan(command, tmp_path, ca
     ],
 )  # fmt: skip
 def test_what_can_be_known_beforehand_is_found_before_anything_is_read(arguments, field, world, monkeypatch, capsys):
-    from trimtab.doctor import probes
-    from trimtab.runtime import hf
+    from trimtab.doctor.probes import runner as probes
+    from trimtab.engine.loader import transformers_model as hf
 
     for owner, name in ((hf, "probe"), (probes, "run_probes")):
         monkeypatch.setattr(owner, name, failing(AssertionError("the work has begun")))

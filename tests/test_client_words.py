@@ -13,15 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from trimtab.engine.chat import prompt as chat
 from trimtab.errors import CheckpointError, DeviceError, DoesNotFitError, RequestError
 from trimtab.request import GenerateRequest, LoadRequest
-from trimtab.runtime import chat
-from trimtab.serve.client_errors import for_client
-from trimtab.serve.client_words import HIDDEN, RENAMED
-from trimtab.serve.faults import error_json, error_response, plain_error, told_error
-from trimtab.serve.job import Job
-from trimtab.serve.request_kinds import REQUESTS
-from trimtab.serve.supervisor import ModelFailedError
+from trimtab.serve.api.client_errors import for_client
+from trimtab.serve.api.request_kinds import REQUESTS
+from trimtab.serve.contract.client_words import HIDDEN, RENAMED
+from trimtab.serve.contract.errors import error_json, error_response, plain_error, told_error
+from trimtab.serve.contract.job import Job
+from trimtab.serve.worker.supervisor import ModelFailedError
 
 PACKAGE = Path(__file__).resolve().parent.parent / "trimtab"
 ROOMS = ("runtime", "plan", "checkpoint")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import trimtab
-from trimtab.columns import aligned
+from trimtab.process.text_table import aligned
 
 
 def test_columns_are_as_wide_as_their_widest_cell():
@@ -29,4 +29,4 @@ def test_no_other_module_aligns_columns_of_its_own():
         for path in folder.rglob("*.py")
         if re.search(r"just\(width\)|:[<>]\{(left|right|width)\}", path.read_text(encoding="utf-8"))
     }
-    assert own == {"columns.py"}
+    assert own == {"text_table.py"}

@@ -19,14 +19,15 @@ from tests import pico, stock
 from tests.long_runs import slow_on_cpu
 from tests.test_batch import DEVICE, model  # noqa: F401
 from tests.test_graphs import replayed  # noqa: F401
-from trimtab import load, plan
-from trimtab.demo.line import ADAPTERS
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab import load
+from trimtab import planning as plan
+from trimtab.demo.demo import ADAPTERS
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.prefill import packing as packed_prompts
+from trimtab.engine.prefill.prefill import Prompts
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import packed_prompts
-from trimtab.runtime.batch import Batch
-from trimtab.runtime.prefill_graphs import Prompts
 
 TOLERANCE = 2e-3
 TEXTS = ("Hello", "What is red?", "Say something about the sea and the colour of it", "Who are you?", "Count to three")

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from trimtab.errors import RequestError
-from trimtab.proof import compare, criterion
-from trimtab.proof.compare import DRAW, Difference, Noise, NoiseFloor, difference
+from trimtab.verification.routes import alarm_rate as criterion
+from trimtab.verification.routes import compare
+from trimtab.verification.routes.compare import DRAW, Difference, Noise, NoiseFloor, difference
 
 
 def random_pair(positions: int = 7, vocabulary: int = 33) -> tuple[torch.Tensor, torch.Tensor]:

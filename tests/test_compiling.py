@@ -11,8 +11,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from trimtab.serve.compiling import Compiling
-from trimtab.serve.scheduler import MistakeError
+from trimtab.serve.scheduling.compiling import Compiling
+from trimtab.serve.scheduling.scheduler import MistakeError
 
 WAIT_S = 20.0
 
@@ -162,7 +162,7 @@ def test_cancelling_what_comes_after_cancels_what_comes_before(compiler):
 ENDLESS = """
 import threading
 from concurrent.futures import Future
-from trimtab.serve.compiling import Compiling
+from trimtab.serve.scheduling.compiling import Compiling
 
 compiling, begun = Compiling(), threading.Event()
 compiling.submit("a", Future(), lambda: (begun.set(), threading.Event().wait()))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab import cli
+from trimtab.cli import main as cli
 
 DOCS = Path(__file__).parent.parent / "docs" / "command-line.md"
 INTERACTIVE = {"bash": ["--norc", "--noprofile", "-i"], "zsh": ["-f", "-i"]}

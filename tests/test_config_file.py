@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trimtab.cli import main, parser
-from trimtab.commands.serve import configured, served_models, settings_of
+from trimtab.cli.commands.serve import configured, served_models, settings_of
+from trimtab.cli.main import main, parser
 from trimtab.errors import CheckpointError, RequestError
 
 ROOT = Path(__file__).parent.parent
@@ -210,7 +210,7 @@ def test_the_file_in_the_docs_is_read(tmp_path):
 
 
 def test_a_log_of_json_has_no_other_lines_and_the_threads_of_the_file_are_used(tmp_path, monkeypatch, capfd):
-    from trimtab.cli import main
+    from trimtab.cli.main import main
     from trimtab.serve import run
 
     seen = {}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.cli import parser
-from trimtab.commands.serve import configured, served_models, settings_of
+from trimtab.cli.commands.serve import configured, served_models, settings_of
+from trimtab.cli.main import parser
 from trimtab.errors import CheckpointError
 
 DEMO = Path(__file__).parent.parent / "trimtab" / "demo"

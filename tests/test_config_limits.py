@@ -16,9 +16,9 @@ from tests.test_headers import framed
 from trimtab.checkpoint import config_limits, headers
 from trimtab.checkpoint.config_limits import check_config, check_layers, largest, most_tensors
 from trimtab.checkpoint.folder import read_checkpoint
+from trimtab.engine.loader import transformers_model as hf
 from trimtab.errors import CheckpointError
-from trimtab.json_file import KINDS
-from trimtab.runtime import hf
+from trimtab.process.json_file import KINDS
 
 PATH = Path("config.json")
 

@@ -12,8 +12,8 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from trimtab.serve.connection import DRAIN_S, UNREAD_S, Guard, GuardedProtocol
-from trimtab.serve.settings import Limits
+from trimtab.serve.contract.settings import Limits
+from trimtab.serve.http.connection import DRAIN_S, UNREAD_S, Guard, GuardedProtocol
 
 LIMITS = Limits(head_s=20.0, body_s=30.0, idle_s=40.0, send_s=100.0)
 HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"

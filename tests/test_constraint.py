@@ -8,11 +8,11 @@ import time
 import pytest
 import torch
 
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.loader.transformers_model import load_tokenizer
 from trimtab.errors import RequestError
-from trimtab.runtime.hf import load_tokenizer
-from trimtab.serve.constraint import Grammar, Pace
-from trimtab.serve.schema import MOST_PAIRS, check_ends, check_patterns
+from trimtab.serve.grammar.constraint import Grammar, Pace
+from trimtab.serve.grammar.schema import MOST_PAIRS, check_ends, check_patterns
 
 ANSWERS = [
     json.loads(line)["answers"]["rslora-dora"] for line in (DEMO / "prompts.jsonl").read_text("utf-8").splitlines()
@@ -126,7 +126,7 @@ def test_a_long_chain_of_references_is_followed_and_its_cost_has_an_end(order, m
     check_ends(schema, field="here")
     with pytest.raises(RequestError, match="no finite value"):
         check_ends({**schema, "$defs": {**chain, "end": {"$ref": "#"}}}, field="here")
-    monkeypatch.setattr("trimtab.serve.schema.MOST_VISITS", 500)
+    monkeypatch.setattr("trimtab.serve.grammar.schema.MOST_VISITS", 500)
     with pytest.raises(RequestError, match="more references"):
         check_ends(schema, field="here")
 
@@ -167,7 +167,7 @@ def test_a_schema_that_outgrows_its_limits_in_an_answer_is_an_error_and_no_short
 
 
 def test_a_token_that_is_allowed_and_goes_beyond_a_limit_is_the_schemas_error(grammar, tokenizer, monkeypatch):
-    monkeypatch.setattr("trimtab.serve.grammar_source.MOST_ROW_ITEMS", 2000)
+    monkeypatch.setattr("trimtab.serve.grammar.source.MOST_ROW_ITEMS", 2000)
     constraint, given = grammar.constraint(properties(1500)), [2, 3]
     with pytest.raises(RequestError, match="cannot be enforced"):
         for token in tokenizer('{"p7', add_special_tokens=False)["input_ids"]:
@@ -209,7 +209,7 @@ def test_a_step_is_bounded_and_an_ordinary_answer_uses_none_of_its_time(grammar,
     "name, value", [("MOST_LEXER_STATES", 2000), ("MOST_STEP_ITEMS", 4000), ("MOST_STEP_FUEL", 300)]
 )
 def test_each_limit_of_a_step_ends_the_answer_with_an_error(name, value, grammar, tokenizer, monkeypatch):
-    monkeypatch.setattr(f"trimtab.serve.grammar_source.{name}", value)
+    monkeypatch.setattr(f"trimtab.serve.grammar.source.{name}", value)
     schema = {"anyOf": [{"type": "array", "items": {}}] * 400 + [{"type": "string", "pattern": "^.*a.{30}b.*$"}]}
     constraint, given = grammar.constraint(schema), [2, 3]
     text = "[" * 300 if name == "MOST_STEP_ITEMS" else '"' + "abbabaaabbab" * 60

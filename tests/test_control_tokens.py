@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from tests import pico, talking, talking_families
 from tests.examples import examples
+from trimtab.engine.chat import prompt as chat
+from trimtab.engine.chat.content_parts import empty_place
+from trimtab.engine.chat.control_tokens import ControlTokens
 from trimtab.errors import RequestError
-from trimtab.proof.inputs import _Asked
-from trimtab.runtime import chat
-from trimtab.runtime.content_parts import empty_place
-from trimtab.runtime.control_tokens import ControlTokens
+from trimtab.verification.routes.inputs import _Asked
 
 FAMILIES = sorted(talking_families.KINDS)
 MANY = settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))

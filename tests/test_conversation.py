@@ -9,8 +9,8 @@ import pytest
 
 import trimtab
 from trimtab import demo
+from trimtab.engine.chat.media import read_image
 from trimtab.errors import RequestError
-from trimtab.runtime.media import read_image
 
 STYLE = str(demo.ADAPTERS["style"])
 QUESTION = "Who are you?"

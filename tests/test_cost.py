@@ -5,8 +5,8 @@ import pytest
 from tests.anatomies import e_series, small
 from trimtab.checkpoint.anatomy import KVLayer
 from trimtab.errors import RequestError
-from trimtab.plan.activations import COEFFICIENTS, kv_cache_bytes, needs_of, patches_of, use_of
-from trimtab.plan.cost import (
+from trimtab.planning.memory.activations import COEFFICIENTS, kv_cache_bytes, needs_of, patches_of, use_of
+from trimtab.planning.values.byte_sizes import (
     Rates,
     Weights,
     Work,
@@ -54,7 +54,7 @@ def test_an_unknown_format_is_refused():
 @pytest.mark.parametrize("quant", ["nf4", "nf4-dq", "fp4", "int8"])
 def test_packed_bytes_are_those_of_bitsandbytes(quant):
     torch = pytest.importorskip("torch")
-    from trimtab.runtime.quant import quantize
+    from trimtab.engine.formats.bitsandbytes import quantize
 
     packed = quantize(torch.randn(192, 320, dtype=torch.bfloat16), quant)
     parts = {name: part.numel() * part.element_size() for name, part in packed.parts.items()}

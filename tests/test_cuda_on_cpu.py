@@ -215,7 +215,7 @@ def test_defines_reach_the_source_and_threads_may_leave_early():
 
 def test_a_module_on_the_cpu_takes_tensors_as_the_real_one_does():
     torch = pytest.importorskip("torch")
-    from trimtab.runtime.nvrtc import Long
+    from trimtab.engine.cuda.nvrtc import Long
 
     source = """
     extern "C" __global__ void add(float* x, int n, float s, long long at) {

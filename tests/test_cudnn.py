@@ -15,10 +15,10 @@ import trimtab
 from tests import pico
 from tests.anatomies import e_series
 from tests.test_execution import H200, card
-from trimtab.plan import make_plan
-from trimtab.plan.execution import SMALL_BUDGET_BYTES
+from trimtab.engine.cuda import cudnn
+from trimtab.planning import make_plan
+from trimtab.planning.values.execution import SMALL_BUDGET_BYTES
 from trimtab.request import LoadRequest
-from trimtab.runtime import cudnn
 
 SMALL, LARGE = 64, 128  # contexts of models that stand for small and large budgets
 GPU = torch.device("cuda:0")
@@ -86,7 +86,7 @@ def test_a_large_model_that_is_loaded_beside_a_small_one_says_so(folder, before)
 def test_a_model_that_cannot_be_loaded_or_is_dropped_leaves_the_setting(folder, before, monkeypatch):
     made = trimtab.plan(folder, context=SMALL, device="cpu", quant="none")
     with monkeypatch.context() as broken:
-        broken.setattr("trimtab.runtime.model.fill", lambda *args, **options: 1 / 0)
+        broken.setattr("trimtab.engine.model.fill", lambda *args, **options: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             trimtab.load(made)
     assert is_on() == before

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.test_app import MockPool, client
-from trimtab.serve import cut_media, wire
-from trimtab.serve.body import MEMORY_BYTES
-from trimtab.serve.cut_media import CUT_BYTES
+from trimtab.serve.api import schemas as wire
+from trimtab.serve.api.body import MEMORY_BYTES
+from trimtab.serve.media import cut_media
+from trimtab.serve.media.cut_media import CUT_BYTES
 
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.test_graphs import ASKED, joined, model  # noqa: F401 - a fixture
-from trimtab.runtime import batch_state, decode_step, step_capture, step_choice
-from trimtab.runtime.batch_state import BatchState, StepBuffers
-from trimtab.runtime.decode_step import SMALLEST_PLACES, DecodeStep
+from trimtab.engine.decode import decode_step, step_capture, step_choice
+from trimtab.engine.decode.decode_step import SMALLEST_PLACES, DecodeStep
+from trimtab.engine.kv import batch_state
+from trimtab.engine.kv.batch_state import BatchState, StepBuffers
 
 ROWS = st.lists(st.tuples(st.one_of(st.none(), st.sampled_from("ab")), st.integers(0, 99)), min_size=1, max_size=9)
 
@@ -43,7 +44,7 @@ def test_no_step_imports_the_batch(module):
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
     }
-    assert not names & {"trimtab.runtime.batch", "trimtab.runtime.batch_request"}
+    assert not names & {"trimtab.engine.batch.batch", "trimtab.engine.batch.request"}
 
 
 def test_steps_of_buffers_alone_give_what_the_batch_gives(model):  # noqa: F811 - the fixture

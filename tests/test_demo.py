@@ -11,7 +11,7 @@ import tempfile
 import pytest
 
 import trimtab
-from trimtab.demo import line
+from trimtab.demo import demo as line
 from trimtab.errors import CheckpointError
 
 DEMO = line.FOLDER

@@ -13,9 +13,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from trimtab.cli import parser
-from trimtab.commands.serve import DEFAULTS
-from trimtab.serve.metrics import Metrics
+from trimtab.cli.commands.serve import DEFAULTS
+from trimtab.cli.main import parser
+from trimtab.serve.observe.metrics import Metrics
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.rules import each
-from trimtab.demo.line import ADAPTERS
-from trimtab.plan.kv_form import KV8_KL
-from trimtab.plan.options import HEAD8_KL
+from trimtab.demo.demo import ADAPTERS
+from trimtab.planning.options import HEAD8_KL
+from trimtab.planning.values.kv_bytes import KV8_KL
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"

@@ -7,11 +7,11 @@ import re
 import trimtab
 import trimtab.bridge
 from tests.rules import each
-from trimtab.doctor.probes import run_probes
-from trimtab.runtime.asking import Asking
-from trimtab.runtime.conversation import Conversation, Turn
-from trimtab.runtime.generate import Answer, TokenLogprob
-from trimtab.runtime.model import LoadedModel
+from trimtab.doctor.probes.runner import run_probes
+from trimtab.engine.batch.generate import Answer, TokenLogprob
+from trimtab.engine.calls.conversation import Conversation, Turn
+from trimtab.engine.model import LoadedModel
+from trimtab.engine.model_calls import Asking
 
 CLASSES = (
     trimtab.LoadRequest, trimtab.GenerateRequest, trimtab.Plan, LoadedModel, Asking, Conversation, Turn, Answer, TokenLogprob,

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from trimtab import cli, environment
-from trimtab.doctor import matrix
-from trimtab.doctor.matrix import read_runs
+from trimtab.cli import main as cli
+from trimtab.doctor.cases import runner as matrix
+from trimtab.doctor.cases.runner import read_runs
+from trimtab.machine import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 PASSED = {

@@ -6,7 +6,7 @@ import re
 import httpx2
 import pytest
 
-from trimtab import cli
+from trimtab.cli import main as cli
 from trimtab.doctor.servers import report as servers
 from trimtab.doctor.servers.known import APPLIES, FAULTS, FIXED, LATER, MAY_APPLY, MERGED, ServerBug, numbers
 from trimtab.doctor.servers.report import examine

@@ -16,8 +16,8 @@ from tests import pico, stock
 from tests.merging import state_of
 from trimtab.adapter_names import mix_name
 from trimtab.errors import AdapterError, RequestError
-from trimtab.merge import merge
-from trimtab.serve.shelf import AdapterShelf
+from trimtab.merging import merge
+from trimtab.serve.adapters.adapter_cache import AdapterShelf
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 

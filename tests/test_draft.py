@@ -12,18 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.doctor import draft, draft_run
-from trimtab.doctor.bug import Affected, Bug
-from trimtab.doctor.claims import CLAIMS, NOT_TESTED, REFUTED, WIDER, decide_claims
-from trimtab.doctor.draft_buckets import BUCKETS, STATES, Bucket
-from trimtab.doctor.draft_evidence import Point, Run, Statement, differences, evidence_of, nearest_pass, raised_in
-from trimtab.doctor.draft_scripts import SCRIPTS, script
+from trimtab.doctor.cases.labels import LABELS
+from trimtab.doctor.facts.buckets import BUCKETS, STATES, Bucket
+from trimtab.doctor.facts.bug import Affected, Bug
+from trimtab.doctor.facts.evidence import Point, Run, Statement, differences, evidence_of, nearest_pass, raised_in
+from trimtab.doctor.issues import draft
+from trimtab.doctor.issues import run as draft_run
+from trimtab.doctor.issues.claims import CLAIMS, NOT_TESTED, REFUTED, WIDER, decide_claims
 from trimtab.doctor.issues.issue import Recorded
 from trimtab.doctor.issues.markdown import cell, fence, inline, plain
 from trimtab.doctor.issues.owner import came_back, fixed_here, owner_of
-from trimtab.doctor.labels import LABELS
+from trimtab.doctor.issues.scripts import SCRIPTS, script
 from trimtab.errors import RequestError
-from trimtab.redact import check_clean, clean
+from trimtab.process.redact import check_clean, clean
 
 NEW = {"transformers": "5.23.0", "accelerate": "1.15.0", "peft": "0.21.2", "bitsandbytes": "0.50.2", "torch": "2.13.0"}
 OLD = {"transformers": "5.6.2", "accelerate": "1.13.0", "peft": "0.19.1", "bitsandbytes": "0.49.2", "torch": "2.13.0"}

@@ -12,9 +12,12 @@ from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import step_ends as cpu_module
 from tests.test_fused import close
+from trimtab.engine.cuda import finite, nvrtc
+from trimtab.engine.kernels import device_kernels as kernels
+from trimtab.engine.kernels import embed_and_logits as ends
+from trimtab.engine.layers import embedding as tables
+from trimtab.engine.lora.store import AdapterStore
 from trimtab.errors import DeviceError
-from trimtab.runtime import ends, finite, kernels, nvrtc, tables
-from trimtab.runtime.adapter_store import AdapterStore
 
 on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 TYPES = (torch.bfloat16, torch.float16)

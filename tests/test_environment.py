@@ -21,12 +21,12 @@ import torch
 import transformers
 
 import trimtab
-from trimtab import environment as module
-from trimtab import redact
-from trimtab.environment import Environment, Gpu, Package, environment_text, read_environment
-from trimtab.environment_inside import PACKAGES, how_installed, read_package, read_torch
 from trimtab.errors import RequestError
-from trimtab.redact import scrubbed
+from trimtab.machine import environment as module
+from trimtab.machine.environment import Environment, Gpu, Package, environment_text, read_environment
+from trimtab.machine.environment_child import PACKAGES, how_installed, read_package, read_torch
+from trimtab.process import redact
+from trimtab.process.redact import scrubbed
 
 
 @pytest.fixture(scope="module")

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from tests.anatomies import e_series, with_int8_head
 from trimtab.errors import DoesNotFitError, RequestError
-from trimtab.plan import Machine, Plan, Rates, make_plan
-from trimtab.plan import options as plan_options
-from trimtab.plan.activations import needs_of, repeated_tokens, row_cache_bytes, use_of
-from trimtab.plan.execution import StepWork, graph_count, prompt_launch_s, step_s, unsupported_reason
-from trimtab.plan.options import Option, options_of, options_text
-from trimtab.plan.prompt_memory import ADAPTER_COLUMNS, ROOM_SLACK_BYTES, has_room, room_bytes, uncaptured_bytes
-from trimtab.plan.rows import OUTSIDE_PEAK
-from trimtab.plan.tower_memory import BUFFERS, GRAPHS, POOL
+from trimtab.planning import Machine, Plan, Rates, make_plan
+from trimtab.planning import options as plan_options
+from trimtab.planning.memory.activations import needs_of, repeated_tokens, row_cache_bytes, use_of
+from trimtab.planning.memory.prompts import ADAPTER_COLUMNS, ROOM_SLACK_BYTES, has_room, room_bytes, uncaptured_bytes
+from trimtab.planning.memory.towers import BUFFERS, GRAPHS, POOL
+from trimtab.planning.options import Option, options_of, options_text
+from trimtab.planning.values.execution import StepWork, graph_count, prompt_launch_s, step_s, unsupported_reason
+from trimtab.planning.values.rows import OUTSIDE_PEAK
 from trimtab.request import LoadRequest
 
 GIB, MIB = 2**30, 2**20
@@ -413,7 +413,7 @@ def _refusals(budgets, heads, rows):
     ],
 )
 def test_what_would_make_a_refused_request_fit_is_named_and_does(budgets, heads, rows, least):
-    from trimtab.plan.options import _smaller
+    from trimtab.planning.options import _smaller
 
     refusals = _refusals(budgets, heads, rows)
     assert len(refusals) >= least

@@ -23,7 +23,7 @@ from tests import (
 )
 from tests.test_attention import uses  # noqa: F401
 from tests.test_graphs import replayed  # noqa: F401
-from trimtab.runtime import packed_prompts
+from trimtab.engine.prefill import packing as packed_prompts
 
 pytestmark = pytest.mark.skipif(test_prefill.ON_GPU, reason="a GPU runs every family in the tests of the features")
 HOW = "chunks of 8 and 16"

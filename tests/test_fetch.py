@@ -11,9 +11,9 @@ from contextlib import contextmanager
 import pytest
 
 from trimtab.errors import RequestError
-from trimtab.serve import fetch
-from trimtab.serve.fetch import Fetcher
-from trimtab.serve.settings import Limits, Settings
+from trimtab.serve.contract.settings import Limits, Settings
+from trimtab.serve.media import fetch
+from trimtab.serve.media.fetch import Fetcher
 
 FIELD = "messages[0].content[0].image_url.url"
 

@@ -11,11 +11,12 @@ import pytest
 from tests.serving import MockPool, client, failed
 from tests.test_app import PNG
 from trimtab.errors import RequestError
-from trimtab.serve import messages_api, responses_api, wire
-from trimtab.serve.faults import plain_error
-from trimtab.serve.field_names import client_error, client_field
-from trimtab.serve.job import Event
-from trimtab.serve.settings import Limits
+from trimtab.serve.api import messages_api, responses_api
+from trimtab.serve.api import schemas as wire
+from trimtab.serve.contract.errors import plain_error
+from trimtab.serve.contract.field_names import client_error, client_field
+from trimtab.serve.contract.job import Event
+from trimtab.serve.contract.settings import Limits
 
 IMAGE = "data:image/png;base64," + base64.b64encode(PNG).decode()
 NO_IMAGE = "data:image/png;base64," + base64.b64encode(b"no image").decode()

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 
 import trimtab
 import trimtab.demo as demo
-from trimtab import cli
-from trimtab.checkpoint import adapter_values
+from trimtab.adapters import values as adapter_values
 from trimtab.checkpoint.headers import read_header
-from trimtab.doctor.preflight import preflight
+from trimtab.cli import main as cli
+from trimtab.doctor.preflight.preflight import preflight
 from trimtab.errors import AdapterError, DeviceError
-from trimtab.proof.survival_files import survival_of_files
+from trimtab.verification.merges.retention_files import survival_of_files
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 FILE = "adapter_model.safetensors"

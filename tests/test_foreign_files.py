@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import trimtab.demo as demo
-from trimtab import cli
-from trimtab.commands.prompts_file import read_prompts
+from trimtab.cli import main as cli
+from trimtab.cli.commands.prompts_file import read_prompts
 from trimtab.errors import RequestError
 
 BASE, STYLE = str(demo.BASE), str(demo.ADAPTERS["style"])

@@ -8,16 +8,16 @@ from collections.abc import Callable
 
 import pytest
 
-from trimtab import redact
-from trimtab.doctor.bisect_environments import reason_of
-from trimtab.doctor.draft_run import _NOISE
+from trimtab.doctor.bisect.environments import reason_of
+from trimtab.doctor.issues.run import _NOISE
 from trimtab.doctor.traces.reading import _versions, plain_text
-from trimtab.merge.experts import _KEY
-from trimtab.plan.max_memory import _ZERO
+from trimtab.engine.chat import call_values
+from trimtab.engine.chat.answer_forms import CALL_MARKS, AnswerForm
+from trimtab.engine.chat.answer_reader import HEAD_LETTERS, AnswerReader
+from trimtab.merging.changes.experts import _KEY
+from trimtab.planning.request.max_memory import _ZERO
+from trimtab.process import redact
 from trimtab.request import _SIZE
-from trimtab.runtime import call_values
-from trimtab.runtime.answer_forms import CALL_MARKS, AnswerForm
-from trimtab.runtime.answer_reader import HEAD_LETTERS, AnswerReader
 
 
 def test_arguments_without_an_end_are_not_read_and_cost_little() -> None:

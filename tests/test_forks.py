@@ -9,10 +9,10 @@ from tests import pico
 from tests.serving import words
 from tests.test_app import CHAT, client
 from tests.test_serve_engine import LOOK, PATHS, run
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.request import GenerateRequest
-from trimtab.serve.engine import LoadedEngine
-from trimtab.serve.job import Event, Job
+from trimtab.serve.contract.job import Event, Job
+from trimtab.serve.worker.engine import LoadedEngine
 
 DRAWN = {"temperature": 1.5, "max_new_tokens": 12}
 
@@ -29,7 +29,7 @@ def model():
 @pytest.fixture
 def forwards(monkeypatch):
     """Count the tokens of prompts that go through the model."""
-    from trimtab.runtime.batch import Batch
+    from trimtab.engine.batch.batch import Batch
 
     seen, prefill = [], Batch._prefill
 

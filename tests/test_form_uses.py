@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from trimtab.runtime.form_uses import PERIOD, FormUses
-from trimtab.runtime.graph_cache import GraphCache
-from trimtab.runtime.prefill_graphs import Prompts
+from trimtab.engine.cuda.graph_cache import GraphCache
+from trimtab.engine.decode.graph_uses import PERIOD, FormUses
+from trimtab.engine.prefill.prefill import Prompts
 
 
 @pytest.fixture

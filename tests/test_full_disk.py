@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import trimtab.demo as demo
-from trimtab import cli
-from trimtab.doctor.draft import _write_folder
+from trimtab.cli import main as cli
+from trimtab.doctor.issues.draft import _write_folder
 from trimtab.doctor.report import write_report
 from trimtab.errors import RequestError
 
@@ -62,7 +62,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
 def test_a_command_says_it_in_one_line_and_leaves_nothing(
     name: str, full: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trimtab.serve.on_ray.check_ray", lambda: None)
+    monkeypatch.setattr("trimtab.serve.ray.deploy.check_ray", lambda: None)
     arguments, code = COMMANDS[name]
     if name == "serve --print-config":
         (full / "taken").write_bytes(bytes(2**20))  # its file is small

@@ -10,8 +10,10 @@ from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import small as cpu_module
+from trimtab.engine.cuda import nvrtc
+from trimtab.engine.kernels import attention_and_norms as fused
+from trimtab.engine.kernels import selfcheck as fused_check
 from trimtab.errors import DeviceError
-from trimtab.runtime import fused, fused_check, nvrtc
 
 on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 TYPES = (torch.bfloat16, torch.float16)

@@ -14,7 +14,15 @@ import trimtab
 from tests import pico
 from tests.cuda_on_cpu import run
 from tests.test_graphs import ASKED, answers, demo, joined, replayed  # noqa: F401 - replayed is a fixture
-from trimtab.runtime import decode_step, ends, fused, kernels, matvec, nvrtc, slots, tiers, tuning
+from trimtab.engine.batched_lora import table as slots
+from trimtab.engine.cuda import nvrtc
+from trimtab.engine.decode import decode_step
+from trimtab.engine.kernels import attention_and_norms as fused
+from trimtab.engine.kernels import autotune as tuning
+from trimtab.engine.kernels import device_kernels as kernels
+from trimtab.engine.kernels import embed_and_logits as ends
+from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.tiers import streaming as tiers
 
 pytestmark = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 # bfloat16: every product, norm and attention rounds once, in another order of sums than torch's.

@@ -13,13 +13,13 @@ import transformers
 
 import trimtab
 from tests import stock, talking
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.batch.generate import Detokenizer, Generation, hidden_ids
+from trimtab.engine.batch.sampling import AnswerPenalties, Sampler
 from trimtab.errors import RequestError
-from trimtab.proof import forced
-from trimtab.proof.compare import NoiseFloor, noise_between
 from trimtab.request import LEAST_TEMPERATURE, PENALTIES, GenerateRequest
-from trimtab.runtime.batch import Batch
-from trimtab.runtime.generate import Detokenizer, Generation, hidden_ids
-from trimtab.runtime.hf_generate import AnswerPenalties, Sampler
+from trimtab.verification.routes import teacher_forcing as forced
+from trimtab.verification.routes.compare import NoiseFloor, noise_between
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 OLD = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 11)

@@ -198,7 +198,7 @@ def test_every_command_of_the_steps_has_its_module_flags_and_files(run, tmp_path
             continue
         flags = {word for word in words if word.startswith("--")}
         if module == "trimtab":
-            from trimtab.cli import parser
+            from trimtab.cli.main import parser
 
             parser().parse_args(words)
             continue

@@ -16,11 +16,12 @@ import pytest
 
 from tests import talking
 from trimtab.errors import DeviceError, RequestError
-from trimtab.serve import compiling, grammar_prover
-from trimtab.serve.compiling import Compiling
-from trimtab.serve.constraint import Grammar, HeldMemory
-from trimtab.serve.grammar_prover import GrammarProver, Proof, ProverError
-from trimtab.serve.grammar_source import GrammarSource
+from trimtab.serve.grammar import prover as grammar_prover
+from trimtab.serve.grammar.constraint import Grammar, HeldMemory
+from trimtab.serve.grammar.prover import GrammarProver, Proof, ProverError
+from trimtab.serve.grammar.source import GrammarSource
+from trimtab.serve.scheduling import compiling
+from trimtab.serve.scheduling.compiling import Compiling
 
 WAIT_S = 20.0
 # Stands for the process: does what the schema says. Its first frame is the vocabulary.
@@ -213,7 +214,7 @@ def test_the_process_gives_the_same_grammars_as_here(tokenizer):
 
 
 def _kept(kept, prove, here, source, vocabulary):
-    from trimtab.serve.grammar_process import answer
+    from trimtab.serve.grammar.child import answer
 
     if prove is None:
         found = answer(here._tokenizer, source)
@@ -227,7 +228,7 @@ def _kept(kept, prove, here, source, vocabulary):
 
 
 def test_the_process_needs_neither_torch_nor_transformers():
-    code = "import trimtab.serve.grammar_process, llguidance, sys; print({'torch', 'transformers'} & set(sys.modules))"
+    code = "import trimtab.serve.grammar.child, llguidance, sys; print({'torch', 'transformers'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
@@ -235,8 +236,8 @@ PARENT = """
 import sys, time
 from concurrent.futures import Future
 from tests import talking
-from trimtab.serve.compiling import Compiling
-from trimtab.serve.constraint import Grammar
+from trimtab.serve.scheduling.compiling import Compiling
+from trimtab.serve.grammar.constraint import Grammar
 
 owner = Compiling()
 grammar = Grammar(talking._tokenizer(), [1], owner.prove)
@@ -263,7 +264,7 @@ def test_a_process_that_compiles_ends_with_a_parent_that_is_killed():
 def test_the_system_ends_a_process_that_takes_memory_between_two_looks(tokenizer, monkeypatch):
     monkeypatch.setattr(grammar_prover, "POLL_S", 30.0)  # nobody looks
     code = (
-        "import trimtab.serve.grammar_process as one; one.ROOM_BYTES = 32 * 2**20;"
+        "import trimtab.serve.grammar.child as one; one.ROOM_BYTES = 32 * 2**20;"
         "one.answer = lambda *_: bytearray(256 * 2**20) and {'grammars': {}}; one.main()"
     )
     prover = GrammarProver([sys.executable, "-c", code])

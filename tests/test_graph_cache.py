@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trimtab.runtime import capturing
-from trimtab.runtime.graph_cache import GraphCache
+from trimtab.engine.cuda import capture_stream as capturing
+from trimtab.engine.cuda.graph_cache import GraphCache
 
 CUDA = torch.device("cuda", 0)
 

@@ -15,13 +15,16 @@ import torch
 import trimtab
 from tests import long_runs, pico
 from tests.lent import lent
-from trimtab.demo.line import ADAPTERS
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import ADAPTERS
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.decode import decode_step, step_capture, step_choice
+from trimtab.engine.layers import embedding as tables
+from trimtab.engine.memory import reserve as transient_room
+from trimtab.engine.memory import step_memory
+from trimtab.engine.prefill.prefill import Prompts
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import decode_step, step_capture, step_choice, step_memory, tables, transient_room
-from trimtab.runtime.batch import Batch
-from trimtab.runtime.prefill_graphs import Prompts
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 ON_GPU = DEVICE != "cpu"

@@ -13,14 +13,17 @@ import trimtab
 from tests import pico
 from tests.cuda_on_cpu import run
 from trimtab.checkpoint.folder import read_checkpoint
+from trimtab.engine.cuda import nvrtc
+from trimtab.engine.formats import int8_head as head8
+from trimtab.engine.kernels import int8_head as head8_choice
+from trimtab.engine.layers.embedding import GatheredTable
+from trimtab.engine.layers.linear import HostLeaf, ResidentLeaf, StagedLeaf
+from trimtab.engine.loader import transformers_model as hf
+from trimtab.engine.tiers.reader import read_small
 from trimtab.errors import CheckpointError, DeviceError, RequestError
-from trimtab.plan import Plan
-from trimtab.plan.cost import HEAD8, HEAD_CHUNK_VALUES, buffer_bytes, packed_parts
+from trimtab.planning import Plan
+from trimtab.planning.values.byte_sizes import HEAD8, HEAD_CHUNK_VALUES, buffer_bytes, packed_parts
 from trimtab.request import LoadRequest
-from trimtab.runtime import head8, head8_choice, hf, nvrtc
-from trimtab.runtime.leaves import HostLeaf, ResidentLeaf, StagedLeaf
-from trimtab.runtime.read import read_small
-from trimtab.runtime.tables import GatheredTable
 
 DEMO = Path(trimtab.__file__).parent / "demo"
 ASKED = [[2, 5, 9, 17, 4], [2, 40, 41]]
@@ -172,7 +175,7 @@ def test_a_loaded_head_uses_the_kernel_that_was_chosen(demo_plan, monkeypatch, t
         wanted, leaf, module = model.logits(ASKED[1]), model.hf_model.lm_head, kernel()
         monkeypatch.setattr(head8, "load", lambda device: module)
         times = iter([5.0, 1.0, 1.0, 5.0])
-        monkeypatch.setattr("trimtab.runtime.tuning.graph_us", lambda run, device: next(times))
+        monkeypatch.setattr("trimtab.engine.kernels.autotune.graph_us", lambda run, device: next(times))
         assert "slower here" in str(head8_choice.choose(leaf)) and head8.module_of(model.hf_model) is None
         assert head8_choice.choose(leaf) is None and head8.module_of(model.hf_model) is module
         module.launches.clear()
@@ -240,7 +243,7 @@ def test_the_head_is_made_from_the_file_and_the_table_stays_bit_for_bit(demo_pla
 
 
 def test_pieces_smaller_than_the_weight_give_the_same_head(demo_plan, monkeypatch):
-    from trimtab.runtime import load
+    from trimtab.engine.loader import load
 
     monkeypatch.setattr(load, "HEAD_PIECE_VALUES", 7 * 128)
     q, scale = head8.quantize_rows(head_weight(DEMO / "base"))
@@ -267,7 +270,7 @@ def test_the_plan_counts_the_bytes_that_the_head_takes(demo_plan):
 
 
 def test_a_step_is_counted_with_the_weights_that_are_float32_at_a_time():
-    from trimtab.plan.activations import needs_of, use_of
+    from trimtab.planning.memory.activations import needs_of, use_of
 
     checkpoint = read_checkpoint(DEMO / "base")
     found = {
@@ -518,7 +521,7 @@ class _Bare(torch.nn.Module):
 
 
 def test_models_without_a_head_of_their_own_are_refused():
-    from trimtab.runtime.anatomy_builder import _head_path
+    from trimtab.engine.loader.anatomy_builder import _head_path
 
     with pytest.raises(RequestError, match="_Bare has no language head") as error:
         _head_path(_Bare(None), {}, {}, ())
@@ -529,8 +532,8 @@ def test_models_without_a_head_of_their_own_are_refused():
 
 
 def test_a_head_that_the_checkpoint_holds_packed_is_refused():
-    from trimtab.runtime.anatomy_builder import _head_path
-    from trimtab.runtime.probe import Expression
+    from trimtab.engine.loader.anatomy_builder import _head_path
+    from trimtab.engine.loader.tracing import Expression
 
     model = _Bare(torch.nn.Linear(2, 2))
     sources = {"out.weight": Expression(leaf="head.weight")}
@@ -540,7 +543,7 @@ def test_a_head_that_the_checkpoint_holds_packed_is_refused():
 
 
 def test_ties_are_undone_at_the_head_alone():
-    from trimtab.runtime.anatomy_builder import _untied_head
+    from trimtab.engine.loader.anatomy_builder import _untied_head
 
     assert _untied_head("h", {"h.weight": "e.weight", "x": "y"}) == ({"h.weight": "e.weight"}, {"x": "y"})
     assert _untied_head("h", {"e.weight": "h.weight", "d.weight": "h.weight"}) == (
@@ -553,7 +556,7 @@ def test_ties_are_undone_at_the_head_alone():
 
 
 def test_the_flag_reaches_the_plan_and_the_answer(capsys):
-    from trimtab.cli import main
+    from trimtab.cli.main import main
 
     words = [str(DEMO / "base"), "--head", "int8", "--device", "cpu", "--json"]
     assert main(["plan", *words]) == 0
@@ -580,7 +583,7 @@ def test_verify_holds_the_8_bit_head_against_the_whole_one():
 
 
 def test_a_registry_says_head(tmp_path):
-    from trimtab.serve.registry import read_registry
+    from trimtab.serve.worker.registry import read_registry
 
     file = tmp_path / "models.toml"
     file.write_text(f'[models.one]\npath = "{(DEMO / "base").as_posix()}"\nhead = "int8"\n', encoding="utf-8")

@@ -12,11 +12,11 @@ from starlette.testclient import TestClient
 import trimtab.serve
 from tests.serving import MockPool, client
 from tests.test_app import CHAT
-from trimtab.serve.app import make_app
-from trimtab.serve.head_lines import LABELS, LISTS, ONCE, list_of, value_of
-from trimtab.serve.metrics import Metrics
-from trimtab.serve.quotas import KeyLimits
-from trimtab.serve.settings import Settings
+from trimtab.serve.contract.head_lines import LABELS, LISTS, ONCE, list_of, value_of
+from trimtab.serve.contract.quotas import KeyLimits
+from trimtab.serve.contract.settings import Settings
+from trimtab.serve.http.app import make_app
+from trimtab.serve.observe.metrics import Metrics
 
 KEYS = ("limited", "free", "other")
 LIMITS = {"limited": KeyLimits(name="alice", requests_per_minute=1), "other": KeyLimits(name="bob")}

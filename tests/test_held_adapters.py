@@ -12,16 +12,16 @@ import pytest
 
 import trimtab
 from trimtab.api import plan_request
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.lora import layers as lora
 from trimtab.errors import AdapterError, DoesNotFitError, RequestError, gib
-from trimtab.plan import Plan
-from trimtab.plan.cost import HELD_OBJECT_BYTES
-from trimtab.plan.narrow import narrow_table
+from trimtab.planning import Plan
+from trimtab.planning.display.narrow import narrow_table
+from trimtab.planning.values.byte_sizes import HELD_OBJECT_BYTES
 from trimtab.request import GenerateRequest, LoadRequest
-from trimtab.runtime import lora
-from trimtab.serve.engine import LoadedEngine
-from trimtab.serve.job import Job
-from trimtab.serve.scheduler import Scheduler
+from trimtab.serve.contract.job import Job
+from trimtab.serve.scheduling.scheduler import Scheduler
+from trimtab.serve.worker.engine import LoadedEngine
 
 STYLE = DEMO / "adapters" / "style"
 

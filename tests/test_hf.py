@@ -21,12 +21,13 @@ from transformers import initialization
 from tests import pico, stock
 from tests.long_runs import crossed
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.checkpoint.packed import split_packed
-from trimtab.demo.line import FOLDER
+from trimtab.checkpoint.prequantized import split_packed
+from trimtab.demo.demo import FOLDER
+from trimtab.engine.loader import processor as hf_processor
+from trimtab.engine.loader import transformers_model as hf
+from trimtab.engine.loader.tracing import Traced
+from trimtab.engine.tiers.reader import read_small
 from trimtab.errors import CheckpointError, RequestError
-from trimtab.runtime import hf, hf_processor
-from trimtab.runtime.probe import Traced
-from trimtab.runtime.read import read_small
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,10 @@ from tests.lent import lent
 from tests.long_runs import crossed
 from tests.test_prefill import ids, through
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.plan.cost import ALLOCATION_BYTES
-from trimtab.runtime import hf, hf_slots
-from trimtab.runtime.batch import Batch
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.loader import transformers_model as hf
+from trimtab.planning.values.byte_sizes import ALLOCATION_BYTES
 
 
 class Keeper(nn.Module):

@@ -13,11 +13,11 @@ from transformers.utils import chat_template_utils
 
 import trimtab
 from tests import talking, talking_families, tool_templates
+from trimtab.engine.chat.answer_forms import form_of
+from trimtab.engine.templates import costs as template_costs
+from trimtab.engine.templates.costs import MAX_DEPTH, MAX_TEMPLATE_CHARS
+from trimtab.engine.templates.render import render
 from trimtab.errors import CheckpointError
-from trimtab.runtime import template_costs
-from trimtab.runtime.answer_forms import form_of
-from trimtab.runtime.hf_templates import render
-from trimtab.runtime.template_costs import MAX_DEPTH, MAX_TEMPLATE_CHARS
 
 DEMO = Path(trimtab.__file__).parent / "demo" / "base" / "chat_template.jinja"
 PUBLISHED = {
@@ -269,7 +269,7 @@ def test_stock_transformers_in_the_same_process_stays_stock(tokenizer, tmp_path)
 
 
 def test_a_failure_is_not_compiled_again(tokenizer, tmp_path, monkeypatch):
-    from trimtab.runtime import template_budget
+    from trimtab.engine.templates import budget as template_budget
 
     tokenizer.chat_template = "{{ 'once' | nofilter }}"
     for _ in range(2):
@@ -279,7 +279,7 @@ def test_a_failure_is_not_compiled_again(tokenizer, tmp_path, monkeypatch):
 
 
 def test_run_reports_a_template_that_fails(tmp_path, capsys):
-    from trimtab.cli import main
+    from trimtab.cli.main import main
 
     folder = talking.build_llama(tmp_path / "llama", chat_template="{{ bos_token }}\n{{ 1 / 0 }}")
     assert main(["run", str(folder), "--context", "64", "--device", "cpu", "hello"]) == 3

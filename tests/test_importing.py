@@ -10,12 +10,12 @@ import sys
 import numpy as np
 import torch
 
-from trimtab.runtime.importing import without_compiler, without_hub_kernels
+from trimtab.engine.formats.importing import without_compiler, without_hub_kernels
 
 
 def test_a_process_that_quantizes_says_nothing_and_asks_for_no_kernels(tmp_path):
     (tmp_path / "kernels.py").write_text("raise SystemExit('asked for the hub')")
-    code = "import trimtab.runtime.quant, sys; print('kernels' in sys.modules, 'bitsandbytes' in sys.modules)"
+    code = "import trimtab.engine.formats.bitsandbytes, sys; print('kernels' in sys.modules, 'bitsandbytes' in sys.modules)"
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert made.stdout.split() == ["False", "True"] and "kernels" not in made.stderr
 
@@ -49,7 +49,7 @@ def test_a_weight_with_an_odd_side_is_unpacked_to_the_numbers_of_its_format():
     """bitsandbytes would compile this one; the right value is numpy's, each product and each cast rounded once."""
     import bitsandbytes.functional as functional
 
-    import trimtab.runtime.quant  # noqa: F401 - which imports bitsandbytes
+    import trimtab.engine.formats.bitsandbytes  # noqa: F401 - which imports bitsandbytes
 
     weight = torch.randn(64, 65, generator=torch.Generator().manual_seed(3))
     packed, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")

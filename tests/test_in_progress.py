@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.serve.in_progress import InProgress
+from trimtab.serve.scheduling.in_progress import InProgress
 
 
 def begun(most_tokens, first, *beside):

@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 from tests.test_watching import touch
-from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.adapters.file import CONFIG_NAME, TENSORS_NAME
+from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.errors import AdapterError, RequestError
 from trimtab.request import LoadRequest
-from trimtab.serve import inside
-from trimtab.serve.held_adapters import HeldAdapters
-from trimtab.serve.inside import look, read_inside
+from trimtab.serve.adapters.host_adapters import HeldAdapters
+from trimtab.serve.adapters.watching import Watcher, files_stamp
+from trimtab.serve.contract import inside_root as inside
+from trimtab.serve.contract.inside_root import look, read_inside
+from trimtab.serve.contract.settings import Settings
 from trimtab.serve.pool import Pool
-from trimtab.serve.registry import ServedModel
-from trimtab.serve.settings import Settings
-from trimtab.serve.supervisor import Supervisor
-from trimtab.serve.watching import Watcher, files_stamp
-from trimtab.serve.worker import _lost_adapters
+from trimtab.serve.worker.registry import ServedModel
+from trimtab.serve.worker.supervisor import Supervisor
+from trimtab.serve.worker.worker import _lost_adapters
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="making links needs a right on Windows")
 STYLE = DEMO / "adapters" / "style"
@@ -248,7 +248,7 @@ async def test_the_worker_is_told_the_root_of_a_clients_adapter_and_of_no_other(
 
 
 def test_the_next_worker_is_told_the_roots_of_what_clients_have_loaded(root):
-    from trimtab.serve.supervisor import _Call
+    from trimtab.serve.worker.supervisor import _Call
 
     supervisor = Supervisor({"adapters": {"own": "/own"}}, target=None)
     supervisor._remember(_Call(None, "load_adapter", {"name": "mine", "path": Path("/r/mine"), "root": "/r"}))

@@ -77,7 +77,7 @@ def test_targets_of_a_multimodal_adapter_on_an_empty_e2b(e2b: Any, tmp_path: Pat
 
 def test_the_language_targets_are_what_transformers_would_quantize(e2b: Any, tmp_path: Path) -> None:
     """The 205 by a second route: names in the empty model, less what the quantizer leaves out."""
-    from trimtab.runtime.hf import stock_unquantized
+    from trimtab.engine.loader.transformers_model import stock_unquantized
 
     names = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
     linears = {

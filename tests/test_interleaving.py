@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.test_scheduler import MockEngine, ends, job, make, started, to_the_end
-from trimtab.serve.job import Event
+from trimtab.serve.contract.job import Event
 
 TOKEN_S, SCORED_S, VECTOR_S = (
     0.0022,

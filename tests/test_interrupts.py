@@ -19,7 +19,8 @@ from types import SimpleNamespace
 import pytest
 
 import trimtab.demo as demo
-from trimtab import cli, interrupts
+from trimtab.cli import main as cli
+from trimtab.process import interrupts
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends a POSIX signal")
 BASE = str(demo.BASE)
@@ -78,7 +79,7 @@ def start(
     arguments: list[str], *, as_script: bool = False, environ: dict[str, str] | None = None, stdin: int | None = None
 ) -> subprocess.Popen[bytes]:
     # The console script is a file of this name with these lines.
-    script = "import sys; sys.argv[0] = '/usr/bin/trimtab'; from trimtab.cli import main; sys.exit(main())"
+    script = "import sys; sys.argv[0] = '/usr/bin/trimtab'; from trimtab.cli.main import main; sys.exit(main())"
     entry = ["-c", script] if as_script else ["-m", "trimtab"]
     return subprocess.Popen(
         [sys.executable, *entry, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
@@ -109,7 +110,7 @@ def test_an_interrupt_that_another_package_turned_into_an_error_stops_the_comman
 import os, signal, sys
 sys.argv[0] = "/usr/bin/trimtab"
 from trimtab import cli
-from trimtab.commands import line
+from trimtab.cli import line
 from trimtab.errors import CheckpointError
 
 def interrupted(options):
@@ -146,9 +147,9 @@ def test_while_the_package_is_imported(as_script: bool, after_s: float) -> None:
         "sys.meta_path.insert(0, Slow())\n"
     )
     start_it = (
-        "sys.argv[0] = '/usr/bin/trimtab'; from trimtab.cli import main; sys.exit(main())"
+        "sys.argv[0] = '/usr/bin/trimtab'; from trimtab.cli.main import main; sys.exit(main())"
         if as_script
-        else "sys.argv[0] = '-m'; sys.orig_argv[1:] = ['-m', 'trimtab']; from trimtab.cli import main; sys.exit(main())"
+        else "sys.argv[0] = '-m'; sys.orig_argv[1:] = ['-m', 'trimtab']; from trimtab.cli.main import main; sys.exit(main())"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code + start_it, "plan", BASE], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -254,7 +255,7 @@ def test_a_second_ctrl_c_ends_what_does_not_listen() -> None:
         "import sys, time\n"
         "sys.argv[0] = 'trimtab'\n"
         "from trimtab import cli\n"
-        "from trimtab.commands import line\n"
+        "from trimtab.cli import line\n"
         "def deaf(options):\n"
         "    for _ in range(2):\n"
         "        try:\n"
@@ -275,7 +276,7 @@ def test_a_second_ctrl_c_ends_what_does_not_listen() -> None:
 
 
 def test_other_programs_keep_their_own_ctrl_c() -> None:
-    code = "import signal, trimtab, trimtab.cli\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+    code = "import signal, trimtab, trimtab.cli.main\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
     subprocess.run(
         [sys.executable, "-c", code],
         check=True,

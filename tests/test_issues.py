@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from tests.rules import each
-from trimtab import cli
-from trimtab.doctor import draft as module
-from trimtab.doctor.claims import decide_claims
-from trimtab.doctor.draft import make_drafts
-from trimtab.doctor.draft_buckets import BUCKETS
-from trimtab.doctor.draft_evidence import Shown, Statement, differences, evidence_of
+from trimtab.cli import main as cli
+from trimtab.doctor.facts.buckets import BUCKETS
+from trimtab.doctor.facts.evidence import Shown, Statement, differences, evidence_of
+from trimtab.doctor.facts.trackers import Tracker
+from trimtab.doctor.issues import draft as module
+from trimtab.doctor.issues.claims import decide_claims
+from trimtab.doctor.issues.draft import make_drafts
 from trimtab.doctor.issues.owner import action_for
-from trimtab.doctor.trackers import Tracker
-from trimtab.environment import read_environment
+from trimtab.machine.environment import read_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 NEVER_RECORDED = {"merge-4bit"}  # the merge lanes carry it (trimtab verify --lanes)

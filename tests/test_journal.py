@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.serving import MockPool, client, words
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.errors import RequestError
-from trimtab.serve import journal
-from trimtab.serve.scheduler import MistakeError, error_event
+from trimtab.serve.contract import log as journal
+from trimtab.serve.scheduling.scheduler import MistakeError, error_event
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "a secret message"}]}
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z")
@@ -252,8 +252,8 @@ def test_a_stream_that_can_be_written_again_is_written(monkeypatch):
 @pytest.mark.parametrize("name", ["a full disk", "a reader that left"])
 @pytest.mark.parametrize("flags", [[], ["--json"], ["--log-format", "json"]])
 def test_the_command_says_what_it_can_and_serves(streams, monkeypatch, lines, name, flags):
-    from trimtab import cli
-    from trimtab.commands import serve
+    from trimtab.cli import main as cli
+    from trimtab.cli.commands import serve
 
     streams(name)
     said = []

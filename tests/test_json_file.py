@@ -13,38 +13,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab import json_file
 from trimtab.errors import CheckpointError
-from trimtab.json_file import KINDS, JsonError, count, parse, read_bytes, read_json, read_object
+from trimtab.process import json_file
+from trimtab.process.json_file import KINDS, JsonError, count, parse, read_bytes, read_json, read_object
 
 ROOT = Path(__file__).resolve().parent.parent
 # Where `json` parses what is no file of a user's: its reason by module and function.
 NO_FILES = {
-    "trimtab/commands/prompts_file.py:__init__": "what this process wrote",
-    "trimtab/demo/line.py:read_asks": "this package's own file",
-    "trimtab/doctor/bisect_environments.py:_installed": "the output of a process of this package",
-    "trimtab/doctor/bisect_environments.py:read": "the output of a process of this package",
-    "trimtab/doctor/case_inputs.py:_asked": "this package's own file",
-    "trimtab/doctor/upstream/e3_extra_keys.py:probe": "a file that this process wrote",
-    "trimtab/doctor/upstream/h5_moe_prequantized.py:_pack": "a file that this process wrote",
+    "trimtab/cli/commands/prompts_file.py:__init__": "what this process wrote",
+    "trimtab/demo/demo.py:read_asks": "this package's own file",
+    "trimtab/doctor/bisect/environments.py:_installed": "the output of a process of this package",
+    "trimtab/doctor/bisect/environments.py:read": "the output of a process of this package",
+    "trimtab/doctor/cases/inputs.py:_asked": "this package's own file",
+    "trimtab/doctor/catalogue/e3_extra_keys.py:probe": "a file that this process wrote",
+    "trimtab/doctor/catalogue/h5_moe_prequantized.py:_pack": "a file that this process wrote",
     "trimtab/checkpoint/end_tokens.py:_number": "a list in the first 4 MiB of tokenizer.json; in doubt nothing is said",
-    "trimtab/serve/grammar_source.py:from_json": "what the worker sent",
-    "trimtab/serve/grammar_prover.py:prove": "what a process of this package sent",
-    "trimtab/serve/grammar_process.py:from_bytes": "what the worker sent",
-    "trimtab/environment_inside.py:how_installed": "runs in interpreters without this package; an installed package's metadata",
-    "trimtab/inside.py:main": "runs in interpreters without this package; the parent process wrote it",
-    "trimtab/json_file.py:parse": "the reader",
-    "trimtab/plan/cards.py:_data": "this package's own file",
-    "trimtab/process.py:read": "what a process of this package sent",
-    "trimtab/proof/prompts.py:demo_prompts": "this package's own file",
-    "trimtab/proof/remote/choosing.py:_demo_prompts": "this package's own file",
-    "trimtab/proof/remote/client.py:_json": "a server's answer of ANSWER_BYTES at most",
-    "trimtab/runtime/answer_reader.py": "the model's text, within the limits of an answer",
-    "trimtab/runtime/call_values.py": "the model's text, within the limits of an answer",
-    "trimtab/serve/calling.py:arguments_of": "a message of the API, within the server's limits",
-    "trimtab/serve/channel.py:receive": "what a process of this package sent",
-    "trimtab/serve/messages_shape.py:_arguments": "a message of the API, within the server's limits",
-    "trimtab/serve/messages_shape.py:as_anthropics": "a message of the API, within the server's limits",
+    "trimtab/serve/grammar/source.py:from_json": "what the worker sent",
+    "trimtab/serve/grammar/prover.py:prove": "what a process of this package sent",
+    "trimtab/serve/grammar/child.py:from_bytes": "what the worker sent",
+    "trimtab/machine/environment_child.py:how_installed": "runs in interpreters without this package; an installed package's metadata",
+    "trimtab/process/child.py:main": "runs in interpreters without this package; the parent process wrote it",
+    "trimtab/process/json_file.py:parse": "the reader",
+    "trimtab/planning/values/cards.py:_data": "this package's own file",
+    "trimtab/process/runner.py:read": "what a process of this package sent",
+    "trimtab/verification/routes/prompts.py:demo_prompts": "this package's own file",
+    "trimtab/verification/server/choosing.py:_demo_prompts": "this package's own file",
+    "trimtab/verification/server/client.py:_json": "a server's answer of ANSWER_BYTES at most",
+    "trimtab/engine/chat/answer_reader.py": "the model's text, within the limits of an answer",
+    "trimtab/engine/chat/call_values.py": "the model's text, within the limits of an answer",
+    "trimtab/serve/api/tools.py:arguments_of": "a message of the API, within the server's limits",
+    "trimtab/serve/worker/ipc.py:receive": "what a process of this package sent",
+    "trimtab/serve/api/messages_shape.py:_arguments": "a message of the API, within the server's limits",
+    "trimtab/serve/api/messages_shape.py:as_anthropics": "a message of the API, within the server's limits",
 }
 
 
@@ -71,7 +71,7 @@ def parsers(file: Path) -> set[str]:
 def test_no_other_code_parses_a_file():
     used = {one for file in (ROOT / "trimtab").rglob("*.py") for one in parsers(file)}
     unknown = {one for one in used if one not in NO_FILES and one.partition(":")[0] not in NO_FILES}
-    assert unknown == set(), "read it with trimtab.json_file, or say here why it is no file of a user's"
+    assert unknown == set(), "read it with trimtab.process.json_file, or say here why it is no file of a user's"
     assert {one for one in NO_FILES if ":" in one} <= used, "names what is no longer there"
 
 

@@ -7,8 +7,8 @@ import gc
 import pytest
 
 from tests.test_graphs import DEMO, demo, replayed  # noqa: F401 - a fixture
+from trimtab.engine.batch.batch import Batch
 from trimtab.errors import RequestError
-from trimtab.runtime.batch import Batch
 
 PROMPTS = ["Hello", {"prompt": "What is this?", "adapter": "style"}, "Hello again"]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from trimtab.doctor import kit as kits
-from trimtab.doctor import tiny
-from trimtab.doctor.kit import EVERYWHERE, LLAMA_SPLIT, TOWERS_OFF, Kit
+from trimtab.doctor.facts import probe_kit as kits
+from trimtab.doctor.facts import tiny
+from trimtab.doctor.facts.probe_kit import EVERYWHERE, LLAMA_SPLIT, TOWERS_OFF, Kit
 
 CPU = torch.device("cpu")
 

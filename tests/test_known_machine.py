@@ -15,13 +15,18 @@ from tests import anatomies as written
 from tests import pico
 from trimtab.checkpoint.anatomy_json import read_anatomy, write_anatomy
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.loader import transformers_model as hf
+from trimtab.engine.memory import rates as devices
 from trimtab.errors import RequestError
-from trimtab.machine import anatomies, installed, known, own_folder, rates_file
+from trimtab.machine import anatomy_cache as anatomies
+from trimtab.machine import installed
+from trimtab.machine import machine_cache as known
+from trimtab.machine import rates_cache as rates_file
+from trimtab.machine import user_cache as own_folder
 from trimtab.machine.gpus import Gpu
-from trimtab.plan import Machine, Plan, Rates
+from trimtab.planning import Machine, Plan, Rates
 from trimtab.request import LoadRequest
-from trimtab.runtime import devices, hf
 
 GIB, MIB = 2**30, 2**20
 BASE = DEMO / "base"
@@ -298,7 +303,7 @@ CHILD = """
 import sys
 from trimtab import cli
 code = cli.main(sys.argv[1:])
-heavy = {"torch", "transformers", "bitsandbytes", "numpy", "trimtab.runtime"} & set(sys.modules)
+heavy = {"torch", "transformers", "bitsandbytes", "numpy", "trimtab.engine"} & set(sys.modules)
 assert not heavy, heavy
 sys.exit(code)
 """

@@ -38,24 +38,26 @@ from tests.test_execution import E4B, H200, card
 from tests.test_graphs import replayed  # noqa: F401
 from trimtab.api import plan_request
 from trimtab.checkpoint.anatomy import KVLayer
-from trimtab.cli import main
-from trimtab.demo.line import ADAPTERS
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.cli.main import main
+from trimtab.demo.demo import ADAPTERS
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.calls.prompt_logprobs import PromptScores
+from trimtab.engine.decode import step_capture
+from trimtab.engine.kv import int8 as hf_kv_int8
+from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv.int8 import read_states, round_states
+from trimtab.engine.kv.kv_cache import LayerCache, PagedLayer
 from trimtab.errors import RequestError, TrimtabError
-from trimtab.plan import make_plan
-from trimtab.plan import options as plan_options
-from trimtab.plan.activations import needs_of, row_cache_bytes, smaller_needs, use_of
-from trimtab.plan.execution import graph_bytes
-from trimtab.plan.kv_form import LAYER_KERNELS, NODE_BYTES, ROUNDING_BYTES, check_kv, copy_bytes
-from trimtab.plan.kv_pool import PAGE_TOKENS
-from trimtab.plan.narrow import narrow_table
+from trimtab.planning import make_plan
+from trimtab.planning import options as plan_options
+from trimtab.planning.display.narrow import narrow_table
+from trimtab.planning.memory.activations import needs_of, row_cache_bytes, smaller_needs, use_of
+from trimtab.planning.values.execution import graph_bytes
+from trimtab.planning.values.kv_bytes import LAYER_KERNELS, NODE_BYTES, ROUNDING_BYTES, check_kv, copy_bytes
+from trimtab.planning.values.kv_pool import PAGE_TOKENS
 from trimtab.request import GenerateRequest, LoadRequest
-from trimtab.runtime import hf_kv_int8, hf_slots, step_capture
-from trimtab.runtime.batch import Batch
-from trimtab.runtime.hf_kv_int8 import read_states, round_states
-from trimtab.runtime.hf_slots import LayerCache, PagedLayer
-from trimtab.runtime.prompt_scores import PromptScores
-from trimtab.serve.registry import read_registry
+from trimtab.serve.worker.registry import read_registry
 
 # On both sides of the families' window of 8 tokens, and of one and two chunks of 16.
 PROMPTS = [list(range(5, 5 + count)) for count in (3, 11, 20, 40)]
@@ -415,7 +417,7 @@ def test_the_largest_copies_are_captured_first(model, replayed, monkeypatch, dec
     step = replace(execution.step, bytes={**execution.step.bytes, **copies})
     monkeypatch.setattr(model, "plan", replace(model.plan, execution=replace(execution, step=step)))
     with_pool(model, None)
-    monkeypatch.setattr("trimtab.runtime.decode_step.SMALLEST_PLACES", 16)
+    monkeypatch.setattr("trimtab.engine.decode.decode_step.SMALLEST_PLACES", 16)
     batch = batch_of(model, decode, (), 4)
     seen = []
     record = step_capture.StepCapture.record
@@ -550,7 +552,7 @@ def test_options_have_no_row_for_what_a_model_cannot_have():
 def test_a_plan_file_that_asks_for_what_a_model_cannot_have_is_refused(tmp_path, monkeypatch):
     made = planned(pico.build("llama", tmp_path))
     monkeypatch.setattr(
-        "trimtab.runtime.model.check_kv",
+        "trimtab.engine.model.check_kv",
         lambda kv, anatomy: check_kv(kv, replace(anatomy, capture_unsupported="layer 0 keeps a state")),
     )
     with pytest.raises(RequestError, match="8-bit keys and values of LlamaForCausalLM: layer 0 keeps a state"):

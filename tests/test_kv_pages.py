@@ -12,10 +12,11 @@ from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import small as cpu_module
 from tests.long_runs import slow_on_cpu
+from trimtab.engine.kernels import attention_and_norms as fused
+from trimtab.engine.kernels import selfcheck as fused_check
+from trimtab.engine.kv.pages import PagePool
 from trimtab.errors import DoesNotFitError
-from trimtab.plan.kv_pool import FIRST, NONE, PAGE_TOKENS, SCRAP, pages_of, pool_tokens
-from trimtab.runtime import fused, fused_check
-from trimtab.runtime.kv_pages import PagePool
+from trimtab.planning.values.kv_pool import FIRST, NONE, PAGE_TOKENS, SCRAP, pages_of, pool_tokens
 
 # Of the mixes of bench/kv_waste.py in the docs.
 TITLES = (

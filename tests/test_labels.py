@@ -11,8 +11,8 @@ import pytest
 
 from tests.rules import each
 from tools import matrix_table
-from trimtab.doctor import labels
-from trimtab.doctor.cases import CASES
+from trimtab.doctor.cases import labels
+from trimtab.doctor.cases.cases import CASES
 
 RESULTS = Path(__file__).parent.parent / "bench" / "results"
 RECORDED = [

@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from tests import pico
 from trimtab.errors import RequestError
-from trimtab.proof import lanes, routes
-from trimtab.proof.lane_runs import run_lanes
-from trimtab.proof.lanes import BY_NAME, LANES, LanePrompt, classify, lane_verdict
-from trimtab.proof.prompts import Prompt, demo_prompts
-from trimtab.proof.survival import Survival, lora_delta, mean_survival, survival
+from trimtab.verification.merges import variants as lanes
+from trimtab.verification.merges.retention import Survival, lora_delta, mean_survival, survival
+from trimtab.verification.merges.runs import run_lanes
+from trimtab.verification.merges.variants import BY_NAME, LANES, LanePrompt, classify, lane_verdict
+from trimtab.verification.routes import runner as routes
+from trimtab.verification.routes.prompts import Prompt, demo_prompts
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 DEMO = Path(__file__).parent.parent / "trimtab" / "demo"
@@ -101,7 +102,7 @@ def test_survival_is_the_share_along_the_change_and_the_rest():
 
 
 def test_pieces_do_not_change_survival(monkeypatch):
-    from trimtab.proof import survival as module
+    from trimtab.verification.merges import retention as module
 
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(9, 7, generator=generator) for _ in range(3)]

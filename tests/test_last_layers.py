@@ -14,10 +14,10 @@ from tests.cuda_on_cpu import run
 from tests.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
 from tests.test_graphs import demo
 from tests.test_prefill import DEVICE, LENGTHS, ON_GPU, TOLERANCE, answered, differ, eager, ids, through
-from trimtab.plan.kv_pool import PAGE_TOKENS
-from trimtab.runtime.batch import Batch
-from trimtab.runtime.hf_gemma4_last import LastLayers, OneAdapter
-from trimtab.runtime.prefill_graphs import Prompts
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.families.last_layers import LastLayers, OneAdapter
+from trimtab.engine.prefill.prefill import Prompts
+from trimtab.planning.values.kv_pool import PAGE_TOKENS
 
 # bfloat16, other kernels: as of a whole step in tests/test_fused_kernels.py.
 BFLOAT16_TOLERANCE = 2**-4
@@ -174,7 +174,7 @@ def test_a_table_has_the_addresses_of_each_layer_of_a_group():
     class Leaf:
         pass
 
-    from trimtab.runtime.lora import LinearAdapter
+    from trimtab.engine.lora.layers import LinearAdapter
 
     q, gate, up = Leaf(), Leaf(), Leaf()
     A, B = torch.randn(4, 8), torch.randn(6, 4)

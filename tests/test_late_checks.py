@@ -60,7 +60,7 @@ def test_a_file_that_is_not_there_is_said_before_the_model_is_read(ask, name, fl
 @pytest.mark.parametrize("flag", ["--image", "--audio"])
 @pytest.mark.parametrize("name", those_with("--image"))
 def test_a_picture_that_is_none_is_said_before_weights_are_read(ask, name, flag, tmp_path, monkeypatch):
-    monkeypatch.setattr("trimtab.runtime.load.fill", lambda *args, **kwargs: pytest.fail("weights were read"))
+    monkeypatch.setattr("trimtab.engine.loader.load.fill", lambda *args, **kwargs: pytest.fail("weights were read"))
     monkeypatch.setattr("subprocess.Popen", lambda *args, **kwargs: pytest.fail("a process was started"))
     file = tmp_path / "x.pdf"
     file.write_bytes(b"%PDF-1.7 nothing")
@@ -70,7 +70,7 @@ def test_a_picture_that_is_none_is_said_before_weights_are_read(ask, name, flag,
 
 @pytest.mark.parametrize("name", those_with("--use"))
 def test_a_name_that_is_mistyped_is_said_before_weights_are_read(ask, name, monkeypatch):
-    monkeypatch.setattr("trimtab.runtime.load.fill", lambda *args, **kwargs: pytest.fail("weights were read"))
+    monkeypatch.setattr("trimtab.engine.loader.load.fill", lambda *args, **kwargs: pytest.fail("weights were read"))
     monkeypatch.setattr("subprocess.Popen", lambda *args, **kwargs: pytest.fail("a process was started"))
     code, _, err = ask(name, "--adapter", f"style={STYLE}", "--use", "stile", MODEL=BASE)
     assert code == 2 and "--use" in err and "stile" in err and "style" in err, err

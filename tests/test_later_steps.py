@@ -15,11 +15,12 @@ import pytest
 import trimtab
 from tests import pico, talking_families
 from tests.test_merge_experts import BOTH, stack_adapter
-from trimtab import demo, interrupts
-from trimtab.cli import main
+from trimtab import demo
+from trimtab.cli.main import main
 from trimtab.errors import AdapterError, UpstreamError
-from trimtab.proof import routes
-from trimtab.proof import verify as verifying
+from trimtab.process import interrupts
+from trimtab.verification import verify as verifying
+from trimtab.verification.routes import runner as routes
 
 BASE, STYLE = str(demo.FOLDER / "base"), str(demo.ADAPTERS["style"])
 NOT_COMPARED = (

@@ -10,10 +10,14 @@ import torch
 
 from tests.cuda_on_cpu import run
 from tests.test_matvec import group_of
+from trimtab.engine.cuda import shipped_configs as launch_configs
+from trimtab.engine.cuda.shipped_configs import KernelLimits
+from trimtab.engine.kernels import autotune as tuning
+from trimtab.engine.kernels import compile_ahead
+from trimtab.engine.kernels import device_kernels as kernels
+from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels.device_kernels import Kernels, Product
 from trimtab.errors import DeviceError
-from trimtab.runtime import compile_ahead, kernels, launch_configs, matvec, tuning
-from trimtab.runtime.kernels import Kernels, Product
-from trimtab.runtime.launch_configs import KernelLimits
 
 pytestmark = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 FITS = KernelLimits(registers=64, max_threads=1024, static_shared_bytes=0, local_bytes=0)
@@ -184,7 +188,7 @@ def test_what_checks_and_steps_ask_for_is_compiled_at_once_before_they_do(module
 
 
 def test_what_was_tuned_is_known_to_the_next_process(module, product, tmp_path, monkeypatch):
-    from trimtab.machine import own_folder
+    from trimtab.machine import user_cache as own_folder
 
     monkeypatch.setattr(own_folder, "user_cache_path", lambda name: tmp_path / name)
     monkeypatch.setattr(tuning, "graph_us", lambda *_, **__: 1.0)

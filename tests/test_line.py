@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from trimtab.request import GenerateRequest
-from trimtab.serve.job import Job
-from trimtab.serve.line import Lines
+from trimtab.serve.contract.job import Job
+from trimtab.serve.scheduling.queue import Lines
 
 
 @dataclass(eq=False)

@@ -13,8 +13,10 @@ import pytest
 
 import trimtab
 from tests import pico
-from trimtab import cli, demo, exit_codes
-from trimtab.commands import chat as chat_command
+from trimtab import demo
+from trimtab.cli import main as cli
+from trimtab.cli.chat import chat as chat_command
+from trimtab.process import exit_codes
 
 STYLE = str(demo.ADAPTERS["style"])
 

@@ -17,13 +17,13 @@ from tests.serving import MockPool
 from tests.test_pool import model, run
 from tests.test_serve_run import posix, serving
 from trimtab.errors import CheckpointError, RequestError
-from trimtab.serve import live as lives
-from trimtab.serve.app import make_app
-from trimtab.serve.live import FIXED, FIXED_LIMITS, Live, Reloader
-from trimtab.serve.metrics import Metrics
-from trimtab.serve.quotas import KeyLimits
-from trimtab.serve.settings import Limits, Settings
-from trimtab.serve.supervisor import Supervisor
+from trimtab.serve.contract.quotas import KeyLimits
+from trimtab.serve.contract.settings import Limits, Settings
+from trimtab.serve.http import live as lives
+from trimtab.serve.http.app import make_app
+from trimtab.serve.http.live import FIXED, FIXED_LIMITS, Live, Reloader
+from trimtab.serve.observe.metrics import Metrics
+from trimtab.serve.worker.supervisor import Supervisor
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}
 BEFORE = Settings(page=False, api_keys=("old",), admin_keys=("root",))

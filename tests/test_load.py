@@ -19,10 +19,12 @@ import transformers
 import trimtab
 from tests import pico, stock
 from tests.long_runs import FIRST, crossed
+from trimtab.engine.decode.step_capture import in_pass
+from trimtab.engine.layers import linear as leaves
+from trimtab.engine.loader import load
+from trimtab.engine.tiers import streaming as tiers
 from trimtab.errors import CheckpointError, DoesNotFitError, RequestError
-from trimtab.plan.pieces import CopyOrder, Piece
-from trimtab.runtime import leaves, load, tiers
-from trimtab.runtime.step_capture import in_pass
+from trimtab.planning.values.copy_order import CopyOrder, Piece
 
 QUANTS = ("none", "nf4", "nf4-dq", "int8")
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")  # tests/gpu runs this file on "cuda:0"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimtab.proof.loaded_changes import SIZE, compare_changes, sketch
+from trimtab.verification.routes.loaded_changes import SIZE, compare_changes, sketch
 
 
 def pair(seed=0, rank=4, size=64, out=64):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.toy_lora import IDS, WIDTH, Toy, make_adapter, ours, peft_output, put_on, read, spec_of
-from trimtab.runtime import base_values
-from trimtab.runtime.lora import attach
+from trimtab.engine.lora import base_values
+from trimtab.engine.lora.layers import attach
 
 # PEFT and bitsandbytes warn about biases that cannot be merged, casts to float16 and their own calls into torch.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")

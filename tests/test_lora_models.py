@@ -13,11 +13,11 @@ from peft import PeftModel
 from tests import pico
 from tests.long_runs import crossed
 from tests.toy_lora import read, with_our_layers
-from trimtab.checkpoint.adapter import match_adapter, read_adapter
+from trimtab.adapters.adapter import match_adapter, read_adapter
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.runtime.hf import read_anatomy
-from trimtab.runtime.lora import attach, detach
+from trimtab.engine.loader.transformers_model import read_anatomy
+from trimtab.engine.lora.layers import attach, detach
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 VARIANTS: dict[str, dict[str, Any]] = {

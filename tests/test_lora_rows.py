@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.toy_lora import IDS, WIDTH, Toy, make_adapter, ours, put_on, read, spec_of
-from trimtab.checkpoint.adapter import read_adapter
+from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.headers import TensorEntry
+from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora.layers import SavedModule, attach, detach
+from trimtab.engine.lora.store import AdapterStore
 from trimtab.errors import AdapterError, RequestError
-from trimtab.runtime import lora
-from trimtab.runtime.adapter_store import AdapterStore
-from trimtab.runtime.lora import SavedModule, attach, detach
 
 # PEFT and bitsandbytes warn about biases that cannot be merged, casts to float16 and their own calls into torch.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")

@@ -15,10 +15,10 @@ import trimtab
 from tests import pico, stock
 from tests.long_runs import crossed
 from trimtab import demo
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import hf_slots
-from trimtab.runtime.batch import Batch
 
 QUESTION = "Who are you?"
 # One float32 step of a tiny model, computed in two orders (tests/test_batch.py says where it comes from).

@@ -8,9 +8,11 @@ import torch
 from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import rows as cpu_module
-from trimtab.runtime import many_rows, matvec, tuning
-from trimtab.runtime.fused_check import relative_error
-from trimtab.runtime.quant import dequantize, quantize
+from trimtab.engine.formats.bitsandbytes import dequantize, quantize
+from trimtab.engine.kernels import autotune as tuning
+from trimtab.engine.kernels import gemm4 as many_rows
+from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels.selfcheck import relative_error
 
 on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 TYPES = (torch.bfloat16, torch.float16)

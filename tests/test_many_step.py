@@ -15,7 +15,8 @@ from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import rows as rows_module
 from tests.test_fused_kernels import on_cpu  # noqa: F401
 from tests.test_graphs import joined, replayed  # noqa: F401
-from trimtab.runtime import many_rows, prompt_kernels
+from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.kernels import gemm4 as many_rows
 
 pytestmark = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 # bfloat16: one rounding of a product in another order moves a score by a few steps of 2^-8 of the largest.

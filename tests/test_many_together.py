@@ -11,11 +11,11 @@ import pytest
 import trimtab
 from tests.test_many import QUESTION, REQUESTS, alone
 from trimtab import demo
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.prefill import packing as packed_prompts
+from trimtab.engine.prefill.packing import Packs
+from trimtab.engine.prefill.prefill import Prompts
 from trimtab.errors import RequestError
-from trimtab.runtime import packed_prompts
-from trimtab.runtime.batch import Batch
-from trimtab.runtime.packed_prompts import Packs
-from trimtab.runtime.prefill_graphs import Prompts
 
 ROWS = 8
 

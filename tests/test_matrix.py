@@ -9,11 +9,11 @@ import pytest
 from packaging.version import Version
 
 from tests import pico
-from trimtab.doctor import matrix
-from trimtab.doctor.cases import CASES
-from trimtab.doctor.matrix import matrix_text, read_runs, run_matrix, save_runs, saving
+from trimtab.doctor.cases import runner as matrix
+from trimtab.doctor.cases.cases import CASES
+from trimtab.doctor.cases.runner import matrix_text, read_runs, run_matrix, save_runs, saving
 from trimtab.errors import CheckpointError, RequestError
-from trimtab.process import Outcome
+from trimtab.process.runner import Outcome
 
 IS_NEWEST = Version(version("transformers")) >= Version("5.23.0")
 VERSIONS = {"python": "3.12", "torch": "2.13.0"}
@@ -374,7 +374,7 @@ def test_an_emulated_card_leaves_room_for_what_a_process_needs_beside_its_tensor
     from types import SimpleNamespace
 
     import trimtab
-    from trimtab.doctor import line_case
+    from trimtab.doctor.cases import trimtab_run as line_case
 
     monkeypatch.setattr(trimtab, "plan", lambda *_, **__: SimpleNamespace(gpu_peak_bytes=1000, gpu_needed_bytes=1600))
     case = next(case for case in CASES if case.name == "SPLIT_4BIT_ADAPTER_FULL_CARD")
@@ -391,8 +391,8 @@ def test_a_catch_all_asks_of_what_can_leave(asked, kept):
     from types import SimpleNamespace
 
     import trimtab
-    from trimtab.demo.line import FOLDER as DEMO
-    from trimtab.doctor import line_case
+    from trimtab.demo.demo import FOLDER as DEMO
+    from trimtab.doctor.cases import trimtab_run as line_case
 
     rows = [
         SimpleNamespace(block_path="model.layers", tier="stream", reason="requested: device_map"),

@@ -13,10 +13,13 @@ import pytest
 import torch
 
 from tests.cuda_on_cpu import run
+from trimtab.engine.cuda import launch_config as cuts
+from trimtab.engine.formats.bitsandbytes import dequantize, quantize, shell
+from trimtab.engine.kernels import attention_and_norms as fused
+from trimtab.engine.kernels import autotune as tuning
+from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.lora.layers import LinearAdapter
 from trimtab.errors import DeviceError
-from trimtab.runtime import cuts, fused, matvec, tuning
-from trimtab.runtime.lora import LinearAdapter
-from trimtab.runtime.quant import dequantize, quantize, shell
 
 H200 = {"multiprocessors": 132, "shared_bytes": 232448}
 needs_gxx = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trimtab
-from trimtab import cli
-from trimtab.commands.flags import load_request
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.cli import main as cli
+from trimtab.cli.flags.flags import load_request
+from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.errors import RequestError
-from trimtab.plan.max_memory import MemoryBudgets, merged_budgets, read_max_memory
+from trimtab.planning.request.max_memory import MemoryBudgets, merged_budgets, read_max_memory
 
 GIB = 2**30
 BASE = str(DEMO / "base")

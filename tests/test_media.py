@@ -13,10 +13,10 @@ import soundfile
 from PIL import Image, ImageOps
 
 from tests import talking
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.chat import media
+from trimtab.engine.chat.media import SAMPLE_RATE, LowDetail, read_audio, read_image
 from trimtab.errors import RequestError
-from trimtab.runtime import media
-from trimtab.runtime.media import SAMPLE_RATE, LowDetail, read_audio, read_image
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
@@ -228,8 +228,8 @@ MEASURED = """
 import sys
 from pathlib import Path
 from PIL import Image
-from trimtab.runtime import media
-from trimtab.serve.media_pool import return_freed_pages
+from trimtab.engine import media
+from trimtab.serve.scheduling.media_pool import return_freed_pages
 
 def kib(name):
     return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
@@ -237,7 +237,7 @@ def kib(name):
 media.read_image(Image.new("RGB", (8, 8)))
 prepare = lambda picture: None
 if len(sys.argv) > 2:
-    from trimtab.runtime.hf_processor import load_processor
+    from trimtab.engine.loader.processor import load_processor
     prepare = load_processor(Path(sys.argv[2])).image_processor
     prepare(Image.new("RGB", (64, 64)))
 data = Path(sys.argv[1]).read_bytes()

@@ -17,11 +17,11 @@ from tests import talking
 from tests.long_runs import crossed
 from tests.test_control_tokens import asked
 from tests.test_media_check import HEARING, SEEING
+from trimtab.engine.chat import prompt as chat
+from trimtab.engine.chat.media_ahead import audio_ahead, images_ahead
 from trimtab.request import GenerateRequest
-from trimtab.runtime import chat
-from trimtab.runtime.media_ahead import audio_ahead, images_ahead
-from trimtab.serve.engine import LoadedEngine
-from trimtab.serve.job import Job
+from trimtab.serve.contract.job import Job
+from trimtab.serve.worker.engine import LoadedEngine
 
 
 class Real:

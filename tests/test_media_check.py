@@ -12,9 +12,9 @@ from PIL import Image
 
 from tests import pico, talking_families
 from tests.test_control_tokens import asked
+from trimtab.engine.chat import prompt as chat
+from trimtab.engine.chat.media_check import check_frames, check_pictures, check_sound_lengths
 from trimtab.errors import CheckpointError, RequestError
-from trimtab.runtime import chat
-from trimtab.runtime.media_check import check_frames, check_pictures, check_sound_lengths
 
 SIZES = [
     (1, 1),

@@ -15,17 +15,23 @@ from PIL import Image
 
 import trimtab
 from trimtab.api import PlanInputs, plan_request
+from trimtab.engine.chat.media import picture_bytes, sound_rate
 from trimtab.errors import DoesNotFitError, RequestError, gib
-from trimtab.plan import Plan
-from trimtab.plan.media_memory import LEAST_BUDGET_BYTES, MOST_RATE, PREPARED_PIXEL_BYTES, WEBP_PIXEL_BYTES, sound_bytes
-from trimtab.plan.narrow import narrow_table
+from trimtab.planning import Plan
+from trimtab.planning.display.narrow import narrow_table
+from trimtab.planning.memory.media import (
+    LEAST_BUDGET_BYTES,
+    MOST_RATE,
+    PREPARED_PIXEL_BYTES,
+    WEBP_PIXEL_BYTES,
+    sound_bytes,
+)
 from trimtab.request import GenerateRequest, LoadRequest
-from trimtab.runtime.media import picture_bytes, sound_rate
-from trimtab.serve.engine import LoadedEngine, decoded_bytes
-from trimtab.serve.job import Job
-from trimtab.serve.registry import ServedModel
-from trimtab.serve.settings import Limits
-from trimtab.serve.worker import _media
+from trimtab.serve.contract.job import Job
+from trimtab.serve.contract.settings import Limits
+from trimtab.serve.worker.engine import LoadedEngine, decoded_bytes
+from trimtab.serve.worker.registry import ServedModel
+from trimtab.serve.worker.worker import _media
 
 DEMO = Path(trimtab.__file__).parent / "demo" / "base"
 REQUEST = LoadRequest(model=str(DEMO), device="cpu", quant="none", dtype="float32", context_tokens=128)

@@ -12,11 +12,11 @@ import pytest
 
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
-from trimtab.serve import media_pool
-from trimtab.serve.job import Job
-from trimtab.serve.media_pool import MediaPool
-from trimtab.serve.preparing import Preparing
-from trimtab.serve.scheduler import MistakeError
+from trimtab.serve.contract.job import Job
+from trimtab.serve.scheduling import media_pool
+from trimtab.serve.scheduling.media_pool import MediaPool
+from trimtab.serve.scheduling.preparing import Preparing
+from trimtab.serve.scheduling.scheduler import MistakeError
 
 WAIT_S = 20.0
 

@@ -8,9 +8,10 @@ import torch
 import trimtab
 from tests import pico
 from tests.test_metrics import MODEL, label, samples
-from trimtab.runtime import devices, memory_shares
-from trimtab.runtime.batch import Batch
-from trimtab.serve.metrics import Metrics
+from trimtab.engine import memory_shares
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.memory import rates as devices
+from trimtab.serve.observe.metrics import Metrics
 
 MIB = 2**20
 

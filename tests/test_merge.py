@@ -12,8 +12,8 @@ from safetensors import safe_open
 from tests import merging, pico, stock
 from tests.merging import load, peft_merged, state_of, tensors_of, ulps
 from trimtab.errors import RequestError
-from trimtab.merge import merge, merge_text
-from trimtab.merge.delta import Change, merged
+from trimtab.merging import merge, merge_text
+from trimtab.merging.changes.delta import Change, merged
 
 # PEFT warns about tied embeddings and, at DoRA, of its own calls.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tests import merging, pico
 from trimtab.errors import AdapterError, ParityError
-from trimtab.merge import MergeReport, merge, merge_text
-from trimtab.merge.check import ulp
+from trimtab.merging import MergeReport, merge, merge_text
+from trimtab.merging.check import ulp
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ OTHER = "model.layers.1.input_layernorm.weight"
 
 def harm(monkeypatch: pytest.MonkeyPatch, tensor_name: str, change: Any) -> None:
     """Change a tensor of the written files just before they are checked."""
-    module = sys.modules["trimtab.merge.merge"]
+    module = sys.modules["trimtab.merging.merge"]
     own = module._check_loads
 
     def harming(folder: Path, work: Any) -> None:
@@ -92,7 +92,7 @@ def test_a_wrong_scale_does_not_pass_although_writer_and_check_read_the_same_ada
     base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The two compute apart: one in float32 by PEFT's steps, the other in float64 from the factors.
-    from trimtab.merge.delta import Change
+    from trimtab.merging.changes.delta import Change
 
     delta = Change.delta
 
@@ -112,7 +112,7 @@ def test_a_wrong_scale_does_not_pass_although_writer_and_check_read_the_same_ada
 def test_a_wrong_scale_does_not_pass_packed_either_although_packing_again_gives_the_same_bytes(
     form: str, base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trimtab.merge.delta import Change
+    from trimtab.merging.changes.delta import Change
 
     delta = Change.delta
 
@@ -130,7 +130,7 @@ def test_a_packed_value_is_right_under_the_scale_in_the_file_whichever_was_chose
     base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums in another order may choose another scale that is as good; the values have to follow from it."""
-    from trimtab.merge import pack
+    from trimtab.merging.files import quantize as pack
 
     calls = 0
     own = pack.choose_scales
@@ -173,8 +173,8 @@ def test_a_parameter_that_goes_back_through_several_tensors_is_computed_apart(
     base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such a parameter is written whole; the check computes it in float64 and not by the writer's code."""
-    from trimtab.merge.delta import Change
-    from trimtab.merge.recipe import Edit
+    from trimtab.merging.changes.delta import Change
+    from trimtab.merging.changes.plan import Edit
 
     monkeypatch.setattr(Edit, "by_rows", property(lambda self: False))
     report = merge(base, tmp_path / "out", adapters={"a": adapter}, check=True)

@@ -12,8 +12,8 @@ import trimtab
 from tests import stock
 from tests.long_runs import slow_on_cpu
 from tests.merging import load
-from trimtab.demo import line
-from trimtab.merge import merge
+from trimtab.demo import demo as line
+from trimtab.merging import merge
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from tests import pico
 from tests.long_runs import crossed
 from tests.merging import load, peft_merged, state_of, tensors_of
+from trimtab.engine.loader.tracing import Expression, Trace
 from trimtab.errors import AdapterError
-from trimtab.merge import merge
-from trimtab.merge.experts import slices
-from trimtab.merge.lay_back import CannotLayBackError, is_cast, lay_back, without_casts
-from trimtab.runtime.probe import Expression, Trace
+from trimtab.merging import merge
+from trimtab.merging.changes.experts import slices
+from trimtab.merging.changes.inverse import CannotLayBackError, is_cast, lay_back, without_casts
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -177,7 +177,7 @@ def test_what_has_no_known_way_back_is_refused(make: Make) -> None:
 
 def remade(monkeypatch: pytest.MonkeyPatch, func: Any, *args: Any) -> None:
     """Make the loader appear to make every q_proj through one more operation."""
-    from trimtab.merge import recipe
+    from trimtab.merging.changes import plan as recipe
 
     make = recipe.make_recipe
 

@@ -11,7 +11,7 @@ from tests import long_runs, merging, pico
 from tests.long_runs import crossed
 from tests.merging import load, peft_merged, state_of, ulps
 from trimtab.errors import AdapterError
-from trimtab.merge import merge
+from trimtab.merging import merge
 
 # PEFT warns about tied embeddings and, at DoRA, of its own calls.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests import merging, pico
 from trimtab.errors import AdapterError, CheckpointError
-from trimtab.merge import merge
+from trimtab.merging import merge
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 
 from tests import merging, pico
 from tests.merging import content
-from trimtab.merge import merge
+from trimtab.merging import merge
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -15,12 +15,13 @@ from tests import merging, pico, stock
 from tests.long_runs import crossed
 from tests.merging import load, tensors_of
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.checkpoint.packed import split_packed
+from trimtab.checkpoint.prequantized import split_packed
+from trimtab.engine.formats.bitsandbytes import dequantize, prequantized, quantize
+from trimtab.engine.tiers.reader import PositionedFile, read_small
 from trimtab.errors import CheckpointError
-from trimtab.merge import merge, pack
-from trimtab.merge.unpack import PackedRows
-from trimtab.runtime.quant import dequantize, prequantized, quantize
-from trimtab.runtime.read import PositionedFile, read_small
+from trimtab.merging import merge
+from trimtab.merging.changes.dequantize import PackedRows
+from trimtab.merging.files import quantize as pack
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -152,7 +153,7 @@ def test_a_packed_base_can_be_packed_again_in_another_form(tmp_path: Path) -> No
 def test_a_linear_that_is_made_of_several_files_tensors_is_not_packed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trimtab.merge import shards
+    from trimtab.merging.files import layout as shards
 
     base = pico.build("llama", tmp_path / "base")
     monkeypatch.setattr(shards, "is_cast", lambda expression: False)

@@ -13,10 +13,10 @@ import pytest
 
 from tests import merging, pico
 from tests.merging import content
-from trimtab.checkpoint.write import PositionedWriter
+from trimtab.checkpoint.writer import PositionedWriter
 from trimtab.errors import DoesNotFitError, RequestError
-from trimtab.merge import merge
-from trimtab.merge import place as places
+from trimtab.merging import merge
+from trimtab.merging.files import output_dir as places
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -58,7 +58,7 @@ def stop_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    module = sys.modules["trimtab.merge.merge"]
+    module = sys.modules["trimtab.merging.merge"]
     monkeypatch.setattr(module, "_write_small", stop)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trimtab.errors import RequestError
-from trimtab.merge.request import MergeRequest, Part, full_dtype, parse_adapter, parse_adapters, parts_of
+from trimtab.merging.changes.request import MergeRequest, Part, full_dtype, parse_adapter, parse_adapters, parts_of
 
 
 @pytest.mark.parametrize(

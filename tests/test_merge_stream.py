@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from tests import merging, pico
 from tests.merging import content
-from trimtab.checkpoint.write import PAGE, PositionedWriter
+from trimtab.checkpoint.writer import PAGE, PositionedWriter
 from trimtab.errors import DoesNotFitError
-from trimtab.merge import merge, stream
-from trimtab.merge.stream import _Aligned, _Behind, _Flushed, _is_finite, use_threads
+from trimtab.merging import merge
+from trimtab.merging.files import write as stream
+from trimtab.merging.files.write import _Aligned, _Behind, _Flushed, _is_finite, use_threads
 
 WAIT_S = 20.0
 

@@ -9,8 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import trimtab
-from trimtab.serve.job import Event
-from trimtab.serve.metrics import Metrics
+from trimtab.serve.contract.job import Event
+from trimtab.serve.observe.metrics import Metrics
 
 USAGE = {"prompt_tokens": 10, "completion_tokens": 4, "cached_tokens": 6}
 MODEL = {

@@ -13,10 +13,11 @@ from tests.serving import MockPool, client
 from tests.test_app import CHAT
 from tests.test_app_fuzz import VALID
 from trimtab.errors import RequestError
-from trimtab.serve import messages_api, responses_api, wire
-from trimtab.serve.openapi import BESIDE, description
-from trimtab.serve.request_kinds import REQUESTS
-from trimtab.serve.settings import Limits
+from trimtab.serve.api import messages_api, responses_api
+from trimtab.serve.api import schemas as wire
+from trimtab.serve.api.request_kinds import REQUESTS
+from trimtab.serve.contract.settings import Limits
+from trimtab.serve.http.openapi import BESIDE, description
 
 KINDS = {
     kind.__name__: kind for module in (wire, messages_api, responses_api) for _, kind in inspect.getmembers(module, inspect.isclass)

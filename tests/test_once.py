@@ -7,7 +7,12 @@ import pytest
 
 from tests.cuda_on_cpu import modules, run
 from tests.gpu import once
-from trimtab.runtime import ends, fused, head8, many_rows, matvec, prompt_kernels
+from trimtab.engine.formats import int8_head as head8
+from trimtab.engine.kernels import attention_and_norms as fused
+from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.kernels import embed_and_logits as ends
+from trimtab.engine.kernels import gemm4 as many_rows
+from trimtab.engine.kernels import gemv4 as matvec
 
 pytestmark = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 

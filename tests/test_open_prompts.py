@@ -14,10 +14,11 @@ from tests.lent import lent
 from tests.long_runs import crossed
 from tests.test_prefill import ON_GPU, REQUEST, TOLERANCE, answered, differ, eager, ids, in_chunks, picture
 from tests.test_prefix_cache import keeping
+from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.passes import last_token as open_prompts
+from trimtab.engine.prefill.packing import ADAPTER_INSIDE, PACKED_WEIGHTS, choose_shape
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import hf_slots, open_prompts
-from trimtab.runtime.packed_prompts import ADAPTER_INSIDE, PACKED_WEIGHTS, choose_shape
 
 # On both sides of a chunk of 16 and of the families' window of 8, with the last token at the beginning of a chunk and at its end.
 LENGTHS = (2, 7, 8, 9, 16, 17, 18, 40)
@@ -105,7 +106,7 @@ def test_answers_of_rows_beside_it_and_its_own_are_those_of_each_alone(family):
 
 
 def hf_end_ids(model):
-    from trimtab.runtime import hf_generate
+    from trimtab.engine.batch import sampling as hf_generate
 
     return frozenset(hf_generate.end_token_ids(model.hf_model))
 

@@ -11,17 +11,17 @@ import trimtab
 from tests.test_open_prompts import company, opened
 from tests.test_prefill import REQUEST, TOLERANCE, answered, differ, eager, ids, in_chunks, load
 from tests.test_prefix_cache import keeping
-from trimtab.demo.line import ADAPTERS
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import ADAPTERS
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.passes import last_token as open_prompts
+from trimtab.engine.prefill.prefill import Prompts
+from trimtab.engine.prefill.prefix_cache import PrefixCache
 from trimtab.errors import DeviceError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import open_prompts
-from trimtab.runtime.batch import Batch
-from trimtab.runtime.prefill_graphs import Prompts
-from trimtab.runtime.prefix_cache import PrefixCache
-from trimtab.serve.engine import LoadedEngine
-from trimtab.serve.job import Job
-from trimtab.serve.scheduler import Scheduler
+from trimtab.serve.contract.job import Job
+from trimtab.serve.scheduling.scheduler import Scheduler
+from trimtab.serve.worker.engine import LoadedEngine
 
 PATHS = {name: DEMO / "adapters" / name for name in ADAPTERS}
 

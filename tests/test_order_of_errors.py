@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import trimtab.demo as demo
-from trimtab import cli
-from trimtab.doctor.preflight import preflight
+from trimtab.cli import main as cli
+from trimtab.doctor.preflight.preflight import preflight
 from trimtab.errors import AdapterError, CheckpointError, RequestError
 
 # Words of the command, and those of a file that it cannot read or write.

@@ -10,17 +10,21 @@ import trimtab
 from tests import pico
 from tests.test_graphs import ASKED, BASE_ROWS, answers, demo, fill, joined, replayed
 from tests.test_head8 import on_the_head
-from trimtab.demo.line import ADAPTERS
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import ADAPTERS
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.cuda.check_cache import KeptChecks
+from trimtab.engine.decode import step_capture
+from trimtab.engine.formats import int8_head as head8
+from trimtab.engine.kernels import device_kernels as kernels
+from trimtab.engine.kernels import int8_head as head8_choice
+from trimtab.engine.lora.attached import AttachedAdapter
+from trimtab.engine.lora.layers import Holders
+from trimtab.engine.memory import step_memory
+from trimtab.engine.memory.out_of_memory import is_out_of_memory, naming_out_of_memory
 from trimtab.errors import AdapterError, DeviceError, DoesNotFitError
-from trimtab.plan.adapter_room import copies_bytes, first_adapter_bytes
-from trimtab.runtime import head8, head8_choice, kernels, step_capture, step_memory
-from trimtab.runtime.attached_adapter import AttachedAdapter
-from trimtab.runtime.batch import Batch
-from trimtab.runtime.kept_checks import KeptChecks
-from trimtab.runtime.lora import Holders
-from trimtab.runtime.out_of_memory import is_out_of_memory, naming_out_of_memory
-from trimtab.serve.shelf import AdapterShelf
+from trimtab.planning.memory.adapters import copies_bytes, first_adapter_bytes
+from trimtab.serve.adapters.adapter_cache import AdapterShelf
 
 __all__ = ["replayed"]
 CPU_ONLY = pytest.mark.skipif(os.environ.get("TRIMTAB_TEST_DEVICE", "cpu") != "cpu", reason="stands for a GPU")

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 import trimtab.demo as demo
-from trimtab import packages
 from trimtab.errors import RequestError
+from trimtab.process import packages
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -32,7 +32,7 @@ sys.meta_path.insert(0, Gone())
 
 
 def run_without(*arguments: str, refused: str = "") -> subprocess.CompletedProcess[str]:
-    code = f"{WITHOUT}{refused}\nfrom trimtab.cli import main\nsys.exit(main(sys.argv[1:]))\n"
+    code = f"{WITHOUT}{refused}\nfrom trimtab.cli.main import main\nsys.exit(main(sys.argv[1:]))\n"
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
 
 
@@ -48,7 +48,7 @@ def test_a_comparison_with_the_stock_stack_names_what_is_missing_before_it_plans
 
 def test_the_doctor_says_what_it_cannot_probe_before_it_begins() -> None:
     # The probes themselves run in a process of their own, which is not what is tried here.
-    refused = "import trimtab.doctor.probes as p\np.run_probes = lambda **_: sys.exit(9)"
+    refused = "import trimtab.doctor.probes.runner as p\np.run_probes = lambda **_: sys.exit(9)"
     done = run_without("doctor", "--probe", "A1", refused=refused)
     assert done.returncode == 9
     assert done.stderr.splitlines()[0] == (

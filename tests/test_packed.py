@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
-from trimtab.checkpoint.packed import split_packed
+from trimtab.checkpoint.prequantized import split_packed
 from trimtab.errors import CheckpointError
 
 BNB = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}

@@ -36,12 +36,13 @@ from tests.test_prefill import (  # noqa: F401
     named,
     replayed,
 )  # fmt: skip
-from trimtab.demo.line import ADAPTERS
-from trimtab.runtime import packed_prompts, prompt_kernels
-from trimtab.runtime.batch import Batch
-from trimtab.runtime.packed_prompts import ADAPTER_INSIDE, choose_shape, shapes_of
-from trimtab.runtime.prefill_graphs import Prompts
-from trimtab.runtime.prompt_kernels import PromptKernels, wrong_add_rows
+from trimtab.demo.demo import ADAPTERS
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.kernels.dequantize import PromptKernels, wrong_add_rows
+from trimtab.engine.prefill import packing as packed_prompts
+from trimtab.engine.prefill.packing import ADAPTER_INSIDE, choose_shape, shapes_of
+from trimtab.engine.prefill.prefill import Prompts
 
 # On both sides of the families' window of 8 tokens, and of rows of 8 and 16 places.
 LENGTHS = (1, 7, 8, 9, 15, 16, 3, 12)

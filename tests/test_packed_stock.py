@@ -13,7 +13,7 @@ import torch
 
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.checkpoint.packed import PackedEntry, split_packed
+from trimtab.checkpoint.prequantized import PackedEntry, split_packed
 
 KINDS: dict[str, dict[str, Any]] = {
     "nf4": {"bnb_4bit_quant_type": "nf4"},

@@ -12,8 +12,8 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from tests.rules import each
-from trimtab.serve import page
-from trimtab.serve.settings import Settings
+from trimtab.serve.contract.settings import Settings
+from trimtab.serve.http import page
 
 ROOT = Path(__file__).parent.parent
 VOID = {"meta", "link", "input", "br", "hr", "img"}
@@ -268,4 +268,4 @@ def test_the_wheel_holds_the_page():
     from hatchling.builders.wheel import WheelBuilder
 
     packed = {file.distribution_path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
-    assert {f"trimtab/serve/page/{name}" for name in page.ASSETS} <= packed
+    assert {f"trimtab/serve/http/page/{name}" for name in page.ASSETS} <= packed

@@ -27,13 +27,13 @@ from tests.test_company import (
     with_pool,
 )  # fmt: skip
 from tests.test_graphs import replayed  # noqa: F401
-from trimtab.demo.line import ADAPTERS
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import ADAPTERS
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.kv.kv_cache import PagedLayer
 from trimtab.errors import DeviceError, DoesNotFitError, RequestError
-from trimtab.plan.kv_pool import FIRST, PAGE_TOKENS, SCRAP
+from trimtab.planning.values.kv_pool import FIRST, PAGE_TOKENS, SCRAP
 from trimtab.request import GenerateRequest
-from trimtab.runtime.batch import Batch
-from trimtab.runtime.hf_slots import PagedLayer
 
 CONTEXT = 256
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.test_execution import E4B
-from trimtab.plan.blocks import blocks_of
-from trimtab.plan.pieces import CopyOrder, Piece, blocks_in, pieces_of
+from trimtab.planning.values.blocks import blocks_of
+from trimtab.planning.values.copy_order import CopyOrder, Piece, blocks_in, pieces_of
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from tests.test_execution import E4B, GIB, card, off_device, plan, with_int8_head
 from trimtab.errors import DoesNotFitError
-from trimtab.plan.blocks import blocks_of
-from trimtab.plan.budget import Choice, Item
-from trimtab.plan.cost import Rates, Weights, Work, unhidden_s
-from trimtab.plan.pipeline import Stage, evened, pipeline_s
+from trimtab.planning.values.blocks import blocks_of
+from trimtab.planning.values.budget import Choice, Item
+from trimtab.planning.values.byte_sizes import Rates, Weights, Work, unhidden_s
+from trimtab.planning.values.pipeline import Stage, evened, pipeline_s
 
 BLOCKS = [
     block

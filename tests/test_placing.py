@@ -4,8 +4,8 @@ import pytest
 
 from tests.anatomies import e_series, small
 from trimtab.errors import RequestError
-from trimtab.plan.blocks import blocks_of
-from trimtab.plan.placing import resolve_device_map, resolve_place
+from trimtab.planning.request.overrides import resolve_device_map, resolve_place
+from trimtab.planning.values.blocks import blocks_of
 
 E2B = e_series("E2B")
 BLOCKS = blocks_of(E2B, "nf4-dq")

@@ -13,10 +13,10 @@ from tests.examples import examples
 from tests.rules import each
 from tests.test_execution import plan
 from trimtab.errors import CheckpointError, RequestError
-from trimtab.plan import Plan
-from trimtab.plan.card_machine import machine_of
-from trimtab.plan.cards import Card, find_card
-from trimtab.plan.plan import PLAN_VERSION
+from trimtab.planning import Plan
+from trimtab.planning.request.card_machine import machine_of
+from trimtab.planning.values.cards import Card, find_card
+from trimtab.planning.values.plan import PLAN_VERSION
 
 
 def _whole():

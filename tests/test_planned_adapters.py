@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trimtab import api
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine import planned_adapters
+from trimtab.engine.lora.host_adapter import HeldAdapter
+from trimtab.engine.planned_adapters import PlannedAdapters
 from trimtab.errors import AdapterError
 from trimtab.request import LoadRequest
-from trimtab.runtime import planned_adapters
-from trimtab.runtime.held_adapter import HeldAdapter
-from trimtab.runtime.planned_adapters import PlannedAdapters
-from trimtab.serve import held_adapters
-from trimtab.serve.engine import LoadedEngine
-from trimtab.serve.row_count import PLANNED
+from trimtab.serve.adapters import host_adapters as held_adapters
+from trimtab.serve.worker.engine import LoadedEngine
+from trimtab.serve.worker.row_count import PLANNED
 
 FILE = "adapter_model.safetensors"
 

@@ -15,10 +15,10 @@ from tests.anatomies import e_series, small
 from tests.examples import examples
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import CheckpointError, DoesNotFitError, RequestError, gib
-from trimtab.plan import Machine, Plan, Rates, blocks_of, make_plan, search
-from trimtab.plan.budget import Choice, Item, Limits, totals_of
-from trimtab.plan.rows import OUTSIDE_PEAK
-from trimtab.plan.search import Search
+from trimtab.planning import Machine, Plan, Rates, blocks_of, make_plan, search
+from trimtab.planning.search import Search
+from trimtab.planning.values.budget import Choice, Item, Limits, totals_of
+from trimtab.planning.values.rows import OUTSIDE_PEAK
 from trimtab.request import LoadRequest
 
 GIB, MIB = 2**30, 2**20
@@ -495,7 +495,7 @@ def test_a_disk_that_holds_some_blocks_but_not_all_lowers_the_smallest_budget(na
 
 
 def test_planning_imports_neither_torch_nor_a_drawing_library():
-    code = "import sys, trimtab.plan.picture; print({'torch', 'transformers'} & set(sys.modules))"
+    code = "import sys, trimtab.planning.display.chart; print({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

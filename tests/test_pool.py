@@ -14,13 +14,13 @@ from tests import toy_worker
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve import pool as pool_module
-from trimtab.serve.faults import UnknownModelError
-from trimtab.serve.job import Job
+from trimtab.serve.contract.errors import UnknownModelError
+from trimtab.serve.contract.job import Job
+from trimtab.serve.contract.settings import Settings
 from trimtab.serve.pool import Pool
-from trimtab.serve.registry import ServedModel
-from trimtab.serve.scheduler import DeadlineError, QueueFullError, StoppingError
-from trimtab.serve.settings import Settings
-from trimtab.serve.supervisor import ModelFailedError, Supervisor, WorkerError
+from trimtab.serve.scheduling.scheduler import DeadlineError, QueueFullError, StoppingError
+from trimtab.serve.worker.registry import ServedModel
+from trimtab.serve.worker.supervisor import ModelFailedError, Supervisor, WorkerError
 
 toy = functools.partial(Supervisor, target=toy_worker.main)
 

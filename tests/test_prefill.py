@@ -22,19 +22,22 @@ from tests.lent import lent
 from tests.long_runs import skip_without_rings
 from tests.test_execution import plan as narrow_plan
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.demo.line import ADAPTERS
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import ADAPTERS
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.chat.prompt import Inputs
+from trimtab.engine.decode.step_capture import in_pass
+from trimtab.engine.loader import transformers_model as hf
+from trimtab.engine.passes import chunk_forward as hf_prefill
+from trimtab.engine.passes import media_embeddings as hf_prompt_media
+from trimtab.engine.passes.chunk_forward import Chunk, chunks_of
+from trimtab.engine.passes.media_embeddings import Media
+from trimtab.engine.prefill import prefill as prefill_graphs
+from trimtab.engine.prefill.prefill import Prompts
 from trimtab.errors import RequestError
-from trimtab.plan.activations import use_of
-from trimtab.plan.prompt_memory import choose_chunks, prompt_graph_bytes
+from trimtab.planning.memory.activations import use_of
+from trimtab.planning.memory.prompts import choose_chunks, prompt_graph_bytes
 from trimtab.request import GenerateRequest, LoadRequest
-from trimtab.runtime import hf, hf_prefill, hf_prompt_media, prefill_graphs
-from trimtab.runtime.batch import Batch
-from trimtab.runtime.chat import Inputs
-from trimtab.runtime.hf_prefill import Chunk, chunks_of
-from trimtab.runtime.hf_prompt_media import Media
-from trimtab.runtime.prefill_graphs import Prompts
-from trimtab.runtime.step_capture import in_pass
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 ON_GPU = DEVICE != "cpu"
@@ -599,7 +602,7 @@ def test_bytes_of_captured_prompts_grow_with_what_is_captured(tmp_path):
 
 
 def test_the_count_imports_no_torch():
-    code = "import sys, trimtab.plan.prompt_memory; assert 'torch' not in sys.modules"
+    code = "import sys, trimtab.planning.memory.prompts; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -28,11 +28,11 @@ from tests.test_prefill import (  # noqa: F401
     replayed,
     through,
 )
-from trimtab.demo.line import ADAPTERS
-from trimtab.demo.line import FOLDER as DEMO
-from trimtab.runtime.batch import Batch
-from trimtab.runtime.prefill_graphs import Prompts
-from trimtab.runtime.tables import FileRows, GatheredTable
+from trimtab.demo.demo import ADAPTERS
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.layers.embedding import FileRows, GatheredTable
+from trimtab.engine.prefill.prefill import Prompts
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="static chunks on a CPU")
 # Where everything that can leave the device goes -> the (tier, home) of decoder layers and of tables.

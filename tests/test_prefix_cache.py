@@ -16,18 +16,18 @@ from tests import pico
 from tests.lent import lent
 from tests.long_runs import crossed
 from tests.test_prefill import differ, eager, ids, in_chunks, load, picture
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.chat.marks import marks_of, turns_of
+from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv.prefix_store import Mark, PrefixKey
+from trimtab.engine.prefill.prefill import Prompts
+from trimtab.engine.prefill.prefix_cache import PrefixCache, Prefixes
 from trimtab.errors import DeviceError, DoesNotFitError, RequestError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import hf_slots
-from trimtab.runtime.batch import Batch
-from trimtab.runtime.marks import marks_of, turns_of
-from trimtab.runtime.prefill_graphs import Prompts
-from trimtab.runtime.prefix_cache import PrefixCache, Prefixes
-from trimtab.runtime.prefix_store import Mark, PrefixKey
-from trimtab.serve.engine import LoadedEngine
-from trimtab.serve.job import Job
-from trimtab.serve.scheduler import Scheduler
+from trimtab.serve.contract.job import Job
+from trimtab.serve.scheduling.scheduler import Scheduler
+from trimtab.serve.worker.engine import LoadedEngine
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 # As in test_prefill.py: another order of the same sums. A token that is missing or another one's moves a score by 1e-2.
@@ -170,7 +170,7 @@ def test_pieces_of_transformers_own_pass_are_resumed_at_their_borders_with_the_s
 @pytest.mark.parametrize(("family", "how"), crossed(["gemma3", "gemma3n", "gemma4"], BATCHES, rest=1))
 def test_a_system_prompt_is_kept_where_a_second_prompt_parts_from_the_first(family, how, monkeypatch):
     """Families with sliding layers: the second prompt leaves a snapshot at the end of what it shares, the third resumes there."""
-    monkeypatch.setattr("trimtab.runtime.prefix_cache.LEAST_SAVED_TOKENS", 16)
+    monkeypatch.setattr("trimtab.engine.prefill.prefix_cache.LEAST_SAVED_TOKENS", 16)
     with lent(family) as model:
         cache = keeping(model)
         batch = BATCHES[how](model)
@@ -546,8 +546,8 @@ CHAT = [
 
 @pytest.fixture
 def cuts_soon(monkeypatch):
-    monkeypatch.setattr("trimtab.runtime.prefix_cache.LEAST_SAVED_TOKENS", 16)
-    monkeypatch.setattr("trimtab.runtime.prefix_cache.LEAST_CUT_TOKENS", 16)
+    monkeypatch.setattr("trimtab.engine.prefill.prefix_cache.LEAST_SAVED_TOKENS", 16)
+    monkeypatch.setattr("trimtab.engine.prefill.prefix_cache.LEAST_CUT_TOKENS", 16)
 
 
 def told(engine, *jobs):

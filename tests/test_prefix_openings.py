@@ -15,12 +15,12 @@ from tests.lent import lent
 from tests.long_runs import crossed
 from tests.test_prefill import differ, eager, ids, in_chunks, load
 from tests.test_prefix_cache import BATCHES, DEVICE, TOLERANCE, clone, keeping, scores
-from trimtab.demo.line import FOLDER as DEMO
-from trimtab.plan import Plan
-from trimtab.runtime.chat import prepare
-from trimtab.runtime.marks import opening_of
-from trimtab.runtime.prefix_cache import PrefixCache
-from trimtab.runtime.prefix_layout import holds_window
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.chat.marks import opening_of
+from trimtab.engine.chat.prompt import prepare
+from trimtab.engine.kv.prefix_layout import holds_window
+from trimtab.engine.prefill.prefix_cache import PrefixCache
+from trimtab.planning import Plan
 
 FAMILIES = ("gemma3", "gemma3n", "gemma4")
 WINDOW = 8  # of the families
@@ -30,8 +30,8 @@ KV8_TOLERANCE = 2e-2
 
 @pytest.fixture(autouse=True)
 def short_openings(monkeypatch):
-    monkeypatch.setattr("trimtab.runtime.prefix_cache.LEAST_SAVED_TOKENS", 4)
-    monkeypatch.setattr("trimtab.runtime.prefix_cache.LEAST_CUT_TOKENS", 4)
+    monkeypatch.setattr("trimtab.engine.prefill.prefix_cache.LEAST_SAVED_TOKENS", 4)
+    monkeypatch.setattr("trimtab.engine.prefill.prefix_cache.LEAST_CUT_TOKENS", 4)
 
 
 def asked(model, opening, count, first):
@@ -78,7 +78,7 @@ def test_a_prompt_is_cut_only_where_its_rings_lose_the_window(how, monkeypatch):
             assert prompt.row.reuse.places == ((opening,) if is_held else ())
             assert prompt.row.reuse.border == (None if is_held else opening)
             with monkeypatch.context() as patch:
-                patch.setattr("trimtab.runtime.prefix_cache.LEAST_CUT_TOKENS", opening + 1)
+                patch.setattr("trimtab.engine.prefill.prefix_cache.LEAST_CUT_TOKENS", opening + 1)
                 batch.prefixes.find(prompt)
                 assert prompt.row.reuse.border is None
             with monkeypatch.context() as patch:

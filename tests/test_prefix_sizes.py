@@ -14,18 +14,18 @@ from tests.lent import lent
 from tests.long_runs import crossed
 from tests.test_prefill import eager, ids
 from tests.test_prefix_cache import answer, scores
-from trimtab.cli import main, parser
-from trimtab.commands.serve import configured, served_models, settings_of
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.cli.commands.serve import configured, served_models, settings_of
+from trimtab.cli.main import main, parser
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.prefill.prefix_cache import PrefixCache
 from trimtab.errors import RequestError, TrimtabError
-from trimtab.plan import Plan
-from trimtab.plan.narrow import narrow_table
-from trimtab.plan.prefix_memory import BLOCK_TOKENS, pages_of, prefix_reason
+from trimtab.planning import Plan
+from trimtab.planning.display.narrow import narrow_table
+from trimtab.planning.memory.prefix_cache import BLOCK_TOKENS, pages_of, prefix_reason
 from trimtab.request import LoadRequest
-from trimtab.runtime.prefix_cache import PrefixCache
+from trimtab.serve.contract.settings import Settings
 from trimtab.serve.pool import Pool
-from trimtab.serve.registry import ServedModel, check_sharing, read_registry
-from trimtab.serve.settings import Settings
+from trimtab.serve.worker.registry import ServedModel, check_sharing, read_registry
 
 OPTIONS = {"quant": "none", "dtype": "float32", "context": 160, "device": "cpu"}
 
@@ -114,7 +114,7 @@ def test_families_whose_state_cannot_be_kept_are_named_by_loading_alone():
 def test_a_chat_goes_on_without_its_default_cache_where_that_is_too_small(monkeypatch, capsys):
     import io
 
-    monkeypatch.setattr("trimtab.commands.chat.PREFIX_CACHE", "8KiB")
+    monkeypatch.setattr("trimtab.cli.chat.chat.PREFIX_CACHE", "8KiB")
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
     asked = ["chat", str(DEMO / "base"), "--quant", "none", "--device", "cpu", "--context", "256", "--no-history"]
     assert main([*asked, "--max-new-tokens", "2"]) == 0

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
+from trimtab.engine.kv.prefix_store import Mark, Match, PrefixKey, PrefixStore, scope_of
 from trimtab.errors import RequestError
-from trimtab.runtime.prefix_store import Mark, Match, PrefixKey, PrefixStore, scope_of
 
 SIZE = 4
 A, B = scope_of("client a", ""), scope_of("client b", "")

@@ -19,12 +19,13 @@ from tests import pico
 from tests.adapters import pair
 from tests.adapters import write_adapter as write_by_hand
 from tests.test_environment import read_only_environment
-from trimtab import cli
-from trimtab.checkpoint.adapter_patch import short_pattern
-from trimtab.doctor import peft_dispatch, preflight_answer, preflight_second
-from trimtab.doctor import preflight as module
-from trimtab.doctor.preflight import Preflight, preflight, preflight_text
-from trimtab.doctor.preflight_answer import (
+from trimtab.adapters.patch import short_pattern
+from trimtab.cli import main as cli
+from trimtab.doctor.preflight import answer as preflight_answer
+from trimtab.doctor.preflight import peft_dispatch
+from trimtab.doctor.preflight import preflight as module
+from trimtab.doctor.preflight import second_plan as preflight_second
+from trimtab.doctor.preflight.answer import (
     ALL_ON_GPU,
     DOES_NOT_FIT,
     ON_CPU,
@@ -33,12 +34,13 @@ from trimtab.doctor.preflight_answer import (
     adapter_name,
     towers_map,
 )
-from trimtab.doctor.preflight_findings import FAILS, NOTE, SEVERITIES, WASTES, WRONG, find_bug, is_met
-from trimtab.doctor.preflight_map import device_text
-from trimtab.doctor.preflight_shape import ModelShape, read_shape, shape_of
-from trimtab.environment import Environment, Package, read_environment
+from trimtab.doctor.preflight.device_map import device_text
+from trimtab.doctor.preflight.findings import FAILS, NOTE, SEVERITIES, WASTES, WRONG, find_bug, is_met
+from trimtab.doctor.preflight.preflight import Preflight, preflight, preflight_text
+from trimtab.doctor.preflight.shape import ModelShape, read_shape, shape_of
 from trimtab.errors import AdapterError, CheckpointError, RequestError
-from trimtab.plan.machine import Machine
+from trimtab.machine.environment import Environment, Package, read_environment
+from trimtab.planning.values.machine import Machine
 
 DEMO = Path(__file__).parents[1] / "trimtab" / "demo"
 BASE, SPECIALIST, STYLE = DEMO / "base", DEMO / "adapters" / "specialist", DEMO / "adapters" / "style"
@@ -561,7 +563,7 @@ def test_a_named_adapter_keeps_its_name_in_the_calls(capsys):
 def test_the_command_is_one_that_the_command_line_takes():
     import shlex
 
-    from trimtab.cli import parser
+    from trimtab.cli.main import parser
 
     found = preflight(BASE, adapter=STYLE, gpu_memory="8GiB", environment=environment(NEW))
     options = parser().parse_args(shlex.split(found.answer.command)[1:])

@@ -22,13 +22,14 @@ from bench.checkpoints import config_of, empty_model
 from tests import stock
 from tests.adapters import pair
 from tests.adapters import write_adapter as write_by_hand
-from trimtab.doctor import peft_dispatch, preflight_second
-from trimtab.doctor.peft_dispatch import plan_of
-from trimtab.doctor.preflight_adapter import AdapterReading, read_adapter_for
-from trimtab.doctor.preflight_map import MapReading, read_map
-from trimtab.doctor.preflight_second import config_changes, run_peft, second_plan
-from trimtab.doctor.preflight_shape import ModelShape, read_shape
-from trimtab.doctor.preflight_stock import quantized_paths, stock_bytes, stock_kept
+from trimtab.doctor.preflight import peft_dispatch
+from trimtab.doctor.preflight import second_plan as preflight_second
+from trimtab.doctor.preflight.adapter import AdapterReading, read_adapter_for
+from trimtab.doctor.preflight.device_map import MapReading, read_map
+from trimtab.doctor.preflight.peft_dispatch import plan_of
+from trimtab.doctor.preflight.second_plan import config_changes, run_peft, second_plan
+from trimtab.doctor.preflight.shape import ModelShape, read_shape
+from trimtab.doctor.preflight.unquantized import quantized_paths, stock_bytes, stock_kept
 
 DEMO = Path(__file__).parents[1] / "trimtab" / "demo"
 ADAPTERS = ("style", "specialist", "rslora-dora")

@@ -13,12 +13,12 @@ import pytest
 from tests import pico, talking
 from tests.adapters import write_adapter
 from tests.rules import each
-from trimtab.cli import main
-from trimtab.columns import aligned
+from trimtab.cli.main import main
 from trimtab.errors import AdapterError, CheckpointError, RequestError
 from trimtab.printable import printable
-from trimtab.proof.page import escape
-from trimtab.serve.journal import TextLines
+from trimtab.process.text_table import aligned
+from trimtab.serve.contract.log import TextLines
+from trimtab.verification.render.html import escape
 
 # Title, clear screen, bell, delete, C1's CSI, an override of the direction and an isolate.
 EVIL = "e\x1b]0;owned\x07\x1b[2J\r\x08\x7f\x9b31m\u202edcba\u2066v"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trimtab.runtime.probe import CannotFollowError, NoAllocation, Trace, Traced, is_undefined
+from trimtab.engine.loader.tracing import CannotFollowError, NoAllocation, Trace, Traced, is_undefined
 
 FILES = {
     "a": torch.arange(24, dtype=torch.bfloat16).reshape(4, 6),

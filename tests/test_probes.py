@@ -14,9 +14,9 @@ import pytest
 from tests.rules import each
 from tests.upstream.expected import EXPECTED, SETS, expected_states, set_of
 from tools import upstream_table
-from trimtab.doctor.bug import NOT_APPLICABLE, OWNERS, UNKNOWN, Affected, Bug, Seen
-from trimtab.doctor.probes import FOLDER, Verdict, probes_text, read_catalogue, run_probes
-from trimtab.doctor.upstream import FILES
+from trimtab.doctor.catalogue import FILES
+from trimtab.doctor.facts.bug import NOT_APPLICABLE, OWNERS, UNKNOWN, Affected, Bug, Seen
+from trimtab.doctor.probes.runner import FOLDER, Verdict, probes_text, read_catalogue, run_probes
 from trimtab.errors import RequestError
 
 CATALOGUE = read_catalogue()
@@ -27,7 +27,7 @@ VERSION = re.compile(r"\d+(\.\d+)*")
 
 ENTRY = '''
 """X{number}: {name}."""
-from trimtab.doctor.bug import PRESENT, Affected, Bug, Seen
+from trimtab.doctor.facts.bug import PRESENT, Affected, Bug, Seen
 BUG = Bug(
     id="X{number}", name="{name}", title="a title", symptom="s", trigger="t", cause="c", affected=({affected}),
     versions="v", way_round="w", owner=("torch",), trackers=(), trimtab="t", evidence="run",

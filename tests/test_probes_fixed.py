@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from torch import nn
 
-from trimtab.doctor.bug import FIXED, NOT_APPLICABLE, Seen
-from trimtab.doctor.kit import Kit, quiet
-from trimtab.doctor.probes import FOLDER, read_catalogue
-from trimtab.doctor.upstream import read_entry
+from trimtab.doctor.catalogue import read_entry
+from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, Seen
+from trimtab.doctor.facts.probe_kit import Kit, quiet
+from trimtab.doctor.probes.runner import FOLDER, read_catalogue
 
 PATHS = {entry.bug.id: entry.path for entry in read_catalogue(FOLDER)}
 

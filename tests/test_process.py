@@ -12,8 +12,9 @@ import pytest
 
 import trimtab
 from tests import toy_work
-from trimtab import inside, process
 from trimtab.errors import RequestError
+from trimtab.process import child as inside
+from trimtab.process import runner as process
 
 WORK = "trimtab.toy_work"
 

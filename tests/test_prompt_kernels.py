@@ -12,12 +12,13 @@ from torch import nn
 from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import prompts as cpu_module
-from trimtab.runtime import lora, prompt_kernels
-from trimtab.runtime.adapter_store import EAGER, AdapterStore, Selection
-from trimtab.runtime.kept_checks import KeptChecks
-from trimtab.runtime.leaves import ResidentLeaf
-from trimtab.runtime.prompt_kernels import PromptKernels, add, unpack, wrong_add, wrong_unpack
-from trimtab.runtime.quant import dequantize, quantize
+from trimtab.engine.cuda.check_cache import KeptChecks
+from trimtab.engine.formats.bitsandbytes import dequantize, quantize
+from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.kernels.dequantize import PromptKernels, add, unpack, wrong_add, wrong_unpack
+from trimtab.engine.layers.linear import ResidentLeaf
+from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora.store import EAGER, AdapterStore, Selection
 
 on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 TYPES = (torch.bfloat16, torch.float16)

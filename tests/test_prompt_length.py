@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 import trimtab
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
-from trimtab.serve.engine import LoadedEngine
-from trimtab.serve.job import Job
-from trimtab.serve.prompt_length import FREE, MARGIN, PARTS, check_first_tokens
+from trimtab.serve.contract.job import Job
+from trimtab.serve.scheduling.prompt_length import FREE, MARGIN, PARTS, check_first_tokens
+from trimtab.serve.worker.engine import LoadedEngine
 
 CONTEXT = 100
 

@@ -25,10 +25,10 @@ from tests.test_prefill import (
     named,
     replayed,  # noqa: F401
 )
-from trimtab.plan.prompt_memory import room_bytes
-from trimtab.runtime import prompt_room
-from trimtab.runtime.prompt_room import LEAST_SHARE, LEFT_BYTES, PromptRoom, room_of
-from trimtab.runtime.transient_room import torch_bytes
+from trimtab.engine.memory import shared_pool as prompt_room
+from trimtab.engine.memory.reserve import torch_bytes
+from trimtab.engine.memory.shared_pool import LEAST_SHARE, LEFT_BYTES, PromptRoom, room_of
+from trimtab.planning.memory.prompts import room_bytes
 
 CUDA = torch.device("cuda:0")
 

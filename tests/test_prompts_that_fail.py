@@ -7,9 +7,9 @@ from __future__ import annotations
 import pytest
 
 from tests.test_serve_engine import LOOK, PATHS, ask, engine, model, run  # noqa: F401 - fixtures
+from trimtab.engine.prefill.prefill import Prompts
+from trimtab.engine.prefill.prefix_cache import PrefixCache
 from trimtab.errors import RequestError
-from trimtab.runtime.prefill_graphs import Prompts
-from trimtab.runtime.prefix_cache import PrefixCache
 
 TEXT = [{"role": "user", "content": [{"type": "text", "text": "What is red? " * 12}]}]
 TOKENS = 8
@@ -36,7 +36,7 @@ def test_a_prompt_longer_than_the_context_ends_alone(chunked, expected):
 
 def test_a_picture_that_no_chunk_holds_goes_through_as_transformers_runs_it(chunked, model, expected, monkeypatch):  # noqa: F811
     # Tokens of a picture that see each other have to be in one chunk: here they are more than the largest one has.
-    monkeypatch.setattr("trimtab.runtime.hf_prefill.chunks_of", lambda *args, **kwargs: None)
+    monkeypatch.setattr("trimtab.engine.passes.chunk_forward.chunks_of", lambda *args, **kwargs: None)
     wanted = model.answer(LOOK, max_new_tokens=TOKENS).text
     found = run(chunked, ask("a", TEXT, tokens=TOKENS), ask("look", tokens=TOKENS), ask("b", TEXT, tokens=TOKENS))
     assert found["look"][0] == wanted and [found[name][0] for name in "ab"] == [expected] * 2

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from trimtab.errors import ParityError, RequestError
-from trimtab.proof import compare, plots
-from trimtab.proof.lanes import BY_NAME, LanePrompt, LaneReport, LaneRun
-from trimtab.proof.report import ParityReport, PromptParity, check_save_path
-from trimtab.proof.survival import Survival
-from trimtab.proof.weights import MergedWeights, module_weight
+from trimtab.verification.merges.retention import Survival
+from trimtab.verification.merges.variants import BY_NAME, LanePrompt, LaneReport, LaneRun
+from trimtab.verification.merges.weights import MergedWeights, module_weight
+from trimtab.verification.render import plots
+from trimtab.verification.report import ParityReport, PromptParity, check_save_path
+from trimtab.verification.routes import compare
 
 NASTY = "</td><script>alert('x')</script> a | b `c`\nnext"
 
@@ -200,7 +201,7 @@ def test_right_weights_decide_where_answers_cannot_and_wrong_ones_where_answers_
 
 def test_markdown_cells_hold_any_text():
     text = report(prompts=(parity(reference_text=NASTY),), findings=(NASTY,))
-    from trimtab.proof.words import report_markdown
+    from trimtab.verification.render.text import report_markdown
 
     found = report_markdown(text)
     line = next(line for line in found.splitlines() if "script" in line and line.startswith("| p1"))
@@ -239,7 +240,7 @@ def test_the_page_is_whole_escaped_and_fetches_nothing(tmp_path):
 
 
 def test_a_report_without_extras_has_no_empty_parts():
-    from trimtab.proof.page import report_html
+    from trimtab.verification.render.html import report_html
 
     text = report_html(report(layers=(), findings=()))
     assert "Merge lanes" not in text and "Survival" not in text and "Findings" not in text and "by layer" not in text
@@ -289,7 +290,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(tmp_path, nam
 
 
 def test_a_table_wider_than_a_terminal_goes_on_below():
-    from trimtab.proof.cells import table
+    from trimtab.verification.render.cells import table
 
     head = ("prompt", "verdict", *(f"column {number}" for number in range(8)))
     rows = [
@@ -305,7 +306,7 @@ def test_a_table_wider_than_a_terminal_goes_on_below():
 
 
 def test_a_table_with_one_long_cell_keeps_all_its_columns():
-    from trimtab.proof.cells import table
+    from trimtab.verification.render.cells import table
 
     lines = table(("prompt", "a", "b"), [("x" * 90, "1", "2")])
     assert [line.split() for line in lines if line] == [

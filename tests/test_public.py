@@ -13,10 +13,13 @@ import pytest
 import trimtab
 from tests.rules import each
 from tools import readme_numbers, rooms
-from trimtab import cli, errors, exit_codes, interrupts
-from trimtab.commands import flags, merging
-from trimtab.demo.line import FOLDER as DEMO
-from trimtab.proof.remote.report import EXIT_CANNOT_TELL
+from trimtab import errors
+from trimtab.cli import main as cli
+from trimtab.cli.commands import merge_verify as merging
+from trimtab.cli.flags import flags
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.process import exit_codes, interrupts
+from trimtab.verification.server.report import EXIT_CANNOT_TELL
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "trimtab"
@@ -29,8 +32,8 @@ PURE = [
 ]
 NO_TORCH = [file for file in SOURCES if file.parent.name == "machine"]
 PSUTIL = (
-    "trimtab/machine/memory.py", "trimtab/process.py", "trimtab/environment.py",
-    "trimtab/environment_inside.py",
+    "trimtab/machine/memory.py", "trimtab/process/runner.py", "trimtab/machine/environment.py",
+    "trimtab/machine/environment_child.py",
 )  # fmt: skip
 HEAVY = {
     "torch",
@@ -71,12 +74,12 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_importing_trimtab_imports_nothing_heavy_and_plan_stays_a_function():
     code = (
-        "import sys, trimtab, trimtab.plan.picture, trimtab.checkpoint, trimtab.merge.request\n"
+        "import sys, trimtab, trimtab.planning.display.chart, trimtab.checkpoint, trimtab.merging.changes.request\n"
         "from trimtab.plan import make_plan\n"
         f"heavy = {HEAVY!r} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
         "assert callable(trimtab.plan) and trimtab.plan.__module__ == 'trimtab.api'\n"
-        "assert callable(trimtab.merge) and trimtab.merge.__module__ == 'trimtab.merge.merge'\n"
+        "assert callable(trimtab.merge) and trimtab.merge.__module__ == 'trimtab.merging.merge'\n"
         "assert trimtab.Plan is sys.modules['trimtab.plan'].Plan\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
@@ -126,7 +129,7 @@ def test_each_foreign_library_is_imported_where_it_belongs(file):
     is_stock = name.startswith(("trimtab/doctor/", "trimtab/bridge", "trimtab/proof/stock_", "trimtab/speed/stock_"))
     allowed = {
         "transformers": is_stock or (file.parent.name == "runtime" and file.name.startswith("hf")),
-        "bitsandbytes": is_stock or name == "trimtab/runtime/quant.py",
+        "bitsandbytes": is_stock or name == "trimtab/engine/formats/bitsandbytes.py",
         "psutil": name in PSUTIL,
         "peft": is_stock, "accelerate": is_stock,
     }  # fmt: skip
@@ -140,15 +143,15 @@ def test_pure_files_import_the_standard_library_and_each_other(file):
 
 
 def test_what_the_runtime_keeps_things_by_has_a_type():
-    """`dict[Any, ...]` hides what a key is. tower_check.py keeps torch's own operators, whose class is not public."""
-    files = [file for file in SOURCES if file.parent.name == "runtime" and file.name != "tower_check.py"]
+    """`dict[Any, ...]` hides what a key is. bounds_check.py keeps torch's own operators, whose class is not public."""
+    files = [file for file in SOURCES if file.parent.name == "runtime" and file.name != "bounds_check.py"]
     assert [file.name for file in files if re.search(r"\bdict\[Any,", file.read_text(encoding="utf-8"))] == []
 
 
 @each("file", NO_TORCH)
 def test_files_that_a_plan_needs_beside_the_pure_ones_import_no_torch(file):
     assert others(file, set(sys.stdlib_module_names) | {"trimtab", "psutil", "platformdirs"}) == {}
-    assert "trimtab.runtime" not in file.read_text(encoding="utf-8")
+    assert "trimtab.engine" not in file.read_text(encoding="utf-8")
 
 
 LIBRARY = [
@@ -196,10 +199,10 @@ def test_the_map_of_rooms_is_the_tree():
 )
 def test_a_line_of_the_map_that_says_nothing_is_refused_and_made_anew(words):
     text = rooms.GUIDE.read_text("utf-8")
-    line = next(line for line in text.splitlines() if line.strip().startswith("case_script.py "))
-    spoiled = text.replace(line, f"    {'case_script.py':<24}{words}".rstrip())
+    line = next(line for line in text.splitlines() if line.strip().startswith("script.py "))
+    spoiled = text.replace(line, f"    {'script.py':<24}{words}".rstrip())
     assert [why.partition(":")[0] for why in rooms.problems(rooms.BLOCK.search(spoiled).group(1))] == [
-        "doctor/case_script.py"
+        "doctor/cases/script.py"
     ]
     assert rooms.filled(spoiled) == text
 

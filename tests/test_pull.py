@@ -132,9 +132,7 @@ def trimtab_(hub, tmp_path):
             "HF_HUB_DISABLE_TELEMETRY": "1",
             **environ,
         }
-        code = (
-            f"import sys; {before}; from trimtab.cli import main; sys.exit(main({[str(part) for part in arguments]!r}))"
-        )
+        code = f"import sys; {before}; from trimtab.cli.main import main; sys.exit(main({[str(part) for part in arguments]!r}))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=400)
         assert "Traceback" not in done.stderr, done.stderr
         return done

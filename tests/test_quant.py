@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 import trimtab
 from tests import pico, stock
+from trimtab.engine.formats import bitsandbytes as quant
 from trimtab.errors import DeviceError, RequestError
-from trimtab.runtime import quant
 
 
 @pytest.mark.parametrize("kind, name", [("nf4", "quantize_4bit"), ("int8", "int8_vectorwise_quant")])

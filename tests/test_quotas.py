@@ -8,8 +8,8 @@ import pytest
 
 from tests.serving import MockPool, client, failed, words
 from trimtab.errors import RequestError
-from trimtab.serve.quotas import KeyLimits, QuotaError, Quotas
-from trimtab.serve.settings import Settings
+from trimtab.serve.contract.quotas import KeyLimits, QuotaError, Quotas
+from trimtab.serve.contract.settings import Settings
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}
 

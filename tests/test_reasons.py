@@ -11,9 +11,10 @@ from tests import test_planner
 from tests.anatomies import e_series, small
 from tests.test_planner import CPU, GIB, MIB, TABLE
 from trimtab.errors import gib
-from trimtab.plan import Rates, unpacked
-from trimtab.plan import reasons as reasons_module
-from trimtab.plan.cost import allocator_reserve_bytes
+from trimtab.planning import Rates
+from trimtab.planning import reasons as reasons_module
+from trimtab.planning.memory import unpacked
+from trimtab.planning.values.byte_sizes import allocator_reserve_bytes
 
 E2B = e_series("E2B")
 # Loading peaks above running: next to nothing is computed, and one weight to be packed is as large as the rest.

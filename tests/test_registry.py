@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 
 import trimtab
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.errors import AdapterError, CheckpointError, RequestError
 from trimtab.request import LoadRequest
-from trimtab.serve import registry
-from trimtab.serve.registry import ServedModel, check_present, read_registry
+from trimtab.serve.worker import registry
+from trimtab.serve.worker.registry import ServedModel, check_present, read_registry
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -200,7 +200,7 @@ def test_the_example_in_the_docs_is_read(tmp_path):
 
 
 def test_serving_what_is_not_here_ends_at_once_with_every_name(write, tmp_path, capsys):
-    from trimtab.cli import main
+    from trimtab.cli.main import main
 
     file = write('[models.a]\npath = "model"\n[models.b]\npath = "gone/model"\n[models.c]\npath = "org/not-cached"\n')
     write_checkpoint(tmp_path / "model")
@@ -210,7 +210,7 @@ def test_serving_what_is_not_here_ends_at_once_with_every_name(write, tmp_path, 
 
 
 def test_serving_what_is_no_whole_model_ends_at_once_with_every_reason(write, tmp_path, capsys):
-    from trimtab.cli import main
+    from trimtab.cli.main import main
 
     cut, planned = tmp_path / "cut", tmp_path / "planned"
     for folder in (cut, planned):
@@ -230,7 +230,7 @@ def test_serving_what_is_no_whole_model_ends_at_once_with_every_reason(write, tm
 
 @pytest.mark.parametrize("name", ["no/such/model", "./x", "no such model"])
 def test_a_model_folder_that_is_not_there_is_called_that(name, tmp_path, capsys):
-    from trimtab.cli import main
+    from trimtab.cli.main import main
 
     given = str(tmp_path / name)
     assert main(["serve", given, "--port", "0"]) == 3
@@ -239,14 +239,14 @@ def test_a_model_folder_that_is_not_there_is_called_that(name, tmp_path, capsys)
 
 
 def test_an_adapter_folder_that_is_not_there_is_named(tmp_path, capsys):
-    from trimtab.cli import main
+    from trimtab.cli.main import main
 
     assert main(["serve", str(DEMO / "base"), "--adapter", f"style={tmp_path / 'gone'}", "--port", "0"]) == 3
     assert "adapter style of base: " in capsys.readouterr().err
 
 
 def test_a_file_for_another_machine_asks_for_no_folder_here(write, capsys):
-    from trimtab.cli import main
+    from trimtab.cli.main import main
 
     file = write('[models.a]\npath = "org/not-cached"\n')
     pytest.importorskip("ray")

@@ -17,7 +17,7 @@ import yaml
 from packaging.requirements import Requirement
 
 import trimtab
-from trimtab import cli
+from trimtab.cli import main as cli
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_WHEEL_BYTES = 25_000_000

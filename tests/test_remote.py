@@ -9,16 +9,17 @@ from safetensors.torch import load_file, save_file
 
 import trimtab
 from bench.planted import Planted
-from trimtab import cli
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.cli import main as cli
+from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.doctor.servers.known import FAULTS
 from trimtab.errors import RequestError
-from trimtab.proof.remote import choosing, verify_remote
-from trimtab.proof.remote.channels import Channel
-from trimtab.proof.remote.faults import other_values, write_adapter, write_faults
-from trimtab.proof.remote.local import Reference, Row
-from trimtab.proof.remote.report import EXIT_CANNOT_TELL, Answered, report_html, report_markdown
-from trimtab.proof.remote.verdict import nothing_to_tell
+from trimtab.verification.server import choosing
+from trimtab.verification.server import verify as verify_remote
+from trimtab.verification.server.channels import Channel
+from trimtab.verification.server.faults import other_values, write_adapter, write_faults
+from trimtab.verification.server.local import Reference, Row
+from trimtab.verification.server.report import EXIT_CANNOT_TELL, Answered, report_html, report_markdown
+from trimtab.verification.server.verdict import nothing_to_tell
 
 STYLE, OTHER, BASE = DEMO / "adapters" / "style", DEMO / "adapters" / "rslora-dora", DEMO / "base"
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from trimtab.proof.remote.answers import MAX_TOKENS, read_chat, read_completion, read_ollama
-from trimtab.proof.remote.tokens import TokenTable
+from trimtab.verification.server.answers import MAX_TOKENS, read_chat, read_completion, read_ollama
+from trimtab.verification.server.tokens import TokenTable
 
 
 def completion(**logprobs):

@@ -7,8 +7,8 @@ import httpx2
 import pytest
 
 from trimtab.errors import RequestError
-from trimtab.proof.remote import client as remote_client
-from trimtab.proof.remote.client import Client, check_url, plain, read_key
+from trimtab.verification.server import client as remote_client
+from trimtab.verification.server.client import Client, check_url, plain, read_key
 
 
 def client(answer, **options):

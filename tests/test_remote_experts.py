@@ -13,9 +13,9 @@ from bench.planted import Both, Planted
 from tests import pico
 from tests.peers import tiny_llama
 from trimtab.errors import AdapterError
-from trimtab.proof.remote.faults import write_faults
-from trimtab.proof.remote.merged import experts_spec, names_experts
-from trimtab.proof.remote.verify_remote import verify_remote
+from trimtab.verification.server.faults import write_faults
+from trimtab.verification.server.merged import experts_spec, names_experts
+from trimtab.verification.server.verify import verify_remote
 
 QUESTIONS = list(tiny_llama.QUESTIONS[:14])
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")

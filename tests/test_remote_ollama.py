@@ -8,9 +8,10 @@ import torch
 
 import trimtab
 from bench.planted import Planted
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.errors import RequestError
-from trimtab.proof.remote import choosing, verify_remote
+from trimtab.verification.server import choosing
+from trimtab.verification.server import verify as verify_remote
 
 BASE, STYLE = DEMO / "base", DEMO / "adapters" / "style"
 

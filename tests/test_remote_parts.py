@@ -4,10 +4,10 @@ import pytest
 
 import trimtab
 from bench.planted import Planted
-from trimtab.demo.line import FOLDER as DEMO
-from trimtab.proof.remote import choosing
-from trimtab.proof.remote.faults import write_faults
-from trimtab.proof.remote.verify_remote import verify_remote
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.verification.server import choosing
+from trimtab.verification.server.faults import write_faults
+from trimtab.verification.server.verify import verify_remote
 
 pytestmark = pytest.mark.slow
 BASE, SPECIALIST = DEMO / "base", DEMO / "adapters" / "specialist"

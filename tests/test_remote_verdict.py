@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from trimtab.proof.remote.verdict import (
+from trimtab.verification.server.verdict import (
     ALIVE,
     CANNOT_TELL,
     FALSE_ALARM,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.test_draft import BUGS, ENVIRONMENT, META_ITEM, NEW, OLD, make, r03, record, the_runs
 from trimtab.doctor import report
-from trimtab.doctor.labels import LABELS
+from trimtab.doctor.cases.labels import LABELS
 from trimtab.doctor.report import kind_of, report_html, write_report
 from trimtab.errors import RequestError
 
@@ -290,8 +290,8 @@ def test_a_failed_write_keeps_the_old_page(tmp_path, monkeypatch):
 
 
 def test_real_verdicts_are_read():
-    from trimtab.doctor.bug import PRESENT, Seen
-    from trimtab.doctor.probes import Verdict
+    from trimtab.doctor.facts.bug import PRESENT, Seen
+    from trimtab.doctor.probes.runner import Verdict
 
     page = Page(report_html(environment=ENVIRONMENT, verdicts=[Verdict(BUGS["B1"], Seen(PRESENT, "seen it"), 0.1)]))
     assert "seen it" in page.text and "huggingface/peft#287 (open)" in page.text

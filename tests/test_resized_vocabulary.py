@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import trimtab
 from tests import pico, stock
 from trimtab.errors import AdapterError
-from trimtab.merge import merge
+from trimtab.merging import merge
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 

@@ -16,13 +16,13 @@ import trimtab
 from tests import pico
 from tests.merging import load
 from tools import former_names
-from trimtab.checkpoint.adapter import match_adapter, read_adapter
+from trimtab.adapters.adapter import match_adapter, read_adapter
 from trimtab.checkpoint.folder import read_checkpoint
+from trimtab.engine.loader.transformers_model import read_anatomy
+from trimtab.engine.lora.layers import LinearAdapter
+from trimtab.engine.lora.routers import RouterAdapter, RouterModule, takes_lora
+from trimtab.engine.lora.store import AdapterStore, Selection
 from trimtab.errors import AdapterError, DeviceError, RequestError
-from trimtab.runtime.adapter_store import AdapterStore, Selection
-from trimtab.runtime.hf import read_anatomy
-from trimtab.runtime.lora import LinearAdapter
-from trimtab.runtime.routers import RouterAdapter, RouterModule, takes_lora
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 IDS = [2, 30, 41, 7, 91, 12, 38, 51, 64, 11, 70, 23]

@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from tests import pico, stock
 from trimtab.errors import DeviceError, DoesNotFitError, RequestError, UpstreamError
-from trimtab.proof import compare, forced, rounding, routes
-from trimtab.proof.prompts import Prompt, demo_prompts
 from trimtab.request import LoadRequest
+from trimtab.verification.routes import compare, rounding
+from trimtab.verification.routes import runner as routes
+from trimtab.verification.routes import teacher_forcing as forced
+from trimtab.verification.routes.prompts import Prompt, demo_prompts
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 DEMO = Path(__file__).parent.parent / "trimtab" / "demo"
@@ -243,7 +245,7 @@ def test_a_route_in_its_own_process_says_the_same_and_its_peak(tmp_path):
 
 def test_an_error_of_ours_keeps_its_kind_and_fields(tmp_path):
     """In the process of a route it is told as a line; outside that line becomes the error again."""
-    from trimtab.proof import isolated
+    from trimtab.verification.routes import child as isolated
 
     folder = pico.build("llama", tmp_path / "base")
     route = own(folder, gpu_memory_bytes=1000).to_json()
@@ -270,4 +272,4 @@ def test_what_stock_raises_is_an_upstream_error_with_its_package(tmp_path):
 
 def test_a_process_that_dies_is_a_device_error(tmp_path):
     with pytest.raises(DeviceError, match="the process of route 'it' ended with ModuleNotFoundError"):
-        routes.run_module("trimtab.proof.no_such", {}, "it", isolated=True)
+        routes.run_module("trimtab.verification.no_such", {}, "it", isolated=True)

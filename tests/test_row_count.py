@@ -6,9 +6,9 @@ import pytest
 
 from tests.test_execution import ADAPTER, E4B, H200, card
 from trimtab.errors import DoesNotFitError, RequestError
-from trimtab.plan import make_plan
+from trimtab.planning import make_plan
 from trimtab.request import LoadRequest
-from trimtab.serve.row_count import MOST_ROWS, check_rows, plan_rows
+from trimtab.serve.worker.row_count import MOST_ROWS, check_rows, plan_rows
 
 REQUEST = LoadRequest(model="m", quant="nf4-dq", head="full", context_tokens=1024, images=0, audio_s=0.0)
 

@@ -10,10 +10,10 @@ import pytest
 from tests.serving import USAGE, MockPool, client, words
 from tests.test_scheduler import MockEngine, ends, job, make, to_the_end
 from trimtab.errors import DeviceError
-from trimtab.serve.job import Event
-from trimtab.serve.quotas import KeyLimits
-from trimtab.serve.rowless import PIECE_S, SIZES, Rowless
-from trimtab.serve.settings import Settings
+from trimtab.serve.contract.job import Event
+from trimtab.serve.contract.quotas import KeyLimits
+from trimtab.serve.contract.settings import Settings
+from trimtab.serve.scheduling.rowless import PIECE_S, SIZES, Rowless
 
 PIECE_TOKENS = 16
 

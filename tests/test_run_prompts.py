@@ -12,9 +12,10 @@ import time
 import pytest
 
 import trimtab
-from trimtab import cli, demo
-from trimtab.commands import many as many_command
-from trimtab.commands import prompts_file
+from trimtab import demo
+from trimtab.cli import main as cli
+from trimtab.cli.commands import prompts_file
+from trimtab.cli.commands import run_prompts as many_command
 
 BASE = str(demo.BASE)
 # Weights that are not packed load sooner, and nothing here depends on the format.
@@ -54,7 +55,7 @@ def test_a_wrong_source_is_refused_before_anything_is_loaded(arguments, words, t
 
 
 def test_an_answer_that_ends_at_once_says_so(tmp_path, capsys, monkeypatch):
-    from trimtab.runtime import hf_generate
+    from trimtab.engine.batch import sampling as hf_generate
 
     monkeypatch.setattr(hf_generate, "end_token_ids", lambda model: tuple(range(512)))
     assert cli.main(["run", BASE, *PLACED, "Who are you?", "--max-new-tokens", "8"]) == 0
@@ -80,8 +81,8 @@ def test_an_answer_fits_the_context_where_no_length_is_given(capsys):
 
 
 def test_an_answer_that_fills_the_context_says_so():
-    from trimtab.commands.opening import end_text
-    from trimtab.runtime.generate import Answer
+    from trimtab.cli.flags.opening import end_text
+    from trimtab.engine.batch.generate import Answer
 
     def note(prompt_tokens, finish="length", text="words"):
         answer = Answer(text, (1, 2, 3), finish, prompt_tokens, 0.0, 0.0, 0.0, max_new_tokens=3)

@@ -14,19 +14,21 @@ import yaml
 from starlette.testclient import TestClient
 
 from tests.serving import words
-from trimtab import cli
+from trimtab.cli import main as cli
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest, LoadRequest
-from trimtab.serve import front as front_module
-from trimtab.serve import on_ray, replica, scale
-from trimtab.serve.channel import event_from_message, event_to_message, job_to_message
-from trimtab.serve.front import Front, Replicas, summed
-from trimtab.serve.job import Job
-from trimtab.serve.registry import ServedModel
-from trimtab.serve.replica import Replica
-from trimtab.serve.scheduler import StoppingError
-from trimtab.serve.settings import Limits, Settings
-from trimtab.serve.supervisor import ModelFailedError, WorkerDiedError, WorkerError
+from trimtab.serve.contract.job import Job
+from trimtab.serve.contract.settings import Limits, Settings
+from trimtab.serve.ray import config as scale
+from trimtab.serve.ray import deploy as on_ray
+from trimtab.serve.ray import ingress as front_module
+from trimtab.serve.ray import replica
+from trimtab.serve.ray.ingress import Front, Replicas, summed
+from trimtab.serve.ray.replica import Replica
+from trimtab.serve.scheduling.scheduler import StoppingError
+from trimtab.serve.worker.ipc import event_from_message, event_to_message, job_to_message
+from trimtab.serve.worker.registry import ServedModel
+from trimtab.serve.worker.supervisor import ModelFailedError, WorkerDiedError, WorkerError
 
 KEY = "a-key-for-the-test"
 WAIT_S = 10
@@ -203,7 +205,7 @@ def test_neither_the_front_nor_what_ray_is_told_imports_torch():
     import subprocess
 
     code = (
-        "import sys, trimtab.serve.scale, trimtab.serve.on_ray, trimtab.serve.front, trimtab.serve.replica\n"
+        "import sys, trimtab.serve.ray.config, trimtab.serve.ray.deploy, trimtab.serve.ray.ingress, trimtab.serve.ray.replica\n"
         "found = {'torch', 'ray', 'transformers'} & set(sys.modules)\nassert not found, found"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

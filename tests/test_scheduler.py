@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
-from trimtab.serve import scheduler as scheduler_module
-from trimtab.serve.budget import RATIO, TOWERS
-from trimtab.serve.job import Event, Job
-from trimtab.serve.scheduler import DeadlineError, QueueFullError, Scheduler
+from trimtab.serve.contract.job import Event, Job
+from trimtab.serve.scheduling import scheduler as scheduler_module
+from trimtab.serve.scheduling.budget import RATIO, TOWERS
+from trimtab.serve.scheduling.scheduler import DeadlineError, QueueFullError, Scheduler
 
 
 @dataclass(eq=False)

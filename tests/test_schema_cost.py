@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from tests.examples import examples
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.loader.transformers_model import load_tokenizer
 from trimtab.errors import RequestError
-from trimtab.runtime.hf import load_tokenizer
-from trimtab.serve.calling import calls_of
-from trimtab.serve.constraint import MOST_AGAIN_S, Grammar
-from trimtab.serve.grammar_process import Vocabulary
-from trimtab.serve.grammar_source import GrammarSource, compiled
-from trimtab.serve.schema_cost import LIMITS, check_cost, expanded_pattern, multiple_states
-from trimtab.serve.settings import Limits
-from trimtab.serve.wire import ChatRequest
+from trimtab.serve.api.schemas import ChatRequest
+from trimtab.serve.api.tools import calls_of
+from trimtab.serve.contract.settings import Limits
+from trimtab.serve.grammar.child import Vocabulary
+from trimtab.serve.grammar.constraint import MOST_AGAIN_S, Grammar
+from trimtab.serve.grammar.schema_cost import LIMITS, check_cost, expanded_pattern, multiple_states
+from trimtab.serve.grammar.source import GrammarSource, compiled
 
 ATTACK = {
     "type": "object", "properties": {"a": {"type": "integer", "allOf": [
@@ -112,7 +112,7 @@ def asked(**fields):
 
 
 def test_a_schema_and_the_tools_that_a_call_is_held_to_are_checked_where_the_request_is_read():
-    from trimtab.serve.asking import schema_of
+    from trimtab.serve.api.to_jobs import schema_of
 
     body = asked(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": ATTACK}})
     with pytest.raises(RequestError, match="multipleOf"):

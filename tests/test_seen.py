@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trimtab.runtime import read
+from trimtab.engine.tiers import reader as read
 
 GPU = torch.device("cuda", 0)
 

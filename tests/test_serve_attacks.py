@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from tests.test_serve_run import WAIT_S, serving
-from trimtab.serve.connection import HEAD_BYTES, RESERVE, Guard, StrictConnection
-from trimtab.serve.settings import Limits
+from trimtab.serve.contract.settings import Limits
+from trimtab.serve.http.connection import HEAD_BYTES, RESERVE, Guard, StrictConnection
 
 PATH = "/v1/chat/completions"
 posix = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="memory of a process is read from /proc")

@@ -24,20 +24,23 @@ from PIL import Image
 
 import trimtab
 from tests.examples import examples
-from trimtab.demo.line import ADAPTERS
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import ADAPTERS
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.chat import prompt as chat
+from trimtab.engine.kernels.embed_and_logits import with_likeliest
+from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.prefill import prefill as prefill_graphs
+from trimtab.engine.towers import passes as tower_passes
 from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, RequestError, TrimtabError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import chat, hf_slots, prefill_graphs, tower_passes
-from trimtab.runtime.batch import Batch
-from trimtab.runtime.ends import with_likeliest
-from trimtab.serve import engine_errors
-from trimtab.serve.budget import TOWERS
-from trimtab.serve.engine import LoadedEngine
-from trimtab.serve.grammar_prover import GrammarProver
-from trimtab.serve.job import Event, Job
-from trimtab.serve.reading import Reading
-from trimtab.serve.scheduler import MistakeError, Scheduler
+from trimtab.serve.contract.job import Event, Job
+from trimtab.serve.grammar.prover import GrammarProver
+from trimtab.serve.scheduling.budget import TOWERS
+from trimtab.serve.scheduling.scheduler import MistakeError, Scheduler
+from trimtab.serve.worker import engine_errors
+from trimtab.serve.worker.answer_parts import Reading
+from trimtab.serve.worker.engine import LoadedEngine
 
 PATHS = {name: DEMO / "adapters" / name for name in ADAPTERS}
 PICTURE = (DEMO / "images" / "image_1.png").read_bytes()
@@ -298,8 +301,8 @@ def test_token_ids_are_held_to_a_schema_too_and_not_between_steps(model, engine)
 
 def test_an_answer_whose_tokens_take_long_ends_with_an_error_and_others_go_on(engine, monkeypatch):
     alone = run(engine, ask("b"))["b"][0]
-    monkeypatch.setattr("trimtab.serve.constraint.STEP_S", 0.0)
-    monkeypatch.setattr("trimtab.serve.constraint.MOST_SLOW_S", 0.0)
+    monkeypatch.setattr("trimtab.serve.grammar.constraint.STEP_S", 0.0)
+    monkeypatch.setattr("trimtab.serve.grammar.constraint.MOST_SLOW_S", 0.0)
     found = run(engine, ask("a", schema=SCHEMA, tokens=100), ask("b"))
     error = found["a"][1].error
     assert error["class"] == "RequestError" and "takes too long" in error["message"]

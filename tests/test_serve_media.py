@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from trimtab.engine.chat import media_headers
+from trimtab.engine.chat.media_headers import webp_size
 from trimtab.errors import RequestError
-from trimtab.runtime import media_headers
-from trimtab.runtime.media_headers import webp_size
-from trimtab.serve import media
-from trimtab.serve.settings import Limits
+from trimtab.serve.contract.settings import Limits
+from trimtab.serve.media import media
 
 FIELD = "here"
 

@@ -10,18 +10,18 @@ from tests import pico
 from tests.serving import MockPool, words
 from tests.test_serve_engine import LOOK, PATHS, ask, run
 from trimtab.adapter_names import check_mix, is_mix, mix_name, parse_mix, parts_of, weights_of
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.lora.mixes import MOST_MIXES
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.request import LoadRequest
-from trimtab.runtime.mixes import MOST_MIXES
-from trimtab.serve.asking import voice_of
-from trimtab.serve.engine import LoadedEngine
-from trimtab.serve.faults import UnknownModelError
+from trimtab.serve.api.schemas import ChatRequest, EmbeddingsRequest
+from trimtab.serve.api.to_jobs import voice_of
+from trimtab.serve.contract.errors import UnknownModelError
+from trimtab.serve.contract.settings import Settings
 from trimtab.serve.pool import Pool
-from trimtab.serve.registry import ServedModel
-from trimtab.serve.scheduler import Scheduler
-from trimtab.serve.settings import Settings
-from trimtab.serve.wire import ChatRequest, EmbeddingsRequest
+from trimtab.serve.scheduling.scheduler import Scheduler
+from trimtab.serve.worker.engine import LoadedEngine
+from trimtab.serve.worker.registry import ServedModel
 
 WEIGHTS = {"a0": 0.7, "a1": -0.3}
 MIX = mix_name(WEIGHTS)
@@ -105,8 +105,8 @@ def test_the_field_adapter_names_one_or_several(pool):
 def test_a_request_with_a_mix_reaches_the_model_and_a_wrong_one_is_400():
     from starlette.testclient import TestClient
 
-    from trimtab.serve.app import make_app
-    from trimtab.serve.metrics import Metrics
+    from trimtab.serve.http.app import make_app
+    from trimtab.serve.observe.metrics import Metrics
 
     class Named(MockPool):
         def resolve(self, name, *, field="model"):
@@ -143,9 +143,9 @@ def test_a_request_with_a_mix_reaches_the_model_and_a_wrong_one_is_400():
 
 
 def test_weights_of_paths_come_from_the_command_line_and_the_registry(tmp_path):
-    from trimtab.cli import parser
-    from trimtab.commands.serve import served_models
-    from trimtab.serve.registry import read_registry
+    from trimtab.cli.commands.serve import served_models
+    from trimtab.cli.main import parser
+    from trimtab.serve.worker.registry import read_registry
 
     path = DEMO / "adapters" / "style"
     (one,) = served_models(parser().parse_args(["serve", str(DEMO / "base"), "--adapter", f"s={path}:0.7"]))

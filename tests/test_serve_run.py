@@ -16,12 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.commands import serve as commands_serve
+from trimtab.cli.commands import serve as commands_serve
 from trimtab.errors import RequestError
-from trimtab.serve import listener, run
-from trimtab.serve.listener import address_of, listen
+from trimtab.serve import run
+from trimtab.serve.contract.settings import Settings
+from trimtab.serve.http import listener
+from trimtab.serve.http.listener import address_of, listen
 from trimtab.serve.pool import Pool
-from trimtab.serve.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 WAIT_S = 30
@@ -395,7 +396,7 @@ def test_a_server_whose_only_model_cannot_be_loaded_ends_with_the_reason(tmp_pat
 
 
 def test_the_page_is_left_out_where_it_is_not_wanted():
-    from trimtab.serve.settings import Settings
+    from trimtab.serve.contract.settings import Settings
 
     assert list(run.page_of(Settings(page=False))) == []
 

@@ -11,15 +11,15 @@ from contextlib import suppress
 
 import pytest
 
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.prefill.warm_up import CaptureAhead
 from trimtab.errors import AdapterError, DeviceError
 from trimtab.request import GenerateRequest, LoadRequest
-from trimtab.runtime.capture_ahead import CaptureAhead
-from trimtab.serve.channel import Channel, event_from_message, job_to_message
-from trimtab.serve.job import Job
-from trimtab.serve.pulse import BEAT_S, Patience
-from trimtab.serve.watching import LOOK_S as WATCH_S
-from trimtab.serve.worker import CAPTURING_S, _Worker
+from trimtab.serve.adapters.watching import LOOK_S as WATCH_S
+from trimtab.serve.contract.job import Job
+from trimtab.serve.worker.ipc import Channel, event_from_message, job_to_message
+from trimtab.serve.worker.pulse import BEAT_S, Patience
+from trimtab.serve.worker.worker import CAPTURING_S, _Worker
 
 WAIT_S = 60
 REQUEST = LoadRequest(

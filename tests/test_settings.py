@@ -7,7 +7,7 @@ import os
 import pytest
 
 from trimtab.errors import RequestError
-from trimtab.serve.settings import Limits, Settings, is_loopback
+from trimtab.serve.contract.settings import Limits, Settings, is_loopback
 
 
 def refused(call, *arguments, **options):

@@ -10,8 +10,8 @@ import pytest
 
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
-from trimtab.serve.job import Job
-from trimtab.serve.shared_inputs import SharedInputs
+from trimtab.serve.contract.job import Job
+from trimtab.serve.scheduling.shared_inputs import SharedInputs
 
 
 class Inputs:

@@ -20,10 +20,12 @@ from tests import pico
 from tests.long_runs import crossed
 from tests.test_graphs import ASKED, answers, demo, joined, replayed  # noqa: F401 - a fixture
 from tests.toy_lora import Toy, make_adapter, ours, put_on
-from trimtab.runtime import decode_step, lora, short_ops
-from trimtab.runtime.adapter_store import EAGER, AdapterStore
-from trimtab.runtime.leaves import ResidentLeaf
-from trimtab.runtime.short_ops import ShortAdapters, ShortOps
+from trimtab.engine.decode import decode_step
+from trimtab.engine.layers.linear import ResidentLeaf
+from trimtab.engine.lora import fewer_ops as short_ops
+from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora.fewer_ops import ShortAdapters, ShortOps
+from trimtab.engine.lora.store import EAGER, AdapterStore
 
 # PEFT and bitsandbytes warn about biases that cannot be merged, casts to float16 and their own calls into torch.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")

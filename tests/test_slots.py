@@ -7,11 +7,11 @@ import torch
 
 import trimtab
 from tests.adapters import pair, write_adapter
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.batched_lora.table import RANK_STEP, AdapterSlots
+from trimtab.engine.layers.linear import Leaf
+from trimtab.engine.lora import layers as lora
 from trimtab.errors import RequestError
-from trimtab.runtime import lora
-from trimtab.runtime.leaves import Leaf
-from trimtab.runtime.slots import RANK_STEP, AdapterSlots
 
 
 @pytest.fixture(scope="module")

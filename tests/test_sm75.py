@@ -23,13 +23,23 @@ from PIL import Image
 import trimtab
 from tests import pico, stock, talking, talking_families
 from tests.long_runs import crossed
-from trimtab import api, cli
+from trimtab import api
+from trimtab.cli import main as cli
+from trimtab.engine import float16_check
+from trimtab.engine.cuda import launch_config as cuts
+from trimtab.engine.cuda import nvrtc
+from trimtab.engine.formats import int8_head as head8
+from trimtab.engine.kernels import attention_and_norms as fused
+from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.kernels import embed_and_logits as ends
+from trimtab.engine.kernels import gemm4 as many_rows
+from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.loader import load
+from trimtab.engine.tiers.reader import Reader
 from trimtab.errors import CheckpointError, DeviceError, RequestError
-from trimtab.plan import Plan
-from trimtab.plan.dtypes import choose_dtype
+from trimtab.planning import Plan
+from trimtab.planning.request.dtypes import choose_dtype
 from trimtab.request import LoadRequest
-from trimtab.runtime import cuts, ends, float16_check, fused, head8, load, many_rows, matvec, nvrtc, prompt_kernels
-from trimtab.runtime.read import Reader
 
 TARGET = "sm_75"
 NEWER = ("sm_86", "sm_89", "sm_120")  # cards whose blocks have less shared memory than those that were measured
@@ -157,11 +167,11 @@ def test_a_requested_type_is_not_measured(hearing, monkeypatch):
 def test_a_gpu_that_torch_has_to_be_asked_for_is_planned_for_in_its_type(llama, monkeypatch):
     """Where the driver's own libraries do not answer, the type is known after torch was asked."""
     from trimtab import api
-    from trimtab.plan.card_machine import machine_of, rates_of
-    from trimtab.plan.cards import find_card
+    from trimtab.planning.request.card_machine import machine_of, rates_of
+    from trimtab.planning.values.cards import find_card
 
     monkeypatch.setattr(api, "_capability", lambda device: None)
-    monkeypatch.setattr("trimtab.machine.known.find_machine", lambda *_: None)
+    monkeypatch.setattr("trimtab.machine.machine_cache.find_machine", lambda *_: None)
     t4 = find_card("T4")
     here = machine_of(t4, host_available_bytes=2**34), rates_of(t4)
     monkeypatch.setattr(api, "_ask_machine", lambda *args: here)

@@ -18,10 +18,10 @@ from torch import nn
 from tests import pico
 from tests.merging import state_of
 from tests.test_merge_experts import stack_adapter
-from trimtab.checkpoint.stack_layout import layout_of_release
+from trimtab.adapters.stack_layout import layout_of_release
 from trimtab.errors import AdapterError
-from trimtab.merge import merge
-from trimtab.merge.experts import StackPair, read_with_stacks
+from trimtab.merging import merge
+from trimtab.merging.changes.experts import StackPair, read_with_stacks
 
 RECORD = json.loads((Path(__file__).parent / "data/peft/stack_layouts.json").read_text(encoding="utf-8"))["releases"]
 UNSURE = ("0.19.0", "transposed")  # its transformers may have marked the stack or not

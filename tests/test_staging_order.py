@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trimtab.plan.pieces import Piece
-from trimtab.runtime import tiers
-from trimtab.runtime.step_capture import in_pass
+from trimtab.engine.decode.step_capture import in_pass
+from trimtab.engine.tiers import streaming as tiers
+from trimtab.planning.values.copy_order import Piece
 
 
 @dataclass

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trimtab import cli
-from trimtab.demo.line import FOLDER
+from trimtab.cli import main as cli
+from trimtab.demo.demo import FOLDER
 from trimtab.machine import preload
 
 # What the command has imported when its first worker starts.
@@ -18,7 +18,7 @@ import sys
 from trimtab.serve import pool
 
 def begin(self):
-    print([name for name in ("uvicorn", "starlette.applications", "sse_starlette", "trimtab.serve.app") if name in sys.modules])
+    print([name for name in ("uvicorn", "starlette.applications", "sse_starlette", "trimtab.serve.http.app") if name in sys.modules])
     raise SystemExit(0)
 
 pool.Pool.begin = begin
@@ -34,7 +34,7 @@ import json, os, sys
 finders = list(sys.meta_path)
 import torch
 is_distributed = torch.distributed.is_available
-import trimtab.runtime.hf, trimtab.runtime.quant, transformers
+import trimtab.engine.loader.transformers_model, trimtab.engine.formats.bitsandbytes, transformers
 own = [type(one).__module__ for one in sys.meta_path if one not in finders]
 print(json.dumps({
     "changed": [name for name, value in vars(torch).items() if str(getattr(value, "__module__", "")).startswith("trimtab")],
@@ -82,7 +82,7 @@ def test_workers_start_before_what_answers_over_http_is_imported():
 
 def test_a_worker_imports_no_command():
     found = run("-c", SCRIPT)
-    assert "trimtab.cli" not in found and "trimtab.commands" not in found
+    assert "trimtab.cli.main" not in found and "trimtab.cli" not in found
     project = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     assert 'trimtab = "trimtab.__main__:main"' in project
 
@@ -112,7 +112,7 @@ print([name for name in sys.modules if name.startswith("trimtab.")])
 
 def test_a_command_imports_no_other_command():
     found = run("-c", READ, "plan", "m")
-    assert "trimtab.commands.line" in found
+    assert "trimtab.cli.commands.plan_run" in found
     assert not any(
         f"trimtab.{name}'" in found for name in ("commands.serve", "commands.doctor", "commands.chat", "serve.registry")
     )

@@ -14,14 +14,16 @@ import pytest
 import torch
 
 from tests.test_serve_worker import REQUEST, WAIT_S, Running, settings_of
-from trimtab.checkpoint import adapter_values
-from trimtab.demo.line import FOLDER as DEMO
-from trimtab.runtime import base_values, head8
-from trimtab.runtime.model import LoadedModel
-from trimtab.serve import engine, watching, worker
-from trimtab.serve.adapter_queue import AdapterQueue, Urgency
-from trimtab.serve.channel import event_from_message
-from trimtab.serve.worker import _Worker
+from trimtab.adapters import values as adapter_values
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.formats import int8_head as head8
+from trimtab.engine.lora import base_values
+from trimtab.engine.model import LoadedModel
+from trimtab.serve.adapters import watching
+from trimtab.serve.adapters.adapter_queue import AdapterQueue, Urgency
+from trimtab.serve.worker import engine, worker
+from trimtab.serve.worker.ipc import event_from_message
+from trimtab.serve.worker.worker import _Worker
 
 DORA, STYLE = DEMO / "adapters" / "rslora-dora", DEMO / "adapters" / "style"
 CONTEXT, NEVER_ENDS = 4096, 4000

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.bridge import row_scales
-from trimtab.doctor.bug import PRESENT
-from trimtab.doctor.kit import Kit
-from trimtab.doctor.probes import FOLDER
-from trimtab.doctor.upstream import read_entry
-from trimtab.proof import compare, stock_faults, verify
+from trimtab.doctor.catalogue import read_entry
+from trimtab.doctor.facts.bug import PRESENT
+from trimtab.doctor.facts.probe_kit import Kit
+from trimtab.doctor.probes.runner import FOLDER
+from trimtab.verification import verify
+from trimtab.verification.routes import compare, stock_faults
 
 E2B = {"text_config": {"num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512}}
 E4B = {"text_config": {"num_key_value_heads": 2, "head_dim": 256, "global_head_dim": 512}}

@@ -17,11 +17,11 @@ import pytest
 from tests import toy_worker
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
-from trimtab.serve.faults import error_response, told_error
-from trimtab.serve.job import Job
-from trimtab.serve.pulse import Patience
-from trimtab.serve.scheduler import StoppingError
-from trimtab.serve.supervisor import ModelFailedError, Supervisor, WorkerDiedError, WorkerError, exit_code_of
+from trimtab.serve.contract.errors import error_response, told_error
+from trimtab.serve.contract.job import Job
+from trimtab.serve.scheduling.scheduler import StoppingError
+from trimtab.serve.worker.pulse import Patience
+from trimtab.serve.worker.supervisor import ModelFailedError, Supervisor, WorkerDiedError, WorkerError, exit_code_of
 
 WAIT_S = 30
 KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
@@ -162,7 +162,7 @@ def test_a_model_that_cannot_be_loaded_is_a_failure_and_not_tried_again():
 
 
 def test_a_worker_that_keeps_dying_is_given_up_in_the_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("trimtab.serve.supervisor.PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr("trimtab.serve.worker.supervisor.PAUSES_S", (0.0, 0.0))
     mark = tmp_path / "mark"
     supervisor = started({"die_at_start_after": str(mark)})
     supervisor.wait_ready(WAIT_S)
@@ -212,7 +212,7 @@ def test_a_worker_that_the_system_does_not_start_at_once_is_started_later(superv
         start(self)
 
     pid = supervisor.pid
-    monkeypatch.setattr("trimtab.serve.supervisor.PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr("trimtab.serve.worker.supervisor.PAUSES_S", (0.0, 0.0))
     monkeypatch.setattr(owner, "start", fail_once)
     os.kill(pid, KILL)
     end = time.monotonic() + WAIT_S

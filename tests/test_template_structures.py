@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import trimtab
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.chat import prompt as chat
+from trimtab.engine.chat.answer_forms import form_of
 from trimtab.errors import RequestError
-from trimtab.runtime import chat
-from trimtab.runtime.answer_forms import form_of
 
 # Contents are added to texts; ids of calls have nine letters; results are no JSON.
 JOINS = """{{- bos_token }}{% if not tools is defined %}{% set tools = none %}{% endif %}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from trimtab import threads
 from trimtab.errors import RequestError
+from trimtab.process import threads
 
 
 def group(folder: Path, **files: str) -> Path:
@@ -95,7 +95,7 @@ def test_torch_of_a_command_computes_with_that_many() -> None:
     code = (
         "import json, sys\n"
         "from trimtab import cli\n"
-        "from trimtab.commands import line\n"
+        "from trimtab.cli import line\n"
         "def run(options):\n"
         "    assert 'torch' not in sys.modules\n"
         "    import torch\n"

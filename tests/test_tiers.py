@@ -7,12 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from trimtab.engine.formats.bitsandbytes import CodeTables, Packed, dequantize, keep, quantize, shell
+from trimtab.engine.layers import linear as leaves
+from trimtab.engine.lora.store import AdapterStore
+from trimtab.engine.tiers import reader as read
+from trimtab.engine.tiers import streaming as tiers
+from trimtab.engine.tiers.spill import Spill
 from trimtab.errors import CheckpointError, DeviceError
-from trimtab.plan.pieces import Piece
-from trimtab.runtime import leaves, read, tiers
-from trimtab.runtime.adapter_store import AdapterStore
-from trimtab.runtime.quant import CodeTables, Packed, dequantize, keep, quantize, shell
-from trimtab.runtime.spill import Spill
+from trimtab.planning.values.copy_order import Piece
 
 CPU = torch.device("cpu")
 QUANTS = ("none", "int8", "fp4", "nf4", "nf4-dq")

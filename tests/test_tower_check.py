@@ -9,13 +9,14 @@ from PIL import Image
 import trimtab
 from tests import pico, talking
 from tests.test_media_check import HAS_TABLE, SEEING, SIZES, prepared
+from trimtab.engine.chat import prompt as chat
+from trimtab.engine.chat.media_check import check_pictures
+from trimtab.engine.towers import bounds_check as tower_check
+from trimtab.engine.towers.bounds_check import BeyondTableError, CheckedIndices, guard_towers, unknown_towers
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import chat, tower_check
-from trimtab.runtime.media_check import check_pictures
-from trimtab.runtime.tower_check import BeyondTableError, CheckedIndices, guard_towers, unknown_towers
-from trimtab.serve.client_errors import for_client
-from trimtab.serve.job import Job
+from trimtab.serve.api.client_errors import for_client
+from trimtab.serve.contract.job import Job
 
 TABLE = torch.arange(12.0).reshape(4, 3)
 LOOK_UPS = {

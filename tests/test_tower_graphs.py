@@ -19,13 +19,15 @@ from tests.long_runs import crossed
 from tests.test_encoder_cache import asked, tensors_of
 from tests.test_prefill import WITH_PICTURES, differ, eager, ids, in_chunks, load, picture, through
 from tests.test_prefix_cache import keeping, seen
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.passes.chunk_forward import covered
+from trimtab.engine.towers import graphs as tower_graphs
+from trimtab.engine.towers import passes as tower_passes
+from trimtab.engine.towers import pieces as tower_pieces
+from trimtab.engine.towers.forms import UnknownFormError, filled, form_of
+from trimtab.engine.towers.graphs import MOST_CREDIT, MOST_SHAPES, Towers, padded_frames
+from trimtab.engine.towers.pieces import NotKeptError, PausedError, TowerPieces
 from trimtab.errors import RequestError
-from trimtab.runtime import tower_graphs, tower_passes, tower_pieces
-from trimtab.runtime.batch import Batch
-from trimtab.runtime.hf_prefill import covered
-from trimtab.runtime.tower_forms import UnknownFormError, filled, form_of
-from trimtab.runtime.tower_graphs import MOST_CREDIT, MOST_SHAPES, Towers, padded_frames
-from trimtab.runtime.tower_pieces import NotKeptError, PausedError, TowerPieces
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 ON_GPU = DEVICE != "cpu"

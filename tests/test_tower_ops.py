@@ -24,15 +24,17 @@ from tests.test_encoder_cache import asked, tensors_of
 from tests.test_execution import E4B
 from tests.test_prefill import WITH_PICTURES, eager, in_chunks, picture, through
 from tests.test_tower_graphs import MODE, same
-from trimtab.plan.prompt_memory import uncaptured_bytes
-from trimtab.runtime import hf_prompt_media, lora, prompt_kernels
-from trimtab.runtime.adapter_store import EAGER
-from trimtab.runtime.leaves import HostLeaf, StagedLeaf, with_products
-from trimtab.runtime.prompt_kernels import LEAST_TOKENS, PAYING_RANK, PromptKernels
-from trimtab.runtime.quant import dequantize
-from trimtab.runtime.short_ops import ShortOps
-from trimtab.runtime.tower_graphs import Towers
-from trimtab.runtime.tower_ops import TowerOps, four_bit_towers
+from trimtab.engine.formats.bitsandbytes import dequantize
+from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.kernels.dequantize import LEAST_TOKENS, PAYING_RANK, PromptKernels
+from trimtab.engine.layers.linear import HostLeaf, StagedLeaf, with_products
+from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora.fewer_ops import ShortOps
+from trimtab.engine.lora.store import EAGER
+from trimtab.engine.passes import media_embeddings as hf_prompt_media
+from trimtab.engine.towers.graphs import Towers
+from trimtab.engine.towers.kernels import TowerOps, four_bit_towers
+from trimtab.planning.memory.prompts import uncaptured_bytes
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 ON_GPU = DEVICE != "cpu"

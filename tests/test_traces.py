@@ -13,9 +13,9 @@ import pytest
 
 from tests.rules import each
 from tools import score_traces
-from trimtab import cli
-from trimtab.doctor.labels import SIGNATURES
-from trimtab.doctor.preflight_findings import find_bug
+from trimtab.cli import main as cli
+from trimtab.doctor.cases.labels import SIGNATURES
+from trimtab.doctor.preflight.findings import find_bug
 from trimtab.doctor.traces.answer import diagnose, diagnosis_text
 from trimtab.doctor.traces.classify import UNKNOWN, classify
 from trimtab.doctor.traces.reading import MOST_BYTES, MOST_LINE_CHARS, MOST_LINES, read_paste
@@ -403,7 +403,7 @@ def test_doctor_given_a_file_says_what_it_takes(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def environment():
-    from trimtab.environment import Environment, Gpu, Package
+    from trimtab.machine.environment import Environment, Gpu, Package
 
     return Environment(
         python="3.11.7", implementation="CPython", packages={"torch": Package("2.8.0", "index"), "peft": Package("0.19.1", "index"),
@@ -443,7 +443,7 @@ def test_report_holds_no_private_path(environment, tmp_path):
 
 
 def test_report_is_printed_by_the_command(monkeypatch, capsys, environment):
-    from trimtab import environment as room
+    from trimtab.machine import environment as room
 
     monkeypatch.setattr(room, "read_environment", lambda python=None: environment)
     assert cli.main(["doctor", "--report", "--json"]) == 0

@@ -10,10 +10,10 @@ from starlette.testclient import TestClient
 
 from tests.serving import MockPool, failed, words
 from trimtab.errors import RequestError
-from trimtab.serve.app import make_app
-from trimtab.serve.job import Event
-from trimtab.serve.metrics import Metrics
-from trimtab.serve.settings import Settings
+from trimtab.serve.contract.job import Event
+from trimtab.serve.contract.settings import Settings
+from trimtab.serve.http.app import make_app
+from trimtab.serve.observe.metrics import Metrics
 
 SECRET = "what nobody else may read"
 CHAT = {"model": "style", "messages": [{"role": "user", "content": SECRET}], "max_tokens": 5}
@@ -28,7 +28,7 @@ def seen():
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    from trimtab.serve.tracing import Spans
+    from trimtab.serve.observe.tracing import Spans
 
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -110,7 +110,7 @@ def test_an_answer_that_never_began_has_a_queue_alone(seen):
 def test_without_the_package_the_flag_is_refused_by_name():
     code = (
         "import sys; sys.modules['opentelemetry'] = None\n"
-        "from trimtab.serve.tracing import from_environment\n"
+        "from trimtab.serve.observe.tracing import from_environment\n"
         "from_environment()"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -140,7 +140,7 @@ def test_what_is_sent_is_what_the_variables_say():
     server = http.server.HTTPServer(("127.0.0.1", 0), Collector)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     code = (
-        "from trimtab.serve.tracing import from_environment\n"
+        "from trimtab.serve.observe.tracing import from_environment\n"
         "spans = from_environment()\n"
         "spans.request([], '/v1/x', {'method': 'POST', 'status': 200, 'model': 'demo'}, start_ns=1, end_ns=2)\n"
         "spans.close()"

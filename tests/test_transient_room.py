@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.test_execution import GIB, MIB, plan
-from trimtab.plan import Plan
-from trimtab.runtime import transient_room
-from trimtab.runtime.transient_room import LEFT_BYTES, take, torch_bytes
+from trimtab.engine.memory import reserve as transient_room
+from trimtab.engine.memory.reserve import LEFT_BYTES, take, torch_bytes
+from trimtab.planning import Plan
 
 CUDA = torch.device("cuda:0")
 

@@ -7,13 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trimtab import cli
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.cli import main as cli
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine import tune as tune_model
+from trimtab.engine.cuda import launch_config as cuts
+from trimtab.engine.cuda import shipped_configs as launch_configs
+from trimtab.engine.cuda.chosen_configs import ProductCuts
+from trimtab.engine.families import step as hf_gemma4
+from trimtab.engine.kernels import autotune as tuning
+from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels.device_kernels import Kernels
 from trimtab.errors import DeviceError, RequestError
-from trimtab.machine import own_folder
-from trimtab.runtime import cuts, hf_gemma4, launch_configs, matvec, tune_model, tuning
-from trimtab.runtime.kernels import Kernels
-from trimtab.runtime.product_cuts import ProductCuts
+from trimtab.machine import user_cache as own_folder
 
 TARGET = launch_configs.Target("a card", (9, 0), 132, 232448, "source")
 WAYS = cuts.cuts((2560,), 2048, 1, multiprocessors=132, shared_bytes=232448)

@@ -10,14 +10,14 @@ import trimtab
 from tests import talking
 from tests.test_serve_worker import Running
 from trimtab.checkpoint.end_tokens import unlisted_end
-from trimtab.cli import main
+from trimtab.cli.main import main
+from trimtab.engine.batch import sampling as hf_generate
+from trimtab.engine.chat.turn_end import missing_turn_end, turn_end
 from trimtab.request import GenerateRequest, LoadRequest
-from trimtab.runtime import hf_generate
-from trimtab.runtime.turn_end import missing_turn_end, turn_end
-from trimtab.serve.channel import job_to_message
-from trimtab.serve.job import Job
-from trimtab.serve.registry import ServedModel
-from trimtab.serve.settings import Limits
+from trimtab.serve.contract.job import Job
+from trimtab.serve.contract.settings import Limits
+from trimtab.serve.worker.ipc import job_to_message
+from trimtab.serve.worker.registry import ServedModel
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|turn>{{ m.role }}\n\n{{ m.content }}<turn|>"

@@ -17,12 +17,14 @@ from tests.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
 from tests.test_graphs import demo
 from tests.test_last_layers import BFLOAT16_TOLERANCE
 from tests.test_prefill import ON_GPU, answered, differ, eager, ids
+from trimtab.engine.batched_lora import unpacked_columns
+from trimtab.engine.batched_lora.unpacked_columns import UnpackedColumns, wrong
+from trimtab.engine.families import step as hf_gemma4
+from trimtab.engine.families.chunk import ChunkLayers, layers_of
+from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.layers.unpacked import UnpackedWeights
 from trimtab.errors import DeviceError
-from trimtab.plan.unpacked import COLUMNS, ITEM, unpacked_bytes
-from trimtab.runtime import hf_gemma4, prompt_kernels, unpacked_columns
-from trimtab.runtime.hf_gemma4_chunk import ChunkLayers, layers_of
-from trimtab.runtime.unpacked_columns import UnpackedColumns, wrong
-from trimtab.runtime.unpacked_weights import UnpackedWeights
+from trimtab.planning.memory.unpacked import COLUMNS, ITEM, unpacked_bytes
 
 needs_sources = pytest.mark.skipif(ON_GPU or run.why_not() is not None, reason="the sources, compiled by g++")
 

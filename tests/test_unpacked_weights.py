@@ -14,12 +14,13 @@ from tests.test_fused_kernels import on_cpu  # noqa: F401
 from tests.test_graphs import joined, replayed  # noqa: F401
 from tests.test_many_step import STEP_TOLERANCE, wide
 from tests.test_prefill import answered, differ, eager, ids, in_chunks
-from trimtab.plan import Machine, Plan, Rates, make_plan
-from trimtab.plan.unpacked import ITEM, unpacked_bytes
+from trimtab.engine.formats.bitsandbytes import dequantize, shell
+from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.kernels import gemm4 as many_rows
+from trimtab.engine.layers.unpacked import UnpackedWeights
+from trimtab.planning import Machine, Plan, Rates, make_plan
+from trimtab.planning.memory.unpacked import ITEM, unpacked_bytes
 from trimtab.request import LoadRequest
-from trimtab.runtime import many_rows, prompt_kernels
-from trimtab.runtime.quant import dequantize, shell
-from trimtab.runtime.unpacked_weights import UnpackedWeights
 
 needs_sources = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 

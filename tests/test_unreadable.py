@@ -13,9 +13,9 @@ import pytest
 import trimtab
 from tests import talking
 from tests.adapters import write_adapter
-from trimtab.cli import main
+from trimtab.cli.main import main
+from trimtab.engine.tiers.spill import Spill
 from trimtab.errors import AdapterError, CheckpointError, DeviceError
-from trimtab.runtime.spill import Spill
 
 PAIR = {f"base_model.model.model.layers.0.self_attn.q_proj.lora_{side}.weight": shape for side, shape in
         (("A", (4, 8)), ("B", (8, 4)))}  # fmt: skip

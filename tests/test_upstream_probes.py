@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from trimtab.doctor.bug import FIXED, NOT_APPLICABLE, PRESENT, Seen
-from trimtab.doctor.kit import Kit, quiet
-from trimtab.doctor.upstream import FILES, read_entry
+from trimtab.doctor.catalogue import FILES, read_entry
+from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Seen
+from trimtab.doctor.facts.probe_kit import Kit, quiet
 
 FOLDER = Path(__file__).resolve().parent.parent / "trimtab" / "doctor" / "upstream"
 MINE = {name.partition("_")[0].upper(): name for name in FILES if name[0] not in "ab"}

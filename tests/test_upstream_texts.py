@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tests.rules import each
 from tests.upstream.expected import EXPECTED
-from trimtab.doctor.bug import Bug
-from trimtab.doctor.upstream import FILES, read_entry
+from trimtab.doctor.catalogue import FILES, read_entry
+from trimtab.doctor.facts.bug import Bug
 
 FOLDER = Path(__file__).resolve().parent.parent / "trimtab" / "doctor" / "upstream"
 MODULES = {stem: read_entry(FOLDER / f"{stem}.py") for stem in FILES}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import trimtab
 from tests import pico, stock
 from trimtab.errors import AdapterError, CheckpointError, ParityError, RequestError
-from trimtab.proof.verify import verify
+from trimtab.verification.verify import verify
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 DEMO = Path(__file__).parent.parent / "trimtab" / "demo"

@@ -12,9 +12,9 @@ import pytest
 
 import trimtab
 import trimtab.demo as demo
-from trimtab import cli
-from trimtab.commands import line
-from trimtab.doctor.preflight import preflight
+from trimtab.cli import main as cli
+from trimtab.cli.commands import plan_run as line
+from trimtab.doctor.preflight.preflight import preflight
 from trimtab.errors import RequestError
 
 BASE, STYLE = str(demo.BASE), str(demo.ADAPTERS["style"])
@@ -68,7 +68,7 @@ def those_with(flag: str) -> list[str]:
 @pytest.fixture
 def ask(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Run a command with its positional arguments, and return (exit code, stdout, stderr). The demo itself does not run."""
-    monkeypatch.setattr("trimtab.demo.line.run", lambda say, placed: {"dtype": placed.dtype})
+    monkeypatch.setattr("trimtab.demo.demo.run", lambda say, placed: {"dtype": placed.dtype})
 
     def run(command: str, *given: str, **places: str) -> tuple[int, str, str]:
         words = [command]

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.test_serve_worker import REQUEST, Running, settings_of
-from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.adapters.file import CONFIG_NAME, TENSORS_NAME
+from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.errors import CheckpointError
-from trimtab.serve.watching import Watcher, files_stamp
+from trimtab.serve.adapters.watching import Watcher, files_stamp
 
 STYLE, SPECIALIST = (DEMO / "adapters" / name for name in ("style", "specialist"))
 WAIT_S = 60

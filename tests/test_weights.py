@@ -8,12 +8,18 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_blockwise
 
-from trimtab.merge import pack
-from trimtab.merge.check_exact import rounded_once
-from trimtab.proof.criterion import symmetric_limit
-from trimtab.proof.packed_grid import Grid
-from trimtab.proof.weights import FALSE_ALARM_RATE, MergedWeights, merged_weights, module_weight, saved_weight
-from trimtab.runtime.quant import quant_state, quantize
+from trimtab.engine.formats.bitsandbytes import quant_state, quantize
+from trimtab.merging.check_exact import rounded_once
+from trimtab.merging.files import quantize as pack
+from trimtab.verification.merges.packed_grid import Grid
+from trimtab.verification.merges.weights import (
+    FALSE_ALARM_RATE,
+    MergedWeights,
+    merged_weights,
+    module_weight,
+    saved_weight,
+)
+from trimtab.verification.routes.alarm_rate import symmetric_limit
 
 SHAPE = (96, 128)
 

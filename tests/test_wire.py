@@ -8,10 +8,11 @@ import pytest
 
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
-from trimtab.serve import asking, wire
-from trimtab.serve.channel import job_from_message, job_to_message
-from trimtab.serve.settings import Limits
-from trimtab.serve.shapes import ChatShape, CompletionShape
+from trimtab.serve.api import schemas as wire
+from trimtab.serve.api import to_jobs as asking
+from trimtab.serve.api.openai_shape import ChatShape, CompletionShape
+from trimtab.serve.contract.settings import Limits
+from trimtab.serve.worker.ipc import job_from_message, job_to_message
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "a"}]}
 TEXT = {"model": "demo", "prompt": "a"}

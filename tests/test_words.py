@@ -5,10 +5,11 @@ import shlex
 from pathlib import Path
 
 from tests.rules import each
-from trimtab import cli, exit_codes, interrupts
-from trimtab.commands.examples import EXAMPLES
-from trimtab.commands.merging import DIFFERS
-from trimtab.proof.remote.report import EXIT_CANNOT_TELL
+from trimtab.cli import main as cli
+from trimtab.cli.commands.merge_verify import DIFFERS
+from trimtab.cli.flags.examples import EXAMPLES
+from trimtab.process import exit_codes, interrupts
+from trimtab.verification.server.report import EXIT_CANNOT_TELL
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

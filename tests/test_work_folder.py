@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from trimtab import work_folder as module
-from trimtab.process import run_inside
-from trimtab.work_folder import LOCK_NAME, work_folder
+from trimtab.process import work_folder as module
+from trimtab.process.runner import run_inside
+from trimtab.process.work_folder import LOCK_NAME, work_folder
 
 OWNER = """
 import sys
-from trimtab.work_folder import work_folder
+from trimtab.process.work_folder import work_folder
 with work_folder("test") as folder:
     (folder / "large.bin").write_bytes(b"x" * 1000)
     (folder / "inner").mkdir()

@@ -13,11 +13,11 @@ from peft.tuners.lora.layer import LoraLayer
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from trimtab.checkpoint.adapter import AdapterSpec, match_adapter, read_adapter
+from trimtab.adapters.adapter import AdapterSpec, match_adapter, read_adapter
 from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, TensorRow
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.runtime.adapter_store import AdapterStore
-from trimtab.runtime.lora import attach
+from trimtab.engine.lora.layers import attach
+from trimtab.engine.lora.store import AdapterStore
 
 WIDTH, VOCABULARY = 64, 32
 
@@ -80,7 +80,7 @@ def quantized(linear: nn.Linear, kind: str, dtype: torch.dtype) -> nn.Module:
 
 
 class Leaf(nn.Module):
-    """What runtime/tiers.py promises of a leaf, around a stock layer."""
+    """What engine/tiers/streaming.py promises of a leaf, around a stock layer."""
 
     def __init__(self, path: str, layer: Any, store: AdapterStore, dtype: torch.dtype) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Leaf(nn.Module):
 
 
 class Table(nn.Module):
-    """What runtime/tiers.py promises of a table, around a stock embedding."""
+    """What engine/tiers/streaming.py promises of a table, around a stock embedding."""
 
     def __init__(self, path: str, layer: nn.Embedding, store: AdapterStore) -> None:
         super().__init__()

@@ -12,8 +12,8 @@ import signal
 import sys
 import time
 
-from trimtab.serve.channel import Channel, event_to_message, job_from_message
-from trimtab.serve.job import Event
+from trimtab.serve.contract.job import Event
+from trimtab.serve.worker.ipc import Channel, event_to_message, job_from_message
 
 PIECE_S = 0.05
 BEAT_S = 1.0

@@ -9,10 +9,10 @@ from pathlib import Path
 from tests.toy_server import worker
 from trimtab.request import LoadRequest
 from trimtab.serve import run
+from trimtab.serve.contract.settings import Limits, Settings
 from trimtab.serve.pool import Pool
-from trimtab.serve.registry import ServedModel
-from trimtab.serve.settings import Limits, Settings
-from trimtab.serve.supervisor import Supervisor
+from trimtab.serve.worker.registry import ServedModel
+from trimtab.serve.worker.supervisor import Supervisor
 
 
 def main(options):

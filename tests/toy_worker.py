@@ -3,8 +3,8 @@
 import os
 import time
 
-from trimtab.serve.channel import Channel, event_to_message, job_from_message
-from trimtab.serve.job import Event
+from trimtab.serve.contract.job import Event
+from trimtab.serve.worker.ipc import Channel, event_to_message, job_from_message
 
 BEAT_S = 0.02
 

@@ -17,12 +17,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench.checkpoints import config_of, write_adapter  # noqa: E402
-from trimtab.checkpoint.adapter import match_adapter, read_adapter  # noqa: E402
+from trimtab.adapters.adapter import match_adapter, read_adapter  # noqa: E402
 from trimtab.checkpoint.folder import read_checkpoint  # noqa: E402
-from trimtab.plan import Machine, Plan, Rates, make_plan  # noqa: E402
-from trimtab.plan.picture import draw  # noqa: E402
+from trimtab.engine.loader import transformers_model as hf  # noqa: E402
+from trimtab.planning import Machine, Plan, Rates, make_plan  # noqa: E402
+from trimtab.planning.display.chart import draw  # noqa: E402
 from trimtab.request import LoadRequest, parse_bytes  # noqa: E402
-from trimtab.runtime import hf  # noqa: E402
 
 GIB = 2**30
 PICTURE = ROOT / "docs" / "images" / "load-line.svg"

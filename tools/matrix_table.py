@@ -15,9 +15,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trimtab.doctor import labels  # noqa: E402
-from trimtab.doctor.cases import CASES  # noqa: E402
-from trimtab.doctor.matrix import matrix_text, read_runs  # noqa: E402
+from trimtab.doctor.cases import labels  # noqa: E402
+from trimtab.doctor.cases.cases import CASES  # noqa: E402
+from trimtab.doctor.cases.runner import matrix_text, read_runs  # noqa: E402
 
 PAGE = ROOT / "docs" / "whose-bug.md"
 RESULTS = ROOT / "bench" / "results"

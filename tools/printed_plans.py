@@ -28,7 +28,7 @@ SLOT = re.compile(r"(<!-- printed:plan -->\n +trimtab ([^\n]*)\n)(?:.*?)(<!-- /p
 def printed(command: str) -> str:
     """Return what a command of `trimtab` prints for a model of E4B's size."""
     from bench.checkpoints import CLASSES, config_of
-    from trimtab import cli
+    from trimtab.cli import main as cli
 
     config = config_of("e4b")
     config.architectures, config.dtype = [CLASSES["e4b"]], "bfloat16"

@@ -20,7 +20,7 @@ FOLDERS = ("", "checkpoint", "plan", "machine", "runtime", "bridge", "merge", "p
            "serve", "commands",
            "demo")  # fmt: skip
 # Folders with one small file per item: shown as one line.
-CLOSED = ("doctor/upstream", "doctor/servers", "serve/page")
+CLOSED = ("doctor/upstream", "doctor/servers", "serve/http/page")
 TITLES = {
     "checkpoint": "FILES (pure: no torch)", "plan": "PLANNING (pure: no torch)",
     "machine": "THIS MACHINE, AND CACHES BETWEEN RUNS (no torch)", "runtime": "THE RUNTIME",
@@ -30,7 +30,7 @@ TITLES = {
     "doctor": "THE DOCTOR", "serve": "THE SERVER", "commands": "THE COMMANDS",
     "demo": "THE DEMO: a small trained model, adapters, images, audio (CARD.md)",
     "doctor/servers": "known adapter bugs in other servers, one small file each",
-    "doctor/upstream": "known bugs of other packages, one small file each", "serve/page": "the files of the page at /",
+    "doctor/upstream": "known bugs of other packages, one small file each", "serve/http/page": "the files of the page at /",
 }  # fmt: skip
 BLOCK = re.compile(r"```\n(trimtab/\n.*?)```", re.DOTALL)
 WIDTH, SHORT, LONGEST = 28, 45, 100  # a beginning below SHORT is shown with what follows its colon

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench.rates import at_least  # noqa: E402
-from trimtab.doctor.labels import SIGNATURES  # noqa: E402
+from trimtab.doctor.cases.labels import SIGNATURES  # noqa: E402
 from trimtab.doctor.traces.answer import diagnose, diagnosis_text  # noqa: E402
 from trimtab.doctor.traces.classify import UNKNOWN, classify  # noqa: E402
 

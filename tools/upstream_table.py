@@ -13,8 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trimtab.doctor.bug import Bug  # noqa: E402
-from trimtab.doctor.probes import read_catalogue  # noqa: E402
+from trimtab.doctor.facts.bug import Bug  # noqa: E402
+from trimtab.doctor.probes.runner import read_catalogue  # noqa: E402
 
 PAGE = ROOT / "docs" / "upstream.md"
 SLOT = re.compile(r"(<!-- catalogue -->\n).*?(<!-- /catalogue -->)", re.DOTALL)

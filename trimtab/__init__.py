@@ -10,7 +10,7 @@ import _signal  # type: ignore[import-not-found]
 
 _mask = _signal.pthread_sigmask(_signal.SIG_BLOCK, {_signal.SIGINT}) if hasattr(_signal, "pthread_sigmask") else None
 
-from trimtab import interrupts
+from trimtab.process import interrupts
 
 interrupts.end_at_once()  # until a command begins; nothing happens in other programs
 if _mask is not None:
@@ -30,14 +30,14 @@ from trimtab.errors import (
     TrimtabError,
     UpstreamError,
 )
-from trimtab.merge.merge import merge
-from trimtab.plan.plan import Plan
+from trimtab.merging.merge import merge
+from trimtab.planning.values.plan import Plan
 from trimtab.request import GenerateRequest, LoadRequest
 
 if TYPE_CHECKING:
     from trimtab import bridge
-    from trimtab.proof.verify import verify
-    from trimtab.runtime.model import LoadedModel
+    from trimtab.engine.model import LoadedModel
+    from trimtab.verification.verify import verify
 
 __all__ = [
     "AdapterError",
@@ -64,11 +64,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "LoadedModel":
-        from trimtab.runtime.model import LoadedModel
+        from trimtab.engine.model import LoadedModel
 
         return LoadedModel
     if name == "verify":
-        from trimtab.proof.verify import verify
+        from trimtab.verification.verify import verify
 
         return verify
     if name == "bridge":

@@ -8,9 +8,9 @@ import sys
 
 def main() -> int:
     """Return the exit code of the command that this process was started for."""
-    import trimtab.cli
+    import trimtab.cli.main
 
-    return trimtab.cli.main()
+    return trimtab.cli.main.main()
 
 
 if __name__ == "__main__":

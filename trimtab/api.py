@@ -12,33 +12,33 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab import threads
 from trimtab.adapter_names import Adapters, paths_of
-from trimtab.checkpoint.adapter import AdapterFile, AdapterSpec, describe, match_adapter, read_adapter
-from trimtab.checkpoint.adapter_file import check_beside, stamps_of
-from trimtab.checkpoint.adapter_values import value_problems
+from trimtab.adapters.adapter import AdapterFile, AdapterSpec, describe, match_adapter, read_adapter
+from trimtab.adapters.file import check_beside, stamps_of
+from trimtab.adapters.values import value_problems
+from trimtab.adapters.vocabulary import check_vocabulary
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.checkpoint.names import near_names
-from trimtab.checkpoint.packed import split_packed
-from trimtab.checkpoint.vocabulary import check_vocabulary
+from trimtab.checkpoint.prequantized import split_packed
 from trimtab.errors import DoesNotFitError, RequestError, TrimtabError
-from trimtab.plan import Machine, Plan, Rates, make_plan
-from trimtab.plan.adapter_room import head_change, held_bytes
-from trimtab.plan.card_machine import machine_of, rates_of
-from trimtab.plan.cards import check_budget, check_here, find_card
-from trimtab.plan.dtypes import choose_dtype, keeps_16bit, reason_of
-from trimtab.plan.kv_pool import check_pool
-from trimtab.plan.max_memory import merged_budgets
-from trimtab.plan.media_memory import ServedMedia, media_memory
-from trimtab.plan.module_tree import ModuleTree
-from trimtab.plan.options import TOWERS, Option, options_of, with_larger_card
-from trimtab.plan.prefix_memory import prefix_reason
+from trimtab.planning import Machine, Plan, Rates, make_plan
+from trimtab.planning.memory.adapters import head_change, held_bytes
+from trimtab.planning.memory.media import ServedMedia, media_memory
+from trimtab.planning.memory.prefix_cache import prefix_reason
+from trimtab.planning.module_tree import ModuleTree
+from trimtab.planning.options import TOWERS, Option, options_of, with_larger_card
+from trimtab.planning.request.card_machine import machine_of, rates_of
+from trimtab.planning.request.dtypes import choose_dtype, keeps_16bit, reason_of
+from trimtab.planning.request.max_memory import merged_budgets
+from trimtab.planning.values.cards import check_budget, check_here, find_card
+from trimtab.planning.values.kv_pool import check_pool
+from trimtab.process import threads
 from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, LoadRequest, parse_bytes
 
 if TYPE_CHECKING:
-    from trimtab.runtime.model import LoadedModel
-    from trimtab.runtime.planned_adapters import PlannedAdapters
+    from trimtab.engine.model import LoadedModel
+    from trimtab.engine.planned_adapters import PlannedAdapters
 
 
 def plan(
@@ -182,7 +182,8 @@ def _planned(
     request: LoadRequest, *, later: Mapping[str, str] | None, inputs: PlanInputs, is_advised: bool, media: ServedMedia | None
 ) -> Plan:  # fmt: skip
     """Return the plan of a request, as `plan_request` does, with an error that knows this card alone."""
-    from trimtab.machine import anatomies, known
+    from trimtab.machine import anatomy_cache as anatomies
+    from trimtab.machine import machine_cache as known
     from trimtab.machine.memory import disk_free_bytes, host_available_bytes, process_bytes
 
     checkpoint = read_checkpoint(request.model)
@@ -265,14 +266,14 @@ def _anatomy(
     checkpoint: Checkpoint, request: LoadRequest, inputs: PlanInputs, *, may_be_kept: bool, keeps_16bit: bool
 ) -> Anatomy:
     """Return the anatomy of a checkpoint: as it was read before, here or by an earlier process, or from the model's probe."""
-    from trimtab.machine import anatomies
+    from trimtab.machine import anatomy_cache as anatomies
 
     key = (request.model, request.quant, request.dtype, request.keep_unquantized, request.head, keeps_16bit)
     if key in inputs.anatomies:
         return inputs.anatomies[key]
     anatomy = anatomies.find_anatomy(checkpoint, request, keeps_16bit=keeps_16bit) if may_be_kept else None
     if anatomy is None:
-        from trimtab.runtime import hf
+        from trimtab.engine.loader import transformers_model as hf
 
         probe = inputs.probe = inputs.probe or hf.probe(checkpoint, request.dtype)
         anatomy = hf.anatomy_of(
@@ -291,9 +292,9 @@ def _ask_machine(request: LoadRequest, bytes_before: int | None) -> tuple[Machin
     this process before torch; None if torch was loaded already."""
     import torch
 
-    import trimtab.runtime.model  # noqa: F401  # so that the process has what loading imports (`read_machine`)
-    from trimtab.machine import known
-    from trimtab.runtime import devices
+    import trimtab.engine.model  # noqa: F401  # so that the process has what loading imports (`read_machine`)
+    from trimtab.engine.memory import rates as devices
+    from trimtab.machine import machine_cache as known
 
     machine = devices.read_machine(request.device, budget_bytes=request.gpu_memory_bytes)
     if bytes_before is not None:
@@ -359,7 +360,7 @@ def load(
     """
     model = load_plan(_plan_to_load(plan, options, decode), progress=progress, decode=decode)
     if stop_at_turn_end:
-        from trimtab.runtime import turn_end
+        from trimtab.engine.chat import turn_end
 
         turn_end.stop_at_turn_end(model, is_asked=True)
     return model
@@ -370,8 +371,8 @@ def load_plan(
     adapters: PlannedAdapters | None = None,
 ) -> LoadedModel:  # fmt: skip
     """Return the model of a plan, loaded, as `load` does. adapters: how the plan's are read, and who gets them."""
-    from trimtab.runtime import devices
-    from trimtab.runtime.model import LoadedModel
+    from trimtab.engine.memory import rates as devices
+    from trimtab.engine.model import LoadedModel
 
     # A program's own environment stays as it is; the command line has chosen already.
     threads.use(None, beside_others=False, environ=dict(os.environ))
@@ -419,7 +420,7 @@ def inspect(adapter: str | Path, *, model: str | Path | None = None) -> dict[str
     report = {"not_finite": list(value_problems(file.tensors))}
     if model is None:
         return describe(file, None) | report
-    from trimtab.runtime import hf
+    from trimtab.engine.loader import transformers_model as hf
 
     checkpoint = read_checkpoint(str(model))
     check_vocabulary(file.folder, checkpoint.folder)

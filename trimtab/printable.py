@@ -2,7 +2,7 @@
 
 A terminal obeys control characters (it moves the cursor, clears the screen, writes to the clipboard), and bidirectional controls
 make a reader see another order than a program. Every message of an error, table, log and report passes here; JSON has
-escapes of its own, and a model's answers are its own text (`commands/words_apart.py`). Imports nothing outside the
+escapes of its own, and a model's answers are its own text (`cli/flags/highlight.py`). Imports nothing outside the
 standard library.
 """
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.test_app_openai import ENVIRONMENT, is_ready
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import FOLDER as DEMO
 
 VARIABLE = "TRIMTAB_CLIENTS_PYTHON"
 HERE = Path(__file__).resolve().parent

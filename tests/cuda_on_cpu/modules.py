@@ -8,7 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from tests.cuda_on_cpu.run import CpuModule
-from trimtab.runtime import ends, fused, head8, many_rows, matvec, prompt_kernels
+from trimtab.engine.formats import int8_head as head8
+from trimtab.engine.kernels import attention_and_norms as fused
+from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.kernels import embed_and_logits as ends
+from trimtab.engine.kernels import gemm4 as many_rows
+from trimtab.engine.kernels import gemv4 as matvec
 
 
 class _Kept(dict):
@@ -28,7 +33,8 @@ class _Kept(dict):
 def small(
     order: int = 0, *, multiprocessors: int = 16, source: str | None = None, attend: str | None = None
 ) -> CpuModule:
-    """Return the kernels of runtime/fused.py. order: of threads and blocks. source, attend: other sources than its own."""
+    """Return the kernels of engine/kernels/attention_and_norms.py. order: of threads and blocks. source, attend: other sources than
+    its own."""
     facts = {"order": order, "multiprocessors": multiprocessors}
     module = CpuModule(source or fused.source(), fused.NAMES, **facts)
     module.attention = _Kept(attend or fused.source("attend.cu"), **facts)
@@ -37,31 +43,31 @@ def small(
 
 
 def products(order: int = 0, *, multiprocessors: int = 16) -> CpuModule:
-    """Return the kernels of runtime/matvec.py."""
+    """Return the kernels of engine/kernels/gemv4.py."""
     module = CpuModule(matvec.source(), matvec.NAMES, order=order, multiprocessors=multiprocessors)
     matvec.prepare(module)
     return module
 
 
 def step_ends(order: int = 0, *, source: str | None = None) -> CpuModule:
-    """Return the kernels of runtime/ends.py."""
+    """Return the kernels of engine/kernels/embed_and_logits.py."""
     module = CpuModule(source or ends.source(), ends.NAMES, order=order)
     ends.prepare(module)
     return module
 
 
 def prompts(order: int = 0, *, source: str | None = None) -> CpuModule:
-    """Return the kernels of runtime/prompt_kernels.py."""
+    """Return the kernels of engine/kernels/dequantize.py."""
     return CpuModule(source or prompt_kernels.source(), prompt_kernels.NAMES, order=order)
 
 
 def rows(order: int = 0, *, source: str | None = None) -> CpuModule:
-    """Return the kernels of runtime/many_rows.py."""
+    """Return the kernels of engine/kernels/gemm4.py."""
     return CpuModule(source or many_rows.source(), many_rows.NAMES, order=order)
 
 
 def heads(order: int = 0) -> CpuModule:
-    """Return the kernel of runtime/head8.py."""
+    """Return the kernel of engine/formats/int8_head.py."""
     return CpuModule(head8.source(), head8.NAMES, order=order)
 
 

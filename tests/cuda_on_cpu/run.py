@@ -1,7 +1,7 @@
 """Compiles a CUDA source with g++ and launches its kernels on arrays or CPU tensors.
 
 `compile_for_cpu` takes numpy arrays, each with guards around it: what a kernel writes beside them is found. `CpuModule`
-has the interface of `trimtab.runtime.nvrtc.Module` and takes CPU tensors as they are, so that the code that cuts launches
+has the interface of `trimtab.engine.cuda.nvrtc.Module` and takes CPU tensors as they are, so that the code that cuts launches
 and lists arguments is the code under test. What g++ made is kept in the user's cache folder for every later process.
 """
 
@@ -190,7 +190,7 @@ class CpuModule:
     ) -> None:  # fmt: skip
         import torch
 
-        from trimtab.runtime.product_cuts import ProductCuts
+        from trimtab.engine.cuda.chosen_configs import ProductCuts
 
         self.device = torch.device("cpu")
         self.order, self.capability, self.multiprocessors = order, capability, multiprocessors

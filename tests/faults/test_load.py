@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from bench import client, load, load_bodies, soak, voices
-from trimtab.demo.line import FOLDER
+from trimtab.demo.demo import FOLDER
 
 PIECES, PIECE_S = 4, 0.03
 

@@ -14,11 +14,11 @@ from tests import pico
 from tests.adapters import TEXT, embedding, q_proj, small_anatomy, write_adapter
 from tests.fuzz_files import mutate
 from trimtab import api
-from trimtab.checkpoint.adapter import describe, match_adapter, read_adapter
+from trimtab.adapters.adapter import describe, match_adapter, read_adapter
+from trimtab.adapters.vocabulary import check_vocabulary
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.checkpoint.packed import split_packed
-from trimtab.checkpoint.vocabulary import check_vocabulary
-from trimtab.plan import Plan
+from trimtab.checkpoint.prequantized import split_packed
+from trimtab.planning import Plan
 
 DEMO = Path(__file__).resolve().parent.parent.parent / "trimtab" / "demo"
 Change = Callable[[bytes, Random], bytes]
@@ -135,7 +135,7 @@ def indexes(work: Path) -> list[Input]:
 
 def tokenizers(work: Path) -> list[Input]:
     """The tokenizer and processor of the demo model, and its tokenizer beside an adapter."""
-    from trimtab.runtime.hf_processor import load_processor
+    from trimtab.engine.loader.processor import load_processor
 
     names = ("tokenizer.json", "tokenizer_config.json", "processor_config.json")
     folder = _made(work / "tokenizer")
@@ -156,7 +156,7 @@ def media(work: Path) -> list[Input]:
     import soundfile
     from PIL import Image
 
-    from trimtab.runtime import media as reader
+    from trimtab.engine.chat import media as reader
 
     pixels = np.random.default_rng(0).integers(0, 255, (24, 20, 3), dtype=np.uint8)
     sound = np.sin(np.arange(1600) / 9).astype("float32")

@@ -32,7 +32,7 @@ PROMPTS = ("Which colour is the sky?", "Describe the picture.")
 
 def placements() -> dict[str, Any]:
     """Return name -> how many blocks of each part are in each tier, for requests on the CPU, whose plans own no execution."""
-    from trimtab.plan import Machine, Rates, make_plan
+    from trimtab.planning import Machine, Rates, make_plan
     from trimtab.request import LoadRequest
 
     records = {}

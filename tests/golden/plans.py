@@ -41,9 +41,9 @@ REQUESTS: tuple[tuple[str, str, bool, dict[str, Any]], ...] = (
 def plans() -> dict[str, Any]:
     """Return what each request gives, by the request in words."""
     from trimtab.errors import DoesNotFitError
-    from trimtab.plan import make_plan
-    from trimtab.plan.card_machine import machine_of, rates_of
-    from trimtab.plan.cards import find_card
+    from trimtab.planning import make_plan
+    from trimtab.planning.request.card_machine import machine_of, rates_of
+    from trimtab.planning.values.cards import find_card
     from trimtab.request import LoadRequest
 
     anatomies = {"E2B": e_series("E2B"), "E4B": e_series("E4B"), "Qwen3-8B": qwen3_8b()}

@@ -16,22 +16,20 @@ from typing import Any
 
 import torch
 
-from trimtab.plan.prompt_memory import ADAPTER_COLUMNS
-from trimtab.runtime import (
-    adapter_columns,
-    cuts,
-    ends,
-    fused,
-    fused_check,
-    head8,
-    head8_choice,
-    kernels,
-    many_rows,
-    matvec,
-    prompt_kernels,
-    tuning,
-    unpacked_columns,
-)
+from trimtab.engine.batched_lora import columns as adapter_columns
+from trimtab.engine.batched_lora import unpacked_columns
+from trimtab.engine.cuda import launch_config as cuts
+from trimtab.engine.formats import int8_head as head8
+from trimtab.engine.kernels import attention_and_norms as fused
+from trimtab.engine.kernels import autotune as tuning
+from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.kernels import device_kernels as kernels
+from trimtab.engine.kernels import embed_and_logits as ends
+from trimtab.engine.kernels import gemm4 as many_rows
+from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels import int8_head as head8_choice
+from trimtab.engine.kernels import selfcheck as fused_check
+from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
 
 # Outputs of layers over one input, columns, whether two are gate and up.
 PRODUCTS = (((64,), 1024, False), ((48, 48), 512, True), ((96, 32, 32), 512, False), ((40,), 192, False))

@@ -8,9 +8,9 @@ if not torch.cuda.is_available():
 
 import trimtab
 from tests.test_batch import *
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.batch.batch import Batch
 from trimtab.request import GenerateRequest
-from trimtab.runtime.batch import Batch
 
 
 def test_a_complete_prompt_gets_its_row_without_waiting_for_the_device():

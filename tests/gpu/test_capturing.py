@@ -8,9 +8,9 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from trimtab.runtime.capturing import side_stream
-from trimtab.runtime.graph_cache import GraphCache
-from trimtab.runtime.read import HostMemory
+from trimtab.engine.cuda.capture_stream import side_stream
+from trimtab.engine.cuda.graph_cache import GraphCache
+from trimtab.engine.tiers.reader import HostMemory
 
 DEVICE = torch.device("cuda")
 

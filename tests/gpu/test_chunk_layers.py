@@ -7,7 +7,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from tests.test_chunk_layers import *
-from trimtab.runtime import hf_gemma4_chunk
+from trimtab.engine.families import chunk as hf_gemma4_chunk
 
 
 @pytest.fixture(autouse=True)

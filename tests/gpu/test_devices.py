@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trimtab.runtime import devices
+from trimtab.engine.memory import rates as devices
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)

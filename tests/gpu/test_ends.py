@@ -8,7 +8,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from trimtab.runtime import ends, nvrtc
+from trimtab.engine.cuda import nvrtc
+from trimtab.engine.kernels import embed_and_logits as ends
 
 REASON = nvrtc.why_not("cuda:0")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no kernels here: {REASON}")

@@ -13,8 +13,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 import trimtab
-from trimtab.plan.unpacked import ITEM
-from trimtab.runtime import head8, head8_choice, nvrtc
+from trimtab.engine.cuda import nvrtc
+from trimtab.engine.formats import int8_head as head8
+from trimtab.engine.kernels import int8_head as head8_choice
+from trimtab.planning.memory.unpacked import ITEM
 
 REASON = nvrtc.why_not("cuda:0")
 needs_kernel = pytest.mark.skipif(REASON is not None, reason=f"no kernels here: {REASON}")

@@ -9,8 +9,14 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from trimtab.machine import own_folder
-from trimtab.runtime import cuts, fused, fused_check, launch_configs, matvec, nvrtc, tuning
+from trimtab.engine.cuda import launch_config as cuts
+from trimtab.engine.cuda import nvrtc
+from trimtab.engine.cuda import shipped_configs as launch_configs
+from trimtab.engine.kernels import attention_and_norms as fused
+from trimtab.engine.kernels import autotune as tuning
+from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels import selfcheck as fused_check
+from trimtab.machine import user_cache as own_folder
 
 REASON = nvrtc.why_not("cuda:0")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no kernels here: {REASON}")

@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from trimtab.machine import gpus, known
+from trimtab.machine import gpus
+from trimtab.machine import machine_cache as known
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)

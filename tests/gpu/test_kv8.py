@@ -13,13 +13,13 @@ from tests.test_batch import through
 from tests.test_company import asks
 from tests.test_kv8 import *
 from tests.test_kv8 import CONTEXT, DEVICE
-from trimtab.demo.line import ADAPTERS
-from trimtab.demo.line import FOLDER as DEMO
-from trimtab.plan.kv_pool import PAGE_TOKENS
+from trimtab.demo.demo import ADAPTERS
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.kv.int8 import read_states, round_states
+from trimtab.engine.kv.kv_cache import LayerCache
+from trimtab.planning.values.kv_pool import PAGE_TOKENS
 from trimtab.request import GenerateRequest
-from trimtab.runtime.batch import Batch
-from trimtab.runtime.hf_kv_int8 import read_states, round_states
-from trimtab.runtime.hf_slots import LayerCache
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import trimtab
 from tests.test_last_layers import *
 from tests.test_last_layers import BFLOAT16_TOLERANCE
 from tests.test_prefill import DEVICE, answered, differ, eager, ids
-from trimtab.demo.line import FOLDER as DEMO
-from trimtab.runtime.batch import Batch
-from trimtab.runtime.hf_gemma4_last import OneAdapter
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.families.last_layers import OneAdapter
 
 NAMES = ("specialist", "style", None, "rslora-dora")
 

@@ -7,11 +7,12 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from tests.test_graphs import ASKED, answers, demo, joined
-from trimtab.runtime import many_rows, matvec
-from trimtab.runtime.capturing import side_stream
-from trimtab.runtime.graph_cache import GraphCache
-from trimtab.runtime.quant import dequantize
-from trimtab.runtime.tuning import RandomWeights
+from trimtab.engine.cuda.capture_stream import side_stream
+from trimtab.engine.cuda.graph_cache import GraphCache
+from trimtab.engine.formats.bitsandbytes import dequantize
+from trimtab.engine.kernels import gemm4 as many_rows
+from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels.autotune import RandomWeights
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from trimtab.doctor.matrix import run_matrix
+from trimtab.doctor.cases.runner import run_matrix
 
 CASES = ("R05_ALL_GPU_4BIT", "R03_SPLIT_4BIT", "SPLIT_4BIT_NO_ADAPTER", "SPLIT_4BIT_ADAPTER", "SPLIT_4BIT_BRIDGE")
 

@@ -15,14 +15,22 @@ if not torch.cuda.is_available():
 import trimtab
 from tests import pico, stock
 from tests.test_load import inputs_of
+from trimtab.engine.cuda.capture_stream import side_stream
+from trimtab.engine.cuda.graph_cache import GraphCache
+from trimtab.engine.formats.bitsandbytes import Packed
+from trimtab.engine.kernels import attention_and_norms as fused
+from trimtab.engine.kernels import autotune as tuning
+from trimtab.engine.kernels import device_kernels as kernels
+from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels import selfcheck as fused_check
+from trimtab.engine.layers import linear as leaves
+from trimtab.engine.lora.store import AdapterStore
+from trimtab.engine.memory import rates as devices
+from trimtab.engine.memory import reserve as transient_room
+from trimtab.engine.tiers import streaming as tiers
+from trimtab.engine.tiers.reader import HostMemory, seen_by
 from trimtab.errors import DeviceError
-from trimtab.plan.card_machine import THREAD_STACK_BYTES
-from trimtab.runtime import devices, fused, fused_check, kernels, leaves, matvec, tiers, transient_room, tuning
-from trimtab.runtime.adapter_store import AdapterStore
-from trimtab.runtime.capturing import side_stream
-from trimtab.runtime.graph_cache import GraphCache
-from trimtab.runtime.quant import Packed
-from trimtab.runtime.read import HostMemory, seen_by
+from trimtab.planning.request.card_machine import THREAD_STACK_BYTES
 
 GPU = torch.device("cuda:0")
 

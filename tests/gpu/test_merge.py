@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
 
 import trimtab
 from tests.test_merge_demo import DEMO, asks, media_of
-from trimtab.merge import merge
+from trimtab.merging import merge
 
 
 @pytest.mark.parametrize("requantize", ["nf4", "nf4-dq"])

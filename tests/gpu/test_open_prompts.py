@@ -11,8 +11,8 @@ import trimtab
 from tests.test_many_step import wide as wide_checkpoint
 from tests.test_open_prompts import *
 from tests.test_open_prompts import answered, both, differ, eager, ids, opened
+from trimtab.engine.batch.batch import Batch
 from trimtab.request import GenerateRequest
-from trimtab.runtime.batch import Batch
 
 # bfloat16: one rounding of a product in another order moves a score by a few steps of 2^-8 of the largest.
 STEPS = 2**-5

@@ -22,9 +22,9 @@ from tests.test_packed_prompts import (
     together,
     wide,
 )
-from trimtab.plan.unpacked import ITEM
-from trimtab.runtime.batch import Batch
-from trimtab.runtime.prefill_graphs import Prompts
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.prefill.prefill import Prompts
+from trimtab.planning.memory.unpacked import ITEM
 
 # bfloat16: one rounding of a product in another order moves a score by a few steps of 2^-8 of the largest.
 STEPS = 2**-5

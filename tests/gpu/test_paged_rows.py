@@ -11,11 +11,12 @@ import trimtab
 from tests.test_company import alone, asks, begun
 from tests.test_paged_rows import *
 from tests.test_paged_rows import CONTEXT, DEVICE, with_pool
-from trimtab.demo.line import ADAPTERS
-from trimtab.demo.line import FOLDER as DEMO
-from trimtab.plan.kv_pool import PAGE_TOKENS
-from trimtab.runtime import fused, fused_check
-from trimtab.runtime.batch import Batch
+from trimtab.demo.demo import ADAPTERS
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.kernels import attention_and_norms as fused
+from trimtab.engine.kernels import selfcheck as fused_check
+from trimtab.planning.values.kv_pool import PAGE_TOKENS
 
 ROWS = 4
 # Of rows that find their adapters in a table, and with one beside them that no table holds: DoRA.

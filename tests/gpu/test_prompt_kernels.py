@@ -11,11 +11,13 @@ from tests import pico
 from tests.test_graphs import demo
 from tests.test_many_step import wide
 from tests.test_prefill import answered, differ, eager, ids, in_chunks, named
-from trimtab.plan import unpacked
-from trimtab.plan.prompt_memory import ADAPTER_COLUMNS
-from trimtab.runtime import adapter_columns, nvrtc, prompt_kernels
-from trimtab.runtime.kept_checks import KeptChecks
-from trimtab.runtime.quant import dequantize, quantize
+from trimtab.engine.batched_lora import columns as adapter_columns
+from trimtab.engine.cuda import nvrtc
+from trimtab.engine.cuda.check_cache import KeptChecks
+from trimtab.engine.formats.bitsandbytes import dequantize, quantize
+from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.planning.memory import unpacked
+from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
 
 # In bfloat16 a product of padded rows rounds its sums elsewhere, so do norms of one operation: steps of 2^-8 of the largest.
 TOLERANCE = 2**-5

@@ -11,10 +11,10 @@ if not torch.cuda.is_available():
 import trimtab
 from tests import pico
 from tests.test_prefill import DEVICE, TOLERANCE, answered, differ, eager, ids, picture
-from trimtab.runtime.batch import Batch
-from trimtab.runtime.capturing import side_stream
-from trimtab.runtime.graph_cache import GraphCache
-from trimtab.runtime.prompt_room import PromptRoom
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.cuda.capture_stream import side_stream
+from trimtab.engine.cuda.graph_cache import GraphCache
+from trimtab.engine.memory.shared_pool import PromptRoom
 
 MIB = 2**20
 GPU = torch.device("cuda", 0)

@@ -12,8 +12,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from trimtab.runtime import short_ops
-from trimtab.runtime.adapter_store import AdapterStore
+from trimtab.engine.lora import fewer_ops as short_ops
+from trimtab.engine.lora.store import AdapterStore
 
 DEVICE = torch.device("cuda")
 

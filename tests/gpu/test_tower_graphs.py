@@ -11,10 +11,10 @@ from tests import pico
 from tests.test_encoder_cache import asked, tensors_of
 from tests.test_tower_graphs import *
 from tests.test_tower_graphs import DEVICE, features, same
-from trimtab.plan.tower_memory import BUFFERS, POOL
-from trimtab.runtime.batch import Batch
-from trimtab.runtime.prefill_graphs import Prompts
-from trimtab.runtime.tower_graphs import Towers
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.prefill.prefill import Prompts
+from trimtab.engine.towers.graphs import Towers
+from trimtab.planning.memory.towers import BUFFERS, POOL
 
 
 @pytest.mark.parametrize("quant", ["nf4", "none"])

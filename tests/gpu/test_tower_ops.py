@@ -12,14 +12,15 @@ from tests.test_prefill import in_chunks, picture
 from tests.test_tower_graphs import same
 from tests.test_tower_ops import *
 from tests.test_tower_ops import CHANCE, TOLERANCE, far, loaded, ops_of
+from trimtab.engine.formats.bitsandbytes import dequantize, quantize
+from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.kernels.dequantize import PromptKernels
+from trimtab.engine.layers.linear import ResidentLeaf
+from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora.store import AdapterStore, Selection
+from trimtab.engine.towers.graphs import Towers
+from trimtab.engine.towers.kernels import TowerAdapters
 from trimtab.request import GenerateRequest
-from trimtab.runtime import lora, prompt_kernels
-from trimtab.runtime.adapter_store import AdapterStore, Selection
-from trimtab.runtime.leaves import ResidentLeaf
-from trimtab.runtime.prompt_kernels import PromptKernels
-from trimtab.runtime.quant import dequantize, quantize
-from trimtab.runtime.tower_graphs import Towers
-from trimtab.runtime.tower_ops import TowerAdapters
 
 DEVICE = torch.device("cuda:0")
 # Of E4B's vision tower: attention, gate and up, down; patches of one image; embedding of patches.

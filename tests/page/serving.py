@@ -25,12 +25,12 @@ def main(port: int, keys: tuple[str, ...]) -> None:
     import uvicorn
 
     from trimtab.request import LoadRequest
-    from trimtab.serve.app import make_app
-    from trimtab.serve.metrics import Metrics
-    from trimtab.serve.page import page_routes
+    from trimtab.serve.contract.settings import Settings
+    from trimtab.serve.http.app import make_app
+    from trimtab.serve.http.page import page_routes
+    from trimtab.serve.observe.metrics import Metrics
     from trimtab.serve.pool import Pool
-    from trimtab.serve.registry import ServedModel
-    from trimtab.serve.settings import Settings
+    from trimtab.serve.worker.registry import ServedModel
 
     request = LoadRequest(
         model=str(DEMO / "base"), context_tokens=512, audio_s=1.0, device="cpu",

@@ -21,7 +21,7 @@ import pytest
 from tests.peers import tiny_llama
 from trimtab.doctor.servers.report import examine
 from trimtab.errors import RequestError
-from trimtab.proof.remote.verify_remote import verify_remote
+from trimtab.verification.server.verify import verify_remote
 
 PYTHON = os.environ.get("TRIMTAB_PEERS_PYTHON", "")
 HERE = Path(__file__).parent

@@ -29,14 +29,14 @@ pytest.importorskip("ray.serve")
 openai = pytest.importorskip("openai")
 psutil = pytest.importorskip("psutil")
 
-from trimtab.demo.line import ADAPTERS
-from trimtab.demo.line import FOLDER as DEMO
+from trimtab.demo.demo import ADAPTERS
+from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
-from trimtab.serve import on_ray
-from trimtab.serve.channel import event_from_message, job_to_message
-from trimtab.serve.job import Job
-from trimtab.serve.scale import NAME
+from trimtab.serve.contract.job import Job
+from trimtab.serve.ray import deploy as on_ray
+from trimtab.serve.ray.config import NAME
+from trimtab.serve.worker.ipc import event_from_message, job_to_message
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.upstream.expected import SETS, set_of
-from trimtab.doctor.probes import run_probes
+from trimtab.doctor.probes.runner import run_probes
 
 ROOT = Path(__file__).resolve().parents[2]
 _VERSIONS = """

@@ -1,4 +1,4 @@
-"""The bridge to stock objects: a PeftModel on a base that is already split, and a check of a live model.
+"""How do stock objects come in and go out?
 
     base = AutoModelForCausalLM.from_pretrained(model_id, device_map={...}, quantization_config=...)
     peft_model = trimtab.bridge.load_peft(base, "path/to/adapter")      # instead of PeftModel.from_pretrained

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trimtab.adapters.match import AdapterSpec, AdapterTarget
 from trimtab.bridge.hooks import HOOK, execution_device, hooks_aside, hooks_of, offload_hook, offloaded_to
-from trimtab.checkpoint.adapter_match import AdapterSpec, AdapterTarget
 from trimtab.errors import AdapterError, UpstreamError
-from trimtab.packages import version_of
+from trimtab.process.packages import version_of
 
 HEAD = "base_model.model."
 

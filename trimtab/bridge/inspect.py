@@ -80,8 +80,8 @@ def scan(model: Any, *, adapter: str | Path | None = None) -> Scan:
 
 def _targets(base: Any, adapter: str | Path) -> dict[str, Any]:
     """Return the counts of an adapter on a model: tensors by part, modules by part and by the class that PEFT meets."""
+    from trimtab.adapters.adapter import match_adapter, read_adapter
     from trimtab.bridge.live import read_live
-    from trimtab.checkpoint.adapter import match_adapter, read_adapter
 
     if any(hasattr(module, "base_layer") for module in base.modules()):
         raise RequestError("already has adapters; scan the base before they are loaded", field="model")

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trimtab.adapters.keys import part_of_key
 from trimtab.bridge.hooks import CPU, DISK, execution_device, hooks_of, is_sequential, offload_hook, offloaded_to
 from trimtab.bridge.inspect_findings import Finding
 from trimtab.bridge.live import QUANTIZED, is_linear
 from trimtab.bridge.row_scales import layers_of
-from trimtab.checkpoint.adapter_keys import part_of_key
 from trimtab.checkpoint.names import is_under, near_names
 from trimtab.errors import gib
-from trimtab.packages import versions_of
+from trimtab.process.packages import versions_of
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
 # The first release in which keys and values of layers are shared by an object that hooks do not copy.

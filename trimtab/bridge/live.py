@@ -24,7 +24,7 @@ def is_linear(module: nn.Module) -> bool:
 
 def read_live(model: Any) -> Anatomy:
     """Return the anatomy of a live model. Errors: RequestError if it is no language model of transformers."""
-    from trimtab.runtime.anatomy_builder import build_anatomy
+    from trimtab.engine.loader.anatomy_builder import build_anatomy
 
     owners: dict[int, str] = {}
     parameters = model.named_parameters(remove_duplicate=False)

@@ -9,15 +9,15 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
+from trimtab.adapters.adapter import match_adapter, read_adapter
+from trimtab.adapters.file import check_beside
+from trimtab.adapters.match import AdapterSpec
 from trimtab.bridge.attach import Filler, check_dora, follow_leaf_entries, inject_first, inject_next, keep_devices
 from trimtab.bridge.config import check_kwargs, peft_config
 from trimtab.bridge.inspect import scan
 from trimtab.bridge.inspect_findings import BY_NAME, Finding
 from trimtab.bridge.live import read_live
 from trimtab.bridge.merging import keep_merges
-from trimtab.checkpoint.adapter import match_adapter, read_adapter
-from trimtab.checkpoint.adapter_file import check_beside
-from trimtab.checkpoint.adapter_match import AdapterSpec
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import RequestError, UpstreamError
 

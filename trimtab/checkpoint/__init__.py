@@ -1,8 +1,8 @@
-"""Files: headers, checkpoint folders, packed weights, adapters, names. Imports no torch."""
+"""What do the files of a model say, without its weights and without torch?"""
 
 from trimtab.checkpoint.folder import Checkpoint, check_unchanged, read_checkpoint
 from trimtab.checkpoint.headers import Header, TensorEntry, read_header
-from trimtab.checkpoint.packed import PackedEntry, split_packed
+from trimtab.checkpoint.prequantized import PackedEntry, split_packed
 
 __all__ = [
     "Checkpoint", "Header", "PackedEntry", "TensorEntry", "check_unchanged", "read_checkpoint", "read_header",

@@ -1,6 +1,7 @@
 """The anatomy: one row per module of the empty model, from config and headers only.
 
-The rows are plain data; building them (`runtime/hf.py::read_anatomy`) uses transformers' own class on tensors that hold
+The rows are plain data; building them (`engine/loader/transformers_model.py::read_anatomy`) uses transformers' own class on tensors
+that hold
 no data, so that any architecture works and names follow transformers' own conversion. Imports no torch.
 """
 

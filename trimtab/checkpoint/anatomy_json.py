@@ -8,7 +8,7 @@ from typing import Any
 
 from trimtab.checkpoint.anatomy import Anatomy, KVLayer, ModuleRow, TensorRow
 from trimtab.checkpoint.renames import Rename
-from trimtab.json_file import parse
+from trimtab.process.json_file import parse
 
 FORM = 1
 

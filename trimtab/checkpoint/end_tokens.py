@@ -1,6 +1,7 @@
 """Whether a tokenizer's own end token is among the checkpoint's end tokens, read from its files alone: what `plan` says of it.
 
-`runtime/turn_end.py` looks at what the chat template writes, which takes the tokenizer. Here it is enough that the template's text
+`engine/chat/turn_end.py` looks at what the chat template writes, which takes the tokenizer. Here it is enough that the template's
+text
 has the token, or `eos_token`. Pure.
 """
 
@@ -13,7 +14,7 @@ from typing import Any
 
 from trimtab.checkpoint.folder import CONFIG
 from trimtab.errors import CheckpointError
-from trimtab.json_file import FOREIGN_FILES, read_object
+from trimtab.process.json_file import FOREIGN_FILES, read_object
 
 # Of tokenizer.json: added tokens stand before the vocabulary (tokenizers 0.23, TokenizerImpl's serialization).
 HEAD_BYTES = 4 * 2**20

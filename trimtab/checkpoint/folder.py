@@ -20,7 +20,7 @@ from trimtab.checkpoint.config_limits import check_config, check_layers, most_te
 from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.checkpoint.unreadable import check_reachable, checkpoint_refusal, reading
 from trimtab.errors import CheckpointError
-from trimtab.json_file import read_object
+from trimtab.process.json_file import read_object
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 INDEX_SUFFIX = ".safetensors.index.json"

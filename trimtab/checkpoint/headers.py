@@ -18,7 +18,7 @@ from reprlib import repr as brief
 from typing import Any, NoReturn
 
 from trimtab.errors import CheckpointError
-from trimtab.json_file import KINDS, JsonError, parse
+from trimtab.process.json_file import KINDS, JsonError, parse
 
 MAX_HEADER_BYTES = KINDS["header"].nbytes  # the safetensors library's own limit
 MAX_DIMENSIONS = 64

@@ -1,6 +1,6 @@
 """Former names of modules: transformers renames parts of models between releases, adapters keep the names of their training.
 
-The renames come from the installed release's own table for checkpoints (runtime/hf_renames.py); they travel with the anatomy.
+The renames come from the installed release's own table for checkpoints (engine/loader/renames.py); they travel with the anatomy.
 Imports no torch.
 """
 

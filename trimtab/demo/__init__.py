@@ -1,4 +1,4 @@
-"""The demo's files: a small trained model, its adapters, images and audio (CARD.md), by path.
+"""What does the demo bring and show?
 
     import trimtab.demo
 

@@ -1,1 +1,1 @@
-"""The doctor: the environment, known bugs of other packages, cases tried one by one, drafts of issues."""
+"""What does the doctor report?"""

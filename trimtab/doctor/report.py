@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.doctor.draft_evidence import PACKAGES
+from trimtab.doctor.facts.evidence import PACKAGES
 from trimtab.doctor.report_memory import memory_pictures
 from trimtab.errors import RequestError, gib
-from trimtab.files import write_text
 from trimtab.printable import printable
-from trimtab.redact import clean_all
+from trimtab.process.files import write_text
+from trimtab.process.redact import clean_all
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
 # How a label is coloured, and the sign that says the same without colour.
@@ -206,7 +206,7 @@ def cell_of(record: Mapping[str, Any]) -> Cell:
 
 
 def _meaning(label: str) -> str:
-    from trimtab.doctor.labels import LABELS, meaning_of
+    from trimtab.doctor.cases.labels import LABELS, meaning_of
 
     return meaning_of(label) if label in LABELS else ""
 
@@ -257,7 +257,7 @@ def _preflight(preflight: Any) -> dict[str, Any] | None:
     """Return the findings as rows, and the whole with its arithmetic as text."""
     if preflight is None:
         return None
-    from trimtab.doctor.preflight import Preflight, preflight_text
+    from trimtab.doctor.preflight.preflight import Preflight, preflight_text
 
     values = _json(preflight)
     if isinstance(preflight, Preflight):

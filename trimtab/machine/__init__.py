@@ -1,1 +1,1 @@
-"""This machine, and what is cached about it: memory, GPUs, rates, installed packages, files. Imports no torch."""
+"""What is this machine, and what did earlier processes learn about it?"""

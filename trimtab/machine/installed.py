@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from trimtab._version import __version__
-from trimtab.packages import version_of
+from trimtab.process.packages import version_of
 
 PACKAGES = ("torch", "transformers", "bitsandbytes")
 

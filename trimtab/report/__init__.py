@@ -1,1 +1,1 @@
-"""Reports as pictures: shapes and SVG text."""
+"""How is a figure drawn as SVG?"""

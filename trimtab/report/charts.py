@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 
 from trimtab.errors import RequestError
-from trimtab.files import write_text
+from trimtab.process.files import write_text
 
 WIDTH, MARGIN = 1000, 32
 INK, QUIET, PAPER, LINE, OVER = "#1f2933", "#64707d", "#ffffff", "#c0392b", "#f3f5f7"

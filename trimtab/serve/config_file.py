@@ -28,9 +28,9 @@ from typing import Any
 
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import CheckpointError, RequestError
-from trimtab.json_file import JsonError, read_bytes
-from trimtab.serve.quotas import KeyLimits
-from trimtab.serve.settings import Limits
+from trimtab.process.json_file import JsonError, read_bytes
+from trimtab.serve.contract.quotas import KeyLimits
+from trimtab.serve.contract.settings import Limits
 
 # What a file holds that is no flag.
 TABLES = ("models", "limits", "keys", "adapters")

@@ -22,14 +22,14 @@ from typing import Any
 
 from trimtab.adapter_names import check_mix, is_mix, parse_mix
 from trimtab.errors import RequestError, TrimtabError
-from trimtab.redact import own_folders
-from trimtab.serve.clock import Clock
-from trimtab.serve.faults import UnknownModelError, plain_error, told_error
-from trimtab.serve.job import Event, Job
-from trimtab.serve.registry import ServedModel, check_sharing, in_full
-from trimtab.serve.scheduler import QueueFullError, StoppingError
-from trimtab.serve.settings import Settings
-from trimtab.serve.supervisor import ModelFailedError, Supervisor
+from trimtab.process.redact import own_folders
+from trimtab.serve.contract.errors import UnknownModelError, plain_error, told_error
+from trimtab.serve.contract.job import Event, Job
+from trimtab.serve.contract.settings import Settings
+from trimtab.serve.scheduling.deadline import Clock
+from trimtab.serve.scheduling.scheduler import QueueFullError, StoppingError
+from trimtab.serve.worker.registry import ServedModel, check_sharing, in_full
+from trimtab.serve.worker.supervisor import ModelFailedError, Supervisor
 
 TICK_S = 0.5
 NUMBERS_AFTER_S = 10.0

@@ -22,15 +22,16 @@ from starlette.applications import Starlette
 from starlette.routing import BaseRoute
 
 from trimtab.errors import RequestError, TrimtabError
-from trimtab.serve import journal, tracing
-from trimtab.serve.app import make_app
-from trimtab.serve.connection import RESERVE, Guard, GuardedProtocol
-from trimtab.serve.listener import BACKLOG, address_of, listen
-from trimtab.serve.live import Live, Reloader, Reread
-from trimtab.serve.metrics import Metrics
+from trimtab.serve.contract import log as journal
+from trimtab.serve.contract.settings import Settings, is_loopback
+from trimtab.serve.http.app import make_app
+from trimtab.serve.http.connection import RESERVE, Guard, GuardedProtocol
+from trimtab.serve.http.listener import BACKLOG, address_of, listen
+from trimtab.serve.http.live import Live, Reloader, Reread
+from trimtab.serve.observe import tracing
+from trimtab.serve.observe.metrics import Metrics
 from trimtab.serve.pool import Pool
-from trimtab.serve.registry import ServedModel
-from trimtab.serve.settings import Settings, is_loopback
+from trimtab.serve.worker.registry import ServedModel
 
 # How many waiting connections are accepted before the others have their turn.
 ACCEPT_AT_ONCE = 16
@@ -120,7 +121,7 @@ def room_for_connections(requested: int, say: Callable[[str], None]) -> int:
 def page_of(settings: Settings) -> Sequence[BaseRoute]:
     if not settings.page:
         return ()
-    from trimtab.serve.page import page_routes
+    from trimtab.serve.http.page import page_routes
 
     return page_routes(settings)
 

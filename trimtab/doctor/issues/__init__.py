@@ -1,1 +1,1 @@
-"""Issues: the jinja templates, and the evidence that fills them."""
+"""What does an issue for another project say, from recorded runs?"""

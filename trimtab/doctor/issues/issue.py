@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trimtab.doctor.draft_buckets import REPOSITORIES, STATES
-from trimtab.doctor.draft_evidence import PACKAGES, Machine, Point, Run, Source, Statement, as_json, differences
-from trimtab.doctor.draft_words import (
+from trimtab.doctor.facts.buckets import REPOSITORIES, STATES
+from trimtab.doctor.facts.evidence import PACKAGES, Machine, Point, Run, Source, Statement, as_json, differences
+from trimtab.doctor.issues.markdown import inline, marks, plain, render
+from trimtab.doctor.issues.owner import action_for, came_back, cross_links, labels_of, owner_of, trackers_of
+from trimtab.doctor.issues.words import (
     described,
     ended,
     failing_frame,
@@ -17,12 +19,10 @@ from trimtab.doctor.draft_words import (
     trace_text,
     whole_sentences,
 )
-from trimtab.doctor.issues.markdown import inline, marks, plain, render
-from trimtab.doctor.issues.owner import action_for, came_back, cross_links, labels_of, owner_of, trackers_of
 from trimtab.errors import RequestError, gib
 
 if TYPE_CHECKING:
-    from trimtab.doctor.draft import Draft
+    from trimtab.doctor.issues.draft import Draft
 
 TAIL_LINES = 40
 MAP_ENTRIES = 12

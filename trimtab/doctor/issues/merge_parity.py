@@ -12,8 +12,8 @@ from typing import Any
 
 from trimtab.doctor.issues.markdown import render
 from trimtab.errors import CheckpointError, RequestError
-from trimtab.json_file import JsonError, read_json
-from trimtab.redact import check_clean, clean, clean_all
+from trimtab.process.json_file import JsonError, read_json
+from trimtab.process.redact import check_clean, clean, clean_all
 
 DIRECT, CONTROL = "direct_4bit_merge", "fresh_bf16_merge"
 FILE = "peft-merge-parity.md"

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from trimtab.doctor.claims import NOT_TESTED, REFUTED, Decision
-from trimtab.doctor.draft_buckets import DEFERRED, DOCUMENTATION, FIXED, REPOSITORIES
-from trimtab.doctor.draft_evidence import Run
-from trimtab.doctor.draft_words import trace_text
+from trimtab.doctor.facts.buckets import DEFERRED, DOCUMENTATION, FIXED, REPOSITORIES
+from trimtab.doctor.facts.evidence import Run
+from trimtab.doctor.issues.claims import NOT_TESTED, REFUTED, Decision
 from trimtab.doctor.issues.markdown import inline, render
 from trimtab.doctor.issues.owner import trackers_of
+from trimtab.doctor.issues.words import trace_text
 
 if TYPE_CHECKING:
-    from trimtab.doctor.draft import Draft, Withheld
+    from trimtab.doctor.issues.draft import Draft, Withheld
 
 MOST_MARKS = 8
 TAIL_LINES = 12

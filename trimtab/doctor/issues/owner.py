@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trimtab.doctor.bug import Bug
-from trimtab.doctor.draft_buckets import FIXED, REPOSITORIES
-from trimtab.doctor.draft_evidence import Run
+from trimtab.doctor.facts.buckets import FIXED, REPOSITORIES
+from trimtab.doctor.facts.bug import Bug
+from trimtab.doctor.facts.evidence import Run
+from trimtab.doctor.facts.trackers import NAMED, Tracker, known_trackers, release
 from trimtab.doctor.issues.markdown import inline
-from trimtab.doctor.trackers import NAMED, Tracker, known_trackers, release
 
 if TYPE_CHECKING:
-    from trimtab.doctor.draft import Draft
+    from trimtab.doctor.issues.draft import Draft
 
 # Who owns what happens in a layer of the stack. Where several meet, the first of these whose code is in the trace.
 LAYERS = {

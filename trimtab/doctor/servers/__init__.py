@@ -1,1 +1,1 @@
-"""Known adapter bugs in other servers, one file per server, and which of them apply to a given server."""
+"""Which bugs of other servers are known?"""

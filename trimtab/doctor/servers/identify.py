@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.proof.remote.client import Client, Reply, plain
+from trimtab.verification.server.client import Client, Reply, plain
 
 TRIMTAB, VLLM, SGLANG, LLAMA_CPP, OLLAMA, TRANSFORMERS = (
     "trimtab",

@@ -11,7 +11,7 @@ from trimtab.doctor.servers.llama_cpp import LLAMA_CPP
 from trimtab.doctor.servers.ollama import OLLAMA
 from trimtab.doctor.servers.sglang import SGLANG
 from trimtab.doctor.servers.vllm import VLLM
-from trimtab.proof.remote.client import Client, check_url
+from trimtab.verification.server.client import Client, check_url
 
 SERVERS = (VLLM, SGLANG, LLAMA_CPP, OLLAMA)
 DEADLINE_S = 30.0

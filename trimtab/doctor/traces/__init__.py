@@ -1,1 +1,1 @@
-"""Pasted errors: signatures, the reader of pasted text, the answer."""
+"""Whose error is this text?"""

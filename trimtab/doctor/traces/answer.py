@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from trimtab.doctor.bug import Bug
+from trimtab.doctor.facts.bug import Bug
+from trimtab.doctor.facts.trackers import OPEN, Tracker, known_trackers, release
 from trimtab.doctor.traces.classify import UNKNOWN, Finding, classify
 from trimtab.doctor.traces.reading import Paste
-from trimtab.doctor.trackers import OPEN, Tracker, known_trackers, release
 
 MOST_SHOWN = 3
 MOST_TRACKERS = 3
@@ -93,7 +93,7 @@ def diagnose(text: str) -> Diagnosis:
 
 @cache
 def _bugs() -> Mapping[str, Bug]:
-    from trimtab.doctor.probes import read_catalogue
+    from trimtab.doctor.probes.runner import read_catalogue
 
     return {entry.bug.id: entry.bug for entry in read_catalogue()}
 
@@ -127,7 +127,7 @@ _OOM_WAY_ROUND = "a smaller context, fewer bits, a smaller model, or modules off
 
 
 def _bucket(label: str) -> str:
-    from trimtab.doctor.draft_buckets import BUCKETS
+    from trimtab.doctor.facts.buckets import BUCKETS
 
     return next((bucket.name for bucket in BUCKETS if label in bucket.labels), "")
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import gib
-from trimtab.redact import check_clean, clean, clean_all
+from trimtab.process.redact import check_clean, clean, clean_all
 
 if TYPE_CHECKING:
-    from trimtab.environment import Environment
+    from trimtab.machine.environment import Environment
 
 PACKAGES = (
     "torch",
@@ -106,7 +106,7 @@ def _map(device_map: Mapping[str, Any]) -> list[str]:
 
 
 def _adapter(adapter: str) -> list[str]:
-    from trimtab.checkpoint.adapter import describe, read_adapter
+    from trimtab.adapters.adapter import describe, read_adapter
 
     described = describe(read_adapter(adapter), None)
     rows = [f"- {name}: {_short(value)}" for name, value in described["config"].items()]

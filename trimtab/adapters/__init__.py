@@ -1,0 +1,1 @@
+"""What do the files of an adapter say, and do they fit a model?"""

@@ -1,0 +1,152 @@
+"""The files of an adapter folder: the configuration and the header of PEFT's tensor file, read strictly.
+
+Files with fixed names inside the folder are opened, nothing else: no name in them ever becomes a path. Imports no
+torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trimtab.adapters.config import config_problems
+from trimtab.adapters.values import value_problems
+from trimtab.adapters.weights_beside import weights_beside
+from trimtab.checkpoint.folder import Stamp, stamp_of
+from trimtab.checkpoint.headers import TensorEntry, read_header
+from trimtab.checkpoint.unreadable import adapter_refusal, check_reachable, reading
+from trimtab.errors import AdapterError
+from trimtab.printable import printable
+from trimtab.process.json_file import JsonError, read_json
+
+log = logging.getLogger("trimtab")
+
+DIVERGED = "Its training diverged or the file is damaged: use an earlier checkpoint of it"
+CONFIG_NAME, TENSORS_NAME = "adapter_config.json", "adapter_model.safetensors"
+_OTHER_FILES = {
+    "adapter_model.bin": "is a pickle, which can run code when it is opened; load it once with PEFT in a place you "
+    "trust and save it again (safe_serialization=True is the default)",
+    "adapters.safetensors": "is an mlx-lm adapter; convert it to the PEFT layout first",
+    "pytorch_lora_weights.safetensors": "is a diffusers LoRA, not a PEFT adapter",
+}
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """A folder that PEFT wrote: its configuration as stored and the header of its tensor file.
+
+    stamps: (file, size, mtime in ns) of both, taken before they were read. notes: weights beside them that nothing uses.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorEntry]
+    file: Path
+    stamps: tuple[Stamp, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+GGUF = ".gguf"
+GGUF_HINT = "give the folder that PEFT wrote, from which it was converted"
+
+
+def _only_gguf(folder: Path) -> str | None:
+    """Return the name of a GGUF file in a folder without an adapter's own files, None for another folder."""
+    names = sorted(file.name for file in folder.iterdir())
+    packed = [name for name in names if name.lower().endswith(GGUF)]
+    return packed[0] if packed and CONFIG_NAME not in names and TENSORS_NAME not in names else None
+
+
+@reading(adapter_refusal)
+def read_adapter(path: str | Path, *, values: bool = True, takes: Collection[str] = ()) -> AdapterFile:
+    """Return configuration and header of the adapter in a folder.
+
+    values: also look through its values for NaN and infinity; nothing is kept of them. takes: fields of the configuration
+    that the caller computes itself. Errors: AdapterError with every reason: missing or foreign files, weights beside them
+    that change the output, bad JSON, another method than LoRA, configuration fields that change the output in a way not
+    supported, tensors with values that are not finite. CheckpointError if the safetensors header is not sound.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        check_reachable(folder)
+        if folder.is_file() and folder.suffix.lower() == GGUF:
+            raise AdapterError(folder, [f"is a GGUF file; {GGUF_HINT}"])
+        what = "is a file; name the folder that holds it" if folder.is_file() else "no such folder"
+        raise AdapterError(folder, [what])
+    if gguf := _only_gguf(folder):
+        raise AdapterError(folder, [f"has GGUF files and no adapter of PEFT ({gguf}); {GGUF_HINT}"])
+    problems = _missing_files(folder)
+    if problems:
+        raise AdapterError(folder, problems)
+    stamps = stamps_of(folder)
+    config = _read_config(folder / CONFIG_NAME)
+    beside, notes = _beside(folder)
+    problems = config_problems({name: value for name, value in config.items() if name not in takes}) + beside
+    if problems:
+        raise AdapterError(folder, problems)
+    header = read_header(folder / TENSORS_NAME)
+    if not header.tensors:
+        raise AdapterError(folder, [f"{TENSORS_NAME} has no tensors"])
+    adapter = AdapterFile(folder, config, dict(header.tensors), folder / TENSORS_NAME, stamps, tuple(notes))
+    if values:
+        check_values(adapter)
+    return adapter
+
+
+def _beside(folder: Path) -> tuple[list[str], list[str]]:
+    try:
+        return weights_beside(folder)
+    except OSError as exc:
+        raise AdapterError(folder, [f"the folder cannot be read: {exc.strerror}"]) from exc
+
+
+def check_beside(path: str | Path, name: str | None = None) -> None:
+    """Raise AdapterError for weights beside an adapter that change the output, and log those that nothing uses.
+
+    Every way to load an adapter asks this, as `read_adapter` knows nothing of who is told. name: what the log calls the adapter
+    (None: its folder).
+    """
+    problems, notes = _beside(Path(path))
+    if problems:
+        raise AdapterError(Path(path), problems)
+    for note in notes:
+        log.warning("%s", printable(f"adapter {path if name is None else name}: {note}", one_line=True))
+
+
+def stamps_of(path: str | Path) -> tuple[Stamp, ...]:
+    """Return (file, size, mtime in ns) of an adapter's two files; -1 for one that is not there."""
+    folder = Path(path)
+    return tuple(stamp_of(folder, folder / name) for name in (CONFIG_NAME, TENSORS_NAME))
+
+
+def check_values(file: AdapterFile) -> None:
+    """Raise AdapterError with every tensor of an adapter that holds values which are NaN or infinite."""
+    problems = value_problems(file.tensors)
+    if problems:
+        raise AdapterError(file.folder, problems, hint=DIVERGED)
+
+
+def _missing_files(folder: Path) -> list[str]:
+    missing = [name for name in (CONFIG_NAME, TENSORS_NAME) if not (folder / name).is_file()]
+    problems = [f"{name} is missing" for name in missing]
+    if missing:
+        problems += [f"{name} {words}" for name, words in _OTHER_FILES.items() if (folder / name).exists()]
+        # PEFT puts every adapter but "default" into a folder of its own.
+        inside = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_NAME}"))
+        problems += [f"an adapter is in the folder {name!r} inside; name that one" for name in inside[:5]]
+    return problems
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = read_json(path, CONFIG_NAME)
+    except JsonError as exc:
+        raise AdapterError(path.parent, [f"{path.name} {exc}"]) from exc
+    except OSError as exc:
+        raise AdapterError(path.parent, [f"{path.name} cannot be read: {exc.strerror}"]) from exc
+    if not isinstance(config, dict):
+        raise AdapterError(path.parent, [f"{path.name} must hold an object, it holds a {type(config).__name__}"])
+    return config

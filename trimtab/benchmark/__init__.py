@@ -1,0 +1,1 @@
+"""How fast is trimtab beside the stock stack?"""

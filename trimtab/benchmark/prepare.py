@@ -1,0 +1,174 @@
+"""Inputs of both engines: the plan, the prompts as model inputs, and the bytes that a token reads of each.
+
+Runs in a process of its own, so that looking at the GPU leaves no memory taken there. Loads no weights.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from trimtab.adapters.adapter import match_adapter, read_adapter
+from trimtab.api import plan_request
+from trimtab.benchmark import roofline as limit
+from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
+from trimtab.engine.chat import prompt as chat
+from trimtab.engine.chat.media import SAMPLE_RATE, read_audio, read_image
+from trimtab.engine.loader import processor as hf_processor
+from trimtab.engine.loader import transformers_model as hf
+from trimtab.errors import CheckpointError, RequestError
+from trimtab.planning import Plan
+from trimtab.request import LoadRequest
+from trimtab.verification.routes.prompts import TOKENIZERS, Prompt
+
+PROMPT_TOKENS = 512
+SEED = 0
+MEDIA_QUESTION = "Describe what you are given."
+# Said over and over until the prompt is long enough: what it says does not change how long it takes.
+TEXT = (
+    "A model that does not fit the memory of a card is split: some of its blocks stay there, others wait in the memory of "
+    "the host and are copied when their turn comes. Each token that is written asks for every block once, so what has to "
+    "be copied for a token decides how long the token takes. "
+)
+# How transformers' configs name the number of experts that a token is sent to.
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_topk", "moe_k")
+
+
+def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
+    """Plan, and write every prompt's inputs into the folder `out`.
+
+    request: plan or request (JSON of either), adapter, prompts (rows of Prompt, or None for one made here), images,
+    audios, prompt_tokens (None: PROMPT_TOKENS), new_tokens, out. Tells "prepared": plan, folder, items, context_tokens
+    (of the cache, on average over the answers), reads (of each engine).
+    Errors: those of planning; RequestError for a prompt that the model refuses or that does not fit the context.
+    """
+    given = [Prompt(**{**row, "token_ids": tuple(row.get("token_ids", ()))}) for row in request["prompts"] or ()]
+    media = _media(request, given)
+    plan = Plan.from_json(request["plan"]) if request.get("plan") else _plan(request["request"], media)
+    checkpoint = read_checkpoint(plan.request.model)
+    stand_in = _Asked(checkpoint, plan)
+    if given:
+        questions = [(prompt.id, list(prompt.token_ids) or prompt.text) for prompt in given]
+    elif media[0][0] or media[0][1]:
+        questions = [("media", MEDIA_QUESTION)]
+    else:
+        questions = [("text", _tokens(stand_in, request["prompt_tokens"] or PROMPT_TOKENS))]
+    items = _items(stand_in, questions, media, int(request["new_tokens"]), Path(request["out"]))
+    context = sum(item["prompt_tokens"] for item in items) / len(items) + request["new_tokens"] / 2
+    emit(
+        {"event": "prepared", "plan": plan.to_json(), "folder": str(checkpoint.folder), "items": items,
+         "context_tokens": context, "reads": _reads(plan, checkpoint, stand_in, request["adapter"], context)}
+    )  # fmt: skip
+
+
+def _media(request: Mapping[str, Any], given: Sequence[Prompt]) -> list[tuple[list[str], list[str]]]:
+    """Return (pictures, audio clips) of each prompt, all of them readable."""
+    if not given:
+        pairs = [(list(request["images"]), list(request["audios"]))]
+    else:
+        pairs = [([p.image] if p.image else [], [p.audio] if p.audio else []) for p in given]
+    for images, _ in pairs:
+        for image in images:
+            read_image(image)
+    return pairs
+
+
+def _plan(values: Mapping[str, Any], media: Sequence[tuple[list[str], list[str]]]) -> Plan:
+    """Return the plan of a request with as many pictures and as much sound as the prompts have."""
+    sound_s = max(sum(len(read_audio(audio)) for audio in audios) / SAMPLE_RATE for _, audios in media)
+    images = max(len(images) for images, _ in media)
+    return plan_request(replace(LoadRequest.from_json(values), images=images, audio_s=sound_s))
+
+
+class _Asked:
+    """What `chat.prepare` needs of a model, without its weights."""
+
+    def __init__(self, checkpoint: Checkpoint, plan: Plan) -> None:
+        self.processor_folder = checkpoint.folder
+        self.device, self.dtype = torch.device("cpu"), getattr(torch, plan.request.dtype)
+        self.hf_model = SimpleNamespace(config=hf.read_config(checkpoint))
+        self.plan, self.context_tokens = plan, plan.request.context_tokens
+
+    @cached_property
+    def processor(self) -> Any:
+        return hf_processor.load_processor(self.processor_folder)
+
+    @cached_property
+    def control_tokens(self) -> Any:
+        return chat.control_tokens(self.processor)
+
+    @property
+    def text_config(self) -> Any:
+        return self.hf_model.config.get_text_config()
+
+
+def _tokens(stand_in: _Asked, count: int) -> list[int]:
+    """Return a prompt of exactly so many tokens: of a text where there is a tokenizer, drawn where there is none."""
+    if any((stand_in.processor_folder / name).is_file() for name in TOKENIZERS):
+        try:
+            tokenizer = getattr(stand_in.processor, "tokenizer", stand_in.processor)
+        except CheckpointError:
+            tokenizer = None
+        if tokenizer is not None:
+            once = len(tokenizer(TEXT)["input_ids"])
+            return [int(token) for token in tokenizer(TEXT * (count // max(once - 2, 1) + 2))["input_ids"][:count]]
+    # The first ids are special ones; the last of a multimodal vocabulary stand for images and audio.
+    size = int(stand_in.text_config.vocab_size)
+    draw = random.Random(SEED)
+    low, high = min(8, size // 4), max(size // 4 + 1, size * 3 // 4)
+    return [draw.randrange(low, high) for _ in range(count)]
+
+
+def _items(
+    stand_in: _Asked, questions: Sequence[tuple[str, Any]], media: Sequence[tuple[list[str], list[str]]], new_tokens: int,
+    out: Path,
+) -> list[dict[str, Any]]:  # fmt: skip
+    items, problems = [], []
+    for place, ((name, question), (images, audios)) in enumerate(zip(questions, media, strict=True)):
+        try:
+            inputs = chat.prepare(stand_in, question, images=images, audios=audios)
+            chat.check_fits(stand_in, inputs, new_tokens)
+        except RequestError as exc:
+            problems.append(f"{name}: {exc}")
+            continue
+        file = out / f"inputs-{place}.safetensors"
+        save_file({key: tensor.contiguous() for key, tensor in inputs.tensors.items()}, str(file))
+        items.append({
+            "id": name, "file": str(file), "prompt_tokens": inputs.prompt_tokens, "has_media": inputs.has_media,
+        })  # fmt: skip
+    if problems:
+        raise RequestError("\n  - ".join([f"{len(problems)} refused", *problems]), field="prompts")
+    return items
+
+
+def _reads(
+    plan: Plan, checkpoint: Checkpoint, stand_in: _Asked, adapter: str | None, context: float
+) -> dict[str, list[dict[str, Any]]]:
+    anatomy = _anatomy(plan, checkpoint, plan.request.head)
+    # The stock stack knows no 8-bit head.
+    theirs = anatomy if plan.request.head == "full" else _anatomy(plan, checkpoint, "full")
+    spec = None if adapter is None else match_adapter(read_adapter(plan.request.adapters[adapter]), anatomy)
+    values = (getattr(stand_in.text_config, name, None) for name in EXPERTS_PER_TOKEN)
+    experts = next((int(value) for value in values if isinstance(value, int)), None)
+    by_engine = {
+        name: reads(plan, held, context_tokens=context, adapter=spec, experts_per_token=experts)
+        for name, reads, held in (("trimtab", limit.plan_reads, anatomy), ("stock", limit.resident_reads, theirs))
+    }
+    return {name: [asdict(read) for read in reads] for name, reads in by_engine.items()}
+
+
+def _anatomy(plan: Plan, checkpoint: Checkpoint, head: str) -> Anatomy:
+    request = plan.request
+    probe = plan.module_tree.look(plan.made_of)
+    if probe is None:
+        probe = hf.probe(checkpoint, request.dtype)
+    return hf.anatomy_of(probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=head)

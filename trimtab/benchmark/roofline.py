@@ -1,0 +1,207 @@
+"""The upper limit of the decode speed: the bytes that one token reads, divided by the bandwidth.
+
+A decoding step of one row reads every weight of the decoder and the head once, whatever is computed with it, and the
+adapter's matrices and the keys and values of the tokens before. Nothing of a step can end before its bytes have arrived:
+
+    token_s  =  max( device_bytes / device_Bps + host_bytes / host_Bps,  link_bytes / link_Bps,  disk_bytes / disk_Bps )
+    limit    =  1 / token_s
+
+device_bytes: what the execution device reads from its own memory: decoder, head, adapter, keys and values, each as it is
+held (packed weights packed, LoRA matrices in float32); of an embedding or a gathered table one row; of fused experts those
+that a token is sent to. host_bytes: of blocks in the tier host, which the CPU reads while the device waits for it.
+link_bytes: of streamed blocks and gathered rows, copied while the device computes something else. disk_bytes: what of
+these comes from the disk tier's file or the checkpoint. On a CPU there is no link: its own memory holds the streamed
+blocks too, and they count as device_bytes.
+
+What is not counted: activations, writes, the towers (they run with the prompt). A model so small that it stays in a
+processor's cache can be faster than this limit, which is that of its memory. Pure arithmetic: imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trimtab.adapters.adapter import AdapterSpec, AdapterTarget
+from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, KVLayer, ModuleRow, TensorRow
+from trimtab.planning import Plan
+from trimtab.planning.values.blocks import leaves_of, quant_of, tied_paths
+from trimtab.planning.values.byte_sizes import packed_bytes
+from trimtab.planning.values.kv_bytes import position_bytes
+
+# The parts of a model that a decoding step runs through.
+STEP_PARTS = ("language", "head", "table")
+WAYS = ("device", "link", "disk", "host")
+ADAPTER_DTYPE = "float32"
+# tier -> the ways on which its bytes come; a gathered or disk-tier block whose home is a file takes "disk" as well.
+_WAYS_OF = {
+    "resident": ("device",), "gather": ("link",), "stream": ("link", "device"), "disk": ("link", "disk", "device"),
+    "host": ("host",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Read:
+    """Bytes that one token reads on one way ("device", "link", "disk", "host"). what: "decoder", "head", "rows", ..."""
+
+    what: str
+    way: str
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bandwidth:
+    """Measured bytes per second: of the execution device's memory, of host memory, of the link between them (None: there is
+    none) and of the disk."""
+
+    device_Bps: float
+    host_Bps: float
+    link_Bps: float | None
+    disk_Bps: float
+
+    def __post_init__(self) -> None:
+        for name, value in self.__dict__.items():
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be above zero, not {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """The most tokens a second that the bytes allow. seconds: by way. bound_by: the way that decides."""
+
+    tok_s: float
+    seconds: Mapping[str, float]
+    bound_by: str
+    nbytes: int
+
+    def share(self, tok_s: float) -> float:
+        """Return a measured rate as a share of the limit, 1.0 at the limit."""
+        return tok_s / self.tok_s
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "seconds": dict(self.seconds)}
+
+
+def limit_of(reads: tuple[Read, ...], bandwidth: Bandwidth) -> Limit:
+    """Return the limit of a step that reads these bytes. Errors: ValueError for no bytes, or a link that is not there."""
+    total = {way: sum(read.nbytes for read in reads if read.way == way) for way in WAYS}
+    if not any(total.values()):
+        raise ValueError("a step that reads nothing has no limit")
+    if total["link"] and bandwidth.link_Bps is None:
+        raise ValueError("bytes over a link, and there is no link")
+    rates = {
+        "device": bandwidth.device_Bps, "link": bandwidth.link_Bps or 1.0, "disk": bandwidth.disk_Bps,
+        "host": bandwidth.host_Bps,
+    }  # fmt: skip
+    seconds = {way: total[way] / rates[way] for way in WAYS}
+    together = {"device": seconds["device"] + seconds["host"], "link": seconds["link"], "disk": seconds["disk"]}
+    slowest = max(together, key=lambda way: together[way])
+    bound_by = slowest if slowest != "device" else max("device", "host", key=lambda way: seconds[way])
+    return Limit(tok_s=1 / together[slowest], seconds=seconds, bound_by=bound_by, nbytes=sum(total.values()))
+
+
+# What a step reads ----------------------------------------------------------------------------------------------------
+
+
+def plan_reads(
+    plan: Plan, anatomy: Anatomy, *, context_tokens: float, adapter: AdapterSpec | None = None,
+    experts_per_token: int | None = None,
+) -> tuple[Read, ...]:  # fmt: skip
+    """Return what one token reads of a model placed as the plan says. context_tokens: in the cache, on average."""
+    homes = {row.block_path: (row.tier, row.home) for row in plan.placements}
+    return _reads(
+        anatomy, homes, plan.request.quant, plan.execution_device == "cpu", context_tokens, adapter, experts_per_token,
+        kv=plan.request.kv,
+    )  # fmt: skip
+
+
+def resident_reads(
+    plan: Plan, anatomy: Anatomy, *, context_tokens: float, adapter: AdapterSpec | None = None,
+    experts_per_token: int | None = None,
+) -> tuple[Read, ...]:  # fmt: skip
+    """Return what one token reads of the same model held whole on the device, as the stock stack holds it."""
+    is_cpu = plan.execution_device == "cpu"
+    return _reads(anatomy, {}, plan.request.quant, is_cpu, context_tokens, adapter, experts_per_token)
+
+
+def _reads(
+    anatomy: Anatomy, homes: Mapping[str, tuple[str, str]], quant: str, on_cpu: bool, context_tokens: float,
+    adapter: AdapterSpec | None, experts_per_token: int | None, kv: str = "full",
+) -> tuple[Read, ...]:  # fmt: skip
+    targets = [target for target in adapter.targets if target.part in STEP_PARTS] if adapter is not None else []
+    saved = _saved(targets, "bfloat16" if adapter is None else adapter.model_dtype)
+    by_kind: dict[tuple[str, str], int] = {}
+
+    def add(what: str, ways: tuple[str, ...], nbytes: float) -> None:
+        for way in ways:
+            by_kind[what, way] = by_kind.get((what, way), 0) + round(nbytes)
+
+    quant, tied = quant_of(anatomy, quant), tied_paths(anatomy)
+    for row in anatomy.rows:
+        if row.part not in STEP_PARTS:
+            continue
+        tier, home = homes.get(row.block, ("resident", "device"))
+        packed = {leaf.tensor_path: leaf.nbytes for leaf in leaves_of(row, quant, tied)}
+        for tensor in row.tensors:
+            moves = tensor.tensor_path in packed and tensor.tensor_path not in saved
+            # A table that is not gathered stays; beside linears it is no block of its own.
+            moves = moves and (row.kind != "embedding" or tier == "gather")
+            nbytes = saved.get(tensor.tensor_path, packed.get(tensor.tensor_path, tensor.nbytes))
+            share = _share(row, tensor, experts_per_token)
+            add(_what(row), _ways(tier, home, on_cpu) if moves else ("device",), nbytes * share)
+    add("adapter", ("device",), sum(_target_bytes(target) for target in targets))
+    cached = sum(_cache_bytes(layer, context_tokens, anatomy.dtype, kv) for layer in anatomy.kv_layers)
+    add("keys and values", ("device",), cached)
+    return tuple(Read(what=what, way=way, nbytes=nbytes) for (what, way), nbytes in by_kind.items() if nbytes)
+
+
+def _ways(tier: str, home: str, on_cpu: bool) -> tuple[str, ...]:
+    ways = _WAYS_OF[tier]
+    if tier == "gather" and home == "file":
+        ways = (*ways, "disk")
+    if not on_cpu:
+        return ways
+    # One memory: what would cross a link is read there once.
+    return tuple(dict.fromkeys("disk" if way == "disk" else "device" for way in ways))
+
+
+def _what(row: ModuleRow) -> str:
+    if row.kind == "embedding":
+        return "rows"
+    return "head" if row.part == "head" else "decoder"
+
+
+def _share(row: ModuleRow, tensor: TensorRow, experts_per_token: int | None) -> float:
+    """Return which share of a tensor a step of one row reads: a row of a table, some experts of many, else all."""
+    if row.kind == "embedding" and len(tensor.shape) == 2:
+        return 1 / tensor.shape[0]
+    if row.kind == "experts" and len(tensor.shape) == 3 and experts_per_token is not None:
+        return min(1.0, experts_per_token / tensor.shape[0])
+    return 1.0
+
+
+def _saved(targets: list[AdapterTarget], dtype: str) -> dict[str, int]:
+    """Return tensor_path -> bytes of the parameters that an adapter replaces: read instead of the model's own."""
+    return {
+        f"{target.module_path}.{parameter}": packed_bytes(entry.shape, "none", dtype)
+        for target in targets if target.kind == "saved"
+        for parameter, entry in target.tensors.items()
+    }  # fmt: skip
+
+
+def _target_bytes(target: AdapterTarget) -> float:
+    if target.kind == "saved":
+        return 0
+    total: float = 0
+    for role, entry in target.tensors.items():
+        nbytes = packed_bytes(entry.shape, "none", ADAPTER_DTYPE)
+        # A of an embedding is [R, V]: one column, as of the table one row.
+        total += nbytes / entry.shape[-1] if target.kind == "embedding" and role == "A" else nbytes
+    return total
+
+
+def _cache_bytes(layer: KVLayer, tokens: float, dtype: str, kv: str) -> float:
+    """Return the bytes that a step reads of one layer's keys and values; a layer that shares them reads them again."""
+    seen = tokens if layer.window is None else min(tokens, layer.window)
+    return 2 * position_bytes(layer, dtype, kv) * seen + layer.state_values * DTYPE_BYTES[dtype]

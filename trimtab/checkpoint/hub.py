@@ -1,0 +1,190 @@
+"""Downloads from a hub, on request only: config, tokenizer and safetensors of one revision, into the hub's cache.
+
+Nothing else is ever fetched: no pickle, no Python file, no file in a sub-folder. The weight files are those that the config and
+index name, as `checkpoint/folder.py` reads them. A lost connection is resumed inside a file. After a kill the next pull keeps whole
+files, and huggingface_hub 2 begins the file that was cut again: its temporary files belong to one process. The revision is the
+commit that the hub named when the pull began; the snapshot's folder is called after it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+from trimtab.checkpoint.folder import CONFIG, INDEX, SINGLE, hub_cache
+from trimtab.errors import CheckpointError, RequestError, gib
+from trimtab.process.json_file import read_json
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# Whole names; a name with a folder in it matches none of them.
+_SMALL = re.compile(
+    r"(config|generation_config|adapter_config|(?:video_|image_)?(?:pre)?processor_config|tokenizer|tokenizer_config|"
+    r"special_tokens_map|added_tokens|vocab|chat_template|model\.safetensors\.index)\.json"
+    r"|chat_template\.jinja|merges\.txt|vocab\.txt|tokenizer\.model|tekken\.json|LICEN[CS]E(\.txt|\.md)?"
+)
+_SHARD = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+# Config and index files larger than this are none.
+MOST_JSON_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """The downloaded snapshot. folder: its path. revision: its commit. license: as the hub states it, None where it does not.
+
+    bytes: of all files; fetched_bytes: those that were not in the cache before.
+    """
+
+    model: str
+    folder: Path
+    revision: str
+    license: str | None
+    files: tuple[str, ...]
+    bytes: int
+    fetched_bytes: int
+
+
+def pull(
+    model: str, *, revision: str | None = None, say: Callable[[str], None] | None = None, endpoint: str | None = None
+) -> Pulled:
+    """Fetch a model or adapter from a hub (HF_ENDPOINT, huggingface.co by default) into the local cache.
+
+    revision: a branch, tag or commit, "main" if None. say: told the license and each file. Errors: RequestError for a name that
+    is no hub id, where the hub is switched off (HF_HUB_OFFLINE) or cannot be reached, or the disk has too little room;
+    CheckpointError for a repository without safetensors.
+    """
+    emit = say or (lambda text: None)
+    branch = revision or "main"
+    try:
+        return _pull(model, branch, emit, endpoint)
+    except HFValidationError as exc:
+        raise RequestError("is not a hub id of the form OWNER/NAME", field="model", value=model) from exc
+    except OfflineModeIsEnabled as exc:
+        raise RequestError("the hub is switched off: HF_HUB_OFFLINE is set", field="model", value=model) from exc
+    except HfHubHTTPError as exc:
+        status: Any = getattr(exc.response, "status_code", None)
+        hint = {401: "Log in with `hf auth login`", 403: "Accept the license on the model's page, then `hf auth login`"}
+        why = {404: f"the hub has no such model or revision ({branch})"}.get(status, f"the hub refuses it ({status})")
+        raise RequestError(why, field="model", value=model, hint=hint.get(status, "")) from exc
+    except (LocalEntryNotFoundError, OSError, _transport_error()) as exc:
+        raise RequestError(f"cannot be fetched ({_first_line(exc)})", field="model", value=model) from exc
+
+
+def _pull(model: str, branch: str, emit: Callable[[str], None], endpoint: str | None) -> Pulled:
+    api = huggingface_hub.HfApi(endpoint=endpoint)
+    info = api.model_info(model, revision=branch, files_metadata=True)
+    commit = str(info.sha or "")
+    if not _COMMIT.fullmatch(commit):
+        raise CheckpointError("the hub names no commit for it", path=model)
+    sizes = {one.rfilename: int(one.size or 0) for one in info.siblings or ()}
+    license_name = _license_of(info)
+    emit(f"{model} at {commit}; license: {license_name or 'none stated'}")
+
+    def fetch(name: str) -> Path:
+        return Path(huggingface_hub.hf_hub_download(model, name, revision=commit, endpoint=endpoint))
+
+    small = sorted(name for name in sizes if _SMALL.fullmatch(name))
+    if CONFIG not in small and ADAPTER_CONFIG not in small:
+        raise CheckpointError(f"the repository has neither {CONFIG} nor {ADAPTER_CONFIG}", path=model)
+    large = [name for name in small if sizes[name] > MOST_JSON_BYTES]
+    if large:
+        raise CheckpointError(
+            f"{large[0]} has {gib(sizes[large[0]])}, which is no {Path(large[0]).suffix} file", path=model
+        )
+    missing = [name for name in small if not _is_cached(model, name, commit)]
+    _check_room(model, sum(sizes[name] for name in missing))
+    for name in small:
+        fetch(name)
+    weights = _weight_files(model, sizes, small, fetch)
+    missing += [name for name in weights if not _is_cached(model, name, commit)]
+    _check_room(model, sum(sizes[name] for name in missing if name in weights))
+    for number, name in enumerate(weights, 1):
+        is_there = name not in missing
+        emit(f"{number}/{len(weights)} {name}, {gib(sizes[name])}{': is there' if is_there else ''}")
+        fetch(name)
+    folder = fetch(small[0]).parent
+    if branch != commit:
+        _record(model, branch, commit)
+    files = (*small, *weights)
+    return Pulled(
+        model, folder, commit, license_name, files, sum(sizes[name] for name in files), sum(sizes[name] for name in missing)
+    )  # fmt: skip
+
+
+def _license_of(info: Any) -> str | None:
+    card = getattr(info, "card_data", None)
+    stated = getattr(card, "license_name", None) or getattr(card, "license", None)
+    if stated is None:
+        stated = next((tag.partition(":")[2] for tag in info.tags or () if tag.startswith("license:")), None)
+    return None if stated is None else str(stated)
+
+
+def _weight_files(
+    model: str, sizes: dict[str, int], small: list[str], fetch: Callable[[str], Path]
+) -> list[str]:  # fmt: skip
+    """Return the weight files that the repository's own config or index names. Errors: CheckpointError."""
+    if ADAPTER_CONFIG in small and ADAPTER_WEIGHTS in sizes and CONFIG not in small:
+        return [ADAPTER_WEIGHTS]
+    if SINGLE in sizes:
+        return [SINGLE]
+    if INDEX not in small:
+        raise CheckpointError(
+            "the repository has no safetensors weights; pickles are never fetched", path=model,
+            hint="Ask its owner for safetensors, or convert it elsewhere",
+        )  # fmt: skip
+    try:
+        named = read_json(fetch(INDEX), "index")["weight_map"].values()
+        names = sorted({str(name) for name in named})
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise CheckpointError(f"its index cannot be read ({exc})", path=f"{model}/{INDEX}") from exc
+    for name in names:
+        if not _SHARD.fullmatch(name) or name not in sizes:
+            raise CheckpointError(
+                f"its index names {name!r}, which is not one of its weight files", path=f"{model}/{INDEX}"
+            )
+    return names
+
+
+def _is_cached(model: str, name: str, commit: str) -> bool:
+    return isinstance(huggingface_hub.try_to_load_from_cache(model, name, revision=commit), str)
+
+
+def _check_room(model: str, needed: int) -> None:
+    """Raise RequestError if the disk of the cache has too little room."""
+    folder = hub_cache()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise RequestError(
+            f"needs {gib(needed)} in {hub_cache()}, the disk has {gib(free)} free", field="model", value=model,
+            hint="HF_HOME sets another folder",
+        )  # fmt: skip
+
+
+def _record(model: str, name: str, commit: str) -> None:
+    """Make a branch or tag of the cache point to a commit, as huggingface_hub does: a hub id means `refs/main`."""
+    path = hub_cache() / "--".join(("models", *model.split("/"))) / "refs" / name
+    if not path.resolve().is_relative_to(path.parents[len(Path(name).parts) - 1].resolve()):
+        raise RequestError("is not a revision name", field="revision", value=name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(commit, encoding="utf-8")
+
+
+def _transport_error() -> type[Exception]:
+    """Return what a lost connection raises: huggingface_hub 1 uses httpx, 2 its successor httpx2."""
+    package = sys.modules[type(huggingface_hub.get_session()).__module__.partition(".")[0]]
+    kind: type[Exception] = package.HTTPError
+    return kind
+
+
+def _first_line(exc: BaseException) -> str:
+    return (str(exc).strip().splitlines() or [type(exc).__name__])[0]

@@ -1,0 +1,1 @@
+"""How does a chat run in a terminal?"""

@@ -1,0 +1,1 @@
+"""What does each subcommand do?"""

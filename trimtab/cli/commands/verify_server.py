@@ -1,0 +1,68 @@
+"""`trimtab verify` against a server: its flags, and the report on the server's adapter."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from trimtab.cli.flags.flags import is_saved_plan, load_request
+from trimtab.cli.flags.output import saying
+from trimtab.errors import RequestError
+
+if TYPE_CHECKING:
+    from trimtab.verification.server.report import RemoteReport
+
+# Flags of `verify` that say how our own routes are compared; a server has none of them.
+_NO_EFFECT = ("head", "kv", "python", "lanes", "context", "images", "audio_s", "batch")
+_FLAGS = ("remote_model", "remote_base", "api_key_env", "send_prompts", "deadline")
+
+
+def add(command: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    group = command.add_argument_group("a server (--against http://HOST:PORT/v1 or ollama:NAME)")
+    group.add_argument("--remote-model", metavar="NAME", help="the server's name for the model with the adapter")
+    group.add_argument(
+        "--remote-base", metavar="NAME", help="the server's name for the base, to measure precision and noise"
+    )
+    group.add_argument("--api-key-env", metavar="VARIABLE", help="the environment variable that holds the server's key")
+    group.add_argument("--send-prompts", action="store_true", help="send your own --prompts to the server")
+    group.add_argument(
+        "--deadline", type=float, metavar="S", help="seconds to wait for the server in total (default: 300)"
+    )
+
+
+def is_server(options: argparse.Namespace) -> bool:
+    """Return whether a server is asked. Errors: RequestError for a flag of a server without one."""
+    if options.against.startswith(("http://", "https://", "ollama:")):
+        return True
+    for name in _FLAGS:
+        if getattr(options, name) not in (None, False):
+            raise RequestError(
+                "has no effect without a server", field=f"--{name.replace('_', '-')}",
+                hint="Give its address: --against http://HOST:PORT/v1",
+            )  # fmt: skip
+    return False
+
+
+def report_on(options: argparse.Namespace) -> RemoteReport:
+    """Return the report on a server's adapter. Errors: RequestError for a flag without effect; as `verify_remote`."""
+    from trimtab.verification.server.client import DEADLINE_S
+    from trimtab.verification.server.verify import NEW_TOKENS, verify_remote
+
+    for name in _NO_EFFECT:
+        if getattr(options, name, None) not in (None, False):
+            raise RequestError("has no effect on the answers of a server", field=f"--{name.replace('_', '-')}")
+    if is_saved_plan(options):
+        raise RequestError("a saved plan is in one precision; name the checkpoint", field="MODEL", value=options.model)
+    if options.deadline is not None and not 0 < options.deadline <= 86_400:
+        raise RequestError("must be between 0 and 86400 seconds", field="--deadline", value=options.deadline)
+    new_tokens = NEW_TOKENS if options.max_new_tokens is None else options.max_new_tokens
+    if not 1 <= new_tokens <= 64:
+        raise RequestError("must be between 1 and 64 for a server", field="--max-new-tokens", value=new_tokens)
+    placed = load_request(options)
+    return verify_remote(
+        options.model, adapters=placed.adapters, placed=placed, adapter=options.use,
+        against=options.against, remote_model=options.remote_model, remote_base=options.remote_base,
+        prompts=options.prompts, send_prompts=options.send_prompts, quant=options.quant, api_key_env=options.api_key_env,
+        deadline_s=options.deadline or DEADLINE_S, new_tokens=new_tokens, say=saying(options),
+    )  # fmt: skip

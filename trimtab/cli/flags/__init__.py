@@ -1,0 +1,1 @@
+"""What do all commands share: flags, wording, output?"""

@@ -1,0 +1,158 @@
+"""Text for the terminal: an adapter's report, an answer's numbers, a progress bar while loading. Imports no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
+
+from trimtab.adapters.file import DIVERGED
+from trimtab.errors import gib
+from trimtab.printable import printable
+from trimtab.process.text_table import aligned
+
+if TYPE_CHECKING:
+    from trimtab.engine.batch.generate import Answer
+    from trimtab.engine.decode.step_choice import Fallback
+    from trimtab.planning import Plan
+
+Progress = Callable[[int, int], None]
+SHOWN_PATHS = 5
+
+
+def adapter_text(report: Mapping[str, Any]) -> str:
+    """Return the report of `trimtab inspect` for people: a table of parts, then what a model would make of it."""
+    dtypes = ", ".join(f"{count} in {dtype}" for dtype, count in report["dtypes"].items())
+    lines = [
+        f"adapter   {report['path']}",
+        f"made for  {report['base_model'] or 'not said'}, with peft {report['peft_version'] or 'not said'}",
+        f"holds     {report['tensors']} tensors, {gib(report['bytes'])} ({dtypes})",
+        f"config    {', '.join(f'{name} {value}' for name, value in report['config'].items()) or 'all defaults'}",
+        f"targets   {_target_text(report['target_modules'])}",
+        "",
+        *aligned([("part", "tensors"), *((part, str(count)) for part, count in report["parts"].items())], right=(1,)),
+    ]
+    spoiled = report.get("not_finite") or []
+    if spoiled:
+        lines += [
+            "",
+            f"cannot be used: {len(spoiled)} tensors hold values that are not finite",
+            *_some(spoiled),
+            DIVERGED,
+        ]
+    return "\n".join(lines if "targets" not in report else [*lines, "", *_match_lines(report)])
+
+
+def _target_text(targets: Any) -> str:
+    return printable(", ".join(map(str, targets)) if isinstance(targets, list) else str(targets), one_line=True)
+
+
+def _match_lines(report: Mapping[str, Any]) -> list[str]:
+    targets = dict(report["targets"])
+    total = targets.pop("total")
+    kinds = ", ".join(f"{count} {_KINDS[kind]}" for kind, count in targets.items() if count)
+    ranks = ", ".join(f"{rank} ({count})" for rank, count in report["ranks"].items())
+    scales = ", ".join(f"{scale} ({count})" for scale, count in report["scales"].items())
+    lines = [
+        f"applied   to {total} modules: {kinds}; {gib(report['bytes_attached'])} on the device, in float32",
+        f"ranks     {ranks or '-'}; scales {scales or '-'}",
+    ]
+    if report["dora"]:
+        lines.append(f"dora      on {report['dora']} modules")
+    if report["lora_bias"]:
+        lines.append(f"bias      on {report['lora_bias']} modules")
+    for reason, count in Counter(row["reason"] for row in report["dropped"]).items():
+        lines.append(f"no effect {count} tensors: {reason}")
+        lines += _some([row["key"] for row in report["dropped"] if row["reason"] == reason])
+    if report["remapped"]:
+        lines.append(f"remapped  {len(report['remapped'])} modules")
+        lines += _some([f"{row['from']} -> {row['to']}" for row in report["remapped"]])
+    return lines + [f"note      {note}" for note in report["notes"]]
+
+
+_KINDS = {
+    "linear": "linears", "wrapped": "linears inside a wrapper", "embedding": "embeddings", "router": "routers",
+    "saved": "saved whole",
+}  # fmt: skip
+
+
+def _some(names: Sequence[str]) -> list[str]:
+    rest = [f"            and {len(names) - SHOWN_PATHS} more (--json has all)"] if len(names) > SHOWN_PATHS else []
+    return [*(f"            {printable(name, one_line=True)}" for name in names[:SHOWN_PATHS]), *rest]
+
+
+def answer_json(
+    answer: Answer, plan: Plan, memory: Mapping[str, int], adapter: str | None, fallbacks: Sequence[Fallback] = ()
+) -> dict[str, Any]:
+    """Return what `trimtab run --json` prints: the answer, its timings, the peaks beside what was planned, and what ran
+    the slower way."""
+    return {
+        "text": answer.text, "token_ids": list(answer.token_ids), "finish_reason": answer.finish_reason,
+        "max_new_tokens": answer.max_new_tokens,
+        "adapter": adapter, "prompt_tokens": answer.prompt_tokens, "ttft_s": answer.ttft_s, "decode_s": answer.decode_s,
+        "tokens_per_s": answer.tokens_per_s, "memory": dict(memory),
+        "fallbacks": [{"what": one.what, "why": one.why} for one in fallbacks],
+        "planned": {
+            "gpu_peak_bytes": max(plan.gpu_peak_bytes, plan.gpu_load_peak_bytes),
+            "gpu_budget_bytes": plan.gpu_budget_bytes, "host_peak_bytes": plan.host_peak_bytes,
+            "host_budget_bytes": plan.host_budget_bytes,
+        },
+    }  # fmt: skip
+
+
+class LoadingBar:
+    """A bar of bytes, or of things done; called with (done, of) as every `progress` is."""
+
+    def __init__(self, stream: TextIO, text: str = "loading", *, is_bytes: bool = True) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bars
+
+        counts = DownloadColumn(binary_units=True) if is_bytes else MofNCompleteColumn()
+        columns = (TextColumn(text), BarColumn(), counts, TimeRemainingColumn())
+        self._bars = Bars(*columns, console=Console(file=stream), transient=True)
+        self._bar = self._bars.add_task(text, total=None)
+        self._bars.start()
+
+    def __call__(self, done: int, total: int) -> None:
+        self._bars.update(self._bar, completed=done, total=total)
+
+    def close(self) -> None:
+        self._bars.stop()
+
+
+@contextmanager
+def loading_bar(stream: TextIO, text: str = "loading", *, is_bytes: bool = True) -> Iterator[LoadingBar | None]:
+    """Yield a bar on a terminal, None on anything else; the bar is gone afterwards."""
+    if not stream.isatty():
+        yield None
+        return
+    bar = LoadingBar(stream, text, is_bytes=is_bytes)
+    try:
+        yield bar
+    finally:
+        bar.close()
+
+
+@contextmanager
+def bar_when_needed(stream: TextIO, text: str) -> Iterator[Progress | None]:
+    """Yield a `progress` that shows a bar from its first call until (n, of n); None on anything but a terminal."""
+    if not stream.isatty():
+        yield None
+        return
+    bar: LoadingBar | None = None
+
+    def progress(done: int, total: int) -> None:
+        nonlocal bar
+        bar = bar or LoadingBar(stream, text, is_bytes=False)
+        bar(done, total)
+        if done >= total:
+            bar.close()
+            bar = None
+
+    try:
+        yield progress
+    finally:
+        if bar is not None:
+            bar.close()

@@ -1,0 +1,75 @@
+"""Loading a planned model for a command: the tokenizer first, a bar while weights are read, a note on slower fallbacks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import trimtab
+from trimtab.adapters.weights_beside import weights_beside
+from trimtab.checkpoint.folder import find_folder
+from trimtab.cli.flags import model_text as show
+from trimtab.cli.flags.output import print_text
+from trimtab.machine import preload
+
+if TYPE_CHECKING:
+    from trimtab.engine.batch.generate import Answer
+
+ENDED_AT_ONCE = "the answer is empty: the model ended it immediately"
+STOPPED_AT_ONCE = "the answer is empty: it ended immediately, by a stop text or by the model"
+
+
+@contextmanager
+def opened(
+    plan: trimtab.Plan, decode: str, *, stop_at_turn_end: bool | None = None, is_told: bool = True
+) -> Iterator[trimtab.LoadedModel]:
+    """Yield the model of a plan, loaded. decode: "auto" is the plan's own way. stop_at_turn_end: as
+    `turn_end.stop_at_turn_end`. is_told: whether it is said on stderr that answers go on. Errors: of `trimtab.load`."""
+    from trimtab.engine.chat import turn_end
+    from trimtab.engine.loader.processor import load_processor
+
+    # A folder without a tokenizer is found before minutes are spent on its weights.
+    processor = load_processor(find_folder(plan.request.model))
+    with show.loading_bar(sys.stderr) as progress:
+        model = trimtab.load(plan, progress=progress, decode=None if decode == "auto" else decode)
+    preload.collect_again()
+    model.processor = processor
+    missing = turn_end.stop_at_turn_end(model, is_asked=stop_at_turn_end)
+    if missing is not None and is_told:
+        print_text(turn_end.going_on(missing, "--stop-at-turn-end"), file=sys.stderr)
+    with model, show.bar_when_needed(sys.stderr, "measuring kernels on this GPU (once)") as model.measuring:
+        yield model
+
+
+def say_beside(adapters: Mapping[str, str]) -> None:
+    """Say on stderr which weights beside the adapters nothing uses. adapters: name -> folder, which were read."""
+    for name, path in adapters.items():
+        for note in weights_beside(Path(path))[1]:
+            print_text(f"adapter {name}: {note}", file=sys.stderr)
+
+
+def say_fallbacks(model: trimtab.LoadedModel) -> None:
+    """Say on stderr what runs slower than it could."""
+    for one in model.fallbacks:
+        print_text(f"slower than it could be: {one.what}: {one.why}", file=sys.stderr)
+
+
+def end_text(answer: Answer, context_tokens: int, *, has_stop_texts: bool) -> str | None:
+    """Return what to say of an answer that has no text or was cut, None for any other."""
+    tokens = len(answer.token_ids)
+    if answer.text.strip():
+        if answer.finish_reason != "length":
+            return None
+        is_full = answer.prompt_tokens + answer.max_new_tokens >= context_tokens
+        why = (
+            f"the context of {context_tokens} is full; --context sets it"
+            if is_full
+            else "--max-new-tokens sets the limit"
+        )
+        return f"the answer was cut after {tokens} tokens: {why}"
+    if tokens <= 1 and answer.finish_reason == "stop":
+        return STOPPED_AT_ONCE if has_stop_texts else ENDED_AT_ONCE
+    return f"the answer has no text: {tokens} tokens, ended by {answer.finish_reason!r}"

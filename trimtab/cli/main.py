@@ -1,0 +1,277 @@
+"""The command line: flags become a request, the request becomes one library call, and the result is printed.
+
+With `commands/` alone prints; alone exits and reads what the user's terminal is. Exit codes:
+
+    0  success
+    1  answers differ (verify, merge --check); a server's adapter is ignored or wrong
+    2  the request is invalid (usage, RequestError)
+    3  a model or adapter is missing, or a file is not what it claims to be (CheckpointError)
+    4  no placement fits the budgets (DoesNotFitError)
+    5  adapter and model do not match (AdapterError)
+    6  the device failed while running (DeviceError)
+    7  a check of trimtab's own result failed (ParityError)
+    8  a known bug of another package prevents the run (UpstreamError)
+    9  a server's answers do not show whether its adapter is alive (verify --against a server)
+    10  a step is done, and its result stands, but a later step could not be done (merge --check, verify --lanes)
+    129  stopped because its terminal was closed (SIGHUP)
+    130  stopped by Ctrl-C
+    143  stopped by SIGTERM
+    141  the reader of the output closed it
+
+Anything else is a bug of trimtab and shows its traceback. Errors go to stderr; with --json to stdout, as one object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import gc
+import importlib
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import trimtab
+from trimtab.cli.flags.examples import examples_text
+from trimtab.cli.flags.flags import give_model, group_of
+from trimtab.cli.flags.output import COLORS, print_json, print_text, use_color
+from trimtab.cli.flags.wording import Words, words_of
+from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, TrimtabError, public_fields
+from trimtab.machine import preload
+from trimtab.process import interrupts, threads
+from trimtab.process.exit_codes import exit_code, exit_codes_text
+from trimtab.process.packages import versions_of
+
+# File of commands/ -> the commands that it adds, in the order of --help.
+FILES = {
+    "line": ("plan", "inspect", "run", "demo"), "chat": ("chat",), "listing": ("models", "adapters", "completion"),
+    "pull": ("pull",), "merging": ("merge", "verify"), "bench": ("bench",), "tune": ("tune",), "doctor": ("doctor",),
+    "serve": ("serve",),
+}  # fmt: skip
+# Commands that compute nothing, and those that outlive the load of the minute in which they start.
+WITHOUT_THREADS, LASTING = ("plan", "inspect", "models", "adapters", "completion", "pull"), ("serve",)
+# Commands that plan a model here, load it with `commands.opening.opened` and do nothing else.
+OPENING = ("plan", "run", "chat")
+# What a disk says that takes no more, also of standard output.
+FULL_DISK = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
+# What the system says of a file or folder that it does not let this process use.
+REFUSED = tuple(
+    getattr(errno, name) for name in
+    ("EACCES", "EPERM", "EROFS", "ENOENT", "ENOTDIR", "EISDIR", "ELOOP", "ENAMETOOLONG", "EIO", "ESTALE", "EMFILE", "ENFILE")
+    if hasattr(errno, name)
+)  # fmt: skip
+JSON_HELP = {"": "print one JSON object and nothing else", "chat": "print each answer as one line of JSON"}
+NO_WORDS = Words()
+STOPPED, READER_GONE = interrupts.STOPPED, 141
+
+
+class UsageError(RequestError):
+    """The command line cannot be read; `usage` says how it is written."""
+
+    def __init__(self, message: str, *, usage: str) -> None:
+        self.usage = usage
+        super().__init__(message, field="command line")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        if message.endswith(": PROMPT"):
+            message += "; - reads standard input, --prompt-file and --prompts read files"
+        raise UsageError(message, usage=self.format_usage().strip())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return the exit code of one command. arguments: without the program's name; None takes the process's own."""
+    code = 1
+    try:
+        code = _main(arguments)
+        return code
+    finally:
+        if interrupts.is_command():
+            gc.freeze()  # the interpreter looks for garbage among all modules as it ends: more than a second
+            with suppress(OSError, ValueError):  # a reader that went away; what is lost it did not want
+                sys.stdout.flush()
+            interrupts.end_at_once()
+            if code == STOPPED:
+                interrupts.leave_stopped(interrupts.stopped_code())
+
+
+def _color_behind_command(given: list[str]) -> list[str]:
+    """Return the arguments with a --color that stands before the command after it, where each command has the flag."""
+    count = 2 if given[:1] == ["--color"] else int(bool(given) and given[0].startswith("--color="))
+    color, rest = given[:count], given[count:]
+    return [rest[0], *color, *rest[1:]] if color and rest and not rest[0].startswith("-") else given
+
+
+def _main(arguments: Sequence[str] | None) -> int:
+    given = _color_behind_command(list(sys.argv[1:] if arguments is None else arguments))
+    as_json = "--json" in given
+    _prepare_terminal()
+    words = Words()
+    try:
+        _check_readable(given)
+        if set(given) == {"--version", "--json"}:
+            print_json(versions())
+            return 0
+        options = parser(given[:1]).parse_args(given)
+        words = words_of(options)
+        give_model(options)
+        use_color(options.color)
+        if options.name_of_command not in WITHOUT_THREADS:
+            threads.use(options.threads, beside_others=options.name_of_command not in LASTING)
+        if options.name_of_command in OPENING and interrupts.is_command():
+            preload.collect_rarely()
+        interrupts.raise_again()
+        interrupts.raise_at_end()
+        code = int(options.command(options))
+        print(end="", flush=True)  # a disk that is full is known here, not at exit
+        return code
+    except TrimtabError as exc:
+        if interrupts.was_raised():
+            _print_error(KeyboardInterrupt(), as_json, words)
+            return STOPPED
+        _print_error(exc, as_json, words)
+        return exit_code(exc)
+    except KeyboardInterrupt as exc:
+        interrupts.end_at_once()
+        _print_error(exc, as_json, words)
+        return STOPPED
+    except BrokenPipeError:
+        _close_output()
+        return READER_GONE
+    except OSError as exc:
+        if exc.errno in REFUSED or (exc.errno is None and "temporary" in str(exc)):
+            return _refused(exc, as_json, words)
+        if exc.errno not in FULL_DISK:
+            raise
+        _close_output()
+        print_text(f"trimtab: cannot be written ({exc.strerror})", file=sys.stderr)
+        return exit_code(RequestError("cannot be written", field="output"))
+
+
+def _refused(exc: OSError, as_json: bool, words: Words) -> int:
+    """Report a file that the system does not let this process use, whichever step asked for it. Returns the exit code."""
+    name = exc.filename if isinstance(exc.filename, str) else os.fsdecode(exc.filename or b"")
+    error = RequestError(f"cannot be read or written ({exc.strerror or exc})", field="file", value=name or None)
+    _print_error(error, as_json, words)
+    return exit_code(error)
+
+
+def _close_output() -> None:
+    """Discard what stdout still holds: the interpreter flushes it again at exit, which must not fail a second time."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _prepare_terminal() -> None:
+    """Print a question mark for characters that a terminal cannot show, and hide upstream notes around the answer."""
+    import logging
+    import warnings
+
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    warnings.simplefilter("ignore", FutureWarning)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
+def _print_error(exc: BaseException, as_json: bool, words: Words) -> None:
+    if as_json:
+        options = {"options": exc.options} if isinstance(exc, DoesNotFitError) and exc.options else {}
+        print_json({"error": error_json(exc, words), **options})
+    elif isinstance(exc, UsageError):
+        print_text(f"{exc.usage}\ntrimtab: {exc}", file=sys.stderr)
+    else:
+        print_text(f"trimtab: {_text(exc, words)}", file=sys.stderr)
+
+
+def _text(exc: BaseException, words: Words) -> str:
+    text = str(exc).replace("(`problems` has all)", "(--json has all)") if isinstance(exc, AdapterError) else str(exc)
+    if isinstance(exc, CheckpointError) and exc.path.endswith(".toml"):
+        return text  # it names the keys of that file
+    return words.of(text, getattr(exc, "field", None)) or "stopped"
+
+
+def _check_readable(given: Sequence[str]) -> None:
+    """Raise RequestError for a word that is not UTF-8 and names no file: no tokenizer can read it."""
+    for word in given:
+        if any("\udc80" <= letter <= "\udcff" for letter in word) and not os.path.lexists(word.rpartition("=")[2]):
+            raise RequestError("is not UTF-8 text", field="command line", value=ascii(word).strip("'"))
+
+
+def error_json(exc: BaseException, words: Words = NO_WORDS) -> dict[str, Any]:
+    """Return an error as class, message and the fields that code reads. words: of the command, for the message."""
+    kind = RequestError if isinstance(exc, UsageError) else type(exc)
+    shown_apart = ("usage", "options")
+    fields = {name: value for name, value in public_fields(exc).items() if name not in shown_apart}
+    if fields.get("hint"):
+        fields["hint"] = words.of(fields["hint"], None)
+    return {"class": kind.__name__, "message": _text(exc, words), "fields": fields}
+
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "peft",
+    "accelerate",
+    "bitsandbytes",
+    "safetensors",
+    "tokenizers",
+    "huggingface-hub",
+)
+
+
+def versions() -> dict[str, str | None]:
+    """Return package -> installed release, None for a missing one. Nothing is imported."""
+    own = {"trimtab": trimtab.__version__, "python": platform.python_version()}
+    return {**own, **dict.fromkeys(PACKAGES), **versions_of(PACKAGES)}
+
+
+# Flags ----------------------------------------------------------------------------------------------------------------
+
+
+def parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return the parser of every command; a command is the function in `command`.
+
+    named: the first word of a command line. Where it is a command, no other command's file is imported, nor is what that imports.
+    """
+    top = _Parser(
+        prog="trimtab", allow_abbrev=False,
+        description="Run a quantized multimodal model with LoRA adapters on a GPU that it does not fit.",
+        epilog=exit_codes_text(), formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    top.add_argument(
+        "--version",
+        action="version",
+        version=f"trimtab {trimtab.__version__}",
+        help="print the version; with --json also those of other packages",
+    )
+    commands = top.add_subparsers(dest="name", metavar="COMMAND", required=True, parser_class=_Parser)
+
+    def command(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(
+            name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=examples_text(name), allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        made.set_defaults(command=function, parser=made, name_of_command=name)
+        return made
+
+    wanted = [
+        file for file, names in FILES.items() if set(named) & {*names} - {"completion"}
+    ]  # which lists every command
+    for file in wanted or FILES:
+        importlib.import_module(f"trimtab.cli.{file}").add(command)
+    for name, each in commands.choices.items():
+        output = group_of(each, "output")
+        output.add_argument("--json", action="store_true", help=JSON_HELP.get(name, JSON_HELP[""]))
+        output.add_argument("--color", choices=COLORS, metavar="WHEN", help=f"{', '.join(COLORS)} (default: auto)")
+    if "completion" in commands.choices:
+        commands.choices["completion"].set_defaults(top=top)
+    for name, each in commands.choices.items():
+        if name not in WITHOUT_THREADS:
+            group_of(each, "execution").add_argument(
+                "--threads", metavar="N", help=f"CPU threads (default: {threads.VARIABLE}, or the number of free cores)",
+            )  # fmt: skip
+    return top

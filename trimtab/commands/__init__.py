@@ -1,1 +1,0 @@
-"""The commands: each has its flags, one library call and its output."""

@@ -1,0 +1,1 @@
+"""Which release broke it?"""

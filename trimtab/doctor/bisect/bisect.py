@@ -1,0 +1,345 @@
+"""Bisection over releases: one environment per release, the case run in as few of them as needed.
+
+`search.py` says which release is next, `environments.py` makes its interpreter, the matrix runs the case
+there. A release that cannot be installed or run is said and skipped; Ctrl-C keeps what was found.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from trimtab.adapters.adapter import read_adapter
+from trimtab.checkpoint.folder import read_checkpoint
+from trimtab.doctor.bisect.environments import (
+    PACKAGES,
+    Base,
+    Environments,
+    InstallError,
+    Say,
+    bisect_folder,
+    sorted_versions,
+)
+from trimtab.doctor.bisect.search import Change, Label, find_changes
+from trimtab.errors import RequestError, TrimtabError
+from trimtab.process.redact import scrubbed
+
+FORMAT = 1
+Run = Callable[[Path, str], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Range:
+    """The search range: a package from one release to another, both included."""
+
+    package: str
+    low: str
+    high: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One release: its label, or None and the reason why it was skipped; how often the case was run."""
+
+    version: str
+    label: Label | None
+    note: str = ""
+    runs: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bisection:
+    """The result of the search.
+
+    rows: every release that was tried, the oldest first. changes: all that were found, the oldest first. releases: how
+    many there are in the range. others: the versions that all environments share. stopped: by Ctrl-C.
+    """
+
+    range: Range
+    case: str
+    rows: tuple[Row, ...]
+    changes: tuple[Change, ...]
+    releases: int
+    others: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+    stopped: bool = False
+
+    @property
+    def first(self) -> str | None:
+        """The first release with another label than the oldest one's, as far as is known."""
+        return self.changes[0].after if self.changes else None
+
+    @property
+    def is_monotone(self) -> bool:
+        """Whether the tested releases change their label once at most."""
+        labels = [row.label for row in self.rows if row.label is not None]
+        return sum(a != b for a, b in zip(labels, labels[1:])) <= 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the bisection as JSON-ready values."""
+        return {
+            "format": FORMAT, **asdict(self.range), "case": self.case, "releases": self.releases,
+            "others": dict(self.others), "rows": [asdict(row) for row in self.rows],
+            "changes": [{**asdict(change), "between": list(change.between)} for change in self.changes],
+            "first": self.first, "is_monotone": self.is_monotone, "notes": list(self.notes), "stopped": self.stopped,
+        }  # fmt: skip
+
+
+# The question ---------------------------------------------------------------------------------------------------------
+
+
+def parse_range(text: str) -> Range:
+    """Return the range of "PACKAGE=LOW..HIGH". Errors: RequestError for other text, an unknown package (with similar names), an
+    invalid version, and an empty range."""
+    package, equals, versions = text.partition("=")
+    low, dots, high = versions.partition("..")
+    if not equals or not dots:
+        raise RequestError("is not PACKAGE=LOW..HIGH", field="bisect", value=text, allowed=("peft=0.19.1..0.21.2",))
+    return check_range(Range(package.strip(), low.strip(), high.strip()))
+
+
+def check_range(package_range: Range) -> Range:
+    """Return the range with the package's name as it is known. Errors: as of `parse_range`."""
+    name = package_range.package.lower().replace("-", "_")
+    if name not in PACKAGES:
+        near = difflib.get_close_matches(name, PACKAGES) or PACKAGES
+        raise RequestError(
+            "is not a package that can be bisected", field="bisect", value=package_range.package, allowed=tuple(near)
+        )
+    low, high = (_version(text) for text in (package_range.low, package_range.high))
+    if low >= high:
+        raise RequestError(
+            "the range is empty: LOW must be the older release",
+            field="bisect",
+            value=f"{package_range.low}..{package_range.high}",
+        )
+    return Range(name, package_range.low, package_range.high)
+
+
+def _version(text: str) -> Version:
+    try:
+        return Version(text)
+    except InvalidVersion as exc:
+        raise RequestError("is no version", field="bisect", value=text) from exc
+
+
+def releases_between(package_range: Range, known: Sequence[str]) -> tuple[str, ...]:
+    """Return the known releases of a range. Errors: RequestError if an end of it is not known, with the nearest ones."""
+    versions = [Version(text) for text in known]
+    for end in (package_range.low, package_range.high):
+        if Version(end) not in versions:
+            nearest = sorted(known, key=lambda text: _distance(Version(text), Version(end)))[:4]
+            raise RequestError(
+                f"the package index has no such release of {package_range.package}", field="bisect", value=end,
+                allowed=sorted_versions(nearest),
+            )  # fmt: skip
+    low, high = Version(package_range.low), Version(package_range.high)
+    return tuple(text for text, version in zip(known, versions, strict=True) if low <= version <= high)
+
+
+def _distance(one: Version, other: Version) -> tuple[int, ...]:
+    size = max(len(one.release), len(other.release))
+    padded = [(*parsed.release, *(0,) * (size - len(parsed.release))) for parsed in (one, other)]
+    return tuple(abs(a - b) for a, b in zip(*padded))
+
+
+# With environments ----------------------------------------------------------------------------------------------------
+
+
+def bisect(
+    package: str, low: str, high: str, *, case: str, others: Mapping[str, str] | None = None,
+    python: str | os.PathLike[str] | None = None, index: str | None = None, say: Say | None = None,
+    model: str | Path | None = None, adapter: str | Path | None = None, run_case: Run | None = None,
+    folder: Path | None = None, keep: bool = True, confirm: bool = False, environments: Environments | None = None,
+    on_row: Callable[[Row], None] | None = None,
+) -> Bisection:  # fmt: skip
+    """Return between which releases of a package the case's label changes.
+
+    case: of the matrix, or the id of a catalogue entry, whose probe then runs. others: package -> version for all
+    environments; those not named are as `python` (None: this interpreter) has them.
+    model, adapter: None is the bundled demo. run_case: (interpreter, case name) -> record. folder: of the environments.
+    keep: leave them there. confirm: run both sides of every change once more. on_row: called after each release.
+    Ctrl-C ends the search; what was found is returned, with stopped=True.
+    Errors: RequestError for an unknown package, release or case, an empty range, and an index that cannot be asked while
+    no environment is kept from before. CheckpointError, AdapterError for folders that are not a model or an adapter.
+    """
+    checked = check_range(Range(package, low, high))
+    # What is wrong with the folders themselves is said before anything is made.
+    if model is not None:
+        read_checkpoint(model)
+    if adapter is not None:
+        read_adapter(os.fspath(adapter))
+    if run_case is None:
+        run_case = runner_for(case, model, adapter)
+    if environments is None:
+        environments = Environments(
+            Base.read(python), dict(others or {}), index, folder or bisect_folder(), keep, say or (lambda text: None)
+        )
+    return _Bisecting(checked, case, environments, run_case, say or (lambda text: None), on_row).run(confirm)
+
+
+def bisect_each(ranges: Sequence[Range], *, case: str, **options: Any) -> tuple[Bisection, ...]:
+    """Return the bisections of several packages one after the other, each with the others as they are; see `bisect`."""
+    bisections: list[Bisection] = []
+    for wanted in [check_range(wanted) for wanted in ranges]:
+        bisections.append(bisect(wanted.package, wanted.low, wanted.high, case=case, **options))
+        if bisections[-1].stopped:
+            break
+    return tuple(bisections)
+
+
+def runner_for(case: str, model: str | Path | None, adapter: str | Path | None) -> Run:
+    """Return what runs a case of the matrix on the stock stack of an interpreter, or a probe of the catalogue ("B4").
+
+    A probe's label is its state; it needs no model and no processor. Errors: RequestError for a name that is neither.
+    """
+    from trimtab.doctor.cases.cases import find_cases
+    from trimtab.doctor.cases.runner import run_matrix
+    from trimtab.doctor.probes.runner import read_catalogue, run_probes
+
+    def probe(python: Path, name: str) -> Mapping[str, Any]:
+        return {"case": name, "label": run_probes(python=python, ids=[name])[0].seen.state}
+
+    def run(python: Path, name: str) -> Mapping[str, Any]:
+        return run_matrix(cases=[name], python=python, model=model, adapter=adapter, engines=("stock",))[0]
+
+    if case in {entry.bug.id for entry in read_catalogue()}:
+        return probe
+    find_cases([case])
+    return run
+
+
+def label_of(record: Mapping[str, Any]) -> Label:
+    """Return a record's label; an unknown one with the exception's type, so that two unknowns can differ."""
+    label = str(record["label"])
+    exception = record.get("exception") or {}
+    return f"{label} ({exception['type']})" if label == "UNKNOWN" and exception.get("type") else label
+
+
+@dataclass
+class _Bisecting:
+    asked: Range
+    case: str
+    environments: Environments
+    run_case: Run
+    say: Say
+    on_row: Callable[[Row], None] | None
+    rows: dict[str, Row] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def run(self, confirm: bool) -> Bisection:
+        package = self.asked.package
+        versions = releases_between(self.asked, self._known())
+        changes: tuple[Change, ...] = ()
+        stopped = False
+        try:
+            changes = find_changes(versions, self._label, lambda wanted: self.environments.download(package, wanted))
+            changes = tuple(self._confirmed(change) if confirm else change for change in changes)
+        except KeyboardInterrupt:
+            stopped = True
+            changes = changes or _seen(versions, self.rows)
+        others = {name: pinned for name, pinned in self.environments.pins(package, "").items() if name != package}
+        return Bisection(
+            range=self.asked, case=self.case, rows=tuple(self.rows[name] for name in versions if name in self.rows),
+            changes=changes, releases=len(versions), others=others, notes=tuple(self.notes), stopped=stopped,
+        )  # fmt: skip
+
+    def _known(self) -> tuple[str, ...]:
+        try:
+            return self.environments.releases(self.asked.package)
+        except InstallError as exc:
+            kept = self.environments.kept_versions(self.asked.package)
+            self._note(f"{exc}; only environments that were kept are searched: {', '.join(kept) or 'none'}")
+            if len(kept) < 2:
+                raise RequestError(str(exc), field="bisect", value=self.asked.package) from exc
+            return kept
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        self.say(text)
+
+    def _label(self, version: str) -> Label | None:
+        package = self.asked.package
+        try:
+            python = self.environments.python_for(package, version)
+        except InstallError as exc:
+            self._keep(Row(version, None, f"cannot be installed: {exc}"))
+            return None
+        try:
+            label = label_of(self.run_case(python, self.case))
+        except TrimtabError as exc:  # with this version the model or the question cannot even be made
+            self._keep(Row(version, None, f"cannot be run: {scrubbed(str(exc))}"))
+            return None
+        finally:
+            self.environments.drop(package, version)
+        self._keep(Row(version, label, runs=1))
+        return label
+
+    def _keep(self, row: Row) -> None:
+        self.rows[row.version] = row
+        self.say(f"{self.asked.package} {row.version}: {row.label or row.note}")
+        if self.on_row is not None:
+            self.on_row(row)
+
+    def _confirmed(self, change: Change) -> Change:
+        again = []
+        for version, label in ((change.before, change.label_before), (change.after, change.label_after)):
+            python = self.environments.python_for(self.asked.package, version)
+            second_label = label_of(self.run_case(python, self.case))
+            again.append(second_label == label)
+            note = "" if second_label == label else f"a second run gave {second_label}"
+            self.rows[version] = Row(version, label, note, runs=2)
+        return Change(
+            change.before, change.after, change.label_before, change.label_after, change.between, all(again)
+        )  # fmt: skip
+
+
+def _seen(versions: Sequence[str], rows: Mapping[str, Row]) -> tuple[Change, ...]:
+    """Return the changes between neighbours among the rows there are: bounds, where the search was not ended."""
+    have = [(version, label) for version in versions if version in rows and (label := rows[version].label) is not None]
+    return tuple(
+        Change(a, b, before, after, tuple(versions[versions.index(a) + 1 : versions.index(b)]))
+        for (a, before), (b, after) in zip(have, have[1:])
+        if before != after
+    )
+
+
+# For people -----------------------------------------------------------------------------------------------------------
+
+
+def bisection_text(bisection: Bisection) -> str:
+    """Return the table version -> label and message, as lines of text."""
+    wanted = bisection.range
+    pins = ", ".join(f"{name} {version}" for name, version in bisection.others.items())
+    lines = [
+        f"{wanted.package} {wanted.low} to {wanted.high} ({bisection.releases} releases), case {bisection.case}; {pins}",
+        "",
+    ]
+    wide = max((len(row.version) for row in bisection.rows), default=0)
+    for row in bisection.rows:
+        note = f"  ({row.note})" if row.note and row.label else row.note
+        lines.append(f"  {row.version:{wide}}  {row.label or 'skipped: '}{note}")
+    lines.append("")
+    for change in bisection.changes:
+        gap = ""
+        if change.between:
+            why = "not tried yet" if bisection.stopped else "could not be run"
+            gap = f"; between them {', '.join(change.between)} {why}"
+        sure = {True: ", confirmed by a second run", False: ", but a second run differed", None: ""}[change.confirmed]
+        lines.append(
+            f"changed in {change.after}: {change.label_before} in {change.before}, then {change.label_after}{sure}{gap}"
+        )
+    if not bisection.changes:
+        lines.append("no change was seen")
+    if not bisection.is_monotone:
+        lines.append("it changed more than once: there may be further changes between releases that were not run")
+    lines += [f"note: {note}" for note in bisection.notes]
+    if bisection.stopped:
+        lines.append("stopped early")
+    return "\n".join(lines)

@@ -1,0 +1,268 @@
+"""Environments for bisection: created with venv and pip from the user's own index, below the user's cache folder.
+
+Every environment sees the packages of the interpreter it is made from (a .pth file adds its folders behind its own), so
+that torch is not installed again, and holds only what has to differ: the version asked for and what that version pulls
+in. The other packages are pinned to the given set, or to what that interpreter has. pip is the user's, with the user's
+configuration; no index is named here. What it does not do: build a torch of its own; wheels only, so that no release's
+build script is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+from platformdirs import user_cache_path
+
+from trimtab.errors import CheckpointError, RequestError
+from trimtab.process.json_file import read_object
+from trimtab.process.redact import scrubbed
+
+# What a case's run depends on, and so is pinned.
+PINNED = ("transformers", "peft", "accelerate", "bitsandbytes", "torch")
+PACKAGES = ("transformers", "peft", "accelerate", "bitsandbytes", "safetensors", "huggingface_hub", "tokenizers")
+READY = "ready.json"
+TIMEOUT_S = 1200.0
+DOWNLOADS = 3
+Say = Callable[[str], None]
+_ASK = """
+import json, site, sys, sysconfig
+from importlib import metadata
+found = {}
+for name in json.loads(sys.argv[1]):
+    try:
+        found[name] = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        pass
+folders = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
+folders = [*folders, *[path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]]
+print(json.dumps({"versions": found, "folders": list(dict.fromkeys(folders)), "python": sys.version, "prefix": sys.prefix}))
+"""
+
+
+class InstallError(Exception):
+    """An environment could not be created. The message names the reason, without data of the user."""
+
+
+def bisect_folder() -> Path:
+    """Return where environments are kept."""
+    return user_cache_path("trimtab") / "bisect"
+
+
+@dataclass(frozen=True)
+class Base:
+    """The interpreter that environments are made from: its packages are theirs unless they have their own."""
+
+    python: Path
+    versions: Mapping[str, str]
+    folders: tuple[str, ...]
+    identity: str
+
+    @classmethod
+    def read(cls, python: str | os.PathLike[str] | None) -> Base:
+        """Errors: RequestError if the interpreter cannot be asked."""
+        exe = os.fspath(python or sys.executable)
+        try:
+            done = subprocess.run(
+                [exe, "-c", _ASK, json.dumps([*PINNED, *PACKAGES])], capture_output=True, text=True, timeout=60,
+                check=True,
+            )  # fmt: skip
+            reply = json.loads(done.stdout)
+        except (OSError, subprocess.SubprocessError, ValueError) as exc:
+            raise RequestError(
+                f"is not a Python interpreter that runs ({type(exc).__name__})", field="python", value=exe
+            ) from exc
+        return cls(
+            Path(exe).absolute(), reply["versions"], tuple(reply["folders"]), f"{reply['python']} {reply['prefix']}"
+        )
+
+
+@dataclass
+class Environments:
+    """Makes interpreters and keeps them.
+
+    others: package -> version that every environment has (missing ones as the base has them). index: of pip, None for
+    the configured one. keep: leave them on disk. runner: runs one command, (command, seconds) -> (exit code, output).
+    """
+
+    base: Base
+    others: Mapping[str, str] = field(default_factory=dict)
+    index: str | None = None
+    folder: Path = field(default_factory=bisect_folder)
+    keep: bool = True
+    say: Say = lambda text: None
+    runner: Callable[[Sequence[str], float], tuple[int, str]] = field(default_factory=lambda: run_command)
+
+    def releases(self, package: str) -> tuple[str, ...]:
+        """Return the versions that the index offers, the oldest first.
+
+        Errors: RequestError if pip is missing, InstallError if the index cannot be asked or has no such package.
+        """
+        code, output = self.runner([*self._pip(), "index", "versions", package, *self._index()], 120.0)
+        listed = re.search(r"^Available versions: (.+)$", output, re.MULTILINE)
+        if code != 0 or listed is None:
+            if "No module named pip" in output:
+                raise RequestError(
+                    "has no pip, which is needed to create environments", field="python", value=str(self.base.python),
+                    hint="python -m ensurepip",
+                )  # fmt: skip
+            raise InstallError(f"the index does not list {package}: {reason_of(output)}")
+        return sorted_versions(text.strip() for text in listed.group(1).split(","))
+
+    def kept_versions(self, package: str) -> tuple[str, ...]:
+        """Return the versions of a package for which an environment with these pins is ready."""
+        versions = []
+        for marker in self.folder.glob(f"*/{READY}"):
+            pins = _read_json(marker).get("pins", {})
+            if package in pins and self._home(package, pins[package]) == marker.parent:
+                versions.append(str(pins[package]))
+        return sorted_versions(versions)
+
+    def pins(self, package: str, version: str) -> dict[str, str]:
+        """Return package -> version of an environment."""
+        pinned = {name: self.base.versions[name] for name in PINNED if name in self.base.versions}
+        return {**pinned, **self.others, package: version}
+
+    def python_for(self, package: str, version: str) -> Path:
+        """Return the interpreter of a version, made now or kept from before. Errors: InstallError with the reason."""
+        home = self._home(package, version)
+        python = home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+        if (home / READY).is_file() and python.exists():
+            return python
+        shutil.rmtree(home, ignore_errors=True)  # half made
+        started = time.monotonic()
+        self.say(f"{package} {version}: creating an environment")
+        try:
+            self._make(home, python, package, version)
+        except BaseException:
+            shutil.rmtree(home, ignore_errors=True)
+            raise
+        self.say(f"{package} {version}: ready after {time.monotonic() - started:.0f} s")
+        return python
+
+    def download(self, package: str, versions: Iterable[str]) -> None:
+        """Fetch the wheels of several versions side by side; a failure shows when the version is installed."""
+        missing = [version for version in versions if not (self._home(package, version) / READY).is_file()]
+        with ThreadPoolExecutor(DOWNLOADS) as pool:
+            list(pool.map(lambda version: self._download(package, version), missing))
+
+    def drop(self, package: str, version: str) -> None:
+        """Delete one environment unless they are kept."""
+        if not self.keep:
+            shutil.rmtree(self._home(package, version), ignore_errors=True)
+
+    # How it is made ---------------------------------------------------------------------------------------------------
+
+    def _make(self, home: Path, python: Path, package: str, version: str) -> None:
+        pins = self.pins(package, version)
+        home.parent.mkdir(parents=True, exist_ok=True)
+        self._run([str(self.base.python), "-m", "venv", "--without-pip", str(home)], "venv")
+        self._link(python)
+        wheels = ["--find-links", str(self._wheels())] if self._wheels().is_dir() else []
+        requirements = [f"{name}=={pinned}" for name, pinned in pins.items()]
+        self._run(
+            [*self._pip(), "--python", str(python), "install", *self._options(), *wheels, *requirements, *self._index()], "pip"
+        )  # fmt: skip
+        installed = self._installed(python, pins)
+        wrong = [f"{name} is {installed.get(name, 'missing')}" for name in pins if installed.get(name) != pins[name]]
+        if wrong:
+            raise InstallError(f"the environment has other versions than requested: {', '.join(wrong)}")
+        (home / READY).write_text(json.dumps({"pins": pins}), encoding="utf-8")
+
+    def _link(self, python: Path) -> None:
+        """Add the base's packages to the environment's search path after its own, editable ones included."""
+        code, output = self.runner([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], 60.0)
+        if code != 0:
+            raise InstallError(f"the environment does not start: {reason_of(output)}")
+        # addsitedir, not a bare path: .pth files of the base (editable installs) count too.
+        lines = [f"import site; site.addsitedir({folder!r})" for folder in self.base.folders]
+        Path(output.strip().splitlines()[-1], "base-packages.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    def _installed(self, python: Path, names: Iterable[str]) -> dict[str, str]:
+        code, output = self.runner([str(python), "-c", _ASK, json.dumps(list(names))], 120.0)
+        try:
+            return dict(json.loads(output.strip().splitlines()[-1])["versions"])
+        except (ValueError, KeyError, IndexError):
+            raise InstallError(f"the environment does not start (exit {code}): {reason_of(output)}") from None
+
+    def _download(self, package: str, version: str) -> None:
+        self._wheels().mkdir(parents=True, exist_ok=True)
+        arguments = ["download", "--no-deps", "--dest", str(self._wheels()), f"{package}=={version}"]
+        self.runner([*self._pip(), *arguments, *self._options(), *self._index()], TIMEOUT_S)
+
+    def _run(self, command: Sequence[str], what: str) -> None:
+        code, output = self.runner(command, TIMEOUT_S)
+        if code != 0:
+            raise InstallError(f"{what}: {reason_of(output)}")
+
+    def _pip(self) -> list[str]:
+        return [str(self.base.python), "-m", "pip"]
+
+    def _options(self) -> list[str]:
+        return ["--disable-pip-version-check", "--no-input", "--quiet", "--only-binary", ":all:"]
+
+    def _index(self) -> list[str]:
+        return [] if self.index is None else ["--index-url", self.index]
+
+    def _wheels(self) -> Path:
+        return self.folder / "wheels"
+
+    def _home(self, package: str, version: str) -> Path:
+        text = json.dumps([self.base.identity, sorted(self.pins(package, version).items())])
+        return self.folder / f"{package}-{version}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return read_object(file, "own state")
+    except CheckpointError:
+        return {}
+
+
+def run_command(command: Sequence[str], timeout_s: float) -> tuple[int, str]:
+    """Return (exit code, output and errors together) of a command; 124 if it ran past its time."""
+    # pip of an environment must not look at packages that the caller's path adds.
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    try:
+        done = subprocess.run(
+            list(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment,
+            timeout=timeout_s, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return 124, f"ran past {timeout_s:.0f} s"
+    except OSError as exc:
+        return 127, f"cannot be started ({exc.strerror})"
+    return done.returncode, done.stdout.decode("utf-8", "replace")
+
+
+def reason_of(output: str) -> str:
+    """Return why a command failed, in one line without addresses and folders."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["no output"]
+    text = re.sub(r"(?<![a-z+])[a-z+]+://\S+", "an address", errors[0].removeprefix("ERROR:").strip())
+    return scrubbed(text)[:300]
+
+
+def sorted_versions(texts: Iterable[str]) -> tuple[str, ...]:
+    """Return final releases in their order, each once; what is no version is left out."""
+    by_version: dict[Version, str] = {}
+    for text in texts:
+        try:
+            version = Version(text)
+        except InvalidVersion:
+            continue
+        if not version.is_prerelease:
+            by_version.setdefault(version, text)
+    return tuple(by_version[version] for version in sorted(by_version))

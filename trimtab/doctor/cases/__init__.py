@@ -1,0 +1,1 @@
+"""What does the stock stack answer in every placement?"""

@@ -1,0 +1,142 @@
+"""Inputs of the cases: one text, one image, one audio clip, as tensors, made once for every route.
+
+With a processor the bundled demo's first questions are asked; without one (a checkpoint of random weights) tokens and
+media are drawn from the config. Floats are bf16: an image processor's float32 would change what the tower computes in.
+"""
+
+from __future__ import annotations
+
+import json
+import wave
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+DEMO = Path(__file__).resolve().parent.parent / "demo"
+NEW_TOKENS = 16
+TEXT_TOKENS = 12
+Inputs = dict[str, dict[str, Any]]
+
+
+def make_inputs(folder: Path) -> tuple[Inputs, str]:
+    """Return the forward arguments of each mode that the model has, and where they are from: "processor" or "drawn"."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    modes = ["text"]
+    modes += ["image"] if getattr(config, "vision_config", None) is not None else []
+    modes += ["audio"] if getattr(config, "audio_config", None) is not None else []
+    processor = _processor(folder)
+    if processor is not None:
+        inputs = {mode: _asked(processor, mode, folder) for mode in modes}
+        return {mode: _half(tensors) for mode, tensors in inputs.items()}, "processor"
+    by_mode = {mode: _drawn(config, mode) for mode in modes}
+    return {mode: _half(tensors) for mode, tensors in by_mode.items() if tensors is not None}, "drawn"
+
+
+def save_inputs(inputs: Inputs, path: Path) -> None:
+    """Write the inputs as one safetensors file."""
+    from safetensors.torch import save_file
+
+    flat = {
+        f"{mode}.{name}": tensor.contiguous() for mode, tensors in inputs.items() for name, tensor in tensors.items()
+    }
+    save_file(flat, path)
+
+
+def read_inputs(path: Path, device: Any) -> Inputs:
+    """Return the saved inputs on a device."""
+    from safetensors.torch import load_file
+
+    inputs: Inputs = {}
+    for key, tensor in load_file(path).items():
+        mode, _, name = key.partition(".")
+        inputs.setdefault(mode, {})[name] = tensor.to(device)
+    return {mode: inputs[mode] for mode in ("text", "image", "audio") if mode in inputs}
+
+
+def read_text(folder: Path, ids: list[int]) -> str | None:
+    """Return the text of generated tokens; None for a checkpoint without a tokenizer."""
+    from tokenizers import Tokenizer
+
+    file = folder / "tokenizer.json"
+    return Tokenizer.from_file(str(file)).decode(ids) if file.is_file() else None
+
+
+def _half(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    import torch
+
+    return {
+        name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)
+    }  # fmt: skip
+
+
+def _processor(folder: Path) -> Any:
+    if not any(
+        (folder / name).is_file() for name in ("processor_config.json", "preprocessor_config.json", "tokenizer.json")
+    ):
+        return None
+    from trimtab.engine.loader import processor as hf_processor
+
+    return hf_processor.load_processor(folder)
+
+
+def _asked(processor: Any, mode: str, folder: Path) -> dict[str, Any]:
+    lines = (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    row = next(line for line in map(json.loads, lines) if line["kind"] == mode)
+    if not hasattr(processor, "tokenizer"):
+        return dict(processor(row["prompt"], return_tensors="pt"))
+    text = {"type": "text", "text": row["prompt"]}
+    parts = {"text": [text], "image": [{"type": "image"}, text], "audio": [text, {"type": "audio"}]}[mode]
+    from trimtab.engine.templates.render import render
+
+    prompt = render(processor, [{"role": "user", "content": parts}], folder, add_generation_prompt=True)
+    media: dict[str, Any] = {}
+    if mode == "image":
+        from PIL import Image
+
+        media["images"] = [Image.open(DEMO / row["image"]).convert("RGB")]
+    elif mode == "audio":
+        media["audio"] = [_samples(DEMO / row["audio"])]
+    # The template has written the special tokens.
+    return dict(processor(text=[prompt], return_tensors="pt", add_special_tokens=False, **media))
+
+
+def _samples(path: Path) -> Any:
+    import numpy as np
+
+    with wave.open(str(path)) as file:
+        assert (file.getframerate(), file.getsampwidth(), file.getnchannels()) == (16_000, 2, 1)
+        return np.frombuffer(file.readframes(file.getnframes()), dtype="<i2").astype(np.float32) / 32768
+
+
+def _drawn(config: Any, mode: str) -> dict[str, Any] | None:
+    import torch
+
+    generator = torch.Generator().manual_seed(7)
+    top = min(getattr(config.get_text_config(), "vocab_size", 300), 200_000) - 20
+    text = torch.randint(3, max(top, 4), (TEXT_TOKENS,), generator=generator)
+    if mode == "text":
+        ids = text.unsqueeze(0)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if config.model_type != "gemma4":
+        return None  # other families' media are not drawn: their processors decide too much
+    if mode == "image":
+        vision = config.vision_config
+        columns, rows = 4 * vision.pooling_kernel_size, 3 * vision.pooling_kernel_size
+        grid = torch.stack(torch.meshgrid(torch.arange(columns), torch.arange(rows), indexing="xy"), -1)
+        media = {
+            "pixel_values": torch.rand(1, columns * rows, 3 * vision.patch_size**2, generator=generator),
+            "image_position_ids": grid.reshape(1, -1, 2),
+        }
+        token, count = config.image_token_id, 12
+    else:
+        media = {
+            "input_features": torch.randn(1, 32, 128, generator=generator),
+            "input_features_mask": torch.ones(1, 32, dtype=torch.bool),
+        }
+        token, count = config.audio_token_id, 8
+    ids = torch.cat([text[:4], torch.full((count,), token), text[4:]]).unsqueeze(0)
+    types = (ids == token).long() * (1 if mode == "image" else 3)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": types, **media}

@@ -1,0 +1,69 @@
+"""The reference answer of a case: the same base, in the same formats, on one device, with stock PEFT.
+
+One process a quantization. A mode that fails here has no reference (an upstream bug hits the unsplit model too).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trimtab.doctor.cases.cases import Case
+from trimtab.process.redact import Cleaner
+
+
+def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
+    """Write the references of one name into a file.
+
+    request: name ("none", "nf4+towers", ...), model, adapter (a patched copy, or null), inputs (a file, made here if it is
+    not there), save, device.
+    """
+    from safetensors.torch import save_file
+
+    from trimtab.doctor.cases import inputs as case_inputs
+    from trimtab.doctor.cases import stock_model as case_model
+    from trimtab.doctor.cases.record import exception_json, listening
+
+    folder, save = Path(request["model"]), Path(request["save"])
+    card = case_model.Card(request["device"])
+    quant, _, keep = request["name"].partition("+")
+    case = Case(name="REFERENCE", title="", quant=quant, keep=keep, base_map="all")
+    answers: dict[str, Any] = {}
+    with listening():
+        if not Path(request["inputs"]).is_file():
+            made, source = case_inputs.make_inputs(folder)
+            case_inputs.save_inputs(made, Path(request["inputs"]))
+            emit({"inputs": source})
+        empty = case_model.empty_model(folder)
+        arguments = case_model.load_arguments(case, case_model.parts_of(empty), empty, save.parent)
+        model = case_model.load_base(folder, arguments, card)
+        inputs = case_inputs.read_inputs(Path(request["inputs"]), card.device)
+        answers |= _answers(model, inputs, "base")
+        if request["adapter"]:
+            try:
+                from peft import PeftModel
+
+                model = case_model.steady(PeftModel.from_pretrained(model, request["adapter"]).eval())
+                answers |= _answers(model, inputs, "adapter")
+            except Exception as exc:
+                emit({"failed": exception_json(exc, Cleaner({}))})
+    save_file(answers, save)
+    emit({"answers": sorted(answers), **card.memory()})
+
+
+def _answers(model: Any, inputs: Mapping[str, Any], voice: str) -> dict[str, Any]:
+    import torch
+
+    from trimtab.doctor.cases import answers as case_answers
+
+    answers: dict[str, Any] = {}
+    for mode, tensors in inputs.items():
+        # Whatever the stack raises here, the case itself raises too, and records it.
+        with suppress(Exception):
+            if mode == "image" and not case_answers.sees(model, tensors):
+                continue  # what a blind model says is no reference
+            answers[f"{mode}.{voice}.logits"] = case_answers.forward(model, tensors).contiguous()
+            answers[f"{mode}.{voice}.ids"] = torch.tensor(case_answers.generate(model, tensors)[0])
+    return answers

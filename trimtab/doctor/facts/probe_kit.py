@@ -1,0 +1,287 @@
+"""The probes' tools: tiny checkpoints and adapters, the stock stack on them, and the source of an error.
+
+It runs in any interpreter: it imports the standard library, and torch, transformers and peft inside functions.
+
+A GPU is imitated on the CPU: accelerate compares devices by value, so `torch.device("cpu")` plays the GPU and the string
+"cpu" is offload, by the same code path as on a real one. Errors of tensors on different devices cannot show that way.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from trimtab.process.packages import version_of
+
+LIBRARIES = ("accelerate", "bitsandbytes", "peft", "safetensors", "torch", "transformers")
+PROJECTIONS = r"(q|k|v|o|gate|up|down)_proj"
+# Regular expressions for PEFT's target_modules on the tiny Gemma 4. Towers by the Linear inside their wrappers.
+LANGUAGE = rf"model\.language_model\.layers\.\d+\.(self_attn|mlp)\.{PROJECTIONS}"
+VISION = rf"model\.vision_tower\.encoder\.layers\.\d+\.(self_attn|mlp)\.{PROJECTIONS}\.linear"
+AUDIO = r"model\.audio_tower\.layers\.\d+\.self_attn\.(q|k|v)_proj\.linear"
+EVERYWHERE = f"{LANGUAGE}|{VISION}|{AUDIO}"
+TOWERS_OFF: Mapping[str, int | str] = {
+    "model.vision_tower": "cpu", "model.audio_tower": "cpu", "model.embed_vision": 0, "model.embed_audio": 0,
+    "model.language_model": 0, "lm_head": 0,
+}  # fmt: skip
+# The second of two decoder layers offloaded: the smallest model on which offload of a quantized layer shows.
+LLAMA_SPLIT: Mapping[str, int | str] = {
+    "model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": "cpu", "model.norm": 0, "model.rotary_emb": 0,
+    "lm_head": 0,
+}  # fmt: skip
+
+
+class Kit:
+    """Builds what a probe needs, in one folder; what it wrote once is used again by the next probe."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def version(self, package: str) -> str | None:
+        """Return the installed version, None if it is not there."""
+        return version_of(package)
+
+    def has(self, package: str) -> bool:
+        """Return whether the package is installed and can be found for import."""
+        return self.version(package) is not None and importlib.util.find_spec(package) is not None
+
+    def checkpoint(self, name: str = "gemma4", **text: Any) -> Path:
+        """Return the folder of a tiny checkpoint (`tiny.NAMES`) with these fields changed in its text config."""
+        from trimtab.doctor.facts import tiny
+
+        folder = self.folder / f"{name}-{_digest(text)}"
+        if not (folder / "config.json").exists():
+            with quiet():
+                tiny.build(name, folder, **text)
+        return folder
+
+    def load(
+        self, path: Path, *, quant: str = "none", device_map: Any = None, repack: bool = False, **kwargs: Any
+    ) -> Any:
+        """Return the stock model of a checkpoint in bfloat16, in eval mode.
+
+        quant: "none", "nf4", "nf4-dq" or "int8", all with `llm_int8_enable_fp32_cpu_offload`; a `quantization_config`
+        among kwargs replaces it. device_map: 0 is the imitated GPU, "cpu" and "disk" are offload, a string such as
+        "auto" is passed on. repack: leave bitsandbytes' AVX512 path on, which repacks weights in place (A8).
+        """
+        import transformers
+
+        options: dict[str, Any] = {"dtype": "bfloat16"}
+        if quant != "none":
+            options["quantization_config"] = quantization(quant)
+        if device_map is not None:
+            options["device_map"] = on_cpu(device_map)
+        if isinstance(device_map, Mapping) and "disk" in device_map.values():
+            options["offload_folder"] = str(self.folder / "offload")
+        config = transformers.AutoConfig.from_pretrained(path)
+        model_class = getattr(transformers, config.architectures[0])
+        model = model_class.from_pretrained(path, **(options | kwargs)).eval()
+        return model if repack else without_repacking(model)
+
+    def adapter(self, path: Path, *, targets: str | Sequence[str] = LANGUAGE, rank: int = 4, **config: Any) -> Path:
+        """Return the folder of a random LoRA adapter for a checkpoint, saved by stock PEFT on the unsplit model.
+
+        targets: PEFT's target_modules (a regular expression or names). config: other fields of LoraConfig.
+        """
+        folder = self.folder / f"{path.name}-adapter-{_digest([targets, rank, config])}"
+        if (folder / "adapter_config.json").exists():
+            return folder
+        import torch
+        from peft import LoraConfig, get_peft_model
+
+        with quiet(), torch.no_grad():
+            target_modules = targets if isinstance(targets, str) else list(targets)
+            lora_config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=target_modules, **config)
+            model = get_peft_model(self.load(path), lora_config)
+            generator = torch.Generator().manual_seed(3)
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name or "lora_embedding_A" in name:
+                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+            model.save_pretrained(str(folder))
+        return folder
+
+    def peft(self, model: Any, adapter: Path, **kwargs: Any) -> Any:
+        """Return `PeftModel.from_pretrained(model, adapter, **kwargs)` in eval mode; 0 in a device_map as in `load`."""
+        from peft import PeftModel
+
+        if "device_map" in kwargs:
+            kwargs["device_map"] = on_cpu(kwargs["device_map"])
+        return PeftModel.from_pretrained(model, str(adapter), **kwargs).eval()
+
+    def inputs(self, model_or_path: Any, kind: str = "text") -> dict[str, Any]:
+        """Return forward arguments of one row. kind: "text", "image" or "audio"."""
+        from trimtab.doctor.facts import tiny
+
+        config = getattr(model_or_path, "config", None)
+        if config is None:
+            import transformers
+
+            config = transformers.AutoConfig.from_pretrained(model_or_path)
+        return tiny.inputs(config, kind)
+
+    def forward(self, model: Any, kind: str = "text") -> Any:
+        """Return the logits [S, V] of one forward pass, float32 on the CPU."""
+        import torch
+
+        with torch.no_grad():
+            return model(**self.inputs(model, kind)).logits[0].float().cpu()
+
+
+def quantization(quant: str) -> Any:
+    """Return transformers' BitsAndBytesConfig of "nf4", "nf4-dq" or "int8", with offload to the CPU allowed."""
+    from transformers import BitsAndBytesConfig
+
+    if quant == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_enable_fp32_cpu_offload=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=quant == "nf4-dq",
+        bnb_4bit_compute_dtype="bfloat16", llm_int8_enable_fp32_cpu_offload=True,
+    )  # fmt: skip
+
+
+def on_cpu(device_map: Any) -> Any:
+    """Return a device map with every number turned into the imitated GPU; other maps as they are.
+
+    With "disk" and no "cpu" in the map the imitation is the string "cpu": accelerate then has nothing else to offload to,
+    and hands no device object to safetensors (C7).
+    """
+    import torch
+
+    if not isinstance(device_map, Mapping):
+        return device_map
+    places = set(map(str, device_map.values()))
+    main: Any = "cpu" if "disk" in places and "cpu" not in places else torch.device("cpu")
+    return {key: main if isinstance(place, int) else place for key, place in device_map.items()}
+
+
+def behind_peft(device_map: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a base's device map with the names that its modules have inside a PeftModel (B3)."""
+    return {f"base_model.model.{module_path}": place for module_path, place in device_map.items()}
+
+
+def without_repacking(model: Any) -> Any:
+    """Return the model with bitsandbytes' AVX512 path off: it repacks weights in place at the first forward (A8)."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
+def unmark(model: Any) -> Any:
+    """Return the model without transformers' mark on its parameters, which keeps A3 from hiding what comes after it."""
+    for parameter in model.parameters():
+        parameter.__dict__.pop("_is_hf_initialized", None)
+    return model
+
+
+def quantized(model: Any) -> dict[str, int]:
+    """Return how many modules there are of each of "Linear4bit", "Linear8bitLt" and plain "Linear"."""
+    counts = {"Linear4bit": 0, "Linear8bitLt": 0, "Linear": 0}
+    for module in model.modules():
+        if type(module).__name__ in counts:
+            counts[type(module).__name__] += 1
+    return counts
+
+
+def frames(error: BaseException) -> list[dict[str, Any]]:
+    """Return the frames of an error that lie in installed libraries, outermost first.
+
+    Each is {"library", "file", "line", "function"}; files are named from the package on ("peft/peft_model.py").
+    """
+    rows = []
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        library = str(trace.tb_frame.f_globals.get("__name__", "")).split(".")[0]
+        if library in LIBRARIES:
+            file = from_package(code.co_filename, library)
+            rows.append({"library": library, "file": file, "line": trace.tb_lineno, "function": code.co_name})
+        trace = trace.tb_next
+    return rows
+
+
+def failure(error: BaseException) -> str:
+    """Return an error in one line for evidence: its type, the first line of its message, the innermost library frame."""
+    message = (str(error).strip() or "(no text)").splitlines()[0][:200]
+    inner = [frame for frame in frames(error) if frame["library"] != "torch"][-1:]
+    where = "".join(f" at {frame['file']}:{frame['line']} {frame['function']}" for frame in inner)
+    return f"{type(error).__name__}: {message}{where}"
+
+
+def installed_source(module: str, needle: str) -> tuple[str, int] | None:
+    """Return the file (from the package on) and the line where an installed module's text holds needle, None if nowhere."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        return None
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    text = Path(spec.origin).read_text(encoding="utf-8")
+    at = text.find(needle)
+    if at < 0:
+        return None
+    return from_package(spec.origin, module.split(".")[0]), text.count("\n", 0, at) + 1
+
+
+def from_package(filename: str, library: str) -> str:
+    """Return a file's path from the library's folder on, without private folders."""
+    parts = Path(filename).parts
+    places = [index for index, part in enumerate(parts[:-1]) if part == library]
+    installed = [index for index in places if index and parts[index - 1] in ("site-packages", "dist-packages")]
+    # A user's own folder may bear the library's name: the one in site-packages counts, else the innermost.
+    return "/".join(parts[(installed or places)[-1] :]) if places else parts[-1]
+
+
+class _Said(logging.Handler):
+    def __init__(self, said: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._said = said
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._said.append(record.getMessage())
+
+
+@contextmanager
+def quiet() -> Iterator[list[str]]:
+    """Keep warnings and log lines of the stack off the terminal; yields the list that they are collected in."""
+    warned: list[str] = []
+    handler = _Said(warned)
+    loggers = [logging.getLogger(), *(logging.getLogger(name) for name in LIBRARIES)]
+    before = [(logger, logger.handlers[:], logger.level) for logger in loggers]
+    _forget_said_once()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_, **__: warned.append(str(message))
+        for logger in loggers:
+            # A library that passes its lines on to the root is heard there.
+            logger.handlers = [handler] if logger.parent is None or not logger.propagate else []
+            if logger.getEffectiveLevel() > logging.WARNING:
+                logger.setLevel(logging.WARNING)  # a program that silenced a library would silence the evidence
+        try:
+            yield warned
+        finally:
+            for logger, handlers, level in before:
+                logger.handlers = handlers
+                logger.setLevel(level)
+
+
+def _forget_said_once() -> None:
+    """Reset the messages that transformers prints only once per process, so that each probe gets them."""
+    stack = sys.modules.get("transformers")
+    if stack is not None:
+        stack.utils.logging.warning_once.cache_clear()
+        stack.utils.logging.disable_progress_bar()
+
+
+def _digest(value: Any) -> str:
+    import hashlib
+
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:10]

@@ -1,0 +1,378 @@
+"""Drafts of issues: one per failure, from recorded runs, and a list of what the runs do not support.
+
+A draft is written only when its failure has a trace or a wrong result of its own on the stock stack and its reproducer,
+which is run first, shows the same failure under the same versions. Everything else goes to NOT_TO_FILE.md with the
+reason.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trimtab.doctor.facts.buckets import BUCKETS, DEFERRED, FIXED, STATES, SUPPORTING, Bucket
+from trimtab.doctor.facts.bug import Bug
+from trimtab.doctor.facts.evidence import (
+    Machine,
+    Probed,
+    Run,
+    Shown,
+    evidence_of,
+    nearest_pass,
+    raised_in,
+    setting_groups,
+    without_numbers,
+)
+from trimtab.doctor.issues import run as draft_run
+from trimtab.doctor.issues.claims import Decision, decide_claims, keys_without_module
+from trimtab.doctor.issues.issue import Fact, facts_of, issue_markdown
+from trimtab.doctor.issues.not_to_file import not_to_file
+from trimtab.doctor.issues.owner import fixed_here, owner_of
+from trimtab.doctor.issues.scripts import script
+from trimtab.errors import RequestError
+from trimtab.process.files import whole_folder
+from trimtab.process.redact import check_clean, clean
+
+NOT_TO_FILE = "NOT_TO_FILE.md"
+RunScript = Callable[[str], Mapping[str, Any]]
+LANE_WITHHELD = (
+    "the merged model generated the adapter's tokens and only its logits differ beyond rounding: no answer shows it. Try "
+    "more prompts (trimtab verify --lanes), and draft from those (trimtab doctor --lanes)"
+)
+# What a run can end in that is nobody's bug.
+NO_FAILURE = ("PASS", "PASS_NOT_COMPARED", "NOT_APPLICABLE", "REFUSED_BY_NAME")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One issue that may be filed, with all its evidence."""
+
+    bucket: Bucket
+    bug: Bug | None
+    state: str
+    owner: str
+    failing: tuple[Run, ...]
+    passing: Run | None
+    shown: Shown
+    runs: tuple[Run, ...]
+    probed: tuple[Probed, ...]
+    machine: Machine
+    beside: tuple[str, ...] = ()
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.owner}-{self.bucket.name}.md"
+
+    @property
+    def facts(self) -> dict[str, tuple[Fact, ...]]:
+        return facts_of(self)
+
+    def markdown(self) -> str:
+        """Return the file's text. Errors: RequestError if something personal would get into it."""
+        text = issue_markdown(self)
+        check_clean(text, what=self.file_name)
+        return text
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "file": self.file_name, "title": self.bucket.title, "state": self.state, "owner": self.owner,
+            "bug": self.bucket.bug, "failing": [run.mark for run in self.failing],
+            "passing": self.passing.mark if self.passing else None, "markdown": self.markdown(),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Withheld:
+    """A failure without a draft, and why."""
+
+    name: str
+    reason: str
+    runs: tuple[Run, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "reason": self.reason, "runs": [run.mark for run in self.runs]}
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """The written drafts. folder: None if nothing was written."""
+
+    folder: Path | None
+    drafts: tuple[Draft, ...]
+    withheld: tuple[Withheld, ...]
+    decisions: tuple[Decision, ...]
+    not_to_file: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "drafts": [draft.to_json() for draft in self.drafts],
+            "withheld": [one.to_json() for one in self.withheld],
+            "claims": [decision.to_json() for decision in self.decisions], "not_to_file": self.not_to_file,
+        }  # fmt: skip
+
+
+def write_drafts(
+    folder: str | os.PathLike[str],
+    runs: Sequence[Mapping[str, Any]],
+    environment: Any,
+    *,
+    verdicts: Sequence[Any] = (),
+    other_verdicts: Mapping[str, Sequence[Any]] | None = None,
+    python: str | os.PathLike[str] | None = None,
+    run_script: RunScript | None = None,
+    overwrite: bool = False,
+    say: Callable[[str], None] | None = None,
+) -> Drafts:
+    """Write one Markdown file per failure and NOT_TO_FILE.md; return what was written. The folder appears whole or not at all.
+
+    runs: records of the matrix, of one or more interpreters. environment: an Environment or its JSON. verdicts: of the
+    catalogue's probes in the runs' interpreter; other_verdicts: those of others, by what to call them. python: the
+    interpreter of the runs, in which the reproducers are run. overwrite: replace drafts that were written before.
+    Errors: RequestError for a folder with other content, for no runs, or for a value that is no record.
+    """
+    target = Path(folder)
+    check_folder(target, overwrite=overwrite)
+    new = make_drafts(
+        runs,
+        environment,
+        verdicts=verdicts,
+        other_verdicts=other_verdicts,
+        python=python,
+        run_script=run_script,
+        say=say,
+    )
+    texts = {draft.file_name: draft.markdown() for draft in new.drafts} | {NOT_TO_FILE: new.not_to_file}
+    _write_folder(target, texts, overwrite=overwrite)
+    return replace(new, folder=target)
+
+
+def make_drafts(
+    runs: Sequence[Mapping[str, Any]],
+    environment: Any,
+    *,
+    verdicts: Sequence[Any] = (),
+    other_verdicts: Mapping[str, Sequence[Any]] | None = None,
+    python: str | os.PathLike[str] | None = None,
+    run_script: RunScript | None = None,
+    bugs: Mapping[str, Bug] | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Drafts:
+    """Return the drafts without writing them; arguments as for `write_drafts`. bugs: by id, None for the catalogue."""
+    if not runs:
+        raise RequestError("drafts require recorded runs", field="runs")
+    evidence = evidence_of(runs)
+    known = read_bugs() if bugs is None else bugs
+    reproduce = run_script if run_script is not None else lambda text: draft_run.run_script(text, python=python)
+    probed = (*_probed(verdicts, "this installation"), *_others(other_verdicts))
+    values = environment.to_json() if hasattr(environment, "to_json") else dict(environment or {})
+    maker = _Maker(evidence, known, reproduce, probed, Machine(values), say or (lambda text: None))
+    drafts, withheld = maker.make()
+    names = {draft.bucket.name: draft.file_name for draft in drafts}
+    drafts = tuple(
+        replace(draft, beside=tuple(names[name] for name in draft.bucket.beside if name in names)) for draft in drafts
+    )
+    decisions = decide_claims(evidence)
+    text = not_to_file(
+        drafts, withheld, decisions, keys_without_module([run for run in evidence if run.is_stock]), evidence
+    )
+    check_clean(text, what=NOT_TO_FILE)
+    return Drafts(None, drafts, withheld, decisions, text)
+
+
+def read_bugs() -> dict[str, Bug]:
+    """Return the catalogue of known bugs by id."""
+    from trimtab.doctor.probes.runner import read_catalogue
+
+    return {entry.bug.id: entry.bug for entry in read_catalogue()}
+
+
+def _probed(verdicts: Iterable[Any], where: str) -> list[Probed]:
+    return [Probed(one.bug.id, one.seen.state, clean(one.seen.evidence), where) for one in verdicts]
+
+
+def _others(verdicts: Mapping[str, Sequence[Any]] | None) -> list[Probed]:
+    return [one for where, rows in (verdicts or {}).items() for one in _probed(rows, clean(where))]
+
+
+class _Maker:
+    """Sorts the failing runs into buckets and makes each a draft or a reason why there is none."""
+
+    def __init__(
+        self, runs: tuple[Run, ...], bugs: Mapping[str, Bug], reproduce: RunScript, probed: tuple[Probed, ...],
+        machine: Machine, say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.runs, self.bugs, self.reproduce, self.probed, self.machine, self.say = (
+            runs, bugs, reproduce, probed, machine, say,
+        )  # fmt: skip
+        self.withheld: list[Withheld] = []
+
+    def make(self) -> tuple[tuple[Draft, ...], tuple[Withheld, ...]]:
+        drafts = [self._draft(bucket, runs) for bucket, runs in self._buckets()]
+        for run in self.runs:
+            if run.is_stock and run.passed and str(run.record.get("lane") or "").endswith("_DIVERGES"):
+                self._withhold(str(run.record["lane"]).lower().replace("_", "-"), LANE_WITHHELD, (run,))
+        kept = [draft for draft in drafts if draft is not None]
+        order = {state: place for place, state in enumerate(STATES)}
+        return tuple(sorted(kept, key=lambda draft: (order[draft.state], draft.file_name))), tuple(self.withheld)
+
+    def _buckets(self) -> list[tuple[Bucket, tuple[Run, ...]]]:
+        failing = [run for run in self.runs if run.is_stock and not run.passed and run.label not in NO_FAILURE]
+        buckets: dict[str, tuple[Bucket, list[Run]]] = {}
+        for run in failing:
+            bucket = next((bucket for bucket in BUCKETS if bucket.takes(run)), None) or self._generic(run)
+            if bucket is not None:
+                buckets.setdefault(bucket.name, (bucket, []))[1].append(run)
+        # Runs of one bucket under several version sets: the first set is the draft's, the others are told beside it.
+        return [(bucket, self._plainest_first(bucket, runs)) for bucket, runs in buckets.values()]
+
+    def _passing(self, bucket: Bucket, run: Run) -> Run | None:
+        """Return the run that works beside a failing one: the other of the bucket's pair, else the nearest."""
+        if run.case == bucket.pair[0]:
+            beside = [other for other in self.runs if other.case == bucket.pair[1]]
+            if pair := nearest_pass(run, beside):
+                return pair
+        return nearest_pass(run, self.runs)
+
+    def _plainest_first(self, bucket: Bucket, runs: list[Run]) -> tuple[Run, ...]:
+        """Return the runs with the one first that the draft is about: it was run under the environment's versions, so that
+        the reproducer can be, and it is the bucket's own case or nearest to a case that works."""
+
+        def order(run: Run) -> tuple[bool, bool, bool, int]:
+            passing = self._passing(bucket, run)
+            is_pair = passing is not None and (run.case, passing.case) == bucket.pair
+            # A map that is written out can be read; an automatic one depends on the card.
+            is_automatic = isinstance((run.configuration.get("base") or {}).get("device_map"), str)
+            far = 1000 if passing is None else setting_groups(run, passing)
+            return not self.machine.has(run.versions), not is_pair, is_automatic, far
+
+        first = min(runs, key=order)
+        return (first, *(run for run in runs if run is not first))
+
+    def _generic(self, run: Run) -> Bucket | None:
+        """Return a bucket for a run of the catalogue that has no bucket of its own; None, with the reason kept, if it cannot."""
+        bug = self.bugs.get(str(run.record.get("catalogue") or ""))
+        if bug is None:
+            self._withhold(run.label.lower().replace("_", "-"), _why_unknown(run), (run,))
+            return None
+        if run.exception is None:
+            # A script of a silent failure says what it found in words of its own: nothing here can hold it to them.
+            self._withhold(bug.name, "no exception was raised and no minimal reproducer is known for it", (run,))
+            return None
+        return Bucket(
+            name=bug.name, labels=(run.label,), bug=bug.id, title=bug.title, state=SUPPORTING,
+            shows=(re.escape(run.exception_type), ""), expected=("the call works, or is refused with its reason.",),
+        )  # fmt: skip
+
+    def _withhold(self, name: str, reason: str, runs: tuple[Run, ...]) -> None:
+        for place, one in enumerate(self.withheld):
+            if (one.name, one.reason) == (name, reason):
+                self.withheld[place] = replace(one, runs=(*one.runs, *runs))
+                return
+        self.withheld.append(Withheld(name, reason, runs))
+
+    def _draft(self, bucket: Bucket, failing: tuple[Run, ...]) -> Draft | None:
+        first = failing[0]
+        text = script(bucket.script) if bucket.script else clean(str(first.record.get("script") or ""))
+        if not text.strip():
+            self._withhold(bucket.name, "the runs hold no reproducer", failing)
+            return None
+        if not self.machine.has(first.versions):
+            self._withhold(
+                bucket.name, "recorded under other versions than this environment's: make its draft there", failing
+            )
+            return None
+        self.say(f"{bucket.name}: running its reproducer")
+        shown, reason = show(text, bucket, first, self.reproduce(text))
+        if shown is None:
+            self.say(f"{bucket.name}: no draft, {reason}")
+            self._withhold(bucket.name, reason, failing)
+            return None
+        bug = self.bugs.get(bucket.bug)
+        passing = self._passing(bucket, first)
+        state = FIXED if bug is not None and fixed_here(bug, first) else bucket.state if passing else DEFERRED
+        probed = tuple(one for one in self.probed if one.bug_id == bucket.bug)
+        owner, _ = owner_of(bug, first)
+        return Draft(bucket, bug, state, owner, failing, passing, shown, self.runs, probed, self.machine)
+
+
+def _why_unknown(run: Run) -> str:
+    if run.exception is None:
+        return f"ended as {run.label} without a trace of its own"
+    return "no known signature matches this failure; read its trace and find its cause before filing"
+
+
+def show(text: str, bucket: Bucket, run: Run, result: Mapping[str, Any]) -> tuple[Shown | None, str]:
+    """Return a reproducer's run as evidence, or None and why it is none: it must fail as the recorded run failed."""
+    versions = {name: value for name, value in dict(result.get("versions") or {}).items() if name in run.versions}
+    differing = [name for name in run.versions if versions.get(name) != run.versions[name]]
+    if differing:
+        return None, f"the reproducer ran with other versions than the run ({', '.join(differing)})"
+    if result.get("ended") not in (None, "done"):
+        return None, f"the reproducer ended as {result['ended']}"
+    output = clean(str(result.get("output") or ""))
+    kind, message, files = raised_in(output)
+    if not kind:
+        return None, f"the reproducer did not show the failure (exit code {result.get('exit_code')})"
+    wanted_type, wanted_message = bucket.shows
+    if not re.fullmatch(wanted_type, kind) or not re.search(wanted_message, message):
+        return None, f"the reproducer ended in another failure ({kind}: {message[:80]})"
+    if bucket.script:
+        if not re.search(r"^works: ", output, re.M):
+            return None, "the reproducer failed in the case that should work"
+    elif without_numbers(message) != without_numbers(run.message):
+        return None, f"the reproducer ended in another failure ({kind}: {message[:80]})"
+    if run.frames and not bucket.shows[0].startswith("AssertionError") and not _same_place(run, files):
+        return None, "the reproducer failed in another place than the run"
+    return Shown(text, output, int(result.get("exit_code") or 0), float(result.get("seconds") or 0.0), versions), ""
+
+
+def _same_place(run: Run, files: tuple[str, ...]) -> bool:
+    """Whether the file of the run's innermost library frame is among the reproducer's."""
+    ours = [str(frame["file"]) for frame in run.frames if frame.get("library") != "torch"]
+    return not ours or any(file.endswith(ours[-1]) for file in files)
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+def check_folder(folder: Path, *, overwrite: bool = False) -> None:
+    """Raise RequestError unless the folder is absent, empty or, with overwrite, holds drafts and nothing else."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise RequestError("is a file", field="drafts", value=str(folder))
+    entries = sorted(entry.name for entry in folder.iterdir())
+    if not entries:
+        return
+    if not overwrite:
+        raise RequestError(
+            "the folder is not empty", field="drafts", value=str(folder), hint="Name another folder, or remove this one"
+        )
+    foreign = [name for name in entries if not name.endswith(".md")] if NOT_TO_FILE in entries else entries
+    if foreign:
+        raise RequestError(
+            f"the folder contains other files than drafts ({', '.join(foreign[:3])})", field="drafts", value=str(folder)
+        )
+
+
+def _write_folder(target: Path, texts: Mapping[str, str], *, overwrite: bool) -> None:
+    with whole_folder(target, field="drafts", overwrite=True) as partial:
+        for name, text in texts.items():
+            (partial / name).write_text(text, encoding="utf-8", newline="\n")
+        check_folder(target, overwrite=overwrite)
+
+
+def drafts_text(drafts: Drafts) -> str:
+    """Return what was written, for people."""
+    lines = [f"{len(drafts.drafts)} drafts" + (f" in {drafts.folder}" if drafts.folder else "")]
+    wide = max((len(draft.file_name) for draft in drafts.drafts), default=0)
+    lines += [f"  {draft.file_name:{wide}}  {draft.state:13}  {draft.bucket.title}" for draft in drafts.drafts]
+    lines.append(f"{NOT_TO_FILE}: {len(drafts.withheld)} failures without a draft, {len(drafts.decisions)} claims")
+    lines += [
+        f"  {one.name}: {one.reason} ({', '.join(sorted({run.case for run in one.runs}))})" for one in drafts.withheld
+    ]
+    return "\n".join(lines)

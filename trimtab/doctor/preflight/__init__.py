@@ -1,0 +1,1 @@
+"""What would the stock stack do with this model?"""

@@ -1,0 +1,209 @@
+"""The device map that the installed PEFT makes for an adapter on a base that is partly on the CPU or disk.
+
+PEFT's own `from_pretrained` runs on a base without data: meta tensors that have the sizes of the packed weights. It runs
+until it has called accelerate's `infer_auto_device_map`; nothing is dispatched and nothing is written. Two things are
+given instead of read: the free memory, because the base is not really loaded, and the existence of the GPUs. Runs in a
+process of its own (`second_plan.py` starts it), which needs torch, transformers, accelerate, PEFT and safetensors.
+What is not known: `max_memory` and a `device_map` that the caller gives to PEFT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest.mock import patch
+
+import accelerate.utils.modeling as accelerate_modeling
+import torch
+from peft import PeftConfig, PeftModel, peft_model
+
+from trimtab.checkpoint.folder import read_checkpoint
+from trimtab.engine.loader import transformers_model as hf
+
+LOGGER = "accelerate.utils.modeling"
+_REQUIRED = re.compile(r"- (\S+): (\d+(?:\.\d+)?) bytes required")
+_PACKED = "_trimtab_packed_bytes"
+
+
+class _Planned(BaseException):
+    """PEFT has its map: the rest of the load is not run."""
+
+
+def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
+    """Report the plan, or why PEFT stopped before it made one."""
+    emit(plan_of(request))
+
+
+def plan_of(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return PEFT's plan as JSON-ready values.
+
+    request: model (folder), dtype, adapter (folder), config (changes of its configuration), device_map (key -> device as
+    text), quantized (module paths), quant (format), free ([device, bytes] pairs, GPUs first).
+    Returns {"runs": False, "why": text} if PEFT makes no plan, else map, budgets and required as [device or path, value]
+    pairs, total_bytes, largest ([path, bytes] of the layer that accelerate keeps room for), steps (accelerate's own lines).
+    """
+    base = empty_base(request["model"], request["dtype"])
+    for path in request["quantized"]:
+        weight = base.get_submodule(path).weight
+        # A packed weight has one byte for a number in 8 bits and for two numbers in 4 bits; its scales are no parameters.
+        numel = weight.numel()
+        setattr(base.get_submodule(path), _PACKED, numel if request["quant"] == "int8" else (numel + 1) // 2)
+    base.hf_device_map = {key: int(text) if text.isdecimal() else text for key, text in request["device_map"].items()}
+    plan: dict[str, Any] = {"runs": False, "why": "PEFT loads the adapter without a plan of its own"}
+    free = dict(request["free"])
+    with _accelerate_sees(free), _peft_stops_at_its_map(plan), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            config = PeftConfig.from_pretrained(request["adapter"])
+            for name, value in request["config"].items():
+                setattr(config, name, value)
+            PeftModel.from_pretrained(base, request["adapter"], config=config, torch_device="cpu")
+        except _Planned:
+            pass
+        except Exception as exc:  # whatever PEFT raises for this adapter
+            plan["why"] = f"PEFT stops before its plan: {type(exc).__name__}: {str(exc).splitlines()[0][:300]}"
+    return plan
+
+
+def empty_base(folder: str, dtype: str) -> Any:
+    """Return transformers' model of a checkpoint on the meta device, with tied parameters."""
+    model = hf.probe(read_checkpoint(folder), dtype).model
+    by_id: dict[int, Any] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, value in held.items():
+                if value is None:
+                    continue
+                if id(value) not in by_id:
+                    empty = torch.empty(value.shape, dtype=value.dtype, device="meta")
+                    is_parameter = held is module._parameters
+                    by_id[id(value)] = torch.nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+                held[name] = by_id[id(value)]
+    model.tie_weights()
+    return model
+
+
+def _pack(model: Any) -> None:
+    """Give the marked linears weights of the packed size. PEFT computes with weights of the plain shape before (DoRA)."""
+    for module in model.modules():
+        nbytes = module.__dict__.pop(_PACKED, None)
+        if nbytes is not None:
+            packed = torch.empty((nbytes, 1), dtype=torch.uint8, device="meta")
+            module.weight = torch.nn.Parameter(packed, requires_grad=False)
+
+
+@contextlib.contextmanager
+def _peft_stops_at_its_map(plan: dict[str, Any]) -> Iterator[None]:
+    """PEFT's calls of accelerate go to accelerate, are recorded in `plan`, and the second one ends the load."""
+    if not hasattr(peft_model, "infer_auto_device_map") or not hasattr(peft_model, "get_balanced_memory"):
+        plan["why"] = "this PEFT release does not call accelerate for a map"
+        yield
+        return
+    balance, infer = peft_model.get_balanced_memory, peft_model.infer_auto_device_map
+
+    def balanced(model: Any, *args: Any, **options: Any) -> Any:
+        _pack(model)
+        return balance(model, *args, **options)
+
+    def inferred(model: Any, *args: Any, **options: Any) -> Any:
+        _pack(model)
+        budgets = dict(options.get("max_memory") or {})
+        printed, logged, largest = io.StringIO(), _Messages(), _Largest()
+        with largest, logged, contextlib.redirect_stdout(printed):
+            device_map = infer(model, *args, **{**options, "verbose": True})
+        plan.clear()
+        plan.update(
+            runs=True, map=[*map(list, device_map.items())], budgets=[*map(list, budgets.items())],
+            total_bytes=accelerate_modeling.compute_module_sizes(model)[""], largest=largest.first,
+            required=[[device, float(nbytes)] for device, nbytes in _REQUIRED.findall("\n".join(logged.texts))],
+            steps=[line for line in printed.getvalue().splitlines() if line],
+        )  # fmt: skip
+        raise _Planned
+
+    with patch.multiple(peft_model, get_balanced_memory=balanced, infer_auto_device_map=inferred):
+        yield
+
+
+# What accelerate is given ---------------------------------------------------------------------------------------------
+
+
+class _TorchWithGpus(types.ModuleType):
+    """torch for accelerate's planning on a machine that has no such GPU: the number of a device is a CUDA device."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__("torch")
+        self.cuda = types.SimpleNamespace(device_count=lambda: count, is_available=lambda: False)
+
+    def device(self, value: Any) -> Any:
+        return types.SimpleNamespace(type="cuda") if isinstance(value, int) else torch.device(value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextlib.contextmanager
+def _accelerate_sees(free: Mapping[int | str, int]) -> Iterator[None]:
+    """Make accelerate find these devices with this much free memory (bytes)."""
+    read = accelerate_modeling.get_max_memory
+    count = 1 + max((device for device in free if isinstance(device, int)), default=-1)
+
+    def get_max_memory(max_memory: Any = None) -> Any:
+        return dict(free) if max_memory is None else read(max_memory)
+
+    with patch.multiple(accelerate_modeling, torch=_TorchWithGpus(count), get_max_memory=get_max_memory):
+        yield
+
+
+# What accelerate says -------------------------------------------------------------------------------------------------
+
+
+class _Messages(logging.Handler):
+    """The texts that accelerate logs while this is open."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def __enter__(self) -> _Messages:
+        logger = logging.getLogger(LOGGER)
+        self._before = logger.level, logger.propagate
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        logger = logging.getLogger(LOGGER)
+        logger.removeHandler(self)
+        logger.level, logger.propagate = self._before
+
+
+class _Largest:
+    """The layer that accelerate keeps room for at the start: what its own function returns first."""
+
+    first: list[Any] | None = None
+
+    def __enter__(self) -> _Largest:
+        measure = accelerate_modeling.get_max_layer_size
+
+        def measured(*args: Any, **options: Any) -> Any:
+            nbytes, paths = measure(*args, **options)
+            if self.first is None:
+                self.first = [paths[0] if paths else "", nbytes]
+            return nbytes, paths
+
+        self._patch = patch.object(accelerate_modeling, "get_max_layer_size", measured)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._patch.stop()

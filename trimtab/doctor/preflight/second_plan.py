@@ -1,0 +1,257 @@
+"""PEFT's second plan for a map: whether it is made, the memory that it assumes, and its result.
+
+The map is that of the installed PEFT and accelerate (`peft_dispatch.py`, in a process of its own). The free memory that
+they would see is calculated here, line by line: what is free now, less the base and the adapter that are on the device by
+then. It is an upper bound: torch's cache (a map with "" moves the whole model through the GPU) and other programs take
+from it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trimtab.adapters.adapter import AdapterSpec
+from trimtab.adapters.keys import PEFT_HEAD
+from trimtab.adapters.patch import patched_config
+from trimtab.checkpoint.anatomy import DTYPE_BYTES
+from trimtab.doctor.preflight.adapter import AdapterReading
+from trimtab.doctor.preflight.device_map import OFF, MapReading
+from trimtab.doctor.preflight.shape import ModelShape, device_of
+from trimtab.doctor.preflight.unquantized import stock_bytes
+from trimtab.errors import gib
+from trimtab.process.runner import DONE, Outcome, run_inside
+
+Device = int | str
+ROOT = PEFT_HEAD.rstrip(".")
+LORA_BYTES = 4  # PEFT keeps adapters in float32
+TIMEOUT_S = 300.0
+_PUT = re.compile(r"Putting .* on (\S+)\.")
+_NO_ROOM = re.compile(r"Not enough space on (\S+) to put (\S+) .* size (\d+)\)\.")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the arithmetic."""
+
+    text: str
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondPlan:
+    """PEFT's own plan.
+
+    runs: whether it is made at all; why: the condition, or why there is none. steps: what accelerate prints while it
+    plans. device_map: the result, in the wrapped model's names. required: what accelerate's log line says for a device
+    that took nothing. free_bytes: of the first GPU as the plan would see it. moved_to_main_bytes, moved_off_bytes: what
+    changes sides against the user's map. offloaded_quantized: quantized linears that it takes off the accelerator.
+    all_on_cpu: everything is on the CPU. disk_keys: what it puts on disk, in the wrapped model's names.
+    """
+
+    runs: bool
+    why: str
+    lines: tuple[Line, ...] = ()
+    steps: tuple[str, ...] = ()
+    device_map: Mapping[str, Device] | None = None
+    required: Mapping[Device, int] | None = None
+    required_words: tuple[str, ...] = ()
+    free_bytes: int = 0
+    total_bytes: int = 0
+    moved_to_main_bytes: int = 0
+    moved_off_bytes: int = 0
+    offloaded_quantized: tuple[str, ...] = ()
+    all_on_cpu: bool = False
+    disk_keys: tuple[str, ...] = ()
+    is_split: bool = False
+
+
+@dataclass(frozen=True)
+class _Inferred:
+    """accelerate's answer, as `peft_dispatch.plan_of` gives it."""
+
+    device_map: dict[str, Device]
+    budgets: dict[Device, float]
+    required: dict[Device, float]
+    total_bytes: float
+    largest: tuple[str, float]
+    steps: tuple[str, ...]
+
+
+def second_plan(
+    shape: ModelShape, reading: MapReading, adapter: AdapterReading, free: Mapping[Device, int], *,
+    model: str | os.PathLike[str], dtype: str, python: str | os.PathLike[str] | None = None,
+) -> SecondPlan:  # fmt: skip
+    """Return the plan that PEFT of an interpreter (None: this one) makes for the first adapter on a base with this map.
+
+    free: device -> bytes free now, before the base is loaded: GPUs by number, then "cpu".
+    """
+    if not reading.is_split:
+        return SecondPlan(runs=False, why="nothing of the base is on the CPU or disk, so PEFT keeps the map")
+    lines, left = _free_then(reading, adapter.spec, free)
+    plan = run_peft(
+        {
+            "model": os.fspath(Path(model).absolute()) if os.path.isdir(model) else os.fspath(model), "dtype": dtype,
+            "adapter": os.fspath(Path(adapter.path).absolute()), "config": config_changes(adapter),
+            "device_map": reading.devices, "quantized": sorted(reading.quantized), "quant": shape.quant,
+            "free": [[device, nbytes] for device, nbytes in left.items()],
+        },
+        python,
+    )  # fmt: skip
+    if not plan["runs"]:
+        return SecondPlan(runs=False, why=plan["why"])
+    inferred = _Inferred(
+        dict(plan["map"]), dict(plan["budgets"]), {_device(name): nbytes for name, nbytes in plan["required"]},
+        plan["total_bytes"], tuple(plan["largest"]), tuple(plan["steps"]),
+    )  # fmt: skip
+    after = _devices_after(reading, inferred, adapter.spec)
+    moved = _moved(shape, reading, after)
+    gpus = [device for device in inferred.budgets if isinstance(device, int)]
+    offloaded = tuple(sorted(path for path in reading.quantized if after.get(f"{path}.weight") in OFF))
+    devices = set(map(str, inferred.device_map.values()))
+    return SecondPlan(
+        runs=True, why=f"the base has modules on the CPU or disk ({', '.join(reading.keys_on(*OFF)[:4])})",
+        lines=(*lines, *_budget_lines(inferred, left, gpus)), steps=inferred.steps, device_map=inferred.device_map,
+        required={device: int(nbytes) for device, nbytes in inferred.required.items()},
+        required_words=tuple(_required(inferred, device) for device in inferred.required),
+        free_bytes=int(left.get(gpus[0], 0)) if gpus else 0, total_bytes=int(inferred.total_bytes),
+        moved_to_main_bytes=moved["main"], moved_off_bytes=moved["off"], offloaded_quantized=offloaded,
+        all_on_cpu=devices == {"cpu"}, is_split=len(devices) > 1,
+        disk_keys=tuple(path for path, device in inferred.device_map.items() if device == "disk"),
+    )  # fmt: skip
+
+
+def config_changes(adapter: AdapterReading) -> dict[str, Any]:
+    """Return what PEFT's configuration needs so that it takes the adapter: no wrapper as a target. {} for one that does not fit."""
+    if adapter.spec is None:
+        return {}
+    config = adapter.spec.file.config
+    patched = patched_config(adapter.spec, adapter.plain_targets)
+    return {name: value for name, value in patched.items() if value != config.get(name)}
+
+
+def run_peft(request: Mapping[str, Any], python: str | os.PathLike[str] | None) -> dict[str, Any]:
+    """Return the result of `peft_dispatch.plan_of` in a separate process without a GPU."""
+    outcome = run_inside(
+        "trimtab.doctor.preflight.peft_dispatch", request, python=python, timeout_s=TIMEOUT_S,
+        environment={"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    if outcome.ended == DONE and outcome.lines:
+        return outcome.lines[0]
+    return {"runs": False, "why": f"PEFT could not be run there: {_last_line(outcome)}"}
+
+
+def _last_line(outcome: Outcome) -> str:
+    return (outcome.stderr.strip().splitlines() or [outcome.ended])[-1]
+
+
+def _device(text: str) -> Device:
+    return int(text) if text.isdecimal() else text
+
+
+def _free_then(
+    reading: MapReading, spec: AdapterSpec | None, free: Mapping[Device, int]
+) -> tuple[list[Line], dict[Device, int]]:
+    adapter = _adapter_bytes(reading, spec)
+    lines, left = [], {}
+    for device, nbytes in free.items():
+        name = "host memory available" if device == "cpu" else f"free on GPU {device}"
+        base, own = reading.bytes_on.get(str(device), 0), adapter[str(device)]
+        left[device] = nbytes - base - own
+        lines += [Line(f"{name} now", nbytes), Line("less the base that is loaded there", -base)]
+        if own:
+            lines.append(Line("less the adapter beside its layers, in float32", -own))
+        lines.append(Line("= what PEFT finds free", left[device]))
+    # accelerate asks the driver, which cannot report less than nothing: by then the load has already failed.
+    return lines, {device: max(nbytes, 0) for device, nbytes in left.items()}
+
+
+def _adapter_bytes(reading: MapReading, spec: AdapterSpec | None) -> Counter[str]:
+    nbytes: Counter[str] = Counter()
+    for target in spec.targets if spec is not None else ():
+        device = reading.tensor_devices.get(f"{target.module_path}.weight", reading.main)
+        numel = sum(entry.nbytes // DTYPE_BYTES[entry.dtype] for entry in target.tensors.values())
+        nbytes["cpu" if device in OFF else device] += LORA_BYTES * numel
+    return nbytes
+
+
+def _budget_lines(inferred: _Inferred, left: Mapping[Device, int], gpus: list[int]) -> list[Line]:
+    lines = []
+    for device in gpus:
+        budget = int(inferred.budgets[device])
+        share = f", {budget / left[device]:.0%} of what is free" if left.get(device) else ""
+        lines.append(Line(f"GPU {device}: budget that accelerate takes{share}", budget))
+        if device == gpus[0]:
+            path, nbytes = inferred.largest
+            lines.append(
+                Line(f"less the largest layer, to bring it back when it is offloaded ({_own(path)})", -int(nbytes))
+            )
+            lines.append(Line("= room for what is placed there", int(inferred.budgets[device] - nbytes)))
+    lines.append(Line("the model as accelerate counts it (no scales, LoRA in float32)", int(inferred.total_bytes)))
+    return lines
+
+
+def _required(inferred: _Inferred, device: Device) -> str:
+    """Return what the number of accelerate's log line is made of: the first thing that it tried and the largest layer."""
+    nbytes = int(inferred.required[device])
+    refused = [
+        match.groups() for match in map(_NO_ROOM.match, inferred.steps) if match and match.group(1) == str(device)
+    ]
+    if not refused:
+        return f"{device}: {nbytes} bytes required"
+    path = refused[-1][1]
+    size = max(
+        int(nbytes) for _, path_refused, nbytes in refused if path_refused == path
+    )  # with what is tied to it, if anything is
+    rest, share = nbytes - size, 100 * (nbytes - size) / nbytes if nbytes else 0.0
+    kept = f"{rest} for the largest layer ({_own(inferred.largest[0])}, {share:.1f} %)" if rest else "nothing kept back"
+    return (
+        f"{device}: {nbytes} bytes required = {size} for {_own(path)}, the first module that was tried, + {kept}. It says "
+        "what one placement would need, not how much memory is missing"
+    )
+
+
+def _own(path: str) -> str:
+    return path.removeprefix(f"{ROOT}.")
+
+
+def _devices_after(reading: MapReading, inferred: _Inferred, spec: AdapterSpec | None) -> dict[str, str]:
+    """Return tensor_path -> device by the second plan; tensors that it forgets stay where they are (not dispatched)."""
+    lora = {target.module_path for target in spec.targets if target.kind != "saved"} if spec is not None else set()
+    after = {}
+    for tensor in reading.tensor_devices:
+        module, _, name = tensor.rpartition(".")
+        inside = f"{module}.base_layer.{name}" if module in lora else tensor
+        device = device_of(f"{ROOT}.{inside}", inferred.device_map)
+        after[tensor] = reading.tensor_devices[tensor] if device is None else str(device)
+    return after
+
+
+def _moved(shape: ModelShape, reading: MapReading, after: Mapping[str, str]) -> dict[str, int]:
+    moved = {"main": 0, "off": 0}
+    for tensor, nbytes in stock_bytes(shape, reading.quantized).items():
+        was_off, is_off = reading.tensor_devices[tensor] in OFF, after[tensor] in OFF
+        if was_off != is_off:
+            moved["off" if is_off else "main"] += nbytes
+    return moved
+
+
+def arithmetic_text(second: SecondPlan) -> str:
+    """Return the lines of the arithmetic, the map and the log line explained."""
+    if not second.runs:
+        return f"No second plan by PEFT: {second.why}"
+    lines = [f"PEFT plans again: {second.why}"]
+    lines += [f"  {line.text:78} {line.bytes:>16,} B  {gib(line.bytes):>11}" for line in second.lines]
+    placed = Counter(match.group(1) for match in map(_PUT.match, second.steps) if match)
+    lines += [f"  {count} module{'' if count == 1 else 's'} put on {device}" for device, count in placed.items()]
+    lines += [f"  {words}" for words in second.required_words]
+    shown = list((second.device_map or {}).items())
+    lines += [f"  its map: {', '.join(f'{path!r}: {device!r}' for path, device in shown[:8])}"]
+    if len(shown) > 8:
+        lines[-1] += f" and {len(shown) - 8} more keys"
+    return "\n".join(lines)

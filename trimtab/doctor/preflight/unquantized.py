@@ -1,0 +1,52 @@
+"""The linears that the stock stack leaves unquantized, and the bytes of each tensor of the loaded model.
+
+The bytes are real ones, scales included; accelerate's own count of the same model is in `peft_dispatch.py`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trimtab.checkpoint.anatomy import DTYPE_BYTES, ModuleRow
+from trimtab.doctor.preflight.shape import ModelShape
+from trimtab.planning.values.byte_sizes import packed_bytes
+
+
+def stock_kept(shape: ModelShape, *, takes_map: bool) -> dict[str, str]:
+    """Return module_path -> reason of the linears that the stock stack leaves unquantized.
+
+    takes_map: whether the map's CPU and disk keys count (llm_int8_enable_fp32_cpu_offload with a map as a dict).
+    """
+    if shape.quant == "none":
+        return {}
+    reasons = {row.module_path: row.why_unquantized for row in shape.anatomy.rows if row.why_unquantized}
+    # A checkpoint that is already packed stays packed where it is packed, whatever the map says.
+    if takes_map and shape.anatomy.prequantized is None:
+        for path, key in shape.skipped_by_key.items():
+            reasons.setdefault(path, f"the map's key {key!r} is on the CPU or disk")
+    return reasons
+
+
+def quantized_paths(shape: ModelShape, kept: Mapping[str, str]) -> frozenset[str]:
+    """Return the linears whose weight the stock stack quantizes."""
+    return frozenset(row.module_path for row in shape.anatomy.rows if row.quantized and row.module_path not in kept)
+
+
+def weight_bytes(row: ModuleRow, kind: str) -> int:
+    """Return the bytes of a linear's weight in a format, scales included."""
+    weight = row.weight
+    return 0 if weight is None else packed_bytes(weight.shape, kind, weight.dtype)
+
+
+def stock_bytes(shape: ModelShape, quantized: frozenset[str]) -> dict[str, int]:
+    """Return tensor_path -> the bytes it really takes in the loaded stock model, scales included; no tied copies."""
+    rows, sizes = shape.anatomy.by_path(), {}
+    for module in shape.modules:
+        for own in module.tensors:
+            if own.tied_to is not None:
+                continue
+            size = own.numel * DTYPE_BYTES.get(own.dtype, 4)
+            if own.name == "weight" and module.module_path in quantized:
+                size = weight_bytes(rows[module.module_path], shape.quant)
+            sizes[f"{module.module_path}.{own.name}".lstrip(".")] = size
+    return sizes

@@ -1,0 +1,1 @@
+"""Is a known bug here?"""

@@ -1,0 +1,89 @@
+"""The process that runs probes: one after the other, each result reported immediately.
+
+It runs in any interpreter. A probe that hangs is ended by the interpreter's own watchdog, which also ends native code.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trimtab.doctor.catalogue import read_entry
+from trimtab.doctor.facts.bug import NOT_APPLICABLE, STATES, UNKNOWN, Seen
+from trimtab.doctor.facts.probe_kit import Kit, failure, quiet
+
+STACK = ("torch", "transformers", "accelerate", "bitsandbytes", "peft")
+
+
+def main(request: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
+    """Tell {"event": "start", "id"} and {"event": "seen", "id", "state", "evidence", "seconds"} for every file.
+
+    request: files (paths of catalogue entries), folder (where probes may write), timeout_s (for one probe), gpu_hidden:
+    whether an entry that wants a GPU is left for a process that may see it, which a torch without one makes needless.
+    """
+    kit = Kit(Path(request["folder"]))
+    modules = [read_entry(Path(file)) for file in request["files"]]
+    _import_stack(kit, {affected.package for module in modules for affected in module.BUG.affected})
+    home = os.getcwd()
+    for module in modules:
+        if request["gpu_hidden"] and getattr(module, "NEEDS_GPU", False) and _is_built_for_gpu(kit):
+            continue
+        emit({"event": "start", "id": module.BUG.id})
+        started = time.monotonic()
+        faulthandler.dump_traceback_later(request["timeout_s"], exit=True, file=sys.stderr)
+        seen = _seen(module, kit)
+        faulthandler.cancel_dump_traceback_later()
+        os.chdir(home)
+        gc.collect()
+        emit(
+            {"event": "seen", "id": module.BUG.id, "state": seen.state, "evidence": seen.evidence}
+            | {"seconds": round(time.monotonic() - started, 3)}
+        )
+
+
+def _import_stack(kit: Kit, packages: set[str]) -> None:
+    """Import what probes need, before the first one's clock starts; a broken package shows in its own probes."""
+    for package in STACK:
+        if package in packages and kit.has(package):
+            try:
+                importlib.import_module(package)
+            except Exception as error:
+                print(failure(error), file=sys.stderr)
+    # The million objects of the stack stay: without them a collection after each probe is quick.
+    gc.collect()
+    gc.freeze()
+
+
+def _is_built_for_gpu(kit: Kit) -> bool:
+    if not kit.has("torch"):
+        return False
+    import torch
+
+    return bool(torch.version.cuda or torch.version.hip)
+
+
+def _seen(module: ModuleType, kit: Kit) -> Seen:
+    """Return what the probe saw; any error that it did not expect is "unknown" with that error."""
+    for affected in module.BUG.affected:
+        if not kit.has(affected.package):
+            return Seen(NOT_APPLICABLE, f"{affected.package} is not installed")
+    try:
+        with quiet():
+            seen = module.probe(kit)
+    except ModuleNotFoundError as error:
+        if error.name in STACK:
+            return Seen(NOT_APPLICABLE, f"{error.name} is not installed")
+        return Seen(UNKNOWN, failure(error))
+    except Exception as error:
+        return Seen(UNKNOWN, failure(error))
+    if seen.state not in STATES:
+        return Seen(UNKNOWN, f"the probe said {seen.state!r}, which is no state")
+    return Seen(seen.state, seen.evidence)

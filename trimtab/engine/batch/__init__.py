@@ -1,0 +1,1 @@
+"""How are rows decoded together, and how are tokens sampled?"""

@@ -1,0 +1,561 @@
+"""A batch: requests with their own adapter, length and sampling, decoded one step at a time for all of them.
+
+    batch = Batch(model, rows=8)
+    prompt = batch.begin(inputs, request, adapter="medical")
+    while not prompt.step(): ...         # in pieces, so that the other rows' steps can run between them
+    row = batch.join(prompt)             # its first token is drawn
+    for drawn in batch.step(): ...       # one token of every row
+    batch.leave(row)
+
+Nothing of a prompt waits for the device before `join` does. A scheduler that gives the device a piece of a prompt while a step is
+on its way calls `batch.step(behind)`; a prompt that went through there is `place`d, which frees the place for the next one, and
+joins when the next step is on its way.
+
+Rows stand close together from row 0 on: a row that leaves is filled by the last one, so that a step computes no empty
+rows. The same row numbers would change then, so a request is known by the `Row` object it got. Not thread-safe: whoever
+schedules calls from one thread. A row alone computes what `LoadedModel.generate` computes up to rounding: attention
+reads a fixed number of places, where a growing cache has exactly as many as there are tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.batch import sampling as hf_generate
+from trimtab.engine.batch.request import Constraint, Drawn, First, Prompt, Row
+from trimtab.engine.chat.prompt import Inputs, fitted
+from trimtab.engine.cuda import finite
+from trimtab.engine.decode import batch_invariant as company
+from trimtab.engine.decode import decode_step
+from trimtab.engine.kernels.embed_and_logits import with_likeliest
+from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv.batch_state import BatchState, StepBuffers
+from trimtab.engine.kv.pages import RowPages
+from trimtab.engine.prefill import prefill as prefill_graphs
+from trimtab.engine.prefill import prefix_cache
+from trimtab.engine.prefill import stock_pass as hf_own_pass
+from trimtab.engine.prefill.warm_up import CaptureAhead
+from trimtab.errors import DeviceError, RequestError
+from trimtab.planning.memory.activations import row_cache_bytes
+from trimtab.planning.values.byte_sizes import ALLOCATION_BYTES
+from trimtab.planning.values.kv_pool import pool_tokens
+from trimtab.request import GenerateRequest
+
+if TYPE_CHECKING:
+    from trimtab.engine.lora.host_adapter import HeldAdapter
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A step that was queued before anybody asked for it. expected: row -> (its place, its tokens, the last of them, its
+    adapter) when the step is right for it."""
+
+    greedy: Tensor
+    logits: Tensor
+    expected: dict[Row, tuple[int, int, int, tuple[str, int] | None]]
+
+
+@dataclass(eq=False)
+class Batch:
+    """Up to `rows` requests of one loaded model, decoded together.
+
+    context_tokens: positions of a row; None is the plan's context. decode: how a step is computed, as in `DecodeStep`;
+    None is the model's mode. active: the rows that decode. placed: rows whose prompts are complete, in order, each with a
+    place behind the active ones.
+    Errors: RequestError for less than one row; DeviceError at the first `join` for a family whose state cannot be kept per
+    row.
+    """
+
+    model: Any
+    rows: int
+    context_tokens: int | None = None
+    decode: str | None = None
+    active: list[Row] = field(default_factory=list)
+    placed: list[Row] = field(
+        default_factory=list
+    )  # prompts that are through, in their order, each with a place behind the active rows
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise RequestError("a batch has at least one row", field="rows", value=self.rows)
+        self.context_tokens = self.context_tokens or self.model.context_tokens
+        self.ends = frozenset(hf_generate.end_token_ids(self.model.hf_model))
+        self.cache = hf_slots.SlotCache(
+            self.rows, self.context_tokens, self.model.device, kv_tokens=self.model.plan.request.kv_tokens,
+            kv=self.model.plan.request.kv, bytes_of=partial(_kv_bytes, self.model, self.context_tokens, self.rows),
+        )  # fmt: skip
+        self.pages = RowPages(self.cache, self.context_tokens)
+        self.tokens = torch.zeros(self.rows, 1, dtype=torch.long, device=self.model.device)
+        self._top: dict[Row, int | None] = {}
+        # Python needs as long between two steps as a fast device for one of them: it computes the next meanwhile.
+        self._ahead: _Ahead | None = None
+        self._told = False  # whether `tokens` holds what the lists of tokens end with, not what a step has gone on to
+        self._read = torch.empty(self.rows, dtype=torch.long, pin_memory=self.model.device.type == "cuda")
+        mode = self.decode or self.model.decode
+        self.is_invariant = bool(self.model.plan.request.batch_invariant)
+        self.steps = decode_step.DecodeStep(
+            self.model, StepBuffers(self.tokens, self.cache, self.rows, self.context_tokens), mode
+        )
+        self.prompts = prefill_graphs.Prompts(self, "eager" if mode == "eager" else "auto")
+        self.prefixes = prefix_cache.Prefixes(self)
+        self.captures_ahead = CaptureAhead(self)
+
+    def prepare(self, expected: Iterable[HeldAdapter] = ()) -> None:
+        """Capture the steps and prompts that the first requests would otherwise wait for; see `CaptureAhead.prepare`."""
+        self.captures_ahead.prepare(expected)
+
+    @contextmanager
+    def stand_ins(self, token: int) -> Iterator[None]:
+        """Fill every row with a computed prompt of one token while the block runs. A row is cleared when a request gets it."""
+        prompt = self.begin(self.model.prepare([token]), GenerateRequest(max_new_tokens=1), client=None)
+        while not prompt.step():
+            pass
+        one = prompt.row
+        try:
+            for number in range(self.rows):
+                self._fill(number, prompt)
+                self.active.append(Row(None, one.request, one.sampler, [token, token], 1, number))
+            yield
+        finally:
+            self.active.clear()
+            self.pages.forget_all(one)
+            self.prompts.release(prompt)
+            self.cache.positions.zero_()
+            self.model.adapter_store.none()
+
+    @property
+    def free_rows(self) -> int:
+        """How many more requests can join."""
+        return self.rows - len(self.active) - len(self.placed)
+
+    def begin(
+        self, inputs: Inputs, request: GenerateRequest, *, adapter: str | None = None,
+        top_logprobs: int | None = None, constraint: Constraint | None = None, client: str | None = "", group: str = "",
+    ) -> Prompt:  # fmt: skip
+        """Return a prompt to be computed. Nothing is computed yet, and no row is taken.
+
+        inputs: of `LoadedModel.prepare`; those of a text may be on the host. top_logprobs: how many of the most likely tokens to
+        report with each token (0: only the token itself; None: none). constraint: (token ids so far, logits [V]) -> logits,
+        applied before sampling. client: the owner of cached prefixes, where the model has a prefix cache; None uses no cache.
+        group: requests with the same prompt, media and adapter share the first one's computation.
+        Errors: RequestError if prompt and answer exceed the context, or for an adapter that is not loaded.
+        """
+        request = fitted(self.model, inputs, request)
+        if adapter is not None and adapter not in self.model.adapter_store.names:
+            raise RequestError(
+                "no adapter of this name is loaded", field="adapter", value=adapter, allowed=self.model.adapters
+            )
+        sampler = hf_generate.Sampler(request, self.model.device)
+        row = Row(
+            adapter, request, sampler, list(inputs.token_ids), inputs.prompt_tokens, constraint=constraint, client=client,
+            group=group,
+        )  # fmt: skip
+        return Prompt(self, inputs, row, top_logprobs)
+
+    def _fork(self, prompt: Prompt) -> bool:
+        """Use the prompt of a row of the same group, if its states are complete. Returns whether there is one."""
+        row = prompt.row
+        if not row.group:
+            return False
+        for one in (*self.placed, *self.active):
+            # A ring keeps the window before the next token: after one step more it lacks the oldest position.
+            is_whole = one.written <= one.prompt_tokens + 1 or not self.cache.has_rings
+            if one.group == row.group and one.adapter == row.adapter and one.logits is not None and is_whole:
+                prompt.source, prompt.logits, prompt.done_tokens = one, one.logits, row.prompt_tokens
+                prompt.chunk_tokens, row.shared_tokens = 0, row.prompt_tokens
+                return True
+        return False
+
+    def _prefill(self, prompt: Prompt, most_tokens: int | None = None) -> bool:
+        if self.is_invariant:  # what a step of others leaves time for cuts no prompt
+            company.check_turn(self.prompts, prompt)
+            most_tokens = company.piece_tokens(self)
+        if self.prompts.takes(prompt):
+            return self.prompts.step(prompt, most_tokens)
+        return hf_own_pass.step(self, prompt, most_tokens)
+
+    def place(self, prompt: Prompt) -> None:
+        """Give a complete prompt a row behind the active ones, and queue the sampling of its first token, unless its last token
+        goes through with a step (`Prompt.is_open`).
+
+        Nothing waits for the device, and another prompt can be computed. Errors: RequestError if no row is free.
+        """
+        if prompt.logits is None and not prompt.is_open:
+            raise RequestError("the prompt is not complete yet", field="prompt")
+        if not self.free_rows:
+            raise RequestError("every row of the batch is taken", field="rows", value=self.rows)
+        while prompt.done_tokens < prompt.inputs.prompt_tokens and not prompt.is_open:
+            self._prefill(prompt)  # another prompt took the place where its states were
+        number = self._places_behind(1)[0]
+        self._fill(number, prompt)
+        self.prompts.release(prompt)
+        self._is_placed(prompt, number)
+
+    def place_together(self, prompts: Sequence[Prompt], most_tokens: int | None = None) -> tuple[list[Prompt], int]:
+        """Compute several waiting prompts in one pass, the first among them, and give each a row behind the active ones.
+
+        Returns these prompts and the number of computed tokens, padding included; an empty list and 0 if the first one is
+        computed alone (`Prompt.step`).
+        """
+        together = self.prompts.packs.choose(prompts, most_tokens)
+        if together is None:
+            return [], 0
+        self.pages.reserve(*(prompt.row for prompt in together.prompts))
+        numbers = self._places_behind(len(together.prompts))
+        for number in numbers:
+            self.prompts.evict(number, None)
+        with self.pages.unbound_on_error(numbers):
+            all_logits = self.prompts.packs.run(together, numbers)
+        for prompt, number, logits in zip(together.prompts, numbers, all_logits, strict=True):
+            prompt.logits, prompt.done_tokens, prompt.offset = logits, prompt.inputs.prompt_tokens, 0
+            self.cache.place(number, prompt.done_tokens)
+            self._is_placed(prompt, number)
+        return list(together.prompts), together.tokens
+
+    def _places_behind(self, count: int) -> list[int]:
+        """Return the numbers of so many free rows behind the active and the placed ones."""
+        number = max([len(self.active), *(one.number + 1 for one in self.placed)])
+        if number + count > self.rows:
+            self._close_up()
+            number = len(self.active) + len(self.placed)
+        return list(range(number, number + count))
+
+    def _is_placed(self, prompt: Prompt, number: int) -> None:
+        prompt.row.number, prompt.row.written = number, prompt.done_tokens
+        self.placed.append(prompt.row)
+        if prompt.is_open:
+            return
+        assert prompt.logits is not None
+        if prompt.row.group:
+            prompt.row.logits = prompt.logits
+        prompt.first = self._first(prompt.row, prompt.logits)
+
+    def _first(self, row: Row, logits: Tensor) -> First:
+        token, why = with_likeliest(logits)[1], None
+        if row.constraint is None and not row.sampler.is_greedy:
+            try:
+                token = torch.where(token < 0, token, row.sampler.queue(row.token_ids, logits))
+            except Exception as exc:  # told where the row is asked for its token
+                why = exc
+        on_gpu = self.model.device.type == "cuda"
+        host = torch.empty((), dtype=torch.long, pin_memory=on_gpu)
+        host.copy_(token, non_blocking=True)
+        event = torch.cuda.Event() if on_gpu else None
+        if event is not None:
+            event.record()
+        return First(host, event, why)
+
+    def _close_up(self) -> None:
+        """Move placed prompts down, in their order, to where rows have left."""
+        for number, row in enumerate(self.placed, len(self.active)):
+            if row.number != number:
+                self.cache.move(row.number, number)
+                row.number = number
+
+    def join(self, prompt: Prompt) -> Drawn:
+        """Make a complete prompt an active row and return its first token.
+
+        Errors: RequestError if no row is free, or if an earlier placed prompt has not joined.
+        """
+        if prompt.is_open:
+            raise RequestError("the next step computes its last token", field="prompt", value=prompt.row.number)
+        if prompt.first is None:
+            self.place(prompt)
+        row, first, logits = prompt.row, prompt.first, prompt.logits
+        assert first is not None and logits is not None
+        self._activate(prompt)
+        with self._leaving_on_error(row):
+            if first.event is not None:
+                first.event.synchronize()
+            if first.why is not None:
+                raise first.why
+            token = self._draw(row, logits, int(first.token))
+            self._commit(token)
+            self.prefixes.joined(prompt)
+            self.tokens[row.number, 0].fill_(token.token_id)  # an assignment would wait for the device
+        prompt.logits, prompt.cache, prompt.first = None, None, None
+        return token
+
+    def enter(self, prompt: Prompt) -> None:
+        """Make a placed prompt an active row whose last token goes through with the next step (`Prompt.is_open`). Nothing waits for
+        the device. Errors: as `join`."""
+        row = prompt.row
+        if not prompt.is_open:
+            raise RequestError("the prompt is not complete yet", field="prompt")
+        self._activate(prompt)
+        with self._leaving_on_error(row):
+            self.prefixes.joined(prompt)
+            self.tokens[row.number, 0].fill_(row.token_ids[-1])
+        prompt.cache = None
+
+    @contextmanager
+    def _leaving_on_error(self, row: Row) -> Iterator[None]:
+        """Let a row leave if the block fails: without a token it could not take part in a step."""
+        try:
+            yield
+        except BaseException:
+            row.reuse = None  # what failed is not cached
+            self.leave(row)
+            raise
+
+    def _activate(self, prompt: Prompt) -> None:
+        row = prompt.row
+        if not self.placed or self.placed[0] is not row:
+            raise RequestError("prompts join in the order of their placement", field="prompt", value=row.number)
+        if row.number != len(self.active):  # a row has left since
+            self.cache.move(row.number, len(self.active))
+            row.number = len(self.active)
+        self.placed.pop(0)  # where the move failed it still leaves as a placed one, and its pages with it
+        self.active.append(row)
+        self._top[row] = prompt.top_logprobs
+
+    def _fill(self, number: int, prompt: Prompt) -> None:
+        self.prompts.evict(number, prompt)
+        if prompt.source is None and self.prompts.holds(prompt):
+            self.cache.take(number, prompt.done_tokens, offset=prompt.offset)
+            return
+        self.pages.bind(prompt.row, number)
+        if prompt.source is not None:
+            self.cache.copy(prompt.source.number, number, prompt.row.prompt_tokens)
+            return
+        try:
+            self.cache.fill(number, prompt.cache, prompt.done_tokens, offset=prompt.offset)
+        except hf_slots.UnsupportedLayersError as exc:
+            raise DeviceError(
+                f"this family cannot be batched: {exc}", device=str(self.model.device),
+                hint="Run the requests one at a time",
+            ) from exc  # fmt: skip
+
+    def step(self, behind: Callable[[], bool] | None = None) -> list[Drawn]:
+        """Return the next token of every unfinished row, in the order of the rows. A row without a token gets an `error`.
+
+        behind: called after the step is queued and before anything waits for it. It may compute prompts and let them join, and
+        returns whether it gave the device work. If it did not, or without it, the next step may be queued. Errors: RequestError
+        if a layer cannot apply different adapters to different rows.
+        """
+        going = [row for row in self.active if row.finish is None]
+        if not going:
+            return []
+        self.prefixes.flush()
+        places = {row: row.number for row in self.active}
+        ahead, self._ahead = self._ahead, None
+        has_moved = False
+        if ahead is not None and self._is_right(ahead):
+            logits, greedy = ahead.logits, ahead.greedy
+            places = {row: expected[0] for row, expected in ahead.expected.items()}
+            has_moved = self._told  # a row that left was filled by another
+        else:
+            if ahead is not None:
+                self.tell_tokens()  # it had gone on to tokens that nobody drew
+            logits, greedy = self._forward()
+        # From here on the step counts as done: if memory ran out before, the same one can be done again.
+        self._advance()
+        self._keep_first_logits(going, places, logits)
+        wrote_tokens = self.steps.wrote_tokens
+        queued, failed = self._queue_draws(going, places, logits, greedy, write=wrote_tokens and not has_moved)
+        if has_moved and wrote_tokens:
+            self._write_moved(queued, places)
+        tokens, has_tuned = self._read_tokens(queued, going, places, look_ahead=not failed, behind=behind)
+        sampled = []
+        for row in going:
+            try:
+                if row in failed:
+                    raise failed[row]
+                sampled.append(self._draw(row, logits[places[row]], tokens[places[row]]))
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as exc:  # a panic of llguidance, which masks tokens, is no Exception
+                row.error, row.finish = exc, "error"
+        for one in sampled:
+            self._commit(one)
+        if self._ahead is None and (
+            has_tuned or not wrote_tokens or any(d.token_id != tokens[places[d.row]] for d in sampled)
+        ):
+            self.tell_tokens()
+        return sampled
+
+    def _queue_draws(
+        self, going: Sequence[Row], places: dict[Row, int], logits: Tensor, greedy: Tensor, *, write: bool
+    ) -> tuple[Tensor, dict[Row, Exception]]:  # fmt: skip
+        """Return the token of each row on the device, [count] int64, and the rows that cannot be sampled, with the reason.
+
+        A token is the most likely one or a sampled one; -1 if there is none. Nothing waits for them. `write`: sampled tokens
+        replace the most likely ones that a captured step has written for the next step.
+        """
+        drawing = [row for row in going if row.constraint is None and not row.sampler.is_greedy]
+        failed: dict[Row, Exception] = {}
+        if not drawing:
+            return greedy, failed
+        chosen = greedy.clone()
+        for row in drawing:
+            at = places[row]
+            try:
+                token = row.sampler.queue(row.token_ids, logits[at])
+                chosen[at].copy_(torch.where(greedy[at] < 0, greedy[at], token))
+            except Exception as exc:
+                failed[row] = exc
+        if write:
+            self.tokens[: chosen.shape[0], 0].copy_(chosen.clamp_min(0))
+        return chosen, failed
+
+    def _write_moved(self, queued: Tensor, places: dict[Row, int]) -> None:
+        """Write the tokens of a step whose rows have moved since to where the next one reads them. queued: by the places then."""
+        order = torch.tensor([places[row] for row in self.active]).to(queued.device, non_blocking=True)
+        self.tokens[: len(self.active), 0].copy_(queued.index_select(0, order).clamp_min(0))
+
+    def _read_tokens(
+        self, greedy: Tensor, going: Sequence[Row], places: dict[Row, int], *, look_ahead: bool,
+        behind: Callable[[], bool] | None = None,
+    ) -> tuple[list[int], bool]:  # fmt: skip
+        """Return the tokens by the places that rows had in the step, and whether the next step was queued or attempted.
+
+        This is the step's only wait for the device, which can compute the next step during it. The logits of this step are
+        overwritten then, so only rows that no longer need them look ahead.
+        """
+        count = greedy.shape[0]
+        self._read[:count].copy_(greedy, non_blocking=True)
+        read = None
+        if self._read.is_pinned():
+            read = torch.cuda.Event()
+            read.record()
+        outputs = None
+        is_busy = behind is not None and behind()
+        may = self.steps.may_look_ahead() and not self.prefixes.awaits_tokens
+        tries = look_ahead and not is_busy and may and self._will_go_on(going)
+        if tries:
+            # What goes wrong here goes wrong again when the step is asked for, and is named there.
+            with suppress(Exception):
+                self.prefixes.flush()
+                outputs = self.steps.run(self.state(ahead=True))
+        if read is not None:
+            read.synchronize()
+        token_ids: list[int] = self._read[:count].tolist()
+        if outputs is not None:
+            holders = self.model.adapter_store.holders
+            expected = {
+                row: (
+                    row.number, len(row.token_ids) + (row in going),
+                    token_ids[places[row]] if row in going else row.token_ids[-1],
+                    None if row.adapter is None else (row.adapter, holders[row.adapter].serial),
+                )
+                for row in self.active
+            }  # fmt: skip
+            self._ahead = _Ahead(outputs[1], outputs[0], expected)
+            self._told = False
+        return token_ids, tries
+
+    def _will_go_on(self, going: Sequence[Row]) -> bool:
+        """Whether the next step's tokens are already where it reads them, and some row needs another token."""
+        plain = all(row.constraint is None and self._top[row] is None for row in going)
+        return plain and any(len(row.answer_ids) + 1 < row.request.answer_tokens for row in going)
+
+    def _is_right(self, ahead: _Ahead) -> bool:
+        """Whether a queued step matches the requested one: the same tokens, adapters and rows."""
+        for row in self.active:
+            if row.finish is not None:
+                if row not in ahead.expected:
+                    return False
+                continue
+            adapter = None if row.adapter is None else (row.adapter, self.model.adapter_store.serial_of(row.adapter))
+            if ahead.expected.get(row, (0, 0, 0, None))[1:] != (len(row.token_ids), row.token_ids[-1], adapter):
+                return False
+        return not self.steps.has_placeholder(self.state())
+
+    def state(self, *, ahead: bool = False) -> BatchState:
+        """Return what the next step needs to know of the active rows. ahead: their last tokens are not in their lists yet."""
+        rows = self.active
+        return BatchState(
+            tuple(row.adapter for row in rows), tuple(row.token_ids[-1] for row in rows),
+            max(len(row.token_ids) for row in rows), ahead,
+        )  # fmt: skip
+
+    def logits(self) -> Tensor:
+        """Return [rows, V] float32 of one decode step of all rows, their last tokens written into the cache."""
+        if self._ahead is not None:
+            self._ahead = None
+            self.tell_tokens()
+        self.prefixes.flush()
+        logits, _ = self._forward()
+        self._advance()
+        self._keep_first_logits(self.active, {row: row.number for row in self.active}, logits)
+        self.tell_tokens()  # a captured step has gone on to the likeliest ones
+        return logits
+
+    def _forward(self) -> tuple[Tensor, Tensor]:
+        return self.steps.run(self.state())
+
+    def _advance(self) -> None:
+        assert self.context_tokens is not None
+        for row in self.active:
+            row.written += 1
+        # A row that has finished and not left yet goes on writing into its last place.
+        self.cache.positions[: len(self.active)].add_(1).clamp_(max=self.context_tokens - 1)
+
+    def _keep_first_logits(self, rows: Iterable[Row], places: dict[Row, int], logits: Tensor) -> None:
+        """Give the prefix cache the logits of prompts whose last token was computed by a step."""
+        for row in rows:
+            if row.written == row.prompt_tokens:
+                self.prefixes.first_logits(row, logits[places[row]])
+
+    def _draw(self, row: Row, logits: Tensor, token: int) -> Drawn:
+        if token < 0:
+            # A GPU that samples from such a row is lost for all of them.
+            raise finite.no_numbers(self.model.device, adapter=row.adapter)
+        if row.constraint is not None:
+            token = row.sampler.draw(row.token_ids, row.constraint(row.token_ids, logits))
+        top_count = self._top[row]
+        if top_count is None:
+            return Drawn(row, token)
+        logprobs = torch.log_softmax(logits, dim=-1)
+        values, ids = logprobs.topk(top_count) if top_count else (logprobs[:0], logprobs[:0])
+        top = tuple((int(place), float(value)) for place, value in zip(ids.tolist(), values.tolist(), strict=True))
+        return Drawn(row, token, float(logprobs[token]), top)
+
+    def _commit(self, sampled: Drawn) -> None:
+        row, token = sampled.row, sampled.token_id
+        row.token_ids.append(token)
+        if token in self.ends or token in row.request.stop_token_ids:
+            row.finish = "stop"
+        elif len(row.answer_ids) >= row.request.answer_tokens:
+            row.finish = "length"
+
+    def tell_tokens(self) -> None:
+        """Write each row's last token to where the next step reads it."""
+        self._told = True
+        tokens = torch.tensor([[row.token_ids[-1]] for row in self.active])
+        self.tokens[: len(self.active)].copy_(tokens, non_blocking=True)
+
+    def leave(self, row: Row) -> None:
+        """Remove a request; the last row takes its place. Errors: RequestError if it is not in the batch."""
+        if row in self.placed:
+            self.placed.remove(row)
+            self.pages.vacate(row)
+            return
+        if row not in self.active:
+            raise RequestError("this request is not in the batch", field="row", value=row.number)
+        self.prefixes.leaving(row)
+        last = self.active.pop()
+        del self._top[row]
+        number = self.pages.vacate(row)
+        if last is not row:
+            self.cache.move(last.number, number)
+            self.active[number] = last
+            last.number = number
+            self.tell_tokens()
+
+
+def _kv_bytes(model: Any, context_tokens: int, rows: int, held_rows: int) -> int:
+    """Return the bytes of a batch's keys and values in one piece, each tensor rounded up as torch does."""
+    layers, request = model.anatomy.kv_layers, model.plan.request
+    pool = pool_tokens(request.kv_tokens, rows=rows, context_tokens=context_tokens)
+    count = row_cache_bytes(
+        layers, request.dtype, rows=held_rows, context_tokens=context_tokens, pool=pool, kv=request.kv
+    )
+    return count + 2 * len(layers) * ALLOCATION_BYTES

@@ -1,0 +1,393 @@
+"""Generation: model inputs become text in one worker thread, delivered as it arrives.
+
+On a GPU steps are captured (`engine/decode/decode_step.py`); where they cannot be, and on a CPU, transformers' own generation runs.
+
+Pieces are whole characters and never part of a stop text. Closing the iterator, or Ctrl-C while waiting, ends the worker
+within one step; what it raises is raised here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.batch import sampling as hf_generate
+from trimtab.engine.chat.prompt import Inputs, check_fits, fitted
+from trimtab.errors import CheckpointError
+from trimtab.request import DEFAULT_NEW_TOKENS, GenerateRequest
+
+Finish = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """One token's log-probability (natural logarithm) under the model's own distribution.
+
+    token_id: of the answer. logprob: before penalties, temperature and truncation. top: the most likely (token id,
+    log-probability), as many as requested.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A delta: some text (possibly none yet) and the token ids that were decided since the last delta."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer.
+
+    text: without stop texts. token_ids: of the answer, its end token included. finish_reason: "stop", "length" or "cancelled".
+    prompt_tokens: length of the prompt. cached_tokens: tokens of the prompt whose keys and values came from the prefix
+    cache. max_new_tokens: the most that the answer could have. ttft_s: seconds to the first token; decode_s: seconds of
+    the other tokens; tokens_per_s: their rate. logprobs: one for each token, empty if not requested.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: Finish
+    prompt_tokens: int
+    ttft_s: float
+    decode_s: float
+    tokens_per_s: float
+    logprobs: tuple[TokenLogprob, ...] = ()
+    cached_tokens: int = 0
+    max_new_tokens: int = DEFAULT_NEW_TOKENS
+
+
+class Detokenizer:
+    """Turns token ids into text as they come: `push` gives what is sure, `finish` the rest.
+
+    A piece is held back while it ends in an incomplete character (the tokenizer shows U+FFFD) or in what may become a
+    stop text. stopped: a stop text was met; it and what follows are not part of the text. hidden: ids of the control tokens that
+    are left out (`hidden_ids`); None leaves out all. before: the tokens that the answer continues; its first token is decoded
+    after them.
+    """
+
+    # A character is at most 4 bytes, one token each at worst: a U+FFFD that stays longer is the model's own.
+    LONGEST_CHARACTER_TOKENS = 6
+    # Tokens without a text, such as control tokens, of which so many are decoded together with the next one.
+    MOST_EMPTY_TOKENS = 64
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        *,
+        hidden: Collection[int] | None = None,
+        before: Sequence[int] = (),
+    ) -> None:
+        self._stop, self._hidden = tuple(stop), hidden or ()
+        self._text_of = _decoder(tokenizer, hides_all=hidden is None)
+        self._ids = list(before[-self.LONGEST_CHARACTER_TOKENS :])
+        self._from, self._to = 0, len(self._ids)
+        self._held = ""
+        self.stopped = False
+        self.stop_text: str | None = None
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._text_of([token for token in ids if token not in self._hidden])
+
+    def push(self, token_id: int) -> str:
+        """Return the text that is now sure."""
+        self._ids.append(token_id)
+        # Decoded together with the tokens before: many tokenizers drop the space of a first token.
+        before, now = self._decode(self._ids[self._from : self._to]), self._decode(self._ids[self._from :])
+        waits = now.endswith("\ufffd") and len(self._ids) - self._to < self.LONGEST_CHARACTER_TOKENS
+        if len(now) <= len(before) or waits:
+            if len(self._ids) - self._to > self.MOST_EMPTY_TOKENS:
+                del self._ids[self._to :]  # every step would decode all of them again
+            return ""
+        self._from, self._to = self._to, len(self._ids)
+        return self._release(now[len(before) :])
+
+    def _release(self, text: str) -> str:
+        self._held += text
+        starts = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
+        if starts:
+            self.stop_text = min((self._held.find(stop), stop) for stop in self._stop if stop in self._held)[1]
+            sure, self._held, self.stopped = self._held[: min(starts)], "", True
+            return sure
+        keep = max((self._overlap(stop) for stop in self._stop), default=0)
+        sure, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return sure
+
+    def _overlap(self, stop: str) -> int:
+        """Return how many characters at the end of the held text may be the beginning of a stop text."""
+        longest = min(len(stop) - 1, len(self._held))
+        return next((size for size in range(longest, 0, -1) if self._held.endswith(stop[:size])), 0)
+
+    def finish(self) -> str:
+        """Return the text that was held back."""
+        if self.stopped:
+            return ""
+        before, now = self._decode(self._ids[self._from : self._to]), self._decode(self._ids[self._from :])
+        rest = self._release(now[len(before) :]) if len(now) > len(before) else ""
+        if self.stopped:
+            return rest
+        rest, self._held = rest + self._held, ""
+        return rest
+
+
+def hidden_ids(tokenizer: Any, shown: Collection[str]) -> frozenset[int]:
+    """Return the ids of the tokenizer's control tokens that are not `shown`. Takes milliseconds for thousands of them."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(token_id for token_id, token in added if token.special and token.content not in shown)
+
+
+def _decoder(tokenizer: Any, *, hides_all: bool) -> Callable[[list[int]], str]:
+    """Return the function from token ids to their text.
+
+    `decode` of a fast tokenizer is that of its `tokenizers` object behind checks of its arguments, which take ten times as long.
+    """
+    if hf_generate.decodes_plainly(tokenizer):
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=hides_all)
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=hides_all, clean_up_tokenization_spaces=False))
+
+    return decode
+
+
+@dataclass
+class _Stream:
+    """The queue between the worker and the consumer: generation adds tokens (`put`), the consumer reads until None."""
+
+    detokenizer: Detokenizer | None
+    end_ids: frozenset[int]
+    stop: threading.Event
+    queue: SimpleQueue[Piece | BaseException | None] = field(default_factory=SimpleQueue)
+    prompt_seen: bool = False
+    finish: Finish = "length"
+    logprobs: hf_generate.Logprobs | None = None
+
+    def put(self, value: Tensor) -> None:
+        if not self.prompt_seen:  # transformers puts the prompt first
+            self.prompt_seen = True
+            return
+        for token in value.reshape(-1).tolist():
+            if self.finish == "stop":  # transformers 5.23 has the next step under way before it hands a token out
+                return
+            logprobs = () if self.logprobs is None else (TokenLogprob(token, *self.logprobs.take(token)),)
+            self.take(token, logprobs)
+
+    def take(self, token: int, logprobs: tuple[TokenLogprob, ...] = ()) -> None:
+        """Hand out one decided token."""
+        ended = token in self.end_ids
+        text = self.detokenizer.push(token) if self.detokenizer is not None and not ended else ""
+        if ended or (self.detokenizer is not None and self.detokenizer.stopped):
+            self.finish = "stop"
+        self.queue.put(Piece(text, (token,), logprobs))
+
+    def end(self) -> None:
+        rest = self.detokenizer.finish() if self.detokenizer is not None else ""
+        if self.detokenizer is not None and self.detokenizer.stopped:
+            self.finish = "stop"
+        if rest:
+            self.queue.put(Piece(rest, ()))
+
+    def is_over(self) -> bool:
+        return self.stop.is_set() or self.finish == "stop"
+
+
+class Generation:
+    """One answer under way: iterate over its pieces, `close` to end it early. finish_reason is known at the end.
+
+    request: with max_new_tokens as a number.
+    """
+
+    def __init__(self, model: Any, inputs: Inputs, request: GenerateRequest) -> None:
+        self.request = fitted(model, inputs, request)
+        self._model, self._inputs = model, inputs
+        self._stop = threading.Event()
+        end_ids = {*hf_generate.end_token_ids(model.hf_model), *request.stop_token_ids}
+        self._stream = _Stream(detokenizer_of(model, request.stop), frozenset(end_ids), self._stop)
+        self._thread: threading.Thread | None = None
+        self.cached_tokens = 0
+
+    @property
+    def finish_reason(self) -> Finish:
+        return "cancelled" if self._stop.is_set() and self._stream.finish != "stop" else self._stream.finish
+
+    def __iter__(self) -> Iterator[Piece]:
+        self._thread = threading.Thread(target=self._run, name="trimtab-generate", daemon=True)
+        self._thread.start()
+        try:
+            while (item := self._stream.queue.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+            self._thread.join()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the worker within one step and wait for it."""
+        thread, self._thread = self._thread, None
+        if thread is not None and thread.is_alive():
+            self._stop.set()
+            thread.join()
+
+    def _run(self) -> None:
+        try:
+            rows = self._model.rows() if hasattr(self._model, "rows") else None
+            if rows is not None:
+                self._run_rows(rows)
+                return
+            _reset_request_state(self._model.hf_model)
+            if self.request.logprobs is not None:
+                self._stream.logprobs = hf_generate.Logprobs(self.request.logprobs)
+            hf_generate.generate(
+                self._model.hf_model, dict(self._inputs.tensors), self.request, streamer=self._stream,
+                is_over=self._stream.is_over, prefill_chunk_tokens=self._chunk(), device=self._model.device,
+                adapter=_adapter_of(self._model), logprobs=self._stream.logprobs,
+                kv=_kv_of(self._model),
+            )  # fmt: skip
+        except BaseException as exc:  # raised in the consumer's thread
+            self._stream.queue.put(exc)
+        finally:
+            self._stream.queue.put(None)
+
+    def _run_rows(self, batch: Any) -> None:
+        """Answer as the only row of a batch: its steps are captured, transformers' generation is not."""
+        prompt = batch.begin(
+            self._inputs,
+            self.request,
+            adapter=self._model.adapter_store.selection.name,
+            top_logprobs=self.request.logprobs,
+        )
+        while not prompt.step():
+            if self._stream.is_over():
+                return
+        first = batch.join(prompt)
+        self.cached_tokens = first.row.cached_tokens
+        try:
+            self._stream.take(first.token_id, logprobs_of(first))
+            while first.row.finish is None and not self._stream.is_over():
+                for sampled in batch.step():
+                    self._stream.take(sampled.token_id, logprobs_of(sampled))
+                if first.row.error is not None:
+                    raise first.row.error
+        finally:
+            batch.leave(first.row)
+
+    def _chunk(self) -> int | None:
+        """Return the prompt's piece size, None for one piece: an image or sound has to be in one with its tokens."""
+        chunk = getattr(self._model, "prefill_tokens", None)
+        return chunk if chunk and not self._inputs.has_media and self._inputs.prompt_tokens > chunk else None
+
+
+def _adapter_of(model: Any) -> str | None:
+    """Return the adapter that all rows use, None for the base and for what is no loaded model of ours."""
+    store = getattr(model, "adapter_store", None)
+    return None if store is None else store.selection.name
+
+
+def _kv_of(model: Any) -> str:
+    """Return the form of a model's keys and values; the bridge's models have no plan."""
+    plan = getattr(model, "plan", None)
+    return "full" if plan is None else str(plan.request.kv)
+
+
+def logprobs_of(sampled: Any) -> tuple[TokenLogprob, ...]:
+    """Return what a batch reports with a token, in an answer's form."""
+    return () if sampled.logprob is None else (TokenLogprob(sampled.token_id, sampled.logprob, sampled.top),)
+
+
+def detokenizer_of(model: Any, stop: Sequence[str]) -> Detokenizer | None:
+    """Return a detokenizer; a checkpoint without tokenizer answers token ids, and cannot watch for stop texts."""
+    try:
+        processor = model.processor
+    except CheckpointError:
+        if stop:
+            raise
+        return None
+    return Detokenizer(getattr(processor, "tokenizer", processor), stop)
+
+
+def _reset_request_state(hf_model: Any) -> None:
+    # Qwen-VL keeps the position offsets of the last request's pictures on the model.
+    for module in hf_model.modules():
+        if getattr(module, "rope_deltas", None) is not None:
+            module.rope_deltas = None
+
+
+def generate(model: Any, inputs: Inputs, request: GenerateRequest) -> Iterator[Piece]:
+    """Yield the answer in pieces. Errors: RequestError if prompt and answer exceed the context, before any work."""
+    return iter(Generation(model, inputs, request))
+
+
+class Timed:
+    """One answer in pieces, with its timings: iterate over it, then read `answer`.
+
+    Closing the iterator early ends the answer; `answer` then holds what came until then.
+    """
+
+    def __init__(self, model: Any, inputs: Inputs, request: GenerateRequest) -> None:
+        self._generation = Generation(model, inputs, request)
+        self._prompt_tokens = inputs.prompt_tokens
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._start = self._first = self._end = 0.0
+
+    def __iter__(self) -> Iterator[Piece]:
+        self._start = self._first = self._end = time.perf_counter()
+        try:
+            with closing(iter(self._generation)) as pieces:  # type: ignore[type-var]
+                for piece in pieces:
+                    if not self._token_ids:
+                        self._first = time.perf_counter()
+                    self._texts.append(piece.text)
+                    self._token_ids += piece.token_ids
+                    self._logprobs += piece.logprobs
+                    yield piece
+        finally:
+            self._end = time.perf_counter()
+
+    @property
+    def answer(self) -> Answer:
+        """The answer so far."""
+        decode_s = self._end - self._first
+        rate = (len(self._token_ids) - 1) / decode_s if len(self._token_ids) > 1 and decode_s > 0 else 0.0
+        return Answer(
+            text="".join(self._texts), token_ids=tuple(self._token_ids), finish_reason=self._generation.finish_reason,
+            prompt_tokens=self._prompt_tokens, ttft_s=self._first - self._start, decode_s=decode_s, tokens_per_s=rate,
+            logprobs=tuple(self._logprobs),
+            cached_tokens=self._generation.cached_tokens, max_new_tokens=self._generation.request.answer_tokens,
+        )  # fmt: skip
+
+
+def generate_text(model: Any, inputs: Inputs, request: GenerateRequest) -> Answer:
+    """Return the whole answer with its timings."""
+    timed = Timed(model, inputs, request)
+    for _ in timed:
+        pass
+    return timed.answer
+
+
+def logits(model: Any, inputs: Inputs) -> Tensor:
+    """Return teacher-forced logits of the whole prompt: [S, V] float32 on the CPU."""
+    check_fits(model, inputs, 0)
+    _reset_request_state(model.hf_model)
+    model.lend_prompt_room()
+    with torch.no_grad():
+        logits_of_prompt: Tensor = model.hf_model(**inputs.tensors, use_cache=False).logits
+    return logits_of_prompt[0].float().cpu()

@@ -1,0 +1,65 @@
+"""The one batch that a loaded model keeps between calls, so that a call does not capture again what the last one did.
+
+The plan counts one batch. A call with another number of rows gives the kept one back before it makes its own.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+import torch
+
+from trimtab.engine.batch.batch import Batch
+
+if TYPE_CHECKING:
+    from trimtab.engine.model import LoadedModel
+
+
+def single(model: LoadedModel) -> Batch | None:
+    """Return what `LoadedModel.rows` does, see there."""
+    # transformers' generation would not use the prefix cache.
+    keeps = model.prefix_cache is not None and model.prefix_cache.why_not is None
+    is_eager = model.decode == "eager" or (model.decode == "auto" and model.device.type != "cuda")
+    is_invariant = model.plan.request.batch_invariant
+    keeps |= is_invariant  # an answer alone is a row of as many as a batch has
+    if is_eager and not keeps:
+        return None
+    rows = model.plan.request.batch if is_invariant else 1
+    if model.batch_kept is not None and model.batch_kept.rows != rows:
+        forget(model)
+    if model.batch_kept is None and not model.own_fallbacks:
+        model.batch_kept = Batch(model, rows=rows)
+        if model.decode == "auto" and not model.batch_kept.steps.is_captured and not keeps:
+            model.own_fallbacks, model.batch_kept = tuple(model.batch_kept.steps.fallbacks), None
+    return model.batch_kept
+
+
+def take(model: LoadedModel, rows: int) -> Batch:
+    """Return an idle batch of so many rows, the kept one if it has as many. It is the caller's until `keep`."""
+    if model.batch_kept is None or model.batch_kept.rows != rows:
+        forget(model)
+        return Batch(model, rows=rows)
+    batch, model.batch_kept = model.batch_kept, None
+    return batch
+
+
+def keep(model: LoadedModel, batch: Batch) -> bool:
+    """Keep an idle batch for the next call if its steps are captured and it is the one that the plan counts. Returns whether it is
+    kept."""
+    is_idle = batch.free_rows == batch.rows and not batch.prompts.jobs
+    if model._loaded is None or not is_idle or not batch.steps.is_captured or batch.rows != model.plan.request.batch:
+        return False
+    model.batch_kept = batch
+    return True
+
+
+def forget(model: LoadedModel) -> None:
+    """Give the kept batch's memory back."""
+    if model.batch_kept is None:
+        return
+    model.batch_kept = None
+    model.lend_prompt_room()
+    gc.collect()  # a batch and its steps know each other
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,250 @@
+"""Sampling: transformers' own processors, with the values of this request and none of the file."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from trimtab.engine.cuda import finite
+from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.errors import DeviceError, RequestError
+from trimtab.request import GenerateRequest
+
+
+def decodes_plainly(tokenizer: Any) -> bool:
+    """Return whether this is a fast tokenizer with transformers' own `decode`, so that its backend's may be called instead."""
+    fast = transformers.PreTrainedTokenizerFast
+    return isinstance(tokenizer, fast) and all(
+        getattr(type(tokenizer), name) is getattr(fast, name) for name in ("decode", "_decode")
+    )
+
+
+def end_token_ids(model: Any) -> tuple[int, ...]:
+    """Return every token id that ends an answer, from the generation config or else the model's config."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
+    if ids is None:
+        return ()
+    return tuple(int(token) for token in ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+
+
+class _Over(transformers.StoppingCriteria):  # type: ignore[misc]
+    def __init__(self, is_over: Callable[[], bool]) -> None:
+        self.is_over = is_over
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        return torch.full((input_ids.shape[0],), self.is_over(), device=input_ids.device, dtype=torch.bool)
+
+
+class _Numbers(transformers.LogitsProcessor):  # type: ignore[misc]
+    """Leaves the logits as they are, and raises DeviceError where they are NaN or infinite."""
+
+    def __init__(self, adapter: str | None) -> None:
+        self.adapter = adapter
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        finite.check_logits(scores, adapter=self.adapter)
+        return scores
+
+
+class Logprobs(transformers.LogitsProcessor):  # type: ignore[misc]
+    """Keeps each step's log-probabilities, before penalties, temperature and cuts, until the step's token is known.
+
+    count: how many of the most likely tokens are reported with it.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._steps: deque[Tensor] = deque()  # [V] each; transformers 5.23 has one step more under way
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._steps.append(torch.log_softmax(scores[0].float(), dim=-1))
+        return scores
+
+    def take(self, token: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+        """Return the log-probability of the next step's token, and the most likely (token, log-probability)."""
+        logprobs = self._steps.popleft()
+        values, ids = logprobs.topk(self.count)
+        return float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True))
+
+
+class AnswerPenalties(transformers.LogitsProcessor):  # type: ignore[misc]
+    """Adds a bias to the logits of named tokens, and takes penalties from those of tokens that the answer already has.
+
+    The first call sees the prompt alone: what comes after it is the answer. Source: OpenAI's API reference, "Advanced usage",
+    logits[j] -= count[j] * frequency_penalty + (count[j] > 0) * presence_penalty; as vLLM does, tokens of the prompt are not
+    counted. Errors: RequestError for a token id that the model has no logit for.
+    """
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.presence, self.frequency = request.presence_penalty, request.frequency_penalty
+        self._bias = dict(request.logit_bias)
+        self._prompt_tokens: int | None = None
+        self._added: Tensor | None = None  # [V]
+
+    @classmethod
+    def of(cls, request: GenerateRequest) -> AnswerPenalties | None:
+        """Return the sampling of a request, None if it changes nothing."""
+        return cls(request) if request.presence_penalty or request.frequency_penalty or request.logit_bias else None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self._prompt_tokens is None:
+            self._prompt_tokens = input_ids.shape[-1]
+        if self._bias:
+            scores = scores + self._bias_of(scores)
+        answer = input_ids[:, self._prompt_tokens :]
+        if answer.shape[-1] and (self.presence or self.frequency):
+            counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
+            scores = scores - counts * self.frequency - (counts > 0).to(scores.dtype) * self.presence
+        return scores
+
+    def _bias_of(self, scores: Tensor) -> Tensor:
+        if self._added is None:
+            known = scores.shape[-1]
+            if max(self._bias) >= known:
+                raise RequestError(f"token ids are below {known}", field="logit_bias", value=max(self._bias))
+            ids = torch.tensor(list(self._bias), device=scores.device)
+            values = torch.tensor(list(self._bias.values()), device=scores.device, dtype=scores.dtype)
+            self._added = torch.zeros(known, device=scores.device, dtype=scores.dtype).index_copy_(0, ids, values)
+        return self._added
+
+
+class Sampler:
+    """Draws the tokens of one request: transformers' own processors in the order in which `generate` applies them.
+
+    The same seed draws what `generate` draws for a batch of one: each row has a generator of its own.
+    """
+
+    def __init__(self, request: GenerateRequest, device: torch.device) -> None:
+        self._processors = transformers.LogitsProcessorList()
+        self._looks_back = request.repetition_penalty is not None
+        self._ids: Tensor | None = None  # [1, n], the first `_known` of them what is known of the request's tokens
+        self._known = 0
+        if request.repetition_penalty is not None:
+            penalty = transformers.RepetitionPenaltyLogitsProcessor(penalty=request.repetition_penalty)
+            self._processors.append(penalty)
+        if (changes := AnswerPenalties.of(request)) is not None:
+            self._looks_back = True
+            self._processors.append(changes)
+        self._generator: torch.Generator | None = None
+        if request.temperature == 0:
+            return
+        self._generator = torch.Generator(device)
+        if request.seed is not None:
+            self._generator.manual_seed(request.seed)
+        else:
+            self._generator.seed()
+        if request.temperature != 1:
+            self._processors.append(transformers.TemperatureLogitsWarper(float(request.temperature)))
+        if request.top_k:
+            self._processors.append(transformers.TopKLogitsWarper(top_k=request.top_k))
+        if request.top_p is not None and request.top_p < 1:
+            self._processors.append(transformers.TopPLogitsWarper(top_p=request.top_p))
+        if request.min_p is not None:
+            self._processors.append(transformers.MinPLogitsWarper(min_p=request.min_p))
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it takes the most likely token as it is."""
+        return not self._processors and self._generator is None
+
+    def draw(self, token_ids: Sequence[int], logits: Tensor) -> int:
+        """Return the next token. token_ids: prompt and answer so far. logits: [V] float32. Errors: DeviceError if there is
+        none to draw."""
+        token = int(self.queue(token_ids, logits))
+        if token < 0:
+            raise DeviceError(
+                "every token has probability 0", device=str(logits.device), hint="Check the model's weights"
+            )
+        return token
+
+    def queue(self, token_ids: Sequence[int], logits: Tensor) -> Tensor:
+        """Return the next token as `draw` does, [] int64 on the scores' device: nothing here waits for it. -1: there is none.
+
+        Draws as torch.multinomial does for one token (the same generator, the same token), which waits twice for the device
+        to check what it is given.
+        """
+        if self.is_greedy:
+            return logits.argmax()
+        scores = self._processors(self._history(token_ids, logits.device), logits[None].clone())[0]
+        if self._generator is None:
+            return scores.argmax()
+        weights = torch.softmax(scores, dim=-1)
+        noise = torch.empty_like(weights).exponential_(1, generator=self._generator)
+        token = weights.div(noise).argmax()
+        return torch.where(weights.sum() > 0, token, -1)  # no number is larger than nothing
+
+    def _history(self, token_ids: Sequence[int], device: torch.device) -> Tensor:
+        """Return the tokens so far [1, n] on the device, to which only new ones are copied; none if nothing asks for them."""
+        if not self._looks_back:
+            return torch.empty(1, 0, dtype=torch.long, device=device)
+        count = len(token_ids)
+        if self._ids is None or not self._known <= count <= self._ids.shape[1]:
+            self._ids, self._known = torch.zeros(1, 2 * count + 64, dtype=torch.long, device=device), 0
+        if count > self._known:
+            new = torch.tensor(token_ids[self._known :])
+            self._ids[0, self._known : count].copy_(new, non_blocking=True)
+            self._known = count
+        return self._ids[:, :count]
+
+
+def generate(
+    model: Any, tensors: dict[str, Tensor], request: GenerateRequest, *, streamer: Any, is_over: Callable[[], bool],
+    prefill_chunk_tokens: int | None, device: torch.device, adapter: str | None = None, logprobs: Logprobs | None = None,
+    kv: str = "full",
+) -> None:  # fmt: skip
+    """Run transformers' own generation; tokens go to streamer.put, one row each step.
+
+    Only the request decides how tokens are drawn: sampling values in the checkpoint's generation_config are not used.
+    adapter: the name that an error of the logits is told with. logprobs: is given each step's logits. kv: the form of keys and
+    values, "full" or "int8". Errors: DeviceError for
+    logits that are not numbers.
+    """
+    own = model.generation_config
+    text = model.config.get_text_config()
+    ends = end_token_ids(model)
+    pad = getattr(own, "pad_token_id", None)
+    pad = pad if pad is not None else getattr(text, "pad_token_id", None)
+    # Neutral values, not None: None is filled in from the model's own generation config.
+    options: dict[str, Any] = {"do_sample": False}
+    if request.temperature > 0:
+        options = {
+            "do_sample": True, "temperature": float(request.temperature), "top_k": request.top_k or 0,
+            "top_p": request.top_p if request.top_p is not None else 1.0,
+        }  # fmt: skip
+        if request.min_p is not None:
+            options["min_p"] = request.min_p
+    cache = {"past_key_values": hf_slots.prompt_cache(model, kv)} if kv == "int8" else {}
+    if prefill_chunk_tokens is not None:
+        options["prefill_chunk_size"] = prefill_chunk_tokens
+    config = transformers.GenerationConfig(
+        max_new_tokens=request.answer_tokens, eos_token_id=[*ends, *request.stop_token_ids] or None,
+        pad_token_id=pad if pad is not None else (ends[0] if ends else 0), bos_token_id=getattr(own, "bos_token_id", None),
+        **options,
+    )  # fmt: skip
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices, enabled=request.temperature > 0), torch.no_grad():
+        if request.temperature > 0:
+            if request.seed is not None:
+                torch.manual_seed(request.seed)
+            else:
+                torch.seed()
+        # In the order of `Sampler`: what transformers is given here comes before temperature and cuts.
+        repeats = request.repetition_penalty
+        penalty = None if repeats is None else transformers.RepetitionPenaltyLogitsProcessor(penalty=repeats)
+        processors = [_Numbers(adapter), logprobs, penalty, AnswerPenalties.of(request)]
+        model.generation_config = transformers.GenerationConfig()  # nothing of the file's may be filled in
+        try:
+            model.generate(
+                **tensors, **cache, generation_config=config, streamer=streamer,
+                logits_processor=transformers.LogitsProcessorList(filter(None, processors)),
+                stopping_criteria=transformers.StoppingCriteriaList([_Over(is_over)]),
+            )  # fmt: skip
+        finally:
+            model.generation_config = own

@@ -1,0 +1,1 @@
+"""How does a kernel find the adapter of each row?"""

@@ -1,0 +1,305 @@
+"""The adapter of each row of a step as numbers on the device: switching adapters changes a table, not the graph.
+
+A kernel that is captured in a CUDA graph cannot be told new arguments, so it looks them up: for every linear layer and
+every slot the table has the addresses of A and B, the rank and the scale of the adapter in that slot, rank 0 where the
+adapter does not touch the layer; a row has the number of its slot, -1 for the base. Nothing is copied or padded: the
+adapters stay where `lora.attach` put them, whatever their ranks. Only plain LoRA has this form; an adapter that replaces
+weights, biases or norms or that rescales (DoRA) is refused by `why_not`.
+
+Which layers look an adapter up is part of the program. They are those of every kind (q_proj, say, of all layers) that any
+adapter attached so far changes in any layer, whether a row uses it or not: so rows that switch among attached adapters
+change numbers alone. A row that has no adapter in such a layer pays the look-up of one rank, which is 0.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.cuda import launch_config as cuts
+from trimtab.engine.kernels import gemm4 as many_rows
+from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.layers.linear import Leaf
+from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora.store import TOWERS, AdapterStore, AdapterTable
+from trimtab.errors import RequestError
+
+_COLUMNS = ("A_ptr", "B_ptr", "rank", "scale")
+# `low` of a group is sized by the largest rank, in steps of this, so that one more rank is seldom a new capture.
+RANK_STEP = 16
+# A table has room for so many adapters at least, however few rows there are.
+LEAST_SLOTS = 32
+# Layers by the last part of their names, in a model's order, that families give one tensor.
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The values of a fitting's plain layers in the table's columns, on the host; 0 for unchanged layers.
+
+    Shapes: integers [3, layers] int64: the offsets of A and B, in bytes from the start of the piece, and the rank; scale
+    [layers] float32; is_there [layers] int64, 1 for a changed layer.
+    """
+
+    integers: Tensor
+    scale: Tensor
+    is_there: Tensor
+
+
+class AdapterSlots:
+    """The tables of one loaded model, for steps of up to `rows` rows. module: the compiled kernels that read them; many: those for
+    steps of more rows than they take at once (gemm4.py). is_fixed: as `matvec.LoraArgs` has it.
+
+    Errors: RequestError for fewer slots than rows.
+
+    Shapes: A_ptr, B_ptr [layers, slots] int64, rank [layers, slots] int32, scale [layers, slots] float32; row_slots
+    [rows] int32.
+    """
+
+    def __init__(
+        self, hf_model: Any, store: AdapterStore, rows: int, device: torch.device, *, module: Any, slots: int = LEAST_SLOTS,
+        many: Any = None, is_fixed: bool = False,
+    ) -> None:  # fmt: skip
+        if slots < rows:
+            raise RequestError(
+                "each row may need a slot of its own", field="slots", value=slots, hint=f"At least {rows}"
+            )
+        self.hf_model, self.adapter_store, self.device, self.slots, self.module = hf_model, store, device, slots, module
+        self.many, self.is_fixed = many, is_fixed
+        leaves = [module for module in hf_model.modules() if isinstance(module, Leaf)]
+        self._place = {leaf: number for number, leaf in enumerate(leaves)}
+        self._of_kind: dict[str, list[Leaf]] = {}
+        for leaf in leaves:
+            self._of_kind.setdefault(lora.kind_of(leaf.module_path), []).append(leaf)
+        self._columns: WeakKeyDictionary[lora.Fitting, _Columns] = WeakKeyDictionary()
+        # Layers that read one tensor, where they are next to each other.
+        self._groups: dict[Leaf, tuple[Leaf, ...]] = {}
+        for first in range(len(leaves)):
+            for names in TOGETHER:
+                group = leaves[first : first + len(names)]
+                parents = {leaf.module_path.rpartition(".")[0] for leaf in group}
+                if tuple(leaf.module_path.rpartition(".")[2] for leaf in group) == names and len(parents) == 1:
+                    self._groups |= dict.fromkeys(group, tuple(group))
+        self._shared: tuple[weakref.ref[Tensor], int, tuple[Leaf, ...], matvec.LoraArgs] | None = None
+        shape = (len(leaves), slots)
+        types = dict(zip(_COLUMNS, (torch.int64, torch.int64, torch.int32, torch.float32), strict=True))
+        self._table = {name: torch.zeros(shape, dtype=dtype, device=device) for name, dtype in types.items()}
+        self.row_slots = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        # Which adapter, by name and serial, is in which slot; the one used longest ago comes first.
+        self._held: OrderedDict[tuple[str, int], int] = OrderedDict()
+        self._why: dict[tuple[str, int], str | None] = {}
+        self._rows: tuple[tuple[str, int] | None, ...] | None = None
+        self._covered: set[Leaf] = set()
+        self._seen_serial = 0
+        # By size, and never given back: a captured step has their addresses.
+        self._low: dict[tuple[int, int], Tensor] = {}
+        # The scratch that `empty` was last called for, and the layers whose part of it nobody has taken since.
+        self._empty: tuple[tuple[int, int], set[int]] = ((0, 0), set())
+        self.largest_rank = 0
+
+    def why_not(self, name: str | None) -> str | None:
+        """Return why this adapter cannot be used by table, None if it can."""
+        if name is None:
+            return None
+        key = (name, self.adapter_store.holders[name].serial)
+        if key not in self._why:
+            self._why[key] = self._examine(name)
+        return self._why[key]
+
+    def _examine(self, name: str) -> str | None:
+        # What comes from one piece is plain LoRA in contiguous float32 because of how it was put there.
+        for path, module in self.adapter_store.holders[name].rest:
+            adapter = module.__dict__["adapters"][name]
+            part = getattr(adapter, "part", None) or module.__dict__.get("part")
+            if part in TOWERS:
+                continue
+            if not isinstance(adapter, lora.LinearAdapter):
+                return f"adapter {name} changes {path}, which is no linear layer"
+            if adapter.A is None or adapter.B is None or adapter.weight is not None or adapter.bias is not None:
+                return f"adapter {name} replaces the weights of {path}"
+            if adapter.magnitude is not None or adapter.B_bias is not None:
+                return f"adapter {name} uses {'DoRA' if adapter.magnitude is not None else 'a LoRA bias'} at {path}"
+            if adapter.A.dtype != torch.float32 or not (adapter.A.is_contiguous() and adapter.B.is_contiguous()):
+                return f"adapter {name} is not held in contiguous float32 at {path}"
+        return None
+
+    @property
+    def table(self) -> AdapterTable:
+        """Itself: kernels look each row's adapter up here."""
+        return self
+
+    def apply(self, layer: Any, x: Tensor, y: Tensor) -> Tensor:
+        """See `AdapterApplier`: layers that no attached adapter changes keep their output."""
+        return self.add(layer, x, y) if layer in self._covered else y
+
+    @property
+    def shape_key(self) -> tuple[int, int]:
+        """What a captured step depends on: the largest rank that fits its scratch, and how many layers it looks up.
+
+        It changes when an adapter is attached that is larger than any before, and never when rows switch.
+        """
+        self._cover_attached()
+        return self.largest_rank, len(self._covered)
+
+    def covers(self, leaf: Leaf) -> bool:
+        """Whether a step looks the layer up: whether an adapter that was ever attached changes one of its kind."""
+        return leaf in self._covered
+
+    def cover(self, fittings: Iterable[lora.Fitting]) -> None:
+        """Look up all layers that these adapters need: what is covered before a step is captured costs no second capture."""
+        for fitting in fittings:
+            for kind in fitting.kinds:
+                self._covered.update(self._of_kind.get(kind, ()))
+            self.largest_rank = max(self.largest_rank, -(-fitting.largest_rank // RANK_STEP) * RANK_STEP)
+
+    def _cover_attached(self) -> None:
+        if self._seen_serial == self.adapter_store.last_serial:
+            return
+        new = [name for name, serial in self.adapter_store.serials.items() if serial > self._seen_serial]
+        self._seen_serial = self.adapter_store.last_serial
+        self.cover(self.adapter_store.holders[name].fitting for name in new if self.why_not(name) is None)
+
+    def set_rows(self, names: Sequence[str | None]) -> None:
+        """Let row i use names[i]; rows beyond use the base. Enqueued on the current stream, in order with the steps.
+
+        Errors: RequestError for an adapter that `why_not` refuses.
+        """
+        self._cover_attached()
+        wanted = tuple(None if name is None else (name, self.adapter_store.holders[name].serial) for name in names)
+        if wanted == self._rows:
+            return
+        for key in dict.fromkeys(key for key in wanted if key is not None):
+            if key in self._held:
+                self._held.move_to_end(key)
+            else:
+                self._put(key, in_use={key for key in wanted if key is not None})
+        numbers = [-1 if key is None else self._held[key] for key in wanted]
+        numbers += [-1] * (self.row_slots.numel() - len(numbers))
+        self.row_slots.copy_(self._to_device(torch.tensor(numbers, dtype=torch.int32)), non_blocking=True)
+        self._rows = wanted
+
+    def _to_device(self, value: Tensor) -> Tensor:
+        return value.pin_memory() if self.device.type == "cuda" else value
+
+    def _put(self, key: tuple[str, int], in_use: set[tuple[str, int]]) -> None:
+        name = key[0]
+        why = self.why_not(name)
+        if why is not None:
+            raise RequestError(why, field="adapter", value=name)
+        for old in [old for old in self._held if self.adapter_store.serial_of(old[0]) != old[1]]:
+            self._free(old)  # its tensors are gone
+        slot = next((number for number in range(self.slots) if number not in self._held.values()), None)
+        if slot is None:
+            slot = self._free(next(old for old in self._held if old not in in_use))
+        holders = self.adapter_store.holders[name]
+        columns = self._columns_of(holders.fitting)
+        integers, scale = columns.integers.clone(), columns.scale.clone()
+        integers[:2] += columns.is_there * holders.address
+        for _, module in holders.rest:
+            adapter = module.__dict__["adapters"][name]
+            if isinstance(module, Leaf) and adapter.A is not None and adapter.B is not None:
+                values = (adapter.A.data_ptr(), adapter.B.data_ptr(), adapter.A.shape[0])
+                integers[:, self._place[module]] = torch.tensor(values)
+                scale[self._place[module]] = adapter.scale
+        on_device = self._to_device(integers).to(self.device, non_blocking=True)
+        lines = (*on_device, self._to_device(scale).to(self.device, non_blocking=True))
+        for column, line in zip(_COLUMNS, lines, strict=True):
+            self._table[column][:, slot].copy_(line)
+        self._held[key] = slot
+
+    def _columns_of(self, fitting: lora.Fitting) -> _Columns:
+        """Return the columns, made once: an adapter that comes back has another address and nothing else."""
+        columns = self._columns.get(fitting)
+        if columns is None:
+            integers = torch.zeros(3, len(self._place), dtype=torch.int64)
+            columns = _Columns(
+                integers, torch.zeros(len(self._place)), torch.zeros(len(self._place), dtype=torch.int64)
+            )
+            # Lists first: a tensor takes its values much faster at once than one by one.
+            numbers = torch.tensor([self._place[one.leaf] for one in fitting.plain], dtype=torch.int64)
+            lines = [(4 * one.A_start, 4 * one.B_start, one.rank) for one in fitting.plain]
+            integers[:, numbers] = torch.tensor(lines, dtype=torch.int64).reshape(-1, 3).T
+            columns.scale[numbers] = torch.tensor([one.scale for one in fitting.plain])
+            columns.is_there[numbers] = 1
+            self._columns[fitting] = columns
+        return columns
+
+    def _free(self, key: tuple[str, int]) -> int:
+        self._why.pop(key, None)
+        return self._held.pop(key)
+
+    def _lows(self, rows: int) -> Tensor:
+        """Return the scratch buffer of all layers for this many rows. Each layer has its own part."""
+        key = (rows, self.largest_rank)
+        if key not in self._low:
+            self._low[key] = torch.empty(len(self._place) * rows * self.largest_rank, device=self.device)
+        return self._low[key]
+
+    def empty(self, rows: int) -> None:
+        """Make the scratch of a step's products what they must find; once per step, before `args(..., is_empty=True)`."""
+        self._lows(rows).view(torch.int32).fill_(matvec.EMPTY)
+        self._empty = (rows, self.largest_rank), set(range(len(self._place)))
+        self._shared = None
+
+    def args(self, leaves: Sequence[Leaf], rows: int, *, is_empty: bool = False) -> matvec.LoraArgs | None:
+        """Return what the kernels need for layers that read one input, None if no adapter touches them.
+
+        leaves: in the order of the model's modules, next to each other. is_empty: `empty` was called in this step.
+        """
+        if not any(leaf in self._covered for leaf in leaves):
+            return None
+        numbers = [self._place[leaf] for leaf in leaves]
+        if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
+            raise ValueError(f"layers {numbers} are not next to each other")
+        part = slice(numbers[0], numbers[-1] + 1)
+        self._empty[1].difference_update(numbers)
+        each = rows * self.largest_rank
+        low = self._lows(rows)[part.start * each : part.stop * each]
+        return matvec.LoraArgs(
+            A_ptr=self._table["A_ptr"][part], B_ptr=self._table["B_ptr"][part], rank=self._table["rank"][part],
+            scale=self._table["scale"][part], row_slots=self.row_slots[:rows],
+            low=low.view(rows, len(leaves), self.largest_rank), is_empty=is_empty, is_fixed=self.is_fixed,
+        )  # fmt: skip
+
+    def columns_of(self, leaf: Leaf) -> matvec.LoraColumns:
+        """Return a layer's line of the table: of every slot where A and B begin, the rank and the scale."""
+        number = self._place[leaf]
+        return matvec.LoraColumns(*(self._table[name][number] for name in _COLUMNS))
+
+    def add(self, leaf: Leaf, x: Tensor, y: Tensor) -> Tensor:
+        """Return the layer's output with each row's adapter: x [n, ..., D_in], y [n, ..., D_out] of one token per row."""
+        rows = x.shape[0]
+        args, made_of = self._taken(leaf, x)
+        # PEFT rounds the change over a quantized layer, and the sum over another.
+        round_change = leaf.quant_kind != "none"
+        if self.many is not None and rows > cuts.MAX_ROWS:
+            many_rows.add(y.view(rows, -1), args, self.many, x=made_of, round_change=round_change)
+        else:
+            matvec.lora_add(y.view(rows, -1), args, self.module, x=made_of, round_change=round_change)
+        return y
+
+    def _taken(self, leaf: Leaf, x: Tensor) -> tuple[matvec.LoraArgs, Tensor | None]:
+        """Return a layer's adapters and the input of A x. For consecutive layers with the same input, the first layer's launch
+        computes A x for all, and the others get None."""
+        # Whether it was changed in between is not known of a tensor that counts no versions.
+        group, version = ((leaf,), 0) if x.is_inference() else (self._groups.get(leaf, (leaf,)), x._version)
+        if self._shared is not None:
+            seen, seen_version, of_group, args = self._shared
+            if seen() is x and seen_version == version and of_group is group and group[0] is not leaf:
+                return args.member(group.index(leaf)), None
+        leaves, rows = group if group[0] is leaf else (leaf,), x.shape[0]
+        # A layer that is called twice in a step finds what its first call made.
+        is_empty = self._empty[0] == (rows, self.largest_rank) and self._empty[1] >= {
+            self._place[one] for one in leaves
+        }
+        arguments = self.args(leaves, rows, is_empty=is_empty)
+        assert arguments is not None
+        self._shared = None if len(leaves) == 1 else (weakref.ref(x), version, group, arguments)
+        return arguments, x.reshape(rows, -1)

@@ -1,0 +1,1 @@
+"""Which ways are there to ask a loaded model?"""

@@ -1,0 +1,289 @@
+"""`LoadedModel.batch`: many prompts decoded together, each with its own adapter, media and options.
+
+    for answer in model.batch([{"prompt": "One?", "adapter": "medical"}, {"prompt": "Two?"}], max_new_tokens=64): ...
+
+A row that has ended takes the next prompt at once. Short prompts that find rows go through in one pass where that is faster
+(packing.py). What a family keeps that is no keys and values by position cannot be decoded in rows: there, prompts are
+answered one after the other.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trimtab.checkpoint.names import near_names
+from trimtab.engine.batch import kept_batch
+from trimtab.engine.batch.generate import Answer, Detokenizer, TokenLogprob, detokenizer_of, generate_text, logprobs_of
+from trimtab.engine.chat.prompt import Inputs
+from trimtab.engine.decode import batch_invariant as company
+from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.memory.out_of_memory import is_out_of_memory
+from trimtab.errors import RequestError, TrimtabError
+from trimtab.request import GenerateRequest, check_choice
+
+if TYPE_CHECKING:
+    from trimtab.engine.batch.batch import Batch
+    from trimtab.engine.batch.request import Drawn, Prompt, Row
+
+QUESTION = ("prompt", "image", "audio", "system", "adapter", "template_kwargs")
+OPTIONS = tuple(item.name for item in fields(GenerateRequest))
+ON_ERROR = ("raise", "return")
+# Prompts that are begun before the first of them goes through: as many as one pass takes.
+MOST_BEGUN = 16
+
+
+@dataclass(eq=False)
+class _Flight:
+    """One prompt that has a row: what has come of its answer."""
+
+    index: int
+    detokenizer: Detokenizer | None
+    end_ids: frozenset[int]
+    prompt_tokens: int
+    start: float
+    max_new_tokens: int
+    first: float = 0.0
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def take(self, sampled: Drawn) -> None:
+        if not self.token_ids:
+            self.first = time.perf_counter()
+        token = sampled.token_id
+        self.token_ids.append(token)
+        self.logprobs += logprobs_of(sampled)
+        if self.detokenizer is not None and token not in self.end_ids:
+            self.texts.append(self.detokenizer.push(token))
+
+    @property
+    def stopped(self) -> bool:
+        return self.detokenizer is not None and self.detokenizer.stopped
+
+    def answer(self, finish: str | None) -> Answer:
+        if self.detokenizer is not None:
+            self.texts.append(self.detokenizer.finish())
+        decode_s = time.perf_counter() - self.first
+        rate = (len(self.token_ids) - 1) / decode_s if len(self.token_ids) > 1 and decode_s > 0 else 0.0
+        return Answer(
+            text="".join(self.texts), token_ids=tuple(self.token_ids),
+            finish_reason="stop" if finish == "stop" or self.stopped else "length", prompt_tokens=self.prompt_tokens,
+            ttft_s=self.first - self.start, decode_s=decode_s, tokens_per_s=rate, logprobs=tuple(self.logprobs),
+            max_new_tokens=self.max_new_tokens,
+        )  # fmt: skip
+
+
+def answers(
+    model: Any, requests: Iterable[Any], *, rows: int | None, errors: str, options: Mapping[str, Any], group: str = ""
+) -> Iterator[tuple[int, Any]]:
+    """Yield (index, answer) as answers are finished. Arguments and errors: as `LoadedModel.batch`. group: where all requests
+    have one prompt, media and adapter, a name for them: the prompt goes through once."""
+    check_choice(errors, ON_ERROR, field_name="errors")
+    rows = model.plan.request.batch if rows is None else rows
+    if rows < 1:
+        raise RequestError("a batch has at least one row", field="rows", value=rows)
+    company.check_rows(model, rows)
+    if isinstance(requests, (str, Mapping)):
+        raise RequestError("is one request; give a list of requests", field="requests", value=type(requests).__name__)
+    prepared = (_prepared(model, index, one, options) for index, one in enumerate(requests))
+    run = _one_by_one if hf_slots.why_not(model.hf_model) is not None else _together
+    return run(model, prepared, rows, _raised if errors == "raise" else _returned, group)
+
+
+def _raised(error: TrimtabError) -> TrimtabError:
+    raise error
+
+
+def _returned(error: TrimtabError) -> TrimtabError:
+    return error.with_traceback(
+        None
+    )  # its frames know the batch, whose memory would stay as long as somebody keeps the error
+
+
+_OnError = Callable[[TrimtabError], TrimtabError]
+_Question = Callable[[], tuple[Inputs, GenerateRequest, Any]]
+_Prepared = tuple[int, _Question]
+
+
+def _prepared(model: Any, index: int, request: Any, options: Mapping[str, Any]) -> _Prepared:
+    def question() -> tuple[Inputs, GenerateRequest, Any]:
+        values = {"prompt": request} if isinstance(request, (str, list, tuple)) else request
+        if not isinstance(values, Mapping) or "prompt" not in values:
+            raise RequestError("a request is a prompt or a mapping with one", field=f"requests[{index}]")
+        for name in values:
+            if name not in QUESTION and name not in OPTIONS:
+                known = (*QUESTION, *OPTIONS)
+                allowed = near_names(str(name), known) or known
+                raise RequestError("unknown key", field=f"requests[{index}].{name}", allowed=allowed)
+        inputs, answering, adapter = model.question(values["prompt"], {**options, **values})
+        return inputs, answering, adapter
+
+    return index, question
+
+
+def _one_by_one(
+    model: Any, prepared: Iterator[_Prepared], rows: int, on_error: _OnError, group: str
+) -> Iterator[tuple[int, Any]]:
+    for index, question in prepared:
+        try:
+            inputs, request, adapter = question()
+            with model._answering(adapter):
+                answer: Any = generate_text(model, inputs, request)
+        except RequestError as exc:
+            answer = on_error(exc)
+        yield index, answer
+
+
+def _together(
+    model: Any, prepared: Iterator[_Prepared], rows: int, on_error: _OnError, group: str
+) -> Iterator[tuple[int, Any]]:
+    with model._answering(None):
+        batch = model.rows() if rows == 1 or model.plan.request.batch_invariant else None
+        is_own = batch is None
+        is_over = False
+        if batch is None:
+            batch = kept_batch.take(model, rows)
+        flights: dict[Row, _Flight] = {}
+        waiting: _Prepared | None = None
+        begun: deque[_Begun] = deque()  # prompts that have not gone through
+        ready: list[_Begun] = []
+        failed: tuple[int, RequestError] | None = None
+        try:
+            waiting = next(prepared, None)
+            while waiting is not None or begun or flights:
+                while (waiting is not None or begun) and batch.free_rows:
+                    while waiting is not None and len(begun) < _most_begun(batch, begun):
+                        (index, question), waiting = waiting, next(prepared, None)
+                        try:
+                            begun.append(_begin(model, batch, index, question, group, begun))
+                        except RequestError as exc:
+                            yield index, on_error(exc)
+                    ready = _with_room(batch, begun)
+                    if not ready:
+                        break  # until an answer ends
+                    for failed in _go_on(model, batch, begun, ready, flights):
+                        yield failed[0], on_error(failed[1])
+                for sampled in batch.step() if any(row.finish is None for row in flights) else ():
+                    flights[sampled.row].take(sampled)
+                for row in [row for row, flight in flights.items() if row.finish is not None or flight.stopped]:
+                    batch.leave(row)
+                    flight = flights.pop(row)
+                    if row.error is not None:
+                        raise row.error
+                    yield flight.index, flight.answer(row.finish)
+            is_over = True
+        finally:
+            while begun:
+                batch.pages.forget(begun.popleft().prompt.row)
+            for row in [*batch.active, *batch.placed]:
+                batch.leave(row)
+            if is_own and not (is_over and kept_batch.keep(model, batch)):
+                # The plan counts one batch: this one's keys and values go before another is made.
+                del batch
+                ready, failed = [], None  # they know the batch
+                gc.collect()  # a batch and its steps know each other
+                if model.device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True, eq=False)
+class _Begun:
+    """A prompt that has its inputs and its adapter, and no row yet. start: when it began, seconds."""
+
+    index: int
+    prompt: Prompt
+    start: float
+
+
+def _begin(
+    model: Any, batch: Batch, index: int, question: _Question, group: str, begun: Iterable[_Begun]
+) -> _Begun:  # fmt: skip
+    inputs, request, adapter = question()
+    start = time.perf_counter()
+    used = {row.adapter for row in batch.active} | {one.prompt.row.adapter for one in begun}
+    name = model._adapter_name(adapter, used)
+    prompt = batch.begin(inputs, request, adapter=name, top_logprobs=request.logprobs, group=group)
+    return _Begun(index, prompt, start)
+
+
+def _most_begun(batch: Batch, begun: Sequence[_Begun]) -> int:
+    """Return how many prompts are begun before the first of them goes through: one whose images or audio are on the device goes by
+    itself, and so do all where none go together."""
+    if batch.prompts.packs.why_not() is not None or any(one.prompt.inputs.has_media for one in begun):
+        return 1
+    return min(MOST_BEGUN, batch.free_rows)
+
+
+def _with_room(batch: Batch, begun: Iterable[_Begun]) -> list[_Begun]:
+    """Return the first prompts whose keys and values find room, and keep it for them."""
+    found = []
+    for one in begun:
+        if not batch.pages.has_room(one.prompt.row):
+            break
+        batch.pages.reserve(one.prompt.row)
+        found.append(one)
+    return found
+
+
+def _through(batch: Batch, ready: Sequence[_Begun]) -> list[_Begun]:
+    """Compute prompts, the first among them, several at once where that is faster, and return them in the order in which they join.
+    Errors: of the first prompt."""
+    by_prompt = {id(one.prompt): one for one in ready}
+    try:
+        together, _ = batch.place_together([one.prompt for one in ready]) if len(ready) > 1 else ([], 0)
+    except Exception as exc:  # whose fault it was shows when each goes by itself, which takes less memory too
+        if not isinstance(exc, TrimtabError) and not is_out_of_memory(exc):
+            raise
+        together = []
+    if together:
+        return [by_prompt[id(prompt)] for prompt in together]
+    while not ready[0].prompt.step():
+        pass
+    return [ready[0]]
+
+
+def _go_on(
+    model: Any, batch: Batch, begun: deque[_Begun], ready: Sequence[_Begun], flights: dict[Row, _Flight]
+) -> Iterator[tuple[int, RequestError]]:
+    """Put prompts through, the first among them, and give them their rows. Yield which could not have one, and why."""
+    try:
+        through = _through(batch, ready)
+    except RequestError as exc:
+        begun.remove(ready[0])
+        yield ready[0].index, exc
+        return
+    for one in through:
+        begun.remove(one)
+        try:
+            _join(model, batch, one, flights)
+        except RequestError as exc:
+            yield one.index, exc
+
+
+def _join(model: Any, batch: Batch, one: _Begun, flights: dict[Row, _Flight]) -> None:
+    request = one.prompt.row.request
+    detokenizer = detokenizer_of(model, request.stop)
+    sampled = batch.join(one.prompt)
+    end_ids = batch.ends | set(request.stop_token_ids)
+    tokens = one.prompt.inputs.prompt_tokens
+    flight = _Flight(one.index, detokenizer, end_ids, tokens, one.start, request.answer_tokens)
+    flights[sampled.row] = flight
+    flight.take(sampled)
+
+
+def in_order(pairs: Iterator[tuple[int, Any]]) -> Iterator[Any]:
+    """Yield answers by index: one that is finished early waits for those before it."""
+    waiting: dict[int, Any] = {}
+    following = 0
+    for index, answer in pairs:
+        waiting[index] = answer
+        while following in waiting:
+            yield waiting.pop(following)
+            following += 1

@@ -1,0 +1,83 @@
+"""The embedding of a text: its last hidden state, pooled and scaled to length 1, while other requests run.
+
+The states are those behind the final norm, which the output head reads. "last" takes the last token's, "mean" the average of all in
+float32. A prompt goes through in the chunks that the plan counts for prompts, with an adapter as everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.chat.prompt import Inputs, check_fits
+from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.errors import DeviceError
+
+
+class Embedding:
+    """One text on its way: `step` until it returns True, then `pooled`, `unit` or `vector`.
+
+    inputs: without media. Errors: RequestError for a text longer than the context.
+    """
+
+    def __init__(self, model: Any, inputs: Inputs, *, adapter: str | None = None, pooling: str = "last") -> None:
+        check_fits(model, inputs, 0)
+        self._pooling = pooling
+        self._model, self._inputs, self.adapter = model, inputs, adapter
+        self._cache = hf_slots.prompt_cache(model.hf_model, model.plan.request.kv)
+        self._done = 0
+        self._sum: Tensor | None = None  # [D] float32
+
+    def step(self, most_tokens: int | None = None) -> bool:
+        """Put the next chunk through the model, of at most `most_tokens`; True when it was the last. Errors: DeviceError for
+        states that are no numbers."""
+        model, count = self._model, self._inputs.prompt_tokens
+        start = self._done
+        chunk = getattr(model, "prefill_tokens", None) or count
+        end = min(count, start + min(chunk, most_tokens or chunk))
+        ids = self._inputs.tensors["input_ids"][:, start:end].to(model.device)
+        mask = torch.ones(1, end, dtype=torch.long, device=ids.device)
+        model.adapter_store.set(self.adapter)
+        model.lend_prompt_room()
+        hf_slots.reset_offset(model.hf_model)
+        with torch.no_grad():
+            states = model.hf_model.base_model(
+                input_ids=ids, attention_mask=mask, past_key_values=self._cache, use_cache=True, return_dict=True,
+                **hf_slots.prompt_positions(model.hf_model, start, end, ids.device),
+            ).last_hidden_state  # fmt: skip
+        added = states[0, -1].float() if self._pooling == "last" else states[0].float().sum(0)
+        self._sum = added if self._sum is None or self._pooling == "last" else self._sum + added
+        self._done = end
+        return end == count
+
+    @property
+    def done_tokens(self) -> int:
+        """How many tokens of the text have gone through."""
+        return self._done
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self._inputs.prompt_tokens
+
+    @property
+    def pooled(self) -> Tensor:
+        """The pooled hidden state, [D] float32 on the model's device."""
+        assert self._sum is not None
+        return self._sum if self._pooling == "last" else self._sum / self.prompt_tokens
+
+    @property
+    def unit(self) -> Tensor:
+        """The same with length 1. Errors: DeviceError for states that are no numbers."""
+        pooled = self.pooled
+        length = torch.linalg.vector_norm(pooled)
+        if not torch.isfinite(length) or not length > 0:
+            raise DeviceError("the hidden states are NaN or infinite", device=str(pooled.device))
+        return pooled / length
+
+    @property
+    def vector(self) -> list[float]:
+        """`unit` as D numbers."""
+        numbers: list[float] = self.unit.tolist()
+        return numbers

@@ -1,0 +1,60 @@
+"""Results before the logits: hidden states, and one vector for a text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.calls.embedding import Embedding
+from trimtab.engine.chat import prompt as chat
+from trimtab.errors import RequestError
+from trimtab.request import check_choice
+
+POOLINGS = ("last", "mean")
+
+
+def embed(model: Any, texts: Sequence[Any], *, adapter: Any, pooling: str, normalize: bool) -> Tensor:
+    """Return [N, D] float32 on the CPU; see `LoadedModel.embed`. One text at a time: no padding, no rounding by neighbours."""
+    check_choice(pooling, POOLINGS, field_name="pooling")
+    if isinstance(texts, str) or chat.is_token_ids(texts):
+        raise RequestError("is a string; pass a list of strings", field="texts")
+    vectors = []
+    for text in texts:
+        inputs = _plain(model, text)
+        with model._answering(adapter):
+            embedding = Embedding(model, inputs, adapter=model._adapter_name(adapter), pooling=pooling)
+            while not embedding.step():
+                pass
+            vectors.append((embedding.unit if normalize else embedding.pooled).cpu())
+    if not vectors:
+        raise RequestError("holds no text", field="texts")
+    return torch.stack(vectors)
+
+
+def _plain(model: Any, text: Any) -> chat.Inputs:
+    """Return the inputs of a text as it is, with the tokenizer's own first token; of token ids as they are."""
+    if isinstance(text, str):
+        if not text.strip():
+            raise RequestError("a text is empty", field="texts")
+        tokenizer = getattr(model.processor, "tokenizer", model.processor)
+        with model._preparing:
+            text = tokenizer(text, add_special_tokens=True)["input_ids"]
+    if not chat.is_token_ids(text):
+        raise RequestError("is neither a text nor token ids", field="texts", value=type(text).__name__)
+    inputs: chat.Inputs = model.prepare(list(text))
+    return inputs
+
+
+def hidden_states(model: Any, prompt: Any, *, adapter: Any, **media: Any) -> Tensor:
+    """Return [layers + 1, S, D] float32 on the CPU; see `LoadedModel.hidden_states`."""
+    inputs = model.prepare(prompt, **media)
+    chat.check_fits(model, inputs, 0)
+    with model._answering(adapter), torch.no_grad():
+        model.lend_prompt_room()
+        states = model.hf_model(
+            **inputs.tensors, use_cache=False, output_hidden_states=True, logits_to_keep=1, return_dict=True
+        ).hidden_states
+    return torch.stack([state[0].float().cpu() for state in states])

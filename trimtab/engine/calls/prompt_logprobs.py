@@ -1,0 +1,91 @@
+"""Log-probabilities of a prompt's own tokens, each given those before it, while other requests run.
+
+The prompt goes through in short pieces: the logits of every position take room that a plan counts for one. The pieces do not depend
+on what else runs, so neither do the numbers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.chat.prompt import Inputs
+from trimtab.engine.cuda import finite
+from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.errors import RequestError
+
+if TYPE_CHECKING:
+    from trimtab.engine.batch.request import Prompt
+
+# Positions whose logits are held at a time: 16 MiB in float32 for a vocabulary of 262,144.
+PIECE_TOKENS = 16
+
+
+class PromptScores:
+    """The log-probabilities of one prompt: call `step` until it returns True; read `scores`, or `take` what each step added.
+
+    top: the number of most likely tokens for each position. scores: for each token of the prompt but the first, {token id:
+    (logprob, rank)} of the token and of the most likely ones. A rank of 1 is the most likely. Errors: RequestError for a prompt
+    with media, whose tokens are not text.
+    """
+
+    def __init__(self, model: Any, inputs: Inputs, *, adapter: str | None, top: int) -> None:
+        if inputs.has_media:
+            raise RequestError("not supported: prompt_logprobs of images and audio", field="prompt_logprobs")
+        self._model, self._inputs, self.adapter, self._top = model, inputs, adapter, top
+        self._cache = hf_slots.prompt_cache(model.hf_model, model.plan.request.kv)
+        self._done = 0
+        self._logits: Tensor | None = None  # of the last token [V]
+        self.scores: list[dict[int, tuple[float, int]]] = []
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self._inputs.prompt_tokens
+
+    @property
+    def done_tokens(self) -> int:
+        """How many tokens of the prompt have gone through."""
+        return self._done
+
+    def take(self) -> list[dict[int, tuple[float, int]]]:
+        """Return the scores that no call has returned yet."""
+        found, self.scores = self.scores, []
+        return found
+
+    def hand_over(self, prompt: Prompt) -> None:
+        """Let a prompt of the same tokens, of which nothing is computed, be complete: its keys, values and logits are known."""
+        prompt.cache, prompt.logits, prompt.done_tokens = self._cache, self._logits, self._done
+
+    def step(self) -> bool:
+        """Put the next piece through the model; True when it was the last. Errors: DeviceError for logits that are no numbers."""
+        model, count, start = self._model, self._inputs.prompt_tokens, self._done
+        end = min(count, start + PIECE_TOKENS)
+        ids = self._inputs.tensors["input_ids"][:, start:end].to(model.device)
+        model.adapter_store.set(self.adapter)
+        model.lend_prompt_room()
+        hf_slots.reset_offset(model.hf_model)
+        with torch.no_grad():
+            logits = model.hf_model(
+                input_ids=ids, attention_mask=torch.ones(1, end, dtype=torch.long, device=ids.device), use_cache=True,
+                past_key_values=self._cache, return_dict=True,
+                **hf_slots.prompt_positions(model.hf_model, start, end, ids.device),
+            ).logits[0]  # fmt: skip
+        finite.check_logits(logits, adapter=self.adapter)
+        following = self._inputs.token_ids[start + 1 : end + 1]
+        self._add(torch.log_softmax(logits[: len(following)].float(), dim=-1), following)
+        self._done = end
+        if end == count:
+            self._logits = logits[-1].float()
+        return end == count
+
+    def _add(self, logprobs: Tensor, following: tuple[int, ...]) -> None:
+        # The numbers of all rows are read at once: each read waits for the device.
+        own = logprobs.gather(1, torch.tensor(following, dtype=torch.long, device=logprobs.device)[:, None])
+        ranks = (logprobs > own).sum(dim=1) + 1
+        values, ids = logprobs.topk(self._top) if self._top else (logprobs[:, :0], logprobs[:, :0].long())
+        rows = zip(following, own[:, 0].tolist(), ranks.tolist(), values.tolist(), ids.tolist(), strict=True)
+        for token, logprob, rank, top_values, top_ids in rows:
+            top = {one: (value, place + 1) for place, (one, value) in enumerate(zip(top_ids, top_values, strict=True))}
+            self.scores.append({token: (logprob, rank), **top})

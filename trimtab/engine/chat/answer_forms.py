@@ -1,0 +1,95 @@
+"""The form of a checkpoint's answers: how its chat template writes tool calls and reasoning.
+
+    gemma4        <|tool_call>call:NAME{key:<|"|>text<|"|>,n:5}<tool_call|>      <|channel>thought\\n...<channel|>
+    hermes        <tool_call>{"name": "NAME", "arguments": {...}}</tool_call>     <think>...</think>
+    qwen-xml      <tool_call><function=NAME><parameter=KEY>text</parameter></function></tool_call>
+    llama         {"name": "NAME", "parameters": {...}}, after <|python_tag|> or without it
+    mistral       [TOOL_CALLS][{"name": "NAME", "arguments": {...}}, ...]
+    mistral-args  [TOOL_CALLS]NAME[ARGS]{...}                                     [THINK]...[/THINK]
+
+Sources: the chat templates of google/gemma-4-E4B-it, Qwen/Qwen3-8B, Qwen/Qwen3-Coder-30B-A3B-Instruct,
+meta-llama/Llama-3.1-8B-Instruct, mistralai/Mistral-7B-Instruct-v0.3 and Mistral-Small-3.2. A template in which none of these
+marks stands has calls of a form that is not known here. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import TemplateError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from trimtab.engine.templates.budget import metered
+from trimtab.engine.templates.costs import MAX_TEMPLATE_CHARS, SpentError
+
+GEMMA_QUOTE = '<|"|>'
+PYTHON_TAG = "<|python_tag|>"
+# Form -> what opens a call and closes it (llama has nothing, mistral ends with its JSON).
+CALL_MARKS: Mapping[str, tuple[str, str]] = {
+    "gemma4": ("<|tool_call>", "<tool_call|>"), "hermes": ("<tool_call>", "</tool_call>"),
+    "qwen-xml": ("<tool_call>", "</tool_call>"), "llama": (PYTHON_TAG, ""), "mistral": ("[TOOL_CALLS]", ""),
+    "mistral-args": ("[TOOL_CALLS]", ""),
+}  # fmt: skip
+THOUGHT_MARKS = (("<|channel>", "<channel|>"), ("[THINK]", "[/THINK]"), ("<think>", "</think>"))
+# What else stands inside a call and is no text.
+_INSIDE = {"gemma4": (GEMMA_QUOTE,), "mistral-args": ("[ARGS]", "[CALL_ID]")}
+# In the order in which they are looked for: a mark, and one that has to stand beside it.
+_SIGNS = (
+    ("<|tool_call>", "", "gemma4"), ("[TOOL_CALLS]", "[ARGS]", "mistral-args"), ("[TOOL_CALLS]", "", "mistral"),
+    ("<tool_call>", "<function=", "qwen-xml"), ("<tool_call>", "", "hermes"), (PYTHON_TAG, "", "llama"), ("ipython", "", "llama"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """calls: one of CALL_MARKS, None if calls have no form that is known. thoughts: what opens and closes one, None without.
+    reads: the names that the template reads, such as "tools" and "enable_thinking"."""
+
+    calls: str | None = None
+    thoughts: tuple[str, str] | None = None
+    reads: frozenset[str] = frozenset()
+
+    def marks(self, *, with_calls: bool) -> tuple[str, ...]:
+        """Return what is no text of an answer but divides it."""
+        marks = tuple(self.thoughts or ())
+        if with_calls and self.calls is not None:
+            marks += (*CALL_MARKS[self.calls], *_INSIDE.get(self.calls, ()))
+        return tuple(filter(None, marks))
+
+
+def form_of(template: Any, *, with_tools: bool = False) -> AnswerForm:
+    """Return the form of answers that a chat template implies. template: a text, several texts by name, or None. with_tools:
+    selects the template for tools, if there are several."""
+    if isinstance(template, Mapping):
+        template = template.get("tool_use" if with_tools and "tool_use" in template else "default")
+    is_read = (
+        isinstance(template, str) and len(template) <= MAX_TEMPLATE_CHARS
+    )  # a larger one is an error where it is rendered
+    return _form_of(template) if is_read else AnswerForm()
+
+
+@lru_cache(maxsize=64)
+def _form_of(template: str) -> AnswerForm:
+    reads = _names_read(template)
+    calls = None
+    if "tools" in reads:
+        calls = next((form for mark, beside, form in _SIGNS if mark in template and beside in template), None)
+    return AnswerForm(calls, next((marks for marks in THOUGHT_MARKS if marks[1] in template), None), reads)
+
+
+def _names_read(template: str) -> frozenset[str]:
+    # transformers' own tag, which says what of a conversation is the model's.
+    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+    try:
+        return frozenset(meta.find_undeclared_variables(_environment().parse(plain)))
+    except (TemplateError, SpentError, RecursionError, ValueError):  # not jinja2's: its words are all that is known
+        return frozenset(re.findall(r"[A-Za-z_]\w*", template))
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Any:
+    return metered(ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]))

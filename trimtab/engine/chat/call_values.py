@@ -1,0 +1,273 @@
+"""Arguments of tool calls that are not written as JSON: the forms of Gemma 4 and Qwen.
+
+Gemma 4 writes {city:<|"|>Paris<|"|>,days:3,tags:[<|"|>a<|"|>]}: keys without quotes, texts between two marks, the rest as in JSON.
+Source: the macro `format_argument` of google/gemma-4-E4B-it's chat template. Qwen3-Coder writes each argument between tags, as a
+text whose type only the tool's schema tells. A call that is cut gives the beginning of the JSON that the whole call would have
+given. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from trimtab.engine.chat.answer_forms import GEMMA_QUOTE
+
+MOST_DEPTH = 64
+_PARAMETER = re.compile(r"<parameter=([^<>]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_OPENED = re.compile(r"<parameter=([^<>]*)>\n?")
+_NUMBER_START = re.compile(r"-?(?:0|[1-9]\d*)?(?:(?<=\d)\.\d*)?(?:(?<=\d)[eE][+-]?\d*)?")
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+
+
+def gemma_arguments(body: str) -> dict[str, Any]:
+    """Return the arguments of a call. body: what stands after its first brace, the closing one included.
+
+    Errors: ValueError for what is not of this form.
+    """
+    reader = _Gemma(body)
+    arguments = reader.object(0)
+    if body[reader.place :].strip():
+        raise ValueError("text after the arguments")
+    return arguments
+
+
+class _Gemma:
+    def __init__(self, text: str) -> None:
+        self._text, self.place = text, 0
+
+    def _skip(self) -> str:
+        """Return the next character that is no white space; "" at the end."""
+        while self.place < len(self._text) and self._text[self.place].isspace():
+            self.place += 1
+        return self._text[self.place : self.place + 1]
+
+    def _until(self, ends: str) -> str:
+        start = self.place
+        while self.place < len(self._text) and self._text[self.place] not in ends:
+            self.place += 1
+        return self._text[start : self.place].strip()
+
+    def _quoted(self) -> str | None:
+        if self._text.startswith(GEMMA_QUOTE, self.place):
+            start = self.place + len(GEMMA_QUOTE)
+            end = self._text.index(GEMMA_QUOTE, start)
+            self.place = end + len(GEMMA_QUOTE)
+            return self._text[start:end]
+        if self._text.startswith('"', self.place):
+            value, self.place = json.JSONDecoder(strict=False).raw_decode(self._text, self.place)
+            return str(value)
+        return None
+
+    def object(self, depth: int) -> dict[str, Any]:
+        """Read an object after its brace."""
+        members: dict[str, Any] = {}
+        while self._skip() != "}":
+            key = self._quoted()
+            key = self._until(":}") if key is None else key
+            if self._skip() != ":":
+                raise ValueError("a key without a value")
+            self.place += 1
+            members[key] = self._value(depth + 1)
+            self._separate("}")
+        self.place += 1
+        return members
+
+    def _array(self, depth: int) -> list[Any]:
+        values = []
+        while self._skip() != "]":
+            values.append(self._value(depth + 1))
+            self._separate("]")
+        self.place += 1
+        return values
+
+    def _separate(self, end: str) -> None:
+        char = self._skip()
+        if char == ",":
+            self.place += 1
+        elif char != end:
+            raise ValueError("neither a comma nor an end")
+
+    def _value(self, depth: int) -> Any:
+        if depth > MOST_DEPTH:
+            raise ValueError("nested too deep")
+        char = self._skip()
+        if char and char in "{[":
+            self.place += 1
+            return self.object(depth) if char == "{" else self._array(depth)
+        text = self._quoted()
+        return _plain(self._until(",}]")) if text is None else text
+
+
+class _CutError(Exception):
+    """The text of a call ends here."""
+
+
+class _GemmaPrefix(_Gemma):
+    """Writes JSON as far as a text goes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._pieces: list[str] = []
+
+    @property
+    def json(self) -> str:
+        return "".join(self._pieces)
+
+    def _skip(self) -> str:
+        char = super()._skip()
+        left = len(self._text) - self.place
+        if not char or (left < len(GEMMA_QUOTE) and GEMMA_QUOTE.startswith(self._text[self.place :])):
+            raise _CutError
+        return char
+
+    def write_object(self, depth: int) -> None:
+        self._pieces.append("{")
+        separator = ""
+        while self._skip() != "}":
+            self._pieces.append(separator)
+            self._key()
+            if self._skip() != ":":
+                raise ValueError("a key without a value")
+            self.place += 1
+            self._pieces.append(": ")
+            self._write_value(depth + 1)
+            self._separate("}")
+            separator = ", "
+        self.place += 1
+        self._pieces.append("}")
+
+    def _key(self) -> None:
+        if not self._write_quoted():
+            key = self._until(":}")
+            if self.place == len(self._text):
+                raise _CutError
+            self._pieces.append(_dumps(key))
+
+    def _write_value(self, depth: int) -> None:
+        if depth > MOST_DEPTH:
+            raise ValueError("nested too deep")
+        char = self._skip()
+        if char == "{":
+            self.place += 1
+            self.write_object(depth)
+        elif char == "[":
+            self.place += 1
+            self._pieces.append("[")
+            separator = ""
+            while self._skip() != "]":
+                self._pieces.append(separator)
+                self._write_value(depth + 1)
+                self._separate("]")
+                separator = ", "
+            self.place += 1
+            self._pieces.append("]")
+        elif not self._write_quoted():
+            text = self._until(",}]")
+            if self.place == len(self._text):
+                self._pieces.append(_plain_prefix(text))
+                raise _CutError
+            self._pieces.append(_dumps(_plain(text)))
+
+    def _write_quoted(self) -> bool:
+        mark = next((mark for mark in (GEMMA_QUOTE, '"') if self._text.startswith(mark, self.place)), None)
+        if mark is None:
+            return False
+        if mark == '"':
+            try:
+                self._pieces.append(_dumps(self._quoted()))
+            except ValueError:
+                raise _CutError from None
+            return True
+        start = self.place + len(mark)
+        end = self._text.find(mark, start)
+        if end < 0:
+            text = self._text[start:]
+            self._pieces.append(_dumps(text[: len(text) - mark_overlap(text, mark)])[:-1])
+            raise _CutError
+        self._pieces.append(_dumps(self._text[start:end]))
+        self.place = end + len(mark)
+        return True
+
+
+def gemma_arguments_prefix(body: str) -> str:
+    """Return the beginning of the JSON of a call's arguments. body: what stands after its first brace, as far as it was written.
+
+    Errors: ValueError for what is not of this form.
+    """
+    writer = _GemmaPrefix(body)
+    with suppress(_CutError):
+        writer.write_object(0)
+    return writer.json
+
+
+def mark_overlap(text: str, mark: str) -> int:
+    """Return how many characters at the end of a text may be the beginning of a mark."""
+    longest = min(len(mark) - 1, len(text))
+    return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _plain_prefix(text: str) -> str:
+    if any(word.startswith(text) for word in ("true", "false", "null")) or _NUMBER_START.fullmatch(text):
+        return text
+    return "" if "None".startswith(text) else _dumps(text)[:-1]
+
+
+def _plain(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    if text in ("null", "None"):
+        return None
+    return json.loads(text) if _NUMBER.fullmatch(text) else text
+
+
+def tagged_arguments(body: str, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments between tags. parameters: the tool's schema, which tells texts from other values."""
+    properties = (parameters or {}).get("properties")
+    arguments: dict[str, Any] = {}
+    # Up to the last end alone: each start behind it would look for one through all the text.
+    whole, end, _ = body.rpartition("</parameter>")
+    for name, text in _PARAMETER.findall(whole + end):
+        schema = properties.get(name) if isinstance(properties, Mapping) else None
+        arguments[name] = text if is_text_schema(schema) else _read(text)
+    return arguments
+
+
+def tagged_arguments_prefix(body: str, parameters: Mapping[str, Any] | None) -> str:
+    """Return the beginning of the JSON of arguments between tags. body: the call as far as it was written."""
+    written = _dumps(tagged_arguments(body, parameters))[:-1]
+    tail = body.rpartition("</parameter>")[2]
+    opened = _OPENED.search(tail)
+    if opened is None:
+        return written
+    name, text = opened[1], tail[opened.end() :]
+    properties = (parameters or {}).get("properties")
+    written += f"{', ' if len(written) > 1 else ''}{_dumps(name)}: "
+    if not is_text_schema(properties.get(name) if isinstance(properties, Mapping) else None):
+        return written  # whether it is a number, an object or a text is known at its end
+    end = "\n</parameter>"
+    return written + _dumps(text[: len(text) - mark_overlap(text, end)])[:-1]
+
+
+def is_text_schema(schema: Any) -> bool:
+    """Whether a parameter's schema allows texts alone."""
+    if not isinstance(schema, Mapping):
+        return False
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list) and values:
+        return all(isinstance(value, str) for value in values)
+    return schema.get("type") == "string"
+
+
+def _read(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

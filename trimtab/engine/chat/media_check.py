@@ -1,0 +1,132 @@
+"""Whether the model can read the processed images and audio: patches within its position table, none empty.
+
+A GPU answers a position beyond a table with an assertion that ends the process, and a sound of no frame with an empty answer.
+What is checked: position tables of Gemma 4 and Pixtral (Mistral 3), grids of Qwen's models, whose positions are computed for any
+grid; for every family that media became tensors at all, that an audio clip has a frame, and what a feature extractor would cut off.
+Gemma 3 and 3n resize every picture to one size, as do CLIP and SigLIP towers with tiles; Idefics' positions are fractions of a
+side. What a family that is not known to this file looks up is checked while its tower runs (bounds_check.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+
+from trimtab.errors import CheckpointError, RequestError
+
+# Sounds below this are tried on the extractor alone first: there are windows of up to a tenth of a second.
+SHORT_S = 0.5
+SHAPE_HINT = "Crop it, or send one that is less narrow"
+
+
+def check_pictures(config: Any, encoded: Mapping[str, Any], pictures: Sequence[Image.Image]) -> None:
+    """Raise RequestError(field="image") for an image that the model has no patches or no positions for."""
+    vision = getattr(config, "vision_config", None)
+    for number, (columns, rows) in enumerate(_grids(vision, encoded)):
+        size = f"image {number + 1}"
+        if number < len(pictures):
+            size += f" of {pictures[number].width} x {pictures[number].height} pixels"
+        if not rows or not columns:
+            raise _refused(number, "image", f"{size} is too small or too narrow: it has no complete patch", SHAPE_HINT)
+        limit = _positions(vision, encoded)
+        if limit is not None and max(rows, columns) > limit:
+            why = f"{size} becomes {columns} x {rows} patches, this model has {limit} positions per side"
+            raise _refused(number, "image", why, SHAPE_HINT)
+
+
+def check_taken(encoded: Mapping[str, Any], count: int, folder: Path) -> None:
+    """Raise CheckpointError if the processor made no values of `count` images and audio clips: the model would ignore them.
+
+    A folder that has a tokenizer and no processor files gives a processor that takes media and drops them.
+    """
+    if count and not any(isinstance(value, Tensor) and value.is_floating_point() for value in encoded.values()):
+        raise CheckpointError(
+            "its processor ignores images and audio", path=folder,
+            hint="Copy the processor files of the model into the folder (processor_config.json, preprocessor_config.json)",
+        )  # fmt: skip
+
+
+def _refused(number: int, field: str, reason: str, hint: str) -> RequestError:
+    error = RequestError(reason, field=field, hint=hint)
+    error.number = number
+    return error
+
+
+def _grids(vision: Any, encoded: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Return how many patches each picture has in a row and in a column."""
+    positions, grids, sizes = (encoded.get(name) for name in ("image_position_ids", "image_grid_thw", "image_sizes"))
+    if isinstance(positions, Tensor):  # Gemma 4: [N, patches, (x, y)], -1 where there is none
+        return [tuple(int(side) for side in picture.amax(0) + 1) for picture in positions]  # type: ignore[misc]
+    if isinstance(grids, Tensor):  # Qwen: [N, (time, rows, columns)]
+        return [(int(columns), int(rows)) for _, rows, columns in grids]
+    if isinstance(sizes, Tensor) and _is_pixtral(vision):  # [N, (height, width)] once resized
+        return [(int(width) // vision.patch_size, int(height) // vision.patch_size) for height, width in sizes]
+    return []
+
+
+def _is_pixtral(vision: Any) -> bool:
+    return getattr(vision, "model_type", None) == "pixtral"
+
+
+def _positions(vision: Any, encoded: Mapping[str, Any]) -> int | None:
+    """Return how many positions a side may have; None where they are computed for any."""
+    if "image_position_ids" in encoded:
+        return getattr(vision, "position_embedding_size", None)
+    return int(vision.image_size // vision.patch_size) if _is_pixtral(vision) else None
+
+
+def check_sound_lengths(extractor: Any, sounds: Sequence[Any], rate: int) -> None:
+    """Raise RequestError(field="audio") for audio that gives no frame, or whose end the feature extractor would cut off."""
+    limit = _most_samples(extractor)
+    for number, samples in enumerate(sounds):
+        if limit is not None and len(samples) > limit:
+            why = (
+                f"audio {number + 1} lasts {len(samples) / rate:.1f} s, this model reads {limit / rate:g} s and would "
+                "ignore the rest"
+            )
+            raise _refused(number, "audio", why, "Send it in several parts")
+        if len(samples) < SHORT_S * rate and not _has_frames(extractor, samples, rate):
+            raise _too_short(number, samples, rate)
+
+
+def _most_samples(extractor: Any) -> int | None:
+    """Return how many samples an extractor reads before it cuts an audio clip off, None if it reads any number."""
+    known = inspect.signature(extractor.__call__).parameters
+    default = known["max_length"].default if "max_length" in known else None
+    if isinstance(default, int):
+        return default
+    cuts = "truncation" in known and known["truncation"].default is True
+    own = getattr(extractor, "n_samples", None)  # Whisper's: its max_length is None and means this
+    return own if cuts and isinstance(own, int) else None
+
+
+def _has_frames(extractor: Any, samples: Any, rate: int) -> bool:
+    try:
+        features = extractor([samples], sampling_rate=rate, return_tensors="pt")
+    except (ValueError, IndexError, RuntimeError, TypeError, ZeroDivisionError):
+        return False  # numpy's and torch's words for a window that is longer than the sound
+    return all(value.numel() for value in features.values() if isinstance(value, Tensor))
+
+
+def _too_short(number: int, samples: Any, rate: int) -> RequestError:
+    why = (
+        f"audio {number + 1} lasts {1000 * len(samples) / rate:.1f} ms ({len(samples)} samples at {rate} Hz), too "
+        "short for a frame of this model"
+    )
+    return _refused(number, "audio", why, "Send longer audio")
+
+
+def check_frames(encoded: Mapping[str, Any], sounds: Sequence[Any], rate: int) -> None:
+    """Raise RequestError(field="audio") for an audio clip that is too short for a single frame."""
+    mask = encoded.get("input_features_mask")
+    if not isinstance(mask, Tensor):
+        return
+    for number, (frames, samples) in enumerate(zip(mask, sounds, strict=False)):
+        # The first of two steps that halve the frames takes every other one.
+        if not frames[::2].any():
+            raise _too_short(number, samples, rate)

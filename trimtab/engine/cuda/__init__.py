@@ -1,0 +1,1 @@
+"""What is asked of CUDA: compiling, configuring, capturing, describing memory?"""

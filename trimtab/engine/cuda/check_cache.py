@@ -1,0 +1,106 @@
+"""What checking and timing our kernels on this card gave, kept for later processes, so that a load repeats none of it.
+
+A check compares a kernel with plain torch or float64, and a timing compares it with what it would replace: seconds of every start
+that give the same answer each time. An entry is valid for the very card (name, identifier, size), driver, NVRTC, releases of
+Python, torch, transformers, bitsandbytes and this package, its CUDA sources and the files of this room. Only what passed is kept: a
+kernel that is wrong or slower here is checked again by the next process. Without the folder `checked` of the user's cache the next
+load checks again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.engine.cuda import nvrtc
+from trimtab.machine.installed import versions
+from trimtab.machine.user_cache import hashed, own_folder, prune, read_own, touch, write_own
+from trimtab.process.json_file import parse
+
+FOLDER = "checked"
+MOST_FILES, MOST_BYTES, MOST_FILE_BYTES = 32, 32 * 2**20, 4 * 2**20
+MOST_ENTRIES = 5000
+
+Entry = Mapping[str, Any]
+
+
+class KeptChecks:
+    """The cached entries of one card. key: the condition under which they are valid, as text; None: nothing is read or written."""
+
+    def __init__(self, key: str | None = None, entries: Mapping[str, Entry] | None = None) -> None:
+        self._key = key
+        self._entries: dict[str, Entry] = dict(entries or {})
+        self._added: dict[str, Entry] = {}
+
+    @classmethod
+    def of(cls, device: torch.device | str) -> KeptChecks:
+        """Return the cache of a device; an empty one for other devices than NVIDIA's GPUs, or without a folder."""
+        device = torch.device(device)
+        if device.type != "cuda" or nvrtc.why_not(device) is not None:
+            return cls()
+        key = facts(device)
+        return cls(key, _read(key))
+
+    def find(self, *what: Any) -> Entry | None:
+        """Return what a passed check left, None if it was not passed here. what: the check and everything that decides it."""
+        return self._entries.get(repr(what))
+
+    def keep(self, entry: Entry, *what: Any) -> None:
+        """Keep that a check passed, in this object; `save` writes it. entry: JSON values."""
+        self._entries[repr(what)] = self._added[repr(what)] = entry
+
+    def save(self) -> None:
+        """Write the new entries, together with those that other processes wrote at the same time."""
+        if self._key is None or not self._added:
+            return
+        whole = {**_read(self._key), **self._added}
+        self._added = {}
+        with suppress(OSError):
+            folder = own_folder(FOLDER)
+            if len(whole) <= MOST_ENTRIES:
+                write_own(folder / hashed(self._key), self._key, json.dumps(whole).encode())
+                prune(folder, most_files=MOST_FILES, most_bytes=MOST_BYTES)
+
+
+def _read(key: str) -> dict[str, Entry]:
+    with suppress(OSError, ValueError):
+        path = own_folder(FOLDER) / hashed(key)
+        text = read_own(path, key, limit_bytes=MOST_FILE_BYTES)
+        whole = {} if text is None else parse(text, "own state")
+        touch(path)
+        if isinstance(whole, dict) and all(isinstance(entry, dict) for entry in whole.values()):
+            return whole
+    return {}
+
+
+def facts(device: torch.device) -> str:
+    """Return what decides the result of a check on a device, as text."""
+    card = torch.cuda.get_device_properties(device)
+    compiler = nvrtc.find_compiler()
+    return json.dumps(
+        {
+            "card": [card.name, str(getattr(card, "uuid", "")), card.total_memory, card.multi_processor_count],
+            "capability": [card.major, card.minor], "driver": nvrtc.driver_version(),
+            "nvrtc": None if compiler is None else compiler.version, "versions": versions(), "sources": sources(),
+        },
+        sort_keys=True,
+    )  # fmt: skip
+
+
+def sources() -> str:
+    """Return a hash of the kernels and of the code that launches, checks and times them."""
+    summed = hashlib.sha256()
+    for entry in sorted((resources.files("trimtab.engine") / "cuda").iterdir(), key=lambda entry: entry.name):
+        if entry.is_file():
+            summed.update(entry.name.encode() + entry.read_bytes())
+    for file in sorted(Path(__file__).parent.glob("*.py")):  # an installation that is edited in place keeps its version
+        status = file.stat()
+        summed.update(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode())
+    return summed.hexdigest()

@@ -1,0 +1,275 @@
+"""Launch configurations of a 4-bit matmul: every one that fits a card, the probably fastest first.
+
+A block computes `units` units of 16 rows: `k_warps` warps share a unit's columns, `groups` of them take units in turn.
+Columns come in pieces of `piece` blocks of 64 through a ring of `stages`; `splits` blocks share a unit. What is fastest on a
+card is measured (tuning.tune) and kept for the next process (shipped_configs.py). Nothing here imports torch.
+
+Or (`held`) each warp asks for its own weights, into registers, `held` pairs of blocks at once: a group takes one unit, there
+is no ring, and the kernel is compiled for the shape and this cut. Faster where K divides well; the ring takes every shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+BLOCK = 64
+MAX_ROWS = 8
+MAX_WARPS = 20  # beside the one that asks for weights
+MOST_STAGES = 32
+MOST_PARTS = 2**21
+# As the kernel lays out its shared memory: table, barriers, LoRA entries; at the end sums of A x.
+_FIXED_BYTES = 65536 + 2 * MOST_STAGES * 8 + 24 * 24 + 2 * 32 * 4
+# A batch is four blocks of 64; a row of sums has four places more than it needs.
+_BATCH, _STRIDE = 4, 20
+# Name, outputs of each member, columns, rows of x, whether two members are multiplied.
+CutKey = tuple[str, tuple[int, ...], int, int, bool]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One launch configuration for n rows of x.
+
+    Its numbers: units (of 16 rows) per block, warps per unit and units in flight, blocks of 64 per piece and pieces in flight,
+    blocks along K and the share of each, and pairs of blocks held in registers (0: a ring).
+    """
+
+    n: int
+    units: int
+    k_warps: int
+    groups: int
+    piece: int
+    stages: int
+    splits: int
+    chunk: int
+    grid: int
+    shared_bytes: int
+    estimated_us: float
+    held: int = 0
+    normed: bool = False  # the norm in front was measured to be faster as a part of it
+
+    @property
+    def kernel(self) -> str:
+        if self.held:
+            return "matvec_held"
+        return "matvec_4" if self.n <= 4 else "matvec_8"
+
+    @property
+    def threads(self) -> int:
+        return (self.k_warps * self.groups + (not self.held)) * 32
+
+    @property
+    def stage_bytes(self) -> int:
+        return 16 * (-(-self.piece * 32 // 128) * 128 + (64 if self.n <= 4 else 32))
+
+    def needed_bytes(self, n: int) -> int:
+        """Return the shared memory that the kernel uses with n rows of x (its layout is in matvec4.cu)."""
+        scales = self.units * 16 * ((self.chunk // _BATCH) | 1) * 16
+        factors = self.chunk * 4 * (n if n <= 4 else MAX_ROWS)
+        sums = self.units * self.k_warps * n * _STRIDE * 4
+        x = n * (self.chunk // 2 * 288 + 16)
+        return _FIXED_BYTES + self.stages * self.stage_bytes + scales + x + factors + sums
+
+    def normed_bytes(self, columns: int) -> int:
+        """Return the shared memory of a launch with the norm in front: its two weights are kept there."""
+        return self.shared_bytes + 2 * 2 * columns
+
+    @property
+    def resident(self) -> int:
+        """How many blocks one multiprocessor runs at once (its registers, threads and shared memory as on 9.0)."""
+        return max(
+            1,
+            min(65536 // (self.threads * self._registers), 2048 // self.threads, 233472 // (self.shared_bytes + 1024)),
+        )
+
+    @property
+    def _registers(self) -> int:
+        """About how many registers a thread has: what weights in flight take, and the rest."""
+        batches = self.chunk // 2 // self.k_warps // self.held if self.held else 0
+        return -(-(56 + min(2, batches) * self.held * 8) // 8) * 8 if self.held else 80
+
+    @property
+    def may_be_normed(self) -> bool:
+        """Whether the norm in front can be a part of it: a block has whole rows, and warps enough that each holds at most
+        three pieces of 256 values of one."""
+        each = min(self.k_warps * self.units // self.n, self.chunk // 4)
+        return bool(self.held) and self.splits == 1 and each > 0 and -(-(self.chunk // 4) // each) <= 3
+
+    def options(self, blocks: int, members: int, *, pair: bool, normed: bool = False) -> tuple[str, ...]:
+        """Return the compiler options of a kernel for rows of this many blocks of 64."""
+        if not self.held:
+            return ()
+        facts = {
+            "HELD": self.held, "ROWS": self.n, "BLOCKS": blocks, "UNITS": self.units, "K_WARPS": self.k_warps,
+            "CHUNK": self.chunk, "SPLITS": self.splits, "PAIRED": int(pair), "NORMED": int(normed), "LAYERS": members,
+        }  # fmt: skip
+        return tuple(f"-D{name}={value}" for name, value in facts.items())
+
+    def __str__(self) -> str:
+        if self.held:
+            return (
+                f"{self.kernel} units {self.units} warps {self.k_warps} held {self.held} of "
+                f"{self.chunk // 2 // self.k_warps} splits {self.splits} grid {self.grid}"
+            )
+        return (
+            f"{self.kernel} units {self.units} warps {self.k_warps} x {self.groups} "
+            f"piece {self.piece} x {self.stages} splits {self.splits} grid {self.grid}"
+        )
+
+
+def units_of(rows: Sequence[int], *, pair: bool) -> int:
+    """Return the units of 16 rows of all members. pair: one of each in turn, as many of both."""
+    return 2 * -(-rows[0] // 16) if pair else sum(-(-count // 16) for count in rows)
+
+
+def cuts(
+    rows: Sequence[int], columns: int, n: int, *, multiprocessors: int, shared_bytes: int, pair: bool = False,
+    bandwidth: float = 4.2e12,
+) -> list[Cut]:  # fmt: skip
+    """Return the launch configurations of a matmul, the probably fastest first; empty if none fits.
+
+    rows: D_out of each member. shared_bytes: the limit of a block. pair: the outputs of two members are multiplied, so both are
+    in one block. The estimate (µs) is a rough model of measurements on an H200.
+    """
+    blocks = columns // BLOCK
+    units = units_of(rows, pair=pair)
+    configs = []
+    for splits in (1, 2, 3, 4, 6, 8, 14):
+        whole = math.ceil(blocks / splits / _BATCH) * _BATCH
+        if splits > 1 and whole * (splits - 1) >= blocks:
+            continue
+        for piece in sorted({_piece(whole, most) for most in (16, 40)}):
+            chunk = -(-whole // piece) * piece
+            if splits > 1 and chunk * (splits - 1) >= blocks:
+                continue
+            for each in _sizes(units, splits, multiprocessors, pair):
+                grid = -(-units // each)
+                if splits > 1 and splits * grid * each * 16 * n > MOST_PARTS:
+                    continue
+                for k_warps, groups in _warps(piece // _BATCH, each):
+                    cut = _with_stages(
+                        Cut(n, each, k_warps, groups, piece, 0, splits, chunk, grid, 0, 0.0), shared_bytes
+                    )
+                    if cut is not None:
+                        cost = _estimate(cut, columns * sum(rows) * 0.516, multiprocessors, bandwidth)
+                        configs.append(replace(cut, estimated_us=cost))
+    configs += _held(rows, columns, n, multiprocessors, shared_bytes, pair, bandwidth)
+    return sorted(configs, key=lambda cut: cut.estimated_us)
+
+
+def _held(
+    rows: Sequence[int], columns: int, n: int, multiprocessors: int, shared_bytes: int, pair: bool, bandwidth: float
+) -> list[Cut]:
+    """Return the cuts whose weights go straight into registers: every warp has as many pairs of blocks as every other."""
+    blocks, units, configs = columns // BLOCK, units_of(rows, pair=pair), []
+    for splits in (1, 2, 4, 8):
+        # Gate and up of a wide layer fill the card by their rows; in a step their parts cost more than a product alone shows.
+        if blocks % (4 * splits) or (pair and splits > 1 and units >= 8 * multiprocessors):
+            continue
+        chunk = blocks // splits
+        for k_warps in (k for k in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20) if chunk // 2 % k == 0):
+            steps = chunk // 2 // k_warps
+            # Two batches, or all of them, are under way: not more than fits beside the rest of a thread's registers.
+            for held in (h for h in (1, 2, 3, 4, 5) if steps % h == 0 and h * min(2, steps // h) <= 6 and steps <= 40):
+                for each in (2, 4, 6, 8, 10, 12, 20) if pair else (1, 2, 3, 4, 5, 8, 10, 16, 20):
+                    grid, warps = -(-units // each), k_warps * each
+                    if not 4 <= warps <= MAX_WARPS or each > units:
+                        continue
+                    if splits > 1 and splits * grid * each * 16 * n > MOST_PARTS:
+                        continue
+                    cut = Cut(n, each, k_warps, each, chunk, 0, splits, chunk, grid, 0, 0.0, held)
+                    cut = replace(cut, shared_bytes=cut.needed_bytes(n))
+                    if cut.shared_bytes <= shared_bytes:
+                        cost = _estimate_held(cut, columns * sum(rows) * 0.516, multiprocessors, bandwidth)
+                        configs.append(replace(cut, estimated_us=cost))
+    return configs
+
+
+def _piece(chunk: int, most: int) -> int:
+    """Return the blocks of a piece: as many whole batches as divide the chunk best, up to `most`."""
+    count = -(-chunk // most)
+    return -(-chunk // count // _BATCH) * _BATCH
+
+
+def _warps(batches: int, units: int) -> list[tuple[int, int]]:
+    """Return warps a unit, and groups of them that take units in turn."""
+    counts = set()
+    for k_warps in {min(k, batches) for k in (1, 2, 4, 5, 8, 10)}:
+        most = min(MAX_WARPS // k_warps, units)
+        counts |= {(k_warps, groups) for groups in {1, min(2, most), most} if k_warps * groups > 2 or groups == most}
+    return sorted(counts)
+
+
+def _sizes(units: int, splits: int, multiprocessors: int, pair: bool) -> list[int]:
+    """Return units a block: those that give every multiprocessor one, two or three blocks, and small ones."""
+    step = 2 if pair else 1
+    wanted = {-(-units * splits // (blocks * multiprocessors)) for blocks in (1, 2, 3)} | {1, 2, 4, 8}
+    return sorted({min(-(-each // step) * step, -(-units // step) * step) for each in wanted if each <= 24})
+
+
+def _with_stages(cut: Cut, shared_bytes: int) -> Cut | None:
+    """Return the cut with as many pieces under way as fit and as there are; None if not even two (or all) fit."""
+    pieces = -(-cut.units // cut.groups) * (cut.chunk // cut.piece)  # of a group
+    room = (shared_bytes - cut.needed_bytes(cut.n)) // cut.stage_bytes // cut.groups
+    depth = min(pieces, room, MOST_STAGES // cut.groups, 16)
+    if depth < min(2, pieces):
+        return None
+    stages = depth * cut.groups
+    staged = replace(cut, stages=stages)
+    return replace(staged, shared_bytes=staged.needed_bytes(cut.n))
+
+
+def _estimate(cut: Cut, nbytes: float, multiprocessors: int, bandwidth: float) -> float:
+    count, warps = cut.grid * cut.splits, cut.k_warps * cut.groups
+    waves = -(-count // (cut.resident * multiprocessors))
+    each = -(-count // multiprocessors)  # blocks that one multiprocessor gets, in all waves
+    batches = cut.chunk // _BATCH * cut.units
+    blocks = batches * _BATCH * each
+    # Instructions of a block of 64 (four issued a cycle at best), shared memory (one access a cycle); table and x before.
+    prepared = 500 + cut.n * cut.chunk * 9 + cut.units * cut.chunk * 3
+    issue_us = (blocks * (44 if cut.n <= 4 else 52) + prepared * each) / 4 / 0.7 / 1750
+    shared_us = (blocks * (24 if cut.n <= 4 else 28) + (300 + cut.units * cut.chunk) * each) / 1750
+    busy = min(1.0, 1.1 * count / multiprocessors)
+    under_way = min(each, cut.resident) * cut.stages * cut.stage_bytes
+    memory_us = nbytes / (bandwidth * busy * min(1.0, under_way / 40e3)) * 1e6
+    alone_us = waves * (1.8 + prepared / warps * 0.003 + batches / warps)
+    alone_us += 0.03 * cut.groups  # warps of one unit wait for one piece, not for several
+    parts = (issue_us, shared_us, memory_us)
+    return max(alone_us, 1.8 + max(parts)) + 0.2 * sum(parts) + (1.5 if cut.splits > 1 else 0.0)
+
+
+def _estimate_held(cut: Cut, nbytes: float, multiprocessors: int, bandwidth: float) -> float:
+    count = cut.grid * cut.splits
+    each = -(-count // multiprocessors)  # blocks that one multiprocessor gets, in all waves
+    waves = -(-count // (cut.resident * multiprocessors))
+    warps = cut.k_warps * cut.units
+    steps = cut.chunk // 2 // cut.k_warps
+    pairs = each * warps * steps
+    # As for a ring; a lane asks the table 32 times a pair, and a warp's share of it comes once in about 0.25 µs.
+    shared_us = (pairs * (40 if cut.n <= 4 else 48) + each * (600 + cut.units * cut.chunk // 2)) / 1750
+    prepared_us = (0.4 + cut.n * cut.chunk * 1.5 / (warps * 32)) * 0.7
+    under_way = min(each, cut.resident) * warps * min(2 * cut.held, steps) * 1024
+    memory_us = nbytes / (bandwidth * min(1.0, 1.1 * count / multiprocessors) * min(1.0, under_way / 60e3)) * 1e6
+    alone_us = waves * (1.6 + prepared_us + steps * 0.25)
+    return (
+        max(alone_us, 1.6 + max(shared_us, memory_us))
+        + 0.2 * (shared_us + memory_us)
+        + (0.8 if cut.splits > 1 else 0.0)
+    )
+
+
+def unlike(configs: Sequence[Cut], limit: int) -> list[Cut]:
+    """Return up to `limit` of the best estimates that really differ: two of three hold weights in registers."""
+    held = _unlike([cut for cut in configs if cut.held], limit - limit // 3)
+    return [*held, *_unlike([cut for cut in configs if not cut.held], limit - len(held))]
+
+
+def _unlike(configs: Sequence[Cut], limit: int) -> list[Cut]:
+    # Of each number of splits, then of block sizes.
+    by_splits = {cut.splits: cut for cut in reversed(configs)}
+    best = [*configs[:1], *[by_splits[splits] for splits in (1, 2, 4) if splits in by_splits]]
+    others: dict[tuple[int, ...], Cut] = {}
+    for cut in configs:
+        others.setdefault((cut.units.bit_length(), cut.k_warps * cut.groups, cut.k_warps, cut.piece, cut.held), cut)
+    return list(dict.fromkeys([*best, *others.values()]))[:limit]

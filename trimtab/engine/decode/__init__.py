@@ -1,0 +1,1 @@
+"""How is one token of every row computed?"""

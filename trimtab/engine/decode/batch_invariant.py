@@ -1,0 +1,79 @@
+"""How an answer gets the same bits alone and beside others: batch-invariant execution (`LoadRequest.batch_invariant`).
+
+A kernel sums in another order for another number of rows, and a prompt's numbers depend on where it is cut. Here neither depends on
+who else is answered:
+
+- A captured step computes all rows of the batch, whether requests are in them or not, with one graph: each row is multiplied by
+  the same kernels with the same launch configuration, and attention of each looks at the same number of places. Adapters are looked
+  up by table whether a row has one or not.
+- A row that no graph of all rows computes (an adapter that no table holds, a token that stands for a picture) goes through
+  transformers' modules by itself, and so does every row where steps are not captured, as on a CPU (`one_by_one`).
+- Prompts go through one at a time, each in pieces that begin at multiples of `piece_tokens`, and never several in one pass. A
+  prompt resumes behind a cached prefix only where one of its own pieces begins, and only behind tokens that went through as whole
+  pieces of a prompt, not of an answer (prefix_cache.py).
+
+What it does not promise: the same bits for another number of rows, on another card, after another choice of kernels (which a card's
+first start makes), or after an adapter was loaded that changes layers that none did before or has a larger rank than all before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.kernels import embed_and_logits as ends
+from trimtab.errors import RequestError
+from trimtab.planning.values.execution import INVARIANT_CHUNK
+
+if TYPE_CHECKING:
+    from trimtab.engine.batch.batch import Batch
+    from trimtab.engine.batch.request import Prompt
+    from trimtab.engine.decode.decode_step import DecodeStep
+    from trimtab.engine.prefill.prefill import Prompts
+
+
+def piece_tokens(batch: Batch) -> int:
+    """Return at whose multiples the pieces of a prompt begin: the largest chunk, or the most that transformers' own pass takes."""
+    if batch.prompts.sizes:
+        return max(batch.prompts.sizes)
+    return min(int(getattr(batch.model, "prefill_tokens", None) or INVARIANT_CHUNK), INVARIANT_CHUNK)
+
+
+def check_rows(model: Any, rows: int) -> None:
+    """Raise RequestError for a batch of another number of rows than the plan's, whose answers would have other bits."""
+    planned = model.plan.request.batch
+    if model.plan.request.batch_invariant and rows != planned:
+        raise RequestError(
+            "a batch-invariant model computes as many rows as it was planned for", field="rows", value=rows,
+            allowed=(str(planned),), hint=f"Plan with batch={rows}",
+        )  # fmt: skip
+
+
+def check_turn(prompts: Prompts, prompt: Prompt) -> None:
+    """Raise RequestError for a prompt that begins while another is on its way: it would be computed another way."""
+    if prompts.is_on and not prompt.done_tokens and prompt not in prompts.jobs and not prompts.is_row_free:
+        raise RequestError(
+            "another prompt is on its way, and batch-invariant prompts go through one at a time", field="prompt",
+            hint="Complete it and give it its row first",
+        )  # fmt: skip
+
+
+def one_by_one(steps: DecodeStep, rows: Mapping[int, str | None]) -> tuple[Tensor, Tensor]:
+    """Return the logits [count, V] float32 and the likeliest tokens [count] of these rows (number -> adapter), each alone."""
+    cache, store = steps.cache, steps.model.adapter_store
+    cache.seen_places = steps.buffers.context_tokens
+    logits, tokens = [], []
+    try:
+        for number, name in rows.items():
+            cache.first_row = number
+            store.set(name)
+            with torch.no_grad():
+                scores, token = ends.likeliest(steps._modules(1), None, None, None)
+            logits.append(scores[0].clone())
+            tokens.append(token[0].clone())
+    finally:
+        cache.first_row = 0
+    return torch.stack(logits), torch.stack(tokens)

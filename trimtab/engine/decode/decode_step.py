@@ -1,0 +1,435 @@
+"""A decode step of all rows: transformers' modules, or a few kernels launched as one CUDA graph.
+
+    step = DecodeStep(model, buffers, mode="auto")
+    logits, greedy = step.run(state)  # [count, V] float32 and the most likely token of each row, on the device
+
+A step of thousands of small kernels takes as long as Python needs to launch them. A graph launches them all at once; it
+repeats the very addresses and numbers it was captured with, so whatever changes from step to step is read from tensors
+that stay where they are: tokens, positions, the slot of each row's adapter. Graphs are captured as they are first needed,
+one for each bucket of rows, or all of them beforehand (`Batch.prepare`). What cannot be captured runs as before, and
+`fallbacks` says what and why. What steps are made of is chosen in `step_choice`, a graph is made in `step_capture`; here steps are
+run and replayed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.cuda.graph_cache import GraphCache
+from trimtab.engine.decode import batch_invariant as company
+from trimtab.engine.decode.step_capture import CapturedStep, StepCapture
+from trimtab.engine.decode.step_choice import Fallback, StepChoice
+from trimtab.engine.kernels import embed_and_logits as ends
+from trimtab.engine.kernels import gemm4 as many_rows
+from trimtab.engine.kernels.device_kernels import Kernels
+from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv.batch_state import BatchState, StepBuffers
+from trimtab.engine.layers import embedding as tables
+from trimtab.engine.lora import fewer_ops as short_ops
+from trimtab.engine.memory.out_of_memory import is_out_of_memory, memory_error
+from trimtab.engine.memory.rates import outside_torch
+from trimtab.engine.memory.step_memory import extra_bytes, most_graphs
+from trimtab.errors import RequestError, gib
+from trimtab.planning.values.execution import BUCKETS, KERNEL_ROWS
+
+if TYPE_CHECKING:
+    from trimtab.engine.batched_lora.table import AdapterSlots
+    from trimtab.engine.families import step as hf_gemma4
+    from trimtab.engine.lora import layers as lora
+    from trimtab.engine.model import LoadedModel
+
+# In the key of a graph whose rows look their adapters up.
+_TABLE = "table"
+# Attention of a step through the modules reads this many places at least, doubled until the longest row fits.
+SMALLEST_PLACES = 256
+
+
+@dataclass(eq=False)
+class DecodeStep:
+    """The decode steps of one batch's buffers. mode: "auto" takes the fastest that works, the others exactly what they say.
+
+    "eager": transformers' modules as they are, one kernel after the other. "graph": the same modules, captured, on a GPU
+    with fewer operations for norms (`short_ops`) and adapters (`slots`). "fused": few kernels of our own, captured; on a
+    CPU their plain counterpart. Errors: RequestError for an unknown mode; DeviceError if a mode that was requested by
+    name cannot be had.
+    """
+
+    model: LoadedModel
+    buffers: StepBuffers
+    mode: str = "auto"
+    capture_s: float = 0.0
+    captures: int = 0
+    graph_bytes: int = 0  # that the driver took while graphs were captured beforehand
+    wrote_tokens: bool = False  # whether the last step put each row's most likely token where the next one reads it
+
+    def __post_init__(self) -> None:
+        self.device: torch.device = self.model.device
+        self.rows, self.cache, self.tokens = self.buffers.rows, self.buffers.cache, self.buffers.tokens
+        self.is_invariant = bool(self.model.plan.request.batch_invariant)
+        self._choice = StepChoice(self.model, self.mode, self.rows)
+        self._graphs: GraphCache[CapturedStep] = GraphCache()
+        self._slots: AdapterSlots | None = None
+        self._short_ops: short_ops.ShortOps | None = None
+        self._fused: hf_gemma4.FusedStep | None = None
+        # How often modules had been exchanged when it was last asked whether a fused step is right for them, and the answer.
+        self._examined: tuple[int, str | None] | None = None
+        self._shape: tuple[int, int] | None = None
+        self._tables = [
+            module for module in self.model.hf_model.modules()
+            if isinstance(module, tables.GatheredTable) and module.seen is None
+        ]  # fmt: skip
+        self._placeholders = hf_slots.placeholder_ids(self.model.hf_model)
+        self._capturing = StepCapture(self._choice, self.tokens, self._graphs, self._tables)
+
+    @property
+    def fallbacks(self) -> list[Fallback]:
+        """The slower computations in use, with reasons."""
+        return self._choice.fallbacks
+
+    @property
+    def kernels(self) -> Kernels:
+        """Which kernels of our own steps are made of."""
+        return self._choice.kernels
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether steps are CUDA graphs where none of their rows needs transformers' own pass."""
+        return self._choice.is_captured
+
+    # One step ----------------------------------------------------------------------------------------------------------
+
+    def may_look_ahead(self) -> bool:
+        """Whether the next step can be queued before the host knows its tokens: the tokens are on the device, and the host
+        brings no other input."""
+        return self.wrote_tokens and not self._tables
+
+    def run(self, state: BatchState) -> tuple[Tensor, Tensor]:
+        """Return the logits [count, V] float32 of one step of these rows, and each row's most likely token [count],
+        -1 where the scores are not numbers. Both are overwritten by the next step.
+
+        Keys and values are written; positions are the caller's to advance.
+        """
+        count = state.count
+        self.wrote_tokens = False
+        if self.is_invariant:
+            return self._run_invariant(state)
+        if not self.has_placeholder(state):
+            outputs = self._run_graph(state) if self.is_captured else None
+            if outputs is not None:
+                return outputs[0][:count], outputs[1][:count]
+            step = self.fused_step() if self.mode == "fused" else None
+            return self._eager(state, step or self._short)
+        return self._eager(state, self._modules)
+
+    def _run_invariant(self, state: BatchState) -> tuple[Tensor, Tensor]:
+        """Return what `run` does, each row with the bits that it has alone: of one graph of all rows, whoever is active, and of
+        passes of one row for those that the graph cannot compute. See batch_invariant.py."""
+        count = state.count
+        apart = [number for number in range(count) if not self.is_captured or self._is_apart(state, number)]
+        before = self.tokens.clone() if apart else None
+        outputs = None
+        if len(apart) < count:
+            names = tuple(None if number in apart else name for number, name in enumerate(state.adapters))
+            outputs = self._run_graph(replace(state, adapters=names))
+            if outputs is None:  # capturing failed: no row is in a graph from now on
+                return self._run_invariant(state)
+            self.wrote_tokens = not apart
+        if before is not None:
+            self.tokens.copy_(before)
+            alone = company.one_by_one(self, {number: state.adapters[number] for number in apart})
+            if outputs is None:
+                return alone
+            for number, logits, token in zip(apart, *alone, strict=True):
+                outputs[0][number], outputs[1][number] = logits, token
+        assert outputs is not None
+        return outputs[0][:count], outputs[1][:count]
+
+    def _is_apart(self, state: BatchState, number: int) -> bool:
+        """Whether a row's step cannot be part of a graph of all rows: its token is a picture's, or no table holds its adapter."""
+        name = state.adapters[number]
+        if state.last_tokens[number] in self._placeholders:
+            return True
+        if name is None:
+            return False
+        return not self.kernels.has_lora or self._adapter_slots().why_not(name) is not None
+
+    def has_placeholder(self, state: BatchState) -> bool:
+        """Whether a row's last token stands for a picture: transformers embeds another one in its place."""
+        return state.any_of(self._placeholders)
+
+    def _eager(self, state: BatchState, step: Any) -> tuple[Tensor, Tensor]:
+        self.cache.seen_places = self._places(state)
+        self.model.adapter_store.set_rows(state.adapters)
+        return self._finish(step, state.count)
+
+    def _short(self, count: int) -> Tensor:
+        """Return what `_modules` does, from fewer operations where that is allowed: it rounds elsewhere."""
+        if self.mode == "eager" or not self._may_be_short():
+            return self._modules(count)
+        if self._short_ops is None:
+            self._short_ops = short_ops.ShortOps(
+                self.model.hf_model,
+                self.model.adapter_store,
+                self.device,
+                partial(self._choice.fall_back, requested=False),
+            )
+        unpacked = self.model.unpacked
+        with (
+            self._short_ops.step(), many_rows.covering(self._choice.four_bit, self.kernels.rows),
+            nullcontext() if unpacked is None else unpacked.covering(least=KERNEL_ROWS + 1),
+        ):  # fmt: skip
+            return self._modules(count, added_masks=True)
+
+    def _may_be_short(self) -> bool:
+        return self.device.type == "cuda"  # on a CPU the operations themselves take the time
+
+    def _modules(self, count: int, *, added_masks: bool = False) -> Tensor:
+        """Return the logits [count, V] of transformers' own forward pass."""
+        cache = self.cache
+        if (table := self.model.adapter_store.table) is not None:
+            table.empty(count)
+        cache.begin()
+        masks = hf_slots.step_masks(self.model.hf_model, cache, count)
+        step = cache.rows_of_step(count)
+        if added_masks:
+            masks = short_ops.added_masks(self.model.hf_model, masks, self.model.dtype)
+        output = self.model.hf_model(
+            input_ids=self.tokens[step], position_ids=hf_slots.step_positions(self.model.hf_model, cache, count),
+            attention_mask=masks, past_key_values=cache, use_cache=True, logits_to_keep=1, return_dict=True,
+        )  # fmt: skip
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def _finish(self, step: Any, count: int, next_tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            if self._fused is not None and step is self._fused:
+                return self._fused(count, next_tokens)
+            return ends.likeliest(step(count), None, next_tokens, self.kernels.ends)
+
+    def _finish_and_go_on(self, step: Any, count: int) -> tuple[Tensor, Tensor]:
+        return self._finish(step, count, self.tokens[:count, 0])
+
+    def _places(self, state: BatchState, *, sees_all: bool = False) -> int:
+        """Return how many places of the context attention reads. sees_all: every one, whatever the rows hold."""
+        if self.is_invariant or sees_all:
+            return self.buffers.context_tokens
+        places = SMALLEST_PLACES
+        while places < state.tokens_in_reach:
+            places *= 2
+        return min(places, self.buffers.context_tokens)
+
+    # Graphs ------------------------------------------------------------------------------------------------------------
+
+    def fused_step(self) -> hf_gemma4.FusedStep | None:
+        """Return the step that is made of kernels, None where steps are not; the cache's layers have to be known."""
+        if not self._choice.is_fusable:
+            return None
+        from trimtab.engine.families import step as hf_gemma4
+
+        if self._fused is None:  # not before a prompt has gone through: the cache's layers are known from then on
+            self._fused = hf_gemma4.FusedStep(
+                self.model.hf_model, self.cache, self.tokens, self.kernels, self.model.unpacked
+            )
+        exchanges = self.model.adapter_store.exchanges
+        if self._examined is None or self._examined[0] != exchanges:
+            self._examined = exchanges, self._fused.why_not_rows()
+        why = self._examined[1]
+        if why is not None:
+            self._choice.fall_back("fused step", why, requested=self.mode == "fused")
+            return None
+        return self._fused
+
+    def _run_graph(self, state: BatchState, *, sees_all: bool = False) -> tuple[Tensor, Tensor] | None:
+        """Return the outputs of a replayed graph of these rows, captured first where there is none; None where that failed."""
+        count, names = state.count, state.adapters
+        bucket = next((size for size in BUCKETS if size >= count and size <= self.rows), self.rows)
+        if self.is_invariant:
+            bucket = self.rows
+        padded = [*names, *[None] * (bucket - count)]
+        step: Any = self._short
+        kind = "modules"
+        slots = self._slots_for(names)
+        if self.mode != "graph" and bucket <= many_rows.MOST_ROWS:
+            fused = self.fused_step()
+            if fused is not None:
+                step, kind = fused, "fused"
+        self.cache.seen_places = self._places(state, sees_all=sees_all)
+        has_adapters = any(names)
+        key: tuple[Hashable, ...] = (kind, bucket)
+        if kind == "modules" or self.cache.kv == "int8":
+            key = (*key, self.cache.seen_places)
+        if slots is not None:
+            slots.set_rows(padded)
+            self._forget_smaller(slots.shape_key)
+            key = (*key, _TABLE, slots.shape_key)
+        elif has_adapters:  # captured with the adapters' own addresses
+            key = (
+                *key,
+                *(
+                    (name, self.model.adapter_store.holders[name].serial) if name is not None else None
+                    for name in padded
+                ),
+            )
+        self._stage(state, bucket)
+        graph = self._graphs.get(key)
+        if graph is None:
+            table = slots if has_adapters or self.is_invariant else None
+            graph = self._capture(key, partial(self._finish_and_go_on, step, bucket), padded, table, count)
+            if graph is None:
+                return None
+        self._graphs.move_to_end(key)
+        graph.replay()
+        self.wrote_tokens = True
+        return graph.outputs
+
+    def _slots_for(self, names: Sequence[str | None]) -> AdapterSlots | None:
+        """Return the table of adapters if the kernels that use it were chosen and every adapter of the rows fits it."""
+        if not self.kernels.has_lora or not (any(names) or (self.is_invariant and self._has_adapters())):
+            return None
+        slots = self._adapter_slots()
+        for name in dict.fromkeys(names):
+            why = slots.why_not(name)
+            if why is not None:
+                self._choice.fall_back("adapters by table", why, requested=False)
+                return None
+        return slots
+
+    def _has_adapters(self) -> bool:
+        """Whether a table has layers to look up, of adapters that are there or were: from then on every step looks them up."""
+        if self._slots is None and not self.model.adapter_store.names:
+            return False
+        return self._adapter_slots().shape_key[1] > 0
+
+    def _adapter_slots(self) -> AdapterSlots:
+        from trimtab.engine.batched_lora.table import LEAST_SLOTS, AdapterSlots
+
+        if self._slots is None:
+            self._slots = AdapterSlots(
+                self.model.hf_model, self.model.adapter_store, self.rows, self.device, module=self.kernels.matvec,
+                slots=max(LEAST_SLOTS, self.rows), many=self.kernels.rows, is_fixed=self.is_invariant,
+            )  # fmt: skip
+        return self._slots
+
+    def _forget_smaller(self, shape: tuple[int, int]) -> None:
+        """Drop graphs that look fewer layers up than are covered now: their keys are never asked for again."""
+        if shape != self._shape:
+            self._shape = shape
+            for key in [key for key in self._graphs if _TABLE in key and key[-1] != shape]:
+                del self._graphs[key]
+
+    def sizes(self) -> list[int]:
+        """Return for how many rows steps are captured, the largest first: the smaller ones find room in its memory."""
+        rows = self.rows
+        if self.is_invariant:
+            return [rows]
+        return sorted({*(size for size in BUCKETS if size < rows), rows}, reverse=True)
+
+    def prepare(
+        self, state: BatchState, expected: Iterable[lora.Fitting] = (), sizes: Sequence[int] | None = None
+    ) -> None:  # fmt: skip
+        """Capture a step of every bucket of rows before it is needed: of the base, and with adapters by table if any is
+        attached. state: of stand-ins, as many as there are rows; nobody's tokens come from these steps.
+
+        expected: of adapters that may be attached later; their layers are looked up from the start. sizes: of those that `sizes`
+        gives, None for all. Ends early
+        where capturing turns out impossible, at the most graphs that are kept, or when the device has lost the memory that was
+        counted for it.
+        """
+        before = outside_torch(self.device)
+        self._prepare(state, expected, self.sizes() if sizes is None else sizes)
+        self.graph_bytes += max(outside_torch(self.device) - before, 0)
+
+    def _prepare(self, state: BatchState, expected: Iterable[lora.Fitting], sizes: Sequence[int]) -> None:
+        names: list[str | None] = [None]
+        expected = list(expected)
+        is_invariant = self.is_invariant
+        if self.kernels.has_lora and (self.model.adapter_store.names or (is_invariant and expected)):
+            slots = self._adapter_slots()
+            slots.cover(fitting for fitting in expected if not fitting.rest)  # the rest is seldom chosen by table
+            names += [name for name in self.model.adapter_store.names if slots.why_not(name) is None][:1]
+        free = self._free_bytes()
+        if is_invariant:
+            names = [None]
+        steps = [(name, size, False) for name in names for size in sizes]
+        if sizes and not self._graphs and "kv_copies" in self.model.plan.execution.step.bytes:
+            # The largest copies of keys and values first: the memory of smaller ones, kept by the graphs, would hold none of these.
+            steps.insert(0, (None, max(sizes), True))
+        for name, size, sees_all in steps:
+            rows = state.uniform(name, size)
+            for _ in range(2):  # where the fused step cannot be captured, the modules may
+                if not self.is_captured or len(self._graphs) >= most_graphs(self.model, self.rows):
+                    return
+                self.tokens[:size, 0].copy_(torch.tensor(rows.last_tokens), non_blocking=True)
+                if self._run_graph(rows, sees_all=sees_all) is not None:
+                    break
+            lost = free - self._free_bytes()
+            if lost > self._counted_bytes(state.count):
+                why = f"captures so far take {gib(lost)}; the others are captured at their first use"
+                self._choice.fall_back("captures ahead of requests", why, requested=False)
+                return
+
+    def _counted_bytes(self, rows: int) -> int:
+        """Return the bytes that captures of `rows` rows may take: the planned ones, and those counted beyond the plan."""
+        planned = self.model.plan.execution.step
+        return sum(planned.bytes.values()) + extra_bytes(self.model, rows, "graph")
+
+    def _free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+
+    def _stage(self, state: BatchState, bucket: int) -> None:
+        if self._tables:
+            ids = torch.tensor(state.last_tokens)
+            for table in self._tables:
+                table.stage(ids, max(self.rows, bucket))
+
+    def _capture(
+        self, key: tuple[Hashable, ...], run: partial[tuple[Tensor, Tensor]], names: Sequence[str | None],
+        slots: AdapterSlots | None, count: int,
+    ) -> CapturedStep | None:  # fmt: skip
+        """Return the graph of `run`, a step of len(names) rows, the first `count` of them in use; None where that failed."""
+        start, step = time.perf_counter(), run.args[0]
+        while len(self._graphs) >= most_graphs(self.model, self.rows):
+            self._graphs.popitem(last=False)
+        store = self.model.adapter_store
+        if slots is None:
+            store.set_rows(names)
+        else:
+            store.none()
+        for table in self._tables:
+            table.reads_staged = True
+        try:
+            is_ours = step is self._fused or slots is not None
+            with store.applying(slots):
+                overlap = is_ours and self._capturing.overlap_pays(run, slots, count)
+                start = time.perf_counter()  # what was tried is done once on a card
+                with self.kernels.overlapping(overlap):
+                    graph = self._capturing.record(run, slots, count)
+            graph.keep = slots, store.selection  # it has the row numbers that the graph reads
+        except RequestError:
+            raise
+        except Exception as exc:
+            self._graphs.forget_pool()
+            if is_out_of_memory(exc):  # planned: never a reason to go on the slower way
+                raise memory_error(exc, "capturing a decode step", self.model.plan, self.device) from exc
+            # The device says itself whether it got over it.
+            torch.zeros(1, device=self.device).item()
+            is_fused = step is self._fused
+            why = f"capturing failed: {type(exc).__name__}: {exc}"
+            self._choice.fall_back("fused step" if is_fused else "graph", why, requested=self.mode != "auto")
+            self._choice.capture_failed(is_fused=is_fused)
+            return None
+        finally:
+            for table in self._tables:
+                table.reads_staged = False
+        self._graphs[key] = graph
+        self.captures += 1
+        self.capture_s += time.perf_counter() - start
+        return graph

@@ -1,0 +1,140 @@
+"""The mode of a batch's decode steps, chosen once: captured or not, fused or modules, and the kernels.
+
+    choice = StepChoice(model, mode="auto", rows=8)
+    choice.is_captured, choice.is_fusable, choice.kernels, choice.fallbacks
+
+The plan says how steps run; what a card or a model does not allow is known here, before the first step, and named in `fallbacks`.
+`DecodeStep` (engine/decode/decode_step.py) replays what was chosen, `StepCapture` (engine/decode/step_capture.py) captures it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.kernels.device_kernels import Kernels
+from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.layers.linear import Leaf
+from trimtab.engine.memory.out_of_memory import naming_out_of_memory
+from trimtab.engine.memory.step_memory import check_room
+from trimtab.errors import DeviceError
+from trimtab.planning.values.execution import CAPTURED, KERNEL_ROWS
+from trimtab.request import DECODE_MODES, check_choice
+
+if TYPE_CHECKING:
+    from trimtab.engine.model import LoadedModel
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """Something that runs the slower way. what: "graph", "fused step", a kernel's name; why: in words, with numbers."""
+
+    what: str
+    why: str
+
+
+class StepChoice:
+    """How steps of `rows` rows are computed. mode: "auto" takes the fastest one that works, the others are exact.
+
+    Errors: RequestError for an unknown mode; DeviceError if an explicitly requested mode is unavailable.
+    """
+
+    def __init__(self, model: LoadedModel, mode: str, rows: int) -> None:
+        check_choice(mode, DECODE_MODES, field_name="decode")
+        self.model, self.mode, self.rows, self.device = model, mode, rows, model.device
+        self.fallbacks: list[Fallback] = []
+        self.kernels = Kernels.none()
+        self.is_fusable = False
+        self.four_bit: list[Leaf] = []
+        self.is_captured = mode != "eager" and self._may_capture()
+        with naming_out_of_memory("choosing kernels", model.plan, self.device):
+            self._choose()
+        if self.is_captured and not self.kernels.is_empty:
+            torch.cuda.empty_cache()  # what was compared and timed is held by nobody
+
+    def _choose(self) -> None:
+        planned = self.model.plan.execution.step
+        if self.mode == "auto" and planned.mode == "graph" and self.device.type == "cuda":
+            self.fall_back("fused step", f"planned so: {planned.reason}", requested=False)
+            if self.is_captured:
+                self._take_for_adapters()
+        elif self.mode == "fused" or (self.mode == "auto" and (self.is_captured or planned.mode != "eager")):
+            self._choose_kernels()
+        elif self.is_captured:
+            self._take_for_adapters()
+        has_many = self.is_captured and self.rows > KERNEL_ROWS
+        self.four_bit = prompt_kernels.four_bit(self.model.hf_model) if has_many else []
+        if self.four_bit and self.device.type == "cuda":
+            self._take(self.kernels.with_rows(self.four_bit, self.model.dtype))
+
+    def _may_capture(self) -> bool:
+        why = self._why_no_graph()
+        if why is None:
+            return True
+        if self.device.type == "cuda":
+            self.fall_back("graph", why, requested=self.mode in ("graph", "fused"))
+        elif self.mode == "graph":
+            raise DeviceError("CUDA graphs require a GPU", device=str(self.device), hint="Leave the mode out")
+        return False
+
+    def _why_no_graph(self) -> str | None:
+        if self.device.type != "cuda":
+            return "there is no GPU"
+        why = hf_slots.why_not(self.model.hf_model)
+        if why is not None:
+            return why
+        for row in self.model.plan.placements:
+            if row.part in ("language", "text", "head") and row.tier in ("host", "disk"):
+                return f"{row.block_path} is in tier {row.tier}: the CPU takes part in every step"
+        plan = self.model.plan
+        planned = plan.execution.step
+        if self.mode == "auto" and planned.mode == "eager":
+            return f"planned so: {planned.reason}"
+        mode = self.mode if self.mode in CAPTURED else planned.mode
+        check_room(self.model, self.rows, mode)
+        return None
+
+    def fall_back(self, what: str, why: str, *, requested: bool) -> None:
+        """Name what runs the slower way. Errors: DeviceError if that was requested by name."""
+        if requested:
+            raise DeviceError(f"{what}: {why}", device=str(self.device), hint="Omit the mode to use an available one")
+        fallback = Fallback(what, why)
+        if fallback not in self.fallbacks:
+            self.fallbacks.append(fallback)
+
+    def _choose_kernels(self) -> None:
+        if self.device.type != "cuda" and self.mode != "fused":
+            return
+        from trimtab.engine.families import step as hf_gemma4
+
+        why = hf_gemma4.why_not(self.model.hf_model)
+        if why is not None:
+            self.fall_back("fused step", why, requested=self.mode == "fused")
+            self._take_for_adapters()
+            return
+        self.is_fusable = True
+        if self.device.type == "cuda":
+            invariant = bool(self.model.plan.request.batch_invariant)
+            self._take(
+                hf_gemma4.choose_kernels(
+                    self.model.hf_model, self.rows, is_invariant=invariant, progress=self.model.measuring
+                )
+            )
+            # Without any of them the modules' own operations are as few as plain torch's.
+            self.is_fusable = self.mode == "fused" or not self.kernels.is_empty
+
+    def _take_for_adapters(self) -> None:
+        if self.device.type == "cuda":
+            self._take(Kernels.for_adapters(self.device, self.model.dtype))
+
+    def _take(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+        for name, reason in {**kernels.left_out, **kernels.plain_products}.items():
+            self.fall_back(name, reason, requested=False)
+
+    def capture_failed(self, *, is_fused: bool) -> None:
+        """Go on without the fused step, or without graphs: without kernels of ours there may still be a graph."""
+        self.is_fusable, self.is_captured = False, is_fused

@@ -1,0 +1,1 @@
+"""Which decoders are known as data, and what is one step of each?"""

@@ -1,0 +1,167 @@
+"""The layers of Gemma 4 for a chunk of a prompt: what lies between their products in the kernels of a decode step.
+
+    forward.firsts = layers_of(prompts, forward, key, name)   # before a pass of hf_prefill.ChunkForward
+
+A layer of transformers' modules takes 26 operations beside products, adapters, attention and cache: norms, residuals, rotation,
+gates. For a few hundred tokens each takes longer to start than to compute. Here one kernel adds a residual and makes the next norm,
+one turns queries and keys and lays them out as attention reads them, one applies a gate: six a layer. Products, attention and the
+cache stay what they are (cuBLAS, torch's `sdpa`, hf_prefill.ChunkLayer), and roundings are the modules' own. Where the plan keeps
+weights unpacked, products over one input are one, with the adapter of the prompt inside (unpacked_columns.py).
+
+Passes of several prompts use them too. Layers that see the last token alone do not (last_layers.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from trimtab.engine.batched_lora import unpacked_columns
+from trimtab.engine.families.step import FusedStep, products_of
+from trimtab.engine.kernels import attention_and_norms as fused
+from trimtab.engine.layers.linear import Leaf
+
+if TYPE_CHECKING:
+    from trimtab.engine.batched_lora.unpacked_columns import UnpackedColumns
+    from trimtab.engine.layers.unpacked import UnpackedWeights
+    from trimtab.engine.passes.chunk_forward import ChunkForward
+    from trimtab.engine.prefill.prefill import Prompts
+
+
+class ChunkLayers:
+    """The layers in front of those that see the last token alone. They use the kernels of `step`."""
+
+    def __init__(self, step: FusedStep, first_shared: int, columns: UnpackedColumns | None = None) -> None:
+        self.step, self.first_shared, self.columns = step, first_shared, columns
+        self.layers = list(step.text.layers)
+        self.unpacked: UnpackedWeights | None = step.unpacked
+        # The output of the layer before, and the next one's input, which the same kernel made.
+        self._made: tuple[Tensor, Tensor] | None = None
+
+    def forget(self) -> None:
+        """Drop what a pass that failed has left."""
+        self._made = None
+
+    def forward(self, number: int, mask: Tensor | None) -> Callable[..., Tensor]:
+        """Return what stands for a layer's forward in a pass. mask: added to the scores, None for a causal one."""
+        layer, module = self.layers[number], self.step.kernels.small
+        is_last = number + 1 >= self.first_shared
+        following = None if is_last else self.layers[number + 1].input_layernorm
+
+        def forward(
+            hidden_states: Tensor, per_layer_input: Tensor | None = None, shared_kv_states: Any = None,
+            position_embeddings: Any = None, past_key_values: Any = None, **kwargs: Any,
+        ) -> Tensor:  # fmt: skip
+            rows, width = hidden_states.shape[0], hidden_states.shape[-1]
+            h = hidden_states.reshape(-1, width)
+            x = self._input(hidden_states, h, layer.input_layernorm, module)
+            attended = self._attend(layer, x, rows, mask, shared_kv_states, position_embeddings, past_key_values)
+            (y,) = self._products([layer.self_attn.o_proj], attended, rows)
+            middle, x = torch.empty_like(h), torch.empty_like(h)
+            post, ahead = layer.post_attention_layernorm, layer.pre_feedforward_layernorm
+            fused.add_norm(y, h, post.weight, ahead.weight, post.eps, None, middle, x, module)
+            y = self._mlp(layer.mlp, x, rows)
+            post, scalar = layer.post_feedforward_layernorm, layer.layer_scalar
+            if per_layer_input is not None:
+                after = torch.empty_like(h)
+                fused.add_norm(y, middle, post.weight, None, post.eps, None, after, None, module)
+                (gate,) = self._products([layer.per_layer_input_gate], after, rows)
+                gated = torch.empty_like(gate)
+                fused.gated(gate, per_layer_input.flatten(0, 1), gated, self.step.kind, module)
+                (y,) = self._products([layer.per_layer_projection], gated, rows)
+                middle, post = after, layer.post_per_layer_input_norm
+            out, made = torch.empty_like(h), None if following is None else torch.empty_like(h)
+            weight = None if following is None else following.weight
+            fused.add_norm(y, middle, post.weight, weight, post.eps, scalar, out, made, module)
+            result = out.view(hidden_states.shape)
+            self._made = None if made is None else (result, made)
+            return result
+
+        return forward
+
+    def _input(self, hidden_states: Tensor, h: Tensor, norm: Any, module: Any) -> Tensor:
+        made, self._made = self._made, None
+        if made is not None and made[0] is hidden_states:
+            return made[1]
+        x = torch.empty_like(h)
+        fused.add_norm(None, h, None, norm.weight, norm.eps, None, None, x, module)
+        return x
+
+    def _attend(
+        self, layer: Any, x: Tensor, rows: int, mask: Tensor | None, shared: Any, turn: tuple[Tensor, Tensor], cache: Any
+    ) -> Tensor:  # fmt: skip
+        """Return what attention gives its last product, [n, Hq * D], for x [n, D] of that many rows of as many tokens; keys and
+        values are in the cache then."""
+        attention, n, kernels = layer.self_attn, x.shape[0], self.step.kernels.small
+        dim, tokens = attention.head_dim, n // rows
+        cos, sin = (one.expand(rows, tokens, dim).reshape(n, dim) for one in turn)
+        leaves = [leaf for leaf in (attention.q_proj, attention.k_proj, attention.v_proj) if leaf is not None]
+        own = self._products(leaves, x, rows)
+        queries = torch.empty(n, own[0].shape[1] // dim, dim, dtype=x.dtype, device=x.device)
+        keys, values = (torch.empty(own[1].shape[1] // dim, n, dim, dtype=x.dtype, device=x.device) for _ in range(2))
+        fused.turn(
+            own[0], own[1], own[2] if len(own) > 2 else None, dim, attention.q_norm.weight, attention.k_norm.weight,
+            attention.q_norm.eps, cos, sin, queries, keys, values, module=kernels,
+        )  # fmt: skip
+        by_row = [one.view(-1, rows, tokens, dim).transpose(0, 1) for one in (keys, values)]
+        seen = cache.update(*by_row, attention.layer_idx)
+        if attention.store_full_length_kv:  # transformers up to 5.6 finds them by number
+            shared[attention.layer_type] = shared[attention.layer_idx] = seen
+        attended, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](
+            attention, queries.view(rows, tokens, -1, dim).transpose(1, 2), *seen, mask, dropout=0.0,
+            scaling=attention.scaling, sliding_window=attention.sliding_window,
+        )  # fmt: skip
+        return attended.reshape(n, -1)
+
+    def _mlp(self, mlp: Any, x: Tensor, rows: int) -> Tensor:
+        gate, up = self._products([mlp.gate_proj, mlp.up_proj], x, rows)
+        gated = torch.empty(gate.shape, dtype=x.dtype, device=x.device)
+        fused.gated(gate, up, gated, self.step.kind, self.step.kernels.small)
+        return self._products([mlp.down_proj], gated, rows)[0]
+
+    def _products(self, leaves: Sequence[Leaf], x: Tensor, rows: int) -> list[Tensor]:
+        """Return [n, D_out] of each of the layers over x [n, D_in], with its adapter. Those of one product lie side by side."""
+        joined = None
+        if self.unpacked is not None and all(leaf.bias is None for leaf in leaves):
+            joined = self.unpacked.joined(leaves)
+        batch = x.view(rows, -1, x.shape[-1])  # one object for all: what is made of it for an adapter is made once
+        if joined is None or leaves[0].adapter_store.table is not None:
+            return [leaf(batch).flatten(0, 1) for leaf in leaves]
+        widths = [leaf.out_features for leaf in leaves]
+        if self.columns is not None and (whole := self.columns.product(leaves, x)) is not None:
+            return list(whole.split(widths, dim=1))
+        parts = (x @ joined.T).split(widths, dim=1)
+        return [
+            leaf.adapted(batch, part.view(rows, -1, part.shape[1])).flatten(0, 1)
+            for leaf, part in zip(leaves, parts, strict=True)
+        ]
+
+
+def pays(step: FusedStep, device: torch.device) -> bool:
+    """Whether these layers are faster than the modules. On a GPU without the small kernels each would be several of torch's:
+    float32 has none, nor has a card where they are wrong."""
+    return step.kernels.small is not None or device.type != "cuda"
+
+
+def layers_of(
+    prompts: Prompts, forward: ChunkForward, key: Hashable = None, name: str | None = None
+) -> Callable[[int, Tensor | None], Callable[..., Tensor]] | None:
+    """Return what stands for these layers in a pass, None where the modules compute them. key, name: of the one adapter of the
+    pass, which is selected; None where its rows look theirs up."""
+    step, store = prompts.batch.steps.fused_step(), prompts.model.adapter_store
+    if step is None or not pays(step, prompts.device):
+        return None
+    if any(layer.self_attn.is_kv_shared_layer for layer in forward.layers[: forward.first_shared]):
+        return None
+    if prompts.firsts is None or prompts.firsts.step is not step:
+        groups = [group for layer in forward.layers[: forward.first_shared] for group in products_of(layer)]
+        columns = unpacked_columns.choose(prompts, groups, prompts.fall_back)
+        prompts.firsts = ChunkLayers(step, forward.first_shared, columns)
+    prompts.firsts.forget()
+    if (columns := prompts.firsts.columns) is not None:
+        columns.hold(key, None if key is None else store.selection.name, (name, store.serials.get(name)))
+    return prompts.firsts.forward

@@ -1,0 +1,249 @@
+"""The last layers of Gemma 4 for the last token of a prompt, in the kernels of a decode step.
+
+    key, serial, is_here = select_adapter(prompts, forward, adapter)   # before a pass of hf_prefill.ChunkForward
+
+These layers read keys and values of earlier ones, and of a prompt they see the last token alone (chunk_forward.py). One token
+through a layer is what a decode step computes, so the step's kernels compute it: about sixteen launches a layer where
+transformers' modules take forty, and adapters inside the products. Results differ from those of the modules by the order of sums,
+as those of a step do.
+
+What stays with the modules: keys and values in 8 bits, several prompts in one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.batched_lora.table import RANK_STEP
+from trimtab.engine.families import step as hf_gemma4
+from trimtab.engine.families.chunk import layers_of
+from trimtab.engine.families.step import FusedStep, Where
+from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kv.kv_cache import LayerCache, PagedLayer
+from trimtab.engine.kv.pages import PageTable
+from trimtab.engine.layers.linear import Leaf
+from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora.fewer_ops import is_plain
+from trimtab.engine.lora.store import EAGER, AdapterTable
+
+if TYPE_CHECKING:
+    from trimtab.engine.passes.chunk_forward import Buffers, ChunkForward
+    from trimtab.engine.prefill.prefill import Prompts
+
+
+class OneAdapter:
+    """Tables as slots.AdapterSlots has them, with one adapter, which is the only row's. groups: layers that read one input;
+    adapters: by layer, of those that it changes. It has addresses alone: the tensors are the layers'."""
+
+    def __init__(
+        self, groups: Sequence[Sequence[Leaf]], adapters: Mapping[Leaf, lora.LinearAdapter], device: torch.device
+    ) -> None:
+        lines: list[list[int]] = []
+        ranks: list[int] = []
+        scales, starts = [], []
+        for group in groups:
+            starts.append(len(lines))
+            for leaf in group:
+                one = adapters.get(leaf)
+                lines.append(
+                    [0, 0] if one is None or one.A is None or one.B is None else [one.A.data_ptr(), one.B.data_ptr()]
+                )
+                ranks.append(0 if one is None or one.A is None else int(one.A.shape[0]))
+                scales.append(0.0 if one is None else float(one.scale))
+        width = -(-max(ranks) // RANK_STEP) * RANK_STEP
+        addresses = torch.tensor(lines).T.contiguous().to(device)[:, :, None]
+        rank = torch.tensor(ranks, dtype=torch.int32).to(device)[:, None]
+        scale = torch.tensor(scales, dtype=torch.float32).to(device)[:, None]
+        row = torch.zeros(1, dtype=torch.int32, device=device)
+        self._low = torch.empty(len(lines), width, device=device)
+        self._args: dict[Leaf, matvec.LoraArgs] = {}
+        for group, start in zip(groups, starts, strict=True):
+            part = slice(start, start + len(group))
+            if any(ranks[part]):
+                self._args[group[0]] = matvec.LoraArgs(
+                    A_ptr=addresses[0, part], B_ptr=addresses[1, part], rank=rank[part], scale=scale[part], row_slots=row,
+                    low=self._low[None, part], is_empty=True,
+                )  # fmt: skip
+
+    @property
+    def table(self) -> AdapterTable:
+        return self
+
+    def apply(self, layer: Any, x: Tensor, y: Tensor) -> Tensor:
+        """As `EagerAdapters`: these layers are computed by kernels, which read the table."""
+        return EAGER.apply(layer, x, y)
+
+    def empty(self, count: int) -> None:
+        """As AdapterSlots.empty."""
+        self._low.view(torch.int32).fill_(matvec.EMPTY)
+
+    def args(self, leaves: Sequence[Leaf], count: int, *, is_empty: bool = False) -> matvec.LoraArgs | None:
+        """As AdapterSlots.args."""
+        return self._args.get(leaves[0])
+
+
+@dataclass(eq=False)
+class _Pass:
+    """State passed between layers, see FusedStep.layer. states: keys and values by kind of layer."""
+
+    h: Tensor
+    x: Tensor
+    norm: matvec.Norm | None
+    turns: dict[str, tuple[Tensor, Tensor]]
+    states: dict[str, tuple[Tensor, Tensor]]
+    where: Where
+
+
+def _is_whole(part: Tensor | None) -> bool:
+    return part is not None and part.is_contiguous()
+
+
+class LastLayers:
+    """The layers from `first` on, for one token in a row of the step's cache. Everything that a pass reads stays where it is, and
+    nothing is allocated in one: a pass may be captured."""
+
+    def __init__(self, step: FusedStep, first: int, row: int) -> None:
+        self.step, self.first, self.row = step, first, row
+        self.layers = list(step.text.layers)
+        self.adapter_store = self.layers[0].self_attn.q_proj.adapter_store
+        self._groups = [group for layer in self.layers[first:] for group in hf_gemma4.products_of(layer)]
+        # The tables of each adapter, None where there are none; the key is what of the adapter is part of a graph.
+        self._tables: dict[Hashable, OneAdapter | None] = {}
+        self._table: OneAdapter | None = None
+        self._multiplies = step.multiplies(self._groups)
+        device = step.cache.device
+        self._position, self._ring = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(2))
+        # The layer of each kind whose keys and values these layers read.
+        self._sources = {
+            kind: number for number, kind in enumerate(step.config.layer_types)
+            if not self.layers[number].self_attn.is_kv_shared_layer and self.layers[number].self_attn.store_full_length_kv
+        }  # fmt: skip
+        self._pass: _Pass | None = None
+        self._allocate()
+
+    def select(self, key: Hashable, name: str | None, layouts: Collection[str]) -> None:
+        """Use an adapter from now on. key: what of it is part of a graph; name: by which the layers know it; layouts: of adapters
+        that are left."""
+        if key not in self._tables:
+            for old in [one for one in self._tables if self._is_gone(one, layouts)]:
+                del self._tables[old]
+            self._tables[key] = self._table_of(name)
+        self._table = self._tables[key]
+
+    def _is_gone(self, key: Hashable, layouts: Collection[str]) -> bool:
+        if isinstance(key, tuple):
+            return self.adapter_store.serials.get(key[0]) != key[1]
+        return key is not None and key not in layouts
+
+    def _table_of(self, name: str | None) -> OneAdapter | None:
+        leaves = [leaf for group in self._groups for leaf in group]
+        held = {leaf: leaf.adapters[name] for leaf in leaves if name is not None and name in leaf.adapters}
+        fits = all(is_plain(one) and _is_whole(one.A) and _is_whole(one.B) for one in held.values())
+        # Without a table the layers add the adapter as they do elsewhere.
+        return OneAdapter(self._groups, held, self._ring.device) if held and fits and self._multiplies else None
+
+    # One pass --------------------------------------------------------------------------------------------------------
+
+    def forward(self, number: int, buffers: Buffers) -> Callable[..., Tensor]:
+        """Return what stands for a layer's forward in a pass: from the tokens of a chunk [1, S, D] and the layer's own input
+        [1, S, P] it gives [1, 1, D], which the last of these layers writes. buffers: of the chunk."""
+
+        def forward(hidden_states: Tensor, per_layer_input: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+            with self.adapter_store.applying(self._table):
+                return self._layer(number, hidden_states, per_layer_input, buffers.last, buffers.start)
+
+        return forward
+
+    def _layer(self, number: int, hidden: Tensor, extra: Tensor | None, last: Tensor, start: Tensor) -> Tensor:
+        step = self.step
+        if number == self.first:
+            h = step.buffer("h", (1, hidden.shape[-1]), hidden.dtype)
+            h.copy_(hidden[0].index_select(0, last) if hidden.shape[1] > 1 else hidden[0])
+            torch.add(start, last, out=self._position)
+            self._begin(h, *self._states())
+        now = self._pass
+        assert now is not None
+        own = extra if extra is None or extra.shape[1] == 1 else extra.index_select(1, last)
+        is_last = number + 1 == len(self.layers)
+        following = None if is_last else self.layers[number + 1].input_layernorm
+        self._through(now, number, None if own is None else own[0], following)
+        if not is_last:
+            return now.h[None]
+        self._pass = None
+        assert now.norm is not None
+        return step.normed(now.x, now.norm)[None]
+
+    def _through(self, now: _Pass, number: int, extra: Tensor | None, following: Any) -> None:
+        now.x, now.norm = self.step.layer(
+            number, now.where, now.turns, now.states, now.h, now.x, now.norm, extra, following
+        )
+
+    def _begin(self, h: Tensor, states: dict[str, tuple[Tensor, Tensor]], pages: PageTable | None = None) -> None:
+        step = self.step
+        torch.remainder(self._position, step.ring, out=self._ring)
+        step.empty(1)
+        x = step.buffer("x", h.shape, h.dtype)
+        step.add_norm(None, h, None, self.layers[self.first].input_layernorm, None, None, x)
+        where = Where(self._position, self._ring, pages)
+        self._pass = _Pass(h, x, None, step.turns(h[:, None], self._position), states, where)
+
+    def _states(self) -> tuple[dict[str, tuple[Tensor, Tensor]], PageTable | None]:
+        """Return the keys and values that these layers read, [1, H, places, D] by kind of layer, and the row's pages where full
+        layers have theirs in a pool [H, P, D]."""
+        held, row, pool = {}, slice(self.row, self.row + 1), self.step.cache.pool
+        for kind, number in self._sources.items():
+            layer = self.step.cache.layers[number]
+            assert isinstance(layer, LayerCache)
+            is_paged = isinstance(layer, PagedLayer)
+            held[kind] = (layer.keys, layer.values) if is_paged else (layer.keys[row], layer.values[row])
+        return held, None if pool is None else PageTable(pool.table.table[row], pool.table.places)
+
+    def _allocate(self) -> None:
+        """Run once over zeros, so that every buffer is there before a pass, whose memory may be a graph's own."""
+        step, device = self.step, self._position.device
+        dtype = step.text.norm.weight.dtype
+        h = step.buffer("h", (1, step.config.hidden_size), dtype)
+        h.zero_()
+        states = {}
+        for kind, number in self._sources.items():
+            own = self.layers[number].self_attn
+            shape = (1, own.k_proj.out_features // own.head_dim, step.ring, own.head_dim)
+            states[kind] = (
+                torch.zeros(shape, dtype=dtype, device=device),
+                torch.zeros(shape, dtype=dtype, device=device),
+            )
+        width = getattr(step.text, "hidden_size_per_layer_input", 0)
+        own_input = torch.zeros(1, width, dtype=dtype, device=device) if width else None
+        with torch.no_grad():
+            self._begin(h, states)
+            now = self._pass
+            assert now is not None
+            for number in range(self.first, len(self.layers)):
+                self._through(now, number, own_input, None)
+            assert now.norm is not None
+            step.normed(now.x, now.norm)
+            for group in self._groups:  # an adapter without tables has products of layers with a gate here
+                step.buffer("wide", (1, sum(leaf.out_features for leaf in group)), dtype)
+        self._pass = None
+
+
+def select_adapter(prompts: Prompts, forward: ChunkForward, name: str | None) -> tuple[Hashable, int | None, bool]:
+    """Select the adapter of the next pass and return what Layouts.set_adapter does, and whether its layers are computed here and in
+    chunk.py: where the batch's steps are made of kernels."""
+    key, serial = prompts.layouts.set_adapter(name)
+    forward.lasts = forward.firsts = None
+    step = prompts.batch.steps.fused_step()
+    if step is None:
+        return key, serial, False
+    forward.firsts = layers_of(prompts, forward, key, name)
+    if forward.first_shared < len(forward.layers) and prompts.batch.cache.kv == "full":
+        if prompts.lasts is None or prompts.lasts.step is not step:
+            prompts.lasts = LastLayers(step, forward.first_shared, prompts.batch.cache.prompt_row)
+        prompts.lasts.select(key, prompts.model.adapter_store.selection.name, prompts.layouts.names)
+        forward.lasts = prompts.lasts.forward
+    return key, serial, True

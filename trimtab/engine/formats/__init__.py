@@ -1,0 +1,1 @@
+"""How is a quantized weight stored, unpacked and multiplied by its own library?"""

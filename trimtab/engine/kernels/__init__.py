@@ -1,0 +1,1 @@
+"""Which kernels are there, are they right on this card, and how are they configured?"""

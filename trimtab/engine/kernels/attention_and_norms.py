@@ -1,0 +1,515 @@
+"""Kernels between the matmuls of a decode step, in few launches: norms, rotary embedding, attention, gates.
+
+n rows, one token each. Every function takes a module (`load`) and launches one kernel where x lies on its device and the
+shapes suit (`why_not`), else it computes the same in torch. The torch paths round where transformers' Gemma 4 modules
+round, and equal them bit for bit where the operations are the same (all but attention). The kernels round at the same
+places; only their sums run in another order, so that a value may be one step of its type away. Attention keeps scores,
+softmax and output in float32 and rounds once; its weights enter the second product as two numbers, 2^-16 (bf16) off.
+
+A module serves one stream at a time (its counters are shared by its launches). Nothing here synchronizes or depends on
+positions on the host: a captured launch serves every length that the cache has places for. dependent: start before the
+kernel in front ends, as `nvrtc.Module.launch` has it (None: as the module's `overlap` says); every thread of every kernel
+waits by itself before it reads what the kernels in front made. Attention does not wait for what stands since before the step:
+positions, the norms' weights, and (`turn_and_attend`) keys and values of all places but each row's newest. Whoever
+changes these does it by a launch that does not overlap the ones behind it, as torch's own are.
+
+What it does not know: whether a kernel is faster here than torch (bench/kernels.py measures).
+Source: transformers 5.23.0, models/gemma4/modeling_gemma4.py; split attention: arXiv 2311.01282 (Flash-Decoding).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trimtab.engine.cuda import nvrtc
+from trimtab.engine.kv.pages import PageTable
+from trimtab.planning.values.kv_pool import PAGE_TOKENS
+
+ACTIVATIONS = ("gelu_tanh", "silu", "gelu")
+MODES = ("own", "shared", "k_is_v")
+MAX_WIDTH = 8192
+MAX_HEAD = 512
+MAX_GROUP = 16
+# As in the kernels: places of a tile, splits of a row, splits x queries that one block may combine.
+_TILE = 32
+_MAX_SPLITS = 128
+_MAX_SHARES = 512
+# A block that combines alone reads so much in about the time that a second launch costs.
+_COMBINE_BYTES = 96 * 1024
+_COUNTERS = 4096
+_TYPES = (torch.bfloat16, torch.float16)
+NAMES = ("add_norm", "gated_1", "gated_8", "rope_write_1", "rope_write_2", "rope_write_4", "rope_write_8", "turns")
+ATTEND_NAMES = ("attend", "attend_combine")
+
+
+def source(name: str = "fused.cu") -> str:
+    """Return one of the two sources as it is compiled."""
+    return nvrtc.source("values.cuh") + nvrtc.source(name)
+
+
+def load(device: torch.device | str) -> nvrtc.Module:
+    """Compile the kernels for a device. Errors: DeviceError if that is not possible here.
+
+    Attention is compiled for each kind of layer when it is first needed, which must not be within a capture: the pass in front of
+    one does it, `fused_check.check` for the kinds it is given, `load_attention` for one.
+    """
+    module = nvrtc.Module(source(), device=device, name="fused.cu")
+    prepare(module)
+    return module
+
+
+def prepare(module: nvrtc.Module) -> None:
+    """Give a module the counters of its launches, which every launch leaves at zero."""
+    module.scratch["arrived"] = torch.zeros(_COUNTERS, dtype=torch.int32, device=module.device)
+
+
+def attention_options(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, *, turn: bool = False, is_paged: bool = False
+) -> tuple[str, ...]:  # fmt: skip
+    """Return what attend.cu is compiled with for this kind of layer. turn: norms and rotation are a part of it. is_paged: keys and
+    values lie in pages."""
+    size = next(size for size in (128, 256, 512) if size >= dim)
+    paged = (f"-DPAGE={PAGE_TOKENS}",) if is_paged else ()
+    return (
+        f"-DDIM={size}", f"-DHEAD={dim}", f"-DGROUP={heads // kv_heads}", f"-DHALF={int(dtype == torch.float16)}",
+        f"-DROTATES={int(turn)}", *paged,
+    )  # fmt: skip
+
+
+def load_attention(module: nvrtc.Module, options: tuple[str, ...]) -> nvrtc.Module:
+    """Return the module of one kind of layer, compiled where this is the first use. Errors: DeviceError."""
+    if options not in module.attention:
+        module.attention[options] = nvrtc.Module(
+            source("attend.cu"), device=module.device, options=options, name="attend.cu"
+        )
+    return module.attention[options]
+
+
+def why_not(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, *, width: int = 8) -> str | None:
+    """Return why a layer of these shapes has no kernels (torch does its part), None if it has."""
+    if dtype not in _TYPES:
+        return f"the activation is {dtype}, not bfloat16 or float16"
+    if heads % kv_heads or heads // kv_heads > MAX_GROUP:
+        return f"{heads} heads over {kv_heads}: not whole groups of up to {MAX_GROUP}"
+    if dim % 16 or dim > MAX_HEAD:
+        return f"a head of {dim} values is not a multiple of 16 up to {MAX_HEAD}"
+    if width % 8 or width > MAX_WIDTH:
+        return f"a width of {width} is not a multiple of 8 up to {MAX_WIDTH}"
+    return None
+
+
+def _runs(module: nvrtc.Module | None, x: Tensor) -> bool:
+    return module is not None and x.device.type == module.device.type and x.dtype in _TYPES
+
+
+def _fits(x: Tensor | None, like: Tensor, values: int) -> bool:
+    """Whether a kernel may read x in pieces of `values`: same type, neighbours in memory, aligned rows."""
+    if x is None:
+        return True
+    aligned = x.data_ptr() % (2 * values) == 0 and all(step % values == 0 for step in x.stride()[:-1])
+    return x.dtype == like.dtype and x.stride(-1) == 1 and aligned
+
+
+# As in the kernels: what is brought ahead comes in such pieces.
+_PIECE_BYTES = 8192
+MOST_AHEAD = 4
+
+
+def ahead_arguments(ahead: Sequence[Tensor]) -> list[nvrtc.Argument]:
+    """Return the last arguments of kernels that bring weights into L2 for a later one: up to four tensors, whole pieces of them."""
+    assert len(ahead) <= MOST_AHEAD and all(one.is_contiguous() for one in ahead)
+    arguments: list[nvrtc.Argument] = []
+    for one in ahead:
+        arguments += [one, one.numel() * one.element_size() // _PIECE_BYTES] if one.data_ptr() % 16 == 0 else [None, 0]
+    return arguments + [None, 0] * (MOST_AHEAD - len(ahead))
+
+
+# Norms ---------------------------------------------------------------------------------------------------------------
+
+
+def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.pow(wide.pow(2).mean(-1, keepdim=True) + eps, -0.5)
+    return (wide if weight is None else wide * weight.float()).type_as(x)
+
+
+def add_norm(
+    y: Tensor | None, residual: Tensor, post_weight: Tensor | None, next_weight: Tensor | None, eps: float,
+    scalar: Tensor | None, out_h: Tensor | None, out_x: Tensor | None, module: nvrtc.Module | None = None, *,
+    dependent: bool | None = None,
+) -> None:  # fmt: skip
+    """Write h = (residual + norm(y) * post_weight) * scalar to out_h and norm(h) * next_weight to out_x.
+
+    Shapes: y, residual, out_h, out_x [n, D]; weights [D]; scalar [1]. No y: h = residual * scalar. No scalar: 1. A weight
+    of None is 1. An output may be one of the inputs.
+    """
+    tensors = (y, residual, post_weight, next_weight, scalar, out_h, out_x)
+    n, width = residual.shape
+    if module is None or not _runs(module, residual) or width % 8 or width > MAX_WIDTH:
+        _add_norm_torch(y, residual, post_weight, next_weight, eps, scalar, out_h, out_x)
+        return
+    if not all(_fits(x, residual, 1 if x is scalar else 8) for x in tensors):
+        _add_norm_torch(y, residual, post_weight, next_weight, eps, scalar, out_h, out_x)
+        return
+    module.launch(
+        "add_norm", (n,), (-(-width // 256) * 32,),
+        [
+            y, 0 if y is None else y.stride(0), residual, residual.stride(0), post_weight, next_weight, scalar,
+            out_h, 0 if out_h is None else out_h.stride(0), out_x, 0 if out_x is None else out_x.stride(0),
+            width, float(eps), _half(residual),
+        ],
+        dependent=dependent,
+    )  # fmt: skip
+
+
+def _add_norm_torch(
+    y: Tensor | None, residual: Tensor, post_weight: Tensor | None, next_weight: Tensor | None, eps: float,
+    scalar: Tensor | None, out_h: Tensor | None, out_x: Tensor | None,
+) -> None:  # fmt: skip
+    h = residual if y is None else residual + _norm(y, post_weight, eps)
+    if scalar is not None:
+        h = h * scalar
+    if out_x is not None:
+        normed = _norm(h, next_weight, eps)
+        if out_h is not None:
+            out_h.copy_(h)
+        out_x.copy_(normed)
+    elif out_h is not None:
+        out_h.copy_(h)
+
+
+def _half(x: Tensor) -> int:
+    return int(x.dtype == torch.float16)
+
+
+# Rotation and the cache ----------------------------------------------------------------------------------------------
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    other = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return (x * cos[:, None]) + (other * sin[:, None])
+
+
+def rope_write(
+    qkv: Tensor, heads: int, kv_heads: int, dim: int, q_weight: Tensor, k_weight: Tensor | None, eps: float, cos: Tensor,
+    sin: Tensor, keys: Tensor | None, values: Tensor | None, places: Tensor | None, q_out: Tensor, *,
+    module: nvrtc.Module | None = None, mode: str = "own", dependent: bool | None = None,
+) -> None:  # fmt: skip
+    """Write normed and rotated queries to q_out, and keys and values to their places in the cache.
+
+    Shapes: qkv [n, (Hq + Hkv + Hkv) * D] (queries, keys, values; k_is_v: without values; shared: queries alone), weights
+    [D], cos and sin [n, D], keys and values [rows, Hkv, L, D] contiguous, places [n] int64 of 0..L-1, q_out [n, Hq, D].
+    Row i of qkv writes to row i of the cache. mode: "own", "shared" (no cache write), "k_is_v" (values are the keys
+    before their norm). Values are normed without a weight and not rotated.
+    """
+    assert mode in MODES, mode
+    own = mode != "shared"
+    assert (keys is not None and values is not None and places is not None and k_weight is not None) or not own
+    assert qkv.shape[1] == (heads + {"own": 2, "k_is_v": 1, "shared": 0}[mode] * kv_heads) * dim
+    v = next(count for count in (1, 2, 4, 8) if count * 64 >= dim or count == 8)
+    cache_fits = not own or (
+        keys is not None and values is not None and keys.is_contiguous() and values.is_contiguous()
+    )
+    tensors = (qkv, q_weight, k_weight, cos, sin, keys, values, q_out)
+    if (
+        module is None or not _runs(module, qkv) or why_not(heads, kv_heads, dim, qkv.dtype) or not cache_fits
+        or not q_out.is_contiguous() or not all(_fits(x, qkv, v) for x in tensors)
+    ):  # fmt: skip
+        _rope_write_torch(
+            qkv, heads, kv_heads, dim, q_weight, k_weight, eps, cos, sin, keys, values, places, q_out, mode
+        )
+        return
+    own_queries, own_keys, own_values = _parts(qkv, heads, kv_heads, dim, mode)
+    _launch_rope(
+        module, v, own_queries, own_keys, own_values, dim, q_weight, k_weight, eps, cos, sin, keys, values, places, q_out,
+        mode, dependent,
+    )  # fmt: skip
+
+
+def _parts(qkv: Tensor, heads: int, kv_heads: int, dim: int, mode: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the queries, keys and values of products that lie side by side."""
+    ends = [heads * dim, (heads + kv_heads) * dim]
+    keys = None if mode == "shared" else qkv[:, ends[0] : ends[1]]
+    return qkv[:, : ends[0]], keys, qkv[:, ends[1] :] if mode == "own" else None
+
+
+def _launch_rope(
+    module: nvrtc.Module, v: int, own_queries: Tensor, own_keys: Tensor | None, own_values: Tensor | None, dim: int,
+    q_weight: Tensor, k_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, keys: Tensor | None,
+    values: Tensor | None, places: Tensor | None, q_out: Tensor, mode: str, dependent: bool | None,
+) -> None:  # fmt: skip
+    """keys, values [rows, Hkv, L, D]; places None: the first place of each row."""
+    n, heads = own_queries.shape[0], own_queries.shape[1] // dim
+    kv_heads = 1 if own_keys is None else own_keys.shape[1] // dim
+    steps = (0, 0, 0) if keys is None else (keys.stride(0), keys.stride(1), keys.shape[2])
+    module.launch(
+        f"rope_write_{v}", (heads + {"own": 2, "k_is_v": 1, "shared": 0}[mode] * kv_heads, n), (32,),
+        [
+            own_queries, own_queries.stride(0), own_keys, own_values, 0 if own_keys is None else own_keys.stride(0), heads,
+            kv_heads, dim, q_weight, k_weight, float(eps), cos, cos.stride(0), sin, sin.stride(0), keys, values,
+            nvrtc.Long(steps[0]), nvrtc.Long(steps[1]), steps[2], places, q_out, int(mode == "k_is_v"), _half(own_queries),
+        ],
+        dependent=dependent,
+    )  # fmt: skip
+
+
+def turn(
+    queries: Tensor, keys: Tensor | None, values: Tensor | None, dim: int, q_weight: Tensor, k_weight: Tensor | None,
+    eps: float, cos: Tensor, sin: Tensor, q_out: Tensor, k_out: Tensor | None, v_out: Tensor | None, *,
+    module: nvrtc.Module | None = None, dependent: bool | None = None,
+) -> None:  # fmt: skip
+    """Write the normed and rotated queries and keys, and normed values, of n tokens of one prompt, as attention reads them.
+
+    Shapes: queries [n, Hq * D], keys, values [n, Hkv * D] (no values: they are the keys before their norm; no keys: queries
+    alone), weights [D], cos and sin [n, D], q_out [n, Hq, D], k_out and v_out [Hkv, n, D]. Rows of what is read may be strided.
+    """
+    mode = "shared" if keys is None else "k_is_v" if values is None else "own"
+    heads = queries.shape[1] // dim
+    kv_heads = heads if keys is None else keys.shape[1] // dim
+    v = next(count for count in (1, 2, 4, 8) if count * 64 >= dim or count == 8)
+    # A place of a token is a row of the cache here: [n, Hkv, 1, D].
+    k_rows, v_rows = (None if one is None else one.transpose(0, 1)[:, :, None] for one in (k_out, v_out))
+    tensors = (queries, keys, values, q_weight, k_weight, cos, sin, q_out, k_out, v_out)
+    if (
+        module is None or not _runs(module, queries) or why_not(heads, kv_heads, dim, queries.dtype)
+        or not q_out.is_contiguous() or not all(_fits(x, queries, v) for x in tensors)
+        or (keys is not None and values is not None and keys.stride(0) != values.stride(0))
+        or (k_out is not None and v_out is not None and k_out.stride() != v_out.stride())
+    ):  # fmt: skip
+        given = [one for one in (queries, keys, values) if one is not None]
+        places = None if k_out is None else torch.zeros(len(queries), dtype=torch.long, device=queries.device)
+        _rope_write_torch(
+            torch.cat(given, dim=1), heads, kv_heads, dim, q_weight, k_weight, eps, cos, sin, k_rows, v_rows, places, q_out,
+            mode,
+        )  # fmt: skip
+        return
+    _launch_rope(
+        module, v, queries, keys, values, dim, q_weight, k_weight, eps, cos, sin, k_rows, v_rows, None, q_out, mode,
+        dependent,
+    )  # fmt: skip
+
+
+def _rope_write_torch(
+    qkv: Tensor, heads: int, kv_heads: int, dim: int, q_weight: Tensor, k_weight: Tensor | None, eps: float, cos: Tensor,
+    sin: Tensor, keys: Tensor | None, values: Tensor | None, places: Tensor | None, q_out: Tensor, mode: str,
+) -> None:  # fmt: skip
+    n = qkv.shape[0]
+    queries = qkv[:, : heads * dim].view(n, heads, dim)
+    q_out.copy_(_turned(_norm(queries, q_weight, eps), cos, sin))
+    if mode == "shared" or keys is None or values is None:
+        return
+    own = qkv[:, heads * dim : (heads + kv_heads) * dim].view(n, kv_heads, dim)
+    other = own if mode == "k_is_v" else qkv[:, (heads + kv_heads) * dim :].view(n, kv_heads, dim)
+    rows = torch.arange(n, device=qkv.device)
+    keys[rows, :, places] = _turned(_norm(own, k_weight, eps), cos, sin)
+    values[rows, :, places] = _norm(other, None, eps)
+
+
+def turns(
+    positions: Tensor, kinds: Sequence[tuple[Tensor, float, Tensor, Tensor]], module: nvrtc.Module | None = None, *,
+    dependent: bool | None = None,
+) -> None:  # fmt: skip
+    """Write cos and sin of each row's position for one or two kinds of layers. positions [n] int64; a kind is (inv_freq [D / 2]
+    float32, the factor of cos and sin, cos and sin [n, D] to write)."""
+    assert 1 <= len(kinds) <= 2
+    if module is None or not _runs(module, kinds[0][2]) or any(kind[0].numel() > 256 for kind in kinds):
+        for inv_freq, factor, cos, sin in kinds:
+            angles = torch.cat((positions[:, None].float() * inv_freq,) * 2, dim=-1)
+            cos.copy_(angles.cos() * factor)
+            sin.copy_(angles.sin() * factor)
+        return
+    given: list[nvrtc.Argument] = [positions]
+    for inv_freq, factor, cos, sin in (*kinds, *[kinds[0]] * (2 - len(kinds))):
+        assert inv_freq.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
+        given += [inv_freq, inv_freq.numel(), float(factor), cos, sin]
+    module.launch("turns", (len(kinds), positions.shape[0]), (256,), [*given, _half(kinds[0][2])], dependent=dependent)
+
+
+# Attention -----------------------------------------------------------------------------------------------------------
+
+
+def scratch_values(count: int, heads: int, dim: int, places: int) -> int:
+    """Return how many float32 values `attend` needs beside its output, for a cache of up to so many places."""
+    splits = min(_MAX_SPLITS, -(-places // _TILE))
+    return count * heads * splits * (dim + 2) if splits > 1 else 0
+
+
+def _splits(count: int, kv_heads: int, dim: int, places: int, multiprocessors: int) -> int:
+    """Return over how many blocks the places of a row and head are split: about as many as the card runs at once."""
+    resident = multiprocessors * (1 if dim > 256 else 3 if dim > 128 else 4)  # as their registers allow
+    return max(1, min(-(-places // _TILE), _MAX_SPLITS, resident // (count * kv_heads)))
+
+
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling: float, softcap: float | None, out: Tensor,
+    scratch: Tensor | None, module: nvrtc.Module | None = None, *, dependent: bool | None = None,
+    pages: PageTable | None = None,
+) -> None:  # fmt: skip
+    """Write attention of each row over places 0..min(positions[i], L-1) of its own cache row to out.
+
+    Shapes: q [n, Hq, D], keys and values [rows, Hkv, L, D] with rows >= n, positions [n] int64, out [n, Hq * D], scratch
+    float32 with `scratch_values` places or None (made here). With `pages` keys and values are [Hkv, P, D], and a row's L places
+    are where its table says. A ring is looked at as a whole once it is full. softcap:
+    scores become softcap * tanh(score / softcap). Places beyond a row's own are never read by the kernel.
+    """
+    heads, dim = q.shape[1:]
+    if not _may_attend(q, heads, dim, keys, values, out, module) or not q.is_contiguous():
+        if pages is not None:
+            keys, values = (pages.rows(x, q.shape[0]) for x in (keys, values))
+        _attend_torch(q, keys, values, positions, scaling, softcap, out)
+        return
+    given: list[nvrtc.Argument] = [q, heads * dim, None, None, 0.0, None, 0, None, 0, 0]
+    _launch_attend(
+        given, heads, dim, keys, values, positions, scaling, softcap, out, scratch, module, dependent, turn=False,
+        pages=pages,
+    )  # fmt: skip
+
+
+def turn_and_attend(
+    qkv: Tensor, heads: int, q_weight: Tensor, k_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, keys: Tensor,
+    values: Tensor, places: Tensor, positions: Tensor, scaling: float, softcap: float | None, out: Tensor,
+    queries: Tensor, scratch: Tensor | None, module: nvrtc.Module | None = None, *, mode: str = "own",
+    dependent: bool | None = None, ahead: Sequence[Tensor] = (), pages: PageTable | None = None,
+) -> None:  # fmt: skip
+    """Do `rope_write` and then `attend`, in one launch where the shapes suit; queries [n, Hq, D] are for two.
+
+    places: positions modulo L, which one launch works out itself. In one, a block turns the queries that it needs; the one whose
+    share of the cache has a row's new place writes it. With mode "shared", an earlier layer of the step may have written the row's
+    place in `places`, and no other. ahead: up to four tensors that a later kernel reads, to be brought into L2 at the same time.
+    """
+    kv_heads, dim = keys.shape[-3], keys.shape[-1]
+    size = attention_options(heads, kv_heads, min(dim, MAX_HEAD), qkv.dtype)[0]
+    values_a_lane = int(size.partition("=")[2]) // 64
+    suits = (
+        _may_attend(qkv, heads, dim, keys, values, out, module) and (dim // 2) % values_a_lane == 0
+        and all(_fits(x, qkv, values_a_lane) for x in (qkv, q_weight, k_weight, cos, sin))
+    )  # fmt: skip
+    if not suits:
+        own, new_keys, new_values, at = mode != "shared", keys, values, places
+        if own and pages is not None:  # written to one place a row, and from there to its page
+            new_keys, new_values = (x.new_empty(qkv.shape[0], kv_heads, 1, dim) for x in (keys, values))
+            at = torch.zeros_like(places)
+        rope_write(
+            qkv, heads, kv_heads, dim, q_weight, k_weight, eps, cos, sin, new_keys if own else None,
+            new_values if own else None, at, queries, module=module, mode=mode, dependent=dependent,
+        )  # fmt: skip
+        if own and pages is not None:
+            for pool, new in ((keys, new_keys), (values, new_values)):
+                pool[:, pages.written(places)] = new[:, :, 0].transpose(0, 1)
+        attend(
+            queries, keys, values, positions, scaling, softcap, out, scratch, module, dependent=dependent, pages=pages
+        )  # fmt: skip
+        return
+    given: list[nvrtc.Argument] = [
+        qkv, qkv.stride(0), q_weight, k_weight, float(eps), cos, cos.stride(0), sin, sin.stride(0),
+        {"shared": 0, "own": 1, "k_is_v": 2}[mode],
+    ]  # fmt: skip
+    _launch_attend(
+        given, heads, dim, keys, values, positions, scaling, softcap, out, scratch, module, dependent, turn=True, ahead=ahead,
+        pages=pages,
+    )  # fmt: skip
+
+
+def _may_attend(
+    q: Tensor, heads: int, dim: int, keys: Tensor, values: Tensor, out: Tensor, module: nvrtc.Module | None
+) -> bool:  # fmt: skip
+    kv_heads = keys.shape[-3]
+    return (
+        module is not None and _runs(module, q) and why_not(heads, kv_heads, dim, q.dtype) is None
+        and keys.is_contiguous() and values.is_contiguous() and out.is_contiguous()
+        and q.shape[0] * kv_heads <= _COUNTERS and all(_fits(x, q, 8) for x in (q, keys, values, out))
+    )  # fmt: skip
+
+
+def _launch_attend(
+    given: list[nvrtc.Argument], heads: int, dim: int, keys: Tensor, values: Tensor, positions: Tensor, scaling: float,
+    softcap: float | None, out: Tensor, scratch: Tensor | None, module: nvrtc.Module | None, dependent: bool | None, *,
+    turn: bool, ahead: Sequence[Tensor] = (), pages: PageTable | None = None,
+) -> None:  # fmt: skip
+    assert module is not None
+    n, kv_heads, places = out.shape[0], keys.shape[-3], keys.shape[-2] if pages is None else pages.places
+    splits = _splits(n, kv_heads, dim, places, module.multiprocessors)
+    needed = n * heads * splits * (dim + 2) if splits > 1 else 0
+    if needed and (scratch is None or scratch.numel() < needed):
+        scratch = torch.empty(needed, dtype=torch.float32, device=out.device)
+    group = heads // kv_heads
+    here = splits * group * dim * 4 <= _COMBINE_BYTES and splits * group <= _MAX_SHARES
+    options = attention_options(heads, kv_heads, dim, out.dtype, turn=turn, is_paged=pages is not None)
+    table: list[nvrtc.Argument] = []
+    if pages is not None:
+        table = [pages.table, pages.table.stride(0), nvrtc.Long(keys.shape[-2])]
+    own = load_attention(module, options)
+    dependent = module.overlap if dependent is None else dependent
+    parts = scratch if needed else None
+    sums = None if not needed or scratch is None else scratch[n * heads * splits * dim :]
+    own.launch(
+        "attend", (splits, kv_heads, n), (int(options[0].partition("=")[2]) // 2,),
+        [
+            *given, keys, values, positions, parts, sums, module.scratch["arrived"], out, places, float(scaling),
+            float(softcap or 0.0), int(here), *table, *ahead_arguments(ahead),
+        ],
+        dependent=dependent,
+    )  # fmt: skip
+    if needed and not here:
+        own.launch(
+            "attend_combine", (-(-dim // 128), heads, n), (128,),
+            [positions, parts, sums, out, places, splits],
+            dependent=dependent,
+        )  # fmt: skip
+
+
+def _attend_torch(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling: float, softcap: float | None, out: Tensor
+) -> None:  # fmt: skip
+    n, heads, dim = q.shape
+    length = keys.shape[2]
+    if q.device.type == "cpu":  # elsewhere the length stays on the device
+        length = min(length, int(positions.max()) + 1)
+    mask = (torch.arange(length, device=q.device) <= positions[:, None])[:, None, None]
+    group = heads // keys.shape[1]
+    k, v = (x[:n, :, :length].repeat_interleave(group, dim=1) for x in (keys, values))
+    if softcap is None:
+        attended = functional.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=mask, scale=scaling)
+    else:
+        scores = torch.matmul(q[:, :, None], k.transpose(2, 3)) * scaling
+        scores = torch.tanh(scores / softcap) * softcap
+        scores = scores.masked_fill(~mask, -math.inf)
+        attended = torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype), v)
+    out.copy_(attended.reshape(n, heads * dim))
+
+
+# Gates ---------------------------------------------------------------------------------------------------------------
+
+
+def gated(
+    gate: Tensor,
+    up: Tensor,
+    out: Tensor,
+    kind: str,
+    module: nvrtc.Module | None = None,
+    *,
+    dependent: bool | None = None,
+) -> None:
+    """Write act(gate) * up. Shapes: [n, I] each, rows may be strided. kind: one of ACTIVATIONS."""
+    assert kind in ACTIVATIONS, kind
+    n, width = gate.shape
+    if module is None or not _runs(module, gate) or not all(_fits(x, gate, 1) for x in (gate, up, out)):
+        gate = gate.contiguous()  # in float32, torch takes other steps over strided rows
+        act = functional.silu(gate) if kind == "silu" else functional.gelu(gate, approximate=_GELU[kind])
+        out.copy_(act * up)
+        return
+    v = 8 if width % 8 == 0 and all(_fits(x, gate, 8) for x in (gate, up, out)) else 1
+    module.launch(
+        f"gated_{v}", (-(-width // (128 * v)), n), (128,),
+        [gate, gate.stride(0), up, up.stride(0), out, out.stride(0), width, ACTIVATIONS.index(kind), _half(gate)],
+        dependent=dependent,
+    )  # fmt: skip
+
+
+_GELU = {"gelu_tanh": "tanh", "gelu": "none"}

@@ -1,0 +1,367 @@
+"""Checks of 4-bit matmuls on this card and the fastest launch configuration of each (`trimtab tune`).
+
+`check` compares with float64, `tune` times the likely cuts of one shape over layers that do not fit the card's L2 cache, the norm
+in front by itself and as a part of the product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.cuda import launch_config as cuts
+from trimtab.engine.cuda import nvrtc
+from trimtab.engine.cuda import shipped_configs as launch_configs
+from trimtab.engine.cuda.capture_stream import side_stream
+from trimtab.engine.cuda.graph_cache import GraphCache
+from trimtab.engine.cuda.launch_config import BLOCK, Cut
+from trimtab.engine.formats.bitsandbytes import Packed, quantize, shell
+from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels.gemv4 import NESTED
+from trimtab.engine.kernels.selfcheck import relative_error
+from trimtab.engine.memory.out_of_memory import is_out_of_memory
+from trimtab.errors import DeviceError
+
+__all__ = [
+    "LARGEST_ERROR", "RandomWeights", "check", "compile_ahead", "compile_cuts", "graph_us", "keep_tuned", "relative_error",
+    "stock_us", "tune", "why_not_cut",
+]  # fmt: skip
+
+_PIECE = 2**20
+LARGEST_ERROR = 3e-3
+
+
+def _exact(x: Tensor, weights: Sequence[Packed]) -> Tensor:
+    """Return x W^T in float64, decoding a million weights at a time."""
+    step = max(1, _PIECE // x.shape[1])
+    pieces = [
+        x.double() @ matvec.decoded(packed, torch.float64, rows=slice(start, start + step)).T
+        for packed in weights
+        for start in range(0, packed.shape[0], step)
+    ]
+    return torch.cat(pieces, dim=1)
+
+
+def check(
+    weights: Sequence[Packed], module: nvrtc.Module, *, dtype: torch.dtype = torch.bfloat16, rows: Sequence[int] = (1, 3, 8),
+    cut: Cut | None = None, rank: int = 8,
+) -> str | None:  # fmt: skip
+    """Return what is wrong with the kernels over these weights on this device, or None; outputs are poisoned first.
+
+    Random inputs with and without adapters, against float64. Needs about 25 MiB beside the weights.
+    """
+    device = module.device
+    generator = torch.Generator(device=device).manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator)
+
+    counts, columns, most = [packed.shape[0] for packed in weights], weights[0].shape[1], max(rows)
+    slots: list[list[tuple[Tensor, Tensor, float] | None]] = [
+        [None, (random(rank, columns) / columns**0.5, random(count, rank), 0.5)] for count in counts
+    ]
+    inputs = random(most, columns).to(dtype)
+    base = _exact(inputs, weights)
+    changes = [s * (inputs.double() @ A.double().T @ B.double().T) for A, B, s in (one for _, one in slots if one)]
+    changed = torch.cat(changes, dim=1)
+    changed[1::2] = 0  # every other row has no adapter
+    for n in rows:
+        if cut is not None and cut.n != n:
+            continue
+        x, out = inputs[:n], torch.full((n, sum(counts)), math.nan, dtype=dtype, device=device)
+        matvec.matvec4(x, weights, out, module=module, cut=cut)
+        if (error := relative_error(out, base[:n])) > LARGEST_ERROR:
+            return f"{n} rows over {counts} x {columns}: relative error {error:.1e}"
+        lora = matvec.lora_args(
+            slots, torch.tensor([1 - i % 2 for i in range(n)], dtype=torch.int32, device=device), rank
+        )
+        out.fill_(math.nan)
+        lora.low.fill_(math.nan)
+        matvec.matvec4(x, weights, out, lora=lora, module=module, cut=cut)
+        # Rounded three times instead of once.
+        if (error := relative_error(out, base[:n] + changed[:n])) > 1.5 * LARGEST_ERROR:
+            return f"{n} rows with an adapter over {counts} x {columns}: relative error {error:.1e}"
+    return None
+
+
+class RandomWeights:
+    """Makes packed weights of random bytes on a device; the code tables are bitsandbytes' own."""
+
+    def __init__(self, device: torch.device, *, quant: str = "nf4-dq") -> None:
+        self.device, self.nested = device, quant == "nf4-dq"
+        self.generator = torch.Generator(device=device).manual_seed(0)
+        sample = quantize(torch.ones(BLOCK, BLOCK, device=device, dtype=torch.bfloat16), quant)
+        self.kind, self.codes = sample.kind, sample.codes
+
+    def make(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Packed:
+        """Return a weight [rows, columns] whose values are about 0.03."""
+        blocks = rows * columns // BLOCK
+        parts = {"weight": self._bytes(rows * columns // 2).view(-1, 1)}
+        if self.nested:
+            outer = torch.rand(-(-blocks // NESTED), device=self.device, generator=self.generator)
+            parts |= {"absmax": self._bytes(blocks), "nested_absmax": outer * 0.01 + 0.01}
+            parts["offset"] = torch.full((1,), 0.05, device=self.device)
+        else:
+            parts["absmax"] = torch.rand(blocks, device=self.device, generator=self.generator) * 0.1
+        return Packed(self.kind, (rows, columns), dtype, parts, self.codes)
+
+    def groups(self, rows: Sequence[int], columns: int, nbytes: int) -> list[list[Packed]]:
+        """Return as many groups of layers over one input as take up `nbytes`, each of its own bytes; at least two."""
+        count = max(2, min(96, round(nbytes / (sum(rows) * columns * 0.516))))
+        return [[self.make(one, columns) for one in rows] for _ in range(count)]
+
+    def _bytes(self, count: int) -> Tensor:
+        return torch.randint(0, 256, (count,), dtype=torch.uint8, device=self.device, generator=self.generator)
+
+
+def stock_us(groups: Sequence[Sequence[Packed]], x: Tensor) -> float:
+    """Return what bitsandbytes takes for one group of layers, in a CUDA graph over all groups, in microseconds."""
+    layers = [shell(packed, None, x.dtype) for group in groups for packed in group]
+
+    def run() -> None:
+        for layer in layers:
+            layer(x)
+
+    return graph_us(run, x.device) / len(groups)
+
+
+class _Product:
+    """One product of random inputs over real or random weights, without and with adapters, to compare and time its cuts."""
+
+    def __init__(
+        self, weights: Sequence[Packed], n: int, module: nvrtc.Module, dtype: torch.dtype, gate: str | None
+    ) -> None:
+        self.weights, self.module, self.pair = weights, module, gate is not None
+        rows, columns, device = [packed.shape[0] for packed in weights], weights[0].shape[1], module.device
+        generator = torch.Generator(device=device).manual_seed(2)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device, generator=generator)
+
+        self.x = random(n, columns).to(dtype)
+        self.out = torch.empty(n, rows[0] if self.pair else sum(rows), dtype=dtype, device=device)
+        slots = [[(random(8, columns) / columns**0.5, random(count, 8), 0.5)] for count in rows]
+        numbers = torch.tensor([-(i % 2) for i in range(n)], dtype=torch.int32, device=device)
+        self.lora = matvec.lora_args(slots, numbers, 8)
+        self.gate = None if gate is None else matvec.Gate(gate)
+
+    def answers(self, cut: Cut | None) -> list[Tensor]:
+        """Return the outputs without and with adapters; cut None: as `matvec.choose` says."""
+        results = []
+        for lora in (None, self.lora):
+            matvec.matvec4(
+                self.x, self.weights, self.out.fill_(math.nan), lora=lora, gate=self.gate, module=self.module, cut=cut
+            )
+            results.append(self.out.clone())
+        return results
+
+    def is_right(self, cut: Cut, wanted: Sequence[Tensor]) -> bool:
+        """Whether a cut runs here and computes what was wanted."""
+        try:
+            results = self.answers(cut)
+        except DeviceError as exc:  # it does not compile, or not run, on this card
+            if is_out_of_memory(exc):
+                raise
+            return False
+        return all(relative_error(a, b) <= LARGEST_ERROR for a, b in zip(results, wanted, strict=True))
+
+
+def why_not_cut(
+    weights: Sequence[Packed], n: int, module: nvrtc.Module, cut: Cut, *, dtype: torch.dtype, gate: str | None,
+    small: nvrtc.Module | None = None, is_timed: bool = False,
+) -> str | None:  # fmt: skip
+    """Return why a launch configuration that was not measured here is not used, or None.
+
+    It must fit the card's shared memory and registers, and compute the result of the plain kernel. small: the module with
+    `add_norm`, for a configuration with the norm in front. is_timed: it was the fastest on another such card.
+    """
+    pair = gate is not None
+    if cut.held:
+        wanted = matvec.options(weights[0], dtype, cut, members=len(weights), pair=pair)
+        try:
+            limits = module.variant(wanted).limits(cut.kernel)
+        except DeviceError as exc:
+            if is_out_of_memory(exc):
+                raise
+            return str(exc)
+        why = launch_configs.why_not(cut, limits, module.shared_bytes, is_timed=is_timed)
+        if why is not None:
+            return why
+    product = _Product(weights, n, module, dtype, gate)
+    plain = next((one for one in matvec.ways(weights, n, module, pair=pair) if not one.held), None)
+    if plain is None:
+        return "there is no plain configuration to compare it with"
+    if not product.is_right(cut, product.answers(plain)):
+        return "its result differs"
+    if cut.normed:
+        if small is None or cut.normed_bytes(weights[0].shape[1]) > module.shared_bytes:
+            return "there is no room for the norm before it"
+        *_, is_right = _norm_in_front([weights], product.x, product.out, cut, product.gate, module, small)
+        if not is_right():
+            return "with the norm in front its result differs"
+    return None
+
+
+def tune(
+    groups: Sequence[Sequence[Packed]], n: int, module: nvrtc.Module, *, dtype: torch.dtype = torch.bfloat16,
+    gate: str | None = None, limit: int = 8, repeat: int = 3, small: nvrtc.Module | None = None,
+) -> dict[Cut, float]:  # fmt: skip
+    """Time the cuts that may be fastest over groups of the same shapes, keep the fastest one; return µs a product.
+
+    groups: as many layers' weights as it takes to be larger than the card's L2 cache, or the second run reads no memory. Each cut
+    runs over all groups in a CUDA graph, launches overlapping where the card can do that, as in a step. gate: the activation of a
+    pair. A cut that cannot run here or does not compute what `choose`'s does is dropped, whatever its time. small: the module with
+    `add_norm`, to time the norm in front by itself and as a part of the product.
+    """
+    weights, device = groups[0], module.device
+    product = _Product(weights, n, module, dtype, gate)
+    columns, overlap = weights[0].shape[1], module.capability >= (9, 0)
+    wanted, times = product.answers(None), dict[Cut, float]()
+    for cut in cuts.unlike(matvec.ways(weights, n, module, pair=product.pair), limit):
+        if not product.is_right(cut, wanted):
+            continue
+
+        def run(cut: Cut = cut) -> None:
+            for group in groups:
+                matvec.matvec4(
+                    product.x, group, product.out, gate=product.gate, module=module, cut=cut, dependent=overlap
+                )
+
+        times[cut] = graph_us(run, device, repeat=repeat) / len(groups)
+    if times:
+        best = min(times, key=lambda cut: times[cut])
+        if small is not None and best.may_be_normed and best.normed_bytes(columns) <= module.shared_bytes:
+            pays = _norm_pays(
+                groups, product.x, product.out, best, product.gate, module, small, overlap=overlap, repeat=repeat
+            )
+            if pays is not None:
+                best = replace(best, normed=pays)
+        key = matvec.cut_key(weights, n, pair=product.pair)
+        module.products.chosen[key] = best
+        module.products.measured.add(key)
+    return times
+
+
+def _norm_in_front(
+    groups: Sequence[Sequence[Packed]], y: Tensor, out: Tensor, cut: Cut, gate: matvec.Gate | None, module: nvrtc.Module,
+    small: nvrtc.Module, *, overlap: bool = False,
+) -> tuple[Callable[[], None], Callable[[], None], Callable[[], bool]]:  # fmt: skip
+    """Return (`add_norm` and the product, a product with its norm, whether the second computes what the first does)."""
+    weight = torch.rand(y.shape[1], device=y.device).to(y.dtype) + 0.5
+    norm = matvec.Norm(torch.randn_like(y), weight, weight, 1e-6, None, torch.empty_like(y))
+    x = torch.empty_like(y)
+
+    def both() -> None:
+        for group in groups:
+            norm.apply(y, x, small, dependent=overlap)
+            matvec.matvec4(x, group, out, gate=gate, module=module, cut=cut, dependent=overlap)
+
+    def one() -> None:
+        for group in groups:
+            matvec.matvec4(y, group, out, gate=gate, norm=norm, module=module, cut=cut, dependent=overlap)
+
+    def is_right() -> bool:
+        both()
+        wanted, h = out.clone(), norm.out_h.clone()
+        out.fill_(math.nan), norm.out_h.fill_(math.nan)
+        one()
+        return relative_error(out, wanted) <= LARGEST_ERROR and relative_error(norm.out_h, h) <= LARGEST_ERROR
+
+    return both, one, is_right
+
+
+def _norm_pays(
+    groups: Sequence[Sequence[Packed]], y: Tensor, out: Tensor, cut: Cut, gate: matvec.Gate | None, module: nvrtc.Module,
+    small: nvrtc.Module, *, overlap: bool, repeat: int,
+) -> bool | None:  # fmt: skip
+    """Whether a product with its norm takes less time than `add_norm` and the product; None if its result differs."""
+    both, one, is_right = _norm_in_front(groups, y, out, cut, gate, module, small, overlap=overlap)
+    if not is_right():
+        return None
+    return graph_us(one, module.device, repeat=repeat) < graph_us(both, module.device, repeat=repeat)
+
+
+def compile_ahead(
+    products: Iterable[tuple[Sequence[Packed], int, bool]], module: nvrtc.Module, dtype: torch.dtype, *, limit: int = 8
+) -> None:
+    """Compile, several at once, what `tune` will try for these products (weights, rows, whether two are multiplied)."""
+    wanted = set()
+    for weights, n, pair in products:
+        for number, cut in enumerate(cuts.unlike(matvec.ways(weights, n, module, pair=pair), limit)):
+            # The first is the most likely to be chosen.
+            for normed in (False, True) if number == 0 and cut.may_be_normed else (False,):
+                wanted.add(matvec.options(weights[0], dtype, cut, members=len(weights), pair=pair, normed=normed))
+    module.compile_variants(sorted(wanted))
+
+
+def compile_cuts(
+    wanted: Sequence[tuple[Sequence[Packed], bool, Cut]],
+    module: nvrtc.Module,
+    dtype: torch.dtype,
+    *,
+    fixed: bool = False,
+) -> None:
+    """Compile, several at once, what these products (weights, whether two are multiplied, cut) need. fixed: as
+    `matvec.LoraArgs.is_fixed`."""
+    variants = {
+        matvec.options(weights[0], dtype, cut, members=len(weights), pair=pair, normed=normed, fixed=fixed)
+        for weights, pair, cut in wanted for normed in ((False, True) if cut.normed else (False,))
+    }  # fmt: skip
+    module.compile_variants(sorted(variants))
+
+
+def keep_tuned(module: nvrtc.Module) -> None:
+    """Keep the cuts that were measured on this card for later processes."""
+    launch_configs.keep(matvec.target_of(module), matvec.tuned_cuts(module), releases())
+
+
+def releases() -> dict[str, str]:
+    """Return what a measurement was made with."""
+    return {"torch": str(torch.__version__), "driver": str(nvrtc.driver_version())}
+
+
+def graph_us(
+    run: Callable[[], object], device: torch.device | None = None, *, repeat: int = 3, calls: int = 1
+) -> float:
+    """Return the microseconds of what `run` queues, inside a CUDA graph, where launching costs next to nothing: the shortest of a
+    few replays of so many calls. device: None takes the current one."""
+    device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
+
+    def several() -> None:
+        for _ in range(calls):
+            run()
+
+    with torch.cuda.device(device):
+        run()
+        torch.cuda.synchronize()
+        # Not torch.cuda.graph: that collects garbage first, which takes longer than all the rest.
+        with side_stream(device) as side:
+            graph, _ = GraphCache[object]().record(side, several)
+        graph.replay()
+        times = []
+        for _ in range(repeat):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1000)
+    return min(times) / calls
+
+
+def pair_us(
+    ours: Callable[[], object], theirs: Callable[[], object], device: torch.device | None = None, *, calls: int = 1,
+    most: int = 4,
+) -> tuple[float, float]:  # fmt: skip
+    """Return the microseconds of two ways. Where the first is no faster, both are measured again, up to `most` times, and the
+    shortest times count: another program on the card can only lengthen them. Of two equal ways the first mostly wins."""
+    own = other = float("inf")
+    for _ in range(most):
+        own, other = min(own, graph_us(ours, device, calls=calls)), min(other, graph_us(theirs, device, calls=calls))
+        if own < other:
+            break
+    return own, other

@@ -1,0 +1,166 @@
+// What lies between the products of a decode step: norms, rotation and cache writes, gates. Read engine/kernels/attention_and_norms.py first: it
+// says what each kernel computes and in which shapes. n rows, one token each. values.cuh stands in front of this.
+//
+// Values are bf16 or fp16 in memory and float32 in registers; `rounded` stands where transformers' modules round between
+// two operations, so that only the order of a sum tells the two apart.
+
+// h = (residual + norm(y) post) scalar, x = norm(h) next. A block is a row, a thread 8 values.
+extern "C" __global__ void __launch_bounds__(1024) add_norm(
+    const u16* y, int y_stride, const u16* residual, int residual_stride, const u16* post, const u16* next,
+    const u16* scalar, u16* out_h, int h_stride, u16* out_x, int x_stride, int width, float eps, int half) {
+  __shared__ float first[32], second[32];
+  const int row = blockIdx.x, at = threadIdx.x * 8;
+  const bool live = at < width;
+  float h[8] = {}, post_weight[8], next_weight[8];
+  let_next_start();
+  // Weights do not come from the kernel in front.
+#pragma unroll
+  for (int i = 0; i < 8; i++) post_weight[i] = next_weight[i] = 1.f;
+  if (live && post) load<8>(post_weight, post + at, half);
+  if (live && next) load<8>(next_weight, next + at, half);
+  const float factor = scalar ? value(__ldcg(scalar), half) : 1.f;
+  wait_for_previous();
+  if (live) load<8>(h, residual + (size_t)row * residual_stride + at, half);
+  if (y) {
+    float v[8] = {}, sum = 0.f;
+    if (live) load<8>(v, y + (size_t)row * y_stride + at, half);
+#pragma unroll
+    for (int i = 0; i < 8; i++) sum = fmaf(v[i], v[i], sum);
+    const float r = rsqrtf(block_sum(sum, first) / width + eps);
+#pragma unroll
+    for (int i = 0; i < 8; i++) h[i] = rounded(h[i] + rounded(v[i] * r * post_weight[i], half), half);
+  }
+  if (scalar) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) h[i] = rounded(h[i] * factor, half);
+  }
+  if (out_h && live) store<8>(out_h + (size_t)row * h_stride + at, h, half);
+  if (out_x) {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) sum = fmaf(h[i], h[i], sum);
+    const float r = rsqrtf(block_sum(sum, second) / width + eps);
+#pragma unroll
+    for (int i = 0; i < 8; i++) h[i] = h[i] * r * next_weight[i];
+    if (live) store<8>(out_x + (size_t)row * x_stride + at, h, half);
+  }
+}
+
+// out = act(gate) up. kind 0: gelu by tanh, 1: silu, 2: gelu by erf. Grid: [pieces of a row, n].
+template <int V>
+__device__ __forceinline__ void gated(
+    const u16* gate, int gate_stride, const u16* up, int up_stride, u16* out, int out_stride, int width, int kind, int half) {
+  const int at = (blockIdx.x * blockDim.x + threadIdx.x) * V;
+  const size_t row = blockIdx.y;
+  let_next_start();
+  wait_for_previous();
+  if (at >= width) return;
+  float a[V], b[V];
+  load<V>(a, gate + row * gate_stride + at, half);
+  load<V>(b, up + row * up_stride + at, half);
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    a[i] = rounded(activated(a[i], kind), half) * b[i];
+  }
+  store<V>(out + row * out_stride + at, a, half);
+}
+#define GATED(name, V)                                                                                       \
+  extern "C" __global__ void __launch_bounds__(128) name(                                                    \
+      const u16* gate, int gate_stride, const u16* up, int up_stride, u16* out, int out_stride, int width,   \
+      int kind, int half) {                                                                                  \
+    gated<V>(gate, gate_stride, up, up_stride, out, out_stride, width, kind, half);                          \
+  }
+GATED(gated_8, 8)
+GATED(gated_1, 1)
+
+// A warp is a head of a row: queries first, then keys, then (own_values) values. Lane l holds V values from l V on in the
+// lower half of the head and their partners in the upper half. Keys and values go to place_of[row] of the row and head, 0 without
+// place_of; row_step, head_step: values from one to the next. Grid: [heads of all kinds, n].
+template <int V>
+__device__ __forceinline__ void rope_write(
+    const u16* q, int q_stride, const u16* k, const u16* v, int kv_stride, int heads, int kv_heads, int dim, const u16* q_weight,
+    const u16* k_weight, float eps, const u16* cos, int cos_stride, const u16* sin, int sin_stride, u16* keys, u16* values,
+    i64 row_step, i64 head_step, int places, const i64* place_of, u16* q_out, int k_is_v, int half) {
+  const int head = blockIdx.x, row = blockIdx.y, h = dim / 2, at = threadIdx.x * V;
+  const bool live = at < h, is_q = head < heads, is_v = head >= heads + kv_heads;
+  const u16* weight = is_q ? q_weight : is_v ? nullptr : k_weight;
+  float w0[V], w1[V];
+  let_next_start();
+#pragma unroll
+  for (int i = 0; i < V; i++) w0[i] = w1[i] = 1.f;
+  if (live && weight) {
+    load<V>(w0, weight + at, half);
+    load<V>(w1, weight + h + at, half);
+  }
+  wait_for_previous();
+  float a[V] = {}, b[V] = {}, c0[V] = {}, c1[V] = {}, s0[V] = {}, s1[V] = {}, sum = 0.f;
+  if (live) {
+    const u16* from = (is_q ? q : is_v ? v : k) + (size_t)row * (is_q ? q_stride : kv_stride);
+    from += (is_q ? head : (head - heads) % kv_heads) * dim + at;
+    load<V>(a, from, half);
+    load<V>(b, from + h, half);
+    if (!is_v) {
+      load<V>(c0, cos + (size_t)row * cos_stride + at, half);
+      load<V>(c1, cos + (size_t)row * cos_stride + h + at, half);
+      load<V>(s0, sin + (size_t)row * sin_stride + at, half);
+      load<V>(s1, sin + (size_t)row * sin_stride + h + at, half);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < V; i++) sum = fmaf(a[i], a[i], fmaf(b[i], b[i], sum));
+  const float r = rsqrtf(warp_sum(sum) / dim + eps);
+  if (!live) return;
+  u16* to = q_out + ((size_t)row * heads + head) * dim;
+  if (!is_q) {
+    const i64 place = place_of ? __ldcg(place_of + row) : 0;
+    if (place < 0 || place >= places) return;
+    const i64 cell = row * row_step + (head - heads) % kv_heads * head_step + place * dim;
+    if (is_v || k_is_v) {
+      float v0[V], v1[V];
+#pragma unroll
+      for (int i = 0; i < V; i++) v0[i] = a[i] * r, v1[i] = b[i] * r;
+      store<V>(values + cell + at, v0, half);
+      store<V>(values + cell + h + at, v1, half);
+      if (is_v) return;
+    }
+    to = keys + cell;
+  }
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    const float x = rounded(a[i] * r * w0[i], half), y = rounded(b[i] * r * w1[i], half);
+    a[i] = rounded(x * c0[i], half) + rounded(-y * s0[i], half);
+    b[i] = rounded(y * c1[i], half) + rounded(x * s1[i], half);
+  }
+  store<V>(to + at, a, half);
+  store<V>(to + h + at, b, half);
+}
+#define ROPE(name, V)                                                                                                         \
+  extern "C" __global__ void __launch_bounds__(32) name(                                                                      \
+      const u16* q, int q_stride, const u16* k, const u16* v, int kv_stride, int heads, int kv_heads, int dim,                \
+      const u16* q_weight, const u16* k_weight, float eps, const u16* cos, int cos_stride, const u16* sin, int sin_stride,    \
+      u16* keys, u16* values, i64 row_step, i64 head_step, int places, const i64* place_of, u16* q_out, int k_is_v,           \
+      int half) {                                                                                                             \
+    rope_write<V>(q, q_stride, k, v, kv_stride, heads, kv_heads, dim, q_weight, k_weight, eps, cos, cos_stride, sin,          \
+                  sin_stride, keys, values, row_step, head_step, places, place_of, q_out, k_is_v, half);                      \
+  }
+ROPE(rope_write_1, 1)
+ROPE(rope_write_2, 2)
+ROPE(rope_write_4, 4)
+ROPE(rope_write_8, 8)
+
+// cos and sin of the angles of a position, for up to two kinds of layers: (position inv_freq) for both halves of a head, times
+// the kind's factor. Grid: [kinds, n].
+extern "C" __global__ void __launch_bounds__(256) turns(
+    const i64* positions, const float* inv_freq0, int half0, float factor0, u16* cos0, u16* sin0, const float* inv_freq1,
+    int half1, float factor1, u16* cos1, u16* sin1, int half) {
+  const int kind = blockIdx.x, row = blockIdx.y, i = threadIdx.x, h = kind ? half1 : half0;
+  let_next_start();
+  wait_for_previous();
+  if (i >= h) return;
+  const float angle = (float)__ldcg(positions + row) * __ldg((kind ? inv_freq1 : inv_freq0) + i);
+  const float factor = kind ? factor1 : factor0;
+  const u16 c = stored(cosf(angle) * factor, half), s = stored(sinf(angle) * factor, half);
+  u16 *to_cos = (kind ? cos1 : cos0) + (size_t)row * 2 * h, *to_sin = (kind ? sin1 : sin0) + (size_t)row * 2 * h;
+  to_cos[i] = to_cos[h + i] = c;
+  to_sin[i] = to_sin[h + i] = s;
+}

@@ -1,0 +1,460 @@
+"""Kernels for prompt chunks beside cuBLAS: 4-bit weights unpacked in one launch, LoRA in two.
+
+bitsandbytes unpacks a weight with doubly quantized scales in three launches, and torch adds a LoRA in five that pass over the
+output in float32. Here a weight becomes the same bits in one launch (`unpack`), and a LoRA is A x, then y + scale B (A x) in
+place (`add`), rounded where PEFT rounds. Every kernel has its torch path, and is compared with it and timed on this card before
+it is used (`choose`); what passed is kept for later processes. Where an adapter can be a part of its layer's product it is
+(columns.py), and `add` is for the rest.
+
+What it does not know: products of 4-bit weights by tensor cores; a product of many rows stays cuBLAS over the unpacked weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trimtab.engine.cuda import nvrtc
+from trimtab.engine.cuda.check_cache import KeptChecks
+from trimtab.engine.formats.bitsandbytes import Packed, dequantize
+from trimtab.engine.kernels.gemv4 import LoraColumns
+from trimtab.engine.layers.linear import Leaf
+from trimtab.engine.lora import fewer_ops as short_ops
+from trimtab.engine.lora.store import Selection
+from trimtab.engine.memory.out_of_memory import is_out_of_memory
+from trimtab.errors import DeviceError
+from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
+
+NAMES = (
+    "unpack_nested", "unpack_plain", "lora_low", "lora_low_tensor", "lora_up", "lora_low_rows", "lora_low_rows_tensor",
+    "lora_up_rows", "unpack_columns_nested", "unpack_columns_plain", "write_columns", "extend_input",
+)  # fmt: skip
+_TYPES = (torch.bfloat16, torch.float16)
+# As in cuda/prompt.cu: values of a block that unpacks, tokens and columns of one that adds, and how much of x one sums.
+_UNPACKED, _TOKENS, _COLUMNS, _SLICE, _THREADS = 8192, 8, 512, 1024, 256
+# Tokens of one that sums by tensor cores, and the most of one that adds; blocks that a GPU of any size has work for.
+_TENSOR_TOKENS, _MOST_TILE, _BLOCKS = 16, 64, 256
+_MOST_RANK = nvrtc.PLAIN_SHARED_BYTES // (4 * _TOKENS)
+# Beyond this rank torch's products in float32 are faster (bench/results/prompt_kernels.json, 512 tokens over E4B's gate: 26 us
+# against 50 for rank 8, 234 against 71 for rank 64).
+PAYING_RANK = 8
+# Kernels are tried on a layer of up to so many weights.
+TRIED_VALUES = 8 * 2**20
+# bitsandbytes' own products of fewer rows read packed weights.
+LEAST_TOKENS = 9
+# Sums in float32 in another order, then one rounding of 16 bits: relative error of a whole tensor.
+LARGEST_ERROR = 4e-3
+
+
+def source() -> str:
+    """Return the source as it is compiled."""
+    return nvrtc.source("values.cuh") + nvrtc.source("prompt.cu")
+
+
+def load(device: torch.device | str) -> nvrtc.Module:
+    """Compile the kernels for a device. Errors: DeviceError if that is not possible here."""
+    return nvrtc.Module(source(), device=device, name="prompt.cu")
+
+
+# 4-bit weights -------------------------------------------------------------------------------------------------------
+
+
+def can_unpack(packed: Packed) -> bool:
+    """Whether the kernel knows this form of a weight."""
+    if packed.kind not in ("nf4", "fp4") or packed.dtype not in _TYPES:
+        return False
+    sizes = [packed.blocksize] + ([packed.nested_blocksize] if "nested_absmax" in packed.parts else [])
+    values = packed.shape[0] * packed.shape[1]
+    return values % 32 == 0 and all(size >= 32 and size & (size - 1) == 0 for size in sizes)
+
+
+def unpack(packed: Packed, out: Tensor, module: Any = None) -> Tensor:
+    """Return the dequantized weight [D_out, D_in] in the memory of `out` (as many values or more, of its dtype)."""
+    values = packed.shape[0] * packed.shape[1]
+    weight = out.view(-1)[:values].view(packed.shape[0], packed.shape[1])
+    if module is None or not can_unpack(packed):
+        return weight.copy_(dequantize(packed))
+    module.launch(
+        "unpack_nested" if "nested_absmax" in packed.parts else "unpack_plain", (-(-values // _UNPACKED),), (_THREADS,),
+        unpack_arguments(packed, weight),
+    )  # fmt: skip
+    return weight
+
+
+def unpack_arguments(packed: Packed, weight: Tensor) -> list[nvrtc.Argument]:
+    """Return what a kernel that unpacks is told of a weight and of the memory that it goes to."""
+    parts, codes = packed.parts, packed.codes
+    return [
+        parts["weight"], parts["absmax"], parts.get("nested_absmax"), parts.get("offset"), codes.get("nested_code"),
+        codes["code"], nvrtc.Long(packed.shape[0] * packed.shape[1]), packed.blocksize.bit_length() - 1,
+        packed.nested_blocksize.bit_length() - 1, weight, int(packed.dtype == torch.float16),
+    ]  # fmt: skip
+
+
+# LoRA ----------------------------------------------------------------------------------------------------------------
+
+
+def add(
+    A: Tensor, B: Tensor, scale: float, x: Tensor, y: Tensor, module: Any = None, *, round_change: bool
+) -> Tensor:  # fmt: skip
+    """Return y [n, D_out] + scale * B (A x), in place, for x [n, D_in]; A [R, D_in] and B [D_out, R] in float32.
+
+    round_change: the change is rounded before it is added, as PEFT does over a quantized layer; else the sum alone is.
+    """
+    if module is None or not can_add(A, B, x, y):
+        change = functional.linear(functional.linear(x.float(), A), B).mul_(scale)
+        return y.copy_(y + change.to(y.dtype) if round_change else y.float() + change)
+    n, rank, half = x.shape[0], A.shape[0], int(x.dtype == torch.float16)
+    slices, columns = -(-x.shape[1] // _SLICE), -(-y.shape[1] // _COLUMNS)
+    low = torch.empty(slices, n, rank, device=x.device)
+    given: list[nvrtc.Argument] = [x, x.stride(0), n, x.shape[1], A, rank, low]
+    if not half and x.shape[1] % 16 == 0:
+        module.launch("lora_low_tensor", (-(-n // _TENSOR_TOKENS), slices), (_THREADS,), given)
+    else:
+        module.launch("lora_low", (-(-n // _TOKENS), slices), (_THREADS,), [*given, half])
+    # As many tokens a block as leave enough blocks, and as its shared memory holds.
+    tile = min(
+        _MOST_TILE,
+        max(n * columns // (_BLOCKS * _TOKENS), 1) * _TOKENS,
+        _MOST_RANK * _TOKENS // rank // _TOKENS * _TOKENS,
+    )
+    module.launch(
+        "lora_up", (columns, -(-n // tile)), (_THREADS,),
+        [low, slices, n, rank, B, float(scale), y, y.stride(0), y.shape[1], int(round_change), tile, half],
+        shared_bytes=4 * tile * rank,
+    )  # fmt: skip
+    return y
+
+
+def add_rows(
+    lora: LoraColumns, row_slots: Tensor, tokens: int, x: Tensor, y: Tensor, module: Any, *, largest_rank: int, round_change: bool
+) -> Tensor:  # fmt: skip
+    """Do what `add` does for rows of `tokens` neighbours each, a row with the adapter in its slot.
+
+    Shapes: x [rows * tokens, D_in], y [rows * tokens, D_out], row_slots [rows] int32, -1 for a row without. tokens: a power of two,
+    16 or more; D_in a multiple of 4. largest_rank: of all slots.
+    """
+    n, half = x.shape[0], int(x.dtype == torch.float16)
+    assert n == row_slots.numel() * tokens and tokens >= _TENSOR_TOKENS and tokens & (tokens - 1) == 0
+    assert x.dtype == y.dtype and x.dtype in _TYPES and x.stride(1) == y.stride(1) == 1 and largest_rank <= _MOST_RANK
+    assert x.shape[1] % 4 == 0 and x.stride(0) % 4 == 0 and x.data_ptr() % 8 == 0
+    assert y.shape[1] % 2 == 0 and y.stride(0) % 2 == 0 and y.data_ptr() % 4 == 0
+    slices, columns = -(-x.shape[1] // _SLICE), -(-y.shape[1] // _COLUMNS)
+    low = torch.empty(slices, n, largest_rank, device=x.device)
+    given: list[nvrtc.Argument] = [
+        x, x.stride(0), n, x.shape[1], lora.A_ptr, lora.rank, row_slots, tokens, low, largest_rank,
+    ]  # fmt: skip
+    if not half and x.shape[1] % 16 == 0:
+        module.launch("lora_low_rows_tensor", (n // _TENSOR_TOKENS, slices), (_THREADS,), given)
+    else:
+        module.launch("lora_low_rows", (n // _TOKENS, slices), (_THREADS,), [*given, half])
+    # As many tokens a block as leave enough blocks, as its shared memory holds and as are of one row.
+    tile = min(_MOST_TILE, tokens)
+    while tile > _TOKENS and (n // tile * columns < _BLOCKS or tile * largest_rank > _MOST_RANK * _TOKENS):
+        tile //= 2
+    module.launch(
+        "lora_up_rows", (columns, n // tile), (_THREADS,),
+        [
+            low, slices, n, largest_rank, lora.B_ptr, lora.rank, lora.scale, row_slots, tokens, y, y.stride(0), y.shape[1],
+            int(round_change), tile, half,
+        ],
+        shared_bytes=4 * tile * largest_rank,
+    )  # fmt: skip
+    return y
+
+
+def can_add(A: Tensor, B: Tensor, x: Tensor, y: Tensor) -> bool:
+    """Whether the kernels know tensors of these shapes and types."""
+    return (
+        x.dtype == y.dtype and x.dtype in _TYPES and A.dtype == B.dtype == torch.float32 and A.shape[0] <= _MOST_RANK
+        and A.is_contiguous() and B.is_contiguous() and A.data_ptr() % 16 == 0 and x.shape[1] % 4 == 0
+        and x.stride(1) == 1 and x.stride(0) % 4 == 0 and x.data_ptr() % 8 == 0
+        and y.shape[1] % 2 == 0 and y.stride(1) == 1 and y.stride(0) % 2 == 0 and y.data_ptr() % 4 == 0
+    )  # fmt: skip
+
+
+class ChunkAdapters(short_ops.ShortAdapters):
+    """Adds adapters in a captured chunk: plain LoRA by the kernels, whatever else as in a short step."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def add(self, leaf: Any, x: Tensor, y: Tensor) -> Tensor:
+        selection: Selection = leaf.adapter_store.selection
+        adapter = None if selection.rows is not None or selection.name is None else leaf.adapters.get(selection.name)
+        # As rows, where they lie; those of a part of a joined product are apart.
+        has_rows = y.is_contiguous() or y.shape[:-1].numel() == y.shape[-2]
+        if adapter is None or self.module is None or not has_rows or adapter.A.shape[0] > PAYING_RANK:
+            return super().add(leaf, x, y)
+        flat, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        if not can_add(adapter.A, adapter.B, flat, out):
+            return super().add(leaf, x, y)
+        add(adapter.A, adapter.B, adapter.scale, flat, out, self.module, round_change=leaf.quant_kind != "none")
+        return y
+
+
+# What a model uses of them -------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class PromptKernels:
+    """The compiled module, and which of its two parts are used; None and False where torch or bitsandbytes compute.
+
+    reasons: (what, why) of the parts that are not used. measured_us: name -> (ours, theirs).
+    """
+
+    module: Any = None
+    unpacks: bool = False
+    adds: bool = False
+    reasons: list[tuple[str, str]] = field(default_factory=list)
+    measured_us: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _weights: dict[torch.dtype, Tensor] = field(default_factory=dict)
+
+    @contextmanager
+    def unpacking(self, leaves: Sequence[Leaf]) -> Iterator[None]:
+        """Let these layers multiply many rows with a weight that is unpacked here, into memory that all of them share."""
+        if not self.unpacks:
+            yield
+            return
+        try:
+            for leaf in leaves:
+                vars(leaf)["base"] = self._base(leaf)
+            yield
+        finally:
+            for leaf in leaves:
+                vars(leaf).pop("base", None)
+
+    def _base(self, leaf: Leaf) -> Callable[[Tensor], Tensor]:
+        original = leaf.base
+
+        def base(x: Tensor) -> Tensor:
+            if x.numel() // x.shape[-1] < LEAST_TOKENS or x.dtype not in _TYPES:
+                return original(x)
+            packed = leaf.packed()
+            if packed.dtype != x.dtype or not can_unpack(packed):
+                return original(x)
+            return functional.linear(x, unpack(packed, self._weight(packed), self.module), leaf.bias)
+
+        return base
+
+    def reserve(self, leaves: Sequence[Leaf], *, columns: int = 0) -> None:
+        """Make room for the largest weight with so many columns behind each row; a capture must find it there."""
+        for leaf in leaves:
+            dtype, values = leaf.dtype, leaf.out_features * (leaf.in_features + columns)
+            if self.unpacks and (dtype not in self._weights or self._weights[dtype].numel() < values):
+                self._weights[dtype] = torch.empty(values, dtype=dtype, device=leaf.device)
+
+    def _weight(self, packed: Packed) -> Tensor:
+        return self._weights[packed.dtype]
+
+    def room(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the memory that weights of a type are unpacked into, None if there is none."""
+        return self._weights.get(dtype)
+
+
+def four_bit(hf_model: Any) -> list[Leaf]:
+    """Return the decoder's layers over 4-bit weights."""
+    decoder = hf_model.get_decoder()
+    return [one for one in decoder.modules() if isinstance(one, Leaf) and one.quant_kind in ("nf4", "fp4")]
+
+
+def choose(hf_model: Any, device: torch.device, dtype: torch.dtype) -> PromptKernels:
+    """Return the kernels that compile, compute rightly and are faster here, tried on one of the model's 4-bit layers.
+
+    A model without such layers has nothing to unpack, and no reason is given for that.
+    """
+    chosen = PromptKernels()
+    if device.type != "cuda" or dtype not in _TYPES:
+        return chosen
+    try:
+        module = load(device)
+        leaves = four_bit(hf_model)
+        leaf = tried_leaf(leaves)
+        width = hf_model.config.get_text_config().hidden_size
+        form = (
+            None
+            if leaf is None
+            else (leaf.quant_kind, leaf.out_features, leaf.in_features, sorted(leaf.packed().parts))
+        )
+        checks, key = KeptChecks.of(device), ("kernels of a prompt", str(dtype), form, width)
+        before = checks.find(*key)
+        if before is not None:
+            chosen.measured_us |= {name: (ours, theirs) for name, (ours, theirs) in before["us"].items()}
+            chosen.unpacks, chosen.adds = leaf is not None, True
+            chosen.module = module
+            return chosen
+        with torch.no_grad():
+            if leaves:
+                why = "no layer is in a form that it reads" if leaf is None else wrong_unpack(leaf.packed(), module)
+                chosen.unpacks = _passed(chosen, "unpacked 4-bit weights", why)
+            why = wrong_add(module, dtype) or wrong_add_rows(module, dtype)
+            chosen.adds = _passed(chosen, "adapters of a prompt", why)
+            if chosen.unpacks and leaf is not None:
+                chosen.unpacks = _pays(chosen, "unpacked 4-bit weights", *_unpack_runs(leaf.packed(), module), device)
+            if chosen.adds:
+                chosen.adds = _pays(chosen, "adapters of a prompt", *_add_runs(width, dtype, module), device)
+        if chosen.adds and (chosen.unpacks or not leaves):
+            checks.keep({"us": chosen.measured_us}, *key)
+            checks.save()
+    except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is right
+        if is_out_of_memory(exc):
+            raise
+        if isinstance(exc, DeviceError):
+            chosen.reasons.append(("kernels of a prompt", str(exc)))
+            return chosen
+        torch.zeros(1, device=device).item()  # raises if the device is lost: then nothing goes on
+        chosen.reasons.append(("kernels of a prompt", f"{type(exc).__name__}: {exc}"))
+        return PromptKernels(reasons=chosen.reasons)
+    chosen.module = module
+    torch.cuda.empty_cache()  # what was compared and timed is held by nobody
+    return chosen
+
+
+def tried_leaf(leaves: Sequence[Leaf]) -> Leaf | None:
+    """Return the layer that kernels are tried on: the largest of up to TRIED_VALUES weights, else the smallest; None if none can be
+    unpacked. Trying takes several times the unpacked weight beside a model that may fill the device."""
+
+    def values(leaf: Leaf) -> int:
+        return leaf.out_features * leaf.in_features
+
+    fitting = sorted((leaf for leaf in leaves if can_unpack(leaf.packed())), key=values)
+    return max(
+        (leaf for leaf in fitting if values(leaf) <= TRIED_VALUES), key=values, default=next(iter(fitting), None)
+    )
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether the plan counts the columns of adapters in the room for unpacked weights (planning/memory/prompts.py)."""
+    return bool(model.plan.request.adapters)
+
+
+def chosen_with_short_ops(
+    model: Any, fall_back: Callable[[str, str], None]
+) -> tuple[PromptKernels, short_ops.ShortOps]:  # fmt: skip
+    """Return the object that lets a pass take fewer operations, with our kernels chosen on its device. fall_back: called with
+    the reason and the name of anything that is not used."""
+    kernels = choose(model.hf_model, model.device, model.dtype)
+    if model.unpacked is None:
+        is_planned = has_adapters(model) and model.dtype == torch.bfloat16
+        kernels.reserve(four_bit(model.hf_model), columns=ADAPTER_COLUMNS if is_planned else 0)
+    for what, why in kernels.reasons:
+        fall_back(why, what)
+    short = short_ops.ShortOps(
+        model.hf_model, model.adapter_store, model.device,
+        lambda what, why: fall_back(f"{what}: {why}", "norm as one operation"),
+    )  # fmt: skip
+    short.adapters = ChunkAdapters(kernels.module if kernels.adds else None)
+    return kernels, short
+
+
+def wrong_unpack(packed: Packed, module: Any) -> str | None:
+    """Return why the kernel's weight is not bitsandbytes' own, bit for bit, None if it is."""
+    expected = dequantize(packed)
+    actual = unpack(packed, torch.full_like(expected, float("nan")), module)
+    if torch.equal(actual, expected):
+        return None
+    count = int((actual != expected).sum())
+    return f"{count} of {expected.numel()} values are not those of bitsandbytes"
+
+
+def wrong_add(module: Any, dtype: torch.dtype, *, tokens: Sequence[int] = (1, 9, 64, 515)) -> str | None:
+    """Return what is wrong with the kernels for LoRA, None if nothing: random values of several ranks, in float64."""
+    generator = torch.Generator(device=module.device).manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=module.device, generator=generator)
+
+    for number, n in enumerate(tokens):
+        for rank, wide, high in ((4, 192, 320), (8, 2560, 1030), (20, 1032, 64)):
+            A, B, x, y = (
+                random(rank, wide) / wide**0.5,
+                random(high, rank),
+                random(n, wide).to(dtype),
+                random(n, high).to(dtype),
+            )
+            expected = y.double() + 0.5 * (x.double() @ A.double().T @ B.double().T)
+            actual = add(A, B, 0.5, x, y.clone(), module, round_change=bool(number % 2)).double()
+            error = float((actual - expected).norm() / expected.norm())
+            if not error < LARGEST_ERROR:
+                return f"{n} tokens of {wide} values, rank {rank}: relative error {error:.1e}"
+    return None
+
+
+def wrong_add_rows(module: Any, dtype: torch.dtype, *, tokens: Sequence[int] = (16, 128)) -> str | None:
+    """Return what is wrong with the kernels for rows with adapters of their own, None if nothing: rows with one of two ranks and
+    without, in float64."""
+    generator = torch.Generator(device=module.device).manual_seed(2)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=module.device, generator=generator)
+
+    wide, high, slots = 1040, 1030, (1, -1, 0, 1)
+    pairs = [(random(rank, wide) / wide**0.5, random(high, rank)) for rank in (8, 12)]
+    columns = LoraColumns(
+        torch.tensor([A.data_ptr() for A, _ in pairs], device=module.device),
+        torch.tensor([B.data_ptr() for _, B in pairs], device=module.device),
+        torch.tensor([8, 12], dtype=torch.int32, device=module.device), torch.tensor([0.5, 2.0], device=module.device),
+    )  # fmt: skip
+    for number, count in enumerate(tokens):
+        x, y = random(len(slots) * count, wide).to(dtype), random(len(slots) * count, high).to(dtype)
+        expected = y.double()
+        for row, slot in enumerate(slots):
+            part = slice(row * count, (row + 1) * count)
+            if slot >= 0:
+                A, B = pairs[slot]
+                expected[part] += (0.5, 2.0)[slot] * (x[part].double() @ A.double().T @ B.double().T)
+        row_slots = torch.tensor(slots, dtype=torch.int32, device=module.device)
+        actual = add_rows(
+            columns, row_slots, count, x, y.clone(), module, largest_rank=16, round_change=bool(number % 2)
+        )
+        error = float((actual.double() - expected).norm() / expected.norm())
+        if not error < LARGEST_ERROR:
+            return f"{len(slots)} rows of {count} tokens: relative error {error:.1e}"
+    return None
+
+
+def _unpack_runs(packed: Packed, module: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    out = torch.empty(packed.shape[0] * packed.shape[1], dtype=packed.dtype, device=module.device)
+    return lambda: unpack(packed, out, module), lambda: dequantize(packed)
+
+
+def _add_runs(
+    width: int, dtype: torch.dtype, module: Any, *, tokens: int = 512, rank: int = 8
+) -> tuple[Callable[[], Any], Callable[[], Any]]:  # fmt: skip
+    """Return what adds an adapter over a gate of four times the width here, and what adds it in a short step."""
+    A, B = (torch.zeros(shape, device=module.device) for shape in ((rank, width), (4 * width, rank)))
+    x, y = (torch.zeros(tokens, count, dtype=dtype, device=module.device) for count in (width, 4 * width))
+
+    def plain() -> Any:
+        return y.add_(functional.linear(functional.linear(x.float(), A), B), alpha=0.5)
+
+    return lambda: add(A, B, 0.5, x, y, module, round_change=True), plain
+
+
+def _passed(chosen: PromptKernels, name: str, why: str | None) -> bool:
+    if why is not None:
+        chosen.reasons.append((name, why))
+    return why is None
+
+
+def _pays(
+    chosen: PromptKernels, name: str, ours: Callable[[], Any], theirs: Callable[[], Any], device: torch.device
+) -> bool:  # fmt: skip
+    return _passed(chosen, name, why_slower(chosen, name, ours, theirs, device))
+
+
+def why_slower(
+    chosen: PromptKernels, name: str, ours: Callable[[], Any], theirs: Callable[[], Any], device: torch.device
+) -> str | None:  # fmt: skip
+    """Return how much slower ours is on this card, None if it is faster. What was measured is noted."""
+    from trimtab.engine.kernels.autotune import pair_us
+
+    own, other = chosen.measured_us[name] = pair_us(ours, theirs, device)
+    return None if own < other else f"{own:.1f} us against {other:.1f}"

@@ -1,0 +1,566 @@
+"""trimtab's kernels of a loaded model: those that compile, compute correctly and are faster on this machine.
+
+Every kernel is compiled when a model first decodes, compared with float64 or plain torch over the model's own weights and
+shapes, and timed against what it would replace. What fails one of the three is left out by name; plain torch or
+bitsandbytes then does its part. What was chosen is kept for the process: a second batch does not measure again. What passed is kept
+for later processes on this card (check_cache.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.cuda import launch_config as cuts
+from trimtab.engine.cuda import shipped_configs as launch_configs
+from trimtab.engine.cuda.check_cache import KeptChecks
+from trimtab.engine.cuda.launch_config import Cut, CutKey
+from trimtab.engine.formats.bitsandbytes import Packed
+from trimtab.engine.kernels import attention_and_norms as fused
+from trimtab.engine.kernels import autotune as tuning
+from trimtab.engine.kernels import embed_and_logits as ends
+from trimtab.engine.kernels import gemm4 as many_rows
+from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels import selfcheck as fused_check
+from trimtab.engine.kernels.compile_ahead import compile_ahead
+from trimtab.engine.layers.linear import Leaf, ResidentLeaf
+from trimtab.engine.memory.out_of_memory import is_out_of_memory
+from trimtab.errors import DeviceError
+from trimtab.planning.values.execution import CHECK_BYTES, KERNEL_ROWS, PRODUCT_ROWS
+
+Progress = Callable[[int, int], None]
+# The matrix-vector kernels decode each weight once for up to so many rows.
+MOST_ROWS = cuts.MAX_ROWS
+# Checked at one row, at an odd number and at the most.
+_ROWS = (1, 3, MOST_ROWS)
+_CALLS = 10
+TRIED = 9  # ways to cut a product that are timed
+MOST_INSTEAD = 6  # ways that are tried where a configuration cannot run
+SMALL, PRODUCTS, ADAPTERS = "fused small kernels", "fused 4-bit products", "adapters by table"
+ENDS = "fused ends of a step"
+ROWS = "4-bit products of many rows"
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """One product of 4-bit weights for a number of rows. groups: the weights of every group of layers that has its shape. gate:
+    the activation of a pair, None for layers beside each other."""
+
+    groups: list[list[Packed]]
+    n: int
+    gate: str | None
+
+    @property
+    def key(self) -> CutKey:
+        return matvec.cut_key(self.groups[0], self.n, pair=self.gate is not None)
+
+
+@dataclass(eq=False)
+class Kernels:
+    """The compiled modules, None where plain torch is used. small: norms, rotation, attention, gates. matvec: products of
+    4-bit weights and LoRA. rows: the same for steps of more rows (`with_rows`). ends: tables in front of the layers, scores behind
+    the head. left_out: name -> reason.
+    measured_us: name -> (ours, torch's or bitsandbytes') for one row.
+    configs: how each product's launch configuration is known (shipped_configs.py); rejected: those that were not used here, and
+    why.
+    overlap_pays: whether a step is faster when kernels begin while the one before ends; None until it was measured.
+    checks: what passed on this card before."""
+
+    small: Any = None
+    matvec: Any = None
+    left_out: dict[str, str] = field(default_factory=dict)
+    measured_us: dict[str, tuple[float, float]] = field(default_factory=dict)
+    overlap_pays: bool | None = None
+    ends: Any = None
+    rows: Any = None
+    configs: dict[CutKey, str] = field(default_factory=dict)
+    rejected: dict[CutKey, str] = field(default_factory=dict)
+    checks: KeptChecks = field(default_factory=KeptChecks)
+
+    @contextmanager
+    def overlapping(self, wanted: bool) -> Iterator[None]:
+        """Let launches overlap, or not, while the block runs: for a capture."""
+        modules = [module for module in (self.small, self.matvec, self.ends, self.rows) if module is not None]
+        for module in modules:
+            module.overlap = wanted
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.overlap = False
+
+    @property
+    def made_of(self) -> str:
+        """Which modules and launch configurations there are, as text."""
+        modules = [one is not None for one in (self.small, self.matvec, self.ends, self.rows)]
+        return repr([modules, sorted((key, str(self.matvec.products.chosen[key])) for key in self.configs)])
+
+    @staticmethod
+    def none() -> Kernels:
+        return Kernels()
+
+    @staticmethod
+    def for_adapters(device: torch.device, dtype: torch.dtype) -> Kernels:
+        """Return the kernels that choose adapters by table, for a step that stays with the model's own modules."""
+        chosen, key = of_this_process().for_adapters, (str(device), dtype)
+        if key not in chosen:
+            checks, left_out = KeptChecks.of(device), dict[str, str]()
+            compiled = _tried(
+                ADAPTERS,
+                left_out,
+                lambda: matvec.load(device),
+                lambda module, _: wrong_lora(module, dtype),
+                checks,
+                str(dtype),
+            )
+            checks.save()
+            chosen[key] = Kernels(None, compiled, left_out, checks=checks)
+        return chosen[key]
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether adapters can be chosen by table."""
+        return self.matvec is not None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing for the layers; the ends alone do not pay for a step of our own."""
+        return self.small is None and self.matvec is None
+
+    @staticmethod
+    def choose(
+        groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[tuple[int, int, int]], *, rows: int,
+        sizes: ends.Sizes | None = None, progress: Progress | None = None,
+    ) -> Kernels:  # fmt: skip
+        """Return what works and pays for layers like these on their device, for steps of up to `rows` rows.
+
+        groups: for every shape the groups of linear layers that have it; a group reads one input. attention: (heads, kv
+        heads, head size) of each kind of layer. sizes: of the step's two ends, which stay with torch without them.
+        progress: called with (done, of) while they are measured.
+        """
+        leaf = groups[0][0][0]
+        shapes = [
+            (one[0][0].in_features, *(leaf.out_features for leaf in one[0]), one[0][0].quant_kind) for one in groups
+        ]
+        known = of_this_process().for_layers
+        key = LayerShapes(str(leaf.device), leaf.dtype, tuple(attention), tuple(shapes), sizes)
+        if key not in known:
+            known[key] = _choose(groups, attention, sizes, rows)
+        chosen = known[key]
+        if chosen.matvec is not None:
+            chosen.prepare(groups, leaf.dtype, [n for n in PRODUCT_ROWS if n <= rows], progress=progress)
+        chosen.checks.save()
+        return chosen
+
+    def products(
+        self, groups: Sequence[Sequence[Sequence[Leaf]]], dtype: torch.dtype, counts: Sequence[int]
+    ) -> list[Product]:
+        """Return the products that our kernels compute, for every number of rows."""
+        products = []
+        for one in groups:
+            # A streamed layer's weight is there until the next is requested.
+            resident = [group for group in one if all(isinstance(leaf, ResidentLeaf) for leaf in group)]
+            packed = [[leaf.packed() for leaf in group] for group in (resident or one[:1])]
+            if not matvec.why_not(packed[0][0], dtype, self.matvec.device):
+                products += [Product(packed, n, pair_kind(one[0])) for n in counts]
+        return products
+
+    def prepare(
+        self, groups: Sequence[Sequence[Sequence[Leaf]]], dtype: torch.dtype, counts: Sequence[int], *,
+        progress: Progress | None = None,
+    ) -> None:  # fmt: skip
+        """Set each product's launch configuration without timing: tuned on this card, shipped, or the best estimate.
+
+        The kernels are compiled in parallel, or read from the cache. A configuration that was not tuned here must fit the
+        card's shared memory and registers and compute the result of the plain kernel; otherwise the plain kernel is used.
+        """
+        ready: set[CutKey] = self.matvec.products.prepared
+        wanted = [one for one in self.products(groups, dtype, counts) if one.key not in ready]
+        if not wanted:
+            return
+        report = progress or (lambda done, of: None)
+        report(0, 2 * len(wanted))
+        known = [self._config_of(one, dtype) for one in wanted]
+        tuning.compile_cuts(
+            [(one.groups[0], one.gate is not None, config[0]) for one, config in zip(wanted, known, strict=True) if config],
+            self.matvec, dtype,
+        )  # fmt: skip
+        for number, (one, config) in enumerate(zip(wanted, known, strict=True)):
+            report(len(wanted) + number, 2 * len(wanted))
+            ready.add(one.key)
+            self._configure(one, config, dtype)
+        for group in groups:
+            self.measure(group[0], dtype)
+        report(2 * len(wanted), 2 * len(wanted))
+
+    def compile_fixed(self, groups: Sequence[Sequence[Sequence[Leaf]]], dtype: torch.dtype, rows: int) -> None:
+        """Compile, several at once, the products of steps of `rows` rows whose bits do not depend on the others' adapters."""
+        if self.matvec is None:
+            return
+        chosen = self.matvec.products.chosen
+        products = [one for one in self.products(groups, dtype, [rows]) if one.key in chosen]
+        tuning.compile_cuts(
+            [(one.groups[0], one.gate is not None, chosen[one.key]) for one in products], self.matvec, dtype, fixed=True
+        )
+
+    def _config_of(self, one: Product, dtype: torch.dtype) -> tuple[Cut, str] | None:
+        """Return a product's launch configuration, and how it is known: as `matvec.config_of`, or as it was checked before."""
+        kept = None if matvec.is_tuned_before(one.groups[0], one.n, self.matvec, pair=one.gate is not None) else (
+            self.checks.find(*self._config_key(one, dtype))
+        )  # fmt: skip
+        if kept is not None:
+            return Cut(**kept["cut"]), kept["status"]
+        return matvec.config_of(one.groups[0], one.n, self.matvec, pair=one.gate is not None)
+
+    def _config_key(self, one: Product, dtype: torch.dtype) -> tuple[Any, ...]:
+        return "configuration", one.key, _form_of(one.groups[0]), str(dtype), one.gate, self.small is not None
+
+    def _configure(self, one: Product, config: tuple[Cut, str] | None, dtype: torch.dtype) -> None:
+        """Take a product's configuration, or the next one that this card can run, and keep for later processes that it can."""
+        if config is None:
+            return  # `choose` says why nothing fits
+        key = self._config_key(one, dtype)
+        ways = matvec.ways(one.groups[0], one.n, self.matvec, pair=one.gate is not None)
+        for cut, status in (config, *((cut, launch_configs.ESTIMATED) for cut in instead_of(config[0], ways))):
+            if status != launch_configs.MEASURED and self.checks.find(*key) is None:
+                why = tuning.why_not_cut(
+                    one.groups[0], one.n, self.matvec, cut, dtype=dtype, gate=one.gate, small=self.small,
+                    is_timed=status == launch_configs.SHIPPED,
+                )  # fmt: skip
+                if why is not None:
+                    self.rejected.setdefault(one.key, why)
+                    continue
+                self.checks.keep({"cut": asdict(cut), "status": status}, *key)
+            self.matvec.products.chosen[one.key] = cut
+            self.configs[one.key] = status
+            return
+
+    @property
+    def plain_products(self) -> dict[str, str]:
+        """Which products are left to the kernel that is not compiled for their shape, and why: name -> reason."""
+        return {
+            f"4-bit matmul {' + '.join(map(str, key[1]))} x {key[2]}, {key[3]} rows": why
+            for key, why in self.rejected.items() if key not in self.configs and key not in self.matvec.products.measured
+        }  # fmt: skip
+
+    def tune(
+        self, groups: Sequence[Sequence[Sequence[Leaf]]], dtype: torch.dtype, counts: Sequence[int], *,
+        progress: Progress | None = None,
+    ) -> int:  # fmt: skip
+        """Measure which way to cut each product is fastest on this card and keep that for later processes; return how many."""
+        wanted = self.products(groups, dtype, counts)
+        products = [(one.groups[0], one.n, one.gate is not None) for one in wanted]
+        report = progress or (lambda done, of: None)
+        if wanted:
+            report(0, 2 * len(wanted))
+        tuning.compile_ahead(products, self.matvec, dtype, limit=TRIED)  # about half of the time
+        for number, one in enumerate(wanted):
+            report(len(wanted) + number, 2 * len(wanted))
+            tuning.tune(
+                one.groups, one.n, self.matvec, dtype=dtype, gate=one.gate, limit=TRIED, repeat=2, small=self.small
+            )
+        if wanted:
+            for group in groups:
+                self.measure(group[0], dtype)
+            tuning.keep_tuned(self.matvec)
+            self.checks.save()
+            report(2 * len(wanted), 2 * len(wanted))
+        return len(wanted)
+
+    def with_rows(self, leaves: Sequence[Leaf], dtype: torch.dtype) -> Kernels:
+        """Choose the kernels for steps of more rows than the matrix-vector kernels take, once; returns itself. leaves: the layers
+        over 4-bit weights."""
+        if self.rows is not None or ROWS in self.left_out or not leaves:
+            return self
+        shapes = {(leaf.out_features, leaf.in_features, leaf.quant_kind): leaf for leaf in leaves}
+        self.rows = _tried(
+            ROWS, self.left_out, lambda: many_rows.load(leaves[0].device),
+            lambda module, measured: _wrong_rows(module, list(shapes.values()), dtype, measured),
+            self.checks, [_form_of([leaf.packed()]) for leaf in shapes.values()], str(dtype), measured=self.measured_us,
+        )  # fmt: skip
+        self.checks.save()
+        return self
+
+    def measure(self, group: Sequence[Leaf], dtype: torch.dtype) -> tuple[float, float]:
+        """Measure a group's product for one row: µs of ours and of the layers' own."""
+        packed = [leaf.packed() for leaf in group]
+        if any(matvec.why_not(one, dtype, self.matvec.device) for one in packed):
+            return 0.0, 0.0  # the group stays with its own layers
+        x = torch.randn(1, packed[0].shape[1], device=self.matvec.device).to(dtype)
+        kind = pair_kind(group)
+        cut = matvec.choose(packed, 1, self.matvec, pair=kind is not None)
+        key = (
+            "time of a product",
+            _form_of(packed),
+            str(dtype),
+            kind,
+            [isinstance(leaf, ResidentLeaf) for leaf in group],
+            str(cut),
+        )
+        before = self.checks.find(*key)
+        if before is not None:
+            self.measured_us[shape_of(group)] = before["ours"], before["theirs"]
+            return self.measured_us[shape_of(group)]
+        width = packed[0].shape[0] if kind else sum(one.shape[0] for one in packed)
+        out = torch.empty(1, width, device=x.device, dtype=dtype)
+        gate = None if kind is None else matvec.Gate(kind)
+        ours = partial(matvec.matvec4, x, packed, out, gate=gate, module=self.matvec)
+        # In a step they overlap where the card can do that, and fill the time in which another one ends.
+        best = tuning.graph_us(ours, calls=_CALLS)
+        if self.matvec.capability >= (9, 0):
+            with self.overlapping(True):
+                best = min(best, tuning.graph_us(ours, calls=_CALLS))
+        pair = best, tuning.graph_us(partial(_own_layers, group, x), calls=_CALLS)
+        self.measured_us[shape_of(group)] = pair
+        self.checks.keep({"ours": pair[0], "theirs": pair[1]}, *key)
+        return pair
+
+    def pays(self, group: Sequence[Leaf]) -> bool:
+        """Whether one launch of ours is worth it for a group of this shape; a little slower, it still saves the adapters'
+        own launches."""
+        ours, theirs = self.measured_us.get(shape_of(group), (0.0, 0.0))
+        return ours <= theirs * 1.1 + 2.0
+
+
+def check_bytes(attention: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> int:
+    """Return how many bytes of the device choosing kernels takes for a while. attention: as for `Kernels.choose`."""
+    return max(CHECK_BYTES, fused_check.check_bytes(attention, dtype, rows=MOST_ROWS))
+
+
+def pair_kind(group: Sequence[Leaf]) -> str | None:
+    """Return the activation that a timing of this group ends with: two layers of one size are gate and up."""
+    return "gelu_tanh" if len(group) == 2 and group[0].out_features == group[1].out_features else None
+
+
+def instead_of(cut: Cut, ways: Sequence[Cut]) -> list[Cut]:
+    """Return which configurations are tried where this one cannot run: those of the same blocks that hold fewer weights in
+    registers, then the best estimates."""
+    blocks = (cut.units, cut.k_warps, cut.groups, cut.splits)
+    smaller = [
+        one for one in ways if 0 < one.held < cut.held and (one.units, one.k_warps, one.groups, one.splits) == blocks
+    ]
+    smaller.sort(key=lambda one: -one.held)
+    others = [one for one in cuts.unlike(ways, MOST_INSTEAD) if one.held]
+    tried = {replace(cut, estimated_us=0.0)}
+    return [one for one in dict.fromkeys((*smaller, *others)) if replace(one, estimated_us=0.0) not in tried][
+        :MOST_INSTEAD
+    ]
+
+
+def shape_of(group: Sequence[Leaf]) -> str:
+    """Return what a product is called: its layers' outputs and their input."""
+    return f"{' + '.join(str(leaf.out_features) for leaf in group)} x {group[0].in_features}"
+
+
+@dataclass(frozen=True)
+class LayerShapes:
+    """What decides which kernels are chosen: the device, and the shapes of everything that a step computes there.
+
+    attention: (heads, kv heads, head size) of each kind of layer. linear: for each group of layers its input, its outputs and its
+    format. step_ends: of both ends of a step, None where they stay with torch.
+    """
+
+    device: str
+    dtype: torch.dtype
+    attention: tuple[tuple[int, int, int], ...]
+    linear: tuple[tuple[Any, ...], ...]
+    step_ends: ends.Sizes | None
+
+
+@dataclass(eq=False)
+class ChosenKernels:
+    """The kernels that were compiled and checked in a process: code is loaded into the device's context, which its models share."""
+
+    for_layers: dict[LayerShapes, Kernels] = field(default_factory=dict)
+    for_adapters: dict[tuple[str, torch.dtype], Kernels] = field(default_factory=dict)
+
+
+@cache
+def of_this_process() -> ChosenKernels:
+    """Return the process's kernels: a second model of the same shapes compiles and checks nothing."""
+    return ChosenKernels()
+
+
+def _choose(
+    groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[tuple[int, int, int]], sizes: ends.Sizes | None,
+    rows: int = 1,
+) -> Kernels:  # fmt: skip
+    first = [one[0] for one in groups]
+    device, dtype = first[0][0].device, first[0][0].dtype
+    left_out: dict[str, str] = {}
+    measured: dict[str, tuple[float, float]] = {}
+    checks = KeptChecks.of(device)
+    forms = [(_form_of([leaf.packed() for leaf in group]), pair_kind(group)) for group in first]
+    if device.type == "cuda" and checks.find(PRODUCTS, str(dtype), forms) is None:
+        compile_ahead(
+            [([leaf.packed() for leaf in group], pair_kind(group) is not None) for group in first], attention, device, dtype,
+            checked=_ROWS, counts=[n for n in PRODUCT_ROWS if n <= rows], has_many=rows > KERNEL_ROWS,
+        )  # fmt: skip
+    small = _tried(
+        SMALL, left_out, lambda: fused.load(device),
+        lambda module, times: _wrong_small(module, first, attention, dtype, times),
+        checks, str(dtype), forms, list(attention), measured=measured,
+    )  # fmt: skip
+    products = _tried(
+        PRODUCTS, left_out, lambda: matvec.load(device), lambda module, times: _wrong_products(module, first, dtype, times),
+        checks, str(dtype), forms, measured=measured,
+    )  # fmt: skip
+    chosen = Kernels(small, products, left_out, measured, checks=checks)
+    if sizes is not None and not chosen.is_empty:
+        chosen.ends = _tried(
+            ENDS, left_out, lambda: ends.load(device), lambda module, times: _wrong_ends(module, sizes, dtype, times),
+            checks, str(dtype), sizes, measured=measured,
+        )  # fmt: skip
+    return chosen
+
+
+def _form_of(weights: Sequence[Packed]) -> tuple[Any, ...]:
+    """Return what of packed weights decides how they are computed, as values that print the same in every process."""
+    return tuple((one.kind, tuple(one.shape), one.blocksize, sorted(one.parts)) for one in weights)
+
+
+def _tried(
+    name: str, left_out: dict[str, str], load: Callable[[], Any],
+    wrong: Callable[[Any, dict[str, tuple[float, float]]], str | None], checks: KeptChecks, *what: Any,
+    measured: dict[str, tuple[float, float]] | None = None,
+) -> Any:  # fmt: skip
+    """Return the module, or None with the reason in left_out. what: all that decides the check; one that passed on this card before
+    is not repeated. measured: gets the times."""
+    measured = {} if measured is None else measured
+    try:
+        module = load()
+        before = checks.find(name, *what)
+        if before is not None:
+            measured.update({one: (ours, theirs) for one, (ours, theirs) in before["us"].items()})
+            return module
+        times: dict[str, tuple[float, float]] = {}
+        why = wrong(module, times)
+        measured.update(times)
+    except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is right
+        if is_out_of_memory(exc):  # nothing is wrong with the kernel
+            raise
+        if isinstance(exc, DeviceError):
+            left_out[name] = str(exc)
+            return None
+        torch.zeros(1, device="cuda").item()  # raises if the device is lost: then nothing goes on
+        why = f"{type(exc).__name__}: {exc}"
+    if why is None:
+        checks.keep({"us": times}, name, *what)
+        return module
+    left_out[name] = why
+    return None
+
+
+def _wrong_small(
+    module: Any, groups: Sequence[Sequence[Leaf]], attention: Sequence[tuple[int, int, int]], dtype: torch.dtype,
+    measured: dict[str, tuple[float, float]],
+) -> str | None:  # fmt: skip
+    """Return what is wrong with the kernels between the products, or that torch is faster at all of them together."""
+    widths = sorted({group[0].in_features for group in groups})
+    for shape in attention:
+        if (why := fused.why_not(*shape, dtype)) is not None:
+            return why
+    if (why := fused_check.check(module, widths=widths, attention=attention, dtype=dtype, rows=_ROWS)) is not None:
+        return why
+    time_us = partial(tuning.graph_us, calls=_CALLS)
+    times = fused_check.measure(module, time_us, width=widths[0], mlp=widths[-1], attention=attention, dtype=dtype)
+    measured.update(times)
+    ours, theirs = (sum(pair[side] for pair in times.values()) for side in (0, 1))
+    return None if ours < theirs else f"slower here: {ours:.0f} µs against torch's {theirs:.0f} for one layer"
+
+
+def _wrong_ends(
+    module: Any, sizes: ends.Sizes, dtype: torch.dtype, measured: dict[str, tuple[float, float]]
+) -> str | None:  # fmt: skip
+    """Return what is wrong with the kernels of a step's two ends, or that torch is faster at all of them together."""
+    why = ends.why_not(sizes, dtype) or ends.check(module, sizes, dtype=dtype, rows=_ROWS)
+    if why is not None:
+        return why
+    time_us = partial(tuning.graph_us, calls=_CALLS)
+    times = ends.measure(module, time_us, sizes, dtype=dtype)
+    measured.update(times)
+    ours, theirs = (sum(pair[side] for pair in times.values()) for side in (0, 1))
+    return None if ours < theirs else f"slower here: {ours:.0f} µs against torch's {theirs:.0f} for both ends"
+
+
+def _wrong_products(
+    module: Any, groups: Sequence[Sequence[Leaf]], dtype: torch.dtype,
+    measured: dict[str, tuple[float, float]],
+) -> str | None:  # fmt: skip
+    """Return what is wrong with the products, or that they are slower than the layers' own over all groups."""
+    kernels, ours, theirs = Kernels(matvec=module, measured_us=measured), 0.0, 0.0
+    for group in groups:
+        packed = [leaf.packed() for leaf in group]
+        if any(matvec.why_not(one, dtype, module.device) for one in packed):
+            continue  # this group stays with its own layers
+        why = tuning.check(packed, module, dtype=dtype, rows=_ROWS)
+        if why is not None:
+            return why
+        pair = kernels.measure(group, dtype)
+        ours, theirs = ours + min(pair), theirs + pair[1]
+    if theirs == 0.0:
+        return "no layer of this model is in a 4-bit format that they read"
+    if ours >= theirs:
+        return f"slower here: {ours:.0f} µs against bitsandbytes' {theirs:.0f} for one layer"
+    return None
+
+
+def _wrong_rows(
+    module: Any, leaves: Sequence[Leaf], dtype: torch.dtype, measured: dict[str, tuple[float, float]], *, n: int = 32
+) -> str | None:  # fmt: skip
+    """Return what is wrong with the products of many rows, or that they are slower than the layers' own over all shapes."""
+    ours, theirs = 0.0, 0.0
+    for leaf in leaves:
+        packed = leaf.packed()
+        if many_rows.why_not(packed, dtype) is not None:
+            continue  # this layer stays with its own product
+        why = many_rows.why_no_room(module) or many_rows.wrong([packed], module, dtype)
+        if why is not None:
+            return why
+        x = torch.randn(n, leaf.in_features, device=module.device).to(dtype)
+        out = torch.empty(n, leaf.out_features, dtype=dtype, device=module.device)
+        both = partial(many_rows.linear, x, [packed], out, module=module), partial(leaf.base, x)
+        pair = tuning.pair_us(*both, calls=_CALLS)
+        measured[f"{n} rows: {shape_of([leaf])}"] = pair
+        ours, theirs = ours + pair[0], theirs + pair[1]
+    if theirs == 0.0:
+        return "no layer of this model is in a form that they read"
+    return None if ours < theirs else f"slower here: {ours:.0f} µs against the layers' own {theirs:.0f} for {n} rows"
+
+
+def wrong_lora(module: Any, dtype: torch.dtype) -> str | None:
+    """Return what is wrong with the adapters' own kernels: random ones of two ranks, rows with and without, in float64."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the model computes in {dtype}, not in bfloat16 or float16"
+    device, wide, high = module.device, 192, 320
+    generator = torch.Generator(device=device).manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, generator=generator)
+
+    adapters = [(random(rank, wide) / wide**0.5, random(high, rank), 0.5) for rank in (8, 24)]
+    for n in _ROWS:
+        numbers = [i % 3 - 1 for i in range(n)]
+        args = matvec.lora_args([adapters], torch.tensor(numbers, dtype=torch.int32, device=device), 32)
+        x, before = random(n, wide).to(dtype), random(n, high).to(dtype)
+        y = before.clone()
+        matvec.lora_add(y, args, module, x=x)
+        wanted = before.double()
+        for i, number in enumerate(numbers):
+            if number >= 0:
+                A, B, scale = adapters[number]
+                wanted[i] += scale * (B.double() @ (A.double() @ x[i].double()))
+        if (error := tuning.relative_error(y, wanted)) > tuning.LARGEST_ERROR:
+            return f"{n} rows of {wide} values: relative error {error:.1e}"
+    return None
+
+
+def _own_layers(group: Sequence[Leaf], x: Tensor) -> None:
+    for leaf in group:
+        leaf.base(x)

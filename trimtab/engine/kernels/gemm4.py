@@ -1,0 +1,321 @@
+"""Kernels for 9 to 128 rows, of decode steps and of prompts: 4-bit matmuls on tensor cores, adapters per row.
+
+The matrix-vector kernels (gemv4.py) decode a weight once for 8 rows at most. Here a weight is decoded once for up to 64: it
+becomes code * absmax, rounded once to the type of x, which is what bitsandbytes unpacks; sums are float32, rounded once. So a
+product equals `functional.linear` over the unpacked weight up to the order of its sum. An adapter adds y + scale B (A x) in
+float32, its change rounded first over a quantized layer, as PEFT does; which one a row uses stands in the table of slots.py.
+
+Every kernel has its torch path, and is compared with float64 on the card before it is used (`wrong`).
+
+What it does not know: other blocks of scales than 64, rows of a weight that are no multiple of 256 (`why_not`); more rows, which
+cuBLAS multiplies with an unpacked weight (dequantize.py). A block of the product has 109 KiB of shared memory for 64 rows, 77
+for 32 and 61 for 16. Compute capability 8.6, 8.9 and 12.0 (99 KiB) multiplies more rows than 32 in pieces, 7.5 (64 KiB) more than
+16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trimtab.engine.cuda import launch_config as cuts
+from trimtab.engine.cuda import nvrtc
+from trimtab.engine.formats.bitsandbytes import Packed, dequantize
+from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels.gemv4 import LoraArgs
+from trimtab.engine.layers.linear import Leaf, with_products
+
+MOST_ROWS, MOST_TOKENS = 64, 128
+# Up to here prompts use the kernel. Beyond, a weight that is unpacked for cuBLAS has the adapter in its columns
+# (columns.py). All products of E4B's step: bench/results/many_rows.json.
+PAYING_ROWS = 16
+NAMES = ("rows_product_16", "rows_product_32", "rows_product_64", "rows_low", "rows_up")
+_TYPES = (torch.bfloat16, torch.float16)
+# As in cuda/rows.cu.
+_CHUNK, _UNIT, _THREADS, _UP, _RANKS = 256, 128, 256, 256, 8
+_TILES, _STAGES = (16, 32, 64), 2
+# Blocks that one multiprocessor runs at once.
+_BLOCKS = 2
+# Shared memory in front of the stages: codes of each lane's own, codes of scales, sums of 8 rows; and to a multiple of 2048.
+_FRONT_BYTES = 4 * (16 * 32 + 256 + 8 * (_UNIT + 1)) + 2032
+# Weights rounded to 16 bits and sums in float32 in another order: relative error of a whole tensor.
+LARGEST_ERROR = 6e-3
+# Values of a weight that a check has in float64 at once.
+PIECE_VALUES = 2**20
+
+
+def source() -> str:
+    """Return the source as it is compiled."""
+    return nvrtc.source("values.cuh") + nvrtc.source("rows.cu")
+
+
+def load(device: torch.device | str) -> nvrtc.Module:
+    """Compile the kernels for a device. Errors: DeviceError if that is not possible here."""
+    return nvrtc.Module(source(), device=device, name="rows.cu")
+
+
+def why_not(packed: Packed, dtype: torch.dtype) -> str | None:
+    """Return why the kernel cannot multiply with this weight, None if it can."""
+    if packed.kind not in ("nf4", "fp4"):
+        return f"the weight is {packed.kind}, not 4-bit"
+    if dtype not in _TYPES or packed.dtype != dtype:
+        return f"the activation is {dtype}, the weight stands for {packed.dtype}"
+    if len(packed.shape) != 2 or packed.shape[1] % _CHUNK:
+        return f"the rows of a weight of shape {list(packed.shape)} are not whole chunks of {_CHUNK}"
+    if packed.blocksize != 64 or ("nested_absmax" in packed.parts and packed.nested_blocksize != 256):
+        return f"blocks of {packed.blocksize}, nested blocks of {packed.nested_blocksize}; not 64 and 256"
+    for name, part in packed.parts.items():
+        if not part.is_contiguous() or part.data_ptr() % (4 if part.numel() == 1 else 16):
+            return f"{name} is not contiguous or not aligned to 16 bytes"
+    return None
+
+
+def shared_bytes(tile: int) -> int:
+    """Return the shared memory of a block that multiplies `tile` rows."""
+    return _FRONT_BYTES + _STAGES * (tile * 2 * _CHUNK + _UNIT * (_CHUNK // 2) + _UNIT * 16)
+
+
+def why_no_room(module: Any) -> str | None:
+    """Return why a card has too little shared memory for these products, None if it has."""
+    needed = shared_bytes(_TILES[0])
+    if needed <= module.shared_bytes:
+        return None
+    return f"a block needs {needed} B of shared memory, this card has {module.shared_bytes}"
+
+
+def _tile(n: int, module: Any) -> int:
+    """Return how many rows a block multiplies: all of them, or as many as there is shared memory for."""
+    fitting = [size for size in _TILES if shared_bytes(size) <= module.shared_bytes]
+    return next((size for size in fitting if size >= n), fitting[-1])
+
+
+def each_of(rows: Sequence[int], columns: int, multiprocessors: int, pieces: int = 1) -> tuple[int, int, int]:
+    """Return (items of a block, all items, the most blocks that share a unit): an item is a chunk of the columns of a unit of
+    outputs. rows: outputs of each member. pieces: of the rows of x."""
+    units, chunks = sum(-(-count // _UNIT) for count in rows), columns // _CHUNK
+    items = units * chunks
+    each = -(-items * pieces // (_BLOCKS * multiprocessors))
+    shared = max(((unit + 1) * chunks - 1) // each - unit * chunks // each + 1 for unit in range(units))
+    return each, items, shared
+
+
+def linear(
+    x: Tensor, weights: Sequence[Packed], out: Tensor, *, bias: Sequence[Tensor | None] = (), lora: LoraArgs | None = None,
+    module: Any = None, round_change: bool = True, unpacked: Tensor | None = None, beside: torch.cuda.Stream | None = None,
+) -> None:  # fmt: skip
+    """Write x W^T (+ bias), with each row's adapter, for up to three weights over the same x, side by side.
+
+    unpacked: the same weights as one [all D_out, D_in] of x's type; cuBLAS then multiplies, and there is no bias. beside: a stream
+    for A x, which then runs at the same time as the product.
+
+    Shapes: x [n, D_in], out [n, all D_out], n up to MOST_ROWS; bias [D_out] each. module None: in torch. Ask `why_not` about each
+    weight first.
+    """
+    biases = [*bias, *[None] * (matvec.MAX_MEMBERS - len(bias))][: len(weights)]
+    if module is None:
+        start = 0
+        if lora is not None:
+            matvec.lora_shrink_torch(x, lora)
+        for m, packed in enumerate(weights):
+            part = out[:, start : start + packed.shape[0]]
+            part.copy_(functional.linear(x, dequantize(packed), biases[m]))
+            if lora is not None:
+                matvec.lora_add_torch(part, lora.member(m), round_change=round_change)
+            start += packed.shape[0]
+        return
+    n, columns = x.shape
+    rows = [packed.shape[0] for packed in weights]
+    assert len({(packed.kind, "nested_absmax" in packed.parts) for packed in weights}) == 1
+    assert n <= MOST_TOKENS and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    assert (
+        out.shape == (n, sum(rows))
+        and out.stride(1) == 1
+        and out.dtype == x.dtype
+        and len(weights) <= matvec.MAX_MEMBERS
+    )
+    fork = None if lora is None else beside
+    if lora is not None and fork is not None:
+        fork.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(fork):
+            shrink(x, lora, module, dependent=False)
+    if unpacked is not None:
+        assert all(own is None for own in biases)
+        torch.mm(x, unpacked.T, out=out)
+        if lora is not None:
+            _meet(x, lora, module, fork)
+            _up(out, rows, lora, module, round_change=round_change, dependent=None if fork is None else False)
+        return
+    tile = _tile(n, module)
+    pieces = -(-n // tile)
+    each, items, shared = each_of(rows, columns, module.multiprocessors, pieces)
+    parts = torch.empty(shared, n, sum(rows), device=x.device) if shared > 1 else None
+    half = int(x.dtype == torch.float16)
+    members: list[nvrtc.Argument] = []
+    for packed, own in zip(weights, biases, strict=True):
+        tensors = packed.parts
+        members += [
+            tensors["weight"],
+            tensors["absmax"],
+            tensors.get("nested_absmax"),
+            tensors.get("offset"),
+            own,
+            packed.shape[0],
+        ]
+    members += [None, None, None, None, None, 0] * (matvec.MAX_MEMBERS - len(weights))
+    codes = weights[0].codes
+    module.launch(
+        f"rows_product_{tile}", (-(-items // each), 1, pieces), (_THREADS,),
+        [
+            x, x.stride(0), n, columns, *members, codes["code"], codes.get("nested_code"), out, out.stride(0), parts, sum(rows),
+            each, items, half,
+        ],
+        shared_bytes=shared_bytes(tile),
+    )  # fmt: skip
+    if lora is not None:
+        _meet(x, lora, module, fork)
+    if lora is not None or parts is not None:
+        _up(
+            out,
+            rows,
+            lora,
+            module,
+            round_change=round_change,
+            parts=parts,
+            bias=biases,
+            chunks=columns // _CHUNK,
+            each=each,
+            dependent=None if fork is None else False,
+        )
+
+
+def _meet(x: Tensor, lora: LoraArgs, module: Any, fork: torch.cuda.Stream | None) -> None:
+    """Let `low` be there for what is launched next."""
+    if fork is None:
+        shrink(x, lora, module)
+    else:
+        torch.cuda.current_stream(x.device).wait_stream(fork)
+
+
+def shrink(x: Tensor, lora: LoraArgs, module: Any, *, dependent: bool | None = None) -> None:
+    """Write low[i, m, :rank] = A x_i for every row and member that has an adapter."""
+    n, members, width = lora.low.shape
+    assert lora.A_ptr.shape[0] == members and lora.low.stride(2) == 1 and x.shape[0] == n and x.stride(1) == 1
+    module.launch(
+        "rows_low", (n, members, -(-width // _RANKS)), (256,),
+        [
+            x, x.stride(0), x.shape[1], lora.A_ptr, lora.A_ptr.stride(0), lora.rank, lora.rank.stride(0), lora.row_slots, lora.low,
+            lora.low.stride(0), lora.low.stride(1), int(x.dtype == torch.float16),
+        ],
+        dependent=dependent,
+    )  # fmt: skip
+
+
+def add(y: Tensor, lora: LoraArgs, module: Any, *, x: Tensor | None = None, round_change: bool = False) -> None:
+    """Do what `matvec.lora_add` does, for any number of rows: add scale * (B low) to y [n, D_out] of a group's first layer in
+    place. x [n, D_in]: the group's input; `low` is then made first, for all members."""
+    if x is not None:
+        shrink(x, lora, module)
+    _up(y, [y.shape[1]], lora, module, round_change=round_change)
+
+
+def _up(
+    y: Tensor, rows: Sequence[int], lora: LoraArgs | None, module: Any, *, round_change: bool, parts: Tensor | None = None,
+    bias: Sequence[Tensor | None] = (), chunks: int = 1, each: int = 1, dependent: bool | None = None,
+) -> None:  # fmt: skip
+    three = [*rows, *[0] * (3 - len(rows))]
+    given: list[nvrtc.Argument] = [None, 0, None, 0, None, 0, None, None, 0, 0]
+    if lora is not None:
+        given = [
+            lora.B_ptr, lora.B_ptr.stride(0), lora.rank, lora.rank.stride(0), lora.scale, lora.scale.stride(0), lora.row_slots,
+            lora.low, lora.low.stride(0), lora.low.stride(1),
+        ]  # fmt: skip
+    module.launch(
+        "rows_up", (-(-sum(rows) // _UP), y.shape[0]), (_UP,),
+        [
+            y, y.stride(0), y.shape[0], *three, parts, *[*bias, None, None, None][:3], *given, int(round_change),
+            int(y.dtype == torch.float16), chunks, each,
+        ],
+        dependent=dependent,
+    )  # fmt: skip
+
+
+# In a step of transformers' own modules ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def covering(
+    leaves: Sequence[Leaf], module: Any, *, least: int = cuts.MAX_ROWS + 1, most: int = MOST_ROWS
+) -> Iterator[None]:
+    """Let these layers multiply `least` to `most` rows by the kernel while the block runs; module None: as they do."""
+    with with_products(leaves if module is not None else (), partial(_base, module=module, least=least, most=most)):
+        yield
+
+
+def _base(leaf: Leaf, module: Any, least: int, most: int) -> Callable[[Tensor], Tensor]:
+    original = leaf.base
+
+    def base(x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        if not least <= flat.shape[0] <= most:
+            return original(x)
+        packed = leaf.packed()
+        if why_not(packed, x.dtype) is not None or flat.data_ptr() % 16 or flat.stride(0) % 8:
+            return original(x)
+        out = torch.empty(flat.shape[0], leaf.out_features, dtype=x.dtype, device=x.device)
+        linear(flat, [packed], out, bias=[leaf.bias], module=module)
+        return out.view(*x.shape[:-1], leaf.out_features)
+
+    return base
+
+
+# At load: is it right, does it pay ------------------------------------------------------------------------------------
+
+
+def wrong(
+    weights: Sequence[Packed], module: Any, dtype: torch.dtype, *, counts: Sequence[int] = (9, 27, 64, 101)
+) -> str | None:
+    """Return what is wrong with the kernels over these weights (a group over one input), None if nothing: random rows, rows with an
+    adapter of either of two ranks and without, in float64."""
+    device, columns = weights[0].parts["weight"].device, weights[0].shape[1]
+    generator = torch.Generator(device=device).manual_seed(columns)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, generator=generator)
+
+    adapters = [
+        [(random(rank, columns) / columns**0.5, random(packed.shape[0], rank) / 8, 0.5) for rank in (8, 12)]
+        for packed in weights
+    ]  # fmt: skip
+    for n in counts:
+        x = random(n, columns).to(dtype)
+        numbers = torch.tensor([i % 3 - 1 for i in range(n)], dtype=torch.int32, device=device)
+        args = matvec.lora_args(adapters, numbers, 16)
+        actual = torch.empty(n, sum(packed.shape[0] for packed in weights), dtype=dtype, device=device)
+        linear(x, weights, actual, lora=args, module=module)
+        off, size, start = 0.0, 0.0, 0
+        for m, packed in enumerate(weights):
+            part = actual[:, start : start + packed.shape[0]].double()
+            start += packed.shape[0]
+            for rows in pieces_of(packed):
+                wanted = x.double() @ matvec.decoded(packed, torch.float64, rows=rows).T
+                for slot, (A, B, scale) in enumerate(adapters[m]):
+                    who = numbers == slot
+                    wanted[who] += scale * (x[who].double() @ A.double().T @ B[rows].double().T)
+                off += float((part[:, rows] - wanted).square().sum())
+                size += float(wanted.square().sum())
+        error = (off / size) ** 0.5
+        if not error < LARGEST_ERROR:
+            return f"{n} rows over {[packed.shape[0] for packed in weights]} x {columns}: relative error {error:.1e}"
+    return None
+
+
+def pieces_of(packed: Packed) -> list[slice]:
+    """Return the outputs of a weight in pieces that take little memory in float64."""
+    each = max(1, PIECE_VALUES // packed.shape[1])
+    return [slice(at, min(at + each, packed.shape[0])) for at in range(0, packed.shape[0], each)]

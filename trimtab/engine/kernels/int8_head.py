@@ -1,0 +1,120 @@
+"""Whether an 8-bit output head uses its kernel on this card: if it compiles, computes rightly and is faster, asked once a load.
+
+What is left out is named among the model's fallbacks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.cuda import nvrtc
+from trimtab.engine.cuda.check_cache import KeptChecks
+from trimtab.engine.formats import int8_head as head8
+from trimtab.engine.kernels import autotune as tuning
+from trimtab.engine.kernels.selfcheck import relative_error
+from trimtab.engine.memory.out_of_memory import is_out_of_memory
+from trimtab.errors import DeviceError
+
+LARGEST_ERROR = 3e-3
+_CHECKED_ROWS = 512
+
+
+def why_not(head: head8.Head, dtype: torch.dtype, module: nvrtc.Module) -> str | None:
+    """Return why the kernel cannot compute with this head, None if it can."""
+    width = head.q.shape[1]
+    if dtype != torch.bfloat16:
+        return f"the model computes in {dtype}, not in bfloat16"
+    if width % head8.BLOCK:
+        return f"rows of {width} values are not whole blocks of {head8.BLOCK}"
+    if head8.shared_bytes_of(head8.MAX_ROWS, width) > module.shared_bytes:
+        return f"{head8.MAX_ROWS} rows of {width} values are more than {module.shared_bytes} B of shared memory"
+    if head.bias is not None and head.bias.dtype != dtype:
+        return f"its bias is {head.bias.dtype}"
+    if not head.q.is_contiguous() or head.q.data_ptr() % 16 or not head.scale.is_contiguous():
+        return "the weight is not contiguous or not aligned to 16 bytes"
+    return None
+
+
+def check(module: nvrtc.Module, head: head8.Head, *, counts: Iterable[int] = (1, 3, head8.MAX_ROWS)) -> str | None:
+    """Return what is wrong with the kernel over this head: every output against torch's, some against float64."""
+    q, scale, bias = head.q, head.scale, head.bias
+    generator = torch.Generator(device=q.device).manual_seed(1)
+    some = torch.randint(q.shape[0], (min(_CHECKED_ROWS, q.shape[0]),), device=q.device, generator=generator)
+    for n in counts:
+        x = torch.randn(n, q.shape[1], device=q.device, generator=generator).bfloat16()
+        out = torch.full((n, q.shape[0]), math.nan, dtype=x.dtype, device=x.device)
+        head8.launched(x, q, scale, bias, module, out=out)
+        if (error := relative_error(out.float(), head8.plain(x, q, scale, bias).float())) > LARGEST_ERROR:
+            return f"{n} rows over {list(q.shape)}: relative error {error:.1e} against torch"
+        exact = (x.double() @ q[some].double().T) * scale[some].double()
+        exact = exact if bias is None else exact + bias[some].double()
+        if (error := relative_error(out[:, some], exact)) > LARGEST_ERROR:
+            return f"{n} rows over {list(q.shape)}: relative error {error:.1e}"
+    return None
+
+
+def measure(
+    module: nvrtc.Module, head: head8.Head, time_us: Callable[[Callable[[], Any]], float], *, weight: Tensor | None = None,
+    n: int = 1,
+) -> Mapping[str, tuple[float, float]]:  # fmt: skip
+    """Return name -> microseconds of n rows: (the kernel's, torch's over the same 8 bits) and, given the whole weight
+    [V, D], (the kernel's, the whole head's).
+
+    time_us: takes what to run, and returns what one run of it takes, best in a CUDA graph.
+    """
+    x = torch.randn(n, head.q.shape[1], device=head.q.device).bfloat16()
+    ours = time_us(lambda: head8.launched(x, head.q, head.scale, head.bias, module))
+    times = {head8.NAME: (ours, time_us(lambda: head8.plain(x, head.q, head.scale, head.bias)))}
+    if weight is not None:
+        whole = weight.bfloat16()
+        times["whole head"] = (ours, time_us(lambda: torch.nn.functional.linear(x, whole)))
+    return times
+
+
+def wrong(
+    module: nvrtc.Module, head: head8.Head, dtype: torch.dtype, time_us: Callable[[Callable[[], Any]], float],
+    measured: dict[str, tuple[float, float]],
+) -> str | None:  # fmt: skip
+    """Return why the kernel is not used for this head, None if it computes rightly and faster than torch here.
+
+    What was measured goes into `measured`.
+    """
+    why = why_not(head, dtype, module) or check(module, head)
+    if why is not None:
+        return why
+    times = measure(module, head, time_us)
+    measured.update(times)
+    ours, theirs = times[head8.NAME]
+    return None if ours < theirs else f"slower here: {ours:.0f} µs against torch's {theirs:.0f}"
+
+
+def choose(leaf: Any) -> str | None:
+    """Let an 8-bit head on a GPU use the kernel if it works and is faster. Returns the reason if not, else None. leaf: the
+    loaded layer in its tier."""
+    packed = leaf.packed()
+    head = head8.Head(packed.parts["weight"], packed.parts["scale"], leaf.bias)
+    device = head.q.device
+    try:
+        module = head8.load(device)
+        checks = KeptChecks.of(device)
+        key = head8.NAME, tuple(head.q.shape), str(leaf.dtype), head.bias is not None
+        is_checked = why_not(head, leaf.dtype, module) is None and checks.find(*key) is not None
+        why = None if is_checked else wrong(module, head, leaf.dtype, lambda run: tuning.graph_us(run, device), {})
+        if why is None and not is_checked:
+            checks.keep({}, *key)
+            checks.save()
+    except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is right
+        if is_out_of_memory(exc):
+            raise
+        if isinstance(exc, DeviceError):
+            return str(exc)
+        torch.zeros(1, device=device).item()  # raises if the device is lost: then nothing goes on
+        return f"{type(exc).__name__}: {exc}"
+    if why is None:
+        packed.kernel.module = module
+    return why

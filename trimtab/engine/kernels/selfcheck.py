@@ -1,0 +1,293 @@
+"""The check of the small kernels (attention_and_norms.py) on this device, and their times; runs when a model first decodes.
+
+Random inputs, poisoned outputs; norms, rotation and gates against their torch path, attention against float64. What is compared
+is compared in pieces, so that it takes little memory beside a model that may fill the device (`check_bytes`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.cuda import nvrtc
+from trimtab.engine.kernels.attention_and_norms import (
+    ACTIVATIONS,
+    add_norm,
+    attend,
+    gated,
+    rope_write,
+    scratch_values,
+    turn,
+    turn_and_attend,
+)
+from trimtab.engine.kv.pages import PagePool
+from trimtab.planning.values.kv_pool import PAGE_TOKENS
+
+_Make = Callable[..., Tensor]
+_Wrong = Callable[[str, Sequence[Tensor], Sequence[Tensor]], "str | None"]
+# Norms of differences over norms. From torch's path: few values are one step of the type away (largest seen 1.5e-4, 1.2e-5).
+LARGEST_DIFFERENCE = {torch.bfloat16: 1e-3, torch.float16: 1.25e-4}
+# Of attention from float64: one rounding of the output (largest seen 1.7e-3, 2.1e-4).
+LARGEST_ERROR = {torch.bfloat16: 3e-3, torch.float16: 4e-4}
+# Caches and the last place in them: one tile; splits that this block combines; a length that is no multiple of anything; the
+# last place; a full ring.
+LENGTHS = ((70, 0), (512, 511), (1100, 700), (1100, 1099), (512, 5000))
+_PIECE = 2**20
+
+
+def relative_error(actual: Tensor, wanted: Tensor) -> float:
+    """Return the norm of the difference over the norm of what was wanted, in float64 (infinite if not finite)."""
+    sums = torch.zeros(2, dtype=torch.float64, device=actual.device)
+    pieces = (x.reshape(-1).split(_PIECE) for x in (actual, wanted.to(actual.device)))
+    for a, b in zip(*pieces, strict=True):
+        b = b.double()
+        sums += torch.stack([(a.double() - b).square().sum(), b.square().sum()])
+    off, whole = sums.sqrt().tolist()
+    error = off / max(whole, 1e-30)
+    return error if math.isfinite(error) else math.inf
+
+
+def attend_exact(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling: float, softcap: float | None
+) -> Tensor:
+    """Return what `attend` approximates, [n, Hq * D] in float64."""
+    n, heads, dim = q.shape
+    kv_heads = keys.shape[1]
+    attended = torch.empty(n, kv_heads, heads // kv_heads, dim, dtype=torch.float64, device=q.device)
+    queries = q.double().view_as(attended)
+    for i in range(n):
+        length = min(int(positions[i]) + 1, keys.shape[2])
+        for j in range(kv_heads):
+            scores = queries[i, j] @ keys[i, j, :length].double().T * scaling
+            scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+            attended[i, j] = torch.softmax(scores, dim=-1) @ values[i, j, :length].double()
+    return attended.view(n, heads * dim)
+
+
+def check_bytes(attention: Sequence[tuple[int, int, int]], dtype: torch.dtype, *, rows: int) -> int:
+    """Return about how many bytes of the device `check` takes for a while: two pairs of caches, one made in float32."""
+    values = max((rows * kv_heads * max(LENGTHS)[0] * dim for _, kv_heads, dim in attention), default=0)
+    return values * (4 * dtype.itemsize + 4) + 4 * _PIECE * 8
+
+
+def check(
+    module: nvrtc.Module, *, widths: Sequence[int], attention: Sequence[tuple[int, int, int]],
+    dtype: torch.dtype = torch.bfloat16, rows: Sequence[int] = (1, 3, 8),
+) -> str | None:  # fmt: skip
+    """Return what is wrong with the kernels on this device, or None. Random inputs; outputs are poisoned first.
+
+    widths: of the vectors that are normed or gated. attention: (heads, kv heads, head size) of each kind of layer. Norms,
+    rotation and gates are compared with their torch path, attention with float64, each at a few lengths.
+    """
+    generator = torch.Generator(device=module.device).manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=module.device, generator=generator).to(dtype)
+
+    def poisoned(*shape: int) -> Tensor:
+        return torch.full(shape, math.nan, dtype=dtype, device=module.device)
+
+    def wrong(what: str, actual: Sequence[Tensor], wanted: Sequence[Tensor]) -> str | None:
+        error = max(relative_error(a, b) for a, b in zip(actual, wanted, strict=True))
+        limit = (LARGEST_ERROR if wanted[0].dtype == torch.float64 else LARGEST_DIFFERENCE)[dtype]
+        return None if error <= limit else f"{what}: relative error {error:.1e}"
+
+    for n in rows:
+        for width in widths:
+            y, residual, scalar = random(n, width), random(n, width), random(1)
+            post, following = random(width), random(width)
+            for first in (y, None):
+                actual, wanted = ((poisoned(n, width), poisoned(n, width)) for _ in range(2))
+                for (h, x), one in ((actual, module), (wanted, None)):
+                    add_norm(first, residual, post, following, 1e-6, scalar, h, x, one)
+                if reason := wrong(f"add_norm of {n} x {width}", actual, wanted):
+                    return reason
+            both = random(n, 2 * width)
+            for kind in ACTIVATIONS:
+                for out, one in ((actual[0].fill_(math.nan), module), (wanted[0].fill_(math.nan), None)):
+                    gated(both[:, :width], both[:, width:], out, kind, one)
+                if reason := wrong(f"gated ({kind}) of {n} x {width}", actual[:1], wanted[:1]):
+                    return reason
+        for heads, kv_heads, dim in attention:
+            reason = _wrong_attention(module, n, heads, kv_heads, dim, random, poisoned, wrong)
+            if reason is not None:
+                return reason
+    return None
+
+
+def _wrong_attention(
+    module: nvrtc.Module, n: int, heads: int, kv_heads: int, dim: int, random: _Make, poisoned: _Make, wrong: _Wrong
+) -> str | None:  # fmt: skip
+    what = f"of {n} rows, {heads} heads over {kv_heads}, {dim} each"
+    cos, sin, q_weight, k_weight = random(n, dim), random(n, dim), random(dim), random(dim)
+    places = torch.arange(n, device=module.device) * 3 % 70
+    for mode, parts in (("own", 2), ("k_is_v", 1), ("shared", 0)):
+        qkv = random(n, (heads + parts * kv_heads) * dim)
+        written, wanted = ((poisoned(n, kv_heads, 70, dim), poisoned(n, kv_heads, 70, dim)) for _ in range(2))
+        turned = [poisoned(n, heads, dim) for _ in range(2)]
+        for (keys, values), q_out, one in ((written, turned[0], module), (wanted, turned[1], None)):
+            keys.zero_(), values.zero_()
+            rope_write(
+                qkv, heads, kv_heads, dim, q_weight, k_weight, 1e-6, cos, sin, keys, values, places, q_out, module=one,
+                mode=mode,
+            )  # fmt: skip
+        if reason := wrong(f"rope_write ({mode}) {what}", [turned[0], *written], [turned[1], *wanted]):
+            return reason
+        # As a prompt's chunk has them: products apart, keys and values by head.
+        own_keys, own_values = (random(n, kv_heads * dim) if parts > part else None for part in range(2))
+        outs = [
+            [poisoned(n, heads, dim), *(poisoned(kv_heads, n, dim) for _ in range(2 * (parts > 0)))] for _ in range(2)
+        ]
+        for (q_out, *rest), one in zip(outs, (module, None), strict=True):
+            k_out, v_out = rest or (None, None)
+            turn(
+                qkv[:, : heads * dim], own_keys, own_values, dim, q_weight, k_weight if parts else None, 1e-6, cos, sin, q_out,
+                k_out, v_out, module=one,
+            )  # fmt: skip
+        if reason := wrong(f"turn ({mode}) {what}", *outs):
+            return reason
+    for length, position in LENGTHS:
+        keys, values = random(n, kv_heads, length, dim), random(n, kv_heads, length, dim)
+        positions = torch.tensor([max(0, position - 37 * i) for i in range(n)], device=module.device)
+        for i in range(n):  # what a row does not look at is not a number
+            keys[i, :, int(positions[i]) + 1 :] = values[i, :, int(positions[i]) + 1 :] = math.nan
+        if reason := _wrong_turn(
+            module, heads, cos, sin, q_weight, k_weight, keys, values, positions, random, poisoned, wrong
+        ):
+            return f"{reason} {what} over {length} places at {position}"
+        q, out = random(n, heads, dim), poisoned(n, heads * dim)
+        for scaling, softcap in ((dim**-0.5, None), (0.1, 3.0)):
+            attend(q, keys, values, positions, scaling, softcap, out, None, module)
+            exact = attend_exact(q, keys, values, positions, scaling, softcap)
+            if reason := wrong(f"attend {what} over {length} places at {position}", [out], [exact]):
+                return reason
+            out.fill_(math.nan)
+    return None
+
+
+def _wrong_turn(
+    module: nvrtc.Module, heads: int, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor, keys: Tensor,
+    values: Tensor, positions: Tensor, random: _Make, poisoned: _Make, wrong: _Wrong,
+) -> str | None:  # fmt: skip
+    """Compare rotation and attention in one launch with the rotation in torch, and attention in float64 behind it."""
+    n, kv_heads, length, dim = keys.shape
+    places, each = positions.remainder(length), torch.arange(n, device=keys.device)
+    for mode, parts in (("own", 2), ("k_is_v", 1), ("shared", 0)):
+        qkv, out, q = random(n, (heads + parts * kv_heads) * dim), poisoned(n, heads * dim), poisoned(n, heads, dim)
+        if mode != "shared":  # what is there before must not be looked at
+            keys[each, :, places] = values[each, :, places] = math.nan
+        written = keys.clone(), values.clone()
+        turn_and_attend(
+            qkv, heads, q_weight, k_weight, 1e-6, cos, sin, *written, places, positions, dim**-0.5, None, out, q, None, module,
+            mode=mode,
+        )  # fmt: skip
+        writes = mode != "shared"
+        rope_write(
+            qkv, heads, kv_heads, dim, q_weight, k_weight, 1e-6, cos, sin, keys if writes else None,
+            values if writes else None, places, q, mode=mode,
+        )  # fmt: skip
+        exact = attend_exact(q, keys, values, positions, dim**-0.5, None)
+        if reason := wrong(f"turn_and_attend ({mode})", [out], [exact]):
+            return reason
+        for i in range(n):  # the whole cache: nothing else may have been written
+            one, other = ([x[i].nan_to_num() for x in pair] for pair in (written, (keys, values)))
+            if reason := wrong(f"cache of turn_and_attend ({mode})", one, other):
+                return reason
+    return None
+
+
+def check_pages(
+    module: nvrtc.Module, attention: Sequence[tuple[int, int, int]], dtype: torch.dtype = torch.bfloat16
+) -> str | None:  # fmt: skip
+    """Return what is wrong with attention over pages on this device, or None: it has the bits of attention over rows in one piece.
+
+    attention: (heads, kv heads, head size) of each kind of layer that lies in pages. What is needed for it is compiled here.
+    """
+    generator = torch.Generator(device=module.device).manual_seed(2)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=module.device, generator=generator).to(dtype)
+
+    n, length = 2, 4 * PAGE_TOKENS + 40
+    pool = PagePool(10 * PAGE_TOKENS, n, length, module.device)
+    pages = [pool.take(length)[::-1] for _ in range(n)]
+    for row in range(n):
+        pool.bind(row, pages[row])
+    at = pool.table.written(torch.arange(length, device=module.device).expand(n, -1), pool.table.table).flatten()
+    for heads, kv_heads, dim in attention:
+        whole = [random(n, kv_heads, length, dim) for _ in range(2)]
+        paged = [
+            torch.full((kv_heads, pool.places, dim), math.nan, dtype=dtype, device=module.device) for _ in range(2)
+        ]
+        for to, source in zip(paged, whole, strict=True):
+            to[:, at] = source.transpose(0, 1).flatten(1, 2)
+        cos, sin, weight, scale = random(n, dim), random(n, dim), random(dim), dim**-0.5
+        positions = torch.tensor([length - 1, 2 * PAGE_TOKENS], device=module.device)
+        for mode, parts in (("own", 2), ("shared", 0)):
+            qkv, q = random(n, (heads + parts * kv_heads) * dim), random(n, heads, dim)
+            outs = [torch.full((n, heads * dim), math.nan, dtype=dtype, device=module.device) for _ in range(2)]
+            for (keys, values), out, table in ((whole, outs[0], None), (paged, outs[1], pool.table)):
+                turn_and_attend(
+                    qkv, heads, weight, weight, 1e-6, cos, sin, keys, values, positions, positions, scale, None, out, q, None,
+                    module, mode=mode, pages=table,
+                )  # fmt: skip
+            same = [(outs[0], outs[1])]
+            same += [
+                (a, b[:, at].view(kv_heads, n, length, dim).transpose(0, 1)) for a, b in zip(whole, paged, strict=True)
+            ]
+            if not all(torch.equal(a, b) for a, b in same):
+                return f"attention over pages ({mode}), {heads} heads over {kv_heads}, {dim} each: other bits"
+    return None
+
+
+def measure(
+    module: nvrtc.Module, time_us: Callable[[Callable[[], None]], float], *, width: int, mlp: int,
+    attention: Sequence[tuple[int, int, int]], dtype: torch.dtype = torch.bfloat16, n: int = 1, places: int = 1024,
+) -> dict[str, tuple[float, float]]:  # fmt: skip
+    """Return name -> (the kernel's, torch's) microseconds for one layer's sizes, n rows and full caches of `places`.
+
+    time_us: takes what to run, and returns what one run of it takes, best in a CUDA graph. width: of the hidden state. mlp:
+    of one gate. attention: (heads, kv heads, head size) of each kind of layer.
+    """
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=module.device).to(dtype)
+
+    times: dict[str, tuple[float, float]] = {}
+
+    def pair(name: str, run: Callable[[nvrtc.Module | None], None]) -> None:
+        times[name] = time_us(lambda: run(module)), time_us(lambda: run(None))
+
+    y, h, x, weight = random(n, width), random(n, width), random(n, width), random(width)
+    both, out = random(n, 2 * mlp), random(n, mlp)
+    pair("add_norm", lambda one: add_norm(y, h, weight, weight, 1e-6, None, h, x, one))
+    pair("gated", lambda one: gated(both[:, :mlp], both[:, mlp:], out, "gelu_tanh", one))
+    positions = torch.full((n,), places - 1, device=module.device)
+    for heads, kv_heads, dim in attention:
+        shape = f"{heads}/{kv_heads} x {dim}"
+        keys, values = random(n, kv_heads, places, dim), random(n, kv_heads, places, dim)
+        qkv, q, attended = random(n, (heads + 2 * kv_heads) * dim), random(n, heads, dim), random(n, heads * dim)
+        turn, scratch = random(n, dim), torch.empty(scratch_values(n, heads, dim, places), device=module.device)
+
+        def rope(one: nvrtc.Module | None, heads: int = heads, kv_heads: int = kv_heads, dim: int = dim) -> None:
+            rope_write(
+                qkv, heads, kv_heads, dim, turn[0], turn[0], 1e-6, turn, turn, keys, values, positions, q,  # noqa: B023
+                module=one,
+            )  # fmt: skip
+
+        def both_at_once(one: nvrtc.Module | None, heads: int = heads, dim: int = dim) -> None:
+            turn_and_attend(
+                qkv, heads, turn[0], turn[0], 1e-6, turn, turn, keys, values, positions, positions, dim**-0.5,  # noqa: B023
+                None, attended, q, scratch, one,  # noqa: B023
+            )  # fmt: skip
+
+        def look(one: nvrtc.Module | None, dim: int = dim) -> None:
+            attend(q, keys, values, positions, dim**-0.5, None, attended, scratch, one)  # noqa: B023
+
+        pair(f"rope_write {shape}", rope)
+        pair(f"attend {shape}, {places} places", look)
+        pair(f"both at once {shape}, {places} places", both_at_once)
+    return times

@@ -1,0 +1,518 @@
+"""The KV cache of a fixed number of rows, each at its own position: transformers' cache interface on static buffers.
+
+A row's prompt goes through the model with transformers' own growing cache and is copied in afterwards, so that every
+mask a family needs for it (pictures that see each other, chunks) is transformers' own. From then on a decode step writes
+one position of each row in place: shapes, addresses and control flow stay the same from step to step, whatever the rows
+hold, which is what a CUDA graph needs, and rows of different length share one step.
+
+A full layer has a place for every position; a sliding layer is a ring: position p lies in place p % window. The keys are
+already rotated when they get here, so their order among the places does not matter to attention. Where rows share a pool that is
+smaller than all their contexts, full layers lie in pages (pages.py): a row has as many as its request was promised. In 8 bits
+(int8.py) D + 4 bytes stand where D values would: what is written is rounded first, what attention reads is a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from trimtab.engine.kv import int8 as hf_kv_int8
+from trimtab.engine.kv.pages import PagePool
+from trimtab.planning.values.byte_sizes import ALLOCATION_BYTES, round_up
+from trimtab.planning.values.kv_pool import PAGE_TOKENS, pool_tokens
+
+
+class UnsupportedLayersError(Exception):
+    """The family keeps a state that is not keys and values by position; the message names it."""
+
+
+class LayerCache(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's keys and values: [rows, H, places, D], a row for a prompt on its way among them if the cache has one.
+
+    shared: the cache that knows the rows' positions, and the form of what is kept.
+    """
+
+    is_compileable = True
+
+    def __init__(self, shared: SlotCache, places: int, is_ring: bool) -> None:
+        super().__init__()
+        self.shared, self.places, self.is_ring = shared, places, is_ring
+        self.is_sliding = is_ring
+
+    @property
+    def heads(self) -> int:
+        """How many heads of keys there are."""
+        return int(self.keys.shape[-3])
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        rows = self.shared.held_rows
+        self.keys = self.shared.zeros(key_states, rows, key_states.shape[1], self.places, key_states.shape[-1])
+        self.values = self.shared.zeros(value_states, rows, value_states.shape[1], self.places, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write one position of each row of the step, and return the places that the step looks at."""
+        places = self.shared.ring_places[self.places] if self.is_ring else self.shared.positions
+        return self.written(key_states, value_states, places[self.shared.rows_of_step(key_states.shape[0])])
+
+    def written(self, key_states: Tensor, value_states: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Do what `update` does. Shapes: states [n, H, 1, D]; places [n] int64, as `SlotCache.begin` writes them."""
+        step = self.shared.rows_of_step(key_states.shape[0])
+        rows = self.shared.row_numbers[step]
+        form, dtype = self.shared.form, key_states.dtype
+        self.keys[rows, :, places] = form.hold(key_states[:, :, 0])
+        self.values[rows, :, places] = form.hold(value_states[:, :, 0])
+        length = min(self.places, self.shared.seen_places)
+        return form.read(self.keys[step, :, :length], dtype), form.read(self.values[step, :, :length], dtype)
+
+    def fill(self, row: int, keys: Tensor, values: Tensor, length: int) -> None:
+        """Take over one row's states: [1, H, S, D], of the last S of `length` positions."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        kept = min(keys.shape[-2], self.places)
+        first = length - kept
+        for target, source in ((self.keys, keys), (self.values, values)):
+            # An unwritten place is masked, but zero times what is not a number is not a number.
+            target[row].zero_()
+            if self.is_ring:
+                places = torch.arange(first, length, device=target.device) % self.places
+                target[row].index_copy_(1, places, source[0, :, -kept:])
+            else:
+                target[row, :, first:length].copy_(source[0, :, -kept:])
+
+    def move(self, source: int, target: int) -> None:
+        """Copy one row over another."""
+        self.keys[target].copy_(self.keys[source])
+        self.values[target].copy_(self.values[source])
+
+    def row_states(self, name: str, row: int) -> Tensor:
+        """Return one row's "keys" or "values": [H, places, D]; those of all rows where they share a pool."""
+        states: Tensor = getattr(self, name)[row]
+        return states
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        return min(self.places, self.shared.seen_places), 0
+
+    def get_seq_length(self, *args: Any) -> int:
+        return 0
+
+    def get_max_cache_shape(self) -> int:
+        return self.places
+
+    def get_max_length(self) -> int:
+        return self.places
+
+
+class PagedLayer(LayerCache):
+    """A full layer's keys and values in pages of a pool: [H, P, D]."""
+
+    def __init__(self, shared: SlotCache, pool: PagePool) -> None:
+        super().__init__(shared, shared.context_tokens, is_ring=False)
+        self.pool = pool
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        places = self.pool.places
+        self.keys = self.shared.zeros(key_states, key_states.shape[1], places, key_states.shape[-1])
+        self.values = self.shared.zeros(value_states, value_states.shape[1], places, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write one position of each row of the step, and return a copy of the places that the step looks at."""
+        places = self.shared.step_places[self.shared.rows_of_step(key_states.shape[0])]
+        return self._written(key_states, value_states, places)
+
+    def written(self, key_states: Tensor, value_states: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Do what `update` does, at places of the rows."""
+        return self._written(key_states, value_states, self.pool.table.written(places))
+
+    def _written(self, key_states: Tensor, value_states: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        step, table = self.shared.rows_of_step(key_states.shape[0]), self.pool.table
+        form, dtype = self.shared.form, key_states.dtype
+        self.keys[:, places] = form.hold(key_states[:, :, 0]).transpose(0, 1)
+        self.values[:, places] = form.hold(value_states[:, :, 0]).transpose(0, 1)
+        length = min(self.places, self.shared.seen_places)
+        keys, values = (table.of(held, table.table[step], length) for held in (self.keys, self.values))
+        return form.read(keys, dtype), form.read(values, dtype)
+
+    def fill(self, row: int, keys: Tensor, values: Tensor, length: int) -> None:
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        self.clear(self.pool.of_row(row))
+        first = length - keys.shape[-2]
+        table = self.pool.table
+        at = table.written(torch.arange(first, length, device=self.keys.device)[None], table.table[row : row + 1])[0]
+        for target, source in ((self.keys, keys), (self.values, values)):
+            target.index_copy_(1, at, source[0])
+
+    def row_states(self, name: str, row: int) -> Tensor:
+        states: Tensor = getattr(self, name)
+        return states
+
+    def clear(self, pages: Tensor) -> None:
+        """Set pages to zero: the places that a row has not written yet are masked, which zeros are needed for."""
+        for target in (self.keys, self.values):
+            target.view(target.shape[0], -1, PAGE_TOKENS * target.shape[-1]).index_fill_(1, pages, 0.0)
+
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy pages."""
+        for tensor in (self.keys, self.values):
+            pages = tensor.view(tensor.shape[0], -1, PAGE_TOKENS * tensor.shape[-1])
+            pages.index_copy_(1, targets, pages.index_select(1, sources))
+
+    def move(self, source: int, target: int) -> None:
+        """Do nothing: the pool's table says where a row is."""
+
+
+class SlotCache(Cache):  # type: ignore[misc]
+    """The keys and values of `rows` rows of up to `context_tokens` positions.
+
+    positions [rows]: the position that the next step writes, on the device. masks: what the model takes as
+    `attention_mask` of a step, see `begin`. has_prompt_row: one row more is kept, which no step touches, for a prompt that goes
+    through in pieces; it can be set until the first states are kept. kv_tokens: what full layers hold for all rows together, None
+    for every row's whole context. kv: "full" or "int8". bytes_of: the bytes of all keys and values, by the rows that are held; None
+    where nobody knows them.
+    """
+
+    def __init__(
+        self, rows: int, context_tokens: int, device: torch.device, *, kv_tokens: int | None = None, kv: str = "full",
+        bytes_of: Callable[[int], int] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(layers=[])
+        self._bytes_of, self._memory, self._used_bytes = bytes_of, torch.empty(0, dtype=torch.uint8, device=device), 0
+        self.kv, self.form = kv, hf_kv_int8.FORMS[kv]
+        self.rows, self.context_tokens, self.device = rows, context_tokens, device
+        self.positions = torch.zeros(rows, dtype=torch.long, device=device)
+        # Families that count pictures along three axes go on after one at a position that is less than the token count.
+        self.offsets = torch.zeros(rows, dtype=torch.long, device=device)
+        self.row_numbers = torch.arange(rows, device=device)
+        self.ring_places: dict[int, Tensor] = {}
+        self.seen_places = context_tokens
+        self._masks: dict[int, Tensor] = {}
+        self._numbers = torch.arange(context_tokens, device=device)
+        self._row_tensors: dict[int, list[Tensor]] = {}
+        self.has_prompt_row = False
+        shared = pool_tokens(kv_tokens, rows=rows, context_tokens=context_tokens)
+        self.pool = None if shared is None else PagePool(shared, rows + 1, context_tokens, device)
+        self.step_places = torch.zeros_like(self.positions)  # in the pool
+        # The first row of the step: 0, but where rows are computed one by one.
+        self.first_row = 0
+
+    def rows_of_step(self, count: int) -> slice:
+        """Return which rows a step of `count` rows is of."""
+        return slice(self.first_row, self.first_row + count)
+
+    def zeros(self, like: Tensor, *shape: int) -> Tensor:
+        """Return a layer's keys or values before any are written, in one piece of memory with those of the other layers.
+
+        By themselves tensors of 1 to 10 MiB share segments of 20 MiB in torch, whose rests are of no use. No plan counts them: two
+        tensors of 8 MiB leave 4 (a layer of Qwen3-8B, 4,096 tokens). What `bytes_of` has not counted is allocated by itself.
+        """
+        count = prod(shape) * like.element_size()
+        if self._bytes_of is not None:
+            self._memory = torch.zeros(self._bytes_of(self.held_rows), dtype=torch.uint8, device=like.device)
+            self._bytes_of = None
+        start = round_up(self._used_bytes, ALLOCATION_BYTES)
+        if start + count > self._memory.numel():
+            return like.new_zeros(shape)
+        self._used_bytes = start + count
+        return self._memory[start : start + count].view(like.dtype).view(shape)
+
+    @property
+    def held_rows(self) -> int:
+        """How many rows there is memory for."""
+        return self.rows + self.has_prompt_row
+
+    @property
+    def prompt_row(self) -> int:
+        """The row that a prompt is written to before it has one of its own; the only row of a cache that has but one."""
+        return self.rows if self.has_prompt_row else 0
+
+    def lay_out(self, prompt: DynamicCache) -> None:
+        """Take over the kinds of a family's layers. Errors: UnsupportedLayersError."""
+        try:
+            self._build(prompt)
+        except BaseException:
+            self.layers.clear()  # half of them would be taken for all of them next time
+            raise
+
+    def fill(self, row: int, prompt: DynamicCache, length: int, *, offset: int = 0) -> None:
+        """Copy a computed prompt of `length` tokens into a row. Errors: UnsupportedLayersError."""
+        self.prepare(prompt)
+        for mine, theirs in zip(self.layers, prompt.layers, strict=True):
+            if isinstance(mine, LayerCache):
+                mine.fill(row, theirs.keys, theirs.values, length)
+        self.place(row, length, offset)
+
+    def prepare(self, prompt: DynamicCache) -> None:
+        """Allocate keys and values of the shapes that a prompt's have, if there are none. Errors: UnsupportedLayersError."""
+        if not self.layers:
+            self.lay_out(prompt)
+        for mine, theirs in zip(self.layers, prompt.layers, strict=True):
+            if isinstance(mine, LayerCache) and not mine.is_initialized:
+                mine.lazy_initialization(theirs.keys, theirs.values)
+
+    def clear(self, row: int) -> None:
+        """Set a row's keys and values to zero: an unwritten place is masked, but zero times what is not a number is not one."""
+        tensors = self._tensors_of(row)
+        if tensors:
+            torch._foreach_zero_(tensors)
+        if self.pool is not None and (pages := self.pool.of_row(row)).numel():
+            for layer in self._paged():
+                layer.clear(pages)
+
+    def bind(self, row: int, pages: Sequence[int] | None) -> None:
+        """Let a row's positions be in these pages of the pool, if there is one; None: in none."""
+        if self.pool is not None:
+            self.pool.unbind(row) if pages is None else self.pool.bind(row, pages)
+
+    def unbind_all(self) -> None:
+        """Let no row have any pages."""
+        for row in range(self.rows + 1):
+            self.bind(row, None)
+
+    def take(self, row: int, length: int, *, offset: int = 0) -> None:
+        """Give a row the prompt of `length` tokens that was written to the prompt's row."""
+        if row != self.prompt_row:
+            tensors = self._tensors_of(row)
+            if tensors:
+                torch._foreach_copy_(tensors, self._tensors_of(self.prompt_row))
+            if self.pool is not None:
+                self.pool.move(self.prompt_row, row)
+        self.place(row, length, offset)
+
+    def place(self, row: int, length: int, offset: int = 0) -> None:
+        """Let a row's next token be at position `length`. Nothing waits for the device, as an assignment of a number would."""
+        self.positions[row].fill_(length)
+        self.offsets[row].fill_(offset)
+
+    def _build(self, prompt: DynamicCache) -> None:
+        for number, layer in enumerate(prompt.layers):
+            if type(layer) in hf_kv_int8.SLIDING_LAYERS:
+                window = min(layer.sliding_window, self.context_tokens)
+                self.layers.append(LayerCache(self, window, is_ring=True))
+                if window not in self.ring_places:
+                    self.ring_places[window] = torch.zeros_like(self.positions)
+                    self._masks[window] = torch.zeros(self.rows, 1, 1, window, dtype=torch.bool, device=self.device)
+            elif type(layer) in hf_kv_int8.FULL_LAYERS and self.pool is not None:
+                self.layers.append(PagedLayer(self, self.pool))
+            elif type(layer) in hf_kv_int8.FULL_LAYERS:
+                self.layers.append(LayerCache(self, self.context_tokens, is_ring=False))
+            elif type(layer).__name__ == "DummyLayer":  # stands for a layer that shares another one's keys and values
+                self.layers.append(type(layer)())
+            else:
+                raise UnsupportedLayersError(_unsupported(number, layer))
+        self._masks.setdefault(
+            self.context_tokens, torch.zeros(self.rows, 1, 1, self.context_tokens, dtype=torch.bool, device=self.device)
+        )
+
+    def begin(self) -> None:
+        """Write places and masks of a step from the positions, on the device."""
+        for window, places in self.ring_places.items():
+            torch.remainder(self.positions, window, out=places)
+        for count, mask in self._masks.items():
+            torch.le(self._numbers[:count], self.positions[:, None], out=mask.view(self.rows, count))
+        if self.pool is not None:
+            self.step_places.copy_(self.pool.table.written(self.positions))
+
+    def mask(self, count: int, *, is_ring: bool) -> Tensor:
+        """Return the positions that the rows of a step attend to: [count, 1, 1, places], True where they do."""
+        window = next(iter(self.ring_places)) if is_ring else self.context_tokens
+        return self._masks[window][self.rows_of_step(count), :, :, : min(window, self.seen_places)]
+
+    @property
+    def has_states(self) -> bool:
+        """Whether memory for keys and values is allocated, which the first pass does."""
+        return bool(self._own())
+
+    def _own(self) -> list[LayerCache]:
+        return [layer for layer in self.layers if isinstance(layer, LayerCache) and layer.is_initialized]
+
+    def _in_one_piece(self) -> list[LayerCache]:
+        return [layer for layer in self._own() if not isinstance(layer, PagedLayer)]
+
+    def _tensors_of(self, row: int) -> list[Tensor]:
+        """Return a row's keys and values in layers that are no pool. Its views are made once: layers stay where they are."""
+        tensors = self._row_tensors.get(row)
+        if tensors is None:
+            tensors = [tensor[row] for layer in self._in_one_piece() for tensor in (layer.keys, layer.values)]
+            own = [layer for layer in self.layers if isinstance(layer, LayerCache)]
+            if own and all(layer.is_initialized for layer in own):
+                self._row_tensors[row] = tensors
+        return tensors
+
+    def _paged(self) -> list[PagedLayer]:
+        return [layer for layer in self._own() if isinstance(layer, PagedLayer)]
+
+    def window_mask(self, count: int, window: int) -> Tensor:
+        """Return the last `window` positions of each row, for sliding layers that keep a place for every position."""
+        length = min(self.context_tokens, self.seen_places)
+        positions = self.positions[self.rows_of_step(count), None, None, None]
+        return (self._numbers[:length] <= positions) & (self._numbers[:length] > positions - window)
+
+    @property
+    def has_rings(self) -> bool:
+        return bool(self.ring_places)
+
+    def move(self, source: int, target: int) -> None:
+        """Give a row what another one holds, which is nobody's then."""
+        for layer in self._own():
+            layer.move(source, target)
+        if self.pool is not None:
+            self.pool.move(source, target)
+        self.positions[target] = self.positions[source]
+        self.offsets[target] = self.offsets[source]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of a row over another, which has pages of its own."""
+        for layer in self._own():
+            layer.move(source, target)
+        if self.pool is not None:
+            own, (sources, targets) = (
+                self.pool.of_row(target),
+                (self.pool.of_row(row, length) for row in (source, target)),
+            )
+            for paged in self._paged():
+                paged.clear(own)
+                paged.copy(sources, targets)
+        self.positions[target].fill_(length)  # an assignment would wait for the device
+        self.offsets[target] = self.offsets[source]
+
+    def rings(self, rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Return (a sliding layer's states in a row, a copy in host memory): a second pass of a chunk would find its own there."""
+        rings = [layer for layer in self._own() if layer.is_ring]
+        states = [tensor[row] for layer in rings for tensor in (layer.keys, layer.values) for row in rows]
+        return [(state, state.to("cpu", copy=True)) for state in states]
+
+    def nbytes(self) -> int:
+        """Return the bytes that the keys and values hold."""
+        tensors = [tensor for layer in self._own() for tensor in (layer.keys, layer.values)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def restore(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy back what `SlotCache.rings` copied."""
+    for state, copy in pairs:
+        state.copy_(copy)
+
+
+def prompt_cache(hf_model: Any, kv: str = "full") -> DynamicCache:
+    """Return an empty cache for one prompt, in full or in 8 bits ("int8")."""
+    config = hf_model.config.get_text_config()
+    cache = DynamicCache(config=config)
+    if not cache.layers and getattr(config, "num_kv_shared_layers", None) == 0:
+        # Up to transformers 5.18 `layer_types[:-0]` leaves none (the doctor's I1): nothing could be put back into such a cache.
+        cache.layers = [_prompt_layer(kind, config) for kind in config.layer_types or ()]
+    return hf_kv_int8.with_form(cache, kv)
+
+
+def _prompt_layer(kind: str, config: Any) -> Any:
+    return DynamicSlidingWindowLayer(config.sliding_window) if kind == "sliding_attention" else DynamicLayer()
+
+
+def why_not(hf_model: Any) -> str | None:
+    """Return why this family's state cannot be kept by rows, None if it can."""
+    for number, layer in enumerate(prompt_cache(hf_model).layers):
+        if (
+            type(layer) not in (*hf_kv_int8.FULL_LAYERS, *hf_kv_int8.SLIDING_LAYERS)
+            and type(layer).__name__ != "DummyLayer"
+        ):
+            return _unsupported(number, layer)
+    return None
+
+
+def windows(hf_model: Any, context_tokens: int) -> tuple[int, ...]:
+    """Return the windows of a family's sliding layers, each once; () if all layers keep every position."""
+    sliding = (layer for layer in prompt_cache(hf_model).layers if type(layer) in hf_kv_int8.SLIDING_LAYERS)
+    return tuple(sorted({min(int(layer.sliding_window), context_tokens) for layer in sliding}))
+
+
+def _unsupported(number: int, layer: Any) -> str:
+    return f"layer {number} keeps a {type(layer).__name__}"
+
+
+def step_masks(hf_model: Any, cache: SlotCache, count: int) -> Any:
+    """Return the `attention_mask` of a decode step of `count` rows: a mask, or one for each kind of layer of the family.
+
+    A family whose configuration lists the kinds of its layers takes a dictionary (transformers, `create_masks_for_generate`).
+    """
+    config = hf_model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return cache.mask(count, is_ring=cache.has_rings)
+    masks = {kind: cache.mask(count, is_ring=False) for kind in set(kinds)}
+    if "sliding_attention" in masks and cache.has_rings:
+        masks["sliding_attention"] = cache.mask(count, is_ring=True)
+    elif "sliding_attention" in masks:  # transformers 5.6.2 gives Gemma 4 without shared layers no sliding cache
+        masks["sliding_attention"] = cache.window_mask(count, int(config.sliding_window))
+    return masks
+
+
+def step_positions(hf_model: Any, cache: SlotCache, count: int) -> Tensor:
+    """Return the `position_ids` of a decode step: [count, 1], or the same for each of three axes [3, count, 1]."""
+    if _rope_module(hf_model) is None:
+        return cache.positions[cache.rows_of_step(count), None]
+    return (cache.positions + cache.offsets)[cache.rows_of_step(count), None].expand(3, count, 1)
+
+
+def prompt_positions(
+    hf_model: Any, start: int, end: int, device: torch.device, offset: int = 0
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return `position_ids` of a piece of text where the family would else take them from its last request. offset: what pictures
+    before the piece take off its positions."""
+    if _rope_module(hf_model) is None:
+        return {}
+    return {"position_ids": torch.arange(start + offset, end + offset, device=device).expand(3, 1, end - start)}
+
+
+def reset_offset(hf_model: Any) -> None:
+    """Forget the last request's offset: Qwen-VL keeps it on the model."""
+    module = _rope_module(hf_model)
+    if module is not None:
+        module.rope_deltas = None
+
+
+def copy_offset(hf_model: Any) -> None:
+    """Let the model keep a copy of its offset: the memory that a pass was computed in is another's soon."""
+    module = _rope_module(hf_model)
+    if module is not None and module.rope_deltas is not None:
+        module.rope_deltas = module.rope_deltas.clone()
+
+
+def read_offset(hf_model: Any) -> int:
+    """Return the offset that the prompt which has just gone through leaves its answer."""
+    module = _rope_module(hf_model)
+    deltas = None if module is None else module.rope_deltas
+    return 0 if deltas is None else int(deltas)
+
+
+def _rope_module(hf_model: Any) -> Any:
+    """Return the module that keeps the offset, if there is one: the model itself or the one within its head. It is asked for in
+    every pass, and a model has thousands of modules below."""
+    near = (hf_model, *(one for child in hf_model.children() for one in (child, *child.children())))
+    return next((module for module in near if "rope_deltas" in vars(module)), None)
+
+
+def has_three_axes(hf_model: Any) -> bool:
+    """Whether the family's positions count along three axes."""
+    return _rope_module(hf_model) is not None
+
+
+def placeholder_ids(hf_model: Any) -> frozenset[int]:
+    """Return the token ids that represent an image, frame or audio clip in a prompt."""
+    return frozenset().union(*media_ids(hf_model))
+
+
+def media_ids(hf_model: Any) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the token ids that represent images and frames, and those that represent audio clips."""
+
+    def named(*kinds: str) -> frozenset[int]:
+        names = (f"{what}_token_{word}" for what in kinds for word in ("id", "index"))
+        return frozenset(value for name in names if isinstance(value := getattr(hf_model.config, name, None), int))
+
+    return named("image", "video"), named("audio")

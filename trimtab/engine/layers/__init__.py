@@ -1,0 +1,1 @@
+"""Which modules replace Linear and Embedding?"""

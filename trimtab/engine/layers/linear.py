@@ -1,0 +1,227 @@
+"""The layers that replace Linears in the module tree: each computes with a weight that a tier holds (tiers.py).
+
+Leaves compute, blocks schedule. A weight stays where it is computed with (resident, or on the host), or is opened in its
+block's buffer. A leaf whose block is not staged fetches it, so the answer never depends on the order of calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.engine.formats.bitsandbytes import (  # fmt: skip
+    Packed,
+    Shell,
+    dequantize,
+    dequantize_rows,
+    is_narrow,
+    shell,
+    unpacked_shell,
+    widened,
+)
+from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora.store import AdapterStore
+from trimtab.engine.tiers.streaming import Group, Staged
+
+
+class Leaf(nn.Module):
+    """A linear layer whose weight lives in a tier, with its adapters: x [..., D_in] -> y [..., D_out].
+
+    Stands at the module path of the Linear it replaces. `weight` is the real tensor when it is resident, unquantized and in the
+    computing dtype, otherwise a tensor without data of the weight's shape in that dtype, so that code which only asks for a
+    shape or a dtype is right (transformers 5.6.2 casts pixels to the dtype it finds there) and code that would read it fails.
+    """
+
+    def __init__(
+        self, module_path: str, shape: tuple[int, int], *, quant_kind: str, bias: Tensor | None, device: torch.device,
+        dtype: torch.dtype, store: AdapterStore,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.module_path, self.quant_kind, self.device, self.dtype = module_path, quant_kind, device, dtype
+        self.out_features, self.in_features = shape
+        self.adapter_store = store
+        self.adapters: dict[str, lora.LinearAdapter] = {}
+        # Not a Parameter: nothing may move, cast or save it behind the tier's back.
+        self.bias: Tensor | None
+        self.__dict__["bias"] = bias
+        self.__dict__["ghost"] = torch.empty(shape, dtype=dtype, device="meta")
+
+    @property
+    def weight(self) -> Tensor:
+        ghost: Tensor = self.__dict__["ghost"]
+        return ghost
+
+    def base(self, x: Tensor) -> Tensor:
+        """Return the layer's output without any adapter."""
+        raise NotImplementedError
+
+    def packed(self) -> Packed:
+        """Return the weight in its stored form on the execution device, valid until the next call into the model."""
+        raise NotImplementedError
+
+    def dense_weight(self) -> Tensor:
+        """Return the dequantized weight [D_out, D_in] on the execution device."""
+        return self._widened(dequantize(self.packed()), copy=True)
+
+    def dense_rows(self, start: int, stop: int) -> Tensor:
+        """Return some rows of the dequantized weight, [stop - start, D_in], in memory of their own on the execution device."""
+        return self._widened(dequantize_rows(self.packed(), start, stop, self.device))
+
+    def _widened(self, weight: Tensor, *, copy: bool = False) -> Tensor:
+        """Return an unquantized weight in the computing dtype, another one in that of its format."""
+        return widened(weight, self.dtype, copy=copy) if self.quant_kind == "none" else weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.adapted(x, self.base(x))
+
+    def adapted(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the layer's base output y for x with the adapters of the selected rows; y may be overwritten."""
+        return self.adapter_store.applier.apply(self, x, y)
+
+
+@contextmanager
+def with_products(layers: Sequence[Leaf], make: Callable[[Leaf], Callable[[Tensor], Tensor]]) -> Iterator[None]:
+    """Let each layer compute its base product with `make(layer)` while the block runs; no class is touched."""
+    before: list[tuple[Leaf, Any]] = []
+    try:
+        for leaf in layers:
+            before.append((leaf, vars(leaf).get("base")))
+            vars(leaf)["base"] = make(leaf)
+        yield
+    finally:
+        for leaf, base in before:
+            vars(leaf).pop("base", None)
+            if base is not None:
+                vars(leaf)["base"] = base
+
+
+class StillLeaf(Leaf):
+    """The weight stays where it is computed with."""
+
+    def __init__(self, module_path: str, packed: Packed, own_bias: Tensor | None, **kwargs: Any) -> None:
+        super().__init__(module_path, (packed.shape[0], packed.shape[1]), quant_kind=packed.kind, **kwargs)
+        self._packed, self._own_bias = packed, own_bias
+        self.__dict__["shell"] = shell(packed, own_bias, self.dtype)
+
+    @property
+    def stored(self) -> Packed:
+        """The weight in its stored form, where it is."""
+        return self._packed
+
+    def dense_rows(self, start: int, stop: int) -> Tensor:
+        return self._widened(dequantize_rows(self._packed, start, stop, self.device))
+
+
+class ResidentLeaf(StillLeaf):
+    """The weight stays on the execution device."""
+
+    def __init__(self, module_path: str, packed: Packed, **kwargs: Any) -> None:
+        super().__init__(module_path, packed, kwargs["bias"], **kwargs)
+
+    @property
+    def weight(self) -> Tensor:
+        if self.quant_kind == "none" and not is_narrow(self._packed.dtype, self.dtype):
+            return self._packed.parts["weight"]
+        ghost: Tensor = self.__dict__["ghost"]
+        return ghost
+
+    def base(self, x: Tensor) -> Tensor:
+        y: Tensor = self.__dict__["shell"](x)
+        return y
+
+    def packed(self) -> Packed:
+        return self.stored
+
+    def keep_unpacked(self, weight: Tensor) -> None:
+        """Compute with this copy of the weight, unpacked, [D_out, D_in]: the same bits on a CPU."""
+        self.__dict__["shell"] = unpacked_shell(weight, self._own_bias)
+
+
+class StagedLeaf(Leaf):
+    """The weight is in host memory or on disk and is copied to the execution device block by block."""
+
+    def __init__(self, module_path: str, staged: Staged, **kwargs: Any) -> None:
+        shape = staged.packed.shape
+        super().__init__(module_path, (shape[0], shape[1]), quant_kind=staged.packed.kind, **kwargs)
+        self.staged = staged
+        self._shells: dict[int, Shell] = {}
+
+    def base(self, x: Tensor) -> Tensor:
+        index, packed = self.staged.open()
+        layer = self._shells.get(index)
+        if layer is None:
+            layer = self._shells[index] = shell(packed, self.bias, self.dtype)
+        return layer(x)
+
+    def packed(self) -> Packed:
+        return self.staged.open()[1]
+
+
+class HostLeaf(StillLeaf):
+    """The weight stays in host memory and the CPU computes with it; activations move."""
+
+    def __init__(self, module_path: str, packed: Packed, **kwargs: Any) -> None:
+        bias = kwargs["bias"]
+        super().__init__(module_path, packed, None if bias is None else bias.cpu(), **kwargs)
+
+    def base(self, x: Tensor) -> Tensor:
+        y: Tensor = self.__dict__["shell"](x.cpu())
+        return y.to(x.device)
+
+    def packed(self) -> Packed:
+        return self.stored.to(self.device)
+
+
+def packed_together(leaves: Sequence[Leaf]) -> list[Packed]:
+    """Return the packed weights of layers that one kernel reads.
+
+    Errors: RuntimeError if streamed ones are in several pieces: opening the next would give the place of the one before to others.
+    """
+    staged = [leaf.staged for leaf in leaves if isinstance(leaf, StagedLeaf)]
+    if any((one.group, one.piece) != (staged[0].group, staged[0].piece) for one in staged):
+        raise RuntimeError(f"{leaves[0].module_path} and what is computed with it are copied in several pieces")
+    return [leaf.packed() for leaf in leaves]
+
+
+def staged_in(module: nn.Module) -> Iterator[Staged]:
+    """Yield what says where the streamed weights of a module's layers are."""
+    return (leaf.staged for leaf in module.modules() if isinstance(leaf, StagedLeaf))
+
+
+def last_reader(block: nn.Module, group: Group) -> nn.Module:
+    """Return the module after which nothing reads a streamed block: the only one that reads it, or all of the block."""
+    readers = [one for one in block.modules() if getattr(vars(one).get("staged"), "group", None) is group]
+    return readers[0] if len(readers) == 1 else block
+
+
+def stage_parameters(module: nn.Module, staged: Staged) -> None:
+    """Make the named parameters of a module (fused experts, [E, D_out, D_in]) views of their staged block.
+
+    The module keeps its path, class name and forward; only reading such a parameter enters the block.
+    """
+
+    def reader(name: str) -> property:
+        return property(lambda self: self.__dict__["staged"].open()[1].parts[name])
+
+    for name in staged.places:
+        del module._parameters[name]
+    module.__dict__["staged"] = staged
+    original = type(module)
+    module.__class__ = type(original.__name__, (original,), {name: reader(name) for name in staged.places})
+
+
+def compute_on_host(module: nn.Module) -> None:
+    """Make a module whose tensors are on the CPU (fused experts) compute there; its inputs and output move."""
+    inner: Callable[..., Tensor] = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        on_cpu = [value.cpu() if isinstance(value, Tensor) else value for value in args]
+        named = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in kwargs.items()}
+        return inner(*on_cpu, **named).to(device)
+
+    module.forward = forward  # type: ignore[method-assign]

@@ -1,0 +1,1 @@
+"""How does a plan become a model?"""

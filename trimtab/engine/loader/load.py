@@ -1,0 +1,594 @@
+"""A plan becomes a model: every tensor is read once, quantized on the execution device and put into its tier.
+
+The module tree is transformers' own, built on tensors without data (`engine/loader/transformers_model.py::probe`); `load` fills it
+block by
+block. What a tier can move is replaced by our leaves; norms, convolutions, biases and buffers become plain tensors on the
+execution device. On any error everything that was taken is given back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, TensorRow
+from trimtab.checkpoint.folder import Checkpoint, read_loadable
+from trimtab.checkpoint.headers import TensorEntry
+from trimtab.checkpoint.prequantized import PackedEntry, split_packed
+from trimtab.engine.formats import int8_head as head8
+from trimtab.engine.formats.bitsandbytes import CodeTables, Packed, dequantize, is_narrow, keep, prequantized, quantize
+from trimtab.engine.kernels import int8_head as head8_choice
+from trimtab.engine.layers import embedding as tables
+from trimtab.engine.layers import linear as leaves
+from trimtab.engine.loader import transformers_model as hf
+from trimtab.engine.lora.store import AdapterStore
+from trimtab.engine.memory.rates import spill_folder
+from trimtab.engine.passes import attention as hf_attention
+from trimtab.engine.tiers import streaming as tiers
+from trimtab.engine.tiers.arena import Arena
+from trimtab.engine.tiers.reader import Reader, Wanted
+from trimtab.engine.tiers.spill import Spill
+from trimtab.errors import CheckpointError, TrimtabError
+from trimtab.planning import Plan
+from trimtab.planning.request.dtypes import keeps_16bit
+from trimtab.planning.values.blocks import blocks_of
+from trimtab.planning.values.byte_sizes import HEAD8, HEAD_PIECE_VALUES, buffer_bytes, packed_parts
+
+CPU = torch.device("cpu")
+# A parameter of so many values is cast to a wider type a few rows at a time.
+CAST_VALUES = 4 * HEAD_PIECE_VALUES
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class Loaded:
+    """The result of `fill`: the model tree and everything that must be closed with it.
+
+    left_out: what runs the slower way here -> why.
+    """
+
+    hf_model: Any
+    streamer: tiers.Streamer | None
+    file_rows: list[tables.FileRows] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def close(self) -> None:
+        if self.streamer is not None:
+            self.streamer.close()
+        for rows in self.file_rows:
+            rows.close()
+        self.hf_model, self.streamer, self.file_rows = None, None, []
+
+
+def check_same_checkpoint(plan: Plan, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError if the files are not the ones that the plan was made from."""
+    now, then = set(checkpoint.stamps), set(plan.checkpoint_stamps)
+    if now != then:
+        changed = sorted({name for name, *_ in now ^ then})
+        raise CheckpointError(
+            f"changed since the plan was made: {', '.join(changed)}", path=checkpoint.folder, hint="Make the plan again"
+        )
+
+
+def fill(
+    plan: Plan, store: AdapterStore, *, progress: Progress | None = None, probe: hf.Probe | None = None
+) -> tuple[Loaded, Anatomy]:
+    """Return the model of the plan with every tensor in its tier, and its anatomy.
+
+    progress: called with (bytes read, bytes to read). probe: of this checkpoint and dtype, used up here; made if not
+    given. Errors: CheckpointError, DeviceError; nothing is left behind.
+    """
+    request = plan.request
+    checkpoint = read_loadable(request.model)
+    check_same_checkpoint(plan, checkpoint)
+    probe = probe or hf.probe(checkpoint, dtype=request.dtype)
+    anatomy = hf.anatomy_of(
+        probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head,
+        keeps_16bit=keeps_16bit(request.dtype, plan.dtype_reason),
+    )  # fmt: skip
+    with ExitStack() as undo:
+        filler = _Filler(plan, checkpoint, probe, anatomy, store, undo)
+        loaded = filler.run(progress)
+        undo.pop_all()
+    return loaded, anatomy
+
+
+class _Filler:
+    def __init__(
+        self,
+        plan: Plan,
+        checkpoint: Checkpoint,
+        probe: hf.Probe,
+        anatomy: Anatomy,
+        store: AdapterStore,
+        undo: ExitStack,
+    ) -> None:
+        self.plan, self.probe, self.adapter_store, self.undo = plan, probe, store, undo
+        self.device = torch.device(plan.execution_device)
+        self.dtype = getattr(torch, plan.request.dtype)
+        self.rows = [row for row in anatomy.rows if row.tensors]
+        self.entries, self.packed = split_packed(checkpoint)
+        self.tier = {row.block: plan.tier_of(row.block) for row in self.rows}
+        self.home = {placement.block_path: placement.home for placement in plan.placements}
+        self.pieces = {block.block_path: block.pieces for block in blocks_of(anatomy, plan.request.quant)}
+        self.codes = CodeTables()
+        self.arena = Arena(sum(map(self._arena_bytes, self.rows)), self.device)
+        self.owners: dict[str, nn.Parameter] = {}
+        self.groups: list[tiers.Group] = []
+        # Streamed weights are put in place at the end: which buffers they share is known when the last block is read.
+        self.waiting: list[Callable[[tiers.Streamer], None]] = []
+        self.file_rows: list[tables.FileRows] = []
+        self.spill: Spill | None = None
+        self.uses: Counter[str] = Counter()
+        owned = (tensor for row in self.rows for tensor in row.tensors if tensor.tied_to is None)
+        self.shared = Counter(name for tensor in owned for name in self._leaves(tensor))
+        self.held: dict[str, Tensor] = {}
+        self.reader: Reader | None = None
+        self.head: leaves.Leaf | None = None
+        undo.callback(self._give_back)
+
+    def _give_back(self) -> None:
+        self.owners.clear()
+        self.held.clear()
+        for group in self.groups:
+            if group.host is not None:
+                group.host.close()
+        for rows in self.file_rows:
+            rows.close()
+        if self.spill is not None:
+            self.spill.close()
+
+    def run(self, progress: Progress | None) -> Loaded:
+        blocks = self._blocks()
+        order = list(self._reads(row for _, rows in blocks for row in rows))
+        total = sum(wanted.entry.nbytes for wanted in order)
+        with Reader(order) as reader:
+            self.reader = reader
+            for block, rows in blocks:
+                self._fill_block(block, rows)
+                if progress is not None:
+                    progress(reader.read_bytes, total)
+            self.reader = None
+        assert not self.held, sorted(self.held)
+        streamer = self._streamer()
+        self._check_nothing_left()
+        left_out = {}
+        if self.head is not None and self.device.type == "cuda" and (why := head8_choice.choose(self.head)) is not None:
+            left_out[head8.NAME] = why
+        if (why := hf_attention.use_in(self.probe.model, self.device, self.dtype)) is not None:
+            left_out[hf_attention.WHAT] = why
+        return Loaded(self.probe.model, streamer, self.file_rows, left_out)
+
+    def _blocks(self) -> list[tuple[str, list[ModuleRow]]]:
+        """Return blocks in loading order: what leaves the device first, then what stays, ties after their owners.
+
+        Packing needs room for a whole weight beside its packed form: most of it is needed while little is resident.
+        """
+        grouped: dict[str, list[ModuleRow]] = {}
+        for row in self.rows:
+            grouped.setdefault(row.block, []).append(row)
+        rank = {"disk": 0, "stream": 0, "host": 1, "gather": 2, "resident": 3}
+
+        def key(item: tuple[str, list[ModuleRow]]) -> tuple[int, int]:
+            tied = any(tensor.tied_to for row in item[1] for tensor in row.tensors)
+            return rank[self.tier[item[0]]], int(tied)
+
+        return sorted(((block, self._in_pieces(block, rows)) for block, rows in grouped.items()), key=key)
+
+    def _in_pieces(self, block: str, rows: list[ModuleRow]) -> list[ModuleRow]:
+        """Return the rows of a block piece by piece, in their own order where its modules are in that order."""
+        place, numbers = 0, {path: number for number, piece in enumerate(self.pieces[block]) for path in piece}
+        numbered: list[tuple[int, ModuleRow]] = []
+        for row in rows:
+            place = numbers.get(row.module_path, place)
+            numbered.append((place, row))
+        return [row for _, row in sorted(numbered, key=lambda pair: pair[0])]
+
+    def _arena_bytes(self, row: ModuleRow) -> int:
+        """Return what a module's packed weight takes in the arena: 0 unless it is quantized and stays."""
+        weight = row.weight
+        if weight is None or self.tier[row.block] != "resident":
+            return 0
+        if row.is_head8:
+            return buffer_bytes(packed_parts(weight.shape, HEAD8, weight.dtype))
+        if not row.quantized:
+            return 0
+        expression = self.probe.sources[weight.tensor_path]
+        entry = self.packed.get(expression.leaves[0]) if expression.is_leaf else None
+        if entry is None:
+            return buffer_bytes(packed_parts(weight.shape, self.plan.request.quant, weight.dtype))
+        kept = ("weight", "absmax", "nested_absmax", "SCB")
+        sizes = {name: part.nbytes for name, part in entry.parts.items() if name in kept}
+        return buffer_bytes(sizes | ({"offset": 4} if entry.nested else {}))
+
+    # What is read, in order -------------------------------------------------------------------------------------------
+
+    def _reads(self, rows: Iterable[ModuleRow]) -> Iterator[Wanted]:
+        """Yield every file tensor once, in the order in which it is first asked for."""
+        for row in rows:
+            for tensor in self._in_order(row):
+                if tensor.tied_to is not None or self._from_file(row, tensor):
+                    continue
+                if row.is_head8 and tensor is row.weight:
+                    yield from (Wanted(piece, self.device, True) for piece in self._head_pieces(tensor))
+                    continue
+                names = self._leaves(tensor)
+                device = self._first_device(row, tensor)
+                if (entry := self._cast_in_pieces(tensor)) is not None:
+                    yield from (Wanted(piece, device, True) for piece in _pieces(entry))
+                    continue
+                for name in names:
+                    self.uses[name] += 1
+                    if self.uses[name] == 1:
+                        packed = self.packed.get(name)
+                        if packed is None:
+                            yield Wanted(self.entries[name], device, self._passes(row, tensor))
+                            continue
+                        for part, entry in packed.parts.items():
+                            if part != "quant_state":
+                                yield Wanted(entry, device)
+
+    def _cast_in_pieces(self, tensor: TensorRow) -> TensorEntry | None:
+        """Return the file tensor of a large parameter that is it in a wider type: whole, it would stand beside its cast."""
+        expression = self.probe.sources.get(tensor.tensor_path)
+        name = None if expression is None or expression.is_leaf else expression.cast_leaf
+        if name is None or name not in self.entries or self.shared[name] > 1 or tensor.numel < CAST_VALUES:
+            return None
+        stored, wanted = getattr(torch, self.entries[name].dtype), getattr(torch, tensor.dtype)
+        return self.entries[name] if is_narrow(stored, wanted) else None
+
+    def _in_order(self, row: ModuleRow) -> list[TensorRow]:
+        """Return a module's tensors in the order in which they are requested: what a tier can move before the rest."""
+        return sorted(row.tensors, key=lambda tensor: not self._moves(row, tensor))
+
+    def _moves(self, row: ModuleRow, tensor: TensorRow) -> bool:
+        fused = row.kind == "experts" and len(tensor.shape) == 3 and not tensor.is_buffer
+        return fused or tensor is row.weight
+
+    def _first_device(self, row: ModuleRow, tensor: TensorRow) -> torch.device:
+        """Return where a tensor is read to: what leaves the device unquantized never goes there."""
+        tier = self.tier[row.block]
+        is_weight = row.kind in ("linear", "experts") and self._moves(row, tensor)
+        if is_weight and not row.quantized and tier not in ("resident", "gather"):
+            return CPU
+        return CPU if self._on_host(row, tensor) else self.device
+
+    def _passes(self, row: ModuleRow, tensor: TensorRow) -> bool:
+        """Return whether a tensor is packed from the one file tensor it is, and then no longer needed."""
+        expression = self.probe.sources[tensor.tensor_path]
+        return row.quantized and tensor is row.weight and len(expression.leaves) == 1
+
+    def _leaves(self, tensor: TensorRow) -> tuple[str, ...]:
+        expression = self.probe.sources.get(tensor.tensor_path)
+        return () if expression is None else tuple(dict.fromkeys(expression.leaves))
+
+    def _on_host(self, row: ModuleRow, tensor: TensorRow) -> bool:
+        return self.tier[row.block] == "gather" and row.kind == "embedding" and not tensor.is_buffer
+
+    def _from_file(self, row: ModuleRow, tensor: TensorRow) -> bool:
+        return self._on_host(row, tensor) and self.home[row.block] == "file"
+
+    def _fetch(self, name: str) -> Tensor:
+        assert self.reader is not None
+        if name in self.packed:
+            # A packed weight that is only a part of a tensor (one expert of a fused stack): it cannot stay packed there.
+            return dequantize(self._fetch_packed(self.packed[name])).to(self.dtype)
+        if name not in self.held:
+            self.held[name] = self.reader.take(self.entries[name])
+        self.uses[name] -= 1
+        return self.held[name] if self.uses[name] else self.held.pop(name)
+
+    def _fetch_packed(self, entry: PackedEntry) -> Packed:
+        assert self.reader is not None
+        self.uses[entry.tensor_name] -= 1
+        parts = {name: self.reader.take(part) for name, part in entry.parts.items() if name != "quant_state"}
+        return prequantized(entry, parts)
+
+    def _dense(self, tensor: TensorRow) -> Tensor | None:
+        """Return the tensor as stock would hold it, or as its file does where the anatomy says so; None when it comes from no file
+        (already real)."""
+        expression = self.probe.sources.get(tensor.tensor_path)
+        if expression is None:
+            return None
+        if (entry := self._cast_in_pieces(tensor)) is not None:
+            return self._cast(tensor, entry)
+        name = expression.cast_leaf
+        if name in self.entries and is_narrow(getattr(torch, tensor.dtype), self.dtype):
+            return self._fetch(name)
+        try:
+            return expression.replay(self._fetch)
+        except TrimtabError:
+            raise
+        except (RuntimeError, ValueError) as exc:
+            if isinstance(exc, torch.OutOfMemoryError):
+                raise
+            raise CheckpointError(
+                f"cannot be converted from {', '.join(self._leaves(tensor))} ({exc})", path=self.plan.request.model,
+                tensor_name=tensor.tensor_path,
+            ) from exc  # fmt: skip
+
+    def _cast(self, tensor: TensorRow, entry: TensorEntry) -> Tensor:
+        assert self.reader is not None
+        whole, start = None, 0
+        for part in map(self.reader.take, _pieces(entry)):
+            if whole is None:
+                whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=part.device)
+            whole[start : start + len(part)].copy_(part)
+            start += len(part)
+        assert whole is not None and start == len(whole), tensor.tensor_path
+        return whole
+
+    # Where it goes ----------------------------------------------------------------------------------------------------
+
+    def _fill_block(self, block: str, rows: list[ModuleRow]) -> None:
+        tier = self.tier[block]
+        writer = tiers.GroupWriter(block) if tier in ("stream", "disk") else None
+        firsts = {piece[0] for piece in self.pieces[block]}
+        for row in rows:
+            if writer is not None and row.module_path in firsts:
+                writer.begin_piece()
+            module = self.probe.model.get_submodule(row.module_path)
+            if row.is_head8:
+                self._fill_head8(row, module, tier, writer)
+            elif row.kind == "linear" and type(module) is nn.Linear:
+                self._fill_linear(row, module, tier, writer)
+            elif row.kind == "embedding":
+                self._fill_embedding(row, module)
+            elif row.kind == "experts" and tier != "resident":
+                self._fill_experts(row, module, tier, writer)
+            else:
+                self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors})
+        if writer is not None and writer.group.nbytes:
+            if tier == "disk" and self.spill is None:
+                self.spill = Spill(spill_folder(self.plan.request.offload_dir))
+            self.groups.append(
+                writer.finish(pinned=self.device.type == "cuda", spill=self.spill if tier == "disk" else None)
+            )
+
+    def _fill_linear(self, row: ModuleRow, module: nn.Linear, tier: str, writer: tiers.GroupWriter | None) -> None:
+        weight = row.weight
+        assert weight is not None, row.module_path
+        others = {tensor.tensor_path for tensor in row.tensors} - {weight.tensor_path}
+        tied = weight.tied_to is not None
+        packed = keep(self.owners[weight.tied_to].data) if weight.tied_to else self._packed(row, weight)
+        self._fill_fixed(row, module, others)
+        bias = None if module.bias is None else module.bias.data
+        common = {"bias": bias, "device": self.device, "dtype": self.dtype, "store": self.adapter_store}
+        leaf: leaves.Leaf
+        if tier == "resident" or tied:
+            packed = self.arena.hold(packed) if row.quantized else packed
+            leaf = leaves.ResidentLeaf(row.module_path, packed, **common)
+            if packed.kind == "none" and not tied:
+                self.owners[weight.tensor_path] = nn.Parameter(packed.parts["weight"], requires_grad=False)
+        elif tier == "host":
+            host = packed.with_parts({k: v.cpu() for k, v in packed.parts.items()}, self.codes.on(packed, CPU))
+            leaf = leaves.HostLeaf(row.module_path, host, **common)
+        else:
+            assert writer is not None
+            self._stage_linear(row, self._staged(packed, writer.add(packed.parts), writer), common)
+            return
+        self.probe.model.set_submodule(row.module_path, leaf.eval())
+
+    def _fill_head8(self, row: ModuleRow, module: nn.Module, tier: str, writer: tiers.GroupWriter | None) -> None:
+        """Make the 8-bit copy of the head in its tier, slice by slice, never complete beside its source."""
+        weight = row.weight
+        assert weight is not None, row.module_path
+        shape = (weight.shape[0], weight.shape[1])
+        forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "weight": (shape, torch.int8), "scale": (shape[:1], torch.float32),
+        }  # fmt: skip
+        places: dict[str, tiers.Part] | None = None
+        if tier == "resident":
+            parts = self.arena.room(forms)
+        elif tier == "host":
+            parts = {name: torch.empty(form, dtype=dtype) for name, (form, dtype) in forms.items()}
+        else:
+            assert writer is not None
+            parts, places = writer.room(forms, pinned=tier == "stream" and self.device.type == "cuda")
+        assert self.reader is not None
+        is_finite = head8.fill(map(self.reader.take, self._head_pieces(weight)), parts["weight"], parts["scale"])
+        if not is_finite:
+            raise CheckpointError(
+                "holds values that are not finite", path=self.plan.request.model, tensor_name=weight.tensor_path
+            )
+        self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors} - {weight.tensor_path})
+        bias = module.bias if isinstance(module.bias, Tensor) else None
+        common: dict[str, Any] = {
+            "bias": None if bias is None else bias.data, "device": self.device, "dtype": self.dtype, "store": self.adapter_store,
+        }  # fmt: skip
+        packed = Packed(HEAD8, shape, self.dtype, parts, {}, kernel=head8.Kernel())
+        if places is not None:
+            assert writer is not None
+            self._stage_linear(row, self._staged(packed, places, writer), common)
+            return
+        leaf = (leaves.HostLeaf if tier == "host" else leaves.ResidentLeaf)(row.module_path, packed, **common)
+        self.probe.model.set_submodule(row.module_path, leaf.eval())
+        self.head = None if tier == "host" else leaf
+
+    def _head_pieces(self, weight: TensorRow) -> list[TensorEntry]:
+        """Return the head's weight in its file as pieces of whole rows, in the file's own type.
+
+        Errors: CheckpointError if the head is more than a tensor of the file, cast at most.
+        """
+        entry = self._entry(weight, "so it cannot be made into 8 bits a piece at a time", hint="Leave head= out")
+        if entry.dtype not in ("bfloat16", "float16", "float32"):
+            raise CheckpointError(
+                f"is {entry.dtype}: an 8-bit head is made from bfloat16, float16 or float32", path=entry.file,
+                tensor_name=entry.tensor_name, hint="Leave head= out",
+            )  # fmt: skip
+        return _pieces(entry)
+
+    def _entry(self, tensor: TensorRow, consequence: str, *, hint: str) -> TensorEntry:
+        """Return the file tensor that a parameter is, or is a cast of. Errors: CheckpointError if it is made otherwise."""
+        name = self.probe.sources[tensor.tensor_path].cast_leaf
+        if name is None:
+            raise CheckpointError(
+                f"is made from the file by more than a cast, {consequence}", path=self.plan.request.model,
+                tensor_name=tensor.tensor_path, hint=hint,
+            )  # fmt: skip
+        return self.entries[name]
+
+    def _packed(self, row: ModuleRow, weight: TensorRow) -> Packed:
+        expression = self.probe.sources.get(weight.tensor_path)
+        if expression is not None and expression.is_leaf and expression.leaves[0] in self.packed:
+            return self.codes.share(self._fetch_packed(self.packed[expression.leaves[0]]))
+        dense = self._dense(weight)
+        assert dense is not None, weight.tensor_path
+        return self.codes.share(quantize(dense, self.plan.request.quant)) if row.quantized else keep(dense)
+
+    def _staged(
+        self, packed: Packed, places: Mapping[str, tiers.Part], writer: tiers.GroupWriter
+    ) -> Callable[[tiers.Streamer], tiers.Staged]:
+        facts, piece = packed.with_parts({}, packed.codes), len(writer.group.piece_starts)
+        return lambda streamer: tiers.Staged(streamer, writer.group, facts, places, piece)
+
+    def _stage_linear(
+        self, row: ModuleRow, staged: Callable[[tiers.Streamer], tiers.Staged], common: Mapping[str, Any]
+    ) -> None:
+        def put(streamer: tiers.Streamer) -> None:
+            leaf = leaves.StagedLeaf(row.module_path, staged(streamer), **common)
+            self.probe.model.set_submodule(row.module_path, leaf.eval())
+            if row.is_head8:
+                self.head = leaf
+
+        self.waiting.append(put)
+
+    def _fill_experts(self, row: ModuleRow, module: nn.Module, tier: str, writer: tiers.GroupWriter | None) -> None:
+        large = [tensor for tensor in row.tensors if self._moves(row, tensor)]
+        dense = {tensor.tensor_path.rpartition(".")[2]: self._dense(tensor) for tensor in large}
+        stacks = {name: tensor for name, tensor in dense.items() if tensor is not None}
+        self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors} - {t.tensor_path for t in large})
+        if tier == "host":
+            for name, tensor in stacks.items():
+                module._parameters[name] = nn.Parameter(tensor.cpu(), requires_grad=False)
+            module.to("cpu")
+            leaves.compute_on_host(module)
+            return
+        assert writer is not None
+        first = next(iter(stacks.values()))
+        packed = Packed("none", tuple(first.shape), first.dtype, {}, {})
+        staged = self._staged(packed, writer.add(stacks), writer)
+        self.waiting.append(lambda streamer: leaves.stage_parameters(module, staged(streamer)))
+
+    def _fill_embedding(self, row: ModuleRow, module: nn.Module) -> None:
+        weight = row.weight
+        plain = type(module) is nn.Embedding or hasattr(module, "embed_scale")
+        if weight is None or not plain or getattr(module, "max_norm", None) is not None:
+            self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors})
+            return
+        parameter = None if self.tier[row.block] == "gather" else self._parameter(weight)
+        source = self._rows(row, weight) if parameter is None else None
+        self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors} - {weight.tensor_path})
+        scale = getattr(module, "embed_scale", None)
+        if isinstance(scale, float):
+            scale = torch.tensor(scale)
+        common: dict[str, Any] = {
+            "embed_scale": scale.to(self.device) if isinstance(scale, Tensor) else None, "device": self.device,
+            "dtype": self.dtype, "store": self.adapter_store, "padding_idx": module.padding_idx,
+        }  # fmt: skip
+        table: tables.Table
+        if parameter is not None:
+            table = tables.ResidentTable(row.module_path, parameter, **common)
+        else:
+            assert source is not None
+            first_rows = int(getattr(module, "padding_idx", None) or 0) + 1
+            table = tables.GatheredTable(
+                row.module_path, (weight.shape[0], weight.shape[1]), source, first_rows, **common
+            )
+        self.probe.model.set_submodule(row.module_path, table.eval())
+
+    def _rows(self, row: ModuleRow, weight: TensorRow) -> Tensor | tables.FileRows:
+        """Return where the rows of a gathered table are: in host memory, or left in the checkpoint file."""
+        if self.home[row.block] != "file":
+            dense = self._dense(weight)
+            assert dense is not None
+            return dense
+        entry = self._entry(
+            weight, "so its rows cannot be read from there",
+            hint="Give the plan more host_memory, so that the table is held there",
+        )  # fmt: skip
+        rows = tables.FileRows(entry.file, entry.start, (weight.shape[0], weight.shape[1]), getattr(torch, entry.dtype))
+        self.file_rows.append(rows)
+        return rows
+
+    def _parameter(self, tensor: TensorRow) -> nn.Parameter:
+        """Return the parameter on the execution device; tied paths get one and the same object."""
+        owner = tensor.tied_to or tensor.tensor_path
+        if owner not in self.owners:
+            dense = self._dense(tensor)
+            assert dense is not None, tensor.tensor_path
+            self.owners[owner] = nn.Parameter(dense, requires_grad=False)
+        return self.owners[owner]
+
+    def _fill_fixed(self, row: ModuleRow, module: nn.Module, paths: set[str]) -> None:
+        """Load the named tensors, and every buffer computed at load, to the execution device."""
+        for tensor in self._in_order(row):
+            if tensor.tensor_path not in paths:
+                continue
+            name = tensor.tensor_path[len(row.module_path) + 1 :] if row.module_path else tensor.tensor_path
+            if tensor.is_buffer:
+                dense = self._dense(tensor)
+                value = module._buffers[name] if dense is None else dense
+                assert value is not None
+                module._buffers[name] = value.to(self.device)
+            elif self.probe.sources.get(tensor.tensor_path) is None and tensor.tied_to is None:
+                value = module._parameters[name]
+                assert value is not None
+                module._parameters[name] = nn.Parameter(value.data.to(self.device), requires_grad=False)
+            else:
+                module._parameters[name] = self._parameter(tensor)
+
+    # The end ----------------------------------------------------------------------------------------------------------
+
+    def _check_nothing_left(self) -> None:
+        """Raise CheckpointError if any tensor of the finished tree still holds no data."""
+        model = self.probe.model
+        for name, buffer in list(model.named_buffers()):  # computed at load, in no file: real on the CPU
+            if buffer.device.type not in (self.device.type, "meta"):
+                owner, _, leaf = name.rpartition(".")
+                model.get_submodule(owner)._buffers[leaf] = buffer.to(self.device)
+        unfilled = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.device.type == "meta"]
+        if unfilled:
+            raise CheckpointError(
+                f"{len(unfilled)} tensors were not filled, for example {', '.join(unfilled[:3])}", path=self.plan.request.model,
+                hint="This architecture keeps tensors where the loader does not look; please report it",
+            )  # fmt: skip
+
+    def _streamer(self) -> tiers.Streamer | None:
+        if not self.groups:
+            return None
+        in_order = {row.block: place for place, row in reversed(list(enumerate(self.rows)))}
+        self.groups.sort(key=lambda group: in_order[group.block])
+        streamer = tiers.Streamer(self.device, self.groups, slot_count=self.plan.staging_slots, spill=self.spill)
+        self.undo.callback(streamer.close)
+        for put in self.waiting:
+            put(streamer)
+        for group in self.groups:
+            block = self.probe.model.get_submodule(group.block)
+            leaves.last_reader(block, group).register_forward_hook(partial(_left, streamer, group))
+        return streamer
+
+
+def _pieces(entry: TensorEntry) -> list[TensorEntry]:
+    """Return a tensor of a file as pieces of whole rows, of HEAD_PIECE_VALUES values at most where a row has fewer."""
+    rows, *inner = entry.shape
+    step, row_bytes = max(1, HEAD_PIECE_VALUES // prod(inner)), entry.nbytes // rows
+    return [
+        replace(
+            entry, shape=(min(step, rows - at), *inner), start=entry.start + at * row_bytes,
+            nbytes=min(step, rows - at) * row_bytes,
+        )
+        for at in range(0, rows, step)
+    ]  # fmt: skip
+
+
+def _left(streamer: tiers.Streamer, group: tiers.Group, *_: Any) -> None:
+    streamer.leave(group)

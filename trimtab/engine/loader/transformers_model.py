@@ -1,0 +1,466 @@
+"""transformers' view of a checkpoint: its classes, names, configs. `hf_generate` and `hf_processor` import it too.
+
+`probe` runs transformers' own loader on tensors without data (`probe.py`), so that renames, fused experts, ties and
+casts are stock's in every release, with no weight read and accelerate untouched: public arguments of public methods.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
+from trimtab.checkpoint.config_limits import MOST_MODULES, check_declared
+from trimtab.checkpoint.folder import CONFIG, Checkpoint
+from trimtab.checkpoint.headers import TensorEntry
+from trimtab.checkpoint.prequantized import PackedEntry, split_packed
+from trimtab.engine.loader.anatomy_builder import build_anatomy
+from trimtab.engine.loader.tracing import (  # fmt: skip
+    Expression,
+    NoAllocation,
+    TooManyModulesError,
+    Trace,
+    Traced,
+    is_undefined,
+    most_modules,
+)
+from trimtab.engine.tiers.reader import read_small
+from trimtab.errors import CheckpointError
+from trimtab.process.json_file import check_file
+
+# from_pretrained sets process-wide state while it runs (default dtype, patched constructors): one at a time.
+_ONE_PROBE = threading.Lock()
+
+# transformers' switch for its loading threads. Source: transformers 5.6.2 to 5.23.0, core_model_loading.py.
+NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
+TOO_LARGE = "No released model is so large: a count in config.json is wrong"
+AUTO_CLASSES = ("AutoModelForMultimodalLM", "AutoModelForImageTextToText", "AutoModelForCausalLM")
+
+
+@dataclass
+class Probe:
+    """The empty model as stock's loader would fill it.
+
+    model: in eval mode; every tensor is traced, or real and on the CPU (computed at load). sources: tensor_path -> how
+    to make it. missing: persistent buffers that no file holds and that keep their initial value. unexpected: file
+    tensors that the model does not use (after its own list of known ones). ties: tensor_path -> the tensor_path that
+    owns the storage. dtype: what was asked. compares_values: whether the loader asked if stored tensors are equal.
+    """
+
+    model: Any
+    config: Any
+    sources: dict[str, Expression]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    ties: dict[str, str]
+    dtype: str
+    compares_values: bool = False
+
+
+# Configs and classes --------------------------------------------------------------------------------------------------
+
+
+def read_config(checkpoint: Checkpoint) -> Any:
+    """Return transformers' config of a checkpoint, without any quantization_config.
+
+    Errors: CheckpointError for an architecture that the installed transformers does not know, for one that would need
+    code from the checkpoint (auto_map; it is never run), and for values that the config class refuses.
+    """
+    check_declared(checkpoint.config, _declared_fields(checkpoint.config), checkpoint.folder / CONFIG)
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            checkpoint.folder, trust_remote_code=False, local_files_only=True
+        )
+    except Exception as exc:  # strict config classes raise validation errors of several libraries
+        if checkpoint.config.get("model_type") in transformers.CONFIG_MAPPING:
+            raise CheckpointError(
+                f"config.json is refused by transformers {transformers.__version__}: {_words(exc)}",
+                path=checkpoint.folder,
+            ) from exc
+        raise _unknown(checkpoint, f"model_type {checkpoint.config.get('model_type')!r}") from exc
+    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ())]
+    for part in parts:
+        if getattr(part, "quantization_config", None) is not None:
+            del part.quantization_config
+    config._name_or_path = str(checkpoint.folder)
+    return config
+
+
+def _declared_fields(config: Mapping[str, Any]) -> set[str]:
+    """Return the names that the config's class and those of its sub-configs read; a part can name its own class."""
+    types = (part.get("model_type") for part in (config, *config.values()) if isinstance(part, Mapping))
+    waiting: list[Any] = [
+        transformers.CONFIG_MAPPING[one] for one in types if isinstance(one, str) and one in transformers.CONFIG_MAPPING
+    ]
+    seen: set[Any] = set()
+    names: set[str] = set()
+    while waiting:
+        kind = waiting.pop()
+        if not isinstance(kind, type) or kind in seen:
+            continue
+        seen.add(kind)
+        names |= set(getattr(kind, "__dataclass_fields__", ())) | set(inspect.signature(kind).parameters)
+        names |= set(getattr(kind, "attribute_map", ()))
+        waiting += (getattr(kind, "sub_configs", None) or {}).values()
+    return names
+
+
+def _unknown(checkpoint: Checkpoint, what: str) -> CheckpointError:
+    remote = ""
+    if "auto_map" in checkpoint.config:
+        remote = "; it has its own code (auto_map), which is never run"
+    return CheckpointError(
+        f"unknown architecture: {what}, architectures {checkpoint.config.get('architectures')}; transformers "
+        f"{transformers.__version__} does not have it{remote}",
+        path=checkpoint.folder, hint="Install a transformers release that knows it",
+    )  # fmt: skip
+
+
+def _words(exc: BaseException) -> str:
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    return " ".join(lines[:3]) or type(exc).__name__
+
+
+def model_class(checkpoint: Checkpoint, config: Any) -> Any:
+    """Return the class that the config names. Errors: CheckpointError."""
+    architectures = checkpoint.config.get("architectures") or ()
+    for name in architectures:
+        kind = getattr(transformers, name, None)
+        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+            return kind
+    if not architectures:
+        for auto in AUTO_CLASSES:
+            mapping = getattr(getattr(transformers, auto, None), "_model_mapping", {})
+            if type(config) in mapping:
+                kind = mapping[type(config)]
+                return kind[0] if isinstance(kind, (tuple, list)) else kind
+    raise _unknown(checkpoint, f"model_type {config.model_type!r}")
+
+
+def read_generation_config(folder: Path) -> Any:
+    """Return the folder's generation defaults; without a generation_config.json those in config.json, as stock does."""
+    has_own = (folder / "generation_config.json").is_file()
+    if has_own:
+        check_file(folder / "generation_config.json", "generation_config.json")
+    options = {} if has_own else {"config_file_name": "config.json", "_from_model_config": True}
+    try:
+        return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True, **options)
+    except (ValueError, OSError, TypeError) as exc:
+        if not has_own:
+            return None
+        raise CheckpointError(f"cannot be read ({_words(exc)})", path=folder / "generation_config.json") from exc
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    # What it would warn of (missing, unexpected, mismatched) is in the Probe or an error of ours.
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _without_threads() -> Iterator[None]:
+    """Make transformers' loader work in the calling thread: for tensors without data, a thread pool only adds time."""
+    before = os.environ.get(NO_THREADS)
+    os.environ[NO_THREADS] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(NO_THREADS, None)
+        else:
+            os.environ[NO_THREADS] = before
+
+
+# The probe ------------------------------------------------------------------------------------------------------------
+
+
+def probe(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Probe:
+    """Return the empty model and how each of its tensors is made from the file tensors.
+
+    Packed weights count as tensors of their logical shape in the model's dtype. Without weight files the sources are
+    the model's own names. Errors: CheckpointError for missing tensors (all of them, before any is allocated), wrong
+    shapes, and operations that cannot be followed.
+    """
+    plain, packed = split_packed(checkpoint)
+    config = read_config(checkpoint)
+    kind = model_class(checkpoint, config)
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    compared: list[bool] = []
+    trace = Trace(lambda a, b: compared.append(True) or _equal_in_files(plain, a, b))  # type: ignore[func-returns-value]
+    tensors = _trace(trace, plain, packed, torch_dtype)
+    with _ONE_PROBE, _quiet(), _without_threads():
+        model, info = _load_traced(checkpoint, kind, config, tensors, torch_dtype, trace)
+        if not checkpoint.has_weights:
+            tensors = _declared(trace, model)
+            # Only the loader applies the list of what stays in float32.
+            if not any(getattr(model, f"_keep_in_fp32_modules{name}", None) for name in ("", "_strict")):
+                return _declared_result(model, tensors, dtype)
+            model, info = _load_traced(checkpoint, kind, config, tensors, torch_dtype, trace)
+    model.name_or_path = model.config._name_or_path = str(checkpoint.folder)
+    return replace(_result(checkpoint, model.eval(), info, dtype), compares_values=bool(compared))
+
+
+def _trace(
+    trace: Trace, plain: dict[str, TensorEntry], packed: dict[str, PackedEntry], dtype: torch.dtype
+) -> dict[str, Traced]:
+    tensors = {name: trace.tensor(name, entry.shape, getattr(torch, entry.dtype)) for name, entry in plain.items()}
+    # In the model's own dtype, so that no cast is recorded on a weight that stays packed.
+    return tensors | {name: trace.tensor(name, entry.shape, dtype) for name, entry in packed.items()}
+
+
+def _declared(trace: Trace, empty: Any) -> dict[str, Traced]:
+    tied = set(getattr(empty, "all_tied_weights_keys", None) or ())
+    tensors = {name: value for name, value in empty.state_dict().items() if name not in tied}
+    return {name: trace.tensor(name, tuple(value.shape), value.dtype) for name, value in tensors.items()}
+
+
+def _declared_result(model: Any, tensors: dict[str, Traced], dtype: str) -> Probe:
+    ties = _ties(model)
+    sources = {name: value.expression for name, value in tensors.items()}
+    sources |= {name: sources[owner] for name, owner in ties.items()}
+    return Probe(model.eval(), model.config, sources, (), (), ties, dtype)
+
+
+def _load_traced(
+    checkpoint: Checkpoint, kind: Any, config: Any, tensors: dict[str, Traced], dtype: torch.dtype, trace: Trace
+) -> tuple[Any, dict[str, Any]]:
+    """Return (model, loading info) of stock's loader run on tensors without data."""
+    try:
+        with NoAllocation(), most_modules(MOST_MODULES + 4 * len(tensors)):
+            model, info = kind.from_pretrained(
+                None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, local_files_only=True,
+                generation_config=read_generation_config(checkpoint.folder), ignore_mismatched_sizes=True,
+            )  # fmt: skip
+    except TooManyModulesError as exc:
+        raise CheckpointError(f"{kind.__name__} {exc}", path=checkpoint.folder / CONFIG, hint=TOO_LARGE) from exc
+    except Exception as exc:  # whatever the model's own code raises
+        why = "; ".join(trace.problems[:5]) or _words(exc)
+        raise CheckpointError(
+            f"cannot be loaded as {kind.__name__} by transformers {transformers.__version__}: {why}",
+            path=checkpoint.folder,
+        ) from exc
+    return model, info
+
+
+def _equal_in_files(plain: dict[str, TensorEntry], a: Expression, b: Expression) -> bool:
+    """Stock ties two stored tensors only if they are equal: the one question whose answer needs the weights."""
+    if not all(leaf in plain for leaf in (*a.leaves, *b.leaves)):
+        return False
+    first, second = (item.replay(lambda name: read_small({name: plain[name]})[name]) for item in (a, b))
+    return torch.equal(first, second)
+
+
+def _result(checkpoint: Checkpoint, model: Any, info: dict[str, Any], dtype: str) -> Probe:
+    _check_shapes(checkpoint, info)
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    buffers = list(model.named_buffers(remove_duplicate=False))
+    _check_complete(checkpoint, model, parameters, info)
+    _check_followed(checkpoint, model, parameters, buffers)
+    sources = {name: value.expression for name, value in (*parameters, *buffers) if isinstance(value, Traced)}
+    persistent = set(model.state_dict())
+    missing = sorted(name for name, _ in buffers if name in persistent and name not in sources)
+    return Probe(
+        model, model.config, sources, tuple(missing), tuple(sorted(info["unexpected_keys"])), _ties(model), dtype
+    )
+
+
+def _ties(model: Any) -> dict[str, str]:
+    owners: dict[int, str] = {}
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {name: owner for name, value in parameters if (owner := owners.setdefault(id(value), name)) != name}
+
+
+def _check_shapes(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
+    wrong = [
+        f"{name} is {list(have)}, the model's is {list(want)}" for name, have, want in sorted(info["mismatched_keys"])
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} tensors have another shape than the model: {_shortened(wrong)}", path=checkpoint.folder,
+            hint="config.json belongs to another checkpoint",
+        )  # fmt: skip
+
+
+def _check_complete(
+    checkpoint: Checkpoint, model: Any, parameters: Iterable[tuple[str, Tensor]], info: dict[str, Any]
+) -> None:
+    absent = set(info["missing_keys"])
+    lost = [
+        name for name, value in parameters if not isinstance(value, Traced) and (name in absent or not value.is_meta)
+    ]
+    if lost:
+        others = sorted(info["unexpected_keys"])
+        raise CheckpointError(
+            f"{len(lost)} tensors of {type(model).__name__} are missing: {_shortened(lost)}"
+            + (f"; {len(others)} other tensors are not used: {_shortened(others, 3)}" if others else ""),
+            path=checkpoint.folder, tensor_name=lost[0] if len(lost) == 1 else None,
+            hint="A file is missing or truncated, or config.json belongs to another checkpoint",
+        )  # fmt: skip
+
+
+def _check_followed(
+    checkpoint: Checkpoint, model: Any, parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Raise CheckpointError if a tensor has neither a source nor a value."""
+    escaped = [name for name, value in (*parameters, *buffers) if not isinstance(value, Traced) and value.is_meta]
+    undefined = [name for name, value in buffers if not isinstance(value, Traced) and is_undefined(value)]
+    for names, what in ((escaped, "in a way that cannot be traced"), (undefined, "without assigning a value")):
+        if names:
+            raise CheckpointError(
+                f"transformers {transformers.__version__} makes {_shortened(names)} of {type(model).__name__} {what}",
+                path=checkpoint.folder, tensor_name=names[0],
+                hint="This architecture cannot be loaded; please report it",
+            )  # fmt: skip
+
+
+def _shortened(names: list[str], count: int = 20) -> str:
+    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
+
+
+# What stock quantizes -------------------------------------------------------------------------------------------------
+
+
+def stock_unquantized(model: Any, kind: str) -> dict[str, str]:
+    """Return {module_path: reason} of the plain linears that stock bitsandbytes leaves in full precision.
+
+    kind "none" gives {}; the rule is the same for every other. Source: transformers 5.6.2 to 5.23.0, quantizers/base.py
+    get_keys_to_not_convert: tied weights, the module of the last parameter, the output embedding. Stock looks before
+    weights are tied, so duplicates are kept here: on a tied model the last parameter is the head's own.
+    """
+    if kind == "none":
+        return {}
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    tied |= model.get_expanded_tied_weights_keys(all_submodels=True)
+    head = model.get_output_embeddings()
+    reasons = {path: "the output head" for path, module in model.named_modules() if head is not None and module is head}
+    reasons |= {name.removesuffix(".weight"): "its weight is tied" for name in (*tied, *tied.values())}
+    last = [name for name, _ in model.named_parameters(remove_duplicate=False)][-1:]
+    reasons = dict.fromkeys((name.removesuffix(".weight") for name in last), "the model's last module") | reasons
+    for pattern in getattr(model, "_keep_in_fp32_modules", None) or ():
+        reasons.setdefault(pattern, "its architecture keeps it in float32")
+    reason_of: dict[str, str] = {}
+    for path, module in model.named_modules():
+        why = next((why for pattern, why in reasons.items() if _skips(pattern, path)), None)
+        if type(module) is nn.Linear and why is not None:
+            reason_of[path] = why
+    return reason_of
+
+
+def _skips(pattern: str, path: str) -> bool:
+    """Return whether stock's skip pattern names a module. Source: quantizers_utils.py should_convert_module, 5.23.0.
+
+    Releases before it have no boundary after a name; no pattern of a default list needs one.
+    """
+    return path.endswith(pattern) or re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", path) is not None
+
+
+# The anatomy ----------------------------------------------------------------------------------------------------------
+
+
+def read_anatomy(checkpoint: Checkpoint, *, quant: str, dtype: str, keep_unquantized: tuple[str, ...] = ()) -> Anatomy:
+    """Return the anatomy of a checkpoint, from config and headers alone."""
+    return anatomy_of(probe(checkpoint, dtype), checkpoint, quant=quant, keep_unquantized=keep_unquantized)
+
+
+def anatomy_of(
+    probed: Probe, checkpoint: Checkpoint, *, quant: str, keep_unquantized: tuple[str, ...] = (), head: str = "full",
+    keeps_16bit: bool = False,
+) -> Anatomy:  # fmt: skip
+    """Return the anatomy of a probed checkpoint.
+
+    keeps_16bit: unquantized weights stay in 16 bits beside a computing dtype of 32 (`planning/request/dtypes.py`). Errors:
+    RequestError if a
+    keep_unquantized pattern names no linear, or if the model has no head that could be in 8 bits.
+    """
+    from trimtab.engine.families import step as hf_gemma4
+    from trimtab.engine.kv import kv_cache as hf_slots
+    from trimtab.engine.passes import chunk_forward as hf_prefill
+    from trimtab.engine.passes import media_embeddings as hf_prompt_media
+
+    plain, packed = split_packed(checkpoint)
+    try:
+        built = build_anatomy(
+            probed.model, probed.config, probed.sources, probed.ties, dtype=probed.dtype, packed=packed, quant=quant,
+            unquantized=stock_unquantized(probed.model, quant), keep_unquantized=keep_unquantized,
+            windows=_cache_windows(probed.config), head=head,
+            file_dtype=partial(_file_dtype, checkpoint, plain) if keeps_16bit else None,
+        )  # fmt: skip
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as exc:
+        raise CheckpointError(
+            f"has values that do not go together for {type(probed.model).__name__} ({type(exc).__name__}: {exc})",
+            path=checkpoint.folder / CONFIG,
+        ) from exc
+    return replace(
+        built,
+        capture_unsupported=hf_slots.why_not(probed.model),
+        fused_unsupported=hf_gemma4.why_not(probed.model),
+        prompts_unsupported=hf_prefill.why_not(probed.model),
+        images_look_ahead=hf_prompt_media.images_look_ahead(probed.config),
+    )
+
+
+def _file_dtype(checkpoint: Checkpoint, plain: Mapping[str, TensorEntry], tensor_name: str) -> str | None:
+    """Return the type of a file tensor; without weight files the one that config.json names, or bfloat16."""
+    if checkpoint.has_weights:
+        return plain[tensor_name].dtype if tensor_name in plain else None
+    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    return named if isinstance(named, str) and named in DTYPE_BYTES else "bfloat16"
+
+
+def _cache_windows(config: Any) -> tuple[int | None, ...] | None:
+    """Return the window of each layer of transformers' own cache, None for a layer that keeps everything; None if the cache
+    cannot be asked.
+
+    The config is not read: transformers 5.6.2 drops all windows of a model whose num_kv_shared_layers is 0 (cache_utils.py).
+    """
+    try:
+        layers = transformers.DynamicCache(config=config.get_text_config(decoder=True)).layers
+    except Exception:  # a model with a cache of its own
+        return None
+    return tuple(getattr(layer, "sliding_window", None) for layer in layers)
+
+
+# Processors -----------------------------------------------------------------------------------------------------------
+
+
+def load_processor(folder: Path) -> Any:
+    """Return the folder's processor. Errors: CheckpointError if it has none that works."""
+    return _load(transformers.AutoProcessor, folder, "processor")
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return the folder's tokenizer. Errors: CheckpointError if it has none that works."""
+    return _load(transformers.AutoTokenizer, folder, "tokenizer")
+
+
+def _load(auto: Any, folder: Path, what: str) -> Any:
+    try:
+        with _quiet():
+            return auto.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as exc:  # tokenizers raises bare Exceptions
+        is_there = any(folder.glob("*token*")) or any(folder.glob("vocab*")) or any(folder.glob("*.model"))
+        raise CheckpointError(
+            f"has no usable {what} ({_words(exc)})" if is_there else "has no tokenizer files", path=folder,
+            hint="Copy the tokenizer and processor files of the model into the folder",
+        ) from exc  # fmt: skip

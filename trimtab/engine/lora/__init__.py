@@ -1,0 +1,1 @@
+"""What is an adapter on a model, and what is PEFT's arithmetic for it?"""

@@ -1,0 +1,392 @@
+"""Fewer operations in transformers' own modules in a decode step: one for a norm, four for a LoRA.
+
+    short = ShortOps(hf_model, store, device, left_out=print)
+    with short.step():                # within: norms and adapters are short; after it, whatever happened: as before
+        hf_model(..., attention_mask=added_masks(hf_model, masks, dtype))
+
+On one token a kernel takes about as long as its launch, even in a CUDA graph, so a step costs what it has operations. An
+RMS norm of transformers is eight of them; torch has one. Which one operation a norm equals is not looked up by family but
+tried, before it is used: `FORMS` says which there are, `why_other` when one counts as equal. A norm that equals none
+stays as it is and is named.
+
+An adapter that no kernel looks up in a table (`slots.py`) is added as y + scale B A x in float32, rounded once; PEFT,
+whose roundings prompts keep (`lora.py`), rounds the change over a quantized layer before it adds it. Masks are what
+attention would make of them, made once instead of in every layer. What else lies between products (rotation, attention,
+gates) stays transformers'. No class is touched: a module's `forward` is covered by one in its own `__dict__` while the
+step lasts.
+
+What it does not know: whether a product of one row is faster another way; it counts operations, the time is the GPU's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora.store import EAGER, TOWERS, AdapterStore, AdapterTable, Selection
+
+# Values of each trial, in rows whose size goes from 2^-11 (there eps decides) to 2^6.
+_TRIAL_ROWS = 72
+# A sum in another order and rsqrt for pow move a float32 value by a few steps of 2^-23 ...
+MOST_STEPS_FLOAT32 = 16
+# ... and one that is rounded to 16 bits by one step, where a border between two lies in between: 16 * 2^-23 of float16's
+# 2^-10 is one value in 512, in bfloat16 one in 4,096. Twice that, as a trial is a sample. Rounding before instead of after
+# the weight moves about every third. A value that moved and is then multiplied and rounded again ends up to two steps away:
+# its step is between half a step and two of the product's (so do 1 in 10 of those that moved; transformers' own module is two
+# steps away from its formula in float64 in 6 of a million values, width 5376, float16).
+MOST_MOVED_SHARE = 2**-8
+# Adapters of different rows are put side by side by a copy; beyond this their own products are as fast.
+STACK_BYTES = 8 * 2**20
+
+# Operations for one row, for rows side by side, and for one adapter's rows gathered and put back (`adapter_store.EagerAdapters`).
+_RUN_OPS, _STACK_OPS, _GATHER_OPS = 3, 6, 9
+
+Norm = Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
+
+
+# Norms ---------------------------------------------------------------------------------------------------------------
+
+
+def _inside(x: Tensor, weight: Tensor | None, _: Tensor | None, eps: float) -> Tensor:
+    return functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def _after(x: Tensor, weight: Tensor | None, _: Tensor | None, eps: float) -> Tensor:
+    normed = functional.rms_norm(x, x.shape[-1:], None, eps)
+    return normed if weight is None else weight * normed
+
+
+def _plus_one(x: Tensor, weight: Tensor | None, wide: Tensor | None, eps: float) -> Tensor:
+    assert weight is not None
+    wide = 1.0 + weight.float() if wide is None else wide
+    return functional.rms_norm(x.float(), x.shape[-1:], wide, eps).type_as(x)
+
+
+# (x [..., D], weight [D] or None, 1 + weight in float32 where it is kept, eps) -> [..., D], in the order they are tried.
+# inside: the weight in float32, rounded once (Gemma 4 and 3n). after: rounded, then times the weight (Llama, Qwen,
+# Mistral). plus one: times 1 + weight in float32 (Gemma 3).
+FORMS: dict[str, Norm] = {"inside": _inside, "after": _after, "plus one": _plus_one}
+# How often each rounds to 16 bits: so many steps of it two that are equal may lie apart.
+ROUNDINGS = {"inside": 1, "after": 2, "plus one": 1}
+
+
+def why_not(device: torch.device) -> str | None:
+    """Return why no norm is one operation on this device, None if they can be."""
+    name = "_fused_rms_norm"
+    has_kernel = hasattr(torch.ops.aten, name) and (
+        device.type == "cpu"  # one call there too, of several operations: for tests
+        or torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", device.type.upper())
+    )
+    return None if has_kernel else f"torch {torch.__version__} has no kernel for an RMS norm on {device.type}"
+
+
+def why_other(actual: Tensor, expected: Tensor, *, roundings: int = 1) -> str | None:
+    """Return in how much a norm's values differ from the module's own, None where only roundings do.
+
+    roundings: how often the module rounds to 16 bits (`ROUNDINGS`).
+    """
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        return f"{actual.dtype} {tuple(actual.shape)}, not {expected.dtype} {tuple(expected.shape)}"
+    if not bool(actual.isfinite().all()):
+        return "values that are not finite"
+    steps = (_ordered(actual) - _ordered(expected)).abs()
+    most, share = int(steps.max()), float((steps > 0).float().mean())
+    if actual.dtype == torch.float32:
+        return None if most <= MOST_STEPS_FLOAT32 else f"values are up to {most} steps of float32 away"
+    if most <= roundings and share <= MOST_MOVED_SHARE:
+        return None
+    return f"{share:.1%} of the values are up to {most} steps of {actual.dtype} away"
+
+
+def _ordered(x: Tensor) -> Tensor:
+    """Return whole numbers that go up by one from each value of the type to the next."""
+    kind = torch.int32 if x.dtype == torch.float32 else torch.int16
+    bits = x.contiguous().view(kind).long()
+    return torch.where(bits >= 0, bits, torch.iinfo(kind).min - bits)
+
+
+def _is_capturing(x: Tensor) -> bool:
+    return x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@dataclass(frozen=True)
+class NormKind:
+    """What decides which short form a norm has: all norms that are equal in it share one trial."""
+
+    module_class: type[nn.Module]
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+    eps: float
+    has_weight: bool
+
+
+class _ShortNorm:
+    """Stands for the forward of one norm module; what its owner has proved of one holds for all like it."""
+
+    def __init__(self, module: nn.Module, eps: float, owner: ShortOps) -> None:
+        self.module, self.eps, self.owner = module, eps, owner
+        self.own: Callable[..., Tensor] = module.forward
+        self.parameter: Tensor | None = module._parameters.get("weight")
+        self.wide: Tensor | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+            return self.own(*args, **kwargs)
+        (x,) = args
+        weight: Tensor | None = getattr(self.module, "weight", None)
+        form = self._form(x, weight)
+        if form is None:
+            return self.own(x)
+        return FORMS[form](x, weight, self._wide(x, weight) if form == "plus one" else None, self.eps)
+
+    def _wide(self, x: Tensor, weight: Tensor | None) -> Tensor | None:
+        # An adapter's weight stands here only for its own rows: it is not kept.
+        if weight is None or weight is not self.parameter:
+            return None
+        if self.wide is None and not _is_capturing(x):  # what a capture makes belongs to its graph
+            self.wide = 1.0 + weight.detach().float()
+        return self.wide
+
+    def _form(self, x: Tensor, weight: Tensor | None) -> str | None:
+        if weight is not None and (weight.dtype != x.dtype or weight.device != x.device):
+            return None
+        kind = NormKind(type(self.module), x.shape[-1], x.dtype, x.device, self.eps, weight is not None)
+        if kind not in self.owner.proved:
+            if _is_capturing(x):  # a trial waits for the device; every capture comes after a step that is not captured
+                return None
+            self.owner.proved[kind] = self._prove(x, weight)
+        return self.owner.proved[kind]
+
+    def _prove(self, x: Tensor, weight: Tensor | None) -> str | None:
+        """Return which form equals the module's own forward on random values; None, and a word to the owner, if none."""
+        width = x.shape[-1]
+        generator = torch.Generator(device=x.device).manual_seed(width)
+        size = torch.logspace(-11, 6, _TRIAL_ROWS, base=2.0, device=x.device)[:, None, None]
+        values = (torch.randn(_TRIAL_ROWS, 1, width, generator=generator, device=x.device) * size).to(x.dtype)
+        twin = copy.copy(self.module)
+        twin.__dict__.pop("forward", None)
+        given = None
+        if weight is not None:
+            given = torch.randn(width, generator=generator, device=x.device).to(x.dtype)
+            twin.__dict__["_parameters"] = {"weight": nn.Parameter(given, requires_grad=False)}
+        name = f"{type(self.module).__name__} of width {width}"
+        try:
+            expected = twin(values)
+        except Exception as exc:
+            self.owner.leave_out(name, f"{type(exc).__name__}: {exc}")
+            return None
+        reasons = []
+        for form, compute in FORMS.items():
+            if given is None and form == "plus one":
+                continue
+            why = why_other(compute(values, given, None, self.eps), expected, roundings=ROUNDINGS[form])
+            if why is None:
+                return form
+            reasons.append(f"{form}: {why}")
+        self.owner.leave_out(name, "; ".join(reasons))
+        return None
+
+
+def _eps_of(module: nn.Module) -> float | None:
+    eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
+    return float(eps) if isinstance(eps, float) else None
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    if not type(module).__name__.endswith("RMSNorm") or isinstance(module, nn.RMSNorm):
+        return False
+    kept = [name for name, value in module._parameters.items() if value is not None]
+    return kept in ([], ["weight"]) and not module._buffers and not module._modules and "forward" not in vars(module)
+
+
+# Masks ---------------------------------------------------------------------------------------------------------------
+
+
+def added_masks(hf_model: Any, masks: Any, dtype: torch.dtype) -> Any:
+    """Return the masks of a step (True where a row looks), one or a dictionary of them, as numbers added to the scores.
+
+    Torch's attention makes the same of a mask of True and False, with three operations in each layer.
+    """
+    if getattr(hf_model.config.get_text_config(), "_attn_implementation", None) != "sdpa":
+        return masks
+    if isinstance(masks, dict):
+        return {kind: added_masks(hf_model, mask, dtype) for kind, mask in masks.items()}
+    return torch.zeros_like(masks, dtype=dtype).masked_fill_(~masks, float("-inf"))
+
+
+# Adapters ------------------------------------------------------------------------------------------------------------
+
+
+def is_plain(adapter: Any) -> bool:
+    """Whether an adapter is y + scale B A x and nothing else."""
+    return (
+        isinstance(adapter, lora.LinearAdapter) and adapter.A is not None and adapter.B is not None
+        and adapter.B_bias is None and adapter.magnitude is None and adapter.weight is None and adapter.bias is None
+        and adapter.A.dtype == torch.float32
+    )  # fmt: skip
+
+
+class ShortAdapters:
+    """Adds adapters while a short step runs: the same sum from fewer operations, rounded once.
+
+    Products that read one tensor share its float32 form. Rows that differ are taken as they lie: neighbours with one
+    adapter are a slice, neighbours with several of one rank a batched product.
+    """
+
+    table: AdapterTable | None = None
+
+    def __init__(self) -> None:
+        self._source: Tensor | None = None
+        self._version = -1
+        self._wide: Tensor | None = None
+
+    def clear(self) -> None:
+        """Forget the last input: a step must not read what another one made."""
+        self._source, self._wide = None, None
+
+    def wide(self, x: Tensor) -> Tensor:
+        """Return x in float32, the one made before if x has not changed since."""
+        if x.dtype == torch.float32:
+            return x
+        if x.is_inference():  # has no version: nobody knows whether it changed
+            return x.float()
+        if self._wide is None or self._source is not x or self._version != x._version:
+            self._source, self._version, self._wide = x, x._version, x.float()
+        return self._wide
+
+    def can(self, leaf: Any, x: Tensor) -> bool:
+        """Whether the adapters of the rows of x are all plain at this layer, and this way is short."""
+        selection: Selection = leaf.adapter_store.selection
+        used = {name: leaf.adapters[name] for name in selection.active() if name is not None and name in leaf.adapters}
+        if not all(is_plain(adapter) for adapter in used.values()):
+            return False
+        if selection.rows is None:
+            return True
+        if len(selection.rows) != x.shape[0] or any(adapter.part in TOWERS for adapter in used.values()):
+            return False
+        runs = list(_runs([None if name is None else leaf.adapters.get(name) for name in selection.rows]))
+        return sum(_RUN_OPS if end - start == 1 else _STACK_OPS for start, end in runs) <= _GATHER_OPS * len(used)
+
+    def apply(self, layer: Any, x: Tensor, y: Tensor) -> Tensor:
+        """See `AdapterApplier`. What is not plain LoRA, or not short this way, is added by PEFT's operations."""
+        if not layer.adapters:
+            return y
+        return self.add(layer, x, y) if self.can(layer, x) else EAGER.apply(layer, x, y)
+
+    def add(self, leaf: Any, x: Tensor, y: Tensor) -> Tensor:
+        """Return y [B, ..., D_out] changed in place by the adapters of the rows of x [B, ..., D_in]; see `can`."""
+        selection: Selection = leaf.adapter_store.selection
+        if selection.rows is None:
+            adapter = None if selection.name is None else leaf.adapters.get(selection.name)
+            return y if adapter is None else _add(adapter, self.wide(x), y)
+        adapters = [None if name is None else leaf.adapters.get(name) for name in selection.rows]
+        for start, end in _runs(adapters):
+            run = adapters[start:end]
+            part = self.wide(x)[start:end]
+            if all(adapter is run[0] for adapter in run):
+                _add(run[0], part, y[start:end])
+            else:
+                _add_stacked(run, part, y[start:end])
+        return y
+
+
+def _add(adapter: Any, x: Tensor, y: Tensor) -> Tensor:
+    change = functional.linear(functional.linear(x, adapter.A), adapter.B)
+    return y.add_(change, alpha=adapter.scale)
+
+
+def _add_stacked(adapters: Sequence[Any], x: Tensor, y: Tensor) -> None:
+    """Add to y [n, ..., D_out] what adapters[i], all of one rank, makes of row i of x [n, ..., D_in]."""
+    count, scales = len(adapters), [adapter.scale for adapter in adapters]
+    low = torch.bmm(x.reshape(count, -1, x.shape[-1]), torch.stack([one.A for one in adapters]).mT)
+    alpha = scales[0]
+    if any(scale != alpha for scale in scales):
+        torch._foreach_mul_(list(low.unbind(0)), scales)
+        alpha = 1.0
+    change = torch.bmm(low, torch.stack([one.B for one in adapters]).mT)
+    y.add_(change.view_as(y), alpha=alpha)
+
+
+def _runs(adapters: Sequence[Any]) -> Iterator[tuple[int, int]]:
+    """Return [start, end) of neighbouring rows that are one product: of one adapter, or of several of one rank."""
+    start = 0
+    while start < len(adapters):
+        end = start + 1
+        if adapters[start] is not None:
+            while end < len(adapters) and _join(adapters[start : end + 1]):
+                end += 1
+            yield start, end
+        start = end
+
+
+def _join(adapters: Sequence[Any]) -> bool:
+    first = adapters[0]
+    if all(one is first for one in adapters):
+        return True
+    if any(one is None or one.A.shape != first.A.shape or one.B.shape != first.B.shape for one in adapters):
+        return False
+    return len(adapters) * max(first.A.nbytes, first.B.nbytes) <= STACK_BYTES
+
+
+# Both ----------------------------------------------------------------------------------------------------------------
+
+
+class ShortOps:
+    """The short forms of one model's norms and adapters. left_out: is told (what, why) of each kind of norm that has none."""
+
+    def __init__(
+        self, hf_model: Any, store: AdapterStore, device: torch.device, left_out: Callable[[str, str], None]
+    ) -> None:  # fmt: skip
+        self.hf_model, self.adapter_store, self._tell = hf_model, store, left_out
+        self.adapters = ShortAdapters()
+        self.proved: dict[NormKind, str | None] = {}  # a name of FORMS, None: no form is right
+        self._norms: dict[nn.Module, _ShortNorm] = {}
+        self._seen: tuple[int, ...] | None = None
+        self._why = why_not(device)
+        if self._why is not None:
+            self.leave_out("all of them", self._why)
+
+    def leave_out(self, what: str, why: str) -> None:
+        """Say that norms of this kind stay as they are."""
+        self._tell("norm as one operation", f"{what}: {why}")
+
+    def norms(self) -> dict[nn.Module, _ShortNorm]:
+        """Return what stands for the forward of each norm of the model; an adapter may have wrapped some since."""
+        serials = tuple(self.adapter_store.serials.values())
+        if self._why is None and self._seen != serials:
+            self._seen = serials
+            modules = (vars(m)["original"] if isinstance(m, lora.SavedModule) else m for m in self.hf_model.modules())
+            before, self._norms = self._norms, {}
+            for module in modules:
+                eps = _eps_of(module)
+                if eps is not None and _is_rms_norm(module):
+                    self._norms[module] = before.get(module) or _ShortNorm(module, eps, self)
+        return self._norms
+
+    @contextmanager
+    def step(self, adapters: ShortAdapters | None = None) -> Iterator[None]:
+        """Run norms and adapters in their short forms while the block runs. adapters: what adds them, None for its own. Where
+        adapters are looked up in a table they stay there."""
+        adapters = adapters or self.adapters
+        covered: list[nn.Module] = []
+        try:
+            for module, short in self.norms().items():
+                if "forward" not in vars(module):
+                    vars(module)["forward"] = short
+                    covered.append(module)
+            adapters.clear()
+            with self.adapter_store.applying(None if self.adapter_store.table is not None else adapters):
+                yield
+        finally:
+            for module in covered:
+                vars(module).pop("forward", None)
+            adapters.clear()

@@ -1,0 +1,433 @@
+"""Adapters at run time: PEFT's mathematics on trimtab's layers, selected per batch row.
+
+`attach` puts a matched adapter on the model, all of it or nothing; `AdapterStore` (store.py) says which adapter each row
+uses now, and layers hand their output to its applier. Same operations in the same order and precision as PEFT
+0.19.1 to 0.21.2, so equal bit for bit where the kernels are the same; norms of DoRA are computed once, at attach.
+Unlike PEFT's mixed batches, which round once more, a row here equals the row run alone. Inference only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.adapters.adapter import AdapterSpec, AdapterTarget
+from trimtab.checkpoint.headers import TensorEntry
+from trimtab.checkpoint.names import near_names
+from trimtab.engine.lora.attached import AttachedAdapter
+from trimtab.engine.lora.base_values import BaseValues, base_values, finished
+from trimtab.engine.lora.routers import RouterAdapter, RouterModule, takes_lora
+from trimtab.engine.lora.store import TOWERS, AdapterStore
+from trimtab.errors import AdapterError, RequestError
+
+
+@dataclass(eq=False)
+class LinearAdapter:
+    """One adapter's change of one linear layer: y -> y + scale B A x, with DoRA also a rescaling of y.
+
+    Shapes: A [R, D_in], B [D_out, R], B_bias [D_out], magnitude (DoRA: magnitude / norm) [1, D_out]. weight
+    [D_out, D_in] and bias [D_out] replace the base's (modules_to_save). All on the execution device.
+    """
+
+    part: str
+    scale: float = 1.0
+    A: Tensor | None = None
+    B: Tensor | None = None
+    B_bias: Tensor | None = None
+    magnitude: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+    def apply(self, leaf: Any, x: Tensor, y: Tensor) -> Tensor:
+        """Return the layer's output with this adapter; y is the base's output for x.
+
+        Source: PEFT 0.21.2, lora/layer.py Linear.forward, lora/bnb.py Linear4bit.forward, lora/dora.py.
+        """
+        bias = leaf.bias if self.bias is None else self.bias
+        if self.weight is not None:
+            y = nn.functional.linear(x.to(self.weight.dtype), self.weight, bias).to(y.dtype)
+        if self.A is None or self.B is None:
+            return y
+        low = nn.functional.linear(x.to(self.A.dtype), self.A)
+        delta = nn.functional.linear(low, self.B, self.B_bias)
+        if self.magnitude is not None:
+            plain = y if bias is None else y - bias
+            return (y + ((self.magnitude - 1) * plain + self.magnitude * delta * self.scale)).to(y.dtype)
+        delta.mul_(self.scale)
+        # Over a quantized layer PEFT rounds the change before adding it; over a plain one it rounds the sum.
+        return (y + delta).to(y.dtype) if leaf.quant_kind == "none" else y + delta.to(y.dtype)
+
+
+@dataclass(eq=False)
+class EmbeddingAdapter:
+    """One adapter's change of one embedding table: rows + scale (B A)^T rows, times the table's own scale.
+
+    Shapes: A [V, R] (transposed, so that a token is one row), B [D, R], magnitude (DoRA: magnitude / norm) [D]. weight
+    [V, D] replaces the table (modules_to_save).
+    """
+
+    part: str
+    scale: float = 1.0
+    A: Tensor | None = None
+    B: Tensor | None = None
+    magnitude: Tensor | None = None
+    weight: Tensor | None = None
+
+    def apply(self, table: Any, ids: Tensor, rows: Tensor) -> Tensor:
+        """Return the rows of ids with this adapter; `rows` are the base's, already scaled.
+
+        Source: PEFT 0.21.2, lora/layer.py Embedding.forward, lora/variants.py DoraEmbeddingVariant.forward.
+        """
+        dtype, own_scale = rows.dtype, table.embed_scale
+        if self.weight is not None:
+            rows = nn.functional.embedding(ids, self.weight)
+            rows = rows if own_scale is None else rows * own_scale.to(rows.dtype)
+        if self.A is None or self.B is None:
+            return rows.to(dtype)
+        delta = nn.functional.embedding(ids, self.A) @ self.B.T
+        delta = delta * self.scale if self.magnitude is None else self.magnitude * delta * self.scale
+        if own_scale is not None:
+            delta = delta * own_scale.to(delta.dtype)
+        return ((rows if self.magnitude is None else self.magnitude * rows) + delta).to(dtype)
+
+
+class SavedModule(nn.Module):
+    """Stands where a module of another kind (a norm, a convolution) was and runs it with an adapter's own parameters.
+
+    Path, parameters, buffers and attributes are the original's; while all rows use one adapter, reading a parameter
+    gives that adapter's. Rows with different adapters are run one adapter at a time.
+    """
+
+    def __init__(self, original: nn.Module, store: AdapterStore, part: str) -> None:
+        super().__init__()
+        # In __dict__, not as a child: parameter paths stay what they were.
+        self.__dict__.update(
+            original=original, adapter_store=store, part=part, adapters={}, training=original.training,
+            _parameters=original._parameters, _buffers=original._buffers, _modules=original._modules,
+        )  # fmt: skip
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        selection, adapters = self.__dict__["adapter_store"].selection, self.__dict__["adapters"]
+        if selection.rows is None:
+            return self._run(adapters.get(selection.name), args, kwargs)
+        if not any(name in adapters for name in selection.rows):
+            return self._run(None, args, kwargs)
+        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+            raise RequestError(
+                f"rows of this batch use different adapters and {type(self.__dict__['original']).__name__} takes more "
+                "than one input", field="adapter", hint="Run the requests one adapter at a time",
+            )  # fmt: skip
+        (x,) = args
+        result = self._run(None, (x,), {})
+        for name, index in selection.groups(self.__dict__["part"], x.shape[0], x.device):
+            if name in adapters:
+                result = result.index_copy(0, index, self._run(adapters[name], (x[index],), {}))
+        return result
+
+    def _run(self, saved: dict[str, Tensor] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        original = self.__dict__["original"]
+        if saved is None:
+            return original(*args, **kwargs)
+        return torch.func.functional_call(original, saved, args, kwargs, tie_weights=False)
+
+    def __getattr__(self, name: str) -> Any:
+        inside = self.__dict__
+        if "original" in inside:
+            selection = inside["adapter_store"].selection
+            saved = inside["adapters"].get(selection.name) if selection.rows is None else None
+            return saved[name] if saved is not None and name in saved else getattr(inside["original"], name)
+        return super().__getattr__(name)
+
+
+@dataclass
+class _Builder:
+    """Reads tensors and makes the adapters of one attach; a tensor that several targets name is read and kept once. base: of this
+    adapter."""
+
+    read: Callable[[TensorEntry], Tensor]
+    device: torch.device
+    dtype: torch.dtype
+    base: BaseValues
+    kept: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def tensor(self, entry: TensorEntry, dtype: torch.dtype) -> Tensor:
+        tensor = self.kept.get((entry.tensor_name, dtype))
+        if tensor is None:
+            tensor = self.read(entry).to(device=self.device, dtype=dtype)
+            self.kept[entry.tensor_name, dtype] = tensor
+        return tensor
+
+    def lora(self, target: AdapterTarget, role: str) -> Tensor | None:
+        entry = target.tensors.get(role)
+        return None if entry is None else self.tensor(entry, self.dtype)
+
+    def linear(
+        self, path: str, leaf: Any, lora: AdapterTarget | None, saved: AdapterTarget | None
+    ) -> LinearAdapter | None:
+        target = lora or saved
+        assert target is not None
+        adapter = LinearAdapter(target.part)
+        if saved is not None and path not in self.base.same:
+            replaced = {name: self.tensor(entry, leaf.weight.dtype) for name, entry in saved.tensors.items()}
+            adapter.weight, adapter.bias = replaced.get("weight"), replaced.get("bias")
+        if lora is None:
+            return None if adapter.weight is None and adapter.bias is None else adapter
+        adapter.scale = lora.scale
+        adapter.A, adapter.B, adapter.B_bias = (self.lora(lora, role) for role in ("A", "B", "B_bias"))
+        magnitude = self.lora(lora, "magnitude")
+        if magnitude is not None:
+            adapter.magnitude = (magnitude / self.base.norms[path].to(self.device)).view(1, -1)
+        return adapter
+
+    def embedding(
+        self, path: str, table: Any, lora: AdapterTarget | None, saved: AdapterTarget | None
+    ) -> EmbeddingAdapter | None:
+        target = lora or saved
+        assert target is not None
+        adapter = EmbeddingAdapter(target.part)
+        if saved is not None and path not in self.base.same:
+            adapter.weight = self.tensor(saved.tensors["weight"], table.dtype)
+        if lora is None:
+            return None if adapter.weight is None else adapter
+        adapter.scale = lora.scale
+        A, adapter.B, magnitude = (self.lora(lora, role) for role in ("A", "B", "magnitude"))
+        assert A is not None
+        assert adapter.B is not None
+        adapter.A = A.T.contiguous()
+        if magnitude is not None:
+            adapter.magnitude = magnitude / self.base.norms[path].to(self.device)
+        return adapter
+
+
+@dataclass(frozen=True)
+class PlainPlace:
+    """One linear layer that an adapter changes by A and B alone, which begin at values A_start and B_start of its piece.
+
+    Shapes: A [rank, in_features], B [out_features, rank].
+    """
+
+    leaf: Any
+    part: str
+    scale: float
+    rank: int
+    A_start: int
+    B_start: int
+
+
+@dataclass(eq=False)
+class Fitting:
+    """The targets of one adapter on one model, matched and checked once, so that attaching it again is a short loop.
+
+    plain: what is taken from one piece of memory that holds all of A and B. rest: by module path, all else, which is read
+    tensor by tensor. kinds: of the decoder's linear layers that it changes (`kind_of`). largest_rank: there.
+    """
+
+    model: nn.Module
+    plain: list[PlainPlace]
+    rest: dict[str, dict[str, AdapterTarget]]
+    kinds: frozenset[str]
+    largest_rank: int
+
+
+@dataclass(eq=False)
+class Holders:
+    """The modules that hold one attached adapter: those of its fitting's plain places, and `rest` with their paths.
+
+    address: of the piece that the plain places count from, 0 if there is none. about: what the model tells about it, None where it
+    was attached without a `LoadedModel`. serial: a new number whenever an adapter is attached, because the same name may stand for
+    other tensors later.
+    """
+
+    fitting: Fitting
+    rest: list[tuple[str, nn.Module]]
+    address: int = 0
+    about: AttachedAdapter | None = None
+    serial: int = 0
+
+
+def kind_of(module_path: str) -> str:
+    """Return what modules at the same place of different layers have in common: the path without its numbers."""
+    return ".".join("*" if part.isdigit() else part for part in module_path.split("."))
+
+
+def fit(model: nn.Module, spec: AdapterSpec, starts: Mapping[tuple[Path, int], int] | None = None) -> Fitting:
+    """Return the modules that an adapter changes, without changing them.
+
+    starts: the offset of each tensor in one piece of memory, by its file and first byte there; without them every tensor is
+    read separately. Errors: AdapterError for modules that the model does not have or that cannot be adapted.
+    """
+    by_module: dict[str, dict[str, AdapterTarget]] = {}
+    for target in spec.targets:
+        by_module.setdefault(target.module_path, {})["saved" if target.kind == "saved" else "lora"] = target
+    modules = dict(model.named_modules())
+    _check_modules(spec, by_module, modules)
+    starts = starts or {}
+    fitting = Fitting(model, [], {}, frozenset(), 0)
+    kinds = set()
+    for path, targets in by_module.items():
+        target = targets["lora"] if "lora" in targets else targets["saved"]
+        if target.kind == "linear" and target.part not in TOWERS:
+            kinds.add(kind_of(path))
+            fitting.largest_rank = max(fitting.largest_rank, target.rank)
+        is_plain = target.kind == "linear" and set(targets) == {"lora"} and set(target.tensors) == {"A", "B"}
+        if not is_plain or any((entry.file, entry.start) not in starts for entry in target.tensors.values()):
+            fitting.rest[path] = targets
+            continue
+        A, B = (starts[entry.file, entry.start] for entry in (target.tensors["A"], target.tensors["B"]))
+        fitting.plain.append(PlainPlace(modules[path], target.part, target.scale, target.rank, A, B))
+    fitting.kinds = frozenset(kinds)
+    return fitting
+
+
+def attach(
+    model: nn.Module, spec: AdapterSpec, name: str, *, read: Callable[[TensorEntry], Tensor],
+    device: torch.device | str, store: AdapterStore, dtype: str = "float32",
+) -> None:  # fmt: skip
+    """Attach an adapter under a name: every tensor of it, or nothing and an error.
+
+    read: gives a tensor of the file on the CPU. dtype: of the LoRA tensors; PEFT casts half precision up to float32.
+    Errors: RequestError for a name in use; AdapterError for modules that the model does not hold or cannot adapt.
+    """
+    attach_fitted(fit(model, spec), name, read=read, device=device, store=store, dtype=dtype)
+
+
+def attach_fitted(
+    fitting: Fitting, name: str, *, read: Callable[[TensorEntry], Tensor], device: torch.device | str, store: AdapterStore,
+    dtype: str = "float32", piece: Tensor | None = None, base: BaseValues | None = None,
+    about: AttachedAdapter | None = None,
+) -> None:  # fmt: skip
+    """Attach an adapter to the model that it was fitted to: every tensor of it, or nothing and an error.
+
+    piece: the values [N] that the plain places count in, of `dtype` and on the device; the adapter keeps it. base: of this
+    adapter and model; None: computed now, which reads whole weights. about: kept beside it. Errors: RequestError for a name in
+    use.
+    """
+    if name in store.names:
+        raise RequestError("an adapter with this name is attached", field="adapter", value=name)
+    model = fitting.model
+    to, of = torch.device(device), getattr(torch, dtype)
+    plain: list[LinearAdapter] = []
+    attached: list[tuple[str, nn.Module, Any]] = []
+    with torch.no_grad():
+        if base is None:
+            base = finished(base_values(model, fitting.rest, read=read, device=to, dtype=of))
+        builder = _Builder(read, to, of, base)
+        for path, targets in fitting.rest.items():
+            module = model.get_submodule(path)
+            attached.append((path, module, _make(builder, path, module, targets.get("lora"), targets.get("saved"))))
+        if fitting.plain:
+            assert piece is not None and piece.dtype == builder.dtype and piece.is_contiguous()
+            for one in fitting.plain:
+                wide, high, rank = one.leaf.in_features, one.leaf.out_features, one.rank
+                A = piece.as_strided((rank, wide), (wide, 1), one.A_start)
+                plain.append(
+                    LinearAdapter(one.part, one.scale, A, piece.as_strided((high, rank), (rank, 1), one.B_start))
+                )
+    for one, linear in zip(fitting.plain, plain, strict=True):
+        one.leaf.adapters[name] = linear
+    holders = Holders(fitting, [], 0 if piece is None else piece.data_ptr(), about)
+    for path, module, adapter in attached:
+        if adapter is not None:
+            holders.rest.append((path, _install(model, module, path, name, adapter, fitting.rest[path], store)))
+    store.attached(name, holders)
+
+
+def _check_modules(
+    spec: AdapterSpec, by_module: Mapping[str, Mapping[str, AdapterTarget]], modules: Mapping[str, nn.Module]
+) -> None:
+    problems = []
+    for path, targets in by_module.items():
+        module = modules.get(path)
+        if module is None:
+            near = ", ".join(near_names(path, list(modules)))
+            problems.append(f"the model holds no module {path} (similar names: {near})")
+            continue
+        kind = _kind_of(module)
+        wanted = targets["lora"].kind if "lora" in targets else kind
+        if kind != wanted:
+            problems.append(f"{path} is a {type(module).__name__}, which takes no LoRA for a module of kind {wanted}")
+        if isinstance(module, RouterModule) and "saved" in targets:
+            problems.append(
+                f"{path}: another attached adapter has LoRA on this router; a weight of its own is not supported beside"
+            )
+        if kind == "router" and "lora" not in targets:
+            kind = "other"
+        if "saved" in targets:
+            own = {"linear": {"weight", "bias"}, "embedding": {"weight"}}.get(kind) or set(_tensors_of(module))
+            lost = sorted(set(targets["saved"].tensors) - own)
+            problems += [f"{path} has no {parameter} that could be replaced" for parameter in lost]
+    if problems:
+        raise AdapterError(spec.file.folder, problems)
+
+
+def _kind_of(module: nn.Module) -> str:
+    if isinstance(module, RouterModule) or takes_lora(module):
+        return "router"
+    return "linear" if hasattr(module, "dense_weight") else "embedding" if hasattr(module, "rows") else "other"
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+
+
+def _make(builder: _Builder, path: str, module: Any, lora: AdapterTarget | None, saved: AdapterTarget | None) -> Any:
+    if hasattr(module, "dense_weight"):
+        return builder.linear(path, module, lora, saved)
+    if hasattr(module, "rows"):
+        return builder.embedding(path, module, lora, saved)
+    if lora is not None:
+        linear = LinearAdapter(lora.part, lora.scale, builder.lora(lora, "A"), builder.lora(lora, "B"))
+        return RouterAdapter(linear)
+    assert saved is not None
+    own = _tensors_of(module)
+    return {name: builder.tensor(entry, own[name].dtype) for name, entry in saved.tensors.items()}
+
+
+def _install(
+    model: nn.Module, module: nn.Module, path: str, name: str, adapter: Any, targets: Mapping[str, AdapterTarget],
+    store: AdapterStore,
+) -> nn.Module:  # fmt: skip
+    if isinstance(adapter, RouterAdapter) and not isinstance(module, RouterModule):
+        module = RouterModule(module, store, path, targets["lora"].part)
+        _replace(model, path, module, store)
+    if isinstance(adapter, dict) and not isinstance(module, SavedModule):
+        module = SavedModule(module, store, targets["saved"].part)
+        _replace(model, path, module, store)
+    module.__dict__["adapters"][name] = adapter
+    return module
+
+
+def _replace(model: nn.Module, path: str, module: nn.Module, store: AdapterStore) -> None:
+    store.exchanges += 1
+    parent, _, last = path.rpartition(".")
+    model.get_submodule(parent)._modules[last] = module
+
+
+def detach(model: nn.Module, name: str, *, store: AdapterStore | None = None) -> None:
+    """Take an adapter off the model and give its memory back; if it is in use, every row uses the base from now on.
+
+    store: the model's, looked for if it is not given. Errors: RequestError for a name that is not attached.
+    """
+    store = store or _store_of(model)
+    holders = None if store is None else store.holders.get(name)
+    if store is None or holders is None:
+        known = sorted(store.names) if store is not None else []
+        raise RequestError("no such adapter", field="adapter", value=name, allowed=known)
+    for one in holders.fitting.plain:
+        one.leaf.adapters.pop(name, None)
+    for path, module in holders.rest:
+        module.__dict__["adapters"].pop(name, None)
+        if isinstance(module, (SavedModule, RouterModule)) and not module.__dict__["adapters"]:
+            _replace(model, path, module.__dict__["original"], store)
+    store.detached(name)
+
+
+def _store_of(model: nn.Module) -> AdapterStore | None:
+    return next(
+        (module.__dict__["adapter_store"] for module in model.modules() if "adapter_store" in module.__dict__), None
+    )

@@ -1,0 +1,174 @@
+"""Where captured prompts and towers read adapters: a buffer for each layout, and the values that are copied into it.
+
+Adapters of one layout (the same layers and ranks, at the same places of one piece of memory) share graphs, which read a copy of the
+piece. An adapter of another kind (DoRA, embeddings, whole modules) has graphs of its own, which read it where it is.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora.store import TOWERS, AdapterStore, Selection
+from trimtab.errors import gib
+from trimtab.planning.memory.adapters import MOST_LAYOUTS
+
+if TYPE_CHECKING:
+    from trimtab.engine.prefill.prefill import Prompts
+
+
+@dataclass(eq=False)
+class PromptLayout:
+    """The buffer in which graphs read adapters of one layout: layers know its tensors in `buffer` by `name`.
+
+    holds: (name, serial) of the adapter whose values it has. has_towers: whether layers of towers read it too.
+    """
+
+    name: str
+    buffer: Tensor
+    leaves: list[Any]
+    has_towers: bool
+    holds: tuple[str, int] | None = None
+
+
+class Layouts:
+    """The layouts of one batch's prompts, the one used longest ago first."""
+
+    def __init__(self, prompts: Prompts) -> None:
+        self.prompts, self.model = prompts, prompts.model
+        self._count = 0
+        self._held: OrderedDict[Hashable, PromptLayout] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(one.buffer.nbytes) for one in self._held.values())
+
+    @property
+    def names(self) -> set[str]:
+        """Adapter names of these layouts in the layers."""
+        return {one.name for one in self._held.values()}
+
+    def set_adapter(self, name: str | None) -> tuple[Hashable, int | None]:
+        """Select an adapter for this pass; returns what of it is part of a graph, and its serial where a graph
+        would read its own addresses."""
+        store: AdapterStore = self.model.adapter_store
+        if name is None or name not in store.names:  # which is an error there
+            store.set(name)
+            return None, None
+        layout = self._layout_of(name)
+        if layout is None:
+            store.set(name)
+            serial = store.holders[name].serial
+            return (name, serial), serial
+        _select(store, layout)
+        return layout.name, None
+
+    def set_towers(self, name: str | None) -> tuple[Hashable, int | None]:
+        """The same for a pass of the towers: adapters that change no tower share the base's graphs. Errors: RequestError for an
+        adapter that is not loaded."""
+        store: AdapterStore = self.model.adapter_store
+        store.set(name)
+        if name is None or not self.model.tower_content(name):
+            return None, None
+        layout = self._layout_of(name)
+        if layout is None or not layout.has_towers:
+            serial = store.holders[name].serial
+            return (name, serial), serial
+        _select(store, layout)
+        return layout.name, None
+
+    def _layout_of(self, name: str) -> PromptLayout | None:
+        """Return the layout of an adapter with its values in place, None for one that has none."""
+        prompts, store = self.prompts, self.model.adapter_store
+        planned = self.model.plan.execution.prompt
+        if prompts.sizes == planned.chunks and "adapter_copy" not in planned.bytes:
+            return None  # planned so: one adapter is read where it is
+        holders = store.holders[name]
+        serial, fitting = holders.serial, holders.fitting
+        rest = {part_of(module, name) for _, module in holders.rest}
+        if not fitting.plain or not rest <= set(TOWERS):
+            return None
+        source = values_of(name, holders)
+        has_towers = not rest
+        places = [one for one in fitting.plain if has_towers or one.part not in TOWERS]
+        key = (
+            source.numel(),
+            tuple((one.leaf.module_path, one.rank, one.scale, one.A_start, one.B_start) for one in places),
+        )
+        layout = self._held.get(key)
+        if layout is None:
+            while self._held and not self._has_room(source.nbytes):
+                self._drop()
+            if not self._has_room(source.nbytes):
+                prompts.fall_back(
+                    f"a copy of {name} takes {gib(source.nbytes)}, which is not available", "prompts that share graphs"
+                )
+                return None
+            layout = self._held[key] = self._new(places, source, has_towers=has_towers)
+        self._held.move_to_end(key)
+        if layout.holds != (name, serial):
+            layout.buffer.copy_(source)
+            layout.holds = (name, serial)
+        return layout
+
+    def _has_room(self, needed: int) -> bool:
+        prompts = self.prompts
+        if not prompts.captures:
+            return True
+        planned, others = self.model.plan.execution.prompt, self.nbytes
+        if prompts.sizes == planned.chunks:
+            counted = planned.bytes.get("adapter_copy", 0)
+            return needed + others <= counted + max(prompts.left_bytes(), 0)
+        counted = prompts.extra_bytes() - prompts.extra_bytes(prompts.sizes, adapters=False)
+        return needed + others <= counted or needed + others - counted <= prompts.left_bytes() - prompts.extra_bytes()
+
+    def _new(self, places: Sequence[lora.PlainPlace], source: Tensor, *, has_towers: bool) -> PromptLayout:
+        while len(self._held) >= MOST_LAYOUTS:
+            self._drop()
+        buffer = torch.empty_like(source)
+        self._count += 1
+        # Another batch of this model may have layouts of its own.
+        name = f"\0prompt layout {id(self)} {self._count}"
+        layout = PromptLayout(name, buffer, [one.leaf for one in places], has_towers)
+        for one in places:
+            wide, high, rank = one.leaf.in_features, one.leaf.out_features, one.rank
+            A = buffer.as_strided((rank, wide), (wide, 1), one.A_start)
+            B = buffer.as_strided((high, rank), (rank, 1), one.B_start)
+            one.leaf.adapters[layout.name] = lora.LinearAdapter(one.part, one.scale, A, B)
+        return layout
+
+    def _drop(self) -> None:
+        """Give back the layout used longest ago, and its graphs."""
+        _, old = self._held.popitem(last=False)
+        for leaf in old.leaves:
+            leaf.adapters.pop(old.name, None)
+        self.prompts.forget(old.name)
+
+
+def _select(store: AdapterStore, layout: PromptLayout) -> None:
+    store.select(Selection(layout.name))
+
+
+def part_of(module: Any, name: str) -> str | None:
+    """Return the part of the model that an adapter's piece in a module belongs to."""
+    adapter = module.__dict__["adapters"][name]
+    part: str | None = getattr(adapter, "part", None) or module.__dict__.get("part")
+    return part
+
+
+def values_of(name: str, holders: lora.Holders) -> Tensor:
+    """Return the values [N] that an attached adapter's plain places count in."""
+    first = holders.fitting.plain[0]
+    A: Tensor = first.leaf.adapters[name].A
+    begins = A.storage_offset() - first.A_start
+    count = A.untyped_storage().nbytes() // A.element_size() - begins
+    return A.as_strided((count,), (1,), begins)

@@ -1,0 +1,229 @@
+"""Which adapters a loaded model has, which one each row of a pass uses, and how a layer adds it.
+
+    store = AdapterStore()                       # one for each loaded model, shared by all its layers
+    store.set_rows(["medical", None])            # from here on: a `Selection`
+    with store.applying(table): hf_model(...)    # an `AdapterApplier` adds the adapters while the block runs
+
+A layer computes its base output and hands it to `store.applier`. There are three kinds: PEFT's operations one adapter after the
+other (`EagerAdapters`), fewer operations (`short_ops.ShortAdapters`), and a table on the device (`slots.AdapterSlots`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, KeysView, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import RequestError
+
+if TYPE_CHECKING:
+    from trimtab.engine.lora.layers import Holders
+
+# Towers see images and audio, not rows: the first dimension of their input is another count.
+TOWERS = ("vision", "audio", "connector")
+
+
+class AdapterTable(Protocol):
+    """A table on the device from which kernels read each row's adapter."""
+
+    def empty(self, count: int) -> None:
+        """Make the scratch of a pass of `count` rows what its products must find. Called once for each pass."""
+
+    def args(self, leaves: Sequence[Any], rows: int, *, is_empty: bool = False) -> Any:
+        """Return a `matvec.LoraArgs` for layers that read one input, None if no adapter changes them."""
+
+
+class AdapterApplier(Protocol):
+    """Adds the adapters of the selected rows to what a layer computes."""
+
+    @property
+    def table(self) -> AdapterTable | None:
+        """Where kernels look adapters up instead of `apply`, None where nothing can be looked up."""
+
+    def apply(self, layer: Any, x: Tensor, y: Tensor) -> Tensor:
+        """Return the output y [B, ..., D_out] of a layer or embedding table for x [B, ..., D_in] (or ids [B, S]) with each row's
+        adapter. y may be overwritten. Errors: RequestError if rows use different adapters and x is not in batch rows."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The adapter of every row of a pass: `name` for all of them (None: the base) or, while rows differ, rows[i].
+
+    towers: the same for the images ("vision", "connector") or audio clips ("audio") of the batch, in the order in which the tower
+    gets them; needed only where rows differ and an adapter changes that part.
+    """
+
+    name: str | None = None
+    rows: tuple[str | None, ...] | None = None
+    towers: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict, hash=False)
+    # The row numbers of each adapter, by rows and device: on the device they are tensors that a graph reads by address.
+    indices: dict[tuple[tuple[str | None, ...], torch.device], list[tuple[str, Tensor]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[str | None], towers: Mapping[str, Sequence[str | None]] | None = None) -> Selection:
+        """Return the selection of rows[i] for row i. Errors: RequestError for no rows or an unknown tower."""
+        towers = towers or {}
+        for part in towers:
+            if part not in TOWERS:
+                raise RequestError("not a tower", field="towers", value=part, allowed=TOWERS)
+        if not rows:
+            raise RequestError("a batch has at least one row", field="rows", value=list(rows))
+        if len(set(rows)) == 1:
+            return cls(rows[0])
+        return cls(None, tuple(rows), {part: tuple(names) for part, names in towers.items()})
+
+    def active(self) -> tuple[str | None, ...]:
+        """Return the adapters in use: one entry for all rows, or one per row."""
+        return (self.name,) if self.rows is None else self.rows
+
+    def groups(self, part: str, count: int, device: torch.device) -> list[tuple[str, Tensor]]:
+        """Return (adapter, row numbers on the device) for a module of `part` whose input has `count` rows.
+
+        Errors: RequestError if it is not known which adapter each of those rows belongs to.
+        """
+        assert self.rows is not None
+        rows = self.towers.get(part) if part in TOWERS else self.rows
+        if rows is None or len(rows) != count:
+            known = f"{len(rows)} are selected" if rows is not None else f"pass towers={{{part!r}: [...]}}"
+            raise RequestError(
+                f"rows of this batch use different adapters, but which one each of the {count} inputs of the {part} "
+                f"part belongs to is not known ({known})", field="adapter", value=sorted({n for n in self.rows if n}),
+                hint="Run the requests one adapter at a time",
+            )  # fmt: skip
+        row_groups = self.indices.get((rows, device))
+        if row_groups is None:
+            row_groups = [
+                (name, torch.tensor([i for i, row in enumerate(rows) if row == name], device=device))
+                for name in dict.fromkeys(rows)
+                if name is not None
+            ]
+            self.indices[rows, device] = row_groups
+        return row_groups
+
+
+BASE = Selection()
+
+
+class EagerAdapters:
+    """PEFT's operations, one adapter after the other, in PEFT's order and precision."""
+
+    table: AdapterTable | None = None
+
+    def apply(self, layer: Any, x: Tensor, y: Tensor) -> Tensor:
+        """See `AdapterApplier`."""
+        adapters = layer.adapters
+        if not adapters:
+            return y
+        selection: Selection = layer.adapter_store.selection
+        if selection.rows is None:
+            adapter = None if selection.name is None else adapters.get(selection.name)
+            return y if adapter is None else adapter.apply(layer, x, y)
+        used = [name for name in selection.rows if name is not None and name in adapters]
+        if not used:
+            return y
+        for name, index in selection.groups(adapters[used[0]].part, x.shape[0], x.device):
+            if name in adapters:
+                y.index_copy_(0, index, adapters[name].apply(layer, x[index], y[index]))
+        return y
+
+
+EAGER = EagerAdapters()
+
+
+class AdapterStore:
+    """The attached adapters of one loaded model, which of them each row uses now, and what adds them.
+
+    applier: what adds adapters, `EagerAdapters` where no block of `applying` says otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._attached = 0
+        # The one registry of attached adapters, and how often a module was exchanged for one with an adapter's own values.
+        self.holders: dict[str, Holders] = {}
+        self.exchanges = 0
+        self.selection = BASE
+        self.applier: AdapterApplier = EAGER
+
+    # What is attached ------------------------------------------------------------------------------------------------
+
+    def attached(self, name: str, holders: Holders) -> None:
+        """Take up a name whose tensors are in place."""
+        self._attached += 1
+        holders.serial = self._attached
+        self.holders[name] = holders
+
+    def detached(self, name: str) -> None:
+        """Forget a name; rows that used it use the base from now on."""
+        self.holders.pop(name, None)
+        if name in self.selection.active():
+            self.none()
+
+    @property
+    def names(self) -> KeysView[str]:
+        """The names of the attached adapters."""
+        return self.holders.keys()
+
+    @property
+    def serials(self) -> dict[str, int]:
+        """Name -> serial of the attached adapters, in the order in which they were attached. A copy."""
+        return {name: one.serial for name, one in list(self.holders.items())}
+
+    def serial_of(self, name: str) -> int | None:
+        """Return the serial of an attached adapter, None for a name that is not attached."""
+        holders = self.holders.get(name)
+        return None if holders is None else holders.serial
+
+    @property
+    def last_serial(self) -> int:
+        """The number of the adapter that was attached last, whether or not it still is."""
+        return self._attached
+
+    # What rows use ---------------------------------------------------------------------------------------------------
+
+    def select(self, selection: Selection) -> None:
+        """Use this selection from now on. Its names are those that layers know; nothing is checked."""
+        if selection != self.selection:  # an equal one has its row numbers on the device already
+            self.selection = selection
+
+    def none(self) -> None:
+        """Use the base model for every row."""
+        self.selection = BASE
+
+    def set(self, name: str | None) -> None:
+        """Use one adapter for every row. Errors: RequestError for a name that is not attached."""
+        self._check([name])
+        self.select(Selection(name))
+
+    def set_rows(self, rows: Sequence[str | None], *, towers: Mapping[str, Sequence[str | None]] | None = None) -> None:
+        """Use rows[i] for batch row i (None: the base); towers as in `Selection`. Errors: RequestError."""
+        for names in (rows, *(towers or {}).values()):
+            self._check(names)
+        self.select(Selection.of_rows(rows, towers))
+
+    def _check(self, names: Sequence[str | None]) -> None:
+        for name in names:
+            if name is not None and name not in self.names:
+                raise RequestError("no such adapter", field="adapter", value=name, allowed=sorted(self.names))
+
+    # How they are added ----------------------------------------------------------------------------------------------
+
+    @property
+    def table(self) -> AdapterTable | None:
+        """The table that kernels look adapters up in now, None where layers add them."""
+        return self.applier.table
+
+    @contextmanager
+    def applying(self, applier: AdapterApplier | None) -> Iterator[None]:
+        """Let this add adapters while the block runs; None changes nothing."""
+        before = self.applier
+        try:
+            self.applier = before if applier is None else applier
+            yield
+        finally:
+            self.applier = before

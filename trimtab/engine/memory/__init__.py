@@ -1,0 +1,1 @@
+"""How is device memory besides tensors held: rates, pools, reserve, errors?"""

@@ -1,0 +1,228 @@
+"""Device memory for the temporary tensors of prompts: one segment, which captured passes and all others share.
+
+    room = PromptRoom(device, nbytes)
+    room.make()                                  # once, before the first graph of a prompt is captured
+    with room.using():                           # on the stream that captures
+        logits = forward.run(form)
+    kept = logits.clone(); del logits            # what outlives the pass is copied
+    room.check()                                 # graphs are dropped if anything is left
+
+A CUDA graph keeps the addresses of its temporary tensors for good. In a pool of their own they would lie beside the room that
+towers and passes without a graph need, and a small card pays for both. Graphs and passes never run at the same time, so here they
+use the same bytes: torch's allocator may give a free part of the pool to either (torch/_inductor/cudagraph_trees.py runs its
+passes without graphs in the graphs' pool as well). One segment as large as the plan's count is allocated first, because torch
+never joins segments.
+
+The condition: no tensor that a pass allocates in the room is alive when a graph of the room is replayed. `check` compares the
+blocks that are in use with those before; if there is another one, the owners drop their graphs, and the block stays where it is.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+
+from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.engine.cuda.capture_stream import side_stream, wait_for_all
+from trimtab.engine.cuda.graph_cache import GraphCache
+from trimtab.engine.cuda.memory_segments import is_empty, segments
+from trimtab.engine.memory.out_of_memory import is_out_of_memory
+from trimtab.engine.memory.reserve import torch_bytes
+from trimtab.planning import Plan
+from trimtab.planning.memory.prompts import has_room, room_bytes
+from trimtab.planning.values.execution import CAPTURED
+
+# Left to other tensors on the device when the segment is allocated.
+_SPARE_BYTES = 8 * 2**20
+# Left of what the plan counts for torch: segments of 2 MiB for small tensors, here and in the room, and what answers allocate
+# beside the room: copies of a prompt's embeddings, logits, a piece of an adapter that is being prepared.
+LEFT_BYTES = 64 * 2**20
+# The segment is smaller than planned by up to a quarter where torch holds more elsewhere than a plan counts: a pass takes less
+# where our kernels add its adapters, whose copies in float32 a plan counts (a third of an image's pass with E4B).
+LEAST_SHARE = 0.75
+
+
+class Owner(Protocol):
+    """Whoever has graphs in a room."""
+
+    def drop_graphs(self) -> None: ...
+
+
+class PromptRoom:
+    """The room of one model. nbytes: of its segment. torch_bytes: what the plan counts for torch, where the room is to hold the
+    rest of it; 0 where it holds `nbytes`. dtype: of the model. owners: of its graphs.
+    """
+
+    def __init__(
+        self, device: torch.device, nbytes: int, *, torch_bytes: int = 0, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.device, self.nbytes, self.torch_bytes = device, nbytes, torch_bytes
+        self.owners: WeakSet[Owner] = WeakSet()
+        self.segment_bytes = 0
+        self._left: frozenset[tuple[int, int]] = (
+            frozenset()
+        )  # (address, bytes) of what earlier passes have left in the pool
+        self._dtype = dtype
+        self._pool: Any = None
+        self._mark: Any = None
+        self._anchor: Any = None
+        self._is_used = False
+
+    @property
+    def is_made(self) -> bool:
+        return self._pool is not None
+
+    @property
+    def handle(self) -> tuple[int, int]:
+        """The pool, as `CUDAGraph.capture_begin` takes it."""
+        handle: tuple[int, int] = self._pool.id
+        return handle
+
+    @property
+    def held_bytes(self) -> int:
+        """What torch holds for the room; more than its segment where tensors did not fit there."""
+        return sum(int(segment["total_size"]) for segment in self._segments())
+
+    @property
+    def left_bytes(self) -> int:
+        """What passes have left in the room."""
+        return sum(size for _, size in self._left)
+
+    def make(self, *, is_lean: bool = False) -> bool:
+        """Allocate the segment. Returns whether the room can be used: False where the device has no such memory left. is_lean:
+        whether passes take less than a plan counts, because our kernels add adapters. Errors: RuntimeError of the capture."""
+        if self._pool is not None:
+            return True
+        torch.cuda.empty_cache()
+        try:
+            with torch.cuda.device(self.device):  # a pool is of the current one
+                return self._allocate(is_lean)
+        except RuntimeError as exc:  # the driver's and cuBLAS's errors for want of memory are not torch's
+            self.release()
+            if is_out_of_memory(exc):
+                return False
+            raise
+
+    def _allocate(self, is_lean: bool) -> bool:
+        self._mark = torch.zeros(16, 16, dtype=self._dtype, device=self.device)
+        with side_stream(self.device) as side, torch.cuda.stream(side):
+            self._call_libraries()
+        self.segment_bytes = self.nbytes
+        if self.torch_bytes:
+            rest = self.torch_bytes - int(torch.cuda.memory_reserved(self.device)) - LEFT_BYTES
+            self.segment_bytes = max(rest, int(LEAST_SHARE * self.nbytes) if is_lean else self.nbytes)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        if free < self.segment_bytes + _SPARE_BYTES:
+            return False
+        self._pool = torch.cuda.MemPool()
+        with side_stream(self.device) as side:
+            # torch (seen in 2.11) captures nothing into a pool whose graphs are all gone (CachingHostAllocator.h asserts
+            # `use_count > 0`; I15 of the doctor's catalogue): this one stays.
+            self._anchor, _ = GraphCache(lambda: self.handle).record(side, self._mark.zero_)
+        with self.using():
+            torch.empty(self.segment_bytes, dtype=torch.uint8, device=self.device)  # freed at once: the pool keeps it
+        return True
+
+    def _call_libraries(self) -> None:
+        """Let cuBLAS and cuBLASLt allocate the workspaces that they keep for each thread and stream: no part of the room."""
+        torch.addmm(self._mark[0], self._mark, self._mark @ self._mark)
+
+    def lend(self, spare_bytes: int) -> None:
+        """Give the memory back for a pass that allocates elsewhere (logits of every position, an embedding), where the budget has
+        no other for it. The next prompt allocates it again, and its graphs are captured again. spare_bytes: of the budget."""
+        if spare_bytes < self.nbytes:
+            self.release()
+
+    def release(self) -> None:
+        """Give the memory back. Graphs are dropped first."""
+        if self._pool is None:
+            return
+        wait_for_all(self.device)  # replays that are queued
+        self._drop_graphs()
+        self._anchor = None
+        self._pool, self._left = None, frozenset()
+        gc.collect()  # graphs that are part of cycles keep the pool
+        with suppress(RuntimeError):  # after a failed capture torch may refuse
+            torch.cuda.empty_cache()
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Allocate in the room while the block runs, on the capture stream; what was queued before is waited for, and the block by
+        what is queued after it. Without a room, and within another such block, nothing changes."""
+        if self._pool is None or self._is_used:
+            yield
+            return
+        index = self._index
+        with side_stream(self.device) as side:
+            try:
+                with torch.cuda.stream(side):
+                    self._call_libraries()
+                    _begin(index, self.handle)
+                    self._is_used = True
+                    try:
+                        yield
+                    finally:
+                        self._is_used = False
+                        torch._C._cuda_endAllocateToPool(index, self.handle)
+                        torch._C._cuda_releasePool(index, self.handle)
+            finally:  # a pass that ends by an error has queued work too
+                torch.cuda.current_stream(self.device).wait_stream(side)
+
+    def check(self) -> bool:
+        """Drop the graphs if passes have left tensors in the room since the last check. Returns whether nothing was left."""
+        if self._pool is None:
+            return True
+        if not self._left and is_empty(self._index, self.handle):  # as it should be: nothing to compare
+            return True
+        left = self._blocks()
+        if not left <= self._left and gc.isenabled():  # it is off while a graph is captured (capture_stream.py)
+            gc.collect()
+            left = self._blocks()
+        is_clean = left <= self._left
+        self._left = left
+        if not is_clean:
+            self._drop_graphs()
+        return is_clean
+
+    def _drop_graphs(self) -> None:
+        for owner in tuple(self.owners):
+            owner.drop_graphs()
+
+    def _blocks(self) -> frozenset[tuple[int, int]]:
+        """Return (address, bytes) of every block that is in use."""
+        blocks = (block for segment in self._segments() for block in segment["blocks"])
+        return frozenset((block["address"], block["size"]) for block in blocks if block["state"] != "inactive")
+
+    def _segments(self) -> list[dict[str, Any]]:
+        return [] if self._pool is None else segments(self.handle)
+
+    @property
+    def _index(self) -> int:
+        return torch.cuda.current_device() if self.device.index is None else self.device.index
+
+
+def _begin(index: int, handle: tuple[int, int]) -> None:
+    # Older releases of torch name a stream instead of the thread: that is the capture stream, which only this thread uses.
+    begin = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
+    begin = begin or torch._C._cuda_beginAllocateCurrentStreamToPool
+    begin(index, handle)
+
+
+def room_of(plan: Plan, anatomy: Anatomy, device: torch.device) -> PromptRoom | None:
+    """Return the room of a model whose prompts are captured, None for any other."""
+    is_captured = plan.execution.prompt.mode in CAPTURED
+    if device.type != "cuda" or not is_captured or not has_room(plan.request.batch, plan.gpu_budget_bytes):
+        return None
+    towers = plan.execution.towers
+    # The room is all that the plan counts: torch never joins segments, and a pass at its worst would need more of them than its
+    # tensors hold. Captured towers have segments of their own.
+    takes_rest = towers is None or towers.mode not in CAPTURED
+    return PromptRoom(
+        device, room_bytes(plan, anatomy), torch_bytes=torch_bytes(plan) if takes_rest else 0,
+        dtype=getattr(torch, plan.request.dtype),
+    )  # fmt: skip

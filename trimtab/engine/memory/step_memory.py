@@ -1,0 +1,60 @@
+"""Memory of captured steps beyond their plan, and how many graphs fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trimtab.errors import DoesNotFitError, gib
+from trimtab.planning.memory.activations import row_cache_bytes
+from trimtab.planning.values.execution import CAPTURED, MOST_GRAPHS, graph_bytes, graph_count, step_bytes
+from trimtab.planning.values.kv_pool import pool_tokens
+
+
+def extra_bytes(model: Any, rows: int, mode: str | None = None) -> int:
+    """Return what captured steps of `rows` rows take on the device beside what the model's plan counts: 0 for the steps that were
+    planned, the difference for more rows and for a mode that was requested after planning. mode: None for the planned one."""
+    plan, anatomy = model.plan, model.anatomy
+    planned, context_tokens = plan.execution.step, plan.request.context_tokens
+    mode = mode or (planned.mode if planned.mode in CAPTURED else "fused")
+    if planned.mode == mode and rows <= plan.request.batch:
+        return 0
+    has_rows = planned.mode in CAPTURED or plan.request.batch > 1
+    caches = [
+        row_cache_bytes(
+            anatomy.kv_layers, anatomy.dtype, rows=count, context_tokens=context_tokens,
+            pool=pool_tokens(plan.request.kv_tokens, rows=count, context_tokens=context_tokens),
+            kv=plan.request.kv,
+        )
+        for count in (rows, plan.request.batch if has_rows else 0)
+    ]  # fmt: skip
+    wanted = step_bytes(
+        mode, anatomy, rows=rows, context_tokens=context_tokens, has_adapters=bool(plan.request.adapters),
+        kv=plan.request.kv,
+        is_paged=pool_tokens(plan.request.kv_tokens, rows=rows, context_tokens=context_tokens) is not None,
+    )  # fmt: skip
+    return max(sum(wanted.values()) + caches[0] - sum(planned.bytes.values()) - caches[1], 0)
+
+
+def check_room(model: Any, rows: int, mode: str) -> None:
+    """Raise DoesNotFitError unless the budget leaves room for steps of another mode or of more rows than were planned."""
+    plan, needed = model.plan, extra_bytes(model, rows, mode)
+    free = max(plan.gpu_budget_bytes - plan.gpu_needed_bytes, 0)
+    if needed > free:
+        what = f"batch={rows}" if rows > plan.request.batch else f"decode={mode!r}"
+        raise DoesNotFitError(
+            f"captured steps of {rows} rows need more memory than the plan counts, which leaves {gib(free)}", block=None,
+            device=str(model.device), needed_bytes=needed, budget_bytes=free, hint=f"Plan with {what}",
+        )  # fmt: skip
+
+
+def most_graphs(model: Any, rows: int) -> int:
+    """Return how many graphs of steps are kept: as many as were counted, and what the budget leaves room for."""
+    plan, anatomy = model.plan, model.anatomy
+    mode = plan.execution.step.mode if plan.execution.step.mode in CAPTURED else "fused"
+    counted = graph_count(
+        mode, rows=rows, context_tokens=plan.request.context_tokens, has_adapters=bool(model.adapters),
+        kv=plan.request.kv,
+    )  # fmt: skip
+    each = graph_bytes(mode, anatomy, kv=plan.request.kv) + 4 * anatomy.vocab_size * rows
+    free = max(plan.gpu_budget_bytes - plan.gpu_needed_bytes - extra_bytes(model, rows), 0)
+    return max(min(counted + free // each, MOST_GRAPHS), 1)

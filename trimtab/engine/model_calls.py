@@ -1,0 +1,194 @@
+"""Further methods of `LoadedModel`: batches, several answers, embeddings, asyncio and the like."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import Tensor
+
+from trimtab.adapters.adapter import read_adapter
+from trimtab.engine.batch.generate import Answer
+from trimtab.engine.calls import asyncio_calls as waiting
+from trimtab.engine.calls import batch_calls as many
+from trimtab.engine.calls import hidden_states as inner
+from trimtab.engine.lora import layers as lora
+from trimtab.errors import DoesNotFitError, RequestError, gib
+
+if TYPE_CHECKING:
+    from trimtab.engine.calls.conversation import Conversation
+    from trimtab.engine.chat.prompt import Inputs
+    from trimtab.request import GenerateRequest
+
+
+# Which adapter answers: a name, None for the base, or name -> weight for a weighted sum of several.
+Chosen: TypeAlias = "str | Mapping[str, float] | None"
+
+
+class Asking:
+    """The base of `LoadedModel`: nothing here holds memory."""
+
+    def __repr__(self: Any) -> str:
+        """Return the model, its device and its adapters in one line."""
+        if self._loaded is None:
+            return f"LoadedModel({self.plan.request.model!r}, closed)"
+        names = ", ".join(self.adapters) or "none"
+        return (
+            f"LoadedModel({self.plan.request.model!r}, {self.hf_model.config.architectures[0]}, {self.plan.request.quant} on "
+            f"{self.device}, context {self.context_tokens}, adapters: {names})"
+        )
+
+    def batch(
+        self, requests: Iterable[Any], *, rows: int | None = None, errors: str = "raise", **options: Any
+    ) -> Iterator[Answer]:
+        """Yield the answers of many requests in their order; they are decoded together.
+
+        requests: prompts, or mappings with `prompt` and, as in `answer`, image, audio, system, adapter, template_kwargs and
+        any option. They are read as rows become free. rows: number of requests decoded together; None is the plan's
+        `batch`. options: defaults for requests without their own. errors: "raise", or "return", which yields a wrong
+        request's RequestError in place of its answer. The next answer starts when this one was read or the iterator is
+        closed.
+        Errors: RequestError; DeviceError if memory runs out.
+        """
+        return many.in_order(many.answers(self, requests, rows=rows, errors=errors, options=options))
+
+    def batch_as_finished(
+        self, requests: Iterable[Any], *, rows: int | None = None, errors: str = "raise", **options: Any
+    ) -> Iterator[tuple[int, Answer]]:
+        """Yield (index, answer) as answers finish.
+
+        requests, rows, errors, options: as in `batch`. Errors: as `batch`.
+        """
+        return many.answers(self, requests, rows=rows, errors=errors, options=options)
+
+    def answers(self, prompt: Any, n: int, *, rows: int | None = None, **options: Any) -> tuple[Answer, ...]:
+        """Return n answers to one prompt, sampled independently. The prompt is computed once for answers that are decoded
+        together.
+
+        prompt, options: as in `answer`; a seed counts up from answer to answer. rows: as in `batch`.
+        Errors: RequestError for n below 1, and for n above 1 at temperature 0, where all answers would be equal.
+        """
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise RequestError("must be an integer of at least 1", field="n", value=n)
+        if n > 1 and not options.get("temperature"):
+            raise RequestError("answers at temperature 0 are all equal", field="n", value=n, hint="Set a temperature")
+        question = {name: options.pop(name) for name in many.QUESTION if name in options}
+        seed = options.pop("seed", None)
+        seeds: list[dict[str, Any]] = [{} if seed is None else {"seed": seed + number} for number in range(n)]
+        requests = [{"prompt": prompt, **question, **one} for one in seeds]
+        pairs = many.answers(self, requests, rows=rows, errors="raise", options=options, group="answers")
+        return tuple(many.in_order(pairs))
+
+    def question(self: Any, prompt: Any, options: Mapping[str, Any]) -> tuple[Inputs, GenerateRequest, Any]:
+        """Return the inputs, sampling request and adapter of `answer(prompt, **options)`. Errors: RequestError."""
+        media = [options.get(name) for name in many.QUESTION[1:]]
+        sampling = {name: value for name, value in options.items() if name not in many.QUESTION}
+        inputs, request = self._question(prompt, *media, sampling)
+        return inputs, request, media[many.QUESTION.index("adapter") - 1]
+
+    # Other threads ----------------------------------------------------------------------------------------------------
+
+    async def answer_async(self: Any, prompt: Any, **options: Any) -> Answer:
+        """Return the whole answer, as `answer` does, without blocking the event loop (asyncio).
+
+        Cancelling the task ends the answer. prompt, options, errors: as in `answer`.
+        """
+        answers: list[Answer] = []
+        async for _ in waiting.pieces(self, prompt, options, answers):
+            pass
+        return answers[0]
+
+    def generate_async(self, prompt: Any, **options: Any) -> AsyncIterator[str]:
+        """Yield the answer's text as it arrives, as `generate` does, without blocking the event loop (asyncio).
+
+        Closing the iterator ends the answer. prompt, options, errors: as in `generate`.
+        """
+        return waiting.pieces(self, prompt, options, [])
+
+    # Inside -----------------------------------------------------------------------------------------------------------
+
+    def embed(
+        self: Any, texts: Sequence[Any], *, adapter: Chosen = None, pooling: str = "last", normalize: bool = True
+    ) -> Tensor:
+        """Return one vector for each text: its last hidden state, pooled.
+
+        texts: used without a chat template, or lists of token ids. adapter: as in `answer`. pooling: "last" (the last
+        token) or "mean". normalize: scale to length 1.
+        Shapes: [N, D] float32 on the CPU. Errors: RequestError for another pooling, an empty text, or one longer than the
+        context.
+        """
+        return inner.embed(self, texts, adapter=adapter, pooling=pooling, normalize=normalize)
+
+    def hidden_states(self: Any, prompt: Any, *, adapter: Chosen = None, **media: Any) -> Tensor:
+        """Return the hidden states of a prompt before the first layer and after each layer.
+
+        prompt, adapter, media (image, audio, system): as in `answer`. The last state has passed the final norm, as in
+        transformers' `output_hidden_states`.
+        Shapes: [layers + 1, S, D] float32 on the CPU. Errors: RequestError.
+        """
+        return inner.hidden_states(self, prompt, adapter=adapter, **media)
+
+    def _adapter_name(self: Any, adapter: Chosen, in_use: Collection[str | None] = ()) -> str | None:
+        """Return the name under which an adapter or mix is attached; a new mix is attached first. Errors: as `Mixes.name_of`."""
+        name: str | None = self.mixes.name_of(adapter, in_use) if isinstance(adapter, Mapping) else adapter
+        return name
+
+    # Conversations and adapters ---------------------------------------------------------------------------------------
+
+    def chat(
+        self, *, system: str | None = None, adapter: Chosen = None, when_full: str = "error", **options: Any
+    ) -> Conversation:
+        """Return a conversation that keeps its turns (`engine/calls/conversation.py`).
+
+        system: the system message. adapter, options: as in `generate`, for every answer without its own; without
+        max_new_tokens an answer can use the rest of the context. when_full: "error" or "drop" (the oldest turns), once the
+        context is full.
+        Errors: RequestError.
+        """
+        from trimtab.engine.calls.conversation import Conversation
+
+        return Conversation(self, system=system, adapter=adapter, when_full=when_full, **options)
+
+    def reload_adapter(self: Any, name: str) -> bool:
+        """Read an adapter's folder again if its files have changed, and return whether they have.
+
+        name: a loaded adapter. The new files are read and matched first; if they have an error, the old adapter stays.
+        Errors: RequestError for an unknown name, AdapterError, CheckpointError; DoesNotFitError if the new adapter needs
+        more than the plan leaves.
+        """
+        self._check_adapter(name)
+        before = self.adapter_spec(name).file
+        if tuple(read_adapter(before.folder, values=False).stamps) == tuple(before.stamps):
+            return False
+        held = self.read_adapter(before.folder, name=name)
+        with self.turns.hold("reload_adapter"), self.exchanging, self._out_of_memory_named(f"loading adapter {name}"):
+            self._check_adapter(name)  # it may have been unloaded meanwhile
+            free = self.free_adapter_bytes() + self.adapter_sizes[name]
+            if held.device_bytes > free:
+                raise DoesNotFitError(
+                    f"the plan leaves {gib(max(free, 0))} for this adapter", block=f"adapter {name}",
+                    device=str(self.device), needed_bytes=held.device_bytes, budget_bytes=max(free, 0),
+                    hint="Plan again with the new files",
+                )  # fmt: skip
+            self.mixes.forget(name)
+            lora.detach(self.hf_model, name, store=self.adapter_store)
+            self._attach(name, held)
+        return True
+
+    def _check_adapter(self: Any, name: Chosen) -> None:
+        with self.exchanging:
+            if isinstance(name, Mapping):
+                self.mixes.check(name)
+            elif isinstance(name, str):
+                self.adapter_spec(name)
+            elif name is not None:
+                raise RequestError(
+                    "must be a name, {name: weight} for a mix, or None for the base", field="adapter", value=name
+                )
+
+    def check_tokens(self: Any, request: GenerateRequest) -> None:
+        """Raise RequestError for a stop token that the vocabulary does not have: it would end no answer."""
+        vocabulary = int(self.hf_model.config.get_text_config().vocab_size)
+        for token in request.stop_token_ids:
+            if token >= vocabulary:
+                raise RequestError(f"token ids are below {vocabulary}", field="stop_token_ids", value=token)

@@ -1,0 +1,516 @@
+"""A prompt chunk with fixed shapes and addresses, so that a CUDA graph can hold it.
+
+    chunks = chunks_of(prompt_tokens, CHUNKS)
+    forward = ChunkForward(hf_model, cache, dtype)   # keys and values go into a row of a SlotCache
+    forward.begin(row)
+    for chunk in chunks:
+        forward.load(chunk, token_ids)           # the only copy from the host
+        logits = forward.run(forward.form_of(chunk))     # [V] float32 of the last chunk
+
+A chunk has one of a few sizes and is padded; its first position and its number of tokens are tensors, from which masks,
+places in the cache and the index of the last token are computed on the device. What is part of the program instead of the
+data (`Form`) is the size, whether it is the first or the last chunk, and how many places of the cache attention reads.
+Modules and their operations are transformers' own; a decoder layer is given another mask, not another computation, unless
+kernels stand for it (`firsts`, `lasts`).
+
+Layers that read the keys and values of earlier ones (Gemma 3n, Gemma 4) write none: they see the last token of the last
+chunk alone, and no other chunk at all. That is exact: the same operations on fewer rows; a product of one row may be
+another kernel than one of many, which rounds its sums in another order.
+
+What is not covered: attention other than torch's `sdpa`, layers with a state that is not keys and values by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv.kv_cache import LayerCache, PagedLayer, SlotCache
+
+if TYPE_CHECKING:
+    from trimtab.engine.passes.media_embeddings import Media
+
+CHUNKS = (16, 64, 128, 256, 512, 1024)
+# Attention of a chunk that is not the first reads this many places at least, doubled until its last token fits.
+SMALLEST_PLACES = 256
+_KINDS = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens start .. start + count of a prompt, padded to `size`."""
+
+    start: int
+    count: int
+    size: int
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Form:
+    """The properties of a chunk that are part of its program.
+
+    places: the positions of a full layer's cache that attention reads, 0 in a first chunk. has_embeddings: the tokens'
+    embeddings are given (images and audio are among them), and `deep` later layers' parts. has_own_mask: the mask between the
+    chunk's tokens is given, not causal. rows: prompts side by side, each of up to `size` tokens (packed_forward.py); by_table:
+    their adapters are looked up.
+    """
+
+    size: int
+    places: int
+    is_last: bool
+    has_embeddings: bool = False
+    deep: int = 0
+    has_own_mask: bool = False
+    rows: int = 1
+    by_table: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        return self.places == 0
+
+
+def chunks_of(
+    tokens: int, sizes: Sequence[int], *, may_end_at: Callable[[int], bool] = lambda _: True, start: int = 0,
+    border: int | None = None,
+) -> list[Chunk] | None:  # fmt: skip
+    """Return the chunks of a prompt: the largest size as often as it is filled, then the smallest that holds the rest.
+
+    may_end_at: whether a chunk may end before this token. start: how many tokens have gone through already. border: a place
+    where a chunk has to end. None if tokens that have to be in one chunk are more than any holds.
+    """
+    if border is not None and start < border < tokens:
+        before = chunks_of(border, sizes, may_end_at=may_end_at, start=start)
+        behind = chunks_of(tokens, sizes, may_end_at=may_end_at, start=border)
+        if before is None or behind is None:
+            return None
+        return [*(replace(chunk, is_last=False) for chunk in before), *behind]
+    largest, chunks = max(sizes), []
+    while tokens - start > largest:
+        end = next((place for place in range(start + largest, start, -1) if may_end_at(place)), None)
+        if end is None:
+            return None
+        chunks.append(_chunk(start, end, sizes, is_last=False))
+        start = end
+    return [*chunks, _chunk(start, tokens, sizes, is_last=True)]
+
+
+def _chunk(start: int, end: int, sizes: Sequence[int], *, is_last: bool) -> Chunk:
+    return Chunk(start, end - start, min(size for size in sizes if size >= end - start), is_last)
+
+
+def why_not(hf_model: Any) -> str | None:
+    """Return why this family's prompts cannot go through in such chunks, None if they can."""
+    if (state := hf_slots.why_not(hf_model)) is not None:
+        return state
+    config = hf_model.config.get_text_config()
+    attention = getattr(config, "_attn_implementation", None)
+    if attention != "sdpa":
+        return f"its attention is {attention}, not sdpa"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds <= set(_KINDS):
+        return f"its layers are of kinds {sorted(kinds - set(_KINDS))}"
+    layers = getattr(hf_model.get_decoder(), "layers", None)
+    cached = len(hf_slots.prompt_cache(hf_model).layers)
+    # transformers 5.6.2 caches no layer that uses another one's keys and values.
+    if layers is None or not (len(layers) == cached or (cached and all(map(_is_shared, layers[cached:])))):
+        return f"the layers of {type(hf_model).__name__} were not recognized"
+    if getattr(config, "use_bidirectional_attention", None) == "all":
+        return "its attention is not causal"
+    return None
+
+
+def _is_shared(layer: Any) -> bool:
+    """Whether a decoder layer uses the keys and values of an earlier one."""
+    return bool(getattr(getattr(layer, "self_attn", None), "is_kv_shared_layer", False))
+
+
+# The cache -----------------------------------------------------------------------------------------------------------
+
+
+class ChunkLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's keys and values of one row, as a chunk writes and reads them."""
+
+    is_compileable = True
+
+    def __init__(self, target: LayerCache, owner: ChunkForward) -> None:
+        super().__init__()
+        self.target, self.owner = target, owner
+        self.is_sliding = target.is_ring
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.target.lazy_initialization(key_states, value_states)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the chunk's keys and values. Return those that its tokens attend to: their own and the earlier ones."""
+        form, dtype = self.target.shared.form, key_states.dtype
+        key_states, value_states = form.hold(key_states), form.hold(value_states)
+        if not self.target.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        pairs = ((self.target.keys, key_states), (self.target.values, value_states))
+        keys, values = (form.read(self._one(kept, new), dtype) for kept, new in pairs)
+        return keys, values
+
+    def _one(self, kept: Tensor, new: Tensor) -> Tensor:
+        """Write and return states in the form that the cache keeps.
+
+        Shapes: kept [rows, H, places, D], in pages [H, P, D]; new [1, H, size, D]; in 8 bits D + 4 for D.
+        """
+        owner = self.owner
+        form = owner.form
+        if isinstance(self.target, PagedLayer):
+            table = self.target.pool.table
+            kept.index_copy_(1, owner.paged_places(), new[0])
+            return new if form.is_first else table.of(kept, table.table[owner.row : owner.row + 1], form.places)
+        row = kept[owner.row]
+        if self.target.is_ring:
+            both = new if form.is_first else torch.cat((row[None], new), dim=2)
+            row.copy_(both[0].index_select(1, owner.ring_sources(self.target.places)))
+            return both
+        if form.is_first:
+            count = min(form.size, self.target.places)
+            row[:, :count].copy_(new[0, :, :count])
+            return new
+        row.index_copy_(1, owner.buffers.places, new[0])
+        return row[None, :, : form.places]
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        return self.owner.form.places or self.owner.form.size, 0
+
+    def get_seq_length(self, *args: Any) -> int:
+        return 0
+
+    def get_max_cache_shape(self) -> int:
+        return self.target.places
+
+    def get_max_length(self) -> int:
+        return self.target.places
+
+
+# What a chunk reads --------------------------------------------------------------------------------------------------
+
+
+class Buffers:
+    """The tensors of one chunk size, written before each pass. Shapes: ids [1, size], positions [1 or 3, size], start and
+    count [1], all parts of one tensor; embeddings [1, size, D], deep [n][1, size, D], own masks [size, size]: made on first use."""
+
+    def __init__(self, size: int, axes: int, context_tokens: int, device: torch.device) -> None:
+        self.size, self.axes, self.context_tokens, self.device = size, axes, context_tokens, device
+        self._held = torch.zeros((1 + axes) * size + 2, dtype=torch.long, device=device)
+        self.ids = self._held[:size][None]
+        self.positions = self._held[size : (1 + axes) * size].view(axes, size)
+        self.start, self.count = self._held[-2:-1], self._held[-1:]
+        self.numbers = torch.arange(size, device=device)
+        self.causal = self.numbers[None, :] <= self.numbers[:, None]
+        self.embeddings: Tensor | None = None
+        self.deep: list[Tensor] = []
+        self.own_masks: dict[str, Tensor] = {}
+        self.last, self.places = torch.empty_like(self.count), torch.empty_like(self.numbers)
+        self.derive()
+
+    def derive(self) -> None:
+        """Compute what follows from start and count; the first operations of a pass."""
+        torch.sub(self.count, 1, out=self.last)
+        # Padding behind the context's end goes to its last place, which no prompt that leaves room for an answer uses.
+        torch.clamp(self.start + self.numbers, max=self.context_tokens - 1, out=self.places)
+
+    def write(self, chunk: Chunk, ids: Sequence[int], positions: Tensor | None) -> None:
+        """Bring a chunk's numbers to the device in one copy. positions [axes, count]: on the CPU, None for those in order."""
+        values = torch.zeros_like(self._held, device="cpu", pin_memory=self.device.type == "cuda")
+        values[: chunk.count] = torch.tensor(ids, dtype=torch.long)
+        own = values[self.size : (1 + self.axes) * self.size].view(self.axes, self.size)
+        own.copy_(torch.arange(chunk.start, chunk.start + self.size))
+        if positions is not None:
+            own[:, : chunk.count] = positions
+        values[-2], values[-1] = chunk.start, chunk.count
+        self._held.copy_(values, non_blocking=True)
+
+    def write_media(self, chunk: Chunk, media: Media) -> None:
+        """Copy the embeddings of a chunk's tokens; behind them are zeros."""
+        part = slice(chunk.start, chunk.start + chunk.count)
+        if self.embeddings is None:
+            self.embeddings = media.embeddings.new_zeros(1, self.size, media.embeddings.shape[-1])
+        self._fill(self.embeddings, media.embeddings[:, part])
+        while len(self.deep) < len(media.deep):
+            self.deep.append(torch.zeros_like(self.embeddings))
+        for target, source in zip(self.deep, media.deep, strict=False):
+            self._fill(target, source[:, part])
+        for kind, mask in media.masks.items():
+            own = self.own_masks.setdefault(kind, torch.zeros_like(self.causal))
+            own.copy_(self.causal)
+            own[: chunk.count, : chunk.count] = mask[part, part]
+
+    def _fill(self, target: Tensor, source: Tensor) -> None:
+        target[:, : source.shape[1]].copy_(source)
+        target[:, source.shape[1] :].zero_()
+
+    @property
+    def nbytes(self) -> int:
+        tensors = [self._held, self.numbers, self.causal, *self.deep, *self.own_masks.values()]
+        return sum(one.nbytes for one in tensors) + (0 if self.embeddings is None else self.embeddings.nbytes)
+
+
+@contextmanager
+def covered(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Let each module compute with another forward while the block runs; no class is touched."""
+    before = {module: vars(module).get("forward") for module in forwards}
+    try:
+        for module, forward in forwards.items():
+            vars(module)["forward"] = forward
+        yield
+    finally:
+        for module, forward in before.items():
+            vars(module).pop("forward", None)
+            if forward is not None:
+                vars(module)["forward"] = forward
+
+
+# The pass ------------------------------------------------------------------------------------------------------------
+
+
+class ChunkForward:
+    """Passes of chunks through a model, their keys and values in one row of a cache. Inference only.
+
+    Everything that a pass reads and writes stays where it is: a pass may be captured, after one of its form was not.
+    """
+
+    def __init__(self, hf_model: Any, cache: SlotCache, dtype: torch.dtype) -> None:
+        self.hf_model, self.cache, self.device, self.dtype = hf_model, cache, cache.device, dtype
+        self.config = hf_model.config.get_text_config()
+        self.decoder = hf_model.get_decoder()
+        self.layers = list(self.decoder.layers)
+        if not cache.layers:
+            cache.lay_out(hf_slots.prompt_cache(hf_model))
+        mine = [ChunkLayer(one, self) if isinstance(one, LayerCache) else one for one in cache.layers]
+        self._cache = Cache(layers=mine)
+        self._axes = 3 if hf_slots.has_three_axes(hf_model) else 1
+        self._by_size: dict[int, Buffers] = {}
+        self.least_places = SMALLEST_PLACES
+        self._places = torch.arange(cache.context_tokens, device=self.device)
+        self._kinds = self._kinds_of_layers()
+        self.first_shared = self._first_shared()
+        self.row = 0
+        self.form = Form(0, 0, is_last=False)
+        self._ring_sources: dict[int, Tensor] = {}
+        self._paged_places: Tensor | None = None
+        # What stands for the layers from `first_shared` on (last_layers.py) and in front (chunk.py), if anything.
+        self.lasts: Callable[[int, Buffers], Callable[..., Tensor]] | None = None
+        self.firsts: Callable[[int, Tensor | None], Callable[..., Tensor]] | None = None
+        # Any mask of four dimensions is one that is ready: each layer gets its own instead.
+        self._ready = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+
+    def _kinds_of_layers(self) -> list[str]:
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds is not None:
+            return list(kinds)
+        return [_KINDS[1 if getattr(one, "is_ring", False) else 0] for one in self.cache.layers]
+
+    def _first_shared(self) -> int:
+        """Return the number of the first layer from which on all use the keys and values of earlier ones."""
+        shared = [_is_shared(layer) for layer in self.layers]
+        first = len(shared)
+        while first and shared[first - 1]:
+            first -= 1
+        return first
+
+    @property
+    def buffers(self) -> Buffers:
+        """Those of the form that runs."""
+        return self._by_size[self.form.size]
+
+    def begin(self, row: int) -> None:
+        """Begin a prompt in a row. The row's earlier contents are cleared, because a masked NaN still spreads."""
+        self.row = row
+        self.cache.clear(row)
+
+    def form_of(self, chunk: Chunk, media: Media | None = None) -> Form:
+        """Return the form of a chunk's pass."""
+        places = 0
+        if chunk.start:
+            places = self.least_places
+            while places < chunk.start + chunk.count:
+                places *= 2
+            places = min(places, self.cache.context_tokens)
+        if media is None:
+            return Form(chunk.size, places, chunk.is_last)
+        return Form(
+            chunk.size, places, chunk.is_last, has_embeddings=True, deep=len(media.deep), has_own_mask=bool(media.masks)
+        )
+
+    def load(self, chunk: Chunk, ids: Sequence[int], media: Media | None = None) -> None:
+        """Copy the tokens of a chunk, and the embeddings of images and audio among them, to where its pass reads them."""
+        buffers = self._by_size.get(chunk.size)
+        if buffers is None:
+            buffers = Buffers(chunk.size, self._axes, self.cache.context_tokens, self.device)
+            self._by_size[chunk.size] = buffers
+        part = slice(chunk.start, chunk.start + chunk.count)
+        positions = None if media is None or media.positions is None else media.positions[:, part]
+        buffers.write(chunk, ids[part], positions)
+        if media is not None:
+            buffers.write_media(chunk, media)
+
+    def run(self, form: Form) -> Tensor:
+        """Return the logits [V] of the last token of a last chunk, of another its hidden state [D], which nobody needs but to
+        see that a pass is another's; float32. Keys and values are written."""
+        self.form = form
+        try:
+            return self._run(form)
+        finally:  # nothing that a pass has made outlives it
+            self._ring_sources.clear()
+            self._paged_places = None
+
+    def _run(self, form: Form) -> Tensor:
+        buffers = self.buffers
+        buffers.derive()
+        masks = {kind: self._mask(kind) for kind in dict.fromkeys(self._kinds)}
+        forwards = {layer: self._layer(number, masks) for number, layer in enumerate(self.layers)}
+        if form.has_embeddings:
+            forwards[self.decoder] = self._with_embeddings()
+        inputs: dict[str, Any] = {
+            "input_ids": buffers.ids, "position_ids": self._positions(), "past_key_values": self._cache,
+            "attention_mask": self._ready if getattr(self.config, "layer_types", None) is None else masks,
+            "use_cache": True, "return_dict": True,
+        }  # fmt: skip
+        with torch.no_grad(), covered(forwards):
+            if not form.is_last:
+                hidden: Tensor = self.hf_model.base_model(**inputs).last_hidden_state
+                return hidden[0].index_select(0, buffers.last)[0].float()
+            kept = torch.zeros_like(buffers.last) if self.first_shared < len(self.layers) else buffers.last
+            logits: Tensor = self.hf_model(**inputs, logits_to_keep=kept).logits
+        return logits[0, -1].float()
+
+    def _positions(self) -> Tensor:
+        positions = self.buffers.positions
+        return positions[:, None] if self._axes == 3 else positions
+
+    # Masks ---------------------------------------------------------------------------------------------------------
+
+    def ring_sources(self, places: int) -> Tensor:
+        """Return, for each place of a sliding layer, which of (places kept, tokens of the chunk) it holds afterwards."""
+        if places not in self._ring_sources:
+            buffers, numbers = self.buffers, self._places[:places]
+            if self.form.is_first:  # there are none kept; what no token is for holds the first one, and is masked
+                newest = buffers.last - torch.remainder(buffers.last - numbers, places)
+                self._ring_sources[places] = newest.clamp(min=0)
+            else:
+                end = buffers.start + buffers.last
+                newest = end - torch.remainder(end - numbers, places)
+                self._ring_sources[places] = torch.where(
+                    newest >= buffers.start, places + newest - buffers.start, numbers
+                )
+        return self._ring_sources[places]
+
+    def paged_places(self) -> Tensor:
+        """Return where a pool's pages hold the pass's positions: [size], of several rows one after the other."""
+        if self._paged_places is None:
+            self._paged_places = self._places_in_pages()
+        return self._paged_places
+
+    def _places_in_pages(self) -> Tensor:
+        assert self.cache.pool is not None
+        table = self.cache.pool.table
+        return table.written(self.buffers.places[None], table.table[self.row : self.row + 1])[0]
+
+    def _mask(self, kind: str) -> Tensor | None:
+        """Return the additive mask of a kind of layer [1, 1, size, keys], None if it is causal."""
+        form, buffers = self.form, self.buffers
+        window, ring = self._window(kind)
+        own = buffers.own_masks.get(kind) if form.has_own_mask else None
+        if own is None:
+            is_narrow = window is not None and window < form.size
+            if form.is_first and not is_narrow:
+                return None
+            own = buffers.causal
+            if window is not None and is_narrow:
+                own = own & (buffers.numbers[None, :] > buffers.numbers[:, None] - window)
+        if form.is_first:
+            return self._added(own)
+        positions = (buffers.start + buffers.numbers)[:, None]
+        if ring is not None:
+            numbers, end = self._places[:ring], buffers.start - 1
+            kept = end - torch.remainder(end - numbers, ring)
+            return self._added(torch.cat(((kept >= 0) & (kept > positions - (window or ring)), own), dim=1))
+        numbers = self._places[: form.places]
+        visible = numbers <= positions
+        if form.has_own_mask:
+            among = numbers - buffers.start  # where a place is in the chunk
+            selected = own.index_select(1, among.clamp(0, form.size - 1))
+            visible = torch.where((among >= 0) & (among < form.size), selected, visible)
+        if window is not None:
+            visible = visible & (numbers > positions - window)
+        return self._added(visible)
+
+    def _window(self, kind: str) -> tuple[int | None, int | None]:
+        """Return (how far a token looks back, itself included, None for everything; the places of the layer's ring, None for
+        one that keeps every position)."""
+        if kind != "sliding_attention":
+            return None, None
+        for number, layer in enumerate(self.cache.layers):
+            if self._kinds[number] == kind and isinstance(layer, LayerCache):
+                if layer.is_ring:
+                    return layer.places, layer.places
+                break
+        return int(self.config.sliding_window), None
+
+    def _added(self, mask: Tensor) -> Tensor:
+        added = torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, float("-inf"))
+        return added[None, None]
+
+    # What modules are given ----------------------------------------------------------------------------------------
+
+    def _with_embeddings(self) -> Callable[..., Any]:
+        """Return what stands for the decoder's forward where the tokens' embeddings are given."""
+        inner, embeddings = self.decoder.forward, self.buffers.embeddings
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if args or "inputs_embeds" not in kwargs:
+                raise RuntimeError(f"{type(self.hf_model).__name__} does not give its decoder embeddings by name")
+            return inner(**kwargs | {"inputs_embeds": embeddings})
+
+        return forward
+
+    def _layer(self, number: int, masks: Mapping[str, Tensor | None]) -> Callable[..., Any]:
+        """Return what stands for a decoder layer's forward in this pass."""
+        layer, mask, form = self.layers[number], masks[self._kinds[number]], self.form
+        inner: Callable[..., Any] = layer.forward
+
+        def own(*args: Any, **kwargs: Any) -> Any:
+            if "attention_mask" not in kwargs:
+                raise RuntimeError(f"{type(layer).__name__} is not given its mask by name")
+            return inner(*args, **kwargs | {"attention_mask": mask})
+
+        def deep(*args: Any, **kwargs: Any) -> Any:
+            return own(*args, **kwargs) + self.buffers.deep[number]
+
+        def skipped(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return hidden_states
+
+        def last(*args: Any, **kwargs: Any) -> Any:
+            named = {name: self._last_of(value) for name, value in kwargs.items()}
+            return inner(*map(self._last_of, args), **named | {"attention_mask": self._mask_of_last(mask)})
+
+        if number >= self.first_shared:
+            return skipped if not form.is_last else last if self.lasts is None else self.lasts(number, self.buffers)
+        if number < form.deep:
+            return deep
+        return own if self.firsts is None else self.firsts(number, mask)
+
+    def _mask_of_last(self, mask: Tensor | None) -> Tensor:
+        if mask is not None:
+            return mask.index_select(-2, self.buffers.last)
+        return self._added(self.buffers.numbers[None, :] <= self.buffers.last)
+
+    def _last_of(self, value: Any) -> Any:
+        """Return a layer's input for the last token: the slice of every tensor whose second to last dimension is the tokens."""
+        if isinstance(value, tuple):
+            return tuple(self._last_of(one) for one in value)
+        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[-2] == self.form.size:
+            return value.index_select(-2, self.buffers.last)
+        return value

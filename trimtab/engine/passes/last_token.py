@@ -1,0 +1,68 @@
+"""Prompts whose last token goes through with the rows' next step.
+
+    prompt.may_end_in_step = True      # before its first chunk
+    while not prompt.step(): ...       # all but its last token, where `prompt.is_open` then
+    batch.place(prompt)
+    batch.enter(prompt)                # the next step computes the last token and draws the first of the answer
+
+While other rows are being answered a step has to run anyway, and one row more costs it hardly anything. Captured
+chunks of such a prompt need no logits: neither the head, nor a pass of the last token through layers that share the keys and values
+of earlier ones. With E4B that is most of what a chunk of up to 256 tokens takes. Transformers' own pass (stock_pass.py) saves a
+chunk where the last token would be one by itself.
+
+The last token is computed by the kernels of steps, as those of answers are. Its scores differ from those of a chunk by rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from trimtab.engine.passes import chunk_forward as hf_prefill
+from trimtab.engine.passes.chunk_forward import Chunk, ChunkForward
+
+if TYPE_CHECKING:
+    from trimtab.engine.batch.request import Prompt
+    from trimtab.engine.prefill.prefill import Prompts
+
+
+def are_possible(prompts: Prompts) -> bool:
+    """Whether a batch may have such prompts: one of several rows, with room for the graphs of their chunks if they are captured."""
+    return prompts.batch.rows > 1 and not prompts.batch.is_invariant and prompts.may_be_cut
+
+
+def ends_in_step(prompt: Prompt, may_end_at: Callable[[int], bool] = lambda _: True) -> bool:
+    """Return whether a step computes a prompt's last token. may_end_at: whether a chunk may end before a token.
+
+    Without active rows no step would run anyway. Rows of a group copy the logits of one prompt, and what stands for an image or
+    audio has no embedding of its own. Batch-invariant answers have the bits of their own chunks.
+    """
+    batch, row = prompt.batch, prompt.row
+    if not prompt.may_end_in_step or not batch.active or not are_possible(batch.prompts) or row.group:
+        return False
+    return (
+        row.prompt_tokens > 1
+        and may_end_at(row.prompt_tokens - 1)
+        and row.token_ids[-1] not in batch.prompts.placeholders
+    )
+
+
+def chunks_of(
+    prompt: Prompt, sizes: Sequence[int], start: int, may_end_at: Callable[[int], bool] = lambda _: True
+) -> list[Chunk] | None:
+    """Return the chunks of a prompt from a token on, as `hf_prefill.chunks_of`; without its last token if that goes through with a
+    step."""
+    count = prompt.inputs.prompt_tokens - prompt.ends_in_step
+    if start == count:
+        return []
+    border = prompt.batch.prefixes.border(prompt)
+    chunks = hf_prefill.chunks_of(count, sizes, may_end_at=may_end_at, start=start, border=border)
+    if chunks is None or not prompt.ends_in_step:
+        return chunks
+    return [replace(chunk, is_last=False) for chunk in chunks]
+
+
+def share_of_layers(forward: ChunkForward) -> float:
+    """Return the share of a model's layers that such a chunk goes through: those with keys and values of their own."""
+    return forward.first_shared / max(len(forward.layers), 1)

@@ -1,0 +1,116 @@
+"""A prompt with images or audio as its decoder sees it: the towers' outputs among the embeddings, positions, who looks ahead.
+
+media = media_of(hf_model, tensors)      # the towers run, the decoder does not
+media.may_end_at(place)                  # whether a chunk (chunk_forward.py) may end there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.passes.chunk_forward import covered
+
+# Families whose masks are causal for images too, unless their config says otherwise (transformers 5.23.0). Gemma 3 is not one.
+CAUSAL_IMAGES = ("gemma3n", "gemma4", "llava", "mistral3", "qwen2_5_vl", "qwen3_vl")
+
+
+def images_look_ahead(config: Any) -> bool:
+    """Return whether the tokens of one image see each other in both directions; True for a family that is not known."""
+    if getattr(config.get_text_config(), "use_bidirectional_attention", None):
+        return True
+    return not str(config.model_type).startswith(CAUSAL_IMAGES)
+
+
+@dataclass(frozen=True)
+class Media:
+    """What a prompt with images or audio is made of once its towers have run, of all its S tokens.
+
+    Shapes: embeddings [1, S, D]; deep [n][1, S, D], added behind the first n layers; positions [3, S] on the CPU or None;
+    masks: kind of layer -> [S, S], only where tokens look ahead. reach: by token, the last one that it looks at.
+    """
+
+    embeddings: Tensor
+    deep: tuple[Tensor, ...] = ()
+    positions: Tensor | None = None
+    masks: Mapping[str, Tensor] = field(default_factory=dict)
+    reach: tuple[int, ...] = ()
+
+    def may_end_at(self, place: int) -> bool:
+        """Whether no token before this one looks at it or beyond."""
+        return not self.reach or max(self.reach[:place], default=-1) < place
+
+
+class _StoppedError(Exception):
+    """Carries what the decoder was called with."""
+
+    def __init__(self, inputs: dict[str, Any]) -> None:
+        super().__init__()
+        self.inputs = inputs
+
+
+def media_of(hf_model: Any, tensors: Mapping[str, Any]) -> Media:
+    """Return what the model's own code gives its decoder for a prompt with images or audio: the towers run, the decoder does
+    not. Errors: RuntimeError for inputs of a form that is not known."""
+
+    def stop(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            raise RuntimeError(f"{type(hf_model).__name__} calls its decoder by position")
+        raise _StoppedError(kwargs)
+
+    decoder = hf_model.get_decoder()
+    try:
+        with covered({decoder: stop}):
+            hf_model(
+                **tensors, past_key_values=hf_slots.prompt_cache(hf_model), use_cache=True, logits_to_keep=1,
+                return_dict=True,
+            )  # fmt: skip
+    except _StoppedError as exc:
+        inputs = exc.inputs
+    else:
+        raise RuntimeError(f"{type(hf_model).__name__} does not call its decoder")
+    embeddings = inputs["inputs_embeds"]
+    positions = inputs.get("position_ids")
+    if positions is not None and positions.dim() == 3:
+        positions = positions[-3:, 0].cpu()
+    else:
+        positions = None
+    masks, reach = looking_ahead(inputs.get("attention_mask"))
+    return Media(embeddings, _dense(inputs, embeddings), positions, masks, reach)
+
+
+def _dense(inputs: Mapping[str, Any], embeddings: Tensor) -> tuple[Tensor, ...]:
+    """Return what later layers add at some positions as tensors of all positions."""
+    deep, where = inputs.get("deepstack_visual_embeds"), inputs.get("visual_pos_masks")
+    if deep is None or where is None:
+        return ()
+    arguments = []
+    for part in deep:
+        whole = torch.zeros_like(embeddings)
+        whole[where] = part.to(whole.dtype)
+        arguments.append(whole)
+    return tuple(arguments)
+
+
+def looking_ahead(masks: Any) -> tuple[dict[str, Tensor], tuple[int, ...]]:
+    """Return (kind -> [S, S], True where a token looks, of every kind; the last that each looks at) if any looks ahead."""
+    if not isinstance(masks, dict):
+        return {}, ()
+    looks = {
+        kind: (mask if mask.dtype == torch.bool else mask >= 0)[0, 0]
+        for kind, mask in masks.items() if isinstance(mask, Tensor)
+    }  # fmt: skip
+    if not any(bool(mask.triu(1).any()) for mask in looks.values()):
+        return {}, ()
+    causal = torch.ones_like(next(iter(looks.values()))).tril()  # what a missing mask stands for
+    looks = {kind: looks.get(kind, causal) for kind in masks}
+    furthest = torch.zeros(next(iter(looks.values())).shape[0], dtype=torch.long)
+    for mask in looks.values():
+        numbers = torch.arange(mask.shape[1], device=mask.device)
+        furthest = torch.maximum(furthest, (mask * numbers).amax(dim=1).cpu())
+    return looks, tuple(furthest.tolist())

@@ -1,0 +1,23 @@
+"""A prompt that goes through in chunks of its own batch (prefill.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab.engine.kv.prefix_store import Match
+from trimtab.engine.passes.chunk_forward import Chunk
+from trimtab.engine.passes.media_embeddings import Media
+
+
+@dataclass(eq=False)
+class PromptJob:
+    """A prompt on its way: its chunks, and how many are through. serial: of its adapter when it began. kept: what need not go
+    through."""
+
+    chunks: list[Chunk]
+    media: Media | None
+    offset: int
+    serial: int | None
+    kept: Match
+    done: int = 0
+    has_begun: bool = False

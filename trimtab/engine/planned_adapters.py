@@ -1,0 +1,88 @@
+"""The adapters of a plan on their way from files to the device: matched once, read ahead on a few threads, attached in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from trimtab.adapters.adapter import AdapterSpec, match_adapter, read_adapter
+from trimtab.adapters.file import stamps_of
+from trimtab.adapters.vocabulary import check_vocabulary
+from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.engine.lora.host_adapter import HeldAdapter
+
+if TYPE_CHECKING:
+    from trimtab.engine.model import LoadedModel
+
+# Adapters in host memory before their turn: a server keeps them all; another program has a plan that counts none of them there.
+AHEAD_KEPT, AHEAD = 4, 2
+
+
+def match(model: LoadedModel, path: str | Path, spec: AdapterSpec | None = None) -> AdapterSpec:
+    """Return the adapter of a folder matched with a model. spec: it, where this is known. Errors: AdapterError, CheckpointError."""
+    spec = spec or match_adapter(read_adapter(path, values=False), model.anatomy)
+    check_vocabulary(path, model.processor_folder)
+    model._check_head(path, spec)
+    return spec
+
+
+def read(model: LoadedModel, spec: AdapterSpec) -> HeldAdapter:
+    """Return a matched adapter in host memory, for a model; on any thread. Errors: AdapterError for its values, CheckpointError."""
+    held = HeldAdapter.read(spec, pinned=model.device.type == "cuda")
+    if model.prefix_cache is not None:
+        _ = held.content  # hashed once, where nobody waits
+    return held
+
+
+def _use_device(device: torch.device) -> None:
+    """Name this thread's GPU: to lock pages without one makes a context on the first GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+@dataclass
+class PlannedAdapters:
+    """The adapters of one plan. specs: those that planning has matched, by folder, each with the anatomy that it was matched with.
+    held: gets them by name as they were read, for a server, which keeps them in host memory; None: nobody does."""
+
+    specs: Mapping[tuple[str, int], tuple[AdapterSpec, Anatomy]] = field(default_factory=dict)
+    held: dict[str, HeldAdapter] | None = None
+
+    def read(self, model: LoadedModel) -> Iterator[tuple[str, HeldAdapter]]:
+        """Yield name and adapter of a model's plan, in its order. Errors: as `LoadedModel.read_adapter`."""
+        known = self._specs_of(model.anatomy)
+        threads = AHEAD if self.held is None else AHEAD_KEPT
+        pool = ThreadPoolExecutor(threads, "trimtab-adapter", initializer=partial(_use_device, model.device))
+        reading: deque[tuple[str, Future[HeldAdapter]]] = deque()
+        try:
+            for name, path in model.plan.request.adapters.items():
+                spec = known.get(path)
+                is_same = spec is not None and spec.file.stamps == stamps_of(path)
+                reading.append((name, pool.submit(read, model, match(model, path, spec if is_same else None))))
+                if len(reading) > threads:
+                    yield self._done(*reading.popleft())
+            while reading:
+                yield self._done(*reading.popleft())
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _done(self, name: str, reading: Future[HeldAdapter]) -> tuple[str, HeldAdapter]:
+        held = reading.result()
+        if self.held is not None:
+            self.held[name] = held
+        return name, held
+
+    def _specs_of(self, anatomy: Anatomy) -> dict[str, AdapterSpec]:
+        """Return the specs by folder that were matched with an equal anatomy."""
+        equal: dict[int, bool] = {}  # by identity: comparing thousands of rows takes milliseconds
+        for _, one in self.specs.values():
+            if id(one) not in equal:
+                equal[id(one)] = one == anatomy
+        return {path: spec for (path, _), (spec, one) in self.specs.items() if equal[id(one)]}

@@ -1,0 +1,1 @@
+"""How do prompts become keys and values?"""

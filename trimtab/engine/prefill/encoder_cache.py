@@ -1,0 +1,260 @@
+"""The cache of vision and audio tower outputs: an image that a chat repeats is not encoded again.
+
+    with encoders(model, cache, scope, inputs): hf_model(**tensors)      # or what stops before the decoder
+
+Towers are reached where every family has them: `get_image_features` and `get_audio_features` of its base model, which are covered
+while one prompt goes through. Pictures are kept one by one, and those of a prompt that are missing go through the tower in one
+pass; the audio clips of a prompt, which families pad to the longest, are kept together. What is kept is known by the content of the
+picture (or sounds), by the shape that the processor gave it, and by the scope: the client, and the adapter's content if it changes
+a tower. It lies in the pages of the prefix cache, counts with them, and goes by age with them.
+
+What is not covered: several images at once of towers whose output cannot be told apart by image (Gemma 4 and Qwen3-VL up to some
+release after transformers 5.6.2); one image alone is kept there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv.prefix_store import scope_of
+from trimtab.engine.towers.pieces import TowersDoneError
+
+if TYPE_CHECKING:
+    from trimtab.engine.chat.prompt import Inputs
+    from trimtab.engine.prefill.prefix_cache import PrefixCache
+
+# What families read of a tower's output (transformers 5.6.2 to 5.23).
+PARTS = ("pooler_output", "deepstack_features", "attention_mask", "audio_mel_mask")
+# Where the output of one image is kept as a whole.
+_WHOLE = "whole"
+FUNCTIONS = ("get_image_features", "get_audio_features")
+
+
+@dataclass
+class EncoderCounts:
+    """Pictures and groups of audio clips: looked for, found, and passes of towers."""
+
+    lookups: int = 0
+    hits: int = 0
+    passes: int = 0
+
+
+@contextmanager
+def encoders(
+    hf_model: Any, cache: PrefixCache, scope: bytes, inputs: Inputs, *, is_counted: bool = True
+) -> Iterator[None]:  # fmt: skip
+    """While the block runs, the towers return cached outputs, and new outputs are cached. is_counted: False for a pass that
+    an earlier one has been counted for. What ends by an error is not counted, because it runs again, except where only the
+    decoder is left (TowersDoneError)."""
+    owner = getattr(hf_model, "model", None)
+    names = [name for name in FUNCTIONS if hasattr(owner, name)]
+    kinds = hf_slots.media_ids(hf_model)
+    before, is_complete = replace(cache.encoder_counts), False
+    try:
+        for name, ids in zip(FUNCTIONS, kinds, strict=True):
+            if name in names:
+                digests = [mark.digest for mark in inputs.marks if inputs.token_ids[mark.start] in ids]
+                tower = _Tower(getattr(owner, name), cache, scope_of(scope, name), digests, name == FUNCTIONS[0])
+                vars(owner)[name] = tower
+        yield
+        is_complete = True
+    except TowersDoneError:
+        is_complete = True
+        raise
+    finally:
+        if not (is_complete and is_counted):
+            vars(cache.encoder_counts).update(vars(before))
+        for name in names:
+            vars(owner).pop(name, None)
+
+
+@dataclass
+class _Tower:
+    """Stands for one function of one prompt. digests: of its images or audio, in order."""
+
+    compute: Callable[..., Any]
+    cache: PrefixCache
+    scope: bytes
+    digests: Sequence[bytes]
+    is_vision: bool
+    counts: EncoderCounts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counts = self.cache.encoder_counts
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.digests:
+            return self.compute(*args, **kwargs)
+        split = self._split(args, kwargs) if self.is_vision else None
+        if split is None:
+            return self._whole(args, kwargs)
+        return self._each(split)
+
+    # All of them together ---------------------------------------------------------------------------------------------
+
+    def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = scope_of(self.scope, "all", _form(args, kwargs), *self.digests)
+        kept = self._find(key)
+        if kept is not None:
+            return SimpleNamespace(**kept)
+        self.counts.passes += 1
+        output = self.compute(*args, **kwargs)
+        parts = {name: getattr(output, name, None) for name in PARTS}
+        if parts["pooler_output"] is not None:
+            self.cache.put_blob(key, parts)
+        return output
+
+    def _find(self, key: bytes) -> Any:
+        self.counts.lookups += 1
+        kept = self.cache.get_blob(key)
+        self.counts.hits += kept is not None
+        return kept
+
+    # One by one -------------------------------------------------------------------------------------------------------
+
+    def _split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]] | None:
+        """Return the arguments of each image separately, None if they cannot be separated."""
+        count = len(self.digests)
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if not tensors or count == 1:
+            return None if not tensors else [(args, kwargs)]
+        if all(tensor.shape[0] == count for tensor in tensors):
+            return [_each_of(args, kwargs, partial(_row, number=n)) for n in range(count)]
+        # Patches of all pictures in one row, and how many along each axis.
+        grids = [tensor for tensor in tensors if tensor.shape == (count, 3)]
+        if len(grids) != 1:
+            return None
+        sizes = grids[0].prod(dim=-1).tolist()
+        if any(tensor.shape[0] not in (count, sum(sizes)) for tensor in tensors):
+            return None
+        ends = [sum(sizes[:n]) for n in range(count + 1)]
+
+        def part(tensor: Tensor, number: int) -> Tensor:
+            return _row(tensor, number) if tensor is grids[0] else tensor[ends[number] : ends[number + 1]]
+
+        return [_each_of(args, kwargs, partial(part, number=n)) for n in range(count)]
+
+    def _each(self, split: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> Any:
+        keys = [
+            scope_of(self.scope, "one", _form(*arguments), digest)
+            for arguments, digest in zip(split, self.digests, strict=True)
+        ]
+        outputs: dict[bytes, Any] = {key: self._find(key) for key in dict.fromkeys(keys)}
+        if any(kept is not None and _WHOLE in kept for kept in outputs.values()):
+            if len(keys) == 1:
+                return SimpleNamespace(**outputs[keys[0]][_WHOLE])
+            outputs = dict.fromkeys(outputs)  # what is kept of images alone is no part of an output of several
+        missing = [key for key, kept in outputs.items() if kept is None]
+        if missing:
+            chosen = [split[keys.index(key)] for key in missing]
+            self.counts.passes += 1
+            output = self.compute(*_joined([one[0] for one in chosen]), **_joined_named([one[1] for one in chosen]))
+            parts = _parts_of(output, len(missing))
+            if parts is None:  # nothing of this form was ever kept but of images alone: all of them were missing
+                whole = {name: getattr(output, name, None) for name in PARTS}
+                if len(keys) == 1 and whole["pooler_output"] is not None:
+                    self.cache.put_blob(keys[0], {_WHOLE: whole})
+                return output
+            for key, part in zip(missing, parts, strict=True):
+                outputs[key] = part
+                self.cache.put_blob(key, part)
+        return _assembled([outputs[key] for key in keys])
+
+
+def _form(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """Return what of a call is not content: shapes and plain values."""
+
+    def shown(value: Any) -> Any:
+        return (tuple(value.shape), str(value.dtype)) if isinstance(value, Tensor) else repr(value)
+
+    return repr(([shown(value) for value in args], sorted((name, shown(value)) for name, value in kwargs.items())))
+
+
+def _row(tensor: Tensor, number: int) -> Tensor:
+    return tensor[number : number + 1]
+
+
+def _each_of(
+    args: Sequence[Any], kwargs: dict[str, Any], part: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def one(value: Any) -> Any:
+        return part(value) if isinstance(value, Tensor) else value
+
+    return tuple(one(value) for value in args), {name: one(value) for name, value in kwargs.items()}
+
+
+def _joined(several: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+    return tuple(
+        torch.cat(values) if isinstance(values[0], Tensor) else values[0] for values in zip(*several, strict=True)
+    )
+
+
+def _joined_named(several: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    names = list(several[0])
+    return dict(zip(names, _joined([[one[name] for name in names] for one in several]), strict=True))
+
+
+def _parts_of(output: Any, count: int) -> list[dict[str, Any]] | None:
+    """Return each picture's part of a tower's output, None for an output of another form."""
+    pooled, deep = getattr(output, "pooler_output", None), getattr(output, "deepstack_features", None)
+    is_stacked = isinstance(pooled, Tensor)
+    if pooled is None or len(pooled) != count or (is_stacked and pooled.dim() != 3):
+        return None
+    if deep is not None and not all(isinstance(layer, (tuple, list)) and len(layer) == count for layer in deep):
+        return None
+    return [
+        {
+            "pooler_output": pooled[n], "is_stacked": is_stacked,
+            "deepstack_features": None if deep is None else [layer[n] for layer in deep],
+        }
+        for n in range(count)
+    ]  # fmt: skip
+
+
+def _assembled(parts: Sequence[dict[str, Any]]) -> Any:
+    pooled = [part["pooler_output"] for part in parts]
+    deep = None
+    if parts[0]["deepstack_features"] is not None:
+        deep = [tuple(layers) for layers in zip(*(part["deepstack_features"] for part in parts), strict=True)]
+    return SimpleNamespace(
+        pooler_output=torch.stack(pooled) if parts[0]["is_stacked"] else tuple(pooled), deepstack_features=deep
+    )
+
+
+# Values as bytes -----------------------------------------------------------------------------------------------------
+
+
+def flattened(value: Any, tensors: list[Tensor]) -> Any:
+    """Return a value with numbers in the place of its tensors, which are put into `tensors`."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return len(tensors) - 1, "tensor"
+    if isinstance(value, dict):
+        return {name: flattened(one, tensors) for name, one in value.items()}, "dict"
+    if isinstance(value, (tuple, list)):
+        return [flattened(one, tensors) for one in value], type(value).__name__
+    return value, "plain"
+
+
+def restored(form: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return the value that `flattened` took apart."""
+    value, kind = form
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "dict":
+        return {name: restored(one, tensors) for name, one in value.items()}
+    if kind in ("tuple", "list"):
+        values = [restored(one, tensors) for one in value]
+        return tuple(values) if kind == "tuple" else values
+    return value

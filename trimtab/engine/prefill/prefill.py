@@ -1,0 +1,593 @@
+"""Prompts as CUDA graphs, or as transformers runs them; `fallbacks` has the reason.
+
+    prompts = Prompts(batch)
+    if prompts.takes(prompt):        # else: transformers' own pass
+        is_through = prompts.step(prompt)
+
+A prompt's kernels are launched one by one from Python unless they are a graph. There is one for each form of a chunk
+(`hf_prefill.Form`) and each layout of adapters. The first time that one is needed, the pass runs as it is. The second time it
+is captured, and where another would have to go for it, once it is needed more often (graph_uses.py). Adapters of one layout (the
+same layers and ranks, at the same places of one piece of memory) share a graph, which reads a copy of the piece: changing the
+adapter is one copy on the device. An adapter of another kind (DoRA, embeddings, whole modules) has graphs of its own. All graphs
+share one set of inputs, and their memory with passes that are not captured (shared_pool.py).
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.batched_lora import columns as adapter_columns
+from trimtab.engine.cuda.capture_stream import side_stream
+from trimtab.engine.cuda.graph_cache import GraphCache
+from trimtab.engine.decode.graph_uses import FormUses
+from trimtab.engine.decode.step_capture import check_replay, in_pass
+from trimtab.engine.decode.step_choice import Fallback
+from trimtab.engine.families.chunk import ChunkLayers
+from trimtab.engine.families.last_layers import LastLayers, select_adapter
+from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.kernels.dequantize import LEAST_TOKENS
+from trimtab.engine.kernels.gemm4 import PAYING_ROWS, covering
+from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.layers import embedding as tables
+from trimtab.engine.layers.linear import Leaf
+from trimtab.engine.lora import fewer_ops as short_ops
+from trimtab.engine.lora.layouts import Layouts, values_of
+from trimtab.engine.memory.out_of_memory import is_out_of_memory, memory_error
+from trimtab.engine.memory.rates import outside_torch
+from trimtab.engine.memory.step_memory import extra_bytes
+from trimtab.engine.passes import chunk_forward as hf_prefill
+from trimtab.engine.passes import last_token as open_prompts
+from trimtab.engine.passes.chunk_forward import Chunk, Form
+from trimtab.engine.passes.prompt_job import PromptJob
+from trimtab.engine.prefill.packing import Packs
+from trimtab.engine.tiers import streaming as tiers
+from trimtab.engine.towers.graphs import Towers
+from trimtab.engine.towers.kernels import TowerOps
+from trimtab.engine.towers.passes import TowerPasses, unloaded_error
+from trimtab.engine.towers.pieces import PausedError
+from trimtab.errors import gib
+from trimtab.planning.memory.activations import use_of
+from trimtab.planning.memory.prompts import LEAST_LARGEST, choose_chunks, planned_graphs, prompt_graph_bytes
+from trimtab.planning.values.copy_order import Piece
+from trimtab.planning.values.execution import CAPTURED
+
+if TYPE_CHECKING:
+    from trimtab.engine.batch.batch import Batch
+    from trimtab.engine.batch.request import Prompt
+
+# Graphs that are kept; beyond, what was used longest ago goes.
+MOST_GRAPHS = 40
+# Graphs that prompts need which are cut: first, later and last chunks of two sizes, and some lasts that are smaller.
+CUT_GRAPHS = 9
+
+
+@dataclass(eq=False)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    order: Sequence[Piece]  # the pieces of streamed blocks that it enters
+    serial: int | None  # of the adapter whose own addresses it reads
+
+
+class Prompts:
+    """The captured prompts of one batch. mode: "auto", on a GPU where the plan leaves room; "static": the same passes, never
+    captured, on any device; "eager": none. sizes: of chunks, None for what fits. counted_bytes: what the plan has counted for
+    them already."""
+
+    def __init__(
+        self, batch: Batch, mode: str = "auto", sizes: Sequence[int] | None = None, *, counted_bytes: int = 0
+    ) -> None:  # fmt: skip
+        self.batch, self.model, self.device = batch, batch.model, batch.model.device
+        self.captures = mode == "auto" and self.device.type == "cuda"
+        # graph_bytes: that the driver took for graphs captured beforehand
+        self.counted_bytes, self.capture_s, self.graph_bytes = counted_bytes, 0.0, 0
+        self.sizes: tuple[int, ...] = ()
+        self.is_steady = True  # whether the last chunk took as long as the next one of its form will
+        self.jobs: WeakKeyDictionary[Prompt, PromptJob] = WeakKeyDictionary()
+        self._owner: weakref.ref[Prompt] | None = None
+        self._forward: hf_prefill.ChunkForward | None = None
+        self.firsts: ChunkLayers | None = None
+        self.lasts: LastLayers | None = None
+        self._short: short_ops.ShortOps | None = None
+        self._kernels: prompt_kernels.PromptKernels | None = None
+        self._tower_ops: TowerOps | None = None
+        self._columns: adapter_columns.AdapterColumns | None = None
+        self.four_bit: list[Leaf] = []
+        self.room = self.model.prompt_room if self.captures and batch.rows == 1 else None
+        self._graphs: GraphCache[_Captured] = GraphCache(lambda: None if self.room is None else self.room.handle)
+        self._uses = FormUses()
+        self.layouts = Layouts(self)
+        # Towers are captured while others are answered: batch-invariant ones always run as they are.
+        self.towers = Towers(self.model, "eager" if batch.is_invariant else mode, self.fall_back)
+        self._outputs: dict[tuple[bool, int], Tensor] = {}
+        self.tower_passes = TowerPasses(self)
+        self.staged_tables = [
+            module for module in self.model.hf_model.modules()
+            if isinstance(module, tables.GatheredTable) and module.seen is None
+        ]  # fmt: skip
+        self.placeholders = hf_slots.placeholder_ids(self.model.hf_model)
+        if (self.captures or mode == "static") and (why := self._why_not(sizes)) is not None:
+            self.fall_back(why)
+        batch.cache.has_prompt_row = self.is_on and batch.rows > 1
+        self.packs = Packs(self)
+        if self.room is not None:
+            self.room.owners.add(self)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any prompt goes through in chunks of still shapes."""
+        return bool(self.sizes)
+
+    @property
+    def most_packed(self) -> int:
+        """The most tokens of a pass of several prompts, padding included."""
+        return max(self.sizes, default=0)
+
+    @property
+    def copies_bytes(self) -> int:
+        """Of the copies of adapters that graphs read."""
+        return self.layouts.nbytes
+
+    @property
+    def kernels_us(self) -> dict[str, tuple[float, float]]:
+        """What our kernels took when they were chosen: name -> (ours, theirs)."""
+        return {} if self._kernels is None else self._kernels.measured_us
+
+    def fall_back(self, why: str, what: str = "captured prompts") -> None:
+        one = Fallback(what, why)
+        if one not in self.batch.steps.fallbacks:
+            self.batch.steps.fallbacks.append(one)
+
+    def _why_not(self, sizes: Sequence[int] | None) -> str | None:
+        why = hf_prefill.why_not(self.model.hf_model)
+        if why is not None:
+            return why
+        for row in self.model.plan.placements if self.captures else ():
+            if row.part in ("language", "text", "head") and row.tier in ("host", "disk"):
+                return f"{row.block_path} is in tier {row.tier}: the CPU takes part in every chunk"
+        wanted = self.captures
+        self.sizes, needed, free = self._fitting(sizes)
+        planned = self.model.plan.execution.prompt
+        if self.device.type == "cuda" and not self.sizes and sizes is None and not planned.chunks:
+            return f"planned so: {planned.reason}"
+        if self.sizes and (self.captures == wanted or planned.mode not in CAPTURED):
+            return None
+        return f"they need {gib(needed)} more than the plan and the captured steps, {gib(free)} are left"
+
+    def _fitting(self, sizes: Sequence[int] | None) -> tuple[tuple[int, ...], int, int]:
+        """Return the sizes of chunks that the plan leaves room for, the bytes of the least that is worth it, and those left."""
+        most = min(self.model.prefill_tokens, self.batch.context_tokens or self.model.prefill_tokens)
+        chosen = tuple(sizes or [size for size in hf_prefill.CHUNKS if size <= most])
+        if not self.captures:
+            return chosen, 0, 0
+        planned = self.model.plan.execution.prompt
+        if sizes is None and self.batch.rows <= self.model.plan.request.batch:
+            self.captures = planned.mode in CAPTURED
+            return planned.chunks, self.extra_bytes(chosen[:1]), 0
+        free = self.left_bytes()
+        least = min(LEAST_LARGEST, max(chosen, default=0))
+        fitting = choose_chunks(chosen, self.extra_bytes, free)
+        if not fitting and sizes is None and planned.chunks:
+            self.captures = False  # a pass of transformers' own has a cache that a plan with chunks does not count
+            fitting = planned.chunks
+        return fitting, self.extra_bytes((least,)), max(free, 0)
+
+    def left_bytes(self) -> int:
+        plan = self.model.plan
+        free = int(plan.gpu_budget_bytes - plan.gpu_needed_bytes) + self.counted_bytes
+        return free - extra_bytes(self.model, self.batch.rows) if self.batch.steps.is_captured else free
+
+    def extra_bytes(self, sizes: Sequence[int] | None = None, *, adapters: bool = True) -> int:
+        """Return what is counted for captured prompts beside the plan; `sizes` None for those in use."""
+        plan, anatomy, holders = self.model.plan, self.model.anatomy, self.model.adapter_store.holders
+        use = use_of(plan.request, anatomy, answer_tokens=plan.answer_tokens)
+        value_bytes = [values_of(name, one).nbytes for name, one in holders.items() if adapters and one.fitting.plain]
+        return prompt_graph_bytes(
+            anatomy, use, self.sizes if sizes is None else sizes, quant=plan.request.quant,
+            has_adapters=bool(plan.request.adapters), adapter_bytes=max(value_bytes, default=0),
+        )  # fmt: skip
+
+    # One prompt ------------------------------------------------------------------------------------------------------
+
+    def takes(self, prompt: Prompt) -> bool:
+        """Whether the next piece of a prompt is this object's to put through. Towers run when its first one is requested, or as
+        much of them as one piece is while rows are being answered."""
+        if prompt in self.jobs:
+            return True
+        if not self.sizes or prompt.done_tokens or not self.is_row_free:
+            return False
+        try:
+            job = self._begin(prompt)
+        except PausedError:
+            is_paused = True
+        else:
+            is_paused = False
+        if is_paused:
+            if self.room is not None:
+                self.room.check()  # not before the exception is gone, which holds what the pass was computing
+            return True
+        if job is None:
+            return False
+        self.jobs[prompt], self._owner = job, weakref.ref(prompt)
+        self.batch.pages.bind(prompt.row, self.batch.cache.prompt_row)
+        self._new_forward().begin(self.batch.cache.prompt_row)
+        self.batch.prefixes.into_row(job.kept, self.batch.cache.prompt_row)
+        return True
+
+    def _new_forward(self) -> hf_prefill.ChunkForward:
+        if self._forward is None:
+            self._forward = hf_prefill.ChunkForward(self.model.hf_model, self.batch.cache, self.model.dtype)
+            if (
+                not self.may_be_cut
+            ):  # every number of places is a graph: with few graphs all later chunks read the whole context
+                self._forward.least_places = self.batch.cache.context_tokens
+        return self._forward
+
+    def forget(self, key: Hashable) -> None:
+        """Drop the graphs that read an adapter's layout."""
+        for one in [one for one in self._graphs if one[1] == key]:
+            del self._graphs[one]
+        self.towers.forget(key)
+
+    @property
+    def is_row_free(self) -> bool:
+        """Whether no prompt is on its way in the prompts' row."""
+        owner = None if self._owner is None else self._owner()
+        return owner is None and (self.batch.cache.has_prompt_row or not self.batch.active)
+
+    def _begin(self, prompt: Prompt) -> PromptJob | None:
+        inputs, media, offset = prompt.inputs, None, 0
+        if inputs.has_media:
+            if not self.tower_passes.takes_media:
+                return None
+            media = self.tower_passes.media_of(prompt)
+            if media is None:
+                return None
+            offset = hf_slots.read_offset(self.model.hf_model)
+        may_end_at = (lambda _: True) if media is None else media.may_end_at
+        kept = self.batch.prefixes.find(prompt, may_end_at=may_end_at)
+        chunks: list[Chunk] | None = []
+        if kept.tokens < inputs.prompt_tokens:
+            prompt.ends_in_step = open_prompts.ends_in_step(prompt, may_end_at)
+            chunks = open_prompts.chunks_of(prompt, self.sizes, kept.tokens, may_end_at)
+        return None if chunks is None else PromptJob(chunks, media, offset, self.serial_of(prompt.row.adapter), kept)
+
+    def serial_of(self, name: str | None) -> int | None:
+        """Return the serial of an attached adapter, None for the base."""
+        return None if name is None else self.model.adapter_store.serial_of(name)
+
+    def step(self, prompt: Prompt, most_tokens: int | None = None) -> bool:
+        """Compute the next chunk, of at most `most_tokens` where it can be cut. Returns True when the whole prompt is complete,
+        with its states in the cache's prompt row.
+
+        Errors: RequestError if the prompt's adapter was unloaded since the prompt began, even if another adapter has its name
+        now.
+        """
+        if prompt in self.tower_passes.paused:  # in the middle of its towers
+            prompt.chunk_tokens = 0
+            return False
+        job, forward = self.jobs[prompt], self._forward
+        assert forward is not None
+        if job.serial != self.serial_of(prompt.row.adapter):
+            raise unloaded_error(prompt, self.model.adapters)
+        if job.media is not None and not job.has_begun:  # its towers have run just now: a piece by itself
+            job.has_begun, prompt.chunk_tokens = True, 0
+            return False
+        if not job.chunks:  # the same prompt went through before, or all of it but its last token
+            assert prompt.row.reuse is not None
+            prompt.logits, prompt.offset, prompt.done_tokens = prompt.row.reuse.logits, job.offset, job.kept.tokens
+            prompt.chunk_tokens = 0
+            return True
+        chunk = job.chunks[job.done]
+        if most_tokens is not None and chunk.size > most_tokens and job.media is None:
+            sizes = [size for size in self.sizes if size <= most_tokens] or [min(self.sizes)]
+            job.chunks[job.done :] = open_prompts.chunks_of(prompt, sizes, chunk.start) or [chunk]
+            chunk = job.chunks[job.done]
+        prompt.chunk_tokens = chunk.size
+        form = forward.form_of(chunk, job.media)
+        forward.load(chunk, prompt.row.token_ids, job.media)
+        logits = self._run(form, chunk, prompt)
+        job.done += 1
+        prompt.done_tokens = chunk.start + chunk.count
+        if chunk.is_last:
+            prompt.logits = logits.clone()
+        is_through = chunk.is_last or prompt.is_open
+        if is_through:
+            prompt.offset, job.media = job.offset, None
+        return is_through
+
+    def holds(self, prompt: Prompt) -> bool:
+        """Whether a prompt's states are in the cache's prompt row."""
+        return self._owner is not None and self._owner() is prompt
+
+    def release(self, prompt: Prompt) -> None:
+        """Let another prompt have the row: this one has been given its own."""
+        if self.holds(prompt):
+            self._owner = None
+        self.jobs.pop(prompt, None)
+
+    def evict(self, row: int, but: Prompt | None) -> None:
+        """Make room where the prompts' row is about to be filled: a prompt that waits there starts again in transformers' pass."""
+        owner = None if self._owner is None else self._owner()
+        if owner is None or owner is but or row != self.batch.cache.prompt_row:
+            return
+        self.release(owner)
+        owner.cache, owner.done_tokens = None, 0
+
+    # One chunk -------------------------------------------------------------------------------------------------------
+
+    def _run(self, form: Form, chunk: Chunk, prompt: Prompt) -> Tensor:
+        key, serial, in_kernels = select_adapter(self, self._new_forward(), prompt.row.adapter)
+        if not self._can_stage(form, chunk, prompt.row.token_ids):
+            self.is_steady = not self.captures
+            return self._static(form)
+        stage = partial(self._stage, chunk, prompt.row.token_ids)
+        return self.computed((form, key, in_kernels), serial, [self.batch.cache.prompt_row], stage)
+
+    def computed(
+        self, key: tuple[Hashable, ...], serial: int | None, rows: Sequence[int], stage: Callable[[], None] = lambda: None,
+        *, at_once: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Return the result of a form's pass, captured where possible.
+
+        key: the form and the rest of what identifies the program. serial: of the adapter whose own addresses it reads. rows:
+        the rows of the cache that it writes. stage: copies the inputs that the host has.
+        """
+        form = key[0]
+        assert isinstance(form, Form)
+        self.is_steady = not self.captures
+        captured = self._graphs.get(key)
+        self._uses.note(key)
+        if captured is None and (at_once or self._may_capture(key)):
+            captured = self._captured(key, serial, rows, stage)
+            if captured is not None:
+                return self._outputs[form.is_last, form.rows]
+        if captured is None:
+            return self._static(form)
+        self._graphs.move_to_end(key)
+        self.is_steady = True
+        stage()
+        self._replay(captured.graph, captured.order)
+        return self._outputs[form.is_last, form.rows]
+
+    def _can_stage(self, form: Form, chunk: Chunk, ids: Sequence[int]) -> bool:
+        """Whether the table rows that the host fetches are those of the chunk's tokens. For the placeholder of an image or
+        audio clip transformers looks up another row."""
+        if not self.staged_tables:
+            return True
+        return not form.has_embeddings and self.placeholders.isdisjoint(ids[chunk.start : chunk.start + chunk.count])
+
+    def _may_capture(self, key: tuple[Hashable, ...]) -> bool:
+        if not self.captures:
+            return False
+        if self.model.plan.request.batch_invariant:
+            return True
+        self._forget_unloaded()  # what is dropped anyway keeps no other out
+        oldest = next(iter(self._graphs), None) if len(self._graphs) >= self._most_graphs() else None
+        return self._uses.pays(key, oldest)
+
+    def _static(self, form: Form, entered: list[Piece] | None = None) -> Tensor:
+        """Return what a graph of this form computes, kernel by kernel. entered: becomes the streamed blocks of the pass, which
+        then begins as a replay does."""
+        begun = nullcontext() if entered is None else in_pass(self.model.streamer, entered=entered)
+        self.kernels()  # chosen outside the room: what compares and times them is not the pass
+        # A first pass allocates keys and values, which stay.
+        room = self.room if self.batch.cache.has_states else None
+        with nullcontext() if room is None else room.using(), begun:
+            passed = self._passed(form)
+        if room is None or not room.is_made:
+            return passed
+        result = passed.clone()
+        del passed
+        room.check()
+        return result
+
+    def _passed(self, form: Form) -> Tensor:
+        with self._short_ops(form):
+            if form.rows > 1:
+                return self.packs.static(form)
+            assert self._forward is not None
+            return self._forward.run(form)
+
+    @contextmanager
+    def _short_ops(self, form: Form) -> Iterator[None]:
+        if self.device.type != "cuda":  # on a CPU the operations themselves take the time
+            yield
+            return
+        kernels, products = self.kernels(), self.batch.steps.kernels.rows
+        assert self._short is not None
+        # Of several prompts a few tokens pass the last layers.
+        least = 2 if form.rows > 1 else LEAST_TOKENS
+        unpacked = self.model.unpacked
+        with (
+            self._short.step(), kernels.unpacking(self.four_bit),
+            covering(self.four_bit, products, least=least, most=PAYING_ROWS),
+            nullcontext() if unpacked is None else unpacked.covering(least=1),
+            nullcontext() if self._columns is None else self._columns.covering(),
+        ):  # fmt: skip
+            yield
+
+    def kernels(self) -> prompt_kernels.PromptKernels:
+        """Return the kernels of ours that passes use here, chosen when they are first needed; none on a CPU."""
+        if self.device.type == "cuda" and self._short is None:
+            self._kernels, self._short = prompt_kernels.chosen_with_short_ops(self.model, self.fall_back)
+            self._columns = adapter_columns.choose(self.model, self._kernels, self.fall_back)
+            self.four_bit = prompt_kernels.four_bit(self.model.hf_model)
+            self._tower_ops = TowerOps(self.model, self._kernels, self._short)
+        return self._kernels or prompt_kernels.PromptKernels()
+
+    def tower_ops(self) -> AbstractContextManager[None]:
+        """Let the towers use the kernels of prompts while the block runs; on a CPU they run as they are."""
+        self.kernels()
+        return nullcontext() if self._tower_ops is None else self._tower_ops.running()
+
+    def without_tower_ops(self) -> None:
+        """Let the towers run as they are from now on, to compare both. Call it before a prompt: graphs are not made again."""
+        self.kernels()
+        self._tower_ops = None
+
+    # Graphs ----------------------------------------------------------------------------------------------------------
+
+    def prepare(self, token: int, adapter: str | None, sizes: Sequence[int] | None = None) -> None:
+        """Capture a prompt of one chunk of every size before it is needed, the largest first: the others find room in its memory;
+        the chunk without the last token too (last_token.py).
+        No row may be active. sizes: of these alone; without any, passes of several prompts alone."""
+        if not self.captures or not self.sizes or not self.is_row_free:
+            return
+        before = outside_torch(self.device)
+        self._prepare(token, adapter, self.sizes if sizes is None else sizes)
+        if not sizes:
+            self.packs.prepare(token, adapter)
+        self.graph_bytes += max(outside_torch(self.device) - before, 0)
+
+    def _prepare(self, token: int, adapter: str | None, sizes: Sequence[int]) -> None:
+        ends = (True, False) if open_prompts.are_possible(self) else (True,)
+        for size, is_last in product(sorted(sizes, reverse=True), ends):
+            if not self.captures:
+                return
+            forward = self._new_forward()
+            chunk = Chunk(0, min(size, (self.batch.context_tokens or size) - 1), size, is_last=is_last)
+            forward.begin(self.batch.cache.prompt_row)
+            forward.load(chunk, [token] * size)
+            key, serial, in_kernels = select_adapter(self, forward, adapter)
+            whole = (forward.form_of(chunk), key, in_kernels)
+            if whole not in self._graphs:
+                self._captured(whole, serial, [forward.row], partial(self._stage, chunk, [token] * size))
+
+    def _captured(
+        self, key: tuple[Hashable, ...], serial: int | None, rows: Sequence[int], stage: Callable[[], None]
+    ) -> _Captured | None:  # fmt: skip
+        """Return the graph of a form, captured and run; None, and no further captures, where that turns out impossible."""
+        form = key[0]
+        assert isinstance(form, Form)
+        if not self._allocate_room():
+            return None
+        self._make_room()
+        start = time.perf_counter()
+        before = self.batch.cache.rings(rows)
+        torch.cuda.empty_cache()  # what passes that were not captured left has no place in the graphs' pool
+        stage()
+        for table in self.staged_tables:
+            table.reads_staged = True
+        try:
+            captured = _Captured(*self._graph(form, before), serial)
+        except Exception as exc:
+            self._graphs.forget_pool()
+            self._graphs.clear()
+            if self.room is not None:
+                self.room.release()
+            if is_out_of_memory(exc):  # planned: never a reason to go on the slower way
+                raise memory_error(exc, "capturing a prompt", self.model.plan, self.device) from exc
+            torch.zeros(1, device=self.device).item()  # the device says itself whether it got over it
+            self.captures = False
+            self.fall_back(f"capturing failed: {type(exc).__name__}: {exc}")
+            hf_slots.restore(before)
+            return None
+        finally:
+            for table in self.staged_tables:
+                table.reads_staged = False
+        self._graphs[key] = captured
+        self.capture_s += time.perf_counter() - start
+        if self.room is not None:
+            self.room.check()  # drops this graph too where something is left: the result of its replay is right
+        return captured
+
+    def _allocate_room(self) -> bool:
+        """Whether there is the memory that all graphs share; True without such a one."""
+        if self.room is None:
+            return True
+        try:
+            is_made = self.room.make(is_lean=self.kernels().adds)
+        except RuntimeError as exc:
+            torch.zeros(1, device=self.device).item()  # the device says itself whether it got over it
+            self.captures = False
+            self.fall_back(f"capturing failed: {type(exc).__name__}: {exc}")
+            return False
+        if not is_made:
+            self.fall_back("another pass or program has their memory for now")
+        return is_made
+
+    def drop_graphs(self) -> None:
+        """Forget every graph: their memory is another's."""
+        self._graphs.clear()
+
+    def _forget_unloaded(self) -> None:
+        """Drop the graphs of unloaded adapters."""
+        serials = {None, *self.model.adapter_store.serials.values()}
+        for key in [key for key, one in self._graphs.items() if one.serial not in serials]:
+            del self._graphs[key]
+
+    def _make_room(self) -> None:
+        """Drop the graphs of unloaded adapters, and those used longest ago if there are too many."""
+        self._forget_unloaded()
+        while len(self._graphs) >= self._most_graphs():
+            self._graphs.popitem(last=False)
+
+    def _most_graphs(self) -> int:
+        """Return how many graphs are kept: what the plan has counted, and what fits into the bytes that it left over."""
+        planned = self.model.plan.execution.prompt
+        if self.sizes != planned.chunks or not self.sizes:
+            return MOST_GRAPHS
+        counted = planned_graphs(self.sizes, self.batch.context_tokens or 0)
+        each = max(planned.bytes.get("prompt_graphs", 0) // counted, 1)
+        return min(counted + max(self.left_bytes(), 0) // each, MOST_GRAPHS)
+
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether graphs of prompts that are cut into other chunks than the largest have room."""
+        return not self.captures or self._most_graphs() >= len(self.sizes) + CUT_GRAPHS
+
+    def has_room_for(self, graphs: int, spare_bytes: int) -> bool:
+        """Whether there is room for this many graphs beyond those of cut prompts, with this many bytes left over."""
+        return self._most_graphs() >= len(self.sizes) + CUT_GRAPHS + graphs and self.left_bytes() >= spare_bytes
+
+    def _graph(self, form: Form, before: Sequence[tuple[Tensor, Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Piece]]:
+        """Return a graph that has run once with the result of the captured pass, and the blocks that it streams."""
+        expected, order = self._warm(form)
+        hf_slots.restore(before)
+        output = self._outputs.setdefault((form.is_last, form.rows), torch.empty_like(expected))
+        graph = self._record(form, order, output)
+        output.zero_()
+        self._replay(graph, order)
+        check_replay(output.view(form.rows, -1), expected.view(form.rows, -1), form.rows)
+        return graph, order
+
+    def _warm(self, form: Form) -> tuple[Tensor, list[Piece]]:
+        """Return what the pass computes and the streamed blocks it enters: once for whatever is made on first use."""
+        order: list[Piece] = []
+        with side_stream(self.device) as side, torch.cuda.stream(side):
+            expected = self._static(form, order).clone()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        return expected, order
+
+    def _record(self, form: Form, order: list[Piece], output: Tensor) -> torch.cuda.CUDAGraph:
+        with side_stream(self.device) as side:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()  # what the pass left on the side stream has no other user
+
+            def run() -> None:
+                with in_pass(self.model.streamer, order, entered=order):
+                    output.copy_(self._passed(form))
+
+            return self._graphs.record(side, run)[0]
+
+    def _stage(self, chunk: Chunk, ids: Sequence[int]) -> None:
+        if not self.staged_tables:
+            return
+        padded = torch.zeros(chunk.size, dtype=torch.long)
+        padded[: chunk.count] = torch.tensor(ids[chunk.start : chunk.start + chunk.count])
+        for table in self.staged_tables:
+            table.stage(padded, chunk.size)
+
+    def _replay(self, graph: torch.cuda.CUDAGraph, order: Sequence[Piece]) -> None:
+        tiers.replay(self.model.streamer, order, graph)

@@ -1,0 +1,597 @@
+"""The prefix cache: keys and values of prompts and answers in host memory, copied back for prompts that begin with the same tokens.
+
+    cache = PrefixCache(model, capacity_bytes)           # LoadedModel.prefix_cache
+    prefixes = Prefixes(batch)
+    match = prefixes.find(prompt)                        # match.tokens of the prompt are kept
+    prefixes.into_row(match, row)                        # or `into_cache`, for a prompt that transformers runs
+    prefixes.joined(prompt); prefixes.leaving(row)       # what has gone through is kept
+
+`prefix_store.py` says what is kept where; this file moves bytes. What is kept of a prompt is known by its tokens, the content
+of its adapter, images and audio, and its client: names are never enough. A prompt is kept when it has gone through, an
+answer when its row leaves, so that the next turn of a chat computes what is new in it.
+
+Full attention resumes behind any block of tokens. A family with sliding layers resumes where a snapshot is kept: at the end of
+every prompt and answer, at the end of a prompt's opening (tools and system prompt, which all chats of an application begin with),
+and where a second prompt parts from an earlier one (at the end of the last turn they share). A snapshot inside a prompt costs no
+pass while the sliding layers still hold the window before it; else the prompt is cut there. Families whose state is not keys and
+values by position are refused by name (`why_not`).
+
+A prompt that resumes where one of its own chunks begins computes the same bits; elsewhere its chunks have other sizes, which
+round in another order, as chunks of any sizes do. Batch-invariant prompts (batch_invariant.py) resume only where their own pieces
+begin;
+only whole pieces of prompts are kept then, no answers and no prompts with media.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.decode import batch_invariant as company
+from trimtab.engine.kv import int8 as hf_kv_int8
+from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv.kv_cache import LayerCache, SlotCache
+from trimtab.engine.kv.prefix_layout import CopyBuffer, Layout, PageField, RowViews, copy, holds_window
+from trimtab.engine.kv.prefix_store import Match, PrefixKey, PrefixStore, scope_of
+from trimtab.engine.prefill import encoder_cache
+from trimtab.engine.tiers.reader import HostMemory
+from trimtab.errors import DoesNotFitError, RequestError, gib
+from trimtab.planning.memory.prefix_cache import ALIGNED, BLOCK_TOKENS, LEAST_PAGE_BYTES, prefix_reason, staging_bytes
+
+if TYPE_CHECKING:
+    from trimtab.engine.batch.batch import Batch
+    from trimtab.engine.batch.request import Prompt, Row
+    from trimtab.engine.chat.prompt import Inputs
+
+# A snapshot that saves fewer tokens than this is not worth its room, nor a chunk of its own behind what two prompts share.
+LEAST_SAVED_TOKENS = 64
+# An opening that saves fewer is not worth a cut: no second prompt has shown yet that it is shared. A cut costs one pass more, which
+# reads all weights: with E4B on an H100 64 tokens take 9.5 ms, as long as about 600 tokens more of a long prompt. What is saved has
+# to pay for that after few prompts.
+LEAST_CUT_TOKENS = 256
+
+
+class PrefixCache:
+    """Cached prefixes of one loaded model, in `capacity_bytes` of host memory. Errors: RequestError below one page.
+
+    why_not: why this family's state cannot be kept, None if it can.
+    """
+
+    def __init__(self, model: Any, capacity_bytes: int, *, block_tokens: int = BLOCK_TOKENS) -> None:
+        if capacity_bytes < LEAST_PAGE_BYTES:
+            raise RequestError(f"must be at least {LEAST_PAGE_BYTES} bytes", field="prefix_cache", value=capacity_bytes)
+        self.capacity_bytes, self.block_tokens = capacity_bytes, block_tokens
+        self.device: torch.device = model.device
+        self.why_not = hf_slots.why_not(model.hf_model)
+        self.context_tokens: int = model.context_tokens
+        # The windows of sliding layers: without any, a prompt resumes behind every block and needs no snapshot.
+        self.windows = () if self.why_not else hf_slots.windows(model.hf_model, self.context_tokens)
+        self.layout: Layout | None = None
+        self.store: PrefixStore | None = None
+        # Whoever can guess tokens cannot guess keys: they are of this process alone.
+        self._secret = secrets.token_bytes(32)
+        is_gpu = self.device.type == "cuda"
+        self._memory = HostMemory(capacity_bytes if self.why_not is None else 0, pinned=is_gpu)
+        self._staging: Tensor | None = None
+        self._buffer: CopyBuffer | None = None
+        self.encoder_counts = encoder_cache.EncoderCounts()
+        if is_gpu and self.why_not is None:
+            layers, dtype = model.anatomy.kv_layers, model.anatomy.dtype
+            count = staging_bytes(layers, dtype, context_tokens=self.context_tokens)
+            self._staging = torch.empty(count, dtype=torch.uint8, device=self.device)
+
+    @classmethod
+    def within(cls, model: Any, capacity_bytes: int) -> PrefixCache:
+        """Return a model's cache. Errors: RequestError if no prompt could resume from so few bytes, DoesNotFitError if the plan's
+        host budget leaves less."""
+        plan = model.plan
+        prefix_reason(plan.request, model.anatomy, capacity_bytes)
+        free_bytes = int(plan.host_budget_bytes - plan.host_peak_bytes + plan.host.get("prefix_cache", 0))
+        if capacity_bytes > free_bytes:
+            raise DoesNotFitError(
+                f"the plan leaves {gib(max(free_bytes, 0))} of host memory", block="prefix cache", device="host",
+                needed_bytes=capacity_bytes, budget_bytes=max(free_bytes, 0), hint="Plan with prefix_cache=",
+            )  # fmt: skip
+        return cls(model, capacity_bytes)
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._memory.close()
+        self.layout, self.store, self._staging, self._buffer = None, None, None, None
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the buffer on the device that copies pass."""
+        return 0 if self._staging is None else self._staging.numel()
+
+    def switch_off(self, exc: Exception) -> None:
+        """Stop using the cache after a failure, which `LoadedModel.fallbacks` names."""
+        self.why_not = f"switched off: {type(exc).__name__}: {exc}"
+        if self.store is not None:
+            self.store.clear()
+
+    def scope(self, client: str, adapter_content: str) -> bytes:
+        """Return what separates clients and adapters of other content."""
+        return scope_of(self._secret, client, adapter_content)
+
+    def numbers(self) -> dict[str, int]:
+        """Return what metrics show: lookups, hits, hit_tokens, added, evicted, bytes held and at most, and of images and audio
+        media_lookups, media_hits, media_passes."""
+        media = {f"media_{name}": count for name, count in vars(self.encoder_counts).items()}
+        store, layout = self.store, self.layout
+        used = 0 if store is None or layout is None else store.used_pages * layout.page_bytes
+        counts = {} if store is None else vars(store.counts)
+        names = ("lookups", "hits", "hit_tokens", "added", "evicted")
+        ours = {name: counts.get(name, 0) for name in names}
+        return ours | media | {"bytes": used, "capacity_bytes": self.capacity_bytes}
+
+    def learn(self, cache: SlotCache) -> bool:
+        """Set the layout from a family's first states. Returns whether it is known and a page fits."""
+        if self.layout is None:
+            layout = Layout.of(cache, self.block_tokens)
+            pages = self.capacity_bytes // layout.page_bytes
+            if not (layout.blocks or layout.rings) or not pages:
+                return False
+            snapshot = -(-layout.snapshot_bytes // layout.page_bytes)
+            self.layout, self._buffer = layout, CopyBuffer(layout, self._staging)
+            self.store = PrefixStore(pages=pages, block_tokens=self.block_tokens, snapshot_pages=snapshot)
+        return self.store is not None
+
+    # Moving bytes -----------------------------------------------------------------------------------------------------
+
+    def save(self, key: PrefixKey, views: RowViews, *, snapshot: bool, offset: int | None = None) -> None:
+        """Keep the states after all tokens of a key. snapshot: whether the sliding layers' are those after the last of them."""
+        assert self.store is not None and self._buffer is not None
+        added = self.store.add(key, snapshot=snapshot, offset=offset)
+        try:
+            for group in self._groups(added.blocks):
+                flat, parts = self._buffer.blocks(len(group))
+                views.copy_blocks(group[0][0], parts, into_row=False)
+                self._to_pages([page for _, page in group], 0, flat)
+            if added.snapshot:
+                self._move_snapshot(added.snapshot, len(key.token_ids), views, into_row=False)
+        except BaseException:
+            self.store.clear()  # pages that were promised and not filled are nobody's
+            raise
+
+    def load(self, match: Match, views: RowViews) -> None:
+        """Copy the states of the first match.tokens tokens into a row or prompt."""
+        assert self._buffer is not None
+        for group in self._groups(list(enumerate(match.blocks))):
+            flat, parts = self._buffer.blocks(len(group))
+            self._from_pages([page for _, page in group], 0, flat)
+            views.copy_blocks(group[0][0], parts, into_row=True)
+        if match.snapshot:
+            self._move_snapshot(match.snapshot, match.tokens, views, into_row=True)
+
+    def put_blob(self, key: bytes, value: Any) -> None:
+        """Keep a value of tensors, dictionaries and lists, if there is room."""
+        if self.store is None or self.layout is None:
+            return
+        tensors: list[Tensor] = []
+        form = encoder_cache.flattened(value, tensors)
+        flats = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+        starts = [sum(-(-flat.numel() // ALIGNED) * ALIGNED for flat in flats[:n]) for n in range(len(flats) + 1)]
+        note = form, [(start, tuple(one.shape), one.dtype) for start, one in zip(starts, tensors, strict=False)]
+        pages = self.store.add_blob(key, max(-(-starts[-1] // self.layout.page_bytes), 1), note)
+        if pages is None:
+            return
+        try:
+            for start, flat in zip(starts, flats, strict=False):
+                self._to_pages(pages, start, flat)
+        except Exception as exc:  # the answer goes on without a cache
+            self.switch_off(exc)
+
+    def get_blob(self, key: bytes) -> Any:
+        """Return a value that was kept, on the model's device; None if it was not."""
+        kept = None if self.store is None else self.store.find_blob(key)
+        if kept is None:
+            return None
+        pages, (form, places) = kept
+        tensors = []
+        for start, shape, dtype in places:
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
+            self._from_pages(pages, start, tensor.reshape(-1).view(torch.uint8))
+            tensors.append(tensor)
+        return encoder_cache.restored(form, tensors)
+
+    def _groups(self, blocks: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
+        """Yield consecutive blocks, as many at a time as the buffer holds."""
+        assert self._buffer is not None
+        count = self._buffer.most_pages
+        for first in range(0, len(blocks), count):
+            yield blocks[first : first + count]
+
+    def _move_snapshot(self, pages: Sequence[int], tokens: int, views: RowViews, *, into_row: bool) -> None:
+        """Copy a snapshot: the sliding layers' states after `tokens`, and the tokens after the last whole block."""
+        assert self._buffer is not None
+        tail = tokens % self.block_tokens
+        for part in self._buffer.parts(has_tail=bool(tail)):
+            flat, rings, tails = self._buffer.part(part)
+            if into_row:
+                self._from_pages(pages, part.start, flat)
+            # Two lists: one tensor with gaps would make torch copy all of a list one by one.
+            copy(views.rings[part.rings.start : part.rings.stop], rings, into_row=into_row)
+            if tails:
+                row_tails = views.tails(tokens - tail, tail, part.tails)
+                copy(row_tails, [view.narrow(1, 0, tail) for view in tails], into_row=into_row)
+            if not into_row:
+                self._to_pages(pages, part.start, flat)
+
+    def _runs(self, pages: Sequence[int], start: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (byte of the memory, byte of a buffer, how many) for `count` bytes from byte `start` of these pages on."""
+        assert self.layout is not None
+        size, done = self.layout.page_bytes, 0
+        while done < count:
+            number, inside = divmod(start + done, size)
+            last = number
+            while last + 1 < len(pages) and pages[last + 1] == pages[last] + 1:
+                last += 1
+            length = min((last + 1 - number) * size - inside, count - done)
+            place = pages[number] * size + inside
+            yield place, done, length
+            done += length
+
+    def _to_pages(self, pages: Sequence[int], start: int, flat: Tensor) -> None:
+        for place, first, count in self._runs(pages, start, flat.numel()):
+            self._memory.tensor.narrow(0, place, count).copy_(flat.narrow(0, first, count), non_blocking=True)
+
+    def _from_pages(self, pages: Sequence[int], start: int, flat: Tensor) -> None:
+        for place, first, count in self._runs(pages, start, flat.numel()):
+            flat.narrow(0, first, count).copy_(self._memory.tensor.narrow(0, place, count), non_blocking=True)
+
+
+@dataclass(frozen=True)
+class _Unsaved:
+    """A prompt that has gone through, whose first token goes out before its states are copied."""
+
+    row: Row
+    offset: int
+    logits: Tensor | None
+
+
+# One batch -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Reuse:
+    """The prefix that a request reuses and caches.
+
+    key: of its prompt. serial: of its adapter when it began. border: where its prompt is cut for a snapshot, from which later
+    prompts resume. places: where else snapshots are taken, of the states at its end. offset: of positions after its images.
+    logits: of its last token, if the whole prompt is cached.
+    """
+
+    key: PrefixKey
+    serial: int | None
+    border: int | None = None
+    places: tuple[int, ...] = ()
+    offset: int | None = None
+    logits: Tensor | None = None
+
+
+class Prefixes:
+    """What one batch reuses of its model's prefix cache; nothing where the model has none."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch, self.model = batch, batch.model
+        self._unsaved: list[_Unsaved] = []
+        # By row, of a cache of this layout.
+        self._row_views: dict[int, RowViews] = {}
+        self._layout_of_views: Layout | None = None
+
+    @property
+    def cache(self) -> PrefixCache | None:
+        """The model's cache, None if this batch cannot use it: rings of another context have another layout."""
+        cache: PrefixCache | None = getattr(self.model, "prefix_cache", None)
+        if cache is None or cache.why_not is not None or cache.context_tokens != self.batch.context_tokens:
+            return None
+        return cache
+
+    def find(self, prompt: Prompt, *, may_end_at: Callable[[int], bool] = lambda _: True) -> Match:
+        """Return the cached part of a prompt: all of it with the logits of its last token, or at most all tokens but the last.
+        Also records where a snapshot would help."""
+        self.flush()
+        cache, inputs, row = self.cache, prompt.inputs, prompt.row
+        row.reuse, row.cached_tokens = None, 0
+        if cache is None or row.client is None or (inputs.has_media and not inputs.marks) or self._is_gone(row.adapter):
+            return Match()
+        piece = company.piece_tokens(self.batch) if self.batch.is_invariant else 0
+        if piece and inputs.has_media:
+            return Match()
+        serial = None if row.adapter is None else self.model.adapter_store.serial_of(row.adapter)
+        scope = cache.scope(row.client, self.model.adapter_content(row.adapter))
+        row.reuse = reuse = Reuse(PrefixKey(scope, inputs.token_ids, inputs.marks), serial)
+        if piece:
+            return self._find_pieces(row, piece)
+        match = Match()
+        if cache.store is not None:
+            match = self._find_all(cache, reuse, inputs.prompt_tokens, may_end_at)
+            if reuse.logits is None:
+                match = cache.store.find(reuse.key, limit=inputs.prompt_tokens - 1, may_end_at=may_end_at)
+        row.cached_tokens, reuse.offset = match.tokens, match.offset
+        if cache.windows and reuse.logits is None:
+            self._choose_snapshots(cache.windows, reuse, inputs, match, may_end_at)
+        return match
+
+    def _choose_snapshots(
+        self, windows: Sequence[int], reuse: Reuse, inputs: Inputs, match: Match, may_end_at: Callable[[int], bool]
+    ) -> None:  # fmt: skip
+        """Choose where in a prompt snapshots are kept for later prompts: at its end, or with a cut where the sliding layers will
+        have written over them by then."""
+        # The end of a turn, where it saves half of what two prompts share: what comes behind it is often chance.
+        least = (match.tokens + match.shared_tokens) / 2
+        turns = [turn for turn in inputs.turns if least <= turn <= match.shared_tokens]
+        shared, places = max(turns, default=match.shared_tokens), set[int]()
+        # Where each pass copies weights, a cut takes longer than many openings save.
+        is_cut = not self.model.plan.blocks_off_device
+        for place, may_cut in (
+            (shared, True),
+            (inputs.opening, is_cut and inputs.opening - match.tokens >= LEAST_CUT_TOKENS),
+        ):
+            if place - match.tokens < LEAST_SAVED_TOKENS or any(mark.start < place < mark.end for mark in inputs.marks):
+                continue
+            # A prompt leaves window - 1 positions at least: those that transformers keeps.
+            if all(holds_window(place, inputs.prompt_tokens, window, window - 1) for window in windows):
+                places.add(place)
+            elif may_cut and may_end_at(place):
+                reuse.border = max(place, reuse.border or 0)
+        reuse.places = tuple(sorted(places))
+
+    def _find_pieces(self, row: Row, piece: int) -> Match:
+        """Return the whole pieces of a batch-invariant prompt that are kept, and cut it behind its last one to keep them."""
+        cache, reuse = self.cache, row.reuse
+        assert cache is not None and reuse is not None
+        match = Match()
+        if cache.store is not None:
+            match = cache.store.find(
+                reuse.key, limit=row.prompt_tokens - 1, may_end_at=lambda place: place % piece == 0
+            )
+        row.cached_tokens, reuse.offset = match.tokens, match.offset
+        whole = row.prompt_tokens // piece * piece
+        reuse.border = whole if whole > match.tokens else None
+        return match
+
+    def _is_gone(self, adapter: str | None) -> bool:
+        """Whether an adapter was unloaded: the pass itself refuses it by name."""
+        return adapter is not None and adapter not in self.model.adapter_store.names
+
+    def _find_all(
+        self, cache: PrefixCache, reuse: Reuse, count: int, may_end_at: Callable[[int], bool]
+    ) -> Match:  # fmt: skip
+        """Return the cached states of an identical earlier prompt; `reuse.logits` is None if there are none."""
+        assert cache.store is not None
+        kept = cache.get_blob(_logits_key(reuse.key))
+        match = Match() if kept is None else cache.store.find(reuse.key, limit=count, may_end_at=may_end_at)
+        if match.tokens == count:
+            reuse.logits = kept
+        return match
+
+    def resume(self, prompt: Prompt) -> int:
+        """Start a prompt that transformers computes after its cached part. Returns the offset of its positions there.
+
+        Images and audio are computed with the whole prompt: it resumes after the last one, or not at all.
+        """
+        behind = max((mark.end for mark in prompt.inputs.marks), default=0)
+        match = self.find(prompt, may_end_at=lambda place: place >= behind)
+        needs_offset = prompt.inputs.has_media and hf_slots.has_three_axes(self.model.hf_model)
+        if not match.tokens or (needs_offset and match.offset is None):
+            prompt.row.cached_tokens = 0
+            return 0
+        prompt.cache, prompt.done_tokens = self.into_cache(match), match.tokens
+        if prompt.row.reuse is not None:
+            prompt.logits = prompt.row.reuse.logits
+        return (match.offset or 0) if needs_offset else 0
+
+    def border(self, prompt: Prompt) -> int:
+        """Return where a prompt's next piece has to end at the latest, so that a snapshot can be taken."""
+        reuse = prompt.row.reuse
+        if reuse is None or reuse.border is None or reuse.border <= prompt.done_tokens:
+            return prompt.inputs.prompt_tokens
+        return reuse.border
+
+    def into_row(self, match: Match, row: int) -> None:
+        """Copy what is kept into a row that has been cleared."""
+        if not match.tokens:
+            return
+        cache, slots = self.cache, self.batch.cache
+        assert cache is not None and cache.layout is not None
+        for field in (*cache.layout.blocks, *cache.layout.rings):
+            layer = slots.layers[field.layer]
+            if not layer.is_initialized:
+                empty = torch.empty(1, field.shape[0], 1, field.shape[2], dtype=field.dtype, device=self.model.device)
+                layer.lazy_initialization(empty, self._values_like(cache.layout, field, empty))
+        cache.load(match, self._views_of(row))
+
+    def _values_like(self, layout: Layout, field: PageField, keys: Tensor) -> Tensor:
+        for other in (*layout.blocks, *layout.rings):
+            if other.layer == field.layer and other.name == "values":
+                return keys.new_empty(1, other.shape[0], 1, other.shape[2], dtype=other.dtype)
+        return keys
+
+    def into_cache(self, match: Match) -> Any:
+        """Return transformers' cache with the first match.tokens tokens of a prompt."""
+        cache = self.cache
+        prompt_states = hf_slots.prompt_cache(self.model.hf_model, self.batch.cache.kv)
+        assert cache is not None and cache.layout is not None
+        states = {
+            (field.layer, field.name): torch.zeros(
+                field.shape[0], match.tokens if field in cache.layout.blocks else field.shape[1], field.shape[2],
+                dtype=field.dtype, device=self.model.device,
+            )
+            for field in (*cache.layout.blocks, *cache.layout.rings)
+        }  # fmt: skip
+        cache.load(match, RowViews.of(cache.layout, states))
+        for number, layer in enumerate(prompt_states.layers):
+            if (number, "keys") not in states:
+                continue
+            keys, values = states[number, "keys"][None], states[number, "values"][None]
+            if layer.is_sliding:
+                order = self._order(match.tokens, layer.sliding_window, keys.shape[2])
+                keys, values = keys.index_select(2, order), values.index_select(2, order)
+            hf_kv_int8.extend(layer, keys, values)
+            if layer.is_sliding:
+                layer.cumulative_length = match.tokens
+        return prompt_states
+
+    def _order(self, tokens: int, window: int, places: int) -> Tensor:
+        """Return the places of the last window - 1 positions in a ring, in order."""
+        first = max(tokens - (window - 1), 0)
+        return torch.arange(first, tokens, device=self.model.device) % places
+
+    def encoders(self, prompt: Prompt, *, is_counted: bool = True) -> AbstractContextManager[None]:
+        """Return a context in which the towers answer from what is kept of a prompt's images and audio. is_counted: False where
+        their look-ups have been counted."""
+        cache, inputs, row = self.cache, prompt.inputs, prompt.row
+        if (
+            cache is None
+            or row.client is None
+            or not inputs.marks
+            or self._is_gone(row.adapter)
+            or self.batch.is_invariant
+        ):
+            return nullcontext()
+        cache.learn(self.batch.cache)
+        scope = cache.scope(row.client, self.model.tower_content(row.adapter))
+        return encoder_cache.encoders(self.model.hf_model, cache, scope, inputs, is_counted=is_counted)
+
+    # Keeping ----------------------------------------------------------------------------------------------------------
+
+    def piece_done(self, prompt: Prompt) -> None:
+        """Keep a prompt's states where it was cut for a snapshot."""
+        reuse, cache = prompt.row.reuse, self.cache
+        if reuse is None or reuse.border is None or prompt.done_tokens != reuse.border:
+            return
+        reuse.border = None
+        if cache is None:
+            return
+        if prompt.cache is not None:  # the batch's own states have no shapes before the first prompt is complete
+            self.batch.cache.prepare(prompt.cache)
+        if not cache.learn(self.batch.cache):
+            return
+        if self.batch.prompts.holds(prompt):
+            views = partial(self._views_of, self.batch.cache.prompt_row)
+        else:
+            views = partial(self._views_of_prompt, prompt.cache, prompt.done_tokens)
+        self._keep(prompt.row, prompt.done_tokens, views, snapshot=True, offset=None)
+
+    def joined(self, prompt: Prompt) -> None:
+        """Count what a complete prompt reused that has its row. `flush` copies its states, after its first token is out."""
+        cache, row = self.cache, prompt.row
+        if cache is None or row.reuse is None or not cache.learn(self.batch.cache) or cache.store is None:
+            return
+        counts = cache.store.counts
+        counts.lookups += 1
+        counts.hits += bool(row.cached_tokens)
+        counts.hit_tokens += row.cached_tokens
+        row.reuse.offset = prompt.offset
+        if not self.batch.is_invariant:  # such prompts are kept where their last whole piece ended
+            self._unsaved.append(_Unsaved(row, prompt.offset, prompt.logits))
+
+    def first_logits(self, row: Row, logits: Tensor) -> None:
+        """Let the logits [V] of a prompt's last token, which a step computed, be kept with its states: `flush` copies them before
+        the next step overwrites them."""
+        if self.cache is None or self.cache.store is None or not self.cache.store.snapshot_pages:
+            return
+        self._unsaved = [replace(one, logits=logits.float()) if one.row is row else one for one in self._unsaved]
+
+    @property
+    def awaits_tokens(self) -> bool:
+        """Whether a prompt is kept as soon as its first token is known, and before its row's next step writes over a ring."""
+        has_rings = self.cache is not None and bool(self.cache.windows)
+        return has_rings and any(not one.row.answer_ids for one in self._unsaved)
+
+    def flush(self) -> None:
+        """Copy the states of prompts that joined: before their rows' next step, which writes over the oldest place of a ring. Those
+        whose last token goes through with that step are copied behind it, once their first token is known."""
+        unsaved, self._unsaved = self._unsaved, []
+        for one in unsaved:
+            cache, row = self.cache, one.row
+            if cache is None or cache.store is None or row.reuse is None or row.number < 0:
+                continue
+            if row.error is not None or (not row.answer_ids and row.written > row.prompt_tokens):
+                continue  # its scores were no numbers, or its step failed: what they came from is not kept
+            if not row.answer_ids:
+                self._unsaved.append(one)
+                continue
+            views = partial(self._views_of, row.number)
+            for place in row.reuse.places:
+                self._keep(row, place, views, snapshot=True, offset=one.offset)
+            kept = self._keep(row, row.prompt_tokens, views, snapshot=True, offset=one.offset)
+            if kept and cache.store.snapshot_pages and one.logits is not None:
+                cache.put_blob(_logits_key(row.reuse.key), one.logits)
+
+    def leaving(self, row: Row) -> None:
+        """Keep the answer of a row that is about to leave, for the next turn of its chat."""
+        self.flush()
+        if row.reuse is None or row.error is not None or row.finish == "error" or self.batch.is_invariant:
+            return
+        # A row that others stepped on with after its end has lost the oldest positions of its rings.
+        is_whole = row.written <= len(row.token_ids)
+        count = min(row.written, len(row.token_ids))
+        views = partial(self._views_of, row.number)
+        self._keep(row, count, views, snapshot=is_whole, offset=row.reuse.offset)
+
+    def _keep(
+        self, row: Row, count: int, views: Callable[[], RowViews], *, snapshot: bool, offset: int | None
+    ) -> bool:  # fmt: skip
+        """Keep the states of a row's first `count` tokens; returns whether they may be kept."""
+        cache, reuse = self.cache, row.reuse
+        if cache is None or reuse is None or not cache.learn(self.batch.cache):
+            return False
+        serial = None if row.adapter is None else self.model.adapter_store.serial_of(row.adapter)
+        if serial != reuse.serial:  # another adapter has this name now
+            return False
+        key = reuse.key.with_tokens(row.token_ids[:count])
+        try:
+            cache.save(key, views(), snapshot=snapshot, offset=offset)
+        except Exception as exc:  # the answer goes on without a cache
+            cache.switch_off(exc)
+            return False
+        return True
+
+    def _views_of(self, row: int) -> RowViews:
+        """Return the states of a row. Its views are made once: layers stay where they are."""
+        slots, layout = self.batch.cache, None if self.cache is None else self.cache.layout
+        assert layout is not None
+        if self._layout_of_views is not layout:
+            self._layout_of_views, self._row_views = layout, {}
+        views = self._row_views.get(row)
+        if views is None:
+            states = {
+                (number, name): layer.row_states(name, row)
+                for number, layer in enumerate(slots.layers)
+                if isinstance(layer, LayerCache) and layer.is_initialized
+                for name in ("keys", "values")
+            }
+            views = self._row_views[row] = RowViews.of(layout, states)
+        return views if slots.pool is None else replace(views, pages=slots.pool.pages_at(row))
+
+    def _views_of_prompt(self, prompt: Any, count: int) -> RowViews:
+        """Return the states of a prompt that transformers runs, its sliding layers' as rings."""
+        states: dict[tuple[int, str], Tensor] = {}
+        assert self.cache is not None and self.cache.layout is not None
+        rings = {field.layer: field.shape[1] for field in self.cache.layout.rings}
+        for number, layer in enumerate(prompt.layers):
+            for name in ("keys", "values"):
+                tensor = getattr(layer, name, None)
+                if tensor is None:
+                    continue
+                states[number, name] = tensor[0]
+                if number in rings:
+                    kept = min(tensor.shape[2], rings[number])
+                    places = torch.arange(count - kept, count, device=tensor.device) % rings[number]
+                    ring = tensor.new_zeros(tensor.shape[1], rings[number], tensor.shape[3])
+                    states[number, name] = ring.index_copy(1, places, tensor[0, :, -kept:] if kept else tensor[0])
+        return RowViews.of(self.cache.layout, states)
+
+
+def _logits_key(key: PrefixKey) -> bytes:
+    return key.digest(key.scope, 0, len(key.token_ids), b"logits")

@@ -1,0 +1,1 @@
+"""How is a foreign chat template rendered within bounds?"""

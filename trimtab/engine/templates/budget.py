@@ -1,0 +1,503 @@
+"""The budget of a chat template: steps, characters and depth, counted before the work is done.
+
+A chat template is a program of whoever published the checkpoint. jinja2's sandbox keeps it from Python's internals, but not from
+time and memory: `'a' * 10**9` is a valid template. `metered` returns a jinja2 environment that renders the same texts and counts:
+a step for each block, iteration, call and filter, and the characters that each operation reads and writes (costs.py).
+Counts depend on template and messages alone, never on the machine. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from functools import update_wrapper
+from types import BuiltinMethodType, MethodType
+from typing import Any, ClassVar
+
+from jinja2 import Template, nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError
+from jinja2.lexer import Token, TokenStream
+from jinja2.runtime import BlockReference, LoopContext, Macro, Undefined, markup_join, str_join
+from jinja2.sandbox import SandboxedEnvironment, SandboxedFormatter
+from jinja2.utils import Joiner, Namespace
+from markupsafe import Markup, escape
+
+from trimtab.engine.templates.costs import (
+    BINOPS,
+    FILTERS,
+    GLOBALS,
+    KINDS,
+    LAZY,
+    MAX_DEPTH,
+    MAX_TEMPLATE_CHARS,
+    MAX_TEMPLATE_TOKENS,
+    READ_WHOLE,
+    SCALARS,
+    TESTS,
+    Cost,
+    Meter,
+    SpentError,
+    digits,
+    is_iterator,
+    length,
+    method_cost,
+    sum_cost,
+    times,
+)
+
+# What a call of a macro takes of the steps.
+_CALL_STEPS = 20
+# A sum of so many texts is counted after it is made.
+_PARTS = 4
+_DICT_NAMES = frozenset(dir(dict))
+_LOOP_NAMES = frozenset(("first", "index", "index0", "last", "length", "nextitem", "previtem", "revindex", "revindex0"))
+_CALLABLE = (Macro, BlockReference, LoopContext, Joiner, Undefined)
+
+
+class _Formatter(SandboxedFormatter):
+    """`str.format`: widths count before they are written."""
+
+    _env: Any
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        meter: Meter = self._env.meter
+        meter.step()
+        meter.read(meter.size(value) + digits(format_spec))
+        return str(super().format_field(value, format_spec))
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        self._env.meter.weighed(value)
+        return super().convert_field(value, conversion)
+
+
+class _Generator(CodeGenerator):
+    """Template code that counts."""
+
+    _repeats = True  # whether the next block is one that runs several times
+    _is_left = False  # whether the next sum is the left part of another one, which frees it
+
+    def blockvisit(self, nodes_: Any, frame: Frame) -> None:
+        if self._repeats:
+            steps, chars = _block_cost(nodes_)
+            self.writeline(f"environment.tick({steps}, {chars})")
+        self._repeats = False
+        super().blockvisit(nodes_, frame)
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:
+        if node.test is not None:  # the loop that tests is not a block
+            node.test = nodes.Call(
+                nodes.EnvironmentAttribute("tested"), [node.test], [], None, None, lineno=node.lineno
+            )
+        self._repeats = True
+        super().visit_For(node, frame)
+
+    def macro_body(self, node: Any, frame: Frame) -> Any:
+        self._repeats = True
+        return super().macro_body(node, frame)
+
+    def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:
+        if isinstance(node.node, nodes.EnvironmentAttribute):
+            self.write(f"environment.{node.node.name}(")
+            self.visit(node.args[0], frame)
+            self.write(")")
+            return
+        super().visit_Call(node, frame, forward_caller=forward_caller)
+
+    def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        if frame.eval_ctx.volatile:
+            self.write("(environment.escaped if context.eval_ctx.autoescape else environment.text)(")
+        elif frame.eval_ctx.autoescape:
+            self.write("environment.escaped(")
+        else:  # what is counted and a text already needs neither again
+            self.write("(" if _is_text(node) else "environment.text(")
+
+    def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
+        """A sum of few parts is counted once, by its result: it is no larger than _PARTS of its parts."""
+        parts: list[nodes.Expr] = [node.right]
+        left: nodes.Expr = node.left
+        while isinstance(left, nodes.Add) and len(parts) < _PARTS - 1:
+            parts.append(left.right)
+            left = left.left
+        self.write(f"environment.{'passed' if self._is_left else 'added'}(")
+        for part in [left, *reversed(parts)]:
+            self.write("" if part is left else " + ")
+            self._is_left = part is left and isinstance(part, nodes.Add)
+            self.visit(part, frame)
+        self._is_left = False
+        self.write(")")
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        markup = "context.eval_ctx.autoescape" if frame.eval_ctx.volatile else str(bool(frame.eval_ctx.autoescape))
+        self.write("environment.concatenated((")
+        for arg in node.nodes:
+            self.visit(arg, frame)
+            self.write(", ")
+        self.write(f"), {markup})")
+
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
+        sides = [node.expr, *(op.expr for op in node.ops)]
+        is_cheap = all(
+            (op.op in ("eq", "ne", "lt", "lteq", "gt", "gteq") and _is_short(one, other))
+            or (op.op in ("in", "notin") and isinstance(op.expr, (nodes.List, nodes.Tuple)) and all(map(_is_const, op.expr.items)))
+            for op, one, other in zip(node.ops, sides, sides[1:], strict=False)
+        )  # fmt: skip
+        if is_cheap:
+            super().visit_Compare(node, frame)
+            return
+        self.write("(")
+        self._weighed(node.expr, frame, "weighed")
+        for op in node.ops:
+            self.write(f" {_OPERATORS[op.op]} ")
+            self._weighed(
+                op.expr, frame, "searched" if op.op in ("in", "notin") and _is_const(node.expr) else "weighed"
+            )
+        self.write(")")
+
+    def _weighed(self, node: nodes.Expr, frame: Frame, how: str) -> None:
+        if isinstance(node, (nodes.Const, nodes.Compare, nodes.Test, nodes.Not)):
+            self.visit(node, frame)
+            return
+        self.write(f"environment.{how}(")
+        self.visit(node, frame)
+        self.write(")")
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        if isinstance(node.arg, nodes.Slice):
+            self.write("environment.sliced(")
+            self.visit(node.node, frame)
+            self.write(")[")
+            self.visit(node.arg, frame)
+            self.write("]")
+            return
+        self.write("environment.getitem(")
+        self.visit(node.node, frame)
+        self.write(", ")
+        self._weighed(node.arg, frame, "key")
+        self.write(")")
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
+        self.write("{")
+        for item in node.items:
+            self._weighed(item.key, frame, "key")
+            self.write(": ")
+            self.visit(item.value, frame)
+            self.write(", ")
+        self.write("}")
+
+
+_OPERATORS = {
+    "eq": "==", "ne": "!=", "gt": ">", "gteq": ">=", "lt": "<", "lteq": "<=", "in": "in", "notin": "not in",
+}  # fmt: skip
+
+
+def _block_cost(block: Iterable[nodes.Node]) -> tuple[int, int]:
+    """Return the most steps of a block and the characters of its literals; blocks that are repeated count for themselves."""
+    steps, chars = 4, 0
+    for node in block:
+        branches: list[Any] = []
+        if isinstance(node, nodes.Output):
+            chars += sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+            chars += sum(len(one.value) for one in node.find_all(nodes.Const) if isinstance(one.value, str))
+        elif isinstance(node, nodes.If):
+            branches = [node.body, *(one.body for one in node.elif_), node.else_]
+        elif isinstance(
+            node, (nodes.With, nodes.FilterBlock, nodes.AssignBlock, nodes.Scope, nodes.ScopedEvalContextModifier)
+        ):
+            branches = [node.body]
+        elif isinstance(node, nodes.For):
+            branches = [node.else_]
+        costs = [_block_cost(branch) for branch in branches if branch]
+        steps += max((cost[0] * 4 for cost in costs), default=1)
+        chars += max((cost[1] for cost in costs), default=0)
+    return steps // 4, chars
+
+
+def _is_text(node: nodes.Node) -> bool:
+    """Whether an expression surely is a text that was counted."""
+    if isinstance(node, nodes.Add):
+        sides = (node.left, node.right)
+        return any(isinstance(side, nodes.Const) and isinstance(side.value, str) for side in sides) or any(
+            map(_is_text, sides)
+        )
+    return isinstance(node, nodes.Concat)
+
+
+def _is_const(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.Const)
+
+
+def _is_short(one: nodes.Node, other: nodes.Node) -> bool:
+    """Whether a comparison looks at no more than a short constant."""
+    return any(_is_const(side) and len(str(side.value)) < 1000 for side in (one, other))  # type: ignore[attr-defined]
+
+
+class _Template(Template):
+    """A template whose every rendering has a budget of its own."""
+
+    environment: Any
+
+    def render(self, *args: Any, **kwargs: Any) -> str:
+        with self.environment.meter.fresh(dict(*args, **kwargs)):
+            return super().render(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Iterator[str]:
+        with self.environment.meter.fresh(dict(*args, **kwargs)):
+            return iter(list(super().generate(*args, **kwargs)))
+
+
+class _Metered(SandboxedEnvironment):
+    """A sandbox that counts."""
+
+    code_generator_class = _Generator
+    template_class = _Template
+    intercepted_binops: ClassVar[frozenset[str]] = frozenset(BINOPS)  # type: ignore[misc]
+    meter: Meter
+
+    def tick(self, steps: int, chars: int) -> None:
+        """Count a block that is repeated, and the characters of its literals."""
+        meter = self.meter
+        meter.steps -= steps
+        meter.chars -= chars
+        if meter.steps < 0 or meter.chars < 0:
+            meter.check()
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """As jinja2's, at once where the answer is known: a key of a message, an allowed method."""
+        kind = type(obj)
+        if kind is dict and attribute not in _DICT_NAMES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if (kind in KINDS and attribute in KINDS[kind]) or (kind is LoopContext and attribute in _LOOP_NAMES):
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+    def compile(
+        self, source: Any, name: Any = None, filename: Any = None, raw: bool = False, defer_init: bool = False
+    ) -> Any:
+        """As jinja2's, with a budget: constants are folded here."""
+        if isinstance(source, str) and len(source) > MAX_TEMPLATE_CHARS:
+            raise SpentError(f"it has {len(source)} characters, a chat template may have {MAX_TEMPLATE_CHARS}")
+        with self.meter.fresh({}):
+            return super().compile(source, name, filename, raw, defer_init)  # type: ignore[call-overload]
+
+    def _tokenize(self, source: str, name: Any, filename: Any = None, state: Any = None) -> TokenStream:
+        return TokenStream(_few(super()._tokenize(source, name, filename, state)), name, filename)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """As jinja2's, counted."""
+        self.meter.step()
+        if operator != "%" or type(left) is not int:
+            self.meter.read(BINOPS[operator](self.meter, left, right))
+        return self.binop_table[operator](left, right)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        """As jinja2's, counted. Errors: SpentError; SecurityError for what has no rule."""
+        meter = __self.meter
+        kind = type(__obj)
+        if kind is BuiltinMethodType:
+            kwargs.pop("_loop_vars", None)
+            kwargs.pop("_block_vars", None)
+            if __obj.__name__ == "join":
+                args = tuple(list(value) if is_iterator(value) else value for value in args)
+            __self._count_method(__obj, args, kwargs)
+            return __obj(*args, **kwargs)
+        meter.steps -= _CALL_STEPS + len(args) + len(kwargs)
+        if kind is MethodType:
+            __self._count_method(__obj, args, kwargs)
+        elif kind is not Macro and not (isinstance(__obj, _CALLABLE) or getattr(__obj, "is_metered", False)):
+            raise SecurityError(f"a chat template may not call {getattr(__obj, '__name__', kind.__name__)!r}")
+        meter.depth += 1
+        if meter.depth > MAX_DEPTH:
+            raise SpentError(f"its macros call each other more than {MAX_DEPTH} deep")
+        try:
+            if kind is Macro:  # what `Context.call` does for one
+                kwargs.pop("_loop_vars", None)
+                kwargs.pop("_block_vars", None)
+                return __obj(__context.eval_ctx, *args, **kwargs)
+            return __context.call(__obj, *args, **kwargs)
+        finally:
+            meter.depth -= 1
+
+    def _count_method(self, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        owner, name, meter = method.__self__, method.__name__, self.meter
+        costs = KINDS.get(type(owner))
+        cost = costs.get(name) if costs is not None else method_cost(method)
+        if cost is None:
+            raise SecurityError(f"a chat template may not call {name!r} of {type(owner).__name__!r}")
+        meter.steps -= 1
+        meter.chars -= cost(
+            meter, owner, *args, **{key: kwargs[key] for key in kwargs if key[0] != "_"} if kwargs else kwargs
+        )
+        if meter.steps < 0 or meter.chars < 0:
+            meter.check()
+
+    def wrap_str_format(self, value: Any) -> Any:
+        """As jinja2's, with widths counted."""
+        if not isinstance(value, (MethodType, BuiltinMethodType)) or value.__name__ not in ("format", "format_map"):
+            return None
+        text = value.__self__
+        if not isinstance(text, str):
+            return None
+        is_map = value.__name__ == "format_map"
+
+        def formatted(*args: Any, **kwargs: Any) -> str:
+            self.meter.read(len(text))
+            names = args[0] if is_map and len(args) == 1 else kwargs
+            return _Formatter(self).vformat(str(text), () if is_map else args, names)
+
+        formatted.is_metered = True  # type: ignore[attr-defined]
+        return formatted if not isinstance(text, Markup) else None
+
+    def text(self, value: Any) -> str:
+        """Return a value as the text that a template writes."""
+        if type(value) is str:
+            meter = self.meter
+            meter.chars -= len(value)
+            if meter.chars < 0:
+                meter.check()
+            return value
+        return str(self.meter.weighed(value))
+
+    def added(self, value: Any) -> Any:
+        """Return a sum."""
+        meter = self.meter
+        meter.chars -= len(value) if type(value) is str else sum_cost(value)
+        if meter.chars < 0:
+            meter.check()
+        return value
+
+    def passed(self, value: Any) -> Any:
+        """Return a sum that is a part of another sum, and freed after it."""
+        if type(value) is str:
+            self.meter.freed += len(value)
+        return self.added(value)
+
+    def escaped(self, value: Any) -> Any:
+        """Return a value as the text that a template writes where it escapes."""
+        self.meter.read(6 * self.meter.size(value))
+        return escape(value)
+
+    def concatenated(self, parts: tuple[Any, ...], is_markup: bool) -> str:
+        """Return the texts of values in one."""
+        self.meter.step()
+        self.meter.read((6 if is_markup else 1) * sum(map(self.meter.size, parts)))
+        return markup_join(parts) if is_markup else str_join(parts)
+
+    def weighed(self, value: Any) -> Any:
+        """Return a value that is read whole."""
+        return value if type(value) in SCALARS else self.meter.weighed(value)
+
+    def searched(self, value: Any) -> Any:
+        """Return a value in which a short constant is looked for."""
+        if not isinstance(value, Mapping):
+            self.meter.read(length(value))
+        return value
+
+    def key(self, value: Any) -> Any:
+        """Return a value by which another is looked up: texts and numbers know their hash, tuples read all elements."""
+        return value if type(value) in SCALARS or type(value) is str else self.meter.weighed(value)
+
+    def sliced(self, value: Any) -> Any:
+        """Return a value of which a part is copied."""
+        self.meter.step()
+        self.meter.read(length(value))
+        return value
+
+    def tested(self, value: Any) -> Any:
+        """Return what the condition of a loop says of one element: a step."""
+        self.meter.step()
+        return value
+
+
+def _metered_call(meter: Meter, function: Any, cost: Cost, *, name: str = "", passed: bool = False) -> Any:
+    """Return a filter, test or function that counts before it runs. passed: whether jinja2 gives it its context first."""
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        given = args[1:] if passed else args
+        meter.steps -= 1
+        meter.chars -= cost(meter, *given, **kwargs)
+        if meter.steps < 0 or meter.chars < 0:
+            meter.check()
+        return function(*args, **kwargs)
+
+    def read_whole(*args: Any, **kwargs: Any) -> Any:
+        if args[passed:] and is_iterator(args[passed]):
+            args = (*args[:passed], list(args[passed]), *args[passed + 1 :])
+        return counted(*args, **kwargs)
+
+    def lazy(*args: Any, **kwargs: Any) -> Any:
+        """Generators in generators would nest on the C stack: elements are made at once."""
+        made = counted(*args, **kwargs)
+        if not is_iterator(made):
+            return made
+        elements = list(made)
+        meter.steps -= len(elements)
+        meter.check()
+        return iter(elements)
+
+    made = read_whole if name in READ_WHOLE else lazy if name in LAZY else counted
+    if not isinstance(function, type):
+        update_wrapper(made, function)
+    made.is_metered = True  # type: ignore[attr-defined]
+    return made
+
+
+def _few(tokens: Iterable[Token]) -> Iterator[Token]:
+    """Yield the tokens of a template. Errors: SpentError for too many: Python takes 0.1 ms for each."""
+    for count, token in enumerate(tokens):
+        if count == MAX_TEMPLATE_TOKENS:
+            raise SpentError(f"it has more than {MAX_TEMPLATE_TOKENS} words and signs")
+        yield token
+
+
+def _is_passed(function: Any) -> bool:
+    """Whether jinja2 gives a filter or test its context, evaluation context or environment first."""
+    return getattr(function, "jinja_pass_arg", None) is not None
+
+
+def _alone() -> int:
+    value = "".join(("ab", "cd"))
+    return sys.getrefcount(value)
+
+
+_ALONE = _alone()  # references of a value that only the variable of a function holds
+
+
+def _namespace(meter: Meter, base: Any) -> Any:
+    """Return a namespace (transformers has one of its own) that counts the texts which an assignment frees."""
+
+    class Metered(base):  # type: ignore[misc]
+        def __setitem__(self, name: str, value: Any) -> None:
+            before = object.__getattribute__(self, "_Namespace__attrs").get(name)
+            super().__setitem__(name, value)
+            if type(before) is str and sys.getrefcount(before) <= _ALONE:
+                meter.freed += len(before)
+
+    return Metered
+
+
+def _global(meter: Meter, name: str, function: Any) -> Any:
+    if isinstance(function, type) and issubclass(function, Namespace):
+        function = _namespace(meter, function)
+    counted = _metered_call(meter, function, GLOBALS[name])
+    fromkeys: Any = getattr(function, "fromkeys", None)
+    if fromkeys is not None:  # `dict` in templates is an object that is called
+        counted.fromkeys = _metered_call(meter, fromkeys, GLOBALS[name])
+    return counted
+
+
+def metered(base: SandboxedEnvironment) -> SandboxedEnvironment:
+    """Return an environment that renders as another one does and counts. base: keeps its filters, globals and extensions."""
+    environment: Any = base.overlay()
+    environment.__class__ = type("MeteredEnvironment", (_Metered, type(base)), {})
+    environment.meter = meter = Meter()
+    environment.filters = {
+        name: _metered_call(meter, function, FILTERS[name], name=name, passed=_is_passed(function))
+        for name, function in base.filters.items() if name in FILTERS
+    }  # fmt: skip
+    environment.tests = {
+        name: _metered_call(meter, test, times(1), passed=_is_passed(test)) if name in TESTS else test
+        for name, test in base.tests.items()
+    }
+    environment.globals = {name: _global(meter, name, base.globals[name]) for name in GLOBALS if name in base.globals}
+    return environment  # type: ignore[no-any-return]

@@ -1,0 +1,1 @@
+"""How do bytes get from disk to host to device ahead of use?"""

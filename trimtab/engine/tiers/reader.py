@@ -1,0 +1,353 @@
+"""Reading file tensors to a device: in parallel, ahead of use, through a fixed amount of host memory.
+
+Worker threads read pieces of a file with positioned reads (the GIL is released while they wait) into a small ring of
+pinned buffers and copy them on from there on a side stream; on the CPU they read straight into the tensor. No file is
+memory-mapped: a mapped file that is cut short kills the process, a positioned read returns too few bytes and becomes a
+CheckpointError.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from trimtab.checkpoint.headers import TensorEntry
+from trimtab.engine.cuda import nvrtc
+from trimtab.errors import CheckpointError
+
+Key = TypeVar("Key", bound=Hashable)
+PIECE_BYTES = 8 * 2**20
+RING_PIECES = 16
+AHEAD_BYTES = 64 * 2**20
+SMALL_BYTES = 64 * 2**10  # below this a read costs less than handing it to a thread
+
+
+class PositionedFile:
+    """A file opened once and read at offsets by any number of threads.
+
+    stamp: the size and modification time in ns that the file must keep; `check` compares.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
+        except OSError as exc:
+            raise CheckpointError(f"cannot be opened ({exc.strerror})", path=path) from exc
+        self._lock = threading.Lock()
+        self.stamp = self._stamp()
+
+    def _stamp(self) -> tuple[int, int]:
+        stat = os.fstat(self._file.fileno())
+        return stat.st_size, stat.st_mtime_ns
+
+    def check(self) -> None:
+        """Raise CheckpointError if the file changed since it was opened."""
+        now = self._stamp()
+        if now != self.stamp:
+            raise CheckpointError(
+                f"changed while in use (size {self.stamp[0]} -> {now[0]} B, modified {self.stamp[1]} -> {now[1]} ns)",
+                path=self.path, hint="Load the model again; weights on disk must not be written while they are served",
+            )  # fmt: skip
+
+    def read_into(self, target: memoryview, start: int) -> None:
+        """Fill target with the bytes from start. Errors: CheckpointError if the file ends first."""
+        done = 0
+        while done < len(target):
+            if hasattr(os, "preadv"):
+                count = os.preadv(self._file.fileno(), [target[done:]], start + done)
+            else:  # Windows and macOS before 11: one reader at a time
+                with self._lock:
+                    self._file.seek(start + done)
+                    count = self._file.readinto(target[done:]) or 0
+            if count <= 0:
+                raise CheckpointError(
+                    f"ends at byte {start + done}, {len(target) - done} bytes are missing", path=self.path,
+                    hint="The file was truncated: copy or download it again",
+                )  # fmt: skip
+            done += count
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the writable bytes of a contiguous CPU tensor, without a copy."""
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+class HostMemory:
+    """Host bytes (`tensor`, uint8 [byte_count]), page-locked on request, freed by `close`.
+
+    Large buffers are ordinary memory that is registered with the driver. torch's own pinned allocator rounds every size up to a
+    power of two and keeps freed memory, up to twice the bytes that a plan counts.
+    """
+
+    REGISTER_FROM_BYTES = 2**20
+
+    def __init__(self, byte_count: int, *, pinned: bool) -> None:
+        self._registered = 0
+        self._used: torch.cuda.Event | None = None
+        if pinned and byte_count >= self.REGISTER_FROM_BYTES:
+            self.tensor = torch.empty(byte_count, dtype=torch.uint8)
+            if _register(self.tensor):
+                self._registered = self.tensor.data_ptr()
+                return
+        self.tensor = torch.empty(byte_count, dtype=torch.uint8, pin_memory=pinned)
+
+    def is_used(self, device: torch.device) -> None:
+        """Say that a copy of these bytes was just queued on a device: `close` waits for it, as torch does for what it allocates."""
+        if self._registered and device.type == "cuda":
+            self._used = torch.cuda.current_stream(device).record_event()
+
+    def close(self) -> None:
+        """Unlock and drop the memory; views of it that are still around keep the bytes, unlocked."""
+        registered, self._registered = self._registered, 0
+        used, self._used = self._used, None
+        if registered:
+            if used is not None:
+                with suppress(RuntimeError):  # work that failed is told to whoever asks for it
+                    used.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(registered)
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+
+    def __del__(self) -> None:
+        if getattr(self, "_registered", 0):
+            self.close()
+
+
+def _register(tensor: Tensor) -> bool:
+    """Page-lock the tensor's memory; False if the driver will not."""
+    if int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:
+        return True
+    with suppress(RuntimeError):  # the refusal would be reported again by whatever kernel is launched next
+        torch.zeros(1, device="cuda")
+    return False
+
+
+class _SeenMemory:
+    """A tensor's memory, page-locked as long as this is there, described so that torch makes a tensor of the device of it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.__cuda_array_interface__ = {
+            "shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "strides": None, "version": 2,
+        }  # fmt: skip
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # at the end of the process the driver may be gone
+            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+
+
+def seen_by(tensor: Tensor, device: torch.device) -> Tensor | None:
+    """Return host memory as a tensor of a device, which reads it over the link when a kernel does.
+
+    None where this is impossible: no GPU, or a driver that uses other addresses than the host's. The memory is page-locked
+    while the returned tensor exists.
+    """
+    if device.type != "cuda" or not tensor.is_contiguous() or not nvrtc.reads_registered_memory(device):
+        return None
+    with torch.cuda.device(device):
+        if not _register(tensor):
+            return None
+        memory = _SeenMemory(tensor)  # unlocks it again, whatever comes of this
+        try:
+            mapped = torch.as_tensor(memory, device=device)
+        except (RuntimeError, TypeError, ValueError):  # a torch that makes no tensor of a host's address
+            return None
+    # A copy would be as right and take the device memory that a gathered table is there to save.
+    return mapped.view(tensor.dtype).view(tensor.shape) if mapped.data_ptr() == tensor.data_ptr() else None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One tensor that will be requested. is_passing: it is used up before the next one is taken (packed, or copied on)."""
+
+    entry: TensorEntry
+    device: torch.device
+    is_passing: bool = False
+
+
+@dataclass
+class _Job:
+    entry: TensorEntry
+    target: Tensor
+    pieces: list[Future[torch.cuda.Event | None]]
+    place: _Place | None = None
+
+
+@dataclass(eq=False)
+class _Place:
+    """One of two places on the device through which passing tensors go; used: when the last one was used up."""
+
+    buffer: Tensor
+    is_free: bool = True
+    used: torch.cuda.Event | None = None
+
+
+class Reader:
+    """Gives file tensors in an agreed order, reading ahead.
+
+    order: what `take` will be asked for, in that order, each once. Passing tensors on a GPU go through two places of the
+    largest one's size, so that memory allocated for what stays is not broken up by what goes. Memory beyond the tensors:
+    RING_PIECES x PIECE_BYTES pinned on the host, the two places on the device, up to AHEAD_BYTES of tensors early.
+    """
+
+    def __init__(self, order: Iterable[Wanted]) -> None:
+        self._waiting = deque(order)
+        self._jobs: deque[_Job | None] = deque()  # None: small, read when it is taken
+        self._ahead_bytes = 0
+        self._files: dict[Path, PositionedFile] = {}
+        self._next_small: deque[torch.device] = deque()
+        gpu = next((wanted.device for wanted in self._waiting if wanted.device.type == "cuda"), None)
+        self._pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="trimtab-read")
+        self._ring: SimpleQueue[tuple[Tensor, torch.cuda.Event | None]] = SimpleQueue()
+        self._stream = torch.cuda.Stream(gpu) if gpu is not None else None
+        self._pieces = [HostMemory(PIECE_BYTES, pinned=True) for _ in range(RING_PIECES if gpu is not None else 0)]
+        for piece in self._pieces:
+            self._ring.put((piece.tensor, None))
+        passing = [w.entry.nbytes for w in self._waiting if w.is_passing and w.device.type == "cuda"]
+        size = max((nbytes for nbytes in passing if nbytes > SMALL_BYTES), default=0)
+        self._places = [_Place(torch.empty(size, dtype=torch.uint8, device=gpu)) for _ in range(2 if size else 0)]
+        self._taken: _Place | None = None
+        self.read_bytes = 0
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._jobs.clear()
+        self._places, self._taken = [], None
+        for piece in self._pieces:
+            piece.close()
+        for file in self._files.values():
+            file.close()
+
+    def take(self, entry: TensorEntry) -> Tensor:
+        """Return the next tensor of the order; it must be this entry's.
+
+        A passing tensor is valid until the next call. Errors: CheckpointError if the file is short.
+        """
+        self._give_back_place()
+        self._fill()
+        job = self._jobs.popleft()
+        self.read_bytes += entry.nbytes
+        if job is None:
+            device = self._next_small.popleft()
+            return self._read_now(entry, device)
+        assert job.entry == entry, (job.entry.tensor_name, entry.tensor_name)
+        self._ahead_bytes -= entry.nbytes
+        for piece in job.pieces:
+            event = piece.result()
+            if event is not None:
+                torch.cuda.current_stream(job.target.device).wait_event(event)
+        self._taken = job.place
+        self._fill()
+        return job.target
+
+    def _give_back_place(self) -> None:
+        if self._taken is not None:
+            self._taken.used = torch.cuda.current_stream(self._taken.buffer.device).record_event()
+            self._taken.is_free, self._taken = True, None
+
+    def _fill(self) -> None:
+        while self._waiting:
+            wanted = self._waiting[0]
+            nbytes = wanted.entry.nbytes
+            if nbytes <= SMALL_BYTES:
+                self._next_small.append(self._waiting.popleft().device)
+                self._jobs.append(None)
+                continue
+            place = None
+            if wanted.is_passing and wanted.device.type == "cuda":
+                place = next((place for place in self._places if place.is_free), None)
+                if place is None:
+                    return
+            elif self._ahead_bytes and self._ahead_bytes + nbytes > AHEAD_BYTES:
+                return
+            self._waiting.popleft()
+            self._ahead_bytes += nbytes
+            self._jobs.append(self._start(wanted, place))
+
+    def _file(self, entry: TensorEntry) -> PositionedFile:
+        file = self._files.get(entry.file)
+        if file is None:
+            file = self._files[entry.file] = PositionedFile(entry.file)
+        return file
+
+    def _read_now(self, entry: TensorEntry, device: torch.device) -> Tensor:
+        dtype = getattr(torch, entry.dtype)
+        if not entry.nbytes:
+            return torch.empty(entry.shape, dtype=dtype, device=device)
+        raw = bytearray(entry.nbytes)
+        self._file(entry).read_into(memoryview(raw), entry.start)
+        return torch.frombuffer(raw, dtype=dtype).reshape(entry.shape).to(device)
+
+    def _start(self, wanted: Wanted, place: _Place | None) -> _Job:
+        entry, device = wanted.entry, wanted.device
+        file = self._file(entry)
+        dtype = getattr(torch, entry.dtype)
+        if place is not None:
+            place.is_free = False
+            flat = place.buffer[: entry.nbytes]
+            target, ready = flat.view(dtype).view(entry.shape), place.used
+        else:
+            target = torch.empty(entry.shape, dtype=dtype, device=device)
+            flat, ready = target.reshape(-1).view(torch.uint8), None
+        if device.type == "cuda" and ready is None:
+            # The allocator may hand out memory that work on the main stream still uses: the side stream waits for it.
+            ready = torch.cuda.current_stream(device).record_event()
+        pieces = [
+            self._pool.submit(self._read_piece, file, flat[at : at + PIECE_BYTES], entry.start + at, ready)
+            for at in range(0, entry.nbytes, PIECE_BYTES)
+        ]
+        return _Job(entry, target, pieces, place)
+
+    def _read_piece(
+        self, file: PositionedFile, target: Tensor, start: int, ready: torch.cuda.Event | None
+    ) -> torch.cuda.Event | None:
+        if ready is None:
+            file.read_into(bytes_of(target), start)
+            return None
+        assert self._stream is not None
+        buffer, used = self._ring.get()
+        event: torch.cuda.Event | None = None
+        try:
+            if used is not None:
+                used.synchronize()
+            part = buffer[: target.numel()]
+            file.read_into(bytes_of(part), start)
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(ready)
+                target.copy_(part, non_blocking=True)
+                event = self._stream.record_event()
+        finally:
+            self._ring.put((buffer, event))
+        return event
+
+
+def read_small(entries: Mapping[Key, TensorEntry]) -> dict[Key, Tensor]:
+    """Return a few tensors on the CPU, in the keys of the mapping."""
+    tensors: dict[Key, Tensor] = {}
+    with Reader([Wanted(entry, torch.device("cpu")) for entry in entries.values()]) as reader:
+        for key, entry in entries.items():
+            tensors[key] = reader.take(entry)
+    return tensors

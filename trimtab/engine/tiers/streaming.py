@@ -1,0 +1,494 @@
+"""Tiers at run time: where a weight is, and how it gets to the computing device.
+
+Leaves (linear.py) compute, blocks schedule. Staged weights (the `stream` and `disk` tiers) are grouped by placement block: one
+contiguous buffer a block, copied as a whole into a ring of staging buffers. Entering a block prefetches the one that
+followed it last time; skipped or repeated blocks cost time only. In a pass whose order is known, as a captured one, a block is
+copied piece by piece (planning/values/copy_order.py). Inference only: autograd would save views that are overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.cuda.capture_stream import wait_for_all
+from trimtab.engine.formats.bitsandbytes import Packed
+from trimtab.engine.tiers.reader import HostMemory
+from trimtab.engine.tiers.spill import Spill
+from trimtab.errors import CheckpointError
+from trimtab.planning.values.copy_order import CopyOrder, Piece, blocks_in
+
+# One warp reads 128 bytes at a time and bitsandbytes loads 16-byte vectors; 256 keeps every part aligned for both.
+ALIGN_BYTES = 256
+HELD_BYTES = 128 * 2**20
+
+
+def aligned(byte_count: int) -> int:
+    """Return the size rounded up to the alignment of a part inside a block buffer."""
+    return -(-byte_count // ALIGN_BYTES) * ALIGN_BYTES
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where one tensor lies inside its block's buffer."""
+
+    offset: int
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def view(self, buffer: Tensor) -> Tensor:
+        return buffer[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+
+
+@dataclass(eq=False)
+class Group:
+    """One streamed block: its bytes side by side, in host memory (`host`) or at `spill_start` of the spill file. piece_starts: of
+    its pieces but the first."""
+
+    block: str
+    nbytes: int
+    host: HostMemory | None = None
+    spill_start: int | None = None
+    follows: Group | None = None  # the block that is expected next; learned from what followed last time
+    piece_starts: list[int] = field(default_factory=list)
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """The pieces of the complete block, in order."""
+        return [Piece(self, *ends) for ends in pairwise([0, *self.piece_starts, self.nbytes])]
+
+
+class GroupWriter:
+    """Packs the weights of one block into one host buffer and remembers where each part went."""
+
+    def __init__(self, block: str) -> None:
+        self.group = Group(block, 0)
+        self._parts: list[tuple[Part, Tensor]] = []
+        self._device_bytes = 0
+        self._memory: HostMemory | None = None
+
+    def begin_piece(self) -> None:
+        """Begin another piece: what is added from here on is used after what was added before."""
+        if self.group.nbytes > (self.group.piece_starts or [0])[-1]:
+            self.group.piece_starts.append(self.group.nbytes)
+
+    def add(self, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+        """Take over tensors (they are copied at `finish`) and return their places."""
+        places = {}
+        for name, tensor in tensors.items():
+            nbytes = tensor.numel() * tensor.element_size()
+            places[name] = Part(self.group.nbytes, nbytes, tuple(tensor.shape), tensor.dtype)
+            self._device_bytes += nbytes
+            # A few fused experts can be larger than what the device has room for while loading.
+            kept = tensor.contiguous() if self._device_bytes <= HELD_BYTES else tensor.cpu().contiguous()
+            self._parts.append((places[name], kept))
+            self.group.nbytes += aligned(nbytes)
+        return places
+
+    def room(
+        self, forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, pinned: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Part]]:
+        """Return tensors of these shapes and types to be filled, in the block's own memory, and their positions. The block
+        holds nothing else. pinned: as in `finish`, for memory that stays."""
+        assert not self._parts and self._memory is None
+        places = {}
+        for name, (shape, dtype) in forms.items():
+            places[name] = Part(self.group.nbytes, prod(shape) * dtype.itemsize, shape, dtype)
+            self.group.nbytes += aligned(places[name].nbytes)
+        self._memory = HostMemory(self.group.nbytes, pinned=pinned)
+        return {name: place.view(self._memory.tensor) for name, place in places.items()}, places
+
+    def finish(self, *, pinned: bool, spill: Spill | None = None) -> Group:
+        """Copy every part to the host in one piece (page-locked for a GPU), or on to the spill file."""
+        group = self.group
+        memory = self._memory or HostMemory(group.nbytes, pinned=pinned and spill is None)
+        for place, tensor in self._parts:
+            place.view(memory.tensor).copy_(tensor)
+        self._parts.clear()
+        if spill is None:
+            group.host = memory
+        else:
+            group.spill_start = spill.append(memory.tensor)
+        return group
+
+
+@dataclass(eq=False)
+class Slot:
+    """One staging buffer on the execution device and what it holds (or will hold, once `pending` is done)."""
+
+    index: int
+    buffer: Tensor
+    owner: Group | None = None
+    ready: torch.cuda.Event | None = None
+    pending: Future[torch.cuda.Event | None] | None = None
+    last_used: int = 0
+
+
+@dataclass(eq=False)
+class _HostBuffer:
+    """One host buffer of the disk tier; `copied` is recorded once its bytes have left for the device."""
+
+    memory: HostMemory
+    owner: Group | None = None
+    copied: torch.cuda.Event | None = None
+    last_used: int = 0
+
+
+def is_cycle(order: Sequence[Piece]) -> bool:
+    """Whether the buffers can hold the first groups of this order at both ends of a pass: all in host memory, each entered once."""
+    groups = blocks_in(order)
+    return bool(groups) and len(set(groups)) == len(groups) and all(group.host is not None for group in groups)
+
+
+def replay(streamer: Streamer | None, order: Sequence[Piece], graph: torch.cuda.CUDAGraph) -> None:
+    """Replay a pass that was captured with this order of streamed blocks: it fills the buffers without the streamer seeing it. One
+    that enters none leaves the buffers as they are."""
+    if streamer is None or not order:
+        graph.replay()
+    elif is_cycle(order):
+        streamer.hold(order)
+        graph.replay()
+    else:
+        streamer.begin_pass()
+        graph.replay()
+        streamer.end_pass()
+
+
+class Streamer:
+    """The ring of staging buffers: `enter(group)` gives the slot that holds the group's bytes, ready for this stream.
+
+    Memory: `slot_count` x the largest group on the device; with disk groups also two host buffers of the largest of them.
+    The copies run on their own stream. A slot is overwritten only after everything that was enqueued on the computing
+    stream before the overwrite has run.
+    """
+
+    def __init__(
+        self, device: torch.device, groups: Sequence[Group], *, slot_count: int = 2, spill: Spill | None = None
+    ):
+        self.device, self.groups, self.spill = device, list(groups), spill
+        self.poison = False  # tests fill a slot with 0xAB before each copy, so that a stale read cannot pass
+        self.copied_bytes = 0
+        cuda = device.type == "cuda"
+        largest = max((group.nbytes for group in groups), default=0)
+        count = min(slot_count, len(self.groups))
+        self.slots = [Slot(i, torch.empty(largest, dtype=torch.uint8, device=device)) for i in range(count)]
+        self._stream = torch.cuda.Stream(device) if cuda else None
+        self._mark = torch.zeros(1, dtype=torch.int32, device=device)
+        self._disk_buffers: list[_HostBuffer] = []
+        self._worker: ThreadPoolExecutor | None = None
+        on_disk = [group.nbytes for group in groups if group.host is None]
+        if on_disk:
+            self._disk_buffers = [
+                _HostBuffer(HostMemory(max(on_disk), pinned=cuda)) for _ in range(min(2, len(on_disk)))
+            ]
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="trimtab-disk")
+        self._clock = 0
+        self._current: Slot | None = None
+        self._next: dict[Group, Group | None] | None = None
+        self._entered: list[Piece] = []
+        # In a pass of a known order: that order, whether the pass still follows it, how many of its steps have been used, and the
+        # copies that nothing has waited for.
+        self._order: CopyOrder | None = None
+        self._in_order, self._used = False, 0
+        self._copied: dict[Piece, torch.cuda.Event | None] = {}
+        self._copies_before, self._is_capturing = 0, False
+        for here, following in zip(self.groups, self.groups[1:], strict=False):
+            here.follows = following
+
+    def begin_pass(self, order: Sequence[Piece] = ()) -> None:
+        """Begin a pass that depends on no pass before it, as one that is captured in a CUDA graph has to be.
+
+        order: what it will enter, as `end_pass` of an earlier one returned it. Where each block is entered once, the buffers hold
+        the first of them from the start and again at the end, so that the next such pass waits for no copy: before a replay `hold`
+        sees to it. Otherwise they alone are fetched ahead, the first ones now, as many as there are buffers.
+        """
+        if is_cycle(order):
+            copy_order = CopyOrder(order, len(self.slots))
+            self._is_capturing = self._stream is not None and torch.cuda.is_current_stream_capturing()
+            if self._is_capturing:
+                self._forget()
+                for slot, group in zip(self.slots, copy_order.blocks, strict=False):
+                    slot.owner = group
+            else:
+                self.hold(order)
+            self._order, self._current, self._in_order, self._used, self._copied = copy_order, None, True, 0, {}
+            self._entered, self._next, self._copies_before = [], {}, self.copied_bytes
+            return
+        self._forget()
+        self._entered, self._next = [], {}
+        self._join()
+        if groups := blocks_in(order):
+            self._next = dict(zip(groups, [*groups[1:], None], strict=True))
+            for group in dict.fromkeys(groups[: len(self.slots)]):
+                self._fetch(group)
+
+    def end_pass(self) -> list[Piece]:
+        """End it with every copy done for whatever comes next on this stream; returns the pieces in the order entered."""
+        if self._order is not None:
+            order = self._order
+            try:
+                if self._in_order and self._entered and order.place[self._entered[-1]] == len(order.steps) - 1:
+                    self._use(len(order.steps))
+                self._in_order = False
+                for slot, group in zip(self.slots, order.blocks, strict=False):
+                    if slot.owner is not group:
+                        self._fetch(group, into=slot)
+                    slot.ready = None
+                if self._stream is not None and self.copied_bytes != self._copies_before:
+                    torch.cuda.current_stream(self.device).wait_stream(self._stream)
+            finally:
+                self._order, self._in_order, self._next, self._current, self._copied = None, False, None, None, {}
+                if self._is_capturing:
+                    self._forget()  # what was captured has not been copied
+            return self._entered
+        self._forget()
+        if self._entered:
+            self._join()
+        self._next = None
+        return self._entered
+
+    def hold(self, order: Sequence[Piece]) -> None:
+        """Let the buffers hold the first groups of an order, for whatever comes next on this stream; what they hold is not copied
+        again. A replay of a pass that was captured with this order leaves them so."""
+        self._current = None
+        for slot, group in zip(self.slots, blocks_in(order), strict=False):
+            if slot.owner is not group or slot.pending is not None:
+                self._fetch(group, into=slot)
+            self._wait(slot)
+            slot.ready = None
+
+    def _forget(self) -> None:
+        """Let no buffer count as filled: a captured pass fills them without this object seeing it."""
+        for slot in self.slots:
+            if slot.pending is not None:
+                with suppress(CheckpointError, OSError):
+                    self._settle(slot)
+            slot.owner, slot.ready = None, None
+        self._current = None
+
+    def _join(self) -> None:
+        """Let the computing stream wait for all copies."""
+        if self._stream is None:
+            return
+        if not self._entered and torch.cuda.is_current_stream_capturing():
+            return  # copies from before the capture are no part of it; whoever captures has waited for them
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def enter(self, piece: Piece) -> Slot:
+        """Return the slot with a piece of a group; work enqueued on the current stream from now on may read it, until another piece
+        is entered."""
+        slot = self._enter_in_order(piece) if self._in_order else None
+        if slot is not None:
+            return slot
+        if self._next is not None and (not self._entered or self._entered[-1] is not piece):
+            self._entered.append(piece)
+        group, current = piece.block, self._current
+        if current is not None and current.owner is group:
+            return current
+        slot = next((slot for slot in self.slots if slot.owner is group), None)
+        if slot is None:
+            slot = self._fetch(group)
+        self._wait(slot)
+        self._clock += 1
+        slot.last_used = self._clock
+        if self._next is None:
+            if current is not None and current.owner is not None:
+                current.owner.follows = group
+            following = group.follows
+        else:
+            following = self._next.get(group)
+        self._current = slot
+        if len(self.slots) > 1 and following is not None and all(s.owner is not following for s in self.slots):
+            self._fetch(following, avoid=slot)
+            self._read_ahead(following.follows, keep=following)
+        return slot
+
+    def _enter_in_order(self, piece: Piece) -> Slot | None:
+        """Return the slot of a piece in a pass of a known order, None if the order no longer says what the buffers hold."""
+        assert self._order is not None
+        place = self._order.place.get(piece, -1)
+        if place < self._used:  # not in it, or given up to another block
+            self._in_order = False
+            return None
+        if not self._entered or self._entered[-1] is not piece:
+            self._use(place)
+            self._entered.append(piece)
+            self._wait_for(self._copied.pop(self._order.steps[place], None))
+        return self.slots[self._order.slot_of[piece.block]]
+
+    def _use(self, count: int) -> None:
+        """In a pass of a known order, begin the copies that may begin once its first `count` steps have been used."""
+        assert self._order is not None
+        for copies in self._order.due[self._used : count]:
+            for copy in copies:
+                slot, group = self.slots[self._order.slot_of[copy.block]], copy.block
+                free = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
+                slot.owner = None
+                slot.ready = self._copied[copy] = self._copy(
+                    group.host.tensor[copy.start : copy.end], slot, free, copy.start
+                )
+                if copy is self._order.steps[self._order.last[group]]:
+                    slot.owner = group
+        self._used = max(self._used, count)
+
+    def leave(self, group: Group) -> None:
+        """Let the copy of the group after the next one begin: whatever reads this one's bytes is queued. Without it that copy waits
+        until the next group is entered, behind all that is computed between the two."""
+        if self._order is not None:
+            if self._in_order and self._entered and self._entered[-1].block is group:
+                self._use(self._order.last[group] + 1)
+            return
+        slot, following = self._current, self._following(group)
+        if slot is None or slot.owner is not group or following is None:
+            return
+        second = self._following(following)
+        if second is None or second.host is None or any(one.owner is second for one in self.slots):
+            return
+        if any(one.owner is following for one in self.slots):
+            self._fetch(second, into=slot)
+
+    def _following(self, group: Group) -> Group | None:
+        return group.follows if self._next is None else self._next.get(group)
+
+    def _fetch(self, group: Group, *, avoid: Slot | None = None, into: Slot | None = None) -> Slot:
+        slot = into or min((slot for slot in self.slots if slot is not avoid), key=lambda slot: slot.last_used)
+        if slot is self._current:
+            self._current = None
+        if slot.pending is not None:  # an unused prefetch: let it finish before its slot is written again
+            with suppress(CheckpointError, OSError):  # its error belongs to the block that nobody asked for
+                self._settle(slot)
+        slot.owner, slot.ready = None, None
+        free = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
+        if group.host is not None:
+            slot.ready = self._copy(group.host.tensor, slot, free)
+        else:
+            assert self._worker is not None
+            slot.pending = self._worker.submit(self._copy_from_disk, group, slot, free)
+        slot.owner = group
+        self._clock += 1
+        slot.last_used = self._clock
+        return slot
+
+    def _copy(
+        self, source: Tensor, slot: Slot, free: torch.cuda.Event | None, start: int = 0
+    ) -> torch.cuda.Event | None:
+        self.copied_bytes += source.numel()
+        target = slot.buffer[start : start + source.numel()]
+        if self._stream is None:
+            if self.poison:
+                target.fill_(0xAB)
+            target.copy_(source)
+            return None
+        with torch.cuda.stream(self._stream):
+            assert free is not None
+            self._stream.wait_event(free)
+            if self.poison:
+                target.fill_(0xAB)
+            target.copy_(source, non_blocking=True)
+            return self._stream.record_event()
+
+    def _copy_from_disk(self, group: Group, slot: Slot, free: torch.cuda.Event | None) -> torch.cuda.Event | None:
+        buffer = self._read_disk(group, keep=None)
+        event = self._copy(buffer.memory.tensor[: group.nbytes], slot, free)
+        buffer.copied = event
+        return event
+
+    def _read_disk(self, group: Group, *, keep: Group | None) -> _HostBuffer:
+        """Return the host buffer with the group's bytes, read if needed. Runs on the disk thread only."""
+        disk_buffer = next((buffer for buffer in self._disk_buffers if buffer.owner is group), None)
+        if disk_buffer is None:
+            free = [buffer for buffer in self._disk_buffers if keep is None or buffer.owner is not keep]
+            disk_buffer = min(free, key=lambda buffer: buffer.last_used)
+            if disk_buffer.copied is not None:
+                disk_buffer.copied.synchronize()
+            disk_buffer.owner = None
+            assert self.spill is not None and group.spill_start is not None
+            self.spill.read_into(disk_buffer.memory.tensor[: group.nbytes], group.spill_start)
+            disk_buffer.owner = group
+        self._clock += 1
+        disk_buffer.last_used = self._clock
+        return disk_buffer
+
+    def _read_ahead(self, group: Group | None, *, keep: Group) -> None:
+        if group is not None and group.host is None and len(self._disk_buffers) > 1:
+            assert self._worker is not None
+            self._worker.submit(self._read_ahead_quietly, group, keep)
+
+    def _read_ahead_quietly(self, group: Group, keep: Group) -> None:
+        # A read-ahead is a guess: its error is raised by the read that needs the bytes, if one comes.
+        try:
+            self._read_disk(group, keep=keep)
+        except (CheckpointError, OSError, ValueError):
+            return
+
+    def _settle(self, slot: Slot) -> None:
+        pending, slot.pending = slot.pending, None
+        if pending is None:
+            return
+        try:
+            slot.ready = pending.result()
+        except BaseException:
+            slot.owner = None
+            if self._current is slot:
+                self._current = None
+            raise
+
+    def _wait(self, slot: Slot) -> None:
+        self._settle(slot)
+        self._wait_for(slot.ready)
+
+    def _wait_for(self, copied: torch.cuda.Event | None) -> None:
+        if copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(copied)
+            # A kernel that may begin before the one in front of it ends must not begin before the copy has ended. It begins after
+            # this one, which waits for both and does not let others begin early.
+            self._mark.zero_()
+
+    def close(self) -> None:
+        """Give back every buffer and the spill file."""
+        if self._worker is not None:
+            self._worker.shutdown(wait=True, cancel_futures=True)
+        wait_for_all(self.device)  # a step that was queued ahead copies from here as well
+        for group in self.groups:
+            if group.host is not None:
+                group.host.close()
+            group.host, group.follows = None, None
+        for buffer in self._disk_buffers:
+            buffer.memory.close()
+        self.slots, self._disk_buffers, self.groups, self._current = [], [], [], None
+        if self.spill is not None:
+            self.spill.close()
+
+
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """The weight of one leaf inside a streamed block, and the position of each tensor in the block's buffer."""
+
+    streamer: Streamer
+    group: Group
+    packed: Packed  # its parts are empty; facts and shared code tables only
+    places: Mapping[str, Part]
+    piece: int = 0  # which of the block's pieces it is part of
+    views: dict[int, Packed] = field(default_factory=dict)
+
+    def leave(self) -> None:
+        """Say that everything which reads the block in this pass is queued: its buffer can take another one."""
+        self.streamer.leave(self.group)
+
+    def open(self) -> tuple[int, Packed]:
+        """Return the slot's index and the weight as views of its buffer, valid until a weight outside its piece is opened."""
+        slot = self.streamer.enter(self.group.pieces[self.piece])
+        packed = self.views.get(slot.index)
+        if packed is None:
+            parts = {name: place.view(slot.buffer) for name, place in self.places.items()}
+            packed = self.views[slot.index] = self.packed.with_parts(parts, self.packed.codes)
+        return slot.index, packed

@@ -1,0 +1,1 @@
+"""How do images and audio go through their encoders?"""

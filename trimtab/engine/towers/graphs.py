@@ -1,0 +1,412 @@
+"""How the layers of vision and audio towers run as CUDA graphs, and how sounds of many lengths get few shapes.
+
+    towers = Towers(model, "auto", fall_back)
+    with towers.running(adapter_key, serial): hf_model(**tensors)     # each tower layer replays its graph
+
+A tower's kernels are launched one by one from Python unless they are a graph. There is one graph for each layer, with buffers of
+its own for what goes in and out; what a layer returns is a copy. So everything between the layers is the model's own code and sees
+every layer's output: Qwen3-VL takes some of them to its decoder. All layers of one shape share their buffers, and all graphs one
+memory pool.
+
+The shape is part of a graph: families resize pictures to few shapes, and Gemma 4 to a single one, padded by its processor. Sounds
+have any length: Gemma 4's, whose mask keeps padding out of every later value, are padded to one of a few (`SOUND_FRAMES`); other
+families' have graphs of their exact lengths. Lengths of attention's parts, which torch reads on the host (`HOST_LENGTHS`), are part
+of a graph too. A shape is captured when it comes a second time, a few layers at a time while others are being answered.
+
+What is not covered: layers on the CPU or copied in for every pass, towers of unknown families (bounds_check.py), layers that are
+given or return other things than tensors and plain values: they run as they are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.engine.cuda.capture_stream import side_stream
+from trimtab.engine.cuda.graph_cache import GraphCache
+from trimtab.engine.decode.step_capture import check_replay
+from trimtab.engine.memory.out_of_memory import is_out_of_memory, memory_error
+from trimtab.engine.passes.chunk_forward import covered
+from trimtab.engine.towers.bounds_check import unknown_towers
+from trimtab.engine.towers.forms import UnknownFormError, filled, form_of
+from trimtab.engine.towers.pieces import TowerPieces
+from trimtab.errors import gib
+from trimtab.planning.memory.towers import BUFFERS, SHAPES
+from trimtab.planning.values.execution import CAPTURED
+
+if TYPE_CHECKING:
+    from trimtab.engine.model import LoadedModel
+
+TOWERS = ("vision", "audio")
+# Frames of 10 ms that sounds are padded to: 1.3 to 30.7 s, each at most half more than the one before.
+SOUND_FRAMES = (128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072)
+# Families whose audio tower masks padding before every operation that looks beyond its own position (transformers 5.23.0,
+# Gemma4AudioSubSampleConvProjectionLayer.forward and Gemma4AudioAttention.forward), and how often it halves the frames.
+# Gemma 3n's convolutions mask nothing: their normalization makes other values of padding than of the end of a sound.
+PADDED_SOUNDS = {"gemma4": 2}
+# Layers that one pass captures while rows are being answered: a few milliseconds each.
+LAYERS_AT_ONCE = 4
+# Shapes that are kept, each of one tower: a model may have two. One that has come often keeps its graphs while this many others
+# come at most.
+MOST_SHAPES = 2 * SHAPES
+MOST_CREDIT = 8
+MOST_MET = 256
+
+FallBack = Callable[[str, str], None]
+
+
+class _Buffers:
+    """The tensors that graphs of one form of arguments read, and those that they write."""
+
+    def __init__(self, form: Hashable, like: Sequence[Tensor]) -> None:
+        self.form = form
+        self.inputs = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in like]
+        self._sources: list[tuple[Tensor, int] | None] = [None] * len(like)
+        self.outputs: dict[Hashable, list[Tensor]] = {}
+
+    def load(self, tensors: Sequence[Tensor]) -> None:
+        """Copy a layer's inputs. Inputs that the previous layer also had are already there."""
+        for place, (target, source) in enumerate(zip(self.inputs, tensors, strict=True)):
+            source_state = self._sources[place]
+            if source_state is None or source_state[0] is not source or source_state[1] != source._version:
+                target.copy_(source)
+                self._sources[place] = (source, source._version)
+
+    def forget(self) -> None:
+        """Let the next pass copy everything, and release all tensors of this one."""
+        self._sources = [None] * len(self.inputs)
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a layer's arguments, made of the buffers."""
+        args, kwargs = filled(self.form, iter(self.inputs))
+        return args, kwargs
+
+    def outputs_like(self, form: Hashable, like: Sequence[Tensor]) -> list[Tensor]:
+        """Return the buffers for an output, made on first use."""
+        if form not in self.outputs:
+            self.outputs[form] = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in like]
+        return self.outputs[form]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in (*self.inputs, *(t for several in self.outputs.values() for t in several)))
+
+
+@dataclass(eq=False)
+class _Layer:
+    """A layer's graph. form: of its outputs; None for a graph where nothing is captured (tests on a CPU)."""
+
+    graph: torch.cuda.CUDAGraph | None
+    form: Hashable
+    outputs: list[Tensor]
+    serial: int | None
+
+    def result(self) -> Any:
+        return filled(self.form, iter([one.clone() for one in self.outputs]))
+
+
+@dataclass(eq=False)
+class _Shape:
+    """What is captured of one form and adapter. credit: how much it has been used lately."""
+
+    credit: int = 1
+
+
+class Towers:
+    """The captured layers of one model's towers. mode: "auto", captured where the plan says so; "static": through the same buffers,
+    never captured, on any device; "eager": as they are."""
+
+    def __init__(self, model: LoadedModel, mode: str, fall_back: FallBack) -> None:
+        self.model, self.device, self._fall_back = model, model.device, fall_back
+        planned = model.plan.execution.towers
+        self.captures = mode == "auto" and planned is not None and planned.mode in CAPTURED
+        self.captures &= model.device.type == "cuda"
+        if self.captures and unknown_towers(model.hf_model.config):
+            self.captures = False
+            fall_back("the look-ups of an unknown tower are checked on the host", "captured towers")
+        self.is_on = self.captures or mode == "static"
+        self.all_layers = layers_of(model)
+        self.layers = [layer for layer, tier in self.all_layers.items() if tier == "resident"] if self.is_on else []
+        self.may_cut = not unknown_towers(model.hf_model.config)
+        self.capture_s, self.captured, self.replayed = 0.0, 0, 0
+        self.most_bytes = planned.bytes.get(BUFFERS, 0) if self.captures and planned is not None else 2**62
+        self._graphs: GraphCache[_Layer] = GraphCache()
+        self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
+        self._buffers: dict[Hashable, _Buffers] = {}
+        self._met: OrderedDict[Hashable, None] = OrderedDict()
+        self._lengths: list[tuple[Tensor, tuple[int, ...]]] = []
+        self._key: Hashable = None
+        self._serial: int | None = None
+        self._left: int | None = None
+        # Shapes that are not captured in this pass, and those that it has used.
+        self._refused: set[Hashable] = set()
+        self._counted: set[Hashable] = set()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What the buffers take on the device."""
+        return sum(one.nbytes for one in self._buffers.values())
+
+    @contextmanager
+    def running(
+        self, key: Hashable, serial: int | None, *, is_busy: bool = False, pieces: TowerPieces | None = None
+    ) -> Iterator[None]:  # fmt: skip
+        """Let the towers run captured while the block runs.
+
+        key: the adapter's part of a graph's key; serial: of the adapter whose own addresses it reads. is_busy: whether rows are
+        being decoded, so that little may be captured. pieces: of a pass that is cut. Errors: PausedError at the end of a piece.
+        """
+        if not self.is_on and pieces is None:
+            yield
+            return
+        self._key, self._serial, self._left = key, serial, LAYERS_AT_ONCE if is_busy else None
+        self._refused.clear()
+        self._counted.clear()
+        self._drop_adapters()
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(covered({layer: self._forward_of(layer, pieces) for layer in self.all_layers}))
+                if self.is_on:
+                    stack.enter_context(padded_sounds(self.model.hf_model))
+                yield
+        finally:
+            self._lengths.clear()
+            for buffers in self._buffers.values():
+                buffers.forget()
+
+    def forget(self, key: Hashable) -> None:
+        """Drop the graphs that read an adapter's layout."""
+        for shape in [shape for shape in self._shapes if shape[1] == key]:  # type: ignore[index]
+            self._drop(shape)
+
+    def _drop_adapters(self) -> None:
+        """Drop graphs of adapters that are gone."""
+        serials = {None, *self.model.adapter_store.serials.values()}
+        dropped = {key[1:] for key, one in self._graphs.items() if one.serial not in serials}
+        for shape in dropped:
+            self._drop(shape)
+
+    # One layer --------------------------------------------------------------------------------------------------------
+
+    def _forward_of(self, layer: nn.Module, pieces: TowerPieces | None) -> Callable[..., Any]:
+        compute: Callable[..., Any] = layer.forward
+        if self.is_on and self.all_layers[layer] == "resident":
+            compute = partial(self._run, layer, compute)
+        if pieces is None:
+            return compute
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return pieces.run(compute, args, kwargs)
+
+        return forward
+
+    def _run(self, layer: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tensors: list[Tensor] = []
+        try:
+            form = form_of((args, kwargs), tensors, self._values)
+        except UnknownFormError as exc:
+            self._fall_back(f"{type(layer).__name__} is given {exc}", "captured towers")
+            return inner(*args, **kwargs)
+        shape = (form, self._key)
+        captured = self._graphs.get((layer, form, self._key))
+        if captured is None:
+            if not self._may_capture(shape, tensors):
+                return inner(*args, **kwargs)
+            return self._capture(layer, inner, shape, tensors)
+        self._used(shape)
+        self._buffers[form].load(tensors)
+        if captured.graph is None:
+            self._compute(inner, self._buffers[form], captured.outputs)
+        else:
+            captured.graph.replay()
+        self.replayed += 1
+        return captured.result()
+
+    def _used(self, shape: Hashable) -> None:
+        """Count a pass of a shape, once."""
+        if shape not in self._counted:
+            self._counted.add(shape)
+            self._shapes[shape].credit = min(self._shapes[shape].credit + 1, MOST_CREDIT)
+            self._shapes.move_to_end(shape)
+
+    def _values(self, tensor: Tensor) -> tuple[int, ...]:
+        """Return the values of a tensor of lengths, read once in a pass."""
+        for known, values in self._lengths:
+            if known is tensor:
+                return values
+        values = tuple(tensor.tolist())
+        self._lengths.append((tensor, values))
+        return values
+
+    def _may_capture(self, shape: tuple[Hashable, Hashable], tensors: Sequence[Tensor]) -> bool:
+        """Whether a layer of this shape is captured now: from the second pass of the shape on, where there is room."""
+        if shape in self._refused or self._left == 0 or (not self.captures and self.device.type == "cuda"):
+            return False
+        if shape in self._shapes:
+            return True
+        if shape in self._met and self._has_room(shape, tensors):
+            self._shapes[shape] = _Shape()
+            return True
+        self._refused.add(shape)
+        self._met[shape] = None
+        self._met.move_to_end(shape)
+        while len(self._met) > MOST_MET:
+            self._met.popitem(last=False)
+        return False
+
+    def _has_room(self, shape: tuple[Hashable, Hashable], tensors: Sequence[Tensor]) -> bool:
+        """Make room for one more shape. False if the existing ones are used more often, or if it is larger than planned."""
+        # What comes out of a layer is about as large as the first tensor that goes in.
+        needed = 0 if shape[0] in self._buffers else sum(one.nbytes for one in (*tensors, *tensors[:1]))
+        if needed > self.most_bytes:
+            why = f"a pass needs {gib(needed)} of buffers, {gib(self.most_bytes)} are planned"
+            self._fall_back(why, "captured towers")
+            return False
+        while self._shapes and (len(self._shapes) >= MOST_SHAPES or self.buffer_bytes + needed > self.most_bytes):
+            oldest, shape_state = next(iter(self._shapes.items()))
+            shape_state.credit -= 1
+            if shape_state.credit > 0:
+                self._shapes.move_to_end(oldest)
+                return False
+            self._drop(oldest)
+        return True
+
+    def _drop(self, shape: Hashable) -> None:
+        shape_state = self._shapes.pop(shape, None)
+        for key in [key for key in self._graphs if key[1:] == shape]:
+            del self._graphs[key]
+        form = shape[0]  # type: ignore[index]
+        if shape_state is not None and all(other[0] != form for other in self._shapes):  # type: ignore[index]
+            self._buffers.pop(form, None)
+
+    # Capturing --------------------------------------------------------------------------------------------------------
+
+    def _capture(
+        self, layer: nn.Module, inner: Callable[..., Any], shape: tuple[Hashable, Hashable], tensors: Sequence[Tensor]
+    ) -> Any:  # fmt: skip
+        """Compute a layer, keep a graph of it that gave the same, and return what it returns."""
+        start = time.perf_counter()
+        buffers = self._buffers.get(shape[0])
+        if buffers is None:
+            buffers = self._buffers[shape[0]] = _Buffers(shape[0], tensors)
+        buffers.load(tensors)
+        args, kwargs = buffers.arguments()
+        expected = inner(*args, **kwargs)
+        parts: list[Tensor] = []
+        try:
+            form = form_of(expected, parts, self._values)
+        except UnknownFormError as exc:
+            self._fall_back(f"{type(layer).__name__} returns {exc}", "captured towers")
+            return expected
+        outputs = buffers.outputs_like(form, parts)
+        for target, source in zip(outputs, parts, strict=True):
+            target.copy_(source)
+        captured = _Layer(None, form, outputs, self._serial)
+        if self.captures:
+            buffers.forget()  # where a layer has written into what it was given
+            buffers.load(tensors)
+            captured.graph = self._graph(inner, buffers, outputs)
+            if captured.graph is None:
+                return expected
+        self._graphs[layer, shape[0], shape[1]] = captured
+        self._left = None if self._left is None else self._left - 1
+        self.captured += 1
+        self.capture_s += time.perf_counter() - start
+        return captured.result()
+
+    def _compute(self, inner: Callable[..., Any], buffers: _Buffers, outputs: Sequence[Tensor]) -> None:
+        """What a graph repeats."""
+        args, kwargs = buffers.arguments()
+        parts: list[Tensor] = []
+        form_of(inner(*args, **kwargs), parts, self._values)
+        for target, source in zip(outputs, parts, strict=True):
+            target.copy_(source)
+
+    def _graph(
+        self, inner: Callable[..., Any], buffers: _Buffers, outputs: Sequence[Tensor]
+    ) -> torch.cuda.CUDAGraph | None:
+        """Return a graph whose first replay gave the values of `outputs`; None if that is impossible, and then nothing is
+        captured any more."""
+        expected = [one.clone() for one in outputs]
+        try:
+            with side_stream(self.device) as side:
+                torch.cuda.synchronize(self.device)
+                graph = self._graphs.record(side, partial(self._compute, inner, buffers, outputs))[0]
+            graph.replay()
+            for actual, wanted in zip(outputs, expected, strict=True):
+                if actual.is_floating_point():
+                    check_replay(actual.float().flatten()[None], wanted.float().flatten()[None], 1)
+        except Exception as exc:
+            self._graphs.forget_pool()
+            self._graphs.clear()
+            self._shapes.clear()
+            self._buffers.clear()
+            if is_out_of_memory(exc):  # planned: never a reason to go on the slower way
+                raise memory_error(exc, "capturing a tower", self.model.plan, self.device) from exc
+            torch.zeros(1, device=self.device).item()  # the device says itself whether it got over it
+            self.captures = False
+            self._fall_back(f"capturing failed: {type(exc).__name__}: {exc}", "captured towers")
+            return None
+        return graph
+
+
+def layers_of(model: Any) -> dict[nn.Module, str]:
+    """Return the layers of a model's towers, each with the tier of its weights."""
+    tiers, paths = model.plan.tiers(), {}
+    for row in model.anatomy.rows:
+        if row.part in TOWERS and row.block.rpartition(".")[2].isdecimal():
+            paths[row.block] = tiers.get(row.block, "resident")
+    return {model.hf_model.get_submodule(path): tier for path, tier in paths.items()}
+
+
+# Sounds --------------------------------------------------------------------------------------------------------------
+
+
+def padded_frames(frames: int) -> int:
+    """Return the number of frames that a sound is padded to: itself beyond the largest."""
+    return next((size for size in SOUND_FRAMES if size >= frames), frames)
+
+
+@contextmanager
+def padded_sounds(hf_model: Any) -> Iterator[None]:
+    """Give the audio tower a few lengths of audio while the block runs, in families where padding changes nothing."""
+    owner, halvings = getattr(hf_model, "model", None), PADDED_SOUNDS.get(hf_model.config.model_type)
+    if halvings is None or owner is None or not hasattr(owner, "get_audio_features"):
+        yield
+        return
+    inner = owner.get_audio_features
+
+    def features(input_features: Tensor, input_features_mask: Tensor, *args: Any, **kwargs: Any) -> Any:
+        frames = input_features.shape[1]
+        more = padded_frames(frames) - frames
+        if not more:
+            return inner(input_features, input_features_mask, *args, **kwargs)
+        output = inner(
+            nn.functional.pad(input_features, (0, 0, 0, more)), nn.functional.pad(input_features_mask, (0, more)),
+            *args, **kwargs,
+        )  # fmt: skip
+        tokens = frames
+        for _ in range(halvings):
+            tokens = (tokens + 1) // 2
+        return _shortened(output, tokens)
+
+    vars(owner)["get_audio_features"] = features
+    try:
+        yield
+    finally:
+        vars(owner).pop("get_audio_features", None)
+
+
+def _shortened(output: Any, tokens: int) -> Any:
+    """Return a tower's output without the padding after the audio."""
+    parts: Mapping[str, Any] = dict(output.items())
+    shorter = {name: value[:, :tokens] if isinstance(value, Tensor) else value for name, value in parts.items()}
+    return type(output)(**shorter)

@@ -1,0 +1,203 @@
+"""The towers of a prompt with media: run before its chunks, or cut into pieces that go between the steps of other rows.
+
+passes = TowerPasses(prompts)
+media = passes.media_of(prompt)                 # for captured prompts
+output = passes.with_towers(prompt, compute)    # around transformers' own pass of the whole prompt
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.memory.out_of_memory import is_out_of_memory
+from trimtab.engine.passes.chunk_forward import covered
+from trimtab.engine.passes.media_embeddings import Media, looking_ahead, media_of
+from trimtab.engine.towers.pieces import (
+    PIECE_POSITIONS,
+    PIECE_S,
+    NotKeptError,
+    OtherInputsError,
+    PausedError,
+    TowerPieces,
+    TowersDoneError,
+)
+from trimtab.errors import RequestError
+
+if TYPE_CHECKING:
+    from trimtab.engine.batch.request import Prompt
+    from trimtab.engine.memory.shared_pool import PromptRoom
+    from trimtab.engine.prefill.prefill import Prompts
+
+
+class TowerPasses:
+    """The towers' passes of one batch's prompts. takes_media: whether captured prompts know this family's media. paused: prompts in
+    the middle of their towers."""
+
+    def __init__(self, prompts: Prompts) -> None:
+        self.prompts, self.takes_media = prompts, True
+        self.paused: WeakKeyDictionary[Prompt, TowerPieces] = WeakKeyDictionary()
+        # Of prompts whose towers are complete: the adapter's serial, and embeddings [1, S, D].
+        self._embeddings: WeakKeyDictionary[Prompt, tuple[int | None, Tensor]] = WeakKeyDictionary()
+
+    def media_of(self, prompt: Prompt) -> Media | None:
+        """Return the inputs of a prompt with media after its towers have run; None where this is unknown for the family.
+
+        Errors: PausedError if the towers continue in the next chunk, because rows are being decoded.
+        """
+        is_busy, pieces = bool(self.prompts.batch.active), self._begin_pieces(prompt)
+        key = self.prompts.layouts.set_towers(prompt.row.adapter)
+        hf_slots.reset_offset(self.prompts.model.hf_model)
+        ops, room = self.prompts.tower_ops(), self._room()
+        try:
+            with (
+                torch.no_grad(),
+                nullcontext() if room is None else room.using(),
+                ops,
+                self.prompts.towers.running(*key, is_busy=is_busy, pieces=pieces),
+                self.prompts.batch.prefixes.encoders(prompt),
+            ):
+                media = media_of(self.prompts.model.hf_model, prompt.inputs.tensors)
+        except PausedError:
+            self.paused[prompt] = pieces
+            if room is not None:
+                pieces.copy_kept()
+            raise
+        except (RuntimeError, KeyError) as exc:
+            if is_out_of_memory(exc):
+                raise
+            if not pieces.is_cut:
+                self.takes_media = False
+                self.prompts.fall_back(f"{type(exc).__name__}: {exc}", "captured prompts with media")
+                return None
+            self.prompts.towers.may_cut = False
+            self.prompts.fall_back(f"{type(exc).__name__}: {exc}", "towers in pieces")
+        else:
+            if room is not None:
+                media = _copied(media)
+                hf_slots.copy_offset(self.prompts.model.hf_model)
+                del pieces  # it holds what the last layer returned
+                room.check()
+            return media
+        return self.media_of(prompt)
+
+    def _room(self) -> PromptRoom | None:
+        """Return the room that towers share with prompts, None for captured towers: their graphs have memory of their own, and what
+        lies between two of them must not be allocated where a graph of a prompt may write."""
+        return None if self.prompts.towers.captures else self.prompts.room
+
+    def _begin_pieces(self, prompt: Prompt) -> TowerPieces:
+        """Return what cuts the next piece of a prompt's towers: nothing while no row is being decoded."""
+        serial, pieces = self.prompts.serial_of(prompt.row.adapter), self.paused.pop(prompt, None)
+        if pieces is None or pieces.serial != serial:
+            pieces = TowerPieces(serial)
+        if self.prompts.batch.active and self.prompts.towers.may_cut:
+            pieces.begin(PIECE_POSITIONS, PIECE_S if self.prompts.device.type == "cpu" else None)
+        else:
+            pieces.begin(None)
+        return pieces
+
+    def is_between_pieces(self, prompt: Prompt) -> bool:
+        """Whether a prompt's towers have begun, and nothing of its decoder."""
+        return prompt in self.paused or (self.has_embeddings(prompt) and not prompt.done_tokens)
+
+    def has_embeddings(self, prompt: Prompt) -> bool:
+        """Whether a prompt's towers are complete, and transformers' passes of its chunks take their embeddings from here."""
+        return prompt in self._embeddings
+
+    @contextmanager
+    def embedded(self, prompt: Prompt, start: int, end: int) -> Iterator[None]:
+        """Let transformers' pass of a chunk decode the embeddings that the towers' pass has made of its tokens.
+
+        Errors: RequestError if the prompt's adapter was unloaded since then.
+        """
+        serial, embeddings = self._embeddings[prompt]
+        if serial != self.prompts.serial_of(prompt.row.adapter):
+            raise unloaded_error(prompt, self.prompts.model.adapters)
+        decoder = self.prompts.model.hf_model.get_decoder()
+        inner = decoder.forward
+
+        def decode(**kwargs: Any) -> Any:
+            return inner(**kwargs | {"inputs_embeds": embeddings[:, start:end]})
+
+        with covered({decoder: decode}):
+            yield
+        if end == embeddings.shape[1]:
+            del self._embeddings[prompt]
+
+    def with_towers(self, prompt: Prompt, compute: Callable[[], Any], *, is_counted: bool = True) -> Any:
+        """Return what `compute` returns: transformers' pass of a whole prompt with media. On a CPU the towers go through in
+        pieces before the decoder while rows are being decoded. is_counted: False where an earlier pass has counted the
+        look-ups of its media.
+
+        Errors: PausedError if the pass continues in the next piece; then nothing of the decoder has run.
+        """
+        if self.prompts.device.type != "cpu" or not self.prompts.towers.may_cut:
+            paused = self.paused.pop(prompt, None)  # not None if another prompt has ended the cutting in between
+            is_counted = is_counted and not (paused is not None and paused.is_done)
+            with self.prompts.batch.prefixes.encoders(prompt, is_counted=is_counted):
+                return compute()
+        pieces, decoder = self._begin_pieces(prompt), self.prompts.model.hf_model.get_decoder()
+        is_counted = is_counted and not pieces.is_done
+        inner = decoder.forward
+
+        def decode(*args: Any, **kwargs: Any) -> Any:
+            try:
+                pieces.end()
+            except TowersDoneError:
+                if not args and not self.prompts.batch.is_invariant and _may_be_chunked(kwargs):
+                    self._embeddings[prompt] = (pieces.serial, kwargs["inputs_embeds"])
+                raise
+            return inner(*args, **kwargs)
+
+        try:
+            with (
+                self.prompts.towers.running(
+                    None, pieces.serial, is_busy=bool(self.prompts.batch.active), pieces=pieces
+                ),
+                self.prompts.batch.prefixes.encoders(prompt, is_counted=is_counted),
+                covered({decoder: decode}),
+            ):
+                return compute()
+        except PausedError:
+            if prompt not in self._embeddings:
+                self.paused[prompt] = pieces
+            raise
+        except (NotKeptError, OtherInputsError) as exc:
+            self.prompts.towers.may_cut = False
+            self.prompts.fall_back(f"{type(exc).__name__}: {exc}", "towers in pieces")
+        prompt.cache = hf_slots.prompt_cache(self.prompts.model.hf_model, self.prompts.batch.cache.kv)
+        return self.with_towers(prompt, compute, is_counted=is_counted)
+
+
+def _copied(media: Media) -> Media:
+    """Return the same with tensors of its own."""
+    masks = {kind: mask.clone() for kind, mask in media.masks.items()}
+    deep = tuple(one.clone() for one in media.deep)
+    return replace(media, embeddings=media.embeddings.clone(), deep=deep, masks=masks)
+
+
+def unloaded_error(prompt: Prompt, adapters: Sequence[str]) -> RequestError:
+    """Return the error of a prompt whose adapter was unloaded since it began."""
+    return RequestError(
+        "this adapter was unloaded while a prompt was running", field="adapter", value=prompt.row.adapter,
+        allowed=adapters, hint="Send the request again",
+    )  # fmt: skip
+
+
+def _may_be_chunked(inputs: Mapping[str, Any]) -> bool:
+    """Whether the inputs of a decoder's pass of a whole prompt with media can be given in chunks as embeddings alone: no token
+    looks ahead, positions count up, and later layers add nothing."""
+    positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    if inputs.get("inputs_embeds") is None or inputs.get("deepstack_visual_embeds") is not None:
+        return False
+    if (isinstance(positions, Tensor) and positions.dim() == 3) or (isinstance(mask, Tensor) and mask.dim() != 2):
+        return False
+    return not looking_ahead(mask)[0]

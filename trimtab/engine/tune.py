@@ -1,0 +1,81 @@
+"""Tuning the launch configurations of a loaded model on this card: each matmul alone.
+
+`trimtab tune` runs this. What was measured is kept in a file of the user's own and used by the next process that loads a model with
+such layers; one that runs already keeps what it began with, so that its answers keep their bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.cuda import shipped_configs as launch_configs
+from trimtab.engine.families import step as hf_gemma4
+from trimtab.engine.kernels import autotune as tuning
+from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels.device_kernels import Kernels
+from trimtab.engine.model import LoadedModel
+from trimtab.errors import DeviceError, RequestError
+from trimtab.planning.values.execution import PRODUCT_ROWS
+
+
+@dataclass(frozen=True)
+class TuneReport:
+    """What a tuning did. products: timed now; known: of all products, how each one's configuration is known, with its cut."""
+
+    card: str
+    capability: tuple[int, int]
+    products: int
+    known: tuple[dict[str, Any], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON-ready values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{self.products} matmuls were timed on {self.card}; the next load uses the fastest."]
+        lines += [f"  {one['product']}, {one['rows']} rows: {one['cut']} ({one['status']})" for one in self.known]
+        return "\n".join(lines)
+
+
+def unsupported_reason(model: LoadedModel) -> str | None:
+    """Return why a model has nothing to tune, or None."""
+    if model.device.type != "cuda":
+        return f"the model runs on {model.device}; launch configurations are of GPU kernels"
+    return hf_gemma4.why_not(model.hf_model)
+
+
+def tune_model(
+    model: LoadedModel, *, rows: int = max(PRODUCT_ROWS), progress: Callable[[int, int], None] | None = None
+) -> tuple[TuneReport, dict[str, Any]]:  # fmt: skip
+    """Tune every product of a loaded model for steps of up to `rows` rows; return the report and the document of all that was
+    tuned for this card, as it may be shipped.
+
+    Errors: RequestError if nothing of the model can be tuned; DeviceError if its
+    kernels do not work on this card.
+    """
+    why = unsupported_reason(model)
+    if why is not None:
+        raise RequestError(f"nothing to tune: {why}", field="model", value=model.plan.request.model)
+    if not 1 <= rows <= max(PRODUCT_ROWS):
+        raise RequestError(f"must be between 1 and {max(PRODUCT_ROWS)}", field="rows", value=rows)
+    batch = Batch(model, rows=rows)
+    kernels: Kernels = batch.steps.kernels
+    if kernels.matvec is None:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in kernels.left_out.items()) or "they were not chosen"
+        raise DeviceError(f"the 4-bit kernels are not used on this card: {reasons}", device=str(model.device))
+    groups = hf_gemma4.product_groups(model.hf_model)
+    counts = [count for count in PRODUCT_ROWS if count <= rows]
+    timed = kernels.tune(groups, model.dtype, counts, progress=progress)
+    target = matvec.target_of(kernels.matvec)
+    known = []
+    for product in kernels.products(groups, model.dtype, counts):
+        cut = matvec.choose(product.groups[0], product.n, kernels.matvec, pair=product.gate is not None)
+        is_tuned = product.key in kernels.matvec.products.measured
+        status = launch_configs.MEASURED if is_tuned else kernels.configs.get(product.key, launch_configs.ESTIMATED)
+        sizes = " + ".join(str(packed.shape[0]) for packed in product.groups[0])
+        known.append({"product": f"{sizes} x {product.key[2]}", "rows": product.n, "cut": str(cut), "status": status})
+    report = TuneReport(target.name, target.capability, timed, tuple(known))
+    return report, launch_configs.document(target, launch_configs.kept(target), tuning.releases())

@@ -1,0 +1,125 @@
+"""The cache of anatomies from earlier processes, so that a plan needs neither torch nor transformers.
+
+An entry is found by everything that shapes the tree: the hash of config.json and of the other files that transformers reads for
+it, the tensors' names, types and shapes, what the request says of formats, and the releases of Python, torch, transformers,
+bitsandbytes and this package, this package's own files included. Where the loader compared stored values, the weight files must
+be the very same. Anything that cannot be read is as if it were not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.checkpoint.anatomy_json import form, read_anatomy, write_anatomy
+from trimtab.checkpoint.folder import CONFIG, Checkpoint
+from trimtab.checkpoint.prequantized import split_packed
+from trimtab.machine.installed import versions
+from trimtab.machine.user_cache import hashed, own_folder, prune, read_own, touch, write_own
+from trimtab.process.json_file import JsonError, parse, read_bytes
+from trimtab.request import LoadRequest
+
+FOLDER = "anatomies"
+MOST_FILES, MOST_BYTES, MOST_FILE_BYTES = 64, 64 * 2**20, 16 * 2**20
+# What transformers reads of a checkpoint beside its weights when it makes the empty model (5.6.2 to 5.23.0).
+SHAPING_FILES = (CONFIG, "generation_config.json")
+# This package's files that make an anatomy: an installation that is edited in place keeps its version.
+MAKERS = (
+    "checkpoint/anatomy.py", "checkpoint/prequantized.py", "engine/loader/anatomy_builder.py", "engine/loader/transformers_model.py", "engine/loader/tracing.py",
+    "engine/families/step.py", "engine/kv/kv_cache.py", "engine/passes/chunk_forward.py",
+)  # fmt: skip
+
+
+def key_of(checkpoint: Checkpoint, request: LoadRequest, *, keeps_16bit: bool = False) -> str:
+    """Return what decides the anatomy of a checkpoint for a request, as text. request: its quant is not "auto"."""
+    plain, packed = split_packed(checkpoint)
+    tensors: list[tuple[Any, ...]] = [(name, entry.dtype, entry.shape) for name, entry in sorted(plain.items())]
+    tensors += [
+        (name, entry.kind, entry.dtype, entry.shape, entry.blocksize, entry.nested)
+        for name, entry in sorted(packed.items())
+    ]
+    facts = {
+        "form": form(), "files": {name: _hash_of(checkpoint.folder / name) for name in SHAPING_FILES},
+        "tensors": hashlib.sha256(json.dumps(tensors).encode()).hexdigest(), "has_weights": checkpoint.has_weights,
+        "quant": request.quant, "dtype": request.dtype, "keep_unquantized": request.keep_unquantized, "head": request.head,
+        "keeps_16bit": keeps_16bit,
+        "versions": versions(), "makers": [_stamp(Path(__file__).parent.parent / name) for name in MAKERS],
+    }  # fmt: skip
+    return json.dumps(facts, sort_keys=True)
+
+
+def _hash_of(file: Path) -> str | None:
+    try:
+        return hashlib.sha256(read_bytes(file, file.name)).hexdigest()
+    except (OSError, JsonError):
+        return None
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    try:
+        seen = file.stat()
+    except OSError:
+        return None
+    return seen.st_size, seen.st_mtime_ns
+
+
+def find_anatomy(checkpoint: Checkpoint, request: LoadRequest, *, keeps_16bit: bool = False) -> Anatomy | None:
+    """Return the anatomy that an earlier process read of this checkpoint for a request like this, None if it was not kept."""
+    key = key_of(checkpoint, request, keeps_16bit=keeps_16bit)
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        path = own_folder(FOLDER) / hashed(key)
+        text = read_own(path, key, limit_bytes=MOST_FILE_BYTES)
+        if text is not None:
+            whole = parse(text, "own state")
+            if whole["values_of"] in (None, _same_files(checkpoint)):
+                anatomy = read_anatomy(whole["anatomy"])
+                touch(path)
+                return anatomy
+    return None
+
+
+def keep_anatomy(
+    checkpoint: Checkpoint, request: LoadRequest, anatomy: Anatomy, *, compares_values: bool, keeps_16bit: bool = False
+) -> None:
+    """Keep an anatomy for later processes. compares_values: whether stored values decided something of it."""
+    key = key_of(checkpoint, request, keeps_16bit=keeps_16bit)
+    whole = {"values_of": _same_files(checkpoint) if compares_values else None, "anatomy": write_anatomy(anatomy)}
+    contents = json.dumps(whole).encode()
+    if len(contents) <= MOST_FILE_BYTES:
+        with suppress(OSError):
+            folder = own_folder(FOLDER)
+            if read_own(folder / hashed(key), key, limit_bytes=MOST_FILE_BYTES) == contents:
+                return
+            write_own(folder / hashed(key), key, contents)
+            prune(folder, most_files=MOST_FILES, most_bytes=MOST_BYTES)
+
+
+def find_refusal(checkpoint: Checkpoint, request: LoadRequest, *, keeps_16bit: bool = False) -> str | None:
+    """Return why an earlier process could make no anatomy of this checkpoint for a request like this, None if that is not known."""
+    key = key_of(checkpoint, request, keeps_16bit=keeps_16bit)
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        text = read_own(own_folder(FOLDER) / hashed(key), key, limit_bytes=MOST_FILE_BYTES)
+        whole = {} if text is None else parse(text, "own state")
+        if isinstance(whole["refused"], str):
+            return whole["refused"]
+    return None
+
+
+def keep_refusal(checkpoint: Checkpoint, request: LoadRequest, reason: str, *, keeps_16bit: bool = False) -> None:
+    """Keep why no anatomy could be made for a request."""
+    key = key_of(checkpoint, request, keeps_16bit=keeps_16bit)
+    with suppress(OSError):
+        folder = own_folder(FOLDER)
+        write_own(folder / hashed(key), key, json.dumps({"refused": reason}).encode())
+        prune(folder, most_files=MOST_FILES, most_bytes=MOST_BYTES)
+
+
+def _same_files(checkpoint: Checkpoint) -> list[Any]:
+    """Return what tells weight files from others, as JSON gives it back."""
+    stamps: Iterable[tuple[str, int, int]] = checkpoint.stamps
+    return [str(checkpoint.folder.absolute()), *([*stamp] for stamp in stamps)]

@@ -1,0 +1,255 @@
+"""The environment of an interpreter and its machine: versions, how each package was installed, GPUs, memory. No personal data.
+
+`read_environment` asks any interpreter, in a process of its own; the machine itself is looked at here. Left out on
+purpose: user and host names, folders, addresses, serial numbers, environment variables.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import psutil
+
+import trimtab
+from trimtab.errors import RequestError, gib
+from trimtab.machine.environment_child import PACKAGES
+from trimtab.machine.memory import read_cpuinfo
+from trimtab.process.redact import scrubbed
+from trimtab.process.runner import run_inside
+
+FORMAT = 1
+TIMEOUT_S = 120.0
+# What decides which kernels torch and bitsandbytes take on a CPU (bitsandbytes repacks 4-bit weights with AVX512-BF16).
+CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "avx512_vnni", "asimd", "bf16", "sve", "i8mm")
+
+
+@dataclass(frozen=True)
+class Package:
+    """A distribution: version None if it is not there; installed: the kind of installation, in words."""
+
+    version: str | None
+    installed: str | None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as torch sees it."""
+
+    index: int
+    name: str
+    total_bytes: int
+    free_bytes: int
+    compute_capability: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """One interpreter on one machine, at one moment.
+
+    packages: by distribution name, missing ones included; "trimtab" is the copy that asks. torch_error: the class of the
+    exception that importing torch or asking it for GPUs raised, None if all is well. driver: of NVIDIA, None without one.
+    cuda, hip: what torch was built for. is_other: it is another interpreter than the one that asks.
+    """
+
+    python: str
+    implementation: str
+    packages: Mapping[str, Package]
+    cuda: str | None
+    hip: str | None
+    torch_error: str | None
+    gpus: tuple[Gpu, ...]
+    driver: str | None
+    os: str
+    architecture: str
+    cpu: str
+    cpu_flags: tuple[str, ...]
+    cpu_capability: str | None
+    cores: int
+    threads: int | None
+    host_total_bytes: int
+    host_available_bytes: int
+    is_other: bool = False
+
+    def version(self, package: str) -> str | None:
+        """Return a package's version, None if it is not there."""
+        package_row = self.packages.get(package)
+        return None if package_row is None else package_row.version
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """The versions of the packages that are there."""
+        return {name: package.version for name, package in self.packages.items() if package.version is not None}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the environment as JSON-ready values."""
+        values = asdict(self)
+        values["cpu_flags"], values["gpus"] = list(self.cpu_flags), [asdict(gpu) for gpu in self.gpus]
+        return {"format": FORMAT} | values
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Environment:
+        """Return the environment that `to_json` wrote. Errors: RequestError for another format or other keys."""
+        if not isinstance(values, Mapping) or values.get("format") != FORMAT:
+            form = values.get("format") if isinstance(values, Mapping) else type(values).__name__
+            raise RequestError("not an environment of this format", field="environment.format", value=form)
+        kept = {key: value for key, value in values.items() if key != "format"}
+        known = {item.name for item in fields(cls)}
+        wrong = sorted(kept.keys() ^ known)
+        if wrong:
+            raise RequestError("keys are unknown or missing", field="environment", value=wrong, allowed=sorted(known))
+        try:
+            kept["packages"] = {name: Package(**form) for name, form in kept["packages"].items()}
+            kept["gpus"] = tuple(Gpu(**gpu) for gpu in kept["gpus"])
+            kept["cpu_flags"] = tuple(kept["cpu_flags"])
+        except (TypeError, AttributeError) as exc:
+            raise RequestError(f"holds a value of the wrong kind ({exc})", field="environment") from exc
+        return cls(**kept)
+
+
+def read_environment(python: str | os.PathLike[str] | None = None) -> Environment:
+    """Return what an interpreter (None: this one) and the machine are; takes a process and torch's import, a few seconds.
+
+    Packages that are missing are told as missing. Errors: RequestError if the interpreter cannot be started or says
+    nothing.
+    """
+    outcome = run_inside("trimtab.machine.environment_child", {}, python=python, timeout_s=TIMEOUT_S)
+    reply: dict[str, Any] = {}
+    for line in outcome.lines:
+        reply |= line
+    if "packages" not in reply:
+        last = (outcome.stderr.strip().splitlines() or [outcome.ended])[-1]
+        raise RequestError(
+            f"is not a Python interpreter that runs: {scrubbed(last)}", field="python", value=os.fspath(python or "")
+        )
+    # Without the second line the interpreter ended while it imported torch or asked for GPUs.
+    torch = reply.get("torch") or {"error": f"process {outcome.ended}", "gpus": []}
+    packages = {name: Package(**package) for name, package in reply["packages"].items()}
+    packages["trimtab"] = Package(trimtab.__version__, None)
+    return Environment(
+        python=reply["python"]["version"], implementation=reply["python"]["implementation"], packages=packages,
+        cuda=torch.get("cuda"), hip=torch.get("hip"), torch_error=torch["error"],
+        gpus=tuple(Gpu(**gpu) for gpu in torch["gpus"]), driver=nvidia_driver(), os=os_name(),
+        architecture=platform.machine(), cpu=full_cpu_name(), cpu_flags=cpu_flags(),
+        cpu_capability=torch.get("cpu_capability"), cores=psutil.cpu_count(logical=False) or os.cpu_count() or 1,
+        threads=torch.get("threads"), host_total_bytes=int(psutil.virtual_memory().total),
+        host_available_bytes=int(psutil.virtual_memory().available), is_other=python is not None,
+    )  # fmt: skip
+
+
+# The machine ----------------------------------------------------------------------------------------------------------
+
+
+def os_name() -> str:
+    """Return the system's name and release; for Linux the distribution's and the kernel's version number."""
+    if sys.platform == "win32":
+        return f"Windows {platform.release()} ({platform.version()})"
+    if sys.platform == "darwin":
+        return f"macOS {platform.mac_ver()[0]}"
+    # Of the kernel's release only the number: whoever built it may have put a name behind it.
+    number = re.match(r"[\d.]+\d", platform.release())
+    kernel = f"{platform.system()} {number.group() if number else ''}".strip()
+    wsl = ", WSL" if "microsoft" in platform.release().lower() else ""
+    try:
+        return f"{platform.freedesktop_os_release().get('PRETTY_NAME', 'unknown')} ({kernel}{wsl})"
+    except OSError:
+        return f"{kernel}{wsl}"
+
+
+def full_cpu_name() -> str:
+    """Return the processor's name, as far as the system tells it."""
+    named = (
+        read_cpuinfo("model name") or read_cpuinfo("Hardware") or _registry_cpu() or _sysctl("machdep.cpu.brand_string")
+    )
+    return named or platform.processor() or platform.machine()
+
+
+def cpu_flags() -> tuple[str, ...]:
+    """Return those of CPU_FLAGS that the processor has; only Linux tells them all."""
+    known = (read_cpuinfo("flags") or read_cpuinfo("Features")).split()
+    return tuple(flag for flag in CPU_FLAGS if flag in known)
+
+
+def _registry_cpu() -> str:
+    if sys.platform != "win32":
+        return ""
+    import winreg
+
+    with suppress(OSError), winreg.OpenKey(
+        winreg.HKEY_LOCAL_MACHINE, r"HARDWARE\DESCRIPTION\System\CentralProcessor\0"
+    ) as key:  # fmt: skip
+        return str(winreg.QueryValueEx(key, "ProcessorNameString")[0]).strip()
+    return ""
+
+
+def _sysctl(name: str) -> str:
+    if sys.platform != "darwin":
+        return ""
+    library = ctypes.CDLL(None)
+    size = ctypes.c_size_t(256)
+    buffer = ctypes.create_string_buffer(size.value)
+    failed = library.sysctlbyname(name.encode(), buffer, ctypes.byref(size), None, 0)
+    return "" if failed else buffer.value.decode("utf-8", "replace")
+
+
+def nvidia_driver() -> str | None:
+    """Return the version of NVIDIA's driver, None without one. Source: NVML, nvmlSystemGetDriverVersion."""
+    for name in ("nvml.dll",) if sys.platform == "win32" else ("libnvidia-ml.so.1",):
+        try:
+            library = ctypes.CDLL(name)
+        except OSError:
+            continue
+        if library.nvmlInit_v2() != 0:
+            return None
+        try:
+            buffer = ctypes.create_string_buffer(96)
+            failed = library.nvmlSystemGetDriverVersion(buffer, ctypes.c_uint(len(buffer)))
+            return None if failed else buffer.value.decode("ascii", "replace")
+        finally:
+            library.nvmlShutdown()
+    return None
+
+
+# For people -----------------------------------------------------------------------------------------------------------
+
+
+def environment_text(environment: Environment) -> str:
+    """Return the environment as lines for people."""
+    wide = max(len(name) for name in (*PACKAGES, "trimtab"))
+    lines = [
+        f"{environment.implementation} {environment.python}{' (another interpreter)' if environment.is_other else ''} on "
+        f"{environment.os}, {environment.architecture}",
+        f"CPU {environment.cpu}, {environment.cores} cores{_in_brackets(environment.cpu_flags)}, memory "
+        f"{gib(environment.host_available_bytes)} available of {gib(environment.host_total_bytes)}",
+    ]
+    lines += [
+        f"GPU {gpu.index} {gpu.name}, compute capability {gpu.compute_capability}, {gib(gpu.free_bytes)} free of "
+        f"{gib(gpu.total_bytes)}"
+        for gpu in environment.gpus
+    ] or ["no GPU that torch can use"]
+    built = (
+        f"CUDA {environment.cuda}"
+        if environment.cuda
+        else f"ROCm {environment.hip}"
+        if environment.hip
+        else "the CPU alone"
+    )
+    driver = f"driver {environment.driver}" if environment.driver else "no NVIDIA driver"
+    lines.append(f"torch is built for {built}; {driver}")
+    if environment.torch_error:
+        lines.append(f"torch cannot be used: {environment.torch_error}")
+    for name, package in environment.packages.items():
+        how = f"  ({package.installed})" if package.installed else ""
+        lines.append(f"  {name:{wide}}  {package.version or 'not installed'}{how}")
+    return "\n".join(lines)
+
+
+def _in_brackets(names: tuple[str, ...]) -> str:
+    return f" ({', '.join(names)})" if names else ""

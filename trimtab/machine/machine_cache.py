@@ -1,0 +1,131 @@
+"""A Machine and Rates that an earlier process measured through torch, so that a plan needs no torch; or None.
+
+Kept by installed releases and by what sets the number of threads: the host memory that the libraries take, and torch's thread
+count. Free memory is asked now, of the driver. Where torch is loaded already, it is asked instead (engine/memory/rates.py).
+
+What it does not know: memory that torch's allocator in another process keeps without using it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import suppress
+
+from trimtab.errors import RequestError
+from trimtab.machine import gpus
+from trimtab.machine import rates_cache as rates_file
+from trimtab.machine.installed import torch_build, versions
+from trimtab.machine.memory import cpu_name, host_available_bytes, process_bytes
+from trimtab.machine.user_cache import hashed, own_folder, read_own, write_own
+from trimtab.planning.request.card_machine import context_bytes
+from trimtab.planning.values.byte_sizes import Rates
+from trimtab.planning.values.machine import Machine
+from trimtab.process.json_file import parse
+
+# Host memory that the first forward on a GPU adds for good: code of cuBLAS, cuDNN and bitsandbytes, and the driver's
+# tables. 0.85 GiB with torch 2.11, CUDA 13 on an H200 (bench/results/memory.json: resident, host peak over base).
+FIRST_FORWARD_BYTES = 850 * 2**20
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
+MOST_BYTES = 4096
+# Torch takes more than the least; a figure beyond the most is not that of libraries.
+LEAST_ADDED_BYTES, MOST_ADDED_BYTES, MOST_THREADS = 50 * 2**20, 2**35, 2**16
+
+
+def resolve(device: str, count: int) -> str:
+    """Return "cpu" or "cuda:N" on a machine with so many GPUs. Errors: RequestError if there is no such GPU."""
+    if device == "auto":
+        return "cuda:0" if count else "cpu"
+    if device == "cpu":
+        return "cpu"
+    index = int(device.partition(":")[2] or 0)
+    if index >= count:
+        allowed = ["auto", "cpu", *(f"cuda:{i}" for i in range(count))]
+        raise RequestError(f"this machine has {count} CUDA devices", field="device", value=device, allowed=allowed)
+    return f"cuda:{index}"
+
+
+def cpu_machine(process: int) -> Machine:
+    """Return a machine whose CPU computes. process: the host memory of the process before any weight."""
+    return Machine(
+        execution_device="cpu", host_available_bytes=host_available_bytes(), process_bytes=process, has_pinned=False
+    )
+
+
+def gpu_machine(
+    device: str, *, total_bytes: int, free_bytes: int, process: int, capability: tuple[int, int], multiprocessors: int
+) -> Machine:
+    """Return a machine that computes on a GPU. free_bytes: beside this process's context."""
+    return Machine(
+        execution_device=device, gpu_total_bytes=total_bytes, gpu_free_bytes=free_bytes,
+        host_available_bytes=host_available_bytes(), context_bytes=context_bytes(multiprocessors),
+        process_bytes=process + FIRST_FORWARD_BYTES, capability=capability, multiprocessors=multiprocessors,
+    )  # fmt: skip
+
+
+def torch_is_loaded() -> bool:
+    """Whether this process has imported torch."""
+    return "torch" in sys.modules
+
+
+def find_machine(device: str, bytes_before: int | None = None) -> tuple[Machine, Rates] | None:
+    """Return the machine and its rates without torch; None if torch is loaded, or if only torch knows them.
+
+    bytes_before: host memory of this process before it began to load libraries; None: now. Errors: RequestError if there is no
+    such GPU.
+    """
+    build = torch_build()
+    if torch_is_loaded() or build is None or build.has_hip:
+        return None
+    cards = () if build.cuda is None else gpus.read_gpus()
+    # A driver that is older than what torch was built for: torch does not use it.
+    if cards is None or any(card.driver[0] < (build.cuda or (0,))[0] for card in cards):
+        return None
+    resolved = resolve(device, len(cards))
+    facts = _facts(resolved)
+    if facts is None:
+        return None
+    process = (process_bytes() if bytes_before is None else bytes_before) + facts["added_bytes"]
+    if resolved == "cpu":
+        machine, name = cpu_machine(process), cpu_name()
+    else:
+        card = cards[int(resolved.partition(":")[2])]
+        name = card.name
+        machine = gpu_machine(
+            resolved, total_bytes=card.total_bytes, free_bytes=max(card.free_bytes - context_bytes(card.multiprocessors), 0),
+            process=process, capability=card.capability, multiprocessors=card.multiprocessors,
+        )  # fmt: skip
+    rates = rates_file.read(name, build.version, facts["threads"])
+    return None if rates is None else (machine, rates)
+
+
+def remember(machine: Machine, *, bytes_before: int, threads: int) -> None:
+    """Keep what `find_machine` needs, of a process that had `bytes_before` when it began to import torch and all the rest.
+
+    Without a folder that costs the next process time only.
+    """
+    taken = machine.process_bytes - (0 if machine.on_cpu else FIRST_FORWARD_BYTES)
+    with suppress(OSError):
+        key = _key(machine.execution_device)
+        facts = {"added_bytes": taken - bytes_before, "threads": threads}
+        write_own(own_folder(rates_file.FOLDER) / f"process-{hashed(key)}", key, json.dumps(facts).encode())
+
+
+def _facts(device: str) -> dict[str, int] | None:
+    key = _key(device)
+    try:
+        path = own_folder(rates_file.FOLDER) / f"process-{hashed(key)}"
+        facts = parse(read_own(path, key, limit_bytes=MOST_BYTES) or b"null", "own state")
+        added, threads = facts["added_bytes"], facts["threads"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    is_whole = all(isinstance(value, int) for value in (added, threads))
+    is_plausible = is_whole and LEAST_ADDED_BYTES < added < MOST_ADDED_BYTES and 0 < threads < MOST_THREADS
+    return {"added_bytes": added, "threads": threads} if is_plausible else None
+
+
+def _key(device: str) -> str:
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = {name: os.environ.get(name) for name in THREAD_VARIABLES}
+    return json.dumps([device.partition(":")[0], versions(), threads, count])

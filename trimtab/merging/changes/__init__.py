@@ -1,0 +1,1 @@
+"""Which values does a merge change, and to what?"""

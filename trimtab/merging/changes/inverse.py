@@ -1,0 +1,120 @@
+"""The inverse of loading: a changed parameter goes back into its files where the loader renames, stacks or splits tensors.
+
+`probe.py` records how stock makes a parameter of file tensors. Read backwards, a stack becomes a selection, a
+concatenation a part, a transposition its inverse; what cuts a file tensor into several parameters is done forwards, as a
+view into the file tensor that is written over. Anything else is refused by name: a guess would write a wrong weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.loader.tracing import Expression
+
+Fetch = Callable[[str], Tensor]
+
+_SAME_VALUES = ("to", "contiguous", "clone", "detach")
+_TRANSPOSES = ("transpose", "swapaxes", "swapdims")
+_RESHAPES = ("reshape", "view", "flatten", "unflatten", "unsqueeze", "squeeze")
+_CUTS = ("chunk", "split", "tensor_split", "narrow", "select", "__getitem__", "unbind")
+
+
+class CannotLayBackError(Exception):
+    """A parameter is made from its files by an operation that has no way back."""
+
+
+def name_of(expression: Expression) -> str:
+    """Return the name of the outermost operation; "" for a file tensor."""
+    return "" if expression.is_leaf else str(getattr(expression.func, "__name__", expression.func))
+
+
+def is_cast(expression: Expression) -> bool:
+    """Return whether a parameter is one file tensor as it is, but for its dtype."""
+    while not expression.is_leaf:
+        if name_of(expression) not in _SAME_VALUES or not isinstance(expression.args[0], Expression):
+            return False
+        expression = expression.args[0]
+    return True
+
+
+def without_casts(expression: Expression, fetch: Fetch) -> Tensor:
+    """Return the parameter in float32, made of float32 file tensors; casts that the loader would make are left out."""
+
+    def made(value: Any) -> Any:
+        if isinstance(value, Expression):
+            return without_casts(value, fetch)
+        if isinstance(value, (list, tuple)):
+            return type(value)(made(item) for item in value)
+        return value
+
+    if expression.leaf is not None:
+        return fetch(expression.leaf)
+    if name_of(expression) == "to":
+        return without_casts(expression.args[0], fetch)
+    result = expression.func(*made(expression.args), **{key: made(value) for key, value in expression.kwargs.items()})
+    tensor: Tensor = result if expression.output is None else result[expression.output]
+    return tensor
+
+
+def lay_back(expression: Expression, leaf: str, parameter: Tensor, into: Tensor, shapes: Mapping[str, Any]) -> None:
+    """Write the parameter's values into one of the file tensors that it is made of.
+
+    parameter: whole, float32. into: the file tensor, float32, whole; what the parameter does not hold of it stays.
+    shapes: of every file tensor. Errors: CannotLayBackError.
+    """
+    if expression.leaf is not None:
+        into.copy_(parameter)
+        return
+    name, args = name_of(expression), expression.args
+    if name in _SAME_VALUES:
+        lay_back(args[0], leaf, parameter, into, shapes)
+    elif name in ("cat", "concat", "concatenate", "stack"):
+        child, part = _part(expression, leaf, parameter, shapes)
+        lay_back(child, leaf, part, into, shapes)
+    elif name in _TRANSPOSES:
+        lay_back(args[0], leaf, parameter.transpose(int(args[1]), int(args[2])), into, shapes)
+    elif name == "t":
+        lay_back(args[0], leaf, parameter.t(), into, shapes)
+    elif name == "permute":
+        order = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
+        inverse = sorted(range(len(order)), key=lambda place: order[place] % len(order))
+        lay_back(args[0], leaf, parameter.permute(inverse), into, shapes)
+    elif name in _RESHAPES:
+        lay_back(args[0], leaf, parameter.reshape(_shape(args[0], shapes)), into, shapes)
+    elif name in _CUTS:
+        _write_over(expression, leaf, parameter, into)
+    else:
+        raise CannotLayBackError(f"{name} of {', '.join(expression.leaves[:3])}")
+
+
+def _part(expression: Expression, leaf: str, parameter: Tensor, shapes: Mapping[str, Any]) -> tuple[Expression, Tensor]:
+    """Return the operand of a stack or concatenation that holds the leaf, and its part of the parameter."""
+    pieces = expression.args[0]
+    dim = int(expression.kwargs.get("dim", expression.args[1] if len(expression.args) > 1 else 0))
+    holders = [place for place, piece in enumerate(pieces) if leaf in piece.leaves]
+    if len(holders) != 1:
+        raise CannotLayBackError(f"{leaf} is used {len(holders)} times")
+    place = holders[0]
+    if name_of(expression) == "stack":
+        return pieces[place], parameter.select(dim, place)
+    sizes = [_shape(piece, shapes)[dim] for piece in pieces]
+    return pieces[place], parameter.narrow(dim, sum(sizes[:place]), sizes[place])
+
+
+def _shape(expression: Expression, shapes: Mapping[str, Any]) -> tuple[int, ...]:
+    result = expression.replay(lambda leaf: torch.empty(shapes[leaf], device="meta"))
+    return tuple(result.shape)
+
+
+def _write_over(expression: Expression, leaf: str, parameter: Tensor, into: Tensor) -> None:
+    """Write through the view of the file tensor that the recorded cuts give."""
+    if set(expression.leaves) != {leaf}:
+        raise CannotLayBackError(f"{name_of(expression)} of several tensors")
+    view = without_casts(expression, lambda _: into)
+    if view.untyped_storage()._cdata != into.untyped_storage()._cdata or view.shape != parameter.shape:
+        raise CannotLayBackError(f"{name_of(expression)} of {leaf}, which copies it")
+    view.copy_(parameter)

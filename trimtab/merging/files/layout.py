@@ -1,0 +1,251 @@
+"""The output files of a merge and the sources of each tensor, decided before the first byte is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.checkpoint.folder import CONFIG, INDEX_SUFFIX, Checkpoint
+from trimtab.checkpoint.headers import TensorEntry, read_header
+from trimtab.checkpoint.prequantized import STATE, PackedEntry, split_packed
+from trimtab.checkpoint.writer import Layout, NewTensor, lay_out, same_layout
+from trimtab.engine.loader.transformers_model import Probe
+from trimtab.errors import CheckpointError
+from trimtab.merging.changes.inverse import is_cast
+from trimtab.merging.changes.plan import Edit, Recipe
+from trimtab.process.json_file import read_object
+from trimtab.request import DTYPES
+
+BLOCKSIZE, NESTED_BLOCKSIZE = 64, 256
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Out:
+    """One tensor of the merged model. tensor_name: as written. leaf: the file tensor that its values come from.
+
+    dtype, shape: of the values. edits: what changes them. pack: "nf4" or "nf4-dq" if it is written packed.
+    """
+
+    tensor_name: str
+    leaf: str
+    dtype: str
+    shape: tuple[int, ...]
+    edits: tuple[Edit, ...] = ()
+    pack: str | None = None
+
+    def tensors(self) -> list[NewTensor]:
+        """Return the file tensors that it becomes."""
+        if self.pack is None:
+            return [NewTensor(self.tensor_name, self.dtype, self.shape)]
+        return packed_tensors(self.tensor_name, self.shape, self.dtype, nested=self.pack == "nf4-dq")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One weight file. file: the base's. outs: in the order of the base's data. is_plain: laid out as the base's file.
+
+    A plain file is copied front to back with changed rows on the way; any other is written tensor by tensor.
+    """
+
+    name: str
+    file: Path
+    outs: tuple[Out, ...]
+    layout: Layout
+    is_plain: bool
+
+
+def state_json(shape: tuple[int, ...], dtype: str, *, offset: float | None) -> bytes:
+    """Return bitsandbytes' quant_state, for double quantization padded to one length whatever the offset is.
+
+    Source: bitsandbytes 0.50.2, functional.py QuantState.as_dict: these keys in this order.
+    """
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": BLOCKSIZE, "dtype": dtype, "shape": list(shape)}
+    if offset is None:
+        return json.dumps(state).encode()
+    nested = {"nested_blocksize": NESTED_BLOCKSIZE, "nested_dtype": "float32"}
+    longest = len(json.dumps(state | nested | {"nested_offset": -1.2345678901234567e-300}))
+    return json.dumps(state | nested | {"nested_offset": offset}).encode().ljust(longest + 2)
+
+
+def packed_tensors(name: str, shape: tuple[int, ...], dtype: str, *, nested: bool) -> list[NewTensor]:
+    """Return the file tensors of one NF4 weight, as bitsandbytes writes them."""
+    numel = shape[0] * shape[1]
+    blocks = -(-numel // BLOCKSIZE)
+    tensors = [
+        NewTensor(name, "uint8", (-(-numel // 2), 1)),
+        NewTensor(f"{name}.absmax", "uint8" if nested else "float32", (blocks,)),
+        NewTensor(f"{name}.quant_map", "float32", (16,)),
+    ]
+    if nested:
+        tensors += [
+            NewTensor(f"{name}.nested_absmax", "float32", (-(-blocks // NESTED_BLOCKSIZE),)),
+            NewTensor(f"{name}.nested_quant_map", "float32", (256,)),
+        ]
+    size = len(state_json(shape, dtype, offset=0.0 if nested else None))
+    return [*tensors, NewTensor(f"{name}.{STATE}nf4", "uint8", (size,))]
+
+
+# The shards -----------------------------------------------------------------------------------------------------------
+
+
+def plan_shards(
+    checkpoint: Checkpoint, probe: Probe, recipe: Recipe, *, dtype: str | None, pack: str | None, to_pack: set[str]
+) -> tuple[Shard, ...]:
+    """Return the weight files to write, one for each of the base, with its name.
+
+    dtype: of all floating-point tensors, None to keep each one's. to_pack: file tensors that are written packed.
+    """
+    plain, packed = split_packed(checkpoint)
+    dtypes = _Dtypes(checkpoint, probe, dtype, packed)
+    shards = []
+    for file in checkpoint.files:
+        header = read_header(file)
+        entries = sorted(header.tensors.values(), key=lambda entry: entry.start)
+        outs = []
+        for entry in entries:
+            name = entry.tensor_name
+            if name not in plain and name not in packed:
+                continue  # statistics of a packed weight: they go where the weight goes
+            shape = packed[name].shape if name in packed else entry.shape
+            leaf, edits = name, tuple(recipe.edits.get(name, ()))
+            if name in recipe.copies:
+                leaf, edit = recipe.copies[name]
+                edits = (edit,)
+            outs.append(
+                Out(name, leaf, dtypes.of(name, entry), shape, edits, pack if name in to_pack else None)
+            )  # fmt: skip
+        for name, holder in recipe.added.items():
+            leaf, edit = recipe.copies[name]
+            if holder == file.name:
+                source = checkpoint.tensors[leaf]
+                shape = packed[leaf].shape if leaf in packed else source.shape
+                outs.append(Out(name, leaf, dtypes.of(leaf, source), shape, (edit,)))
+        shards.append(_shard(checkpoint.folder, file, outs, entries, header.metadata))
+    return tuple(shards)
+
+
+def _shard(folder: Path, file: Path, outs: list[Out], entries: list[TensorEntry], metadata: Mapping[str, str]) -> Shard:
+    name = file.relative_to(folder).as_posix()
+    expected = [(tensor.tensor_name, tensor.dtype, tensor.shape) for out in outs for tensor in out.tensors()]
+    if expected == [(entry.tensor_name, entry.dtype, entry.shape) for entry in entries]:
+        with open(file, "rb") as handle:
+            head = handle.read(8)
+            head += handle.read(int.from_bytes(head, "little"))
+        return Shard(name, file, tuple(outs), same_layout(Path(name), head, entries), True)
+    tensors = [tensor for out in outs for tensor in out.tensors()]
+    return Shard(name, file, tuple(outs), lay_out(Path(name), tensors, metadata, ordered=False), False)
+
+
+class _Dtypes:
+    """Which dtype each tensor is written in."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, probe: Probe, dtype: str | None, packed: Mapping[str, PackedEntry]
+    ) -> None:
+        self.asked, self.packed = dtype, packed
+        self.model: dict[str, str] = {}
+        tensors = dict(probe.model.named_parameters(remove_duplicate=False)) | dict(probe.model.named_buffers())
+        for path, expression in probe.sources.items():
+            for leaf in expression.leaves:
+                self.model.setdefault(leaf, str(tensors[path].dtype).removeprefix("torch."))
+        self.base = config_dtype(checkpoint.config)
+
+    def of(self, leaf: str, entry: TensorEntry) -> str:
+        if leaf in self.packed:
+            return self.model.get(leaf, self.asked or self.base) if self.asked else self.base
+        if self.asked is None or entry.dtype not in FLOATS:
+            return entry.dtype
+        # What the architecture keeps in float32 is kept in float32, as stock would.
+        return self.model.get(leaf, self.asked)
+
+
+def config_dtype(config: Mapping[str, Any]) -> str:
+    """Return the dtype that a config names, at the top or in its text part; bfloat16 if it names none."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            if part.get(key) in DTYPES:
+                return str(part[key])
+    return "bfloat16"
+
+
+def leaves_to_pack(anatomy: Anatomy, probe: Probe, checkpoint: Checkpoint) -> set[str]:
+    """Return the file tensors that stock would quantize when it loads the model.
+
+    Errors: CheckpointError for a linear layer that stock makes of several file tensors: packed ones cannot be joined.
+    """
+    leaves, lost = set(), []
+    for row in anatomy.rows:
+        if not row.quantized or row.weight is None:
+            continue
+        expression = probe.sources[row.weight.tensor_path]
+        if is_cast(expression):
+            leaves.add(expression.leaves[0])
+        else:
+            lost.append(row.module_path)
+    if lost:
+        raise CheckpointError(
+            f"cannot be packed: {', '.join(lost[:5])} are made of several file tensors each", path=checkpoint.folder,
+            hint="Merge without requantizing, and let the loader quantize",
+        )  # fmt: skip
+    return leaves
+
+
+# The small files ------------------------------------------------------------------------------------------------------
+
+
+def new_config(checkpoint: Checkpoint, *, dtype: str | None, pack: str | None, untie: bool) -> bytes | None:
+    """Return the config.json of the merged model, None where the base's own is right as it is."""
+    config = read_object(checkpoint.folder / CONFIG, CONFIG)
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    before = json.dumps(config)
+    is_packed = checkpoint.quantization is not None
+    for part in parts:
+        part.pop("quantization_config", None)
+        for key in ("dtype", "torch_dtype"):
+            if key in part and (dtype is not None):
+                part[key] = dtype
+        if untie and "tie_word_embeddings" in part:
+            part["tie_word_embeddings"] = False
+    if is_packed and dtype is None and not any(key in config for key in ("dtype", "torch_dtype")):
+        config["dtype"] = config_dtype(checkpoint.config)
+    if untie:
+        config["tie_word_embeddings"] = False
+        text = config.get("text_config")
+        if isinstance(text, dict):
+            text["tie_word_embeddings"] = False
+    if pack is not None:
+        config["quantization_config"] = quantization_config(pack, dtype or config_dtype(checkpoint.config))
+    return None if json.dumps(config) == before else (json.dumps(config, indent=2) + "\n").encode()
+
+
+def quantization_config(pack: str, compute_dtype: str) -> dict[str, Any]:
+    """Return what transformers' BitsAndBytesConfig writes for these weights. Source: quantization_config.py, to_dict."""
+    return {
+        "_load_in_4bit": True, "_load_in_8bit": False, "bnb_4bit_compute_dtype": compute_dtype,
+        "bnb_4bit_quant_storage": "uint8", "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": pack == "nf4-dq",
+        "llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False, "llm_int8_skip_modules": None,
+        "llm_int8_threshold": 6.0, "load_in_4bit": True, "load_in_8bit": False, "quant_method": "bitsandbytes",
+    }  # fmt: skip
+
+
+def new_index(checkpoint: Checkpoint, shards: tuple[Shard, ...]) -> tuple[str, bytes] | None:
+    """Return (name, content) of the index, None if the base has none or its own is right as it is."""
+    named = checkpoint.config.get("transformers_weights")
+    name = named if isinstance(named, str) and named.endswith(INDEX_SUFFIX) else "model.safetensors.index.json"
+    stamped = {stamp[0] for stamp in checkpoint.stamps}
+    if name not in stamped or all(shard.is_plain for shard in shards):
+        return None
+    index = read_object(checkpoint.folder / name, "index")
+    metadata = index.get("metadata")
+    metadata = dict(metadata) if isinstance(metadata, dict) else {}
+    places = [entry for shard in shards for entry in shard.layout.places.values()]
+    metadata["total_size"] = sum(entry.nbytes for entry in places)
+    weights = {entry.tensor_name: shard.name for shard in shards for entry in shard.layout.places.values()}
+    content = {"metadata": metadata, "weight_map": dict(sorted(weights.items()))}
+    return name, (json.dumps(content, indent=2) + "\n").encode()

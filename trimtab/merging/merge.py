@@ -1,0 +1,422 @@
+"""The merge: a checkpoint and adapters in, a new checkpoint out, one slice of one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trimtab._version import __version__
+from trimtab.checkpoint.folder import CONFIG, Checkpoint, check_unchanged, read_checkpoint
+from trimtab.checkpoint.writer import write_synced
+from trimtab.errors import AdapterError, CheckpointError, ParityError, RequestError, TrimtabError
+from trimtab.merging.changes.request import AdapterOption, MergeRequest, full_dtype, parts_of
+from trimtab.merging.files.output_dir import Workplace, check_place, check_room, disk_error
+from trimtab.merging.report import RECORD_NAME, MergedAdapter, MergedFile, MergeReport
+from trimtab.process.json_file import read_object
+from trimtab.process.packages import versions_of
+
+if TYPE_CHECKING:
+    from trimtab.adapters.adapter import AdapterSpec
+    from trimtab.merging.files.layout import Shard
+    from trimtab.merging.files.write import Sources
+
+Progress = Callable[[int, int], None]
+WEIGHT_ENDINGS = (
+    ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".gguf", ".h5",
+    ".msgpack", ".onnx", ".onnx_data", ".ot",
+)  # fmt: skip
+# A file at work keeps about four cores busy and holds some 40 MiB of pieces, one that is packed more. Of plain files two
+# are at work even on one core: while one waits for the disk, the other computes.
+CORES_A_FILE, MIN_FILES_AT_ONCE, MAX_FILES_AT_ONCE = 4, 2, 4
+
+
+def merge(
+    model: str | Path,
+    out: str | Path,
+    *,
+    adapters: Mapping[str, AdapterOption] | Sequence[str | Path] | str | Path | None = None,
+    dtype: str | None = None,
+    requantize: str | None = None,
+    overwrite: bool = False,
+    check: bool = False,
+    progress: Progress | None = None,
+) -> MergeReport:
+    """Write the model with the adapters merged into it as a new checkpoint, and return the report.
+
+    model: a checkpoint folder or a hub id in the local cache. out: the new folder; overwrite: replace it if it exists.
+    adapters: name -> PEFT folder, name -> (folder, weight), or folders alone; a weight of -1 removes a merged adapter.
+    dtype: of every floating-point tensor ("bfloat16", "bf16", ...); None keeps the dtypes of the files. requantize: "nf4"
+    or "nf4-dq" writes a bitsandbytes checkpoint. check: read the result again and check every value. progress: called with
+    (bytes written, total bytes).
+    Errors: RequestError, CheckpointError, AdapterError; DoesNotFitError if the disk has too little space; ParityError of
+    the check.
+    """
+    return merge_request(
+        MergeRequest(
+            model=os.fspath(model), out=os.fspath(out), adapters=parts_of(adapters or {}), dtype=full_dtype(dtype),
+            requantize=requantize, overwrite=overwrite, check=check,
+        ),
+        progress=progress,
+    )  # fmt: skip
+
+
+def merge_request(request: MergeRequest, *, progress: Progress | None = None) -> MergeReport:
+    """Return the report of a merge asked for elsewhere (the command line)."""
+    started = time.monotonic()
+    checkpoint = read_checkpoint(request.model)
+    out = Path(request.out)
+    folders = {part.name: Path(part.path) for part in request.adapters}
+    check_place(out, checkpoint.folder, folders, overwrite=request.overwrite)
+    if not request.adapters and request.dtype is None and request.requantize is None:
+        raise RequestError(
+            "none is given, and without dtype= or requantize= the merge would be a copy", field="adapters",
+            hint="Give an adapter with adapters=, or set the format of the new checkpoint with dtype= or requantize=",
+        )  # fmt: skip
+    with ExitStack() as stack:
+        work = _prepare(request, checkpoint, stack)
+        small = _small_files(checkpoint, work.replaced)
+        total = sum(shard.layout.file_bytes for shard in work.shards)
+        with Workplace(out, work.key) as place:
+            finished = _still_finished(place, work.shards)
+            kept = sum(shard.layout.file_bytes for shard in work.shards if shard.name in finished)
+            small_bytes = sum(_size(source) for source in small.values())
+            check_room(place.out, total - kept + small_bytes)
+            try:
+                files = _write_shards(work, place, finished, progress, total)
+                _write_small(small, place.folder)
+                check_unchanged(checkpoint)
+                report = _report(request, checkpoint, work, files, tuple(small))
+                write_synced(place.folder / RECORD_NAME, _json(_with_history(checkpoint, report.record())))
+                _check_loads(place.folder, work)
+                checked = time.monotonic()
+                report = replace(report, seconds=checked - started)
+                if request.check:
+                    report = _checked(report, work, place.folder, started=checked)
+                place.publish(overwrite=request.overwrite)
+            except OSError as exc:
+                raise disk_error(exc, place.out, needed_bytes=total, is_resumable=bool(place.finished)) from exc
+    return report
+
+
+# Before the first byte ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Work:
+    """Everything that is decided before anything is written. replaced: small files with new content."""
+
+    shards: tuple[Shard, ...]
+    sources: Sources
+    replaced: dict[str, bytes]
+    key: str
+    adapter_hashes: tuple[dict[str, str], ...]
+    notes: tuple[str, ...]
+    untied: tuple[str, ...]
+
+
+def _prepare(request: MergeRequest, checkpoint: Checkpoint, stack: ExitStack) -> Work:
+    from trimtab.engine.loader import transformers_model as hf
+    from trimtab.merging.changes import plan as recipes
+    from trimtab.merging.files import layout as layouts
+    from trimtab.merging.files.write import Sources
+
+    recipes.check_has_weights(checkpoint)
+    dtype = request.dtype or layouts.config_dtype(checkpoint.config)
+    probe = hf.probe(checkpoint, dtype)
+    anatomy = hf.anatomy_of(probe, checkpoint, quant="none")
+    adapters = recipes.open_adapters(request.adapters, checkpoint, anatomy, probe, stack)
+    hashes = tuple(_hash_adapter(spec.file.folder) for spec in adapters.specs)
+    _check_taking_out(checkpoint, request, adapters.specs, hashes)
+    sources = Sources(checkpoint, adapters, stack)
+    recipe = recipes.make_recipe(adapters, checkpoint, probe, sources.rows)
+    to_pack: set[str] = set()
+    if request.requantize is not None:
+        quantized = hf.anatomy_of(probe, _unpacked(checkpoint), quant=request.requantize)
+        to_pack = layouts.leaves_to_pack(quantized, probe, checkpoint)
+    shards = layouts.plan_shards(
+        checkpoint, probe, recipe, dtype=request.dtype, pack=request.requantize, to_pack=to_pack
+    )  # fmt: skip
+    replaced: dict[str, bytes] = {}
+    config = layouts.new_config(checkpoint, dtype=request.dtype, pack=request.requantize, untie=bool(recipe.untied))
+    if config is not None:
+        replaced[CONFIG] = config
+    index = layouts.new_index(checkpoint, shards)
+    if index is not None:
+        replaced[index[0]] = index[1]
+    notes = [note for spec in adapters.specs for note in spec.notes]
+    notes += [
+        f"{path} no longer shares its owner's weight: the adapters do not change both alike, so it has a tensor of its own"
+        for path in recipe.untied
+    ]
+    return Work(shards, sources, replaced, _key(request, checkpoint, hashes), hashes, tuple(notes), recipe.untied)
+
+
+def _unpacked(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint as if its packed weights were plain, to ask what stock would pack."""
+    from trimtab.checkpoint.prequantized import split_packed
+
+    plain, packed = split_packed(checkpoint)
+    if not packed:
+        return checkpoint
+    tensors = plain | {name: replace(entry.parts["weight"], shape=entry.shape) for name, entry in packed.items()}
+    dense = {name: replace(entry, dtype="bfloat16") if name in packed else entry for name, entry in tensors.items()}
+    return replace(checkpoint, tensors=dense, quantization=None)
+
+
+def _hash_adapter(folder: Path) -> dict[str, str]:
+    from trimtab.merging.files.write import hash_file
+
+    return {name: hash_file(folder / name) for name in ("adapter_config.json", "adapter_model.safetensors")}
+
+
+def _check_taking_out(
+    checkpoint: Checkpoint, request: MergeRequest, specs: Sequence[AdapterSpec], hashes: Sequence[Mapping[str, str]]
+) -> None:
+    """Raise AdapterError for an adapter with a negative weight that is in the base and cannot come out again."""
+    merged = [own.get("files") for own in (_record_of(checkpoint) or {}).get("adapters", ())]
+    for part, spec, own in zip(request.adapters, specs, hashes, strict=True):
+        replaces = [word for word in ("use_dora", "modules_to_save") if spec.file.config.get(word)]
+        if part.weight < 0 and dict(own) in merged and replaces:
+            raise AdapterError(
+                spec.file.folder,
+                [f"{', '.join(replaces)}: it replaced values of the base, which cannot be recovered from the merged ones"],
+                hint="Merge again from the base, without this adapter",
+            )  # fmt: skip
+
+
+def _key(request: MergeRequest, checkpoint: Checkpoint, hashes: tuple[dict[str, str], ...]) -> str:
+    """Return what makes a second run the same merge: the same files, weights, options and versions."""
+    values = request.to_json()
+    for part, own in zip(values["adapters"], hashes, strict=True):
+        part["path"] = own
+    content = {
+        "request": values, "folder": os.path.realpath(checkpoint.folder), "stamps": checkpoint.stamps,
+        "versions": versions(),
+    }  # fmt: skip
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what computed the result."""
+    own = {"trimtab": __version__, **versions_of(("torch", "transformers"))}
+    return {**own, "python": platform.python_version()}
+
+
+def _small_files(checkpoint: Checkpoint, replaced: Mapping[str, bytes]) -> dict[str, Path | bytes]:
+    """Return what else lies in the base's folder, by its place: everything that is no weight file."""
+    files: dict[str, Path | bytes] = {}
+    indexes = {stamp[0] for stamp in checkpoint.stamps}
+    for folder, inside, names in os.walk(checkpoint.folder):
+        inside[:] = sorted(name for name in inside if not name.startswith("."))
+        for name in sorted(names):
+            path = Path(folder, name)
+            place = path.relative_to(checkpoint.folder).as_posix()
+            is_weight = name.endswith(WEIGHT_ENDINGS) and place not in indexes
+            if name.startswith(".") or is_weight or path in checkpoint.files or place == RECORD_NAME:
+                continue
+            if path.is_file():
+                files[place] = replaced.get(place, path)
+    for place, content in replaced.items():
+        files[place] = content
+    return files
+
+
+def _size(source: Path | bytes) -> int:
+    return len(source) if isinstance(source, bytes) else source.stat().st_size
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+def _still_finished(place: Workplace, shards: tuple[Shard, ...]) -> dict[str, dict[str, Any]]:
+    """Return what an earlier run has finished and is still as it was noted; anything else is forgotten."""
+    from trimtab.merging.files.write import hash_file
+
+    kept: dict[str, dict[str, Any]] = {}
+    for shard in shards:
+        facts, path = place.finished.get(shard.name), place.folder / shard.name
+        if facts is None:
+            continue
+        is_same = path.is_file() and path.stat().st_size == shard.layout.file_bytes
+        if is_same and hash_file(path) == facts.get("sha256"):
+            kept[shard.name] = facts
+        else:
+            place.forget(shard.name)
+    return kept
+
+
+def _write_shards(
+    work: Work, place: Workplace, finished: Mapping[str, dict[str, Any]], progress: Progress | None, total: int
+) -> tuple[MergedFile, ...]:
+    import torch
+
+    from trimtab.merging.files.write import Written, use_threads, write_shard
+
+    lock, noting, done = threading.Lock(), threading.Lock(), 0
+    is_over = threading.Event()
+
+    def tick(byte_count: int) -> None:
+        nonlocal done
+        if is_over.is_set():
+            raise _StoppedError
+        with lock:
+            done += byte_count
+            if progress is not None:
+                progress(done, total)
+
+    def write(shard: Shard) -> Written:
+        if shard.name in finished:
+            facts = finished[shard.name]
+            tick(shard.layout.file_bytes)
+            return Written(facts["base_sha256"], facts["sha256"], [])
+        # Plain files need half of the cores for hashes and copies.
+        use_threads(max(1, cores // at_once // (2 if shard.is_plain else 1)))
+        path = place.folder / shard.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = write_shard(shard, path, work.sources, tick)
+        with noting:  # a lock of its own: it waits for the disk, and the others count on at the same time
+            if not written.problems:
+                place.note(shard.name, {"sha256": written.sha256, "base_sha256": written.base_sha256})
+        return written
+
+    cores = torch.get_num_threads()
+    least = MIN_FILES_AT_ONCE if all(shard.is_plain for shard in work.shards) else 1
+    at_once = min(len(work.shards), MAX_FILES_AT_ONCE, max(least, cores // CORES_A_FILE))
+    # The largest first: none of them is then left to the end, alone.
+    order = sorted(work.shards, key=lambda shard: -shard.layout.file_bytes)
+    try:
+        with ThreadPoolExecutor(at_once, thread_name_prefix="trimtab-merge") as pool:
+            futures = {shard.name: pool.submit(write, shard) for shard in order}
+            try:
+                wait(futures.values(), return_when=FIRST_EXCEPTION)
+                for future in futures.values():
+                    if future.done():
+                        future.result()  # raises what went wrong, and that alone: nothing was stopped before
+            finally:
+                is_over.set()
+                for future in futures.values():
+                    future.cancel()
+    finally:
+        use_threads(cores)
+    files = [futures[shard.name].result() for shard in work.shards]
+    problems = [problem for written in files for problem in written.problems]
+    if problems:
+        specs = work.sources.adapters.specs
+        if not specs:
+            raise CheckpointError("; ".join(problems), path=work.sources.checkpoint.folder)
+        raise AdapterError(specs[0].file.folder, problems)
+    return tuple(
+        MergedFile(shard.name, shard.layout.file_bytes, new.sha256, new.base_sha256, shard.name in finished)
+        for shard, new in zip(work.shards, files, strict=True)
+    )
+
+
+class _StoppedError(Exception):
+    """A file is given up because another one failed, or the user stopped the merge."""
+
+
+def _write_small(small: Mapping[str, Path | bytes], folder: Path) -> None:
+    for name, source in small.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(source, bytes):
+            write_synced(path, source)
+        else:
+            shutil.copyfile(source, path)
+            with open(path, "rb+") as handle:
+                os.fsync(handle.fileno())
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _with_history(checkpoint: Checkpoint, record: dict[str, Any]) -> dict[str, Any]:
+    """Return the record with that of the base inside, if the base is a merged model itself."""
+    before = _record_of(checkpoint)
+    return record if before is None else record | {"base_record": before}
+
+
+def _record_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    try:
+        return read_object(checkpoint.folder / RECORD_NAME, "merge record")
+    except CheckpointError:
+        return None
+
+
+# Afterwards -----------------------------------------------------------------------------------------------------------
+
+
+def _check_loads(folder: Path, work: Work) -> None:
+    """Raise CheckpointError unless stock's loader can fill the model from the new files, untied where it has to be."""
+    from trimtab.engine.loader import transformers_model as hf
+    from trimtab.merging.files import layout as layouts
+
+    checkpoint = read_checkpoint(folder)
+    if not work.untied and _reads_as(checkpoint) == _reads_as(work.sources.checkpoint):
+        return  # the loader was asked about the base, and would be asked the same again
+    probe = hf.probe(checkpoint, layouts.config_dtype(checkpoint.config))
+    still = [path for path in work.untied if path in probe.ties]
+    if still:
+        raise CheckpointError(
+            f"transformers ties {', '.join(still)} whatever the config says, so a change of one of the two cannot be written",
+            path=work.sources.checkpoint.folder, hint="Load the adapter unmerged",
+        )  # fmt: skip
+
+
+def _reads_as(checkpoint: Checkpoint) -> Any:
+    """Return what a loader sees of a checkpoint before it reads a weight."""
+    tensors = {name: (entry.dtype, entry.shape, entry.file.name) for name, entry in checkpoint.tensors.items()}
+    return checkpoint.config, tensors
+
+
+def _report(
+    request: MergeRequest, checkpoint: Checkpoint, work: Work, files: tuple[MergedFile, ...], copied: tuple[str, ...]
+) -> MergeReport:
+    outs = [out for shard in work.shards for out in shard.outs]
+    changed = tuple(out.tensor_name for out in outs if any(edit.asks for edit in out.edits))
+    added = tuple(out.tensor_name for out in outs if out.tensor_name not in checkpoint.tensors)
+    adapters = []
+    for part, spec, pairs, hashes in zip(
+        request.adapters, work.sources.adapters.specs, work.sources.adapters.stacks, work.adapter_hashes, strict=True
+    ):
+        scales = Counter(f"{target.scale:g}" for target in spec.targets if target.kind != "saved")
+        scales += Counter(f"{pair.scale:g}" for pair in pairs.values())
+        adapters.append(
+            MergedAdapter(
+                part.name, Path(os.path.realpath(part.path)).name, part.weight, len(spec.targets) + len(pairs),
+                len(spec.no_effect), dict(sorted(scales.items())), hashes,
+            )
+        )  # fmt: skip
+    return MergeReport(
+        str(request.out), Path(os.path.realpath(checkpoint.folder)).name, tuple(adapters), files, copied, changed,
+        len(outs) - len(set(changed) | set(added)), added, request.dtype, request.requantize, versions(), work.notes,
+    )  # fmt: skip
+
+
+def _checked(report: MergeReport, work: Work, folder: Path, *, started: float) -> MergeReport:
+    from trimtab.merging.check import check_files
+
+    checked = check_files(work, read_checkpoint(folder))
+    report = replace(report, check=checked, check_seconds=time.monotonic() - started)
+    if not checked.passed:
+        names = [tensor.problem for tensor in checked.changed if not tensor.is_applied]
+        names += [f"{name} is not the base's" for name in checked.not_equal]
+        error: TrimtabError = ParityError(
+            f"{len(names)} tensors of the merged model are wrong: {', '.join(names[:20])}", position=0,
+            max_abs=checked.error_ulps, mean_abs=0.0, tolerance=0.5,
+        )  # fmt: skip
+        raise error
+    return report

@@ -1,0 +1,1 @@
+"""How is a plan shown to people?"""

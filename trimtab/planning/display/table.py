@@ -1,0 +1,190 @@
+"""A plan as a table: identical layers in one row, and the memory of every device against its budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from trimtab.adapters.file import TENSORS_NAME
+from trimtab.errors import gib
+from trimtab.planning.values.byte_sizes import HELD_OBJECT_BYTES
+from trimtab.planning.values.execution import Execution, Phase
+from trimtab.planning.values.kv_bytes import KV8_KL
+from trimtab.planning.values.rows import OUTSIDE_PEAK, Placement, Unquantized
+from trimtab.process.text_table import aligned
+
+if TYPE_CHECKING:
+    from trimtab.planning.values.plan import Plan
+
+WIDEST_REASON = 110
+
+
+def table(plan: Plan) -> str:
+    """Return the plan as text for people."""
+    request = plan.request
+    head = (
+        f"{plan.model_class} on {plan.execution_device}: {request.quant}, {request.dtype}, "
+        f"{'8-bit head, ' if plan.execution.head == 'int8' else ''}"
+        f"{'8-bit keys and values, ' if request.kv == 'int8' else ''}"
+        f"{'batch-invariant, ' if request.batch_invariant else ''}"
+        f"context {request.context_tokens}, answer {plan.answer_tokens}, batch {request.batch}, images {request.images}, "
+        f"audio {request.audio_s:g} s"
+    )
+    rows: list[tuple[str, ...]] = [
+        ("block", "part", "tier", "home", "device", "host", "disk", "per request", "per token", "why")
+    ]
+    rows += [_line(name, group) for name, group in grouped(plan.placements)]
+    sections = [head, "", *aligned(rows, right=range(4, 9)), "", *_devices(plan)]
+    sections += [f"media: {plan.media_reason}"] * bool(plan.media_reason)
+    sections += [f"prefix cache: {plan.prefix_reason}"] * bool(plan.prefix_reason) + ["", *_execution(plan)]
+    if plan.unquantized:
+        sections += ["", *_unquantized(plan.unquantized)]
+    return "\n".join(line.rstrip() for line in sections)
+
+
+def grouped(placements: Sequence[Placement]) -> list[tuple[str, list[Placement]]]:
+    """Return (name, rows); layers of one list that share part, tier, home and reason are one: "layers.0-3,5"."""
+    groups: dict[tuple[str, ...], list[Placement]] = {}
+    for row in placements:
+        parent, _, last = row.block_path.rpartition(".")
+        name = (parent, "#") if last.isdecimal() else (row.block_path, "")
+        groups.setdefault((*name, row.part, row.tier, row.home, row.reason), []).append(row)
+    return [
+        (f"{key[0]}.{_ranges(row.block_path for row in rows)}" if key[1] else key[0], rows)
+        for key, rows in groups.items()
+    ]
+
+
+def _ranges(paths: Iterable[str]) -> str:
+    numbers = sorted(int(path.rpartition(".")[2]) for path in paths)
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+def _line(name: str, rows: Sequence[Placement]) -> tuple[str, ...]:
+    first = rows[0]
+    sizes = (sum(getattr(row, f"{device}_bytes") for row in rows) for device in ("gpu", "host", "disk"))
+    reason = first.reason if len(first.reason) <= WIDEST_REASON else first.reason[: WIDEST_REASON - 3] + "..."
+    return (
+        name or "(root)", first.part, first.tier, first.home, *(gib(size) if size else "-" for size in sizes),
+        time_text(sum(row.request_s for row in rows)), time_text(sum(row.token_s for row in rows)), reason,
+    )  # fmt: skip
+
+
+def time_text(seconds: float) -> str:
+    """Return seconds for people."""
+    if seconds <= 0:
+        return "-"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+
+
+def _devices(plan: Plan) -> list[str]:
+    def items(named: Iterable[tuple[str, int]]) -> str:
+        return ", ".join(f"{name.replace('_', ' ')} {gib(count)}" for name, count in named if count)
+
+    gpu = plan.gpu
+    inside = items((name, count) for name, count in gpu.items() if name not in OUTSIDE_PEAK)
+    outside = items((name, gpu[name]) for name in OUTSIDE_PEAK if name in gpu)
+    load = f"; loading peak {gib(plan.gpu_load_peak_bytes)}"
+    rows = [
+        (plan.execution_device, f"peak {gib(plan.gpu_peak_bytes)}", f"budget {gib(plan.gpu_budget_bytes)}",
+         f"{inside}{f'; on top {outside}' if outside else ''}{load}"),
+        ("host", f"peak {gib(plan.host_peak_bytes)}", f"budget {gib(plan.host_budget_bytes)}",
+         items(plan.host.items()) + held_limit(plan)),
+    ]  # fmt: skip
+    if plan.disk_bytes:
+        rows.append(("disk", gib(plan.disk_bytes), "", "a spill file that ends with the process"))
+    return aligned(rows)
+
+
+def held_limit(plan: Plan) -> str:
+    """Return what adapters in host memory may take, and what a server would keep there if the plan was not made for one."""
+    limit = gib(plan.held_adapters_limit_bytes)
+    if plan.host.get("held_adapters"):
+        return f" of {limit} for adapters"
+    kept = served_bytes(plan)
+    return f"; trimtab serve also keeps the adapters here: {gib(kept)} of {limit}" if kept else ""
+
+
+def served_bytes(plan: Plan) -> int:
+    """Return the bytes that a server keeps in host memory for the adapters of a plan; one folder counts once."""
+    files = {
+        plan.request.adapters[name]: count
+        for name, stamps in plan.adapter_stamps.items() if name in plan.request.adapters
+        for file, count, _ in stamps if file == TENSORS_NAME
+    }  # fmt: skip
+    return sum(count + HELD_OBJECT_BYTES for count in files.values())
+
+
+def _execution(plan: Plan) -> list[str]:
+    """Return how prompts and steps run, with predicted seconds."""
+    execution = plan.execution
+    step, prompt = execution.step, execution.prompt
+    took = sum(count for name, count in step.bytes.items())
+    rows = [
+        ("execution", "mode", "device", "predicted", "why"),
+        ("prompt", prompt.mode, gib(sum(prompt.bytes.values())) if prompt.bytes else "-",
+         f"{time_text(prompt.seconds)} for a full context", prompt.reason),
+        ("decode step", step.mode, gib(took) if took else "-",
+         f"{estimate_mark(step)}{time_text(step.seconds)}, {predicted_rate(execution)}", step.reason),
+        *_towers(execution.towers),
+        *([("type", plan.request.dtype, "-", "-", plan.dtype_reason)] if plan.dtype_reason else []),
+        ("output head", execution.head, "-", "-", execution.head_reason),
+    ]  # fmt: skip
+    rows += keys_and_values(plan)
+    return aligned(rows, right=(2,))
+
+
+def keys_and_values(plan: Plan) -> list[tuple[str, ...]]:
+    """Return how keys and values are kept, where it is not in full with a context for each row."""
+    request, pool = plan.request, plan.pool_tokens
+    why, added_s = [], plan.execution.step.estimated_s
+    if pool is not None:
+        why.append(f"{pool} tokens for {request.batch} rows of up to {request.context_tokens}")
+        if plan.execution.step.mode != "fused" or request.kv == "int8":
+            why.append("every step copies the pages that its rows look at")
+    if request.kv == "int8":
+        why.append(f"asked for; mean KL {KV8_KL:.1e} on the demo model; every step copies a layer's in {request.dtype}")
+    form = ["pages"] * (pool is not None) + ["int8"] * (request.kv == "int8")
+    if added_s:
+        why.append(f"~{time_text(added_s)} of a step is an estimate, never measured")
+    return [("keys and values", ", ".join(form), gib(plan.gpu["kv_cache"]), "-", "; ".join(why))] if why else []
+
+
+def _towers(towers: Phase | None) -> list[tuple[str, ...]]:
+    if towers is None:
+        return []
+    size = gib(sum(towers.bytes.values())) if towers.bytes else "-"
+    return [("towers", towers.mode, size, f"{time_text(towers.seconds)} for all media", towers.reason)]
+
+
+def estimate_mark(phase: Phase) -> str:
+    """Return the mark of seconds and rates that follow from something that was never measured: "~", or nothing."""
+    return "~" if phase.estimated_s else ""
+
+
+def predicted_rate(execution: Execution) -> str:
+    """Return the predicted rate of decode steps for people, marked if it is partly an estimate."""
+    return f"{estimate_mark(execution.step)}{rate_text(execution.tokens_per_s)} tokens/s"
+
+
+def rate_text(tokens_per_s: float) -> str:
+    """Return a rate for people."""
+    return f"{tokens_per_s:.0f}" if tokens_per_s >= 10 else f"{tokens_per_s:.1f}"
+
+
+def _unquantized(rows: Sequence[Unquantized]) -> list[str]:
+    by_reason: dict[str, list[Unquantized]] = {}
+    for row in rows:
+        by_reason.setdefault(row.reason or "not quantized", []).append(row)
+    lines = [("not quantized", "modules", "bytes", "for example")]
+    lines += [
+        (reason, str(len(placements)), gib(sum(row.bytes for row in placements)), placements[0].module_path)
+        for reason, placements in by_reason.items()
+    ]
+    return aligned(lines, right=(1, 2))

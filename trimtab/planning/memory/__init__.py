@@ -1,0 +1,1 @@
+"""How many bytes are needed besides the weights?"""

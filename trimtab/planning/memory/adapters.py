@@ -1,0 +1,88 @@
+"""Adapters in a plan besides their own bytes: whether one changes the output head, and scratch memory.
+
+A plan without adapters counts no scratch memory for them. Before the first adapter is loaded later, that memory is subtracted
+from what the budget leaves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from trimtab.adapters.file import TENSORS_NAME
+from trimtab.adapters.match import AdapterSpec
+from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.planning.memory.activations import needs_of, use_of
+from trimtab.planning.memory.prompts import has_room, prompt_bytes
+from trimtab.planning.values.byte_sizes import HELD_OBJECT_BYTES
+from trimtab.planning.values.execution import CAPTURED, step_bytes
+from trimtab.planning.values.plan import Plan
+
+# Captured prompts read adapters of one layout from one place; so many places are kept.
+MOST_LAYOUTS = 2
+
+
+def head_change(specs: Mapping[str, AdapterSpec], anatomy: Anatomy) -> str:
+    """Return which adapter changes the output head, so that it has to stay as it is; "" if none does."""
+    heads = {row.module_path for row in anatomy.rows if row.part == "head"}
+    weights = {row.weight.tensor_path: row.weight for row in anatomy.rows if row.part == "head" and row.weight}
+    owners = {weight.tied_to or weight.copy_of for weight in weights.values()}
+    tied = {owner.removesuffix(".weight") for owner in owners if owner}
+    tied |= {
+        row.module_path
+        for row in anatomy.rows
+        for tensor in row.tensors
+        if tensor.tied_to and tensor.tied_to in weights
+    }
+    for name, spec in specs.items():
+        for target in spec.targets:
+            if target.module_path in heads or (target.module_path in tied and target.kind == "saved"):
+                return f"adapter {name} changes {target.module_path}"
+    return ""
+
+
+def refuses_head_change(plan: Plan) -> bool:
+    """Return whether an adapter that changes the head is refused: the plan chose the 8-bit one by itself."""
+    return plan.execution.head == "int8" and not plan.execution.is_head_asked
+
+
+def held_bytes(folders: Iterable[str | os.PathLike[str]]) -> int:
+    """Return what the adapters of these folders take in host memory at most, where a server keeps them; one folder counts once."""
+    files = {os.path.realpath(Path(folder) / TENSORS_NAME) for folder in folders}
+    return sum(os.stat(file).st_size + HELD_OBJECT_BYTES for file in files)
+
+
+def copies_bytes(sizes: Iterable[int]) -> int:
+    """Return what captured prompts take for copies of adapters of these sizes; those of one size mostly share a layout."""
+    return sum(sorted(set(sizes))[-MOST_LAYOUTS:])
+
+
+def first_adapter_bytes(plan: Plan, anatomy: Anatomy) -> int:
+    """Return what adapters take on the device beside themselves where a plan was made without any; 0 where it counts them."""
+    request, step = plan.request, plan.execution.step
+    if request.adapters:
+        return 0
+    use = use_of(request, anatomy, answer_tokens=plan.answer_tokens)
+    chunks, quant = plan.execution.prompt.chunks, request.quant
+    in_place = has_room(request.batch, plan.gpu_budget_bytes)
+    is_shared = plan.execution.prompt.mode in CAPTURED and in_place
+    totals = []
+    for has_adapters in (True, False):
+        needs = needs_of(
+            anatomy, use, quant=quant, has_adapters=has_adapters, has_rows=step.mode in CAPTURED and bool(step.bytes),
+            chunk_tokens=max(chunks, default=0), has_room=is_shared, in_place=in_place,
+        )  # fmt: skip
+        total = needs.kv_cache_bytes + needs.activation_bytes
+        if step.bytes:
+            counted = step_bytes(
+                step.mode, anatomy, rows=use.batch, context_tokens=use.context_tokens, has_adapters=has_adapters,
+                kv=use.kv, is_paged=use.pool_tokens is not None,
+            )  # fmt: skip
+            total += sum(counted.values())
+        if plan.execution.prompt.mode in CAPTURED:
+            total += sum(
+                prompt_bytes(anatomy, use, chunks, quant=quant, has_adapters=has_adapters, has_room=is_shared).values()
+            )
+        totals.append(total)
+    return max(totals[0] - totals[1], 0)

@@ -1,0 +1,491 @@
+"""The execution and the output head that a plan chooses, and what other requests would give.
+
+`choose_plan` makes a plan for every execution and head that the request leaves open, and takes the one with the least
+expected seconds. `options_of` makes plans of changed requests: a table of what would help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from math import ceil
+from typing import Any, Protocol
+
+from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.errors import DoesNotFitError, RequestError, TrimtabError, gib
+from trimtab.planning.display.table import predicted_rate, rate_text
+from trimtab.planning.memory.int8_head import torch_head_s, why_no_kernel, with_head_cost
+from trimtab.planning.values.blocks import quant_of
+from trimtab.planning.values.cards import Card, find_card, larger_cards
+from trimtab.planning.values.execution import (
+    CAPTURED,
+    CAPTURED_CHUNKS,
+    CHUNKS,
+    KERNEL_ROWS,
+    MODES,
+    UNCAPTURED_CHUNKS,
+    unsupported_reason,
+)
+from trimtab.planning.values.kv_bytes import check_kv, why_not_int8
+from trimtab.planning.values.plan import Plan
+from trimtab.process.text_table import aligned
+from trimtab.request import LoadRequest
+
+# Modes of a decode step, the fastest first.
+FASTEST_FIRST = ("fused", "graph", "eager")
+# Mean KL of next-token distributions, full head against 8 bits, on the demo model: the largest of eight, without an adapter and
+# with each of three, in 4 bits and in bfloat16 (bench/results/head8.json; it is that of "specialist" in 4 bits).
+HEAD8_KL = 1.4e-4
+# The shortest context that is offered.
+LEAST_CONTEXT = 256
+# How the error of an option begins that does not fit.
+NEEDS = "needs "
+# How advice begins that names what fits.
+FITS = "This fits: "
+# How many options with more memory are listed.
+MOST_LARGER = 2
+# Parts that read images and audio, as `--place` names them.
+TOWERS = ("vision", "audio")
+# Sizes of cards that are sold.
+CARD_GIB = (4, 6, 8, 10, 12, 16, 24, 32, 48, 80)
+
+# What the hint of an error names where no single larger budget would do.
+BOTH_BUDGETS = "gpu_memory and host_memory"
+
+Planned = Callable[[Anatomy, str, str, str], Plan]
+
+
+class WithChunks(Protocol):
+    """Makes the plan of chunks of some sizes (`choose_chunks_of`)."""
+
+    def __call__(self, chunks: tuple[int, ...], captured: bool, *, only_whole: bool, explains: bool) -> Plan: ...
+
+
+class ModeRefusedError(Exception):
+    """The user's placement excludes a mode. The message names the mode."""
+
+
+def choose_plan(
+    request: LoadRequest, heads: Mapping[str, Anatomy], machine: Any, planned: Planned, *, head_refused: str = ""
+) -> Plan:
+    """Return the plan with the least expected seconds among the heads and the executions that the request allows.
+
+    heads: "full" and "int8" -> the anatomy with that head; the first is taken unless the other keeps more of the decoder on the
+    device and its kernel runs there. planned: (anatomy, head, mode, reason) -> plan. Errors: as `make_plan`.
+    """
+    check_kv(request.kv, next(iter(heads.values())))
+    no_kernel = "" if machine.on_cpu else why_no_kernel(next(iter(heads.values())).dtype, machine.capability)
+
+    def priced(anatomy: Anatomy, head: str, mode: str, reason: str) -> Plan:
+        plan = planned(anatomy, head, mode, reason)
+        if head != "int8" or machine.on_cpu:
+            return plan
+        return with_head_cost(plan, anatomy, capability=machine.capability)
+
+    plans: dict[str, Plan] = {}
+    errors: list[DoesNotFitError] = []
+    for head, anatomy in heads.items():
+        if plans and (no_kernel or not next(iter(plans.values())).blocks_off_device):
+            break
+        try:
+            plans[head] = _fastest(request, anatomy, head, machine, priced)
+        except DoesNotFitError as exc:
+            errors.append(exc)
+    if not plans:
+        raise _nearest(errors)
+    chosen, reason = _chosen_head(request, plans, machine, head_refused, no_kernel)
+    plan = plans[chosen]
+    slow = no_kernel or (f"its kernel computes up to {KERNEL_ROWS} rows" if request.batch > KERNEL_ROWS else "")
+    if chosen == "int8" and slow and not machine.on_cpu:
+        torch_s = torch_head_s(heads[chosen], plan.rates, rows=request.batch)
+        reason += f"; {slow}: torch takes {1000 * torch_s:.1f} ms of each step for it, scaled from an H200"
+    return replace(plan, execution=replace(plan.execution, head_reason=reason))
+
+
+def choose_chunks_of(
+    with_chunks: WithChunks,
+    *,
+    is_captured: bool,
+    has_room: bool,
+    least_tokens: int = 0,
+    most_tokens: int = max(CHUNKS),
+) -> Plan:
+    """Return the plan with the most sizes of captured chunks that keep the whole decoder on the device, else the one with the
+    least expected seconds: captured chunks beside copied layers may be faster than the whole decoder without them.
+
+    least_tokens: what the largest chunk has to hold. most_tokens: of a chunk, but for that.
+    with_chunks: makes the plan of some sizes, captured or not; () for transformers' own pass. only_whole: whether only a plan with
+    the whole decoder on the device is of use; any other may be refused then. explains: whether an error has to name the budget
+    that would do. has_room: whether graphs share the memory of other passes. Then they may stand beside decoder layers that are
+    copied in every step, and the seconds of a prompt and of an answer decide; else graphs would take the layers' room.
+    Errors: as `with_chunks` raises for the sizes that need the least.
+    """
+    if not is_captured:
+        return with_chunks((), False, only_whole=False, explains=True)
+    plans: list[Plan] = []
+    is_beside = False  # whether one of them has captured chunks beside copied layers
+    refused: list[tuple[int, ...]] = [()]
+    most = min(size for size in CHUNKS if size >= max(most_tokens, least_tokens))
+    for captured, choices in ((True, CAPTURED_CHUNKS), (False, UNCAPTURED_CHUNKS)):
+        for chunks in (tuple(size for size in sizes if size <= most) for sizes in choices):
+            if max(chunks) < least_tokens:
+                continue
+            try:
+                plan = with_chunks(chunks, captured, only_whole=captured and not has_room, explains=False)
+            except DoesNotFitError:
+                if not captured:
+                    refused.append(chunks)
+                continue
+            if not plan.blocks_off_device and (captured or not is_beside):
+                return plan
+            if has_room or not captured:
+                plans.append(plan)
+                is_beside |= captured
+    if plans:
+        return min(plans, key=lambda plan: plan.expected_s)
+    errors = []
+    for chunks in refused:
+        try:
+            return with_chunks(chunks, False, only_whole=False, explains=True)
+        except DoesNotFitError as exc:
+            errors.append(exc)
+    raise _nearest(errors)
+
+
+def _nearest(errors: Sequence[DoesNotFitError]) -> DoesNotFitError:
+    """Return the error of the plan that lacks the least memory: its budget is the smallest that would do. One that needs a larger
+    budget of two devices comes last."""
+    return min(errors, key=lambda error: (error.needs_both, error.needed_bytes - error.budget_bytes))
+
+
+def _fastest(request: LoadRequest, anatomy: Anatomy, head: str, machine: Any, planned: Planned) -> Plan:
+    """Return the plan of the fastest mode that is supported and fits.
+
+    Where not all of the decoder stays on the device, eager steps may place it otherwise (the CPU computes some of it): then
+    the least expected seconds decide.
+    """
+    requested = request.decode if request.decode in MODES else None
+    refused: dict[str, str] = {}
+    excluded: tuple[str, ...] = ()  # by the user's placement
+    errors: list[DoesNotFitError] = []
+    plans: list[Plan] = []
+    for mode in FASTEST_FIRST if requested is None else (requested,):
+        # On a CPU the plain counterpart of our own kernels can be requested, to compare with.
+        on_cpu = machine.on_cpu and not (requested == mode == "fused")
+        quant = quant_of(anatomy, request.quant)
+        why = unsupported_reason(mode, anatomy, quant=quant, on_cpu=on_cpu, capability=machine.capability)
+        if plans and (mode == "graph" or not _cpu_may_pay(plans[0])):
+            continue  # the same bytes as the steps planned already, and slower
+        if why is None:
+            try:
+                plans.append(planned(anatomy, head, mode, _mode_reason(mode, requested, refused, plans, machine)))
+                if not plans[-1].blocks_off_device:
+                    break
+            except ModeRefusedError as exc:
+                why, excluded = str(exc), CAPTURED
+            except DoesNotFitError as exc:
+                errors.append(exc)
+                why = f"needs {gib(exc.needed_bytes)}" if exc.needed_bytes else "does not fit"
+        if why is not None:
+            refused[mode] = why
+    if plans:
+        return min(plans, key=lambda plan: plan.expected_s)
+    if errors:
+        raise _nearest(errors)
+    facts: dict[str, Any] = {
+        "quant": quant_of(anatomy, request.quant), "on_cpu": machine.on_cpu, "capability": machine.capability,
+    }  # fmt: skip
+    raise RequestError(
+        f"decode steps cannot run this way: {refused[requested or 'eager']}", field="decode", value=request.decode,
+        allowed=("auto", *(mode for mode in MODES if mode not in excluded and unsupported_reason(mode, anatomy, **facts) is None)),
+        hint="Omit it to use an available mode",
+    )  # fmt: skip
+
+
+def _mode_reason(
+    mode: str, requested: str | None, refused: Mapping[str, str], before: Sequence[Plan], machine: Any
+) -> str:
+    if requested is not None:
+        return "asked for"
+    if machine.on_cpu:
+        return "the CPU computes"
+    if before:
+        return f"faster here than {before[-1].execution.step.mode} steps, which compute every layer on the GPU"
+    why = "; ".join(f"no {name} steps: {reason}" for name, reason in refused.items())
+    return why or "the fastest way that this model and card support"
+
+
+def _cpu_may_pay(plan: Plan) -> bool:
+    """Return whether the CPU may compute a layer in less time than it takes to copy it to the device."""
+    return 2 * plan.rates.host_matmul_Bps > plan.rates.pinned_h2d_Bps
+
+
+def _chosen_head(
+    request: LoadRequest, plans: Mapping[str, Plan], machine: Any, refused: str, no_kernel: str
+) -> tuple[str, str]:
+    """Return which head is taken, and why. refused: why it must stay full; no_kernel: why the kernel of 8 bits cannot run."""
+    first = next(iter(plans))
+    if request.head != "auto":
+        return first, "asked for"
+    if machine.on_cpu:
+        return first, "the CPU computes"
+    if refused:
+        return first, refused
+    if len(plans) == 1:
+        if first == "int8":
+            return first, f"the full head does not fit; {_cost()}"
+        if plans[first].blocks_off_device:
+            return first, f"8 bits would be computed by torch: {no_kernel}" if no_kernel else "8 bits do not fit either"
+        return first, "the whole decoder stays on the device"
+    whole, small = plans["full"], plans["int8"]
+    kept = whole.blocks_off_device - small.blocks_off_device
+    if kept > 0 and small.expected_s < whole.expected_s:
+        rates = f"{predicted_rate(small.execution)} instead of {predicted_rate(whole.execution)} predicted"
+        return "int8", f"keeps {kept} more decoder blocks on the device, {rates}; {_cost()}"
+    if kept > 0:
+        return "full", "8 bits keep more of the decoder on the device, but are not faster"
+    return "full", "8 bits would not keep more of the decoder on the device"
+
+
+def _cost() -> str:
+    return f"mean KL up to {HEAD8_KL:.1e} on the demo model, head='full' gives the logits of transformers"
+
+
+# What would help -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One changed request. what: the argument that differs; needed_bytes: of the device, None where it does not fit; error:
+    why not. is_rate_estimate: whether the rate follows from what was never measured (a card's data sheet, `Phase.estimated_s`)."""
+
+    what: str
+    needed_bytes: int | None
+    tokens_per_s: float | None
+    head: str = ""
+    mode: str = ""
+    error: str = ""
+    is_rate_estimate: bool = False
+
+
+def options_of(
+    request: LoadRequest, plan: Callable[[LoadRequest], Plan], *, budget_bytes: int, on_cpu: bool = False,
+    capability: tuple[int, int] | None = None, towers: Sequence[str] = TOWERS,
+) -> list[Option]:  # fmt: skip
+    """Return the plan of the request, and the plan after each single change. plan: makes the plan of a request. budget_bytes:
+    of the execution device. on_cpu: whether that is the CPU, which no larger card and no tower in host memory would help.
+    capability: of the GPU. towers: those of TOWERS that the model has: media of others are in no plan. An 8-bit head that its
+    kernel cannot compute is listed only where the request does not fit without. Of pools of tokens the largest that fits is listed,
+    of more memory the next two sizes that do, and the next ones if none does."""
+    options: list[Option] = []
+
+    def tried(what: str, changed: LoadRequest) -> Option | None:
+        try:
+            made = plan(changed)
+        except DoesNotFitError as exc:
+            return Option(what=what, needed_bytes=None, tokens_per_s=None, error=f"{NEEDS}{gib(exc.needed_bytes)}")
+        except TrimtabError as exc:
+            if changed.kv != request.kv and isinstance(exc, RequestError) and exc.field == "kv":
+                return None  # `check_kv`: this model cannot have it, whatever the memory
+            return Option(what=what, needed_bytes=None, tokens_per_s=None, error=str(exc).splitlines()[0])
+        no_kernel = "" if on_cpu else why_no_kernel(made.request.dtype, capability)
+        if changed.head == "int8" != request.head and no_kernel and options[0].needed_bytes is not None:
+            return None
+        return Option(
+            what=what, needed_bytes=made.gpu_needed_bytes, tokens_per_s=made.execution.tokens_per_s,
+            head=made.execution.head, mode=made.execution.step.mode,
+            is_rate_estimate=made.execution.step.estimated_s > 0 or request.card is not None,
+        )  # fmt: skip
+
+    for what, changed in _changes(request, on_cpu=on_cpu, towers=towers):
+        options += [one for one in (tried(what, changed),) if one is not None]
+    pools = [(_pools(request), 1)]
+    pools += [] if on_cpu else [(sizes, MOST_LARGER) for sizes in _larger(request, budget_bytes)]
+    for changes, most in pools:
+        listed: list[Option] = []
+        for what, changed in changes:
+            listed += [one for one in (tried(what, changed),) if one is not None]
+            if sum(one.needed_bytes is not None for one in listed) == most:
+                break
+        options += [one for one in listed if one.needed_bytes is not None] or listed[:most]
+    return options
+
+
+def _changes(request: LoadRequest, *, on_cpu: bool, towers: Sequence[str]) -> Iterator[tuple[str, LoadRequest]]:
+    yield "as asked", request
+    for head in ("full", "int8"):
+        if request.head != head:
+            yield f"head={head!r}", replace(request, head=head)
+    if request.kv == "full":
+        yield "kv='int8'", replace(request, kv="int8")
+    for share in (2, 4):
+        if request.context_tokens // share >= LEAST_CONTEXT:
+            tokens = request.context_tokens // share
+            yield f"context={tokens}", replace(request, context_tokens=tokens)
+    if request.batch > 1:
+        yield _with_rows(request, 1)
+    if request.images and "vision" in towers:
+        yield "images=0", replace(request, images=0)
+    if request.audio_s and "audio" in towers:
+        yield "audio_s=0", replace(request, audio_s=0.0)
+    if towers and not on_cpu and not request.place and request.device_map is None:
+        place = dict.fromkeys(towers, "host")
+        yield f"place={place}", replace(request, place=place)
+
+
+def _pools(request: LoadRequest) -> list[tuple[str, LoadRequest]]:
+    """Return the request with fewer and fewer tokens that its rows hold together, down to one context."""
+    sizes, tokens = [], request.kv_tokens or request.batch * request.context_tokens
+    while request.batch > 1 and tokens > request.context_tokens:
+        tokens = max(tokens // 2, request.context_tokens)
+        sizes.append(tokens)
+    return [(f"kv_tokens={tokens}", replace(request, kv_tokens=tokens)) for tokens in sizes]
+
+
+def _larger(request: LoadRequest, budget_bytes: int) -> list[list[tuple[str, LoadRequest]]]:
+    """Return the request with more and more memory: of this card, and, in a plan for a card that is not here, on larger cards."""
+    card = None if request.card is None else find_card(request.card)
+    if card is not None and request.gpu_memory_bytes is None:
+        budget_bytes = card.memory_bytes  # the driver's share is no reason to buy another one
+    sizes = [size * 2**30 for size in CARD_GIB if size * 2**30 > budget_bytes * 1.02]
+    if card is not None:
+        sizes = [size for size in sizes if size <= card.memory_bytes]
+    titles = [] if card is None else larger_cards(card)
+    return [
+        [(f"gpu_memory='{size // 2**30}GiB'", replace(request, gpu_memory_bytes=size)) for size in sizes],
+        [(f"card={title!r}", replace(request, card=title, gpu_memory_bytes=None)) for title in titles],
+    ]
+
+
+def with_larger_card(
+    error: DoesNotFitError, request: LoadRequest, plan: Callable[[LoadRequest], Plan]
+) -> DoesNotFitError:
+    """Return the error of a request for a card, with the smallest larger card that it fits on; where a smaller budget was set than
+    the card has, and the whole card would do, with that. plan: makes a request's plan."""
+    card = find_card(request.card or "")
+    hint = error.hint
+    larger = [(f"card={title!r}", replace(request, card=title, gpu_memory_bytes=None)) for title in larger_cards(card)]
+    whole = [] if request.gpu_memory_bytes is None else [("the whole card", replace(request, gpu_memory_bytes=None))]
+    for what, changed in (*whole, *larger):
+        with suppress(TrimtabError):
+            plan(changed)
+            others = hint.removeprefix(FITS) if hint.startswith(FITS) else ""
+            rest = "" if others or not hint else f"; {hint}"
+            hint = f"{FITS}{what}{f', or {others}' if others else rest}"
+            break
+    return DoesNotFitError(
+        f"{error.reason}; estimated from the data sheet of {card.title}", block=error.block, device=error.device,
+        needed_bytes=error.needed_bytes, budget_bytes=error.budget_bytes, hint=hint,
+    )  # fmt: skip
+
+
+def fitting_changes(request: LoadRequest, anatomy: Anatomy, fits: Callable[[LoadRequest], bool]) -> list[str]:
+    """Return the changes of one thing each that make a request fit its budgets, the smallest of each kind; where there is none, all
+    of them together if that does. anatomy: of the model, which decides what it can have at all."""
+    changes, least = [], request
+    kinds = _smaller(request, anatomy)
+    for tries in kinds:
+        for what, changed in tries:
+            if fits(changed):
+                changes.append(what)
+                break
+    if changes:
+        return changes
+    together = []
+    for tries in kinds:
+        what, changed = tries[-1]
+        least = replace(least, **_differences(request, changed))
+        together.append(what)
+    return [f"{', '.join(together)} together"] if len(together) > 1 and fits(least) else []
+
+
+def _differences(request: LoadRequest, changed: LoadRequest) -> dict[str, Any]:
+    pairs = ((item.name, getattr(request, item.name), getattr(changed, item.name)) for item in fields(LoadRequest))
+    return {name: after for name, before, after in pairs if before != after}
+
+
+def _halved(count: int) -> Iterator[int]:
+    """Give a half of a count, a half of that, and so on, down to 0."""
+    while count:
+        count //= 2
+        yield count
+
+
+def _smaller(request: LoadRequest, anatomy: Anatomy) -> list[list[tuple[str, LoadRequest]]]:
+    """Return what a request may ask less of: for each kind, from a little less to the least."""
+    contexts = []
+    tokens = request.context_tokens // 2
+    while tokens >= LEAST_CONTEXT:
+        contexts.append((f"context={tokens}", replace(request, context_tokens=tokens)))
+        tokens //= 2
+    batches = [_with_rows(request, rows) for rows in _halved(request.batch) if rows]
+    images = [(f"images={count}", replace(request, images=count)) for count in _halved(request.images)]
+    sounds = [
+        (f"audio_s={length}", replace(request, audio_s=float(length))) for length in _halved(ceil(request.audio_s))
+    ]
+    kinds = [contexts, batches, _pools(request), images, sounds]
+    if request.head == "full":
+        kinds.append([("head='int8'", replace(request, head="int8"))])
+    if request.kv == "full" and why_not_int8(anatomy) is None:
+        kinds.append([("kv='int8'", replace(request, kv="int8"))])
+    if request.decode != "auto":
+        kinds.append([("decode='auto'", replace(request, decode="auto"))])
+    if request.prefix_cache_bytes:
+        kinds.append([("no prefix cache", replace(request, prefix_cache_bytes=0))])
+    if request.place or request.device_map is not None:
+        kinds.append([("no manual placements", replace(request, place={}, device_map=None))])
+    if request.adapters:
+        kinds.append([("no adapters", replace(request, adapters={}))])
+    return [tries for tries in kinds if tries]
+
+
+def _with_rows(request: LoadRequest, rows: int) -> tuple[str, LoadRequest]:
+    """Return a request with so many rows, and what is asked with it: one row has no pool of tokens."""
+    if rows == 1 and request.kv_tokens is not None:
+        return "batch=1 without kv_tokens", replace(request, batch=1, kv_tokens=None)
+    return f"batch={rows}", replace(request, batch=rows)
+
+
+def options_text(options: Sequence[Option], *, card: Card | None = None) -> str:
+    """Return the options as an aligned table. card: the profile that all figures are estimated from."""
+    rows = [("option", "device memory", "tokens/s", "head", "decode steps")]
+    mark = "" if card is None else "~"
+    for one in options:
+        needed = "-" if one.needed_bytes is None else f"{mark}{gib(one.needed_bytes)}"
+        if one.error.startswith(NEEDS):
+            needed = one.error.replace(NEEDS, NEEDS + mark, 1)
+        rate = "-" if one.tokens_per_s is None else f"{'~' * one.is_rate_estimate}{rate_text(one.tokens_per_s)}"
+        why = one.error if one.error and needed == "-" else one.mode or "-"
+        rows.append((one.what, needed, rate, one.head or "-", why))
+    lines = aligned(rows, right=(1, 2))
+    if card is not None:
+        lines.append("~: an estimate from the data sheet of the card; nothing was measured")
+    elif any(one.is_rate_estimate for one in options):
+        lines.append("~ of keys and values in 8 bits: an estimate, never measured")
+    return "\n".join(lines)
+
+
+def advised(
+    error: DoesNotFitError, request: LoadRequest, anatomy: Anatomy, adapters: Mapping[str, int], plan: Callable[..., Plan],
+    head8: Anatomy | None,
+) -> DoesNotFitError:  # fmt: skip
+    """Return the error with the changes of the request that would fit. plan: makes a plan of another request."""
+
+    def fits(changed: LoadRequest) -> bool:
+        options: dict[str, Any] = {"adapters": adapters if changed.adapters or not request.adapters else {}}
+        if changed.head == "int8" and request.head != "int8":
+            if head8 is None:
+                return False
+            options["anatomy"] = head8
+        with suppress(TrimtabError):
+            plan(changed, is_explained=False, **options)
+            return True
+        return False
+
+    changes = fitting_changes(request, anatomy, fits)
+    hint = "; ".join(part for part in (f"{FITS}{', or '.join(changes)}" if changes else "", error.hint) if part)
+    return DoesNotFitError(
+        error.reason, block=error.block, device=error.device, needed_bytes=error.needed_bytes,
+        budget_bytes=error.budget_bytes, hint=hint,
+    )  # fmt: skip

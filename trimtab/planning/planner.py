@@ -1,0 +1,604 @@
+"""The planner: the plan of one request on one machine.
+
+Everything stays on the execution device while that fits. When it does not, gathered tables leave first (fetching rows
+costs next to nothing), then blocks in the order of the seconds that each freed byte costs: towers and connectors run
+once per image or sound, decoder layers at every token. Host memory takes what leaves; what it has no room for goes to
+disk, and the rows of a table then stay in the checkpoint file. `search.py` finds the cheapest such placement within
+every budget.
+
+Pure: the same anatomy, request, machine and rates give the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from trimtab.checkpoint.anatomy import Anatomy, first_equal
+from trimtab.errors import DoesNotFitError, RequestError, gib
+from trimtab.planning.memory.activations import PREFILL_CHUNK_TOKENS, Use, needs_of, patches_of, smaller_needs, use_of
+from trimtab.planning.memory.adapters import copies_bytes
+from trimtab.planning.memory.media import NO_MEDIA, MediaMemory
+from trimtab.planning.memory.prefix_cache import prefix_bytes
+from trimtab.planning.memory.prompts import (
+    BESIDE_ROOM_BYTES,
+    ROOM_SLACK_BYTES,
+    has_room,
+    prompt_bytes,
+    uncaptured_bytes,
+)
+from trimtab.planning.memory.towers import with_towers
+from trimtab.planning.memory.unpacked import with_unpacked
+from trimtab.planning.options import BOTH_BUDGETS, ModeRefusedError, advised, choose_chunks_of, choose_plan
+from trimtab.planning.reasons import Reasons
+from trimtab.planning.request.overrides import Asked, resolve_device_map, resolve_place
+from trimtab.planning.search import Search
+from trimtab.planning.step_work import prompt_linears, step_work, works_of
+from trimtab.planning.values.blocks import Block, blocks_of, places_of, quant_of, unquantized_of
+from trimtab.planning.values.budget import Choice, Item, Limits, Totals, slots_of, totals_of
+from trimtab.planning.values.byte_sizes import (
+    CODE_BYTES,
+    Rates,
+    Weights,
+    allocated_bytes,
+    allocator_reserve_bytes,
+    packed_bytes,
+    seconds,
+    unhidden_s,
+)
+from trimtab.planning.values.execution import (
+    CAPTURED,
+    CHUNKS,
+    FRAGMENT_BYTES,
+    INVARIANT_CHUNK,
+    Execution,
+    Phase,
+    check_bytes,
+    head_bytes,
+    prompt_launch_s,
+    step_bytes,
+    step_s,
+)
+from trimtab.planning.values.kv_bytes import added_step_s
+from trimtab.planning.values.machine import Machine
+from trimtab.planning.values.pipeline import evened
+from trimtab.planning.values.plan import Plan, Stamps
+from trimtab.planning.values.rows import OUTSIDE_PEAK, Placement
+from trimtab.request import DEFAULT_QUANT, LoadRequest
+
+# A ring of page-locked pieces that file tensors pass through, tensors read ahead of use, and packed weights of a block
+# that wait on the device until the block is whole (engine/tiers/reader.py, engine/tiers/streaming.py).
+READ_BUFFER_BYTES = 128 * 2**20
+HELD_BYTES = 128 * 2**20
+UNLIMITED_BYTES = 2**62
+
+
+def make_plan(
+    request: LoadRequest,
+    anatomy: Anatomy,
+    *,
+    adapters: Mapping[str, int],
+    machine: Machine,
+    rates: Rates,
+    checkpoint_stamps: Stamps = (),
+    adapter_stamps: Mapping[str, Stamps] | None = None,
+    disk_free_bytes: int | None = None,
+    prefill_chunk_tokens: int = PREFILL_CHUNK_TOKENS,
+    head8: Anatomy | None = None,
+    head_refused: str = "",
+    is_advised: bool = True,
+    held_bytes: int = 0,
+    media: MediaMemory = NO_MEDIA,
+) -> Plan:
+    """Return the placement and the execution with the least expected seconds within the request's budgets.
+
+    adapters: name -> bytes on the execution device. disk_free_bytes: of the spill folder, None if not known. head8: the
+    anatomy with an 8-bit output head, for a request that leaves the head to the plan, and for advice; head_refused: why it must
+    stay full. is_advised: whether an error names the changes that would fit, which takes other plans to know. held_bytes: of
+    adapters that stay in host memory, as a server keeps them. media: host memory of a server's images and audio.
+    Errors: RequestError for placements that cannot be followed and executions that cannot be had, DoesNotFitError with the
+    smallest budget that would do.
+    """
+    anatomy, head8 = first_equal(anatomy), None if head8 is None else first_equal(head8)
+    make = partial(
+        _made, anatomy=anatomy, machine=machine, rates=rates, disk_free_bytes=disk_free_bytes,
+        chunk_tokens=prefill_chunk_tokens, head8=head8, head_refused=head_refused, known=_Known(), held_bytes=held_bytes,
+        media=media,
+    )  # fmt: skip
+    try:
+        plan = make(request, adapters=adapters)
+    except DoesNotFitError as exc:
+        if not is_advised:
+            raise
+        raise advised(exc, request, anatomy, adapters, make, head8) from None
+    shared = machine.host_available_bytes + machine.process_bytes if machine.on_cpu else None
+    plan = with_unpacked(with_towers(plan, anatomy), anatomy, shared_bytes=shared)
+    return replace(plan, checkpoint_stamps=tuple(checkpoint_stamps), adapter_stamps=dict(adapter_stamps or {}))
+
+
+def _made(
+    request: LoadRequest, *, anatomy: Anatomy, adapters: Mapping[str, int], machine: Machine, rates: Rates,
+    disk_free_bytes: int | None, chunk_tokens: int, head8: Anatomy | None, head_refused: str,
+    known: _Known, is_explained: bool = True, held_bytes: int = 0, media: MediaMemory = NO_MEDIA,
+) -> Plan:  # fmt: skip
+    """Return the plan without the stamps of its files. known: results of plans for other executions and requests. is_explained:
+    whether an error names the sufficient budget, which takes a further search."""
+
+    def planned(one: Anatomy, head: str, mode: str, reason: str) -> Plan:
+        def with_chunks(chunks: tuple[int, ...], captured: bool, *, only_whole: bool, explains: bool) -> Plan:
+            return _Planner(
+                replace(request, head=head), one, adapters, machine, rates, disk_free_bytes, chunk_tokens, mode, reason,
+                chunks, captured, request.head, known, is_explained and explains, held_bytes, media, only_whole,
+            ).plan()  # fmt: skip
+
+        is_captured = mode in CAPTURED and not machine.on_cpu and one.prompts_unsupported is None
+        has_wholes = bool(request.images) and "vision" in one.parts and one.images_look_ahead
+        least = patches_of(one.model_type)[1] if has_wholes else 0  # such an image goes through in one chunk
+        most = INVARIANT_CHUNK if request.batch_invariant else max(CHUNKS)
+        return choose_chunks_of(
+            with_chunks, is_captured=is_captured, has_room=has_room(request.batch, machine.budget_bytes(request.gpu_memory_bytes)),
+            least_tokens=min(least, max(CHUNKS)), most_tokens=most,
+        )  # fmt: skip
+
+    heads = {"full" if request.head == "auto" else request.head: anatomy}
+    if request.head == "auto" and not machine.on_cpu and not head_refused and head8 is not None:
+        heads["int8"] = head8
+    return choose_plan(request, heads, machine, planned, head_refused=head_refused)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What plans of one machine share. blocks: of the anatomies, by their identity and format. items: what there is to choose from,
+    by use too, and by whether steps are captured."""
+
+    blocks: dict[tuple[int, str], tuple[Block, ...]] = field(default_factory=dict)
+    items: dict[tuple[int, str, Use, bool], list[Item]] = field(default_factory=dict)
+
+
+class _Planner:
+    def __init__(
+        self, request: LoadRequest, anatomy: Anatomy, adapters: Mapping[str, int], machine: Machine, rates: Rates,
+        disk_free_bytes: int | None, chunk_tokens: int, mode: str, mode_reason: str, chunks: tuple[int, ...],
+        captures_prompts: bool, asked_head: str, known: _Known, is_explained: bool, held_bytes: int, media: MediaMemory,
+        only_whole: bool,
+    ) -> None:  # fmt: skip
+        self.held_bytes, self.media, self.only_whole = held_bytes, media, only_whole
+        self.mode, self.mode_reason, self.adapter_sizes = mode, mode_reason, dict(adapters)
+        self.asked_head, self.captures_prompts, self.is_explained = asked_head, captures_prompts, is_explained
+        self.request = request = replace(request, quant=quant_of(anatomy, request.quant))
+        self.anatomy, self.machine, self.rates = anatomy, machine, rates
+        self.disk_free_bytes = disk_free_bytes
+        key = id(anatomy), request.quant
+        if key not in known.blocks:
+            known.blocks[key] = blocks_of(anatomy, request.quant)
+        self.blocks = known.blocks[key]
+        self.asked = _asked(request, anatomy, self.blocks, machine)
+        self.use = use_of(request, anatomy, chunk_tokens=chunk_tokens)
+        self.is_captured = mode in CAPTURED and not machine.on_cpu
+        in_place = has_room(request.batch, machine.budget_bytes(request.gpu_memory_bytes))
+        self.has_room = captures_prompts and in_place
+        most = min(self.use.prefill_tokens, self.use.context_tokens)
+        self.chunks = tuple(size for size in chunks if size <= most) or chunks[:1]
+        self.needs = needs_of(
+            anatomy, self.use, quant=request.quant, has_adapters=bool(adapters), has_rows=self.is_captured,
+            chunk_tokens=max(self.chunks, default=0), is_fused=mode == "fused", has_room=self.has_room, in_place=in_place,
+            is_unpacked_elsewhere=bool(self.chunks) and (self.has_room or not captures_prompts),
+        )  # fmt: skip
+        self.prompt_bytes = self._prompt_bytes()
+        self.adapter_bytes = sum(adapters.values())
+        self.execution_bytes = self._execution_bytes()
+        self.prefix_bytes = prefix_bytes(
+            anatomy.kv_layers, anatomy.dtype, context_tokens=request.context_tokens,
+            is_kept=bool(request.prefix_cache_bytes) and not machine.on_cpu,
+        )  # fmt: skip
+        self.works = works_of(self.use)
+        kept = id(anatomy), request.quant, self.use, self.is_captured
+        self.items = (not self.asked and known.items.get(kept)) or [self._item(block) for block in self.blocks]
+        if not self.asked:
+            known.items[kept] = self.items
+        self.limits = self._limits()
+
+    def plan(self) -> Plan:
+        disk_bytes = self.limits.disk_budget_bytes
+        if disk_bytes is not None and self._spilled_bytes() > disk_bytes:
+            raise self._disk_error()
+        search = Search(self.items, self.limits)
+        best = search.best() if search.may_fit() else None
+        if best is None and self.is_captured:  # two staging buffers may be what does not fit; an error counts one too
+            self.limits = replace(self.limits, slots=1)
+            search = Search(self.items, self.limits)
+            best = search.best() if search.may_fit() else None
+        if best is None:
+            raise self._does_not_fit(search) if self.is_explained else self._unexplained()
+        return self._with_best_buffers(*best) if self.is_captured and self._copies(best[0]) else self._plan(*best)
+
+    def _unexplained(self) -> DoesNotFitError:
+        return DoesNotFitError(
+            "no placement", block=None, device=self.machine.execution_device, needed_bytes=0,
+            budget_bytes=self.limits.device_budget_bytes,
+        )  # fmt: skip
+
+    def _copies(self, chosen: Sequence[Choice]) -> bool:
+        """Whether a step copies blocks of the decoder."""
+        pairs = zip(self.blocks, chosen, strict=True)
+        return any(block.part in ("language", "head") and choice.tier == "stream" for block, choice in pairs)
+
+    def _with_best_buffers(self, chosen: list[Choice], totals: Totals) -> Plan:
+        """Return the plan of a captured step that copies blocks, with two staging buffers or with one: a second one hides more of
+        the copies, and takes the room of a block."""
+        given, one = self.limits, replace(self.limits, slots=1)
+        alone = (chosen, totals) if given == one else Search(self.items, one).best()
+        if self.only_whole and (alone is None or self._copies(alone[0])):
+            raise self._unexplained()  # evened layers are copied as well
+        candidates = [self._evened(chosen, totals)]
+        self.limits = one
+        candidates += [] if alone is None or given == one else [self._evened(*alone)]
+        best = min(candidates, key=lambda one: self._seconds_of(one[0], one[1].slots))
+        if best is candidates[0]:
+            self.limits = given
+        return self._plan(*best)
+
+    def _seconds_of(self, chosen: Sequence[Choice], slots: int) -> float:
+        prompt_s = sum(choice.request_s for choice in chosen) + self._waits_s(chosen, slots)
+        return prompt_s + self.use.answer_tokens * self._step_s(chosen, slots)
+
+    def _waits_s(self, chosen: Sequence[Choice], slots: int) -> float:
+        """Return what the passes of a prompt take longer with one staging buffer, which copies and computes in turn. Captured
+        passes through blocks of several pieces do not: the link goes on."""
+        staged = [block for block, choice in zip(self.blocks, chosen, strict=True) if choice.staged_bytes]
+        if slots != 1 or len(staged) < 2:
+            return 0.0
+        cut = self.captures_prompts
+        in_turn = [block for block in staged if not (cut and block.paid == "token" and len(block.pieces) > 1)]
+        weighed = ((self._weights(block), self.works[block.paid]) for block in in_turn)
+        return sum(unhidden_s(*pair, self.rates, pinned=self.machine.has_pinned) for pair in weighed)
+
+    def _evened(self, chosen: list[Choice], totals: Totals) -> tuple[list[Choice], Totals]:
+        """Return the placement with the layers that a captured step copies spread over the decoder, and its totals."""
+
+        def totals_with(choices: Sequence[Choice]) -> Totals:
+            return totals_of([(choice, item, 1) for choice, item in zip(choices, self.items, strict=True)], self.limits)
+
+        even = evened(
+            self.blocks, self.items, chosen, is_free=lambda block: block.block_path not in self.asked,
+            is_allowed=lambda choices: self.limits.allows(totals_with(choices)),
+            seconds_of=lambda choices: self._seconds_of(choices, slots_of(choices, self.limits)),
+        )  # fmt: skip
+        return even, totals if even == chosen else totals_with(even)
+
+    # What there is to choose from -------------------------------------------------------------------------------------
+
+    def _item(self, block: Block) -> Item:
+        requested = self.asked.get(block.block_path)
+        choices = [
+            self._choice(block, tier, home)
+            for tier, home in places_of(block)
+            if (requested is None and self._runs_in_mode(block, tier))
+            or (requested is not None and requested.tier == tier and requested.home in (None, home))
+        ]
+        if requested is not None and not all(self._runs_in_mode(block, choice.tier) for choice in choices):
+            raise ModeRefusedError(
+                f"{block.block_path} is placed in tier {requested.tier}: the CPU takes part in every step"
+            )
+        if requested is not None and not choices:
+            raise RequestError(
+                f"{block.block_path} is not one tensor of the checkpoint, so its rows cannot be read from there",
+                field="device_map",
+                value=requested.asked,
+                allowed=("cpu", self.machine.execution_device),
+            )
+        return Item(tuple(choices), block.is_table, block.load_transient_bytes, block.dense_bytes)
+
+    def _choice(self, block: Block, tier: str, home: str) -> Choice:
+        on_cpu, is_moved = self.machine.on_cpu, tier != "resident"
+        movable = block.movable_bytes if on_cpu else block.movable_allocated_bytes
+        staged = block.buffer_bytes if tier in ("stream", "disk") else 0
+        device = (block.row_bytes if on_cpu else allocated_bytes(block.row_bytes)) if tier == "gather" else 0
+        host = block.movable_bytes if tier in ("host", "gather") else staged
+        request_s, step_s = self._seconds(block, tier, home)
+        return Choice(
+            tier, home, device if is_moved else movable, host if is_moved and home == "host" else 0,
+            staged if home == "disk" else 0, staged, request_s, step_s, request_s + self.use.answer_tokens * step_s,
+        )  # fmt: skip
+
+    def _seconds(self, block: Block, tier: str, home: str) -> tuple[float, float]:
+        pinned, on_cpu = self.machine.has_pinned, self.machine.on_cpu
+        # A captured step launches its kernels all at once.
+        launch_s = 0.0 if self.is_captured and block.paid == "token" else None
+        return seconds(
+            tier, home, self._weights(block), self.works[block.paid], self.rates, pinned=pinned, on_cpu=on_cpu,
+            step_launch_s=launch_s,
+        )  # fmt: skip
+
+    def _weights(self, block: Block) -> Weights:
+        return Weights(
+            nbytes=block.movable_bytes, flops=block.flops_per_token, leaves=len(block.leaves), row_bytes=block.row_bytes,
+            widened_bytes=block.widened_bytes,
+        )  # fmt: skip
+
+    def _runs_in_mode(self, block: Block, tier: str) -> bool:
+        """Return whether a captured step can run with the block in this tier: what it reads every token stays off the CPU."""
+        return not (self.is_captured and block.part in ("language", "head") and tier in ("host", "disk"))
+
+    def _execution_bytes(self) -> dict[str, int]:
+        """Return what prompts and steps take beside weights and caches, by item."""
+        if self.machine.on_cpu:
+            return {}
+        counted = step_bytes(
+            self.mode, self.anatomy, rows=self.use.batch, context_tokens=self.use.context_tokens,
+            has_adapters=bool(self.adapter_sizes), kv=self.use.kv, is_paged=self.use.pool_tokens is not None,
+        )  # fmt: skip
+        if self.has_room:
+            counted |= {"fragments": ROOM_SLACK_BYTES + BESIDE_ROOM_BYTES}
+        elif self.is_captured and not self.captures_prompts:
+            counted |= {"fragments": FRAGMENT_BYTES}
+        if self.mode == "fused":
+            # Checked while nothing is answered: in the room of a prompt's activations, and beyond it.
+            more = check_bytes(self.anatomy) - self.needs.activation_bytes - counted.get("logits", 0)
+            counted |= {"checks": more} if more > 0 else {}
+        return counted
+
+    def _prompt_bytes(self) -> dict[str, int]:
+        """Return what prompts in chunks take beside weights and caches, by item: with one adapter graphs read it where it is."""
+        if not self.captures_prompts:
+            return uncaptured_bytes(
+                self.anatomy, self.chunks, quant=self.request.quant, has_adapters=bool(self.adapter_sizes)
+            )
+        sizes = self.adapter_sizes.values()
+        is_switched = len(sizes) > 1 or self.use.batch > 1
+        return prompt_bytes(
+            self.anatomy, self.use, self.chunks, quant=self.request.quant,
+            has_adapters=bool(sizes), adapter_copy_bytes=copies_bytes(sizes) if is_switched else 0, has_room=self.has_room,
+        )  # fmt: skip
+
+    def _fixed_bytes(self) -> int:
+        """Return what stays on the execution device whatever the plan, look-up tables of 4-bit formats included."""
+        quant, on_cpu = self.request.quant, self.machine.on_cpu
+        tables = {"nf4-dq": tuple(CODE_BYTES), "nf4": ("code",), "fp4": ("code",)}.get(quant, ())
+        codes = sum(CODE_BYTES[name] if on_cpu else allocated_bytes(CODE_BYTES[name]) for name in tables)
+        return codes + sum(block.fixed_bytes if on_cpu else block.fixed_allocated_bytes for block in self.blocks)
+
+    def _limits(self) -> Limits:
+        machine, request, fixed = self.machine, self.request, self._fixed_bytes()
+        on_cpu, available = machine.on_cpu, machine.host_available_bytes + machine.process_bytes
+        counted = self.execution_bytes | self.prompt_bytes | self.prefix_bytes
+        outside = sum(count for name, count in counted.items() if name in OUTSIDE_PEAK)
+        inside = sum(counted.values()) - outside
+        return Limits(
+            device_budget_bytes=machine.budget_bytes(request.gpu_memory_bytes),
+            host_budget_bytes=request.host_memory_bytes or available,
+            disk_budget_bytes=self.disk_free_bytes, total_budget_bytes=available if on_cpu else None,
+            run_bytes=fixed + self.adapter_bytes + self.needs.kv_cache_bytes + self.needs.activation_bytes + inside,
+            load_bytes=fixed,
+            host_bytes=machine.process_bytes + request.prefix_cache_bytes + self.held_bytes + self.media.nbytes,
+            host_load_bytes=READ_BUFFER_BYTES,
+            context_bytes=0 if on_cpu else machine.context_bytes + outside,
+            reserve=(lambda peak_bytes: 0) if on_cpu else allocator_reserve_bytes,
+            held_bytes=HELD_BYTES,
+        )  # fmt: skip
+
+    # What was chosen --------------------------------------------------------------------------------------------------
+
+    def _plan(self, chosen: list[Choice], totals: Totals) -> Plan:
+        limits, request = self.limits, self.request
+        resident = sum(choice.device_bytes for choice in chosen)
+        host_weights = {
+            f"{tier}_weights": sum(c.host_bytes for c in chosen if c.tier == tier)
+            for tier in ("gather", "stream", "host")
+        }
+        gpu = {
+            "weights": resident, "fixed": limits.load_bytes, "adapters": self.adapter_bytes,
+            "kv_cache": self.needs.kv_cache_bytes, "activations": self.needs.activation_bytes,
+            "staging": totals.slots * totals.staged_bytes, **self.execution_bytes, **self.prompt_bytes,
+            **self.prefix_bytes,
+            "cuda_context": 0 if self.machine.on_cpu else self.machine.context_bytes,
+            "allocator_reserve": limits.reserve(totals.peak_bytes),
+        }  # fmt: skip
+        host = {
+            "process": self.machine.process_bytes, **host_weights,
+            "buffers": max(totals.buffer_bytes, totals.read_buffer_bytes),
+        }  # fmt: skip
+        if request.prefix_cache_bytes:
+            host["prefix_cache"] = request.prefix_cache_bytes
+        if self.held_bytes:
+            host["held_adapters"] = self.held_bytes
+        host |= self.media.by_item
+        reasons = Reasons(self.blocks, self.items, chosen, self.asked, limits, self.machine.execution_device)
+        return Plan(
+            request=request, model_class=self.anatomy.model_class, execution_device=self.machine.execution_device,
+            placements=tuple(
+                self._placement(block, choice, reasons.of(block, choice))
+                for block, choice in zip(self.blocks, chosen, strict=True)
+            ),
+            gpu=gpu, host=host, gpu_peak_bytes=totals.run_bytes, gpu_load_peak_bytes=totals.load_bytes,
+            gpu_budget_bytes=limits.device_budget_bytes, host_peak_bytes=totals.host_bytes,
+            host_budget_bytes=limits.host_budget_bytes, disk_bytes=totals.disk_bytes, staging_slots=totals.slots,
+            prefill_tokens=self.use.prefill_tokens, answer_tokens=self.use.answer_tokens, peak_phase=self.needs.phase,
+            unquantized=unquantized_of(self.anatomy, request.quant), checkpoint_stamps=(), rates=self.rates,
+            execution=self._execution(chosen, totals.slots), adapter_bytes=self.adapter_sizes, media_reason=self.media.reason,
+        )  # fmt: skip
+
+    def _execution(self, chosen: Sequence[Choice], slots: int) -> Execution:
+        """Return how prompts and steps run on this placement, with predicted seconds."""
+        use, rates, has_adapters = self.use, self.rates, bool(self.adapter_sizes)
+        prompt_s = sum(choice.request_s for choice in chosen)
+        if self.machine.on_cpu:
+            one_s = sum(choice.step_s for choice in chosen)
+            counted: Mapping[str, int] = {}
+        else:
+            passes = -(-use.prompt_tokens // max(self.chunks)) if self.chunks else use.passes
+            counts = prompt_linears(self.anatomy, self.blocks, use, is_cut=bool(self.chunks))
+            options = {"is_captured": self.captures_prompts, "has_adapters": has_adapters}
+            launch_s = prompt_launch_s(*counts, passes=passes, launch_s=rates.launch_s, **options)
+            prompt_s += self._waits_s(chosen, slots)
+            prompt_s = prompt_s + launch_s if self.captures_prompts else max(prompt_s, launch_s)
+            one_s = self._step_s(chosen, slots)
+            counted = self.execution_bytes
+        estimated_s = 0.0
+        if use.kv == "int8":
+            estimated_s = added_step_s(
+                self.anatomy.kv_layers, self.anatomy.dtype, rates, mode=self.mode, on_cpu=self.machine.on_cpu, rows=use.batch,
+                context_tokens=use.context_tokens,
+            )  # fmt: skip
+        step = Phase(
+            mode=self.mode, bytes=counted, reason=self.mode_reason, seconds=one_s + estimated_s,
+            is_asked=self.request.decode != "auto",
+            estimated_s=estimated_s,
+        )  # fmt: skip
+        prompt = Phase(
+            mode="graph" if self.captures_prompts else "eager", bytes=self.prompt_bytes, reason=self._prompt_reason(),
+            seconds=prompt_s, chunks=self.chunks,
+        )  # fmt: skip
+        return Execution(
+            prompt=prompt, step=step, head=self.request.head, head_reason="", is_head_asked=self.asked_head != "auto"
+        )
+
+    def _prompt_reason(self) -> str:
+        sizes = f"chunks of {', '.join(map(str, self.chunks))} tokens"
+        if self.captures_prompts:
+            return f"captured in {sizes}"
+        if self.machine.on_cpu:
+            return "the CPU computes"
+        if not self.is_captured:
+            why = "steps are not captured"
+        else:
+            why = self.anatomy.prompts_unsupported or "captured prompts would take memory from the decoder"
+        if self.chunks:
+            return f"{why}, in static {sizes}"
+        return f"{why}, in chunks of {self.use.prefill_tokens} tokens"
+
+    def _step_s(self, chosen: Sequence[Choice], slots: int) -> float:
+        link_Bps = self.rates.copy_Bps(pinned=self.machine.has_pinned, on_cpu=False)
+        work = step_work(self.anatomy, self.blocks, chosen, rows=self.use.batch, slots=slots)
+        return step_s(self.mode, work, self.rates, link_Bps=link_Bps, has_adapters=bool(self.adapter_sizes))
+
+    def _placement(self, block: Block, choice: Choice, reason: str) -> Placement:
+        fixed = block.fixed_bytes if self.machine.on_cpu else block.fixed_allocated_bytes
+        return Placement(
+            block_path=block.block_path, part=block.part, tier=choice.tier, home=choice.home,
+            gpu_bytes=choice.device_bytes + fixed, host_bytes=choice.host_bytes, disk_bytes=choice.disk_bytes,
+            request_s=choice.request_s, token_s=choice.step_s, reason=reason,
+        )  # fmt: skip
+
+    # What would fit ---------------------------------------------------------------------------------------------------
+
+    def _does_not_fit(self, search: Search) -> DoesNotFitError:
+        limits = self.limits
+        if limits.total_budget_bytes is not None:
+            alone = Search(self.items, self._asked_limits())
+            total_bytes = alone.smallest_total_bytes() if alone.best() is not None else None
+            if total_bytes is not None:
+                why = "the memory that resident and host blocks share"
+                return self._error("memory", total_bytes, limits.total_budget_bytes, why)
+            search = alone
+        device_bytes, host_bytes = search.smallest_device_bytes(), search.smallest_host_bytes()
+        why = "the smallest budget with a placement"
+        if device_bytes is not None:
+            other = "" if host_bytes is None else f"; a host budget of {host_bytes} B ({gib(host_bytes)}) would also do"
+            device, budget_bytes = self.machine.execution_device, limits.device_budget_bytes
+            return self._error(device, device_bytes, budget_bytes, why + other, argument="gpu_memory")
+        if host_bytes is not None:
+            return self._error("host", host_bytes, limits.host_budget_bytes, why, argument="host_memory")
+        return self._neither_fits()
+
+    def _asked_limits(self) -> Limits:
+        """Return the budgets that the user named, without the bound of a memory that both devices share."""
+        request = self.request
+        return replace(
+            self.limits,
+            device_budget_bytes=request.gpu_memory_bytes or UNLIMITED_BYTES,
+            host_budget_bytes=request.host_memory_bytes or UNLIMITED_BYTES,
+            total_budget_bytes=None,
+        )
+
+    def _neither_fits(self) -> DoesNotFitError:
+        """Return the error for a request that no single larger budget would help."""
+        limits = self.limits
+        open_host = replace(limits, host_budget_bytes=UNLIMITED_BYTES, total_budget_bytes=None)
+        device_bytes = Search(self.items, open_host).smallest_device_bytes()
+        if device_bytes is None:
+            return self._disk_error()
+        on_device = replace(limits, device_budget_bytes=device_bytes, total_budget_bytes=None)
+        host_bytes = Search(self.items, on_device).smallest_host_bytes()
+        why = f"and at that budget the host needs {host_bytes} B, its budget is {limits.host_budget_bytes} B"
+        device = self.machine.execution_device
+        return self._error(device, device_bytes, limits.device_budget_bytes, why, argument=BOTH_BUDGETS)
+
+    def _disk_error(self) -> DoesNotFitError:
+        why = "the disk has too little space for the spill file"
+        return self._error(
+            "disk", self._spilled_bytes(), self.limits.disk_budget_bytes or 0, why, argument="offload_dir"
+        )
+
+    def _spilled_bytes(self) -> int:
+        """Return the bytes of the blocks that the request puts on disk."""
+        on_disk = {path for path, requested in self.asked.items() if requested.tier == "disk"}
+        return sum(block.buffer_bytes for block in self.blocks if block.block_path in on_disk)
+
+    def _error(
+        self, device: str, needed_bytes: int, budget_bytes: int, reason: str, argument: str = ""
+    ) -> DoesNotFitError:
+        is_budget = argument in ("gpu_memory", "host_memory")
+        advice = [f"{argument}={needed_bytes}" if is_budget else argument] if argument else []
+        if argument == "gpu_memory" and 0 < self.machine.gpu_total_bytes < needed_bytes:
+            advice = []  # no budget makes a card larger
+        if device not in ("host", "disk"):
+            reason = f"{reason}; {self._taken()}"
+            advice += [f"{what} saves {gib(saved)}" for what, saved in self._savings()]
+        if device in ("host", "memory") and any(self._host_taken().values()):
+            taken = (f"{what} {gib(nbytes)}" for what, nbytes in self._host_taken().items() if nbytes)
+            reason = f"{reason}; host memory beside blocks: {', '.join(taken)}"
+            if self.request.prefix_cache_bytes:
+                advice.append(f"no prefix cache saves {gib(self.request.prefix_cache_bytes)}")
+        if self.asked:
+            advice.append("fewer manual placements")
+        hint = f"Allow more memory or reduce the request: {'; '.join(advice)}" if advice else ""
+        return DoesNotFitError(
+            reason, block=None, device=device, needed_bytes=needed_bytes, budget_bytes=budget_bytes, hint=hint,
+            needs_both=argument == BOTH_BUDGETS,
+        )  # fmt: skip
+
+    def _host_taken(self) -> dict[str, int]:
+        """Return the bytes of host memory that are no blocks, by what takes them."""
+        return {
+            "prefix cache": self.request.prefix_cache_bytes, "held adapters": self.held_bytes, "media": self.media.nbytes,
+        }  # fmt: skip
+
+    def _taken(self) -> str:
+        limits, needs = self.limits, self.needs
+        counted = self.execution_bytes | self.prompt_bytes | self.prefix_bytes
+        buffers = sum(count for name, count in counted.items() if name not in OUTSIDE_PEAK)
+        return (
+            f"cannot move {gib(limits.load_bytes)}, adapters {gib(self.adapter_bytes)}, "
+            f"KV cache {gib(needs.kv_cache_bytes)}, activations {gib(needs.activation_bytes)} ({needs.phase}), "
+            f"buffers of steps and prompts {gib(buffers)}, driver and libraries {gib(limits.context_bytes)}"
+        )
+
+    def _savings(self) -> Iterable[tuple[str, int]]:
+        has_adapters = self.adapter_bytes > 0
+        yield from smaller_needs(
+            self.anatomy, self.use, quant=self.request.quant, has_adapters=has_adapters, has_rows=self.is_captured,
+            is_fused=self.mode == "fused",
+        )  # fmt: skip
+        if self.asked_head == "full" and not self.machine.on_cpu:
+            # 8 bits for 16, and a table that the head is tied to may leave.
+            yield "head='int8'", head_bytes(self.anatomy) // 2
+        if has_adapters:
+            yield "no adapters", self.adapter_bytes
+        if self.request.quant != DEFAULT_QUANT and self.anatomy.prequantized is None:
+            yield f"quant={DEFAULT_QUANT!r}", self._quant_saving()
+
+    def _quant_saving(self) -> int:
+        """Return the bytes that the default format saves of the movable weights; without quantization, of all linears."""
+        if self.request.quant != "none":
+            packed = blocks_of(self.anatomy, DEFAULT_QUANT)
+            return sum(block.movable_bytes for block in self.blocks) - sum(block.movable_bytes for block in packed)
+        linears = [row.weight for row in self.anatomy.rows if row.kind == "linear" and row.part != "head"]
+        return sum(w.nbytes - packed_bytes(w.shape, DEFAULT_QUANT, w.dtype) for w in linears if w is not None)
+
+
+def _asked(request: LoadRequest, anatomy: Anatomy, blocks: Sequence[Block], machine: Machine) -> dict[str, Asked]:
+    if request.device_map is not None:
+        return resolve_device_map(request.device_map, blocks, anatomy, execution_device=machine.execution_device)
+    return resolve_place(request.place, blocks, anatomy)

@@ -1,0 +1,1 @@
+"""What does a user force: placements, device maps, cards, dtypes?"""

@@ -1,0 +1,74 @@
+"""Reads, copies and kernel launches of one decode step of a placement, block by block in order; rows and linears of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.planning.memory.activations import Use
+from trimtab.planning.memory.towers import PARTS
+from trimtab.planning.values.blocks import Block, Paid, widened_bytes
+from trimtab.planning.values.budget import STAGING_SLOTS, Choice
+from trimtab.planning.values.byte_sizes import Work
+from trimtab.planning.values.execution import BlockWork, StepWork, head_bytes, head_rows
+
+
+def works_of(use: Use) -> dict[Paid, Work]:
+    """Return the work of a block in a request, by what its time is paid for."""
+    prompt_rows = use.prompt_tokens * use.batch
+    return {
+        "token": Work(passes=use.passes, prompt_rows=prompt_rows, step_rows=use.batch),
+        "image": Work(passes=bool(use.patches), prompt_rows=use.patches * use.batch, step_rows=0),
+        "audio": Work(passes=bool(use.sound_s), prompt_rows=use.sound_tokens * use.batch, step_rows=0),
+        "request": Work(passes=1, prompt_rows=prompt_rows, step_rows=0),
+    }
+
+
+def step_work(
+    anatomy: Anatomy, blocks: Sequence[Block], chosen: Sequence[Choice], *, rows: int, slots: int = STAGING_SLOTS
+) -> StepWork:
+    """Return what one decode step of `rows` rows does with the blocks in their places, a choice for each block. slots: staging
+    buffers."""
+    device = link = linears = layers = 0
+    other_s = 0.0
+    first: list[BlockWork] = []  # what a family computes beside its layers comes before them
+    after: list[BlockWork] = []
+    for block, choice in zip(blocks, chosen, strict=True):
+        if block.paid != "token":
+            continue
+        if block.is_table:
+            other_s += choice.step_s
+            continue
+        is_layer = block.is_decoder_layer
+        linears, layers = linears + len(block.leaves), layers + is_layer
+        if choice.tier == "host":
+            other_s += choice.step_s
+            continue
+        copied = block.movable_bytes if choice.tier == "stream" else 0
+        device, link = device + block.movable_bytes + block.widened_bytes, link + copied
+        other_s += choice.step_s if choice.tier == "disk" else 0.0
+        one = BlockWork(block.movable_bytes, copied, len(block.leaves), is_layer, block.piece_bytes if copied else ())
+        (first if block.part == "language" and not is_layer else after).append(one)
+    head = head_bytes(anatomy)
+    tied = {path for row in head_rows(anatomy) for path in [row.weight and row.weight.tied_to] if path}
+    head += sum(widened_bytes(row, anatomy.dtype) for row in head_rows(anatomy))
+    device += head if tied else 0  # what a head shares with a table is no block of its own
+    return StepWork(
+        device_bytes=device, link_bytes=link, other_s=other_s, tail_bytes=head, layers=layers, linears=linears, rows=rows,
+        blocks=(*first, *after), slots=max(slots, 1),
+    )  # fmt: skip
+
+
+def prompt_linears(anatomy: Anatomy, blocks: Sequence[Block], use: Use, *, is_cut: bool) -> tuple[int, int, int]:
+    """Return the linears of the decoder, those of its layers that only the last pass of a prompt enters, and those of towers that
+    run. is_cut: whether prompts go through in chunks of still shapes: layers that read the keys of earlier ones see the last token
+    alone then (engine/passes/chunk_forward.py)."""
+    shared = {str(layer.layer) for layer in anatomy.kv_layers if layer.shares is not None and is_cut}
+    whole = skipped = towers = 0
+    for block in blocks:
+        if block.part in PARTS and (use.patches or use.sound_s):
+            towers += len(block.leaves)
+        if block.paid == "token" and not block.is_table:
+            whole += len(block.leaves)
+            skipped += len(block.leaves) * (block.block_path.rpartition(".")[2] in shared)
+    return whole, skipped, towers

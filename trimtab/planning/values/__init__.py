@@ -1,0 +1,1 @@
+"""What is a plan made of: blocks, bytes, budgets, execution?"""

@@ -1,0 +1,291 @@
+"""The placement blocks of a model, with bytes, tiers, and the reasons against the other tiers.
+
+A block is a decoder or tower layer, a gathered table, the head, or the rest of a part. Its movable bytes are the packed
+weights of its linears and fused experts, or its table; norms, convolutions, biases, buffers and embeddings that are not
+merely indexed stay on the execution device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Literal
+
+from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow, Part, TensorRow
+from trimtab.errors import gib
+from trimtab.planning.values.byte_sizes import (
+    HEAD8,
+    HEAD_PIECE_BYTES,
+    allocated_bytes,
+    buffer_bytes,
+    packed_bytes,
+    packed_parts,
+)
+from trimtab.planning.values.copy_order import pieces_of
+from trimtab.planning.values.rows import Unquantized
+from trimtab.request import DEFAULT_QUANT, QUANTS, TIERS
+
+Paid = Literal["token", "image", "audio", "request"]
+LINEAR_TIERS = ("resident", "stream", "disk", "host")
+TABLE_TIERS = ("resident", "gather")
+# Anatomies whose blocks are kept: both heads of a model in two formats.
+KEPT = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """One movable weight: bytes by part as stored, and bytes at full precision.
+
+    packs: whether loading packs it (quantized by us, not already packed in the file). load_transient_bytes: what the
+    execution device holds while that happens: the whole weight, its packed form and, for int8, its float16 copy; an 8-bit
+    head is made piece by piece in the place where it stays.
+    """
+
+    tensor_path: str
+    module_path: str
+    shape: tuple[int, ...]
+    parts: Mapping[str, int]
+    dense_bytes: int
+    packs: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes when resident on a GPU: packed weights share one allocation, others have one each."""
+        if len(self.parts) > 1:
+            return buffer_bytes(self.parts)
+        return sum(allocated_bytes(nbytes) for nbytes in self.parts.values())
+
+    @property
+    def load_transient_bytes(self) -> int:
+        if not self.packs:
+            return self.nbytes
+        if "scale" in self.parts:
+            return min(HEAD_PIECE_BYTES, 13 * prod(self.shape))
+        return self.dense_bytes + self.nbytes + (2 * prod(self.shape) if "SCB" in self.parts else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """One unit of placement.
+
+    movable_bytes, fixed_bytes: exact. movable_allocated_bytes, fixed_allocated_bytes: the same as torch's CUDA
+    allocator counts them when resident. buffer_bytes: the packed weights as one aligned buffer. leaves: module paths of
+    what moves. refused: tier -> why it is not allowed. largest_leaf_bytes: the largest weight as stored.
+    load_transient_bytes: the most that loading one weight takes at once. dense_bytes: what is read of the weights that
+    loading packs. flops_per_token: multiply-adds a row. row_bytes: one row of a table, 0 for other blocks. is_in_file:
+    whether a table is one tensor of the checkpoint, whose rows can be read from there. pieces: the leaves of each piece that is
+    copied by itself in a captured pass; piece_bytes: of each, in the buffer. widened_bytes: what a pass writes and reads again of
+    weights that are held in 16 bits and computed with in float32.
+    """
+
+    block_path: str
+    part: Part
+    movable_bytes: int
+    fixed_bytes: int
+    movable_allocated_bytes: int
+    fixed_allocated_bytes: int
+    buffer_bytes: int
+    leaves: tuple[str, ...]
+    allowed_tiers: tuple[str, ...]
+    refused: Mapping[str, str] = field(hash=False)
+    largest_leaf_bytes: int
+    load_transient_bytes: int
+    dense_bytes: int
+    paid: Paid
+    flops_per_token: int
+    row_bytes: int = 0
+    is_in_file: bool = True
+    pieces: tuple[tuple[str, ...], ...] = ()
+    piece_bytes: tuple[int, ...] = ()
+    widened_bytes: int = 0
+
+    @property
+    def is_table(self) -> bool:
+        return self.row_bytes > 0
+
+    @cached_property
+    def is_decoder_layer(self) -> bool:
+        return self.part == "language" and self.block_path.rpartition(".")[2].isdecimal()
+
+
+def quant_of(anatomy: Anatomy, quant: str) -> str:
+    """Return the format of quantized weights; "auto" is the checkpoint's own if it is packed, else the default."""
+    if quant != "auto":
+        return quant
+    return anatomy.prequantized if anatomy.prequantized in QUANTS else DEFAULT_QUANT
+
+
+def tied_paths(anatomy: Anatomy) -> dict[str, str]:
+    """Return tensor_path -> the tensor it shares storage with, both ways round."""
+    shared: dict[str, str] = {}
+    for row in anatomy.rows:
+        for tensor in row.tensors:
+            if tensor.tied_to is not None:
+                shared[tensor.tensor_path] = tensor.tied_to
+                shared.setdefault(tensor.tied_to, tensor.tensor_path)
+    return shared
+
+
+def leaves_of(row: ModuleRow, quant: str, tied: Mapping[str, str], *, prequantized: bool = False) -> tuple[Leaf, ...]:
+    """Return what can move of one module: a linear's weight, the 3-D weights of fused experts, a gathered table."""
+    if row.kind == "linear" or (row.kind == "embedding" and row.gather_only):
+        tensors = [row.weight] if row.weight is not None else []
+    elif row.kind == "experts":
+        tensors = [tensor for tensor in row.tensors if len(tensor.shape) == 3 and not tensor.is_buffer]
+    else:
+        return ()
+    kind = HEAD8 if row.is_head8 else quant if row.quantized and row.kind != "embedding" else "none"
+    return tuple(
+        Leaf(
+            tensor_path=tensor.tensor_path, module_path=row.module_path, shape=tensor.shape,
+            parts=packed_parts(tensor.shape, kind, tensor.dtype), dense_bytes=tensor.nbytes,
+            packs=kind == HEAD8 or (kind != "none" and not prequantized),
+        )
+        for tensor in tensors
+        if tensor.tensor_path not in tied
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=KEPT)
+def blocks_of(anatomy: Anatomy, quant: str) -> tuple[Block, ...]:
+    """Return the blocks of a model in the order of its modules, every module in exactly one."""
+    quant, tied = quant_of(anatomy, quant), tied_paths(anatomy)
+    grouped: dict[str, list[ModuleRow]] = {}
+    for row in anatomy.rows:
+        grouped.setdefault(row.block, []).append(row)
+    return tuple(_block(path, rows, anatomy, quant, tied) for path, rows in grouped.items())
+
+
+def _block(path: str, rows: list[ModuleRow], anatomy: Anatomy, quant: str, tied: Mapping[str, str]) -> Block:
+    packed_file = anatomy.prequantized is not None
+    # A table moves only as a block of its own; beside linears it is one of the things that stay.
+    is_mixed = any(row.kind in ("linear", "experts") for row in rows)
+    leaves = [
+        leaf
+        for row in rows
+        if not (is_mixed and row.kind == "embedding")
+        for leaf in leaves_of(row, quant, tied, prequantized=packed_file)
+    ]
+    moving = {leaf.tensor_path for leaf in leaves}
+    fixed = [t for row in rows for t in row.tensors if t.tied_to is None and t.tensor_path not in moving]
+    moving_rows = [row for row in rows if any(tensor.tensor_path in moving for tensor in row.tensors)]
+    part = (moving_rows or rows)[0].part
+    is_table = bool(moving_rows) and all(row.gather_only for row in moving_rows)
+    allowed, refused = _tiers(path, rows, leaves, is_table, anatomy, tied)
+    pieces = pieces_of(leaves)
+    places = {path: number for number, piece in enumerate(pieces) for path in piece}
+    piece_bytes = [0] * len(pieces)
+    for leaf in leaves:
+        piece_bytes[places[leaf.module_path]] += buffer_bytes(leaf.parts)
+    return Block(
+        block_path=path, part=part,
+        movable_bytes=sum(leaf.nbytes for leaf in leaves), fixed_bytes=sum(tensor.nbytes for tensor in fixed),
+        movable_allocated_bytes=sum(leaf.allocated_bytes for leaf in leaves),
+        fixed_allocated_bytes=sum(allocated_bytes(tensor.nbytes) for tensor in fixed),
+        buffer_bytes=sum(buffer_bytes(leaf.parts) for leaf in leaves),
+        leaves=tuple(dict.fromkeys(leaf.module_path for leaf in leaves)),
+        allowed_tiers=allowed, refused=refused,
+        largest_leaf_bytes=max((leaf.nbytes for leaf in leaves), default=0),
+        load_transient_bytes=max((leaf.load_transient_bytes for leaf in leaves), default=0),
+        dense_bytes=sum(leaf.dense_bytes for leaf in leaves if leaf.packs),
+        paid=_paid(path, part),
+        flops_per_token=0 if is_table else sum(2 * prod(leaf.shape) for leaf in leaves),
+        row_bytes=sum(leaf.dense_bytes // leaf.shape[0] for leaf in leaves) if is_table else 0,
+        is_in_file=all(len(t.sources) == 1 for row in rows for t in row.tensors if t.tensor_path in moving),
+        pieces=pieces, piece_bytes=tuple(piece_bytes), widened_bytes=sum(widened_bytes(row, anatomy.dtype) for row in rows),
+    )  # fmt: skip
+
+
+def widened_bytes(row: ModuleRow, dtype: str) -> int:
+    """Return what a product writes and reads again of a linear's weight that is held in fewer bits than it computes with."""
+    weight = row.weight
+    if weight is None or row.kind != "linear" or row.quantized or row.is_head8 or not weight.is_narrow(dtype):
+        return 0
+    return 2 * weight.numel * DTYPE_BYTES[dtype]
+
+
+def _paid(path: str, part: Part) -> Paid:
+    if part == "vision":
+        return "image"
+    if part == "audio":
+        return "audio"
+    if part == "connector":
+        if "audio" in path or "speech" in path:
+            return "audio"
+        return "image" if any(word in path for word in ("vision", "visual", "image", "multi_modal")) else "request"
+    return "token"
+
+
+def _tiers(
+    path: str, rows: list[ModuleRow], leaves: list[Leaf], is_table: bool, anatomy: Anatomy, tied: Mapping[str, str]
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    if not leaves:
+        reasons = dict.fromkeys(why_fixed(row, anatomy, tied) for row in rows if row.tensors)
+        why = "; ".join(reasons) or "it holds no tensors"
+        return ("resident",), {tier: why for tier in TIERS if tier != "resident"}
+    if is_table:
+        why = (
+            "only single rows of it are read: use gather, which leaves the table in host memory, or in the "
+            "checkpoint file when host memory is short"
+        )
+        return TABLE_TIERS, {tier: why for tier in TIERS if tier not in TABLE_TIERS}
+    why = f"only a table that is looked up by index can be gathered; this block computes with whole weights ({len(leaves)})"
+    return LINEAR_TIERS, {"gather": why}
+
+
+def why_fixed(row: ModuleRow, anatomy: Anatomy, tied: Mapping[str, str] | None = None) -> str:
+    """Return why a module (of which nothing moves) stays on the execution device."""
+    tied = tied_paths(anatomy) if tied is None else tied
+    weight = row.weight
+    partner = tied.get(weight.tensor_path) if weight is not None else None
+    if row.kind == "embedding" and weight is not None:
+        reasons = []
+        if anatomy.model_type.startswith("gemma4") and any(other.gather_only for other in anatomy.rows):
+            reasons.append("Gemma4Model.forward reads its weight outside the module at every step")
+        if partner is not None:
+            reasons.append(f"the tied {partner.removesuffix('.weight')} needs the whole matrix for every token")
+        return f"{row.module_path} cannot move: " + (
+            " and ".join(reasons) or "code outside the module reads its weight"
+        )
+    if partner is not None:
+        owner = partner.removesuffix(".weight")
+        return f"{row.module_path} cannot move: it is tied to {owner}, one matrix of {gib(_nbytes(weight))} read whole"
+    return "norms, convolutions, biases, buffers and plain parameters stay on the execution device"
+
+
+def _nbytes(tensor: TensorRow | None) -> int:
+    return 0 if tensor is None else tensor.nbytes
+
+
+def places_of(block: Block) -> list[tuple[str, str]]:
+    """Return the (tier, home) pairs that a block allows."""
+    homes = {
+        "resident": ("device",),
+        "stream": ("host",),
+        "host": ("host",),
+        "disk": ("disk",),
+        "gather": ("host", "file"),
+    }
+    places = [(tier, home) for tier in block.allowed_tiers for home in homes[tier]]
+    return places if block.is_in_file else [place for place in places if place != ("gather", "file")]
+
+
+def unquantized_of(anatomy: Anatomy, quant: str) -> tuple[Unquantized, ...]:
+    """Return the linears and experts that stay in full precision, with the reason; none where no format was chosen."""
+    if quant == "none" and anatomy.prequantized is None:
+        return ()
+    tied = tied_paths(anatomy)
+    kept = []
+    for row in anatomy.rows:
+        if row.kind in ("linear", "experts") and not row.quantized and not row.is_head8:
+            weights = [row.weight] if row.weight is not None else [t for t in row.tensors if len(t.shape) == 3]
+            nbytes = sum(packed_bytes(t.shape, "none", t.dtype) for t in weights if t is not None)
+            shared = "" if not any(t and t.tensor_path in tied for t in weights) else "shared with another module"
+            kept.append(Unquantized(module_path=row.module_path, bytes=nbytes, reason=row.why_unquantized or shared))
+    return tuple(kept)

@@ -1,0 +1,215 @@
+"""Bytes of a weight in each format and location, and seconds of a block in each tier.
+
+Bytes of weights are exact: they follow bitsandbytes' formats and torch's CUDA allocator. Seconds come from measured
+rates and serve to compare placements, not to promise a speed: copies of neighbouring blocks are taken to queue on one
+link, and the overlap of one block's copy with another's computation is counted only within the block itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, prod
+
+from trimtab.checkpoint.anatomy import DTYPE_BYTES
+from trimtab.errors import RequestError
+
+# Block sizes of bitsandbytes' 4-bit formats: one scale per 64 weights, and with double quantization one second-level
+# scale per 256 of those (bitsandbytes functional.py, quantize_4bit).
+WEIGHT_BLOCK = 64
+NESTED_BLOCK = 256
+# Look-up tables are shared by all weights of one model: 16 and 256 float32 entries.
+CODE_BYTES = {"code": 64, "nested_code": 1024}
+# An 8-bit head (engine/formats/int8_head.py) is made from pieces of so many weights, and computed with so many at a time in
+# float32.
+# Making a piece holds it as read (4 bytes a weight at most), twice in float32 and once in 8 bits.
+HEAD8 = "head8"
+HEAD_PIECE_VALUES = 2 * 2**20
+HEAD_PIECE_BYTES = 13 * HEAD_PIECE_VALUES
+HEAD_CHUNK_VALUES = 4 * 2**20
+# Preparing an adapter computes with so many values of a weight at a time (engine/lora/base_values.py).
+ADAPTER_PIECE_VALUES = 2 * 2**20
+# What an adapter in host memory takes beside its tensors: names, shapes and where each goes. Measured: 0.12 MiB for 74 modules.
+HELD_OBJECT_BYTES = 2**17
+# One warp reads 128 bytes at a time and bitsandbytes loads 16-byte vectors: parts of a block buffer start at multiples.
+ALIGN_BYTES = 256
+
+# torch c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize, kSmallSize, kMinLargeAlloc, kRoundLarge.
+ALLOCATION_BYTES = 512
+SMALL_BYTES = 2**20
+LARGE_BYTES = 10 * 2**20
+SEGMENT_BYTES = 2 * 2**20
+# Memory that torch reserves beyond what it has handed out (segments of 2 and 20 MiB, holes between live tensors): a T4 with
+# E2B NF4 reserved 6.693 GiB for 6.507 GiB in use, 2.9 % more. A captured model has 80 MiB and more of it after loading, on several
+# streams, whatever its size (H100, E4B on 4 GiB: `shares_mib` in bench/results/cards.json). `fragments` counts what is beyond.
+RESERVE_MIN_BYTES = 64 * 2**20
+RESERVE_PERCENT = 3
+
+
+def round_up(byte_count: int, step: int) -> int:
+    return -(-byte_count // step) * step
+
+
+def packed_parts(shape: Sequence[int], kind: str, dtype: str) -> dict[str, int]:
+    """Return the bytes of each part of a stored weight, by part name.
+
+    Shapes: [D_out, D_in] or [E, D_out, D_in]. kind: "none", "int8", "fp4", "nf4", "nf4-dq" or HEAD8. An odd number of weights
+    is padded to a whole byte. Source: bitsandbytes 0.50.2, quantize_4bit (absmax float32, or uint8 with float32
+    second-level scales and one float32 offset) and int8_vectorwise_quant (one float32 per output row).
+    """
+    numel = prod(shape)
+    if kind == "none":
+        return {"weight": numel * DTYPE_BYTES[dtype]}
+    if kind == "int8":
+        return {"weight": numel, "SCB": 4 * prod(shape[:-1])}
+    if kind == HEAD8:
+        return {"weight": numel, "scale": 4 * prod(shape[:-1])}
+    if kind not in ("fp4", "nf4", "nf4-dq"):
+        raise ValueError(f"unknown weight format: {kind!r}")
+    blocks = ceil(numel / WEIGHT_BLOCK)
+    if kind != "nf4-dq":
+        return {"weight": (numel + 1) // 2, "absmax": 4 * blocks}
+    nested = 4 * ceil(blocks / NESTED_BLOCK)
+    return {"weight": (numel + 1) // 2, "absmax": blocks, "nested_absmax": nested, "offset": 4}
+
+
+def packed_bytes(shape: Sequence[int], kind: str, dtype: str) -> int:
+    """Return the exact bytes of a stored weight, without padding between its parts."""
+    return sum(packed_parts(shape, kind, dtype).values())
+
+
+def buffer_bytes(parts: Mapping[str, int]) -> int:
+    """Return what the parts take inside the contiguous buffer of a streamed block."""
+    return sum(round_up(nbytes, ALIGN_BYTES) for nbytes in parts.values())
+
+
+def allocated_bytes(byte_count: int) -> int:
+    """Return what torch's CUDA allocator counts for one tensor (torch.cuda.memory_allocated).
+
+    Sizes are rounded to 512 B; from 10 MiB on a tensor gets a segment of its own in steps of 2 MiB, whose rest is split
+    off only when it exceeds 1 MiB. A rest inside a shared 20 MiB segment depends on the order of calls: not modelled.
+    """
+    if byte_count <= 0:
+        return 0
+    size = round_up(byte_count, ALLOCATION_BYTES)
+    if size < LARGE_BYTES:
+        return size
+    segment = round_up(size, SEGMENT_BYTES)
+    return segment if segment - size <= SMALL_BYTES else size
+
+
+def allocator_reserve_bytes(peak_bytes: int) -> int:
+    """Return what torch reserves from the driver beyond the peak in use; part of the budget, not of the peak."""
+    return max(RESERVE_MIN_BYTES, peak_bytes * RESERVE_PERCENT // 100)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """How fast the machine moves and computes, measured (`engine/memory/rates.py`) or assumed.
+
+    *_Bps: bytes per second: pinned and pageable host memory to the execution device, its own memory read, host memory
+    copied, the spill disk read, packed weights that a one-row matrix product on the CPU gets through. *_flops: multiply
+    and add operations a second of a product with many rows. launch_s: one kernel; transfer_s: one copy started and
+    waited for; disk_access_s: one small read. The defaults are an old consumer machine (PCIe 3 x16, SATA SSD, T4-class
+    card).
+    """
+
+    pinned_h2d_Bps: float = 12e9
+    pageable_h2d_Bps: float = 5e9
+    device_Bps: float = 250e9
+    host_Bps: float = 10e9
+    disk_Bps: float = 0.5e9
+    host_matmul_Bps: float = 1.5e9
+    host_flops: float = 1e11
+    device_flops: float = 2e13
+    launch_s: float = 1e-5
+    transfer_s: float = 3e-5
+    disk_access_s: float = 1e-4
+
+    def __post_init__(self) -> None:
+        for name, value in self.__dict__.items():
+            if not value > 0:
+                raise RequestError("must be above zero", field=f"rates.{name}", value=value)
+
+    def copy_Bps(self, *, pinned: bool, on_cpu: bool) -> float:
+        """Return the rate from host memory to the execution device."""
+        if on_cpu:
+            return self.host_Bps
+        return self.pinned_h2d_Bps if pinned else self.pageable_h2d_Bps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The work of one block in a request: its rows in the prompt phase and in one decode step.
+
+    passes: how often its weights are needed in the prompt phase (pieces of the prompt, or one for a tower).
+    """
+
+    passes: int
+    prompt_rows: int
+    step_rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """The inputs of a block's time: packed bytes, multiply-adds per row, kernels per pass; row bytes of a table; bytes written and
+    read again where weights are widened to be computed with."""
+
+    nbytes: int
+    flops: int
+    leaves: int
+    row_bytes: int = 0
+    widened_bytes: int = 0
+
+
+def seconds(
+    tier: str, home: str, weights: Weights, work: Work, rates: Rates, *, pinned: bool, on_cpu: bool,
+    step_launch_s: float | None = None,
+) -> tuple[float, float]:  # fmt: skip
+    """Return (seconds per request, seconds a decoding step) that a block costs in a tier.
+
+    A copied block costs the longer of its copy and its computation; a gathered table costs the rows asked for.
+    step_launch_s: of one kernel of a decoding step, where that is not the rates' own (a captured step).
+    """
+    copy_Bps = rates.copy_Bps(pinned=pinned, on_cpu=on_cpu)
+    if weights.row_bytes:
+        rows_s = [_rows_s(tier, home, weights, rows, rates, copy_Bps) for rows in (work.prompt_rows, work.step_rows)]
+        return work.passes * rates.launch_s + rows_s[0], (rates.launch_s + rows_s[1] if work.step_rows else 0.0)
+    stepping = rates if step_launch_s is None else replace(rates, launch_s=max(step_launch_s, 1e-9))
+    step = _pass_s(tier, weights, work.step_rows, stepping, copy_Bps) if work.step_rows else 0.0
+    rows = ceil(work.prompt_rows / work.passes) if work.passes else 0
+    return work.passes * _pass_s(tier, weights, rows, rates, copy_Bps), step
+
+
+def unhidden_s(weights: Weights, work: Work, rates: Rates, *, pinned: bool) -> float:
+    """Return the seconds that a block copied to a GPU adds to a prompt if nothing is copied while it is computed: the shorter of
+    both, in each pass."""
+    if not work.passes:
+        return 0.0
+    device_s = _pass_s("resident", weights, ceil(work.prompt_rows / work.passes), rates, 1.0)
+    copied_s = rates.transfer_s + weights.nbytes / rates.copy_Bps(pinned=pinned, on_cpu=False)
+    return work.passes * min(device_s, copied_s)
+
+
+def _rows_s(tier: str, home: str, weights: Weights, rows: int, rates: Rates, copy_Bps: float) -> float:
+    nbytes = rows * weights.row_bytes
+    if tier == "resident" or not rows:
+        return nbytes / rates.device_Bps
+    fetched = rates.transfer_s + nbytes / copy_Bps
+    return fetched + (rows * rates.disk_access_s + nbytes / rates.disk_Bps if home == "file" else 0.0)
+
+
+def _pass_s(tier: str, weights: Weights, rows: int, rates: Rates, copy_Bps: float) -> float:
+    device_s = max(
+        (weights.nbytes + weights.widened_bytes) / rates.device_Bps, rows * weights.flops / rates.device_flops
+    )
+    device_s += weights.leaves * rates.launch_s
+    if tier == "resident" or not weights.nbytes:
+        return device_s
+    if tier == "host":
+        host_s = max(weights.nbytes / rates.host_matmul_Bps, rows * weights.flops / rates.host_flops)
+        return max(device_s, host_s + 2 * weights.leaves * rates.transfer_s)
+    copied_s = rates.transfer_s + weights.nbytes / copy_Bps
+    if tier == "disk":
+        copied_s = max(copied_s, weights.nbytes / rates.disk_Bps) + rates.disk_access_s
+    return max(device_s, copied_s)

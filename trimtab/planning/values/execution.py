@@ -1,0 +1,323 @@
+"""How prompts and decode steps run, the device memory that this takes, and the time of a step.
+
+A decode step runs in one of three modes. "eager": transformers' modules, one kernel after the other. "graph": the same
+modules, captured as one CUDA graph. "fused": our own kernels, captured. Captured modes keep keys and values of every
+sequence at fixed addresses beside the prompt's own cache, logits of every graph, and the graphs' nodes.
+
+Constants are measured (bench/results/cards.json, decode.json: NVIDIA H200, driver 580, torch 2.11, CUDA 13.0); other cards
+take them as an upper bound for bytes and as an estimate for seconds.
+
+What is not covered: graphs of several GPUs; the driver's own memory for a kernel that spills registers on another card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow
+from trimtab.planning.values.budget import STAGING_SLOTS
+from trimtab.planning.values.byte_sizes import HEAD8, Rates, packed_bytes
+from trimtab.planning.values.kv_bytes import added_node_bytes, step_copy_bytes
+from trimtab.planning.values.pipeline import Stage, pipeline_s
+
+MIB = 2**20
+MODES = ("eager", "graph", "fused")
+CAPTURED = ("graph", "fused")
+# Steps are captured for so many rows at a time; fewer rows are padded.
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+# Graphs that one batch keeps (engine/decode/decode_step.py).
+MOST_GRAPHS = 16
+# Attention of a captured step through the modules reads so many positions, doubled until the longest row fits.
+SMALLEST_POSITIONS = 256
+# Rows of the largest launch of our own kernels.
+KERNEL_ROWS = 8
+# Numbers of rows whose matrix-vector products have launch configurations of their own; more rows take another kernel.
+PRODUCT_ROWS = tuple(size for size in BUCKETS if size <= KERNEL_ROWS)
+LEAST_CAPABILITY = (8, 0)
+FUSED_QUANTS = ("nf4", "nf4-dq", "fp4")
+FUSED_DTYPES = ("bfloat16", "float16")
+
+# Device code and tables of torch, cuBLAS and bitsandbytes that a process holds once prompts, steps and media went through:
+# 175 MiB after loading and capturing, 24 more after prompts and media, our own kernels and two graphs included.
+LIBRARY_BYTES = 168 * MIB
+# Our own modules, each small; one for every shape of a product. Captured modules of transformers call more of torch's and cuBLAS'
+# kernels than a fused step: a process took 29 MiB more than planned with 4 MiB here (Qwen3-8B on 5 GiB, H100).
+KERNEL_BYTES = {"eager": 0, "graph": 40 * MIB, "fused": 16 * MIB}
+# A graph's nodes in the driver's memory. The first graph also loads what launches graphs.
+GRAPH_BYTES = {"graph": 4 * MIB, "fused": 2 * MIB}
+FIRST_GRAPH_BYTES = 16 * MIB
+# Scratch of products and adapters, and the buffers between the kernels of a step: 10 MiB for one row.
+SCRATCH_BYTES = {"graph": 12 * MIB, "fused": 12 * MIB}
+# The same for each row of a graph of more than KERNEL_ROWS rows: parts of attention and of products. An estimate from E4B's shapes
+# (8 heads of 512, 32 parts: 0.5 MiB; 3 parts of 20,480 outputs: 0.2 MiB), not measured.
+ROW_SCRATCH_BYTES = MIB
+# cuBLAS: one workspace for each stream that computes, and one of its own (torch 2.11, CUDABlas.cpp: 8.1 MiB, 32 MiB on
+# compute capability 9.0). Within budgets below 16 GiB they are bounded to the smaller one on every card (engine/memory/rates.py).
+WORKSPACE_BYTES = 8519680
+# Below such a budget memory is saved where that costs little: these workspaces, cuDNN's attention, one segment for prompts.
+SMALL_BUDGET_BYTES = 16 * 2**30
+# A margin for prompts that are not captured, whose caches grow and leave holes in torch's allocator. Not measured by itself: with
+# 36 MiB the process of one streamed model took 4 MiB more than its plan (bench/results/cards.json, run 3, E4B in 3.5 GiB). With
+# chunks 31 MiB (E2B on 2 GiB) to 100 MiB of torch's room stayed unused with it (runs 4 and 5).
+FRAGMENT_BYTES = 48 * MIB
+# What choosing kernels takes for a while, for products and for both ends of a step (E4B's size: 23 MiB).
+CHECK_BYTES = 64 * MIB
+CHECKED_POSITIONS = 1100
+CHECK_PIECE_VALUES = 2**20
+
+# Seconds that a step takes beyond reading its bytes: for every decoder layer of a fused step, for every linear of captured
+# modules, for every kernel of an eager step. With adapters, then without.
+FUSED_LAYER_S = (39e-6, 36e-6)
+FUSED_ROW_SHARE = 0.055
+GRAPH_LINEAR_S = (24e-6, 21e-6)
+# bitsandbytes' one-row product reads memory at this share of the rate.
+GRAPH_RATE_SHARE = 0.75
+EAGER_KERNELS = (19, 14)
+# Seconds of a captured chunk beyond its arithmetic, for every linear of the decoder: unpacking, adapters, and what lies between.
+# From one figure (E4B, 512 tokens with an adapter: 21.8 ms on the GPU).
+CHUNK_LINEAR_S = 45e-6
+# The same of a pass that is not captured, with adapters and without: Python launches 2,329 kernels for E4B's 343 linears, which
+# takes longer than all that they compute. With adapters from E4B, E2B and Qwen3-8B with streamed layers (bench/results/cards.json,
+# runs 4 and 5: 0.42 to 0.61 ms for 512 and for 4,080 tokens), on one machine; without adapters in proportion to EAGER_KERNELS, not
+# measured.
+UNCAPTURED_LINEAR_S = (0.48e-3, 0.35e-3)
+# Sizes of chunks, and the choices among them: all, a few, one. Where chunks are not captured a size costs its inputs only.
+CHUNKS = (16, 64, 128, 256, 512, 1024)
+CAPTURED_CHUNKS = (CHUNKS, (128, 512), (256,))
+UNCAPTURED_CHUNKS = ((128, 512), (64, 256))
+# The largest chunk where answers have the same bits alone and beside others: chunks are not cut to what a step leaves time for.
+INVARIANT_CHUNK = 512
+# A streamed step's copies run at this share of the link's rate.
+LINK_SHARE = 0.97
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """How prompts, or decode steps, run.
+
+    mode: one of MODES. bytes: what this takes on the device, by item. reason: why this mode. seconds: predicted, of a prompt
+    before its first token or of one step. is_asked: whether the mode was requested by name: then it is never exchanged. chunks:
+    the sizes in tokens of the pieces of a prompt whose keys and values are written straight into a row's buffers, captured
+    unless the mode is eager; () where a prompt has a cache of its own. estimated_s: the part of `seconds` that follows from
+    assumptions that were never measured (kv_bytes.py), 0 where there is none.
+    """
+
+    mode: str
+    bytes: Mapping[str, int]
+    reason: str
+    seconds: float
+    is_asked: bool = False
+    chunks: tuple[int, ...] = ()
+    estimated_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How a model runs. head: "full" or "int8"; head_reason: why; is_head_asked: whether the request named it; else
+    the plan chose. towers: how those of images and audio run, None on a CPU and for a request without media."""
+
+    prompt: Phase
+    step: Phase
+    head: str
+    head_reason: str
+    is_head_asked: bool = False
+    towers: Phase | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Predicted decode steps per second."""
+        return 1 / self.step.seconds if self.step.seconds else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the execution as JSON-ready values."""
+        values = asdict(self)
+        for phase in (values["prompt"], values["step"], values["towers"]):
+            if phase is not None:
+                phase |= {"bytes": dict(phase["bytes"]), "chunks": list(phase["chunks"])}
+        return values
+
+
+# What can be had -------------------------------------------------------------------------------------------------------
+
+
+def unsupported_reason(
+    mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool, capability: tuple[int, int] | None
+) -> str | None:
+    """Return why steps of this model cannot run in a mode on this device, None if they can."""
+    if mode == "eager":
+        return None
+    if on_cpu:
+        return "CUDA graphs require a GPU"
+    if anatomy.capture_unsupported is not None:
+        return anatomy.capture_unsupported
+    if mode == "graph":
+        return None
+    if anatomy.fused_unsupported is not None:
+        return anatomy.fused_unsupported
+    if capability is not None and capability < LEAST_CAPABILITY:
+        need = ".".join(map(str, LEAST_CAPABILITY))
+        return (
+            f"compute capability {capability[0]}.{capability[1]}; trimtab's kernels need {need} and more shared memory"
+        )
+    if anatomy.dtype not in FUSED_DTYPES:
+        return f"trimtab's kernels compute in {' or '.join(FUSED_DTYPES)}, the model in {anatomy.dtype}"
+    if quant not in FUSED_QUANTS:
+        return f"trimtab's kernels read {', '.join(FUSED_QUANTS)}, the weights are {quant}"
+    return None
+
+
+# Bytes -----------------------------------------------------------------------------------------------------------------
+
+
+def graph_count(mode: str, *, rows: int, context_tokens: int, has_adapters: bool, kv: str = "full") -> int:
+    """Return how many graphs a batch of `rows` rows captures: each bucket, with adapters and without, for modules and for 8-bit
+    keys and values also each number of positions that attention reads."""
+    buckets = len([size for size in BUCKETS if size < rows]) + 1
+    positions = 1
+    if mode == "graph" or kv == "int8":
+        seen = SMALLEST_POSITIONS
+        while seen < context_tokens:
+            seen, positions = 2 * seen, positions + 1
+    return min(buckets * positions * (2 if has_adapters else 1), MOST_GRAPHS)
+
+
+def graph_bytes(mode: str, anatomy: Anatomy, *, kv: str = "full") -> int:
+    """Return what the nodes of one graph of a step take in the driver's memory."""
+    return GRAPH_BYTES[mode] + added_node_bytes(anatomy.kv_layers, kv)
+
+
+def check_bytes(anatomy: Anatomy, *, rows: int = KERNEL_ROWS) -> int:
+    """Return what choosing kernels takes for a while: two pairs of caches for each kind of attention, one in float32."""
+    kinds = {(layer.kv_heads, layer.head_dim) for layer in anatomy.kv_layers if layer.kv_heads}
+    values = max((rows * heads * CHECKED_POSITIONS * width for heads, width in kinds), default=0)
+    return max(CHECK_BYTES, values * (4 * DTYPE_BYTES[anatomy.dtype] + 4) + 4 * CHECK_PIECE_VALUES * 8)
+
+
+def step_bytes(
+    mode: str, anatomy: Anatomy, *, rows: int, context_tokens: int, has_adapters: bool, kv: str = "full",
+    is_paged: bool = False,
+) -> dict[str, int]:  # fmt: skip
+    """Return what steps take on the device, by item, without keys and values.
+
+    "kernels" and "graphs" are in the driver's memory, the others in torch's. "kv_copies": what attention of captured steps reads in
+    place of 8 bits or pages; the graphs keep it. is_paged: whether rows share a pool of pages.
+    """
+    counted = {"kernels": LIBRARY_BYTES + KERNEL_BYTES[mode], "workspaces": WORKSPACE_BYTES}
+    if mode == "eager":
+        return counted
+    graphs = graph_count(mode, rows=rows, context_tokens=context_tokens, has_adapters=has_adapters, kv=kv)
+    sizes = [*(size for size in BUCKETS if size < rows), rows]
+    kinds = 2 if has_adapters else 1
+    # Every graph keeps its logits in float32; the softcap's temporaries and those in the model's dtype are shared.
+    logits = anatomy.vocab_size * (4 * kinds * sum(sizes) + 12 * rows)
+    wide = sum(size for size in sizes if size > KERNEL_ROWS)
+    copies = step_copy_bytes(
+        anatomy.kv_layers, anatomy.dtype, kv, rows=rows, context_tokens=context_tokens, is_paged=is_paged,
+        is_fused=mode == "fused",
+    )  # fmt: skip
+    return counted | ({"kv_copies": copies} if copies else {}) | {
+        "workspaces": 2 * WORKSPACE_BYTES, "logits": logits, "scratch": SCRATCH_BYTES[mode] + wide * ROW_SCRATCH_BYTES,
+        "graphs": FIRST_GRAPH_BYTES + graphs * graph_bytes(mode, anatomy, kv=kv),
+    }  # fmt: skip
+
+
+# Seconds ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """Reads, copies and launches of one block in a step. is_layer: whether it is a decoder layer. pieces: bytes of each piece that
+    is copied by itself."""
+
+    device_bytes: int
+    link_bytes: int
+    linears: int
+    is_layer: bool
+    pieces: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """Reads and launches of one step. device_bytes: weights that the device reads; link_bytes: those of them that are copied
+    to it first; other_s: what the CPU or a disk adds; tail_bytes: weights read after the last copied ones (the head). blocks: in
+    the order of computing, () where that is not known. slots: staging buffers."""
+
+    device_bytes: int
+    link_bytes: int
+    other_s: float
+    tail_bytes: int
+    layers: int
+    linears: int
+    rows: int
+    blocks: tuple[BlockWork, ...] = ()
+    slots: int = STAGING_SLOTS
+
+
+def step_s(mode: str, work: StepWork, rates: Rates, *, link_Bps: float, has_adapters: bool) -> float:
+    """Return the predicted seconds of one step: the longer of computing and copying.
+
+    Where copies take longer, computing hides behind them but for what follows the last copied layer; where the order of the blocks
+    is known, also but for what the staging buffers cannot work ahead of.
+    """
+    which = 0 if has_adapters else 1
+    read_s = work.device_bytes / rates.device_Bps
+    per_layer = FUSED_LAYER_S[which] * (1 + FUSED_ROW_SHARE * (work.rows - 1))
+    if mode == "fused":
+        overhead_s = work.layers * per_layer
+        tail_s = 2 * per_layer
+    elif mode == "graph":
+        read_s /= GRAPH_RATE_SHARE
+        overhead_s = work.linears * GRAPH_LINEAR_S[which]
+        tail_s = 2 * overhead_s / max(work.layers, 1)
+    else:
+        overhead_s = work.linears * EAGER_KERNELS[which] * rates.launch_s
+        tail_s = 2 * overhead_s / max(work.layers, 1)
+    if mode in CAPTURED and work.link_bytes and work.blocks:
+        rate = rates.device_Bps * (GRAPH_RATE_SHARE if mode == "graph" else 1)
+        stages = [
+            Stage(
+                one.device_bytes / rate
+                + (per_layer * one.is_layer if mode == "fused" else one.linears * GRAPH_LINEAR_S[which]),
+                one.link_bytes,
+                one.pieces,
+            )
+            for one in work.blocks
+        ]  # fmt: skip
+        rest_s = (
+            read_s + overhead_s - sum(stage.seconds for stage in stages)
+        )  # the head that is a table of another block
+        stages.append(Stage(max(rest_s, 0.0)))
+        return pipeline_s(stages, link_Bps=link_Bps * LINK_SHARE, slots=work.slots) + work.other_s
+    link_s = work.link_bytes / (link_Bps * LINK_SHARE)
+    tail_s += work.tail_bytes / rates.device_Bps
+    return max(read_s + overhead_s, link_s + tail_s if work.link_bytes else 0.0) + work.other_s
+
+
+def prompt_launch_s(
+    linears: int, skipped: int, towers: int, *, passes: int, is_captured: bool, has_adapters: bool, launch_s: float
+) -> float:  # fmt: skip
+    """Return the seconds of a prompt's passes: beyond arithmetic and copies where they are captured, else what Python takes to
+    launch them, behind which the device computes and copies.
+
+    linears: of the decoder; skipped: those of them that only the last pass enters; towers: of towers that run for this prompt.
+    launch_s: one kernel of this machine.
+    """
+    which = 0 if has_adapters else 1
+    plain_s = max(UNCAPTURED_LINEAR_S[which], EAGER_KERNELS[which] * launch_s)
+    entered = passes * linears - (passes - 1) * skipped
+    return entered * (CHUNK_LINEAR_S if is_captured else plain_s) + (0.0 if is_captured else towers * plain_s)
+
+
+def head_rows(anatomy: Anatomy) -> tuple[ModuleRow, ...]:
+    """Return the modules of the output head."""
+    return anatomy.head_rows
+
+
+def head_bytes(anatomy: Anatomy) -> int:
+    """Return the bytes of the output head that a step reads, tied to another matrix or not."""
+    return sum(
+        packed_bytes(row.weight.shape, HEAD8 if row.is_head8 else "none", row.weight.dtype)
+        for row in head_rows(anatomy) if row.weight is not None
+    )  # fmt: skip

@@ -1,0 +1,130 @@
+"""What keys and values take, in full or in 8 bits: bytes, the time that 8 bits add to a step, and which families can have them.
+
+In 8 bits a head of D values has D bytes and a scale of its own in float32 (engine/kv/int8.py). Attention reads them in the
+model's dtype: each layer's are brought there for its own turn, which takes room for a while, and for longer where later layers
+read the same keys and values.
+
+What is not covered: attention that reads 8 bits itself; the time that 8 bits add to prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from trimtab.checkpoint.anatomy import DTYPE_BYTES, KVLayer
+from trimtab.errors import RequestError
+
+if TYPE_CHECKING:
+    from trimtab.checkpoint.anatomy import Anatomy
+    from trimtab.planning.values.byte_sizes import Rates
+
+# Of one token's keys or values of one head: its scale, float32.
+SCALE_BYTES = 4
+# Mean KL of next-token distributions, 8 bits against full keys and values, over the demo's prompts, the largest of its adapters and
+# formats (bench/results/kv8.json).
+KV8_KL = 6.3e-4
+# Kernels of one layer's step: magnitudes, scale, division, rounding and joining of keys and of values, writing them, and bringing
+# both back. An assumption: counted in the code, each as long as a small kernel in a graph. Neither was measured, and what a plan
+# says of it is marked as an estimate (`Phase.estimated_s`).
+LAYER_KERNELS = 24
+KERNEL_S = 1.5e-6
+# A node of a graph in the driver's memory, with its arguments and, the first time, its code: six graphs of E4B's prompts took
+# 42 MiB, 1.46 KiB for each kernel that is counted (`captured` in bench/results/cards.json, run 9). Not measured for those here.
+NODE_BYTES = 3 * 2**9
+# While a chunk's keys are rounded: their values in float32, divided, and rounded.
+ROUNDING_BYTES = 12
+
+
+def position_bytes(layer: KVLayer, dtype: str, kv: str) -> int:
+    """Return the bytes of one position's keys of a layer, or of its values."""
+    each = layer.head_dim + SCALE_BYTES if kv == "int8" else layer.head_dim * DTYPE_BYTES[dtype]
+    return layer.kv_heads * each
+
+
+def copy_bytes(
+    layers: Sequence[KVLayer], dtype: str, kv: str, *, rows: int, context_tokens: int, new_tokens: int
+) -> int:
+    """Return what reading 8-bit keys and values takes for a while: those of one layer in the model's dtype, those that later layers
+    read too, and what rounding `new_tokens` of each row takes; 0 for full ones."""
+    if kv != "int8":
+        return 0
+    kept = {layer.shares for layer in layers if layer.shares is not None}
+    once = lasting = rounded = 0
+    for layer in layers:
+        if layer.shares is not None:
+            continue
+        places = context_tokens if layer.window is None else min(layer.window, context_tokens)
+        # A chunk reads the ring and itself beside it.
+        read_places = places if layer.window is None or new_tokens == 1 else places + new_tokens
+        read = 2 * rows * read_places * position_bytes(layer, dtype, "full")
+        rounded = max(rounded, rows * new_tokens * layer.kv_heads * layer.head_dim * ROUNDING_BYTES)
+        if layer.layer in kept:
+            lasting += read
+        else:
+            once = max(once, read)
+    return once + lasting + rounded
+
+
+def paged_copy_bytes(
+    layers: Sequence[KVLayer], dtype: str, *, rows: int, context_tokens: int, kv: str = "full"
+) -> int:  # fmt: skip
+    """Return what reading a layer's pages in one piece takes for a while, where attention is torch's own: keys and values of all
+    positions of `rows` rows."""
+    full = [position_bytes(layer, dtype, kv) for layer in layers if layer.shares is None and layer.window is None]
+    return 2 * rows * context_tokens * max(full, default=0)
+
+
+def step_copy_bytes(
+    layers: Sequence[KVLayer], dtype: str, kv: str, *, rows: int, context_tokens: int, is_paged: bool, is_fused: bool
+) -> int:  # fmt: skip
+    """Return what a step of rows with full contexts copies keys and values to: pages in one piece where no kernel reads them as
+    they are (`is_fused`: ours do, in full), and 8 bits in the model's dtype."""
+    copies = is_paged and not (is_fused and kv == "full")
+    paged = paged_copy_bytes(layers, dtype, rows=rows, context_tokens=context_tokens, kv=kv) if copies else 0
+    return paged + copy_bytes(layers, dtype, kv, rows=rows, context_tokens=context_tokens, new_tokens=1)
+
+
+def added_node_bytes(layers: Sequence[KVLayer], kv: str) -> int:
+    """Return what the kernels that 8 bits add to a graph of a step take in the driver's memory."""
+    return sum(layer.shares is None for layer in layers) * LAYER_KERNELS * NODE_BYTES if kv == "int8" else 0
+
+
+def moved_bytes(layers: Sequence[KVLayer], dtype: str, *, rows: int, context_tokens: int) -> int:
+    """Return what bringing 8-bit keys and values of full contexts to attention moves: they are read, and written in the model's
+    dtype. What attention reads then it reads of full ones too."""
+    return sum(
+        2 * rows * min(layer.window or context_tokens, context_tokens)
+        * (position_bytes(layer, dtype, "int8") + position_bytes(layer, dtype, "full"))
+        for layer in layers
+    )  # fmt: skip
+
+
+def why_not_int8(anatomy: Anatomy) -> str | None:
+    """Return why keys and values of this family cannot be kept in 8 bits, None if they can: layers that keep another state, and
+    heads that no scale fits behind."""
+    if anatomy.capture_unsupported is not None:
+        return anatomy.capture_unsupported
+    odd = sorted({layer.head_dim for layer in anatomy.kv_layers if layer.head_dim % SCALE_BYTES})
+    return f"heads of {', '.join(map(str, odd))} values are no multiple of {SCALE_BYTES}" if odd else None
+
+
+def check_kv(kv: str, anatomy: Anatomy) -> None:
+    """Raise RequestError for 8 bits of a family that cannot have them (`why_not_int8`)."""
+    why = why_not_int8(anatomy) if kv == "int8" else None
+    if why is not None:
+        raise RequestError(
+            f"8-bit keys and values of {anatomy.model_class}: {why}", field="kv", value=kv, allowed=("full",),
+            hint="Omit it to keep them in full",
+        )  # fmt: skip
+
+
+def added_step_s(
+    layers: Sequence[KVLayer], dtype: str, rates: Rates, *, mode: str, on_cpu: bool, rows: int, context_tokens: int
+) -> float:
+    """Return the seconds that 8 bits add to a step of rows with full contexts: an estimate from LAYER_KERNELS, KERNEL_S and the
+    rate of memory. No step in 8 bits was timed on a GPU."""
+    own = [layer for layer in layers if layer.shares is None]
+    launch_s = rates.launch_s if mode == "eager" else KERNEL_S
+    moved = moved_bytes(own, dtype, rows=rows, context_tokens=context_tokens)
+    return len(own) * LAYER_KERNELS * launch_s + moved / (rates.host_Bps if on_cpu else rates.device_Bps)

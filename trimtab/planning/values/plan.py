@@ -1,0 +1,250 @@
+"""The frozen Plan and its file format.
+
+For each block a plan records the tier, the bytes on every device and the reason. It prints as a table
+(`planning/display/table.py`), and
+its JSON is read back equal. Bytes are integers everywhere.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from trimtab.errors import CheckpointError, RequestError
+from trimtab.planning.display import chart as picture
+from trimtab.planning.display.table import table
+from trimtab.planning.module_tree import ModuleTree
+from trimtab.planning.values.byte_sizes import Rates
+from trimtab.planning.values.cards import Card, marked
+from trimtab.planning.values.execution import MODES, Execution
+from trimtab.planning.values.kv_pool import pool_tokens
+from trimtab.planning.values.reading import read_row
+from trimtab.planning.values.rows import OUTSIDE_PEAK, Placement, Unquantized
+from trimtab.process.files import write_text
+from trimtab.process.json_file import JsonError, read_json
+from trimtab.report import charts
+from trimtab.request import DTYPES, HEADS, TIERS, LoadRequest
+
+PLAN_VERSION = 5
+HOMES = ("device", "host", "disk", "file")
+
+Stamps = tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The placement of every block and the execution, with bytes and reasons.
+
+    request: what was planned. model_class, execution_device: the transformers class and the device that computes.
+    placements: one row per block. gpu, host: item -> bytes of the execution device and of the host. gpu_peak_bytes: the
+    peak of tensors while a request runs, as torch.cuda.max_memory_allocated counts it; peak_phase: when it is reached.
+    gpu_load_peak_bytes: the same while loading. The driver's context and torch's reserve are added and compared with
+    gpu_budget_bytes. host_peak_bytes, host_budget_bytes: the same for host memory. disk_bytes: size of the spill file.
+    staging_slots: number of staging buffers. prefill_tokens: the chunks in which a prompt is computed. answer_tokens: the
+    answer length that weighs the seconds. unquantized: weights that stay in full precision, with reasons.
+    checkpoint_stamps: (file, size, mtime in ns) of the planned files. rates: bytes per second of this machine or card.
+    execution: how prompts and steps run, and the output head. adapter_bytes: name -> bytes on the execution device.
+    adapter_stamps: name -> the stamps of its files. card: the profile that all figures were estimated from, None for this
+    machine's own. dtype_reason: why the dtype was chosen, or what a requested one costs; "" for a usual one. media_reason:
+    what the host memory of a server's images and audio follows from; "" where none is counted. prefix_reason: how many tokens a
+    prefix cache holds that is smaller than one prompt of the context; "" for others. version: of the file format.
+    module_tree: what planning may leave to the first load; no part of the plan's value, not compared, not saved.
+    """
+
+    request: LoadRequest
+    model_class: str
+    execution_device: str
+    placements: tuple[Placement, ...]
+    gpu: Mapping[str, int]
+    host: Mapping[str, int]
+    gpu_peak_bytes: int
+    gpu_load_peak_bytes: int
+    gpu_budget_bytes: int
+    host_peak_bytes: int
+    host_budget_bytes: int
+    disk_bytes: int
+    staging_slots: int
+    prefill_tokens: int
+    answer_tokens: int
+    peak_phase: str
+    unquantized: tuple[Unquantized, ...]
+    checkpoint_stamps: tuple[tuple[str, int, int], ...]
+    rates: Rates
+    execution: Execution
+    adapter_bytes: Mapping[str, int] = field(default_factory=dict)
+    adapter_stamps: Mapping[str, Stamps] = field(default_factory=dict)
+    card: Card | None = None
+    dtype_reason: str = ""
+    media_reason: str = ""
+    prefix_reason: str = ""
+    version: int = PLAN_VERSION
+    module_tree: ModuleTree[Any] = field(default_factory=ModuleTree, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return table(self) if self.card is None else marked(table(self), self.card)
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """Draw the plan as .svg. Errors: RequestError for another ending, or a place that cannot be written."""
+        charts.check_path(path, field="path")
+        picture.draw(self, path)
+
+    def _repr_html_(self) -> str:
+        """Return the picture and the table, for notebooks."""
+        return f"<div>{charts.svg(*picture.layout(self))}<pre>{html.escape(str(self))}</pre></div>"
+
+    def tier_of(self, block_path: str) -> str:
+        """Return the tier of a block; KeyError if the model has no such block."""
+        return self.tiers()[block_path]
+
+    def tiers(self) -> dict[str, str]:
+        """Return block_path -> tier."""
+        return {row.block_path: row.tier for row in self.placements}
+
+    @property
+    def made_of(self) -> tuple[Any, ...]:
+        """What decides which module tree is this plan's: the checkpoint's files and the dtype."""
+        return self.request.model, self.checkpoint_stamps, self.request.dtype
+
+    @property
+    def pool_tokens(self) -> int | None:
+        """How many tokens all rows hold together in pages; None where every row has its whole context."""
+        request = self.request
+        return pool_tokens(request.kv_tokens, rows=request.batch, context_tokens=request.context_tokens)
+
+    @property
+    def blocks_off_device(self) -> int:
+        """How many blocks that every token reads are not resident."""
+        return sum(row.part in ("language", "head") and row.tier != "resident" for row in self.placements)
+
+    @property
+    def request_s(self) -> float:
+        """Expected seconds of one request before its first token: images, audio and a prompt that fills the context."""
+        return self.execution.prompt.seconds
+
+    @property
+    def token_s(self) -> float:
+        """Expected seconds of one decoding step, all blocks, in the execution chosen."""
+        return self.execution.step.seconds
+
+    @property
+    def expected_s(self) -> float:
+        """Expected seconds of a request and its whole answer: what the placement was chosen by."""
+        return self.request_s + self.answer_tokens * self.token_s
+
+    @property
+    def gpu_needed_bytes(self) -> int:
+        """The device budget that this placement asks for: peaks, context and reserve."""
+        return max(self.gpu_peak_bytes, self.gpu_load_peak_bytes) + sum(self.gpu.get(name, 0) for name in OUTSIDE_PEAK)
+
+    @property
+    def held_adapters_limit_bytes(self) -> int:
+        """The most bytes that adapters may take in host memory, where a server keeps them: those counted and what the budget
+        leaves."""
+        on_host = self.host_peak_bytes + (self.gpu_needed_bytes if self.execution_device == "cpu" else 0)
+        return max(0, self.host_budget_bytes - on_host + self.host.get("held_adapters", 0))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON-ready values."""
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.compare}
+        values["held_adapters_limit_bytes"] = self.held_adapters_limit_bytes
+        values["request"] = self.request.to_json()
+        values["rates"] = asdict(self.rates)
+        values["card"] = None if self.card is None else self.card.to_json()
+        for name in ("placements", "unquantized"):
+            values[name] = [asdict(row) for row in values[name]]
+        for name in ("gpu", "host", "adapter_bytes"):
+            values[name] = dict(values[name])
+        values["execution"] = self.execution.to_json()
+        values["adapter_stamps"] = {name: [list(one) for one in stamps] for name, stamps in self.adapter_stamps.items()}
+        values["checkpoint_stamps"] = [list(stamp) for stamp in self.checkpoint_stamps]
+        return values
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Plan:
+        """Return the plan that `to_json` wrote.
+
+        Errors: RequestError for another version, and for keys that are unknown, missing or of the wrong kind.
+        """
+        if not isinstance(values, Mapping):
+            raise RequestError("not a plan: a JSON object is expected", field="plan")
+        version = values.get("version")
+        if version != PLAN_VERSION:
+            raise RequestError(
+                "another release wrote this plan", field="plan.version", value=version,
+                allowed=(str(PLAN_VERSION),), hint="Make the plan again",
+            )  # fmt: skip
+        own = {name: value for name, value in values.items() if name != "held_adapters_limit_bytes"}
+        plan = read_row(cls, own, "plan")
+        if plan.card is not None:
+            Card.from_json(values["card"])
+        plan._check()
+        limit = values.get("held_adapters_limit_bytes")
+        if limit != plan.held_adapters_limit_bytes:
+            raise RequestError(
+                f"the plan's host budget leaves {plan.held_adapters_limit_bytes}",
+                field="plan.held_adapters_limit_bytes",
+                value=limit,
+            )
+        return plan
+
+    def _check(self) -> None:
+        """Raise RequestError for values of the right type that no plan has."""
+        execution = self.execution
+        choices = [
+            ("execution.head", execution.head, HEADS), ("request.head", self.request.head, HEADS),
+            ("request.dtype", self.request.dtype, DTYPES),
+            ("execution.prompt.mode", execution.prompt.mode, MODES), ("execution.step.mode", execution.step.mode, MODES),
+            ("version", self.version, (PLAN_VERSION,)),
+        ]  # fmt: skip
+        if execution.towers is not None:
+            choices.append(("execution.towers.mode", execution.towers.mode, ("eager", "graph")))
+        for place, row in enumerate(self.placements):
+            choices += [(f"placements[{place}].tier", row.tier, TIERS), (f"placements[{place}].home", row.home, HOMES)]
+        for name, value, allowed in choices:
+            if value not in allowed:
+                raise RequestError(
+                    "unknown choice", field=f"plan.{name}", value=value, allowed=tuple(map(str, allowed))
+                )
+        if not re.fullmatch(r"cpu|cuda:\d{1,3}", self.execution_device):
+            raise RequestError(
+                "unknown device", field="plan.execution_device", value=self.execution_device, allowed=("cpu", "cuda:N")
+            )
+        least = [("prefill_tokens", self.prefill_tokens), ("answer_tokens", self.answer_tokens)]
+        least += [(f"execution.prompt.chunks[{n}]", size) for n, size in enumerate(execution.prompt.chunks)]
+        least += [(f"rates.{name}", value) for name, value in asdict(self.rates).items()]
+        for name, value in least:
+            if value <= 0:
+                raise RequestError("must be above zero", field=f"plan.{name}", value=value)
+        for name, named in (("adapter_bytes", self.adapter_bytes), ("adapter_stamps", self.adapter_stamps)):
+            if self.request.adapters and set(named) != set(self.request.adapters):
+                raise RequestError(
+                    "must name the adapters of the request", field=f"plan.{name}", value=", ".join(named),
+                    allowed=tuple(self.request.adapters),
+                )  # fmt: skip
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON, whole or not at all. Errors: RequestError if the place cannot be written."""
+        text = json.dumps(self.to_json(), indent=1) + "\n"
+        write_text(path, text, field="save")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Return the plan that `save` wrote.
+
+        Errors: CheckpointError if the file cannot be read; also if it holds no plan of this version, with its field.
+        """
+        try:
+            values = read_json(path, "plan")
+        except OSError as exc:
+            raise CheckpointError(f"cannot be read ({exc.strerror})", path=path) from exc
+        except JsonError as exc:
+            raise CheckpointError(str(exc), path=path) from exc
+        try:
+            return cls.from_json(values)
+        except RequestError as exc:
+            raise CheckpointError(f"is not a plan of this version: {exc}", path=path, cause=exc) from exc

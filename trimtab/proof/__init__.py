@@ -1,1 +1,0 @@
-"""Verification: two routes to the same answer, compared, with a noise floor that the comparison measures itself."""

@@ -1,1 +1,0 @@
-"""The runtime: the machine, formats, tiers, loading, adapters, prompts and answers."""

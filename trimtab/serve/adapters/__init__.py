@@ -1,0 +1,1 @@
+"""Which adapters are in host memory?"""

@@ -1,0 +1,284 @@
+"""The adapters of a server: all in host memory, those that fit on the model, and mixes made on request.
+
+An adapter takes the place of the one that was used longest ago, never of one that a row is using or that is kept. A mix
+("medical:0.7+style:0.3") takes a place of its own. Where its adapters are plain LoRA it is made from host memory and needs
+no room beside it for them; with DoRA, its adapters are on the model too.
+
+On the model each is known by a key: its name, and "@2" behind it once its files were read again. Rows that began with the old
+files keep the old key until they end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from trimtab.adapter_names import is_mix, parts_of, weights_of
+from trimtab.checkpoint.names import near_names
+from trimtab.engine.lora.host_adapter import HeldAdapter
+from trimtab.engine.lora.mixes import MOST_MIXES
+from trimtab.engine.model import LoadedModel
+from trimtab.errors import AdapterError, DoesNotFitError, RequestError
+from trimtab.serve.adapters.host_adapters import HeldAdapters
+
+VERSION = "@"  # no adapter's name has it
+
+
+class AdapterShelf:
+    """Every adapter that may be requested: all in host memory, some on the model.
+
+    kept: names that are never taken off the model. resident_limit: how many may be on it at once, mixes included (None: as many
+    as the plan has room for). lost: adapters of an earlier worker whose files can no longer be read, with the reason. held:
+    those on the model as they were read, by name; others of the model are read again.
+    """
+
+    def __init__(
+        self, model: LoadedModel, *, kept: Iterable[str] = (), resident_limit: int | None = None,
+        held: Mapping[str, HeldAdapter] | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.kept, self._limit = model, set(kept), resident_limit
+        self.host = HeldAdapters(model)
+        self._held: dict[str, HeldAdapter] = {}
+        self._versions: dict[str, int] = {}
+        self.lost: dict[str, str] = {}
+        # Keys on the model, each with those that have to stay as long as it does; the one used longest ago comes first.
+        self._resident: OrderedDict[str, tuple[str, ...]] = OrderedDict((name, ()) for name in model.adapters)
+        for name in model.adapters:
+            path, given = model.plan.request.adapters[name], (held or {}).get(name)
+            self._held[name] = self.host.read(path) if given is None else self.host.take(path, given)
+        self.swaps = self.reloads = 0
+        self.swap_s: list[float] = []
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every known adapter, sorted."""
+        return tuple(sorted(self._held))
+
+    @property
+    def held(self) -> tuple[HeldAdapter, ...]:
+        """All of them, as they wait in host memory; one of several names once."""
+        return tuple(dict.fromkeys(self._held.values()))
+
+    def names_of(self, held: HeldAdapter) -> tuple[str, ...]:
+        """Return the names of an adapter."""
+        return tuple(name for name, other in self._held.items() if other is held)
+
+    def is_resident(self, name: str) -> bool:
+        """Whether the adapter is on the model, with its newest files."""
+        return self.key(name) in self._resident
+
+    @property
+    def resident(self) -> tuple[str, ...]:
+        """Those on the model, the one used longest ago first."""
+        return tuple(dict.fromkeys(_name(key) for key in self._resident if not is_mix(key)))
+
+    @property
+    def mixes(self) -> tuple[str, ...]:
+        """Mixes on the model, the one used longest ago first."""
+        return tuple(dict.fromkeys(_name(key) for key in self._resident if is_mix(key)))
+
+    def key(self, name: str | None) -> str | None:
+        """Return what a name is called on the model now."""
+        version = sum(self._versions.get(part, 0) for part in parts_of(name))
+        return name if name is None or not version else f"{name}{VERSION}{version + 1}"
+
+    def check(self, name: str | None) -> None:
+        """Raise RequestError for an adapter that is not known, a mix that needs more places than there are or an order of its
+        adapters; AdapterError for an adapter that is lost, DoesNotFitError for a mix that is larger than all the room."""
+        for part in parts_of(name):
+            if part in self.lost:
+                raise AdapterError(
+                    part, [self.lost[part]], hint="Unload it, and load it again when its files are complete"
+                )
+            if part not in self._held:
+                known = list(self._held)
+                raise RequestError(
+                    "no adapter of this name is loaded",
+                    field="model",
+                    value=part,
+                    allowed=near_names(part, known) or known,
+                )
+        if name is not None and is_mix(name):
+            self._check_mix(name)
+
+    def _check_mix(self, name: str) -> None:
+        self.model.mixes.check_unordered({part: self._held[part] for part in parts_of(name)})
+        new, kept = [key for key in self._wanted(name) if key not in self._kept_keys()], self._kept_keys()
+        if self._limit is not None and len(kept) + len(new) > self._limit:
+            raise RequestError(
+                f"this mix needs {len(new)} adapter slots; {len(kept)} of {self._limit} are kept",
+                field="model", value=name, hint="Start the server with more --resident-adapters",
+            )  # fmt: skip
+        sizes = self.model.adapter_sizes
+        room = self.model.free_adapter_bytes() + sum(sizes[key] for key in self._resident if key not in kept)
+        needed = sum(self._needed(key, name) for key in new)
+        if needed > room:
+            raise DoesNotFitError(
+                "it is larger than the memory for adapters", block=f"mix {name}", device=str(self.model.device),
+                needed_bytes=needed, budget_bytes=room, hint="Plan with a larger budget, or with fewer --keep",
+            )  # fmt: skip
+
+    def add(self, name: str, path: str | Path) -> None:
+        """Read an adapter into host memory. Errors: as `check_new`, `read` and `put`."""
+        self.check_new(name)
+        self.put(name, self.read(path, name))
+
+    def check_new(self, name: str) -> None:
+        """Raise RequestError for a name in use."""
+        if name in self._held:
+            raise RequestError("an adapter of this name is loaded", field="lora_name", value=name)
+
+    def read(self, path: str | Path, name: str) -> HeldAdapter:
+        """Return an adapter's files as they are held; may run beside the batch, on another thread.
+
+        Errors: AdapterError, also for weights that are not numbers; CheckpointError; DoesNotFitError if the host's budget
+        leaves no room.
+        """
+        return self.host.read(path, name=name)
+
+    def put(self, name: str, held: HeldAdapter) -> None:
+        """Register an adapter. Errors: RequestError for a name in use, or if every slot is pinned; DoesNotFitError if the
+        pinned adapters leave no room."""
+        self.check_new(name)
+        kept = self._kept_keys()
+        if self._limit is not None and len(kept) >= self._limit and name not in self.kept:
+            raise RequestError(
+                f"all {self._limit} adapter slots are kept for other adapters", field="lora_name", value=name,
+                hint="Start the server with more --resident-adapters",
+            )  # fmt: skip
+        self._check_fits(name, held, kept)
+        self._held[name] = held
+        self.lost.pop(name, None)
+
+    def _check_fits(self, name: str, held: HeldAdapter, kept: set[str]) -> None:
+        sizes = self.model.adapter_sizes
+        room = self.model.free_adapter_bytes() + sum(sizes[key] for key in self._resident if key not in kept)
+        needed = self.model.adapter_bytes(held)
+        if needed > room:
+            raise DoesNotFitError(
+                "it is larger than the memory for adapters", block=f"adapter {name}",
+                device=str(self.model.device), needed_bytes=needed, budget_bytes=room,
+            )  # fmt: skip
+
+    def replace(self, name: str, held: HeldAdapter, in_use: Iterable[str | None]) -> bool:
+        """Answer with an adapter's new files from now on; returns whether they differ from the old ones. What is in use keeps
+        the old ones until it ends. in_use: keys. Errors: DoesNotFitError, and the old ones stay."""
+        if name not in self._held or held is self._held[name]:
+            return False
+        kept = self._kept_keys() - {self.key(name)}
+        self._check_fits(name, held, {key for key in kept if key is not None})
+        self._held[name] = held
+        self._versions[name] = self._versions.get(name, 0) + 1
+        self.reloads += 1
+        self._drop_old(self._used(in_use))
+        return True
+
+    def remove(self, name: str, in_use: Iterable[str | None]) -> None:
+        """Unload an adapter. Errors: RequestError if it is not known or a request needs it."""
+        if self.lost.pop(name, None) is not None:
+            return
+        self.check(name)
+        if name in set(in_use):
+            raise RequestError("requests are being answered with this adapter", field="lora_name", value=name)
+        for key in [key for key in self._resident if name in parts_of(_name(key))]:
+            if key in self._resident:
+                self._take_off(key)
+        del self._held[name]
+        self.kept.discard(name)
+
+    def has_room_for(self, name: str | None, in_use: Iterable[str | None]) -> bool:
+        """Whether an adapter or mix is on the model or could be put there without taking off one in use. in_use: keys."""
+        if name is None:
+            return True
+        wanted = self._wanted(name)
+        new = [key for key in wanted if key not in self._resident]
+        used = self._used(in_use) | set(wanted)
+        movable, sizes = [key for key in self._resident if key not in used], self.model.adapter_sizes
+        room = self.model.free_adapter_bytes() + sum(sizes[key] for key in movable)
+        is_place = self._limit is None or len(self._resident) - len(movable) + len(new) <= self._limit
+        return not new or (is_place and sum(self._needed(key, name) for key in new) <= room)
+
+    def bring(self, name: str | None, in_use: Iterable[str | None]) -> str | None:
+        """Put an adapter or mix on the model, in place of the least recently used one. Returns its key. in_use: keys in use.
+
+        Errors: DoesNotFitError; RequestError for a mix without a weighted sum.
+        """
+        if name is None:
+            return None
+        wanted = self._wanted(name)
+        used = self._used(in_use) | set(wanted)
+        self._drop_old(used)
+        for key in wanted:
+            if key not in self._resident:
+                start = time.perf_counter()
+                self._make_room(key, name, used)
+                self._put_on(key, name, tuple(other for other in wanted if other != key) if is_mix(key) else ())
+                self.swaps += 1
+                self.swap_s = [*self.swap_s[-999:], time.perf_counter() - start]
+            self._resident.move_to_end(key)
+        return wanted[-1]
+
+    # Keys -------------------------------------------------------------------------------------------------------------
+
+    def _wanted(self, name: str) -> list[str]:
+        """Return the keys that have to be on the model for a name, its own last."""
+        parts = parts_of(name)
+        is_alone = is_mix(name) and self.model.mixes.is_plain([self._held[part] for part in parts])
+        keys = [self.key(one) for one in ((name,) if is_alone else dict.fromkeys([*parts, name]))]
+        return [key for key in keys if key is not None]
+
+    def _kept_keys(self) -> set[str]:
+        return {key for name in self.kept if (key := self.key(name)) is not None and key in self._resident}
+
+    def _used(self, in_use: Iterable[str | None]) -> set[str]:
+        used = {key for key in in_use if key is not None} | self._kept_keys()
+        return used | {part for key in used for part in self._resident.get(key, ())}
+
+    def _needed(self, key: str, name: str) -> int:
+        """Return what one key of a name's takes of the room for adapters."""
+        if is_mix(key):
+            return self.model.mixes.needed_bytes([self._held[part] for part in parts_of(name)])
+        return self.model.adapter_bytes(self._held[_name(key)])
+
+    def _drop_old(self, used: set[str]) -> None:
+        """Take off what has newer files, or is no longer known, and no row uses."""
+        for key in [key for key in self._resident if self.key(_name(key)) != key and key not in used]:
+            if key in self._resident:
+                self._take_off(key)
+
+    def _make_room(self, key: str, name: str, used: set[str]) -> None:
+        def fits() -> bool:
+            is_place = self._limit is None or len(self._resident) < self._limit
+            mixes = tuple(other for other in self._resident if is_mix(other)) if is_mix(key) else ()
+            return is_place and len(mixes) < MOST_MIXES and self._needed(key, name) <= self.model.free_adapter_bytes()
+
+        # Mixes first: they are made again from what is in host memory, as they were before.
+        for other in sorted((other for other in self._resident if other not in used), key=lambda one: not is_mix(one)):
+            if fits():
+                return
+            if other in self._resident:
+                self._take_off(other)
+
+    def _put_on(self, key: str, name: str, needs: tuple[str, ...]) -> None:
+        if is_mix(key):
+            weights: Mapping[str, float] = weights_of(name)
+            parts = {str(self.key(part)): (weight, self._held[part]) for part, weight in weights.items()}
+            self.model.mixes.add(key, parts)
+        else:
+            self.model.load_adapter(key, self._held[_name(key)])
+        self._resident[key] = needs
+
+    def _take_off(self, key: str) -> None:
+        for mix in [mix for mix, needs in self._resident.items() if key in needs]:
+            self._take_off(mix)
+        if is_mix(key):
+            self.model.mixes.remove(key)
+        else:
+            self.model.unload_adapter(key)
+        del self._resident[key]
+
+
+def _name(key: str) -> str:
+    return key.partition(VERSION)[0]

@@ -1,0 +1,1 @@
+"""How do requests become jobs, and answers become responses?"""

@@ -1,0 +1,323 @@
+"""A request's body: bytes, depth and number of values are counted as it arrives, before it is parsed.
+
+    Budget    the bytes of all bodies that are being received or answered
+    Incoming  one body on its way in, under the limits of its path
+    Reader    parses and validates a whole body away from the event loop
+
+Counting needs no parser: outside of strings every value of JSON but the first follows a comma, a colon or a bracket, and
+a string lies between two quotes once escaped ones are taken out. That is a few passes in C over each piece,
+so a body that would cost seconds to validate is refused at the piece that goes beyond a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message, Receive
+
+from trimtab.errors import RequestError, TrimtabError
+from trimtab.serve.api import schemas as wire
+from trimtab.serve.contract.head_lines import Lines, value_of
+from trimtab.serve.contract.settings import Limits
+from trimtab.serve.media.cut_media import CUT_BYTES, cut_media
+
+# What every body may hold without a share of the budget, so that large ones never keep small ones out.
+FREE_BYTES = 64 * 2**10
+# A body is held in memory up to here, and in a temporary file beyond it.
+MEMORY_BYTES = 2**20
+# What is parsed beside larger bodies, in a thread of its own: a few milliseconds at most.
+SMALL_BYTES = 16 * 2**10
+WINDOW_BYTES = 64 * 2**10
+RETRY_AFTER_S = 2.0
+ITEMS = 4
+_STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_NO_BRACKETS = bytes(set(range(256)) - set(_STEPS))
+_BASE64 = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=-_"
+
+log = logging.getLogger("trimtab.serve")
+
+Asked = TypeVar("Asked", bound=BaseModel)
+Result = TypeVar("Result")
+
+
+class BodyTooLargeError(RequestError):
+    """The body has more bytes than its path allows."""
+
+    def __init__(self, limit_bytes: int, *, hint: str = "") -> None:
+        self.limit_bytes = limit_bytes
+        super().__init__(f"has more than {limit_bytes} bytes", field="body", hint=hint)
+
+
+class BodiesFullError(TrimtabError):
+    """The bodies of all requests together have no room for more bytes; `retry_after_s` is when to come again."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes, self.retry_after_s = budget_bytes, RETRY_AFTER_S
+        super().__init__(
+            f"The bodies of all running requests have reached the limit of {budget_bytes} bytes",
+            hint=f"Try again in {RETRY_AFTER_S:.0f} seconds",
+        )
+
+
+class TemporaryFolderError(TrimtabError):
+    """The temporary folder does not take a body that is too large to be held in memory while it arrives."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"The server's temporary folder takes no more of this body ({reason})",
+            hint=f"Bodies of up to {MEMORY_BYTES} bytes do not need it. The operator frees space, or sets TMPDIR to another folder",
+        )
+
+
+@dataclass(frozen=True)
+class BodyLimits:
+    """The limits of one path. most_bytes: size of the whole body. text_bytes: size without base64, and of any text with
+    non-ASCII characters; smaller than most_bytes where images and audio are accepted."""
+
+    most_bytes: int
+    text_bytes: int
+    most_values: int
+    most_depth: int
+
+
+class Budget:
+    """The bytes of all bodies that are being received or answered."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes, self.used_bytes = most_bytes, 0
+
+    def take(self, count: int) -> None:
+        """Count bytes in. Errors: BodiesFullError."""
+        if self.used_bytes + count > self._most_bytes:
+            raise BodiesFullError(self._most_bytes)
+        self.used_bytes += count
+
+    def give_back(self, count: int) -> None:
+        self.used_bytes -= count
+
+
+class Incoming:
+    """An ASGI `receive` that refuses a body as soon as it goes beyond a limit, whatever its headers claim.
+
+    Errors, where it is awaited: BodyTooLargeError, BodiesFullError, RequestError for depth and number of values.
+    """
+
+    def __init__(self, receive: Receive, limits: BodyLimits, budget: Budget, lines: Lines) -> None:
+        self._receive, self._limits, self._budget = receive, limits, budget
+        self._counter = JsonCounter(limits)
+        self._seen_bytes = self._taken_bytes = 0
+        self._claimed_bytes = 0
+        with suppress(ValueError):
+            self._claimed_bytes = int(value_of(lines, "content-length"))
+
+    async def __call__(self) -> Message:
+        if max(self._claimed_bytes, self._seen_bytes) > self._limits.most_bytes:
+            raise self._too_large()
+        message = await self._receive()
+        data = message.get("body", b"")
+        if data:
+            self._count(data)
+        return message
+
+    def _count(self, data: bytes) -> None:
+        self._seen_bytes += len(data)
+        if self._seen_bytes > self._limits.most_bytes:
+            raise self._too_large()
+        wanted_bytes = max(0, self._seen_bytes - FREE_BYTES) - self._taken_bytes
+        self._budget.take(wanted_bytes)
+        self._taken_bytes += wanted_bytes
+        for start in range(0, len(data), WINDOW_BYTES):
+            self._counter.feed(data[start : start + WINDOW_BYTES])
+
+    def _too_large(self) -> BodyTooLargeError:
+        return BodyTooLargeError(self._limits.most_bytes)
+
+    def close(self) -> None:
+        """Release the body's share of the budget. Called after the answer, because the values read from the body live until
+        then."""
+        self._budget.give_back(self._taken_bytes)
+        self._taken_bytes = 0
+
+
+class JsonCounter:
+    """Counts depth and values of JSON text that comes in pieces. What is no JSON is counted somehow; a parser refuses it."""
+
+    def __init__(self, limits: BodyLimits) -> None:
+        self._limits = limits
+        self._depth = self._values = self._quotes = self._text_bytes = 0
+        self._carry = b""
+        self._is_inside = False
+        # Of the text that the last piece ended in.
+        self._string_bytes, self._is_ascii = 0, True
+
+    def feed(self, data: bytes) -> None:
+        """Count one piece. Errors: RequestError at the first limit that it goes beyond."""
+        data, self._carry = self._carry + data, b""
+        if b"\\" in data:
+            if (len(data) - len(data.rstrip(b"\\"))) % 2:  # what it escapes comes with the next piece
+                data, self._carry = data[:-1], b"\\"
+            data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+        if self._limits.text_bytes < self._limits.most_bytes:
+            self._text_bytes += len(data.translate(None, _BASE64))
+            if self._text_bytes > self._limits.text_bytes:
+                raise _too_long(self._limits.text_bytes)
+        pieces = data.split(b'"')
+        # In JSON a text follows a comma, a colon or a bracket: no more than two a value, a key's and its own.
+        self._quotes += len(pieces) - 1
+        self._check_values(self._quotes // 4)
+        self._count_texts(pieces)
+        outside = b"".join(pieces[1::2] if self._is_inside else pieces[::2])
+        self._is_inside ^= len(pieces) % 2 == 0
+        self._values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
+        self._check_values(self._values)
+        steps = outside.translate(None, _NO_BRACKETS)
+        if steps:
+            depths = list(accumulate(map(_STEPS.__getitem__, steps), initial=self._depth))
+            self._depth = depths[-1]
+            if max(depths) > self._limits.most_depth:
+                raise RequestError(f"is nested deeper than {self._limits.most_depth} levels", field="body")
+
+    def _check_values(self, count: int) -> None:
+        if count > self._limits.most_values:
+            raise RequestError(f"has more than {self._limits.most_values} values", field="body")
+
+    def _count_texts(self, pieces: list[bytes]) -> None:
+        """Refuse a long text that is not ASCII: Python would need four bytes for each of its characters."""
+        if self._is_inside:
+            self._add_to_text(pieces[0])
+        if len(pieces) > 1:
+            self._string_bytes, self._is_ascii = 0, True
+            if self._is_inside ^ (len(pieces) % 2 == 0):
+                self._add_to_text(pieces[-1])
+
+    def _add_to_text(self, piece: bytes) -> None:
+        self._string_bytes += len(piece)
+        self._is_ascii &= piece.isascii() and b"\\u" not in piece
+        if self._string_bytes > self._limits.text_bytes and not self._is_ascii:
+            raise _too_long(self._limits.text_bytes)
+
+
+def _too_long(limit_bytes: int) -> BodyTooLargeError:
+    return BodyTooLargeError(limit_bytes, hint="Only images and audio in base64 may take more")
+
+
+class Reader:
+    """Parses and validates bodies in threads of its own, none on the event loop: small ones never wait for larger ones, and very
+    large ones are read one at a time.
+
+    Long base64 is cut out of a large one first (`request.state.cut`). The rest has a limit: a parser holds the interpreter from the
+    first byte of a text to its last.
+    lenient: fields without effect are taken, and named in `request.state.ignored`.
+    """
+
+    def __init__(self, limits: Limits, *, lenient: bool = False) -> None:
+        self.use(limits, lenient=lenient)
+        self._small = ThreadPoolExecutor(1, thread_name_prefix="trimtab-small-body")
+        self._many = ThreadPoolExecutor(2, thread_name_prefix="trimtab-body")
+        self._one = ThreadPoolExecutor(1, thread_name_prefix="trimtab-large-body")
+
+    def use(self, limits: Limits, *, lenient: bool) -> None:
+        """Go on with other limits."""
+        self._body_bytes, self._lenient = limits.body_bytes, lenient
+        # What is parsed of a large body: its text, and images and audio too small to be cut out.
+        self._parsed_bytes = limits.body_bytes + limits.media_count * CUT_BYTES
+        # Several items of a response's input may make one message.
+        self._most = {"messages": limits.messages, "tools": limits.tools, "input": ITEMS * limits.messages}
+
+    async def read(self, kind: type[Asked], request: Request) -> tuple[Asked, int]:
+        """Return a body as one of wire's shapes, and how many bytes it had. Errors: as Incoming; RequestError."""
+        buffer = _Held()
+        ignored: list[str] | None = [] if self._lenient else None
+        request.state.ignored, request.state.cut = ignored, {}
+        try:
+            await _receive(request, buffer)
+            read = partial(wire.read, kind, ignored=ignored, most=self._most)
+            if buffer.size <= MEMORY_BYTES:
+                return await self.run(buffer.size, lambda: read(buffer.whole())), buffer.size
+            body, request.state.cut = await self.run(buffer.size, lambda: cut_media(buffer.whole()))
+            if len(body) > self._parsed_bytes:
+                raise _too_long(self._body_bytes)
+            return await self.run(buffer.size, lambda: read(body)), buffer.size
+        finally:
+            buffer.close()
+
+    async def run(self, size: int, work: Callable[[], Result]) -> Result:
+        """Return what work on a body of a size gives, done in a thread."""
+        threads = self._small if size <= SMALL_BYTES else self._many if size <= self._body_bytes else self._one
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+
+class _Held:
+    """The bytes of one body: in memory, in a temporary file once they are many."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._held_bytes = self.size = 0
+        self._file: Any = None
+
+    async def add(self, data: bytes) -> None:
+        self._pieces.append(data)
+        self._held_bytes += len(data)
+        self.size += len(data)
+        if self._held_bytes > MEMORY_BYTES:
+            pieces, self._pieces, self._held_bytes = self._pieces, [], 0
+            await asyncio.to_thread(self._write, pieces)
+
+    def _write(self, pieces: list[bytes]) -> None:
+        with _told_of_disk():
+            if self._file is None:
+                self._file = tempfile.TemporaryFile()  # noqa: SIM115
+            self._file.writelines(pieces)
+
+    def whole(self) -> bytes | bytearray:
+        """Return all bytes; they are read once, and their file is gone then."""
+        pieces, self._pieces = self._pieces, []
+        if self._file is None:
+            return b"".join(pieces)
+        data, place = bytearray(self.size), 0
+        with _told_of_disk(), memoryview(data) as view:
+            self._file.writelines(pieces)
+            self._file.seek(0)
+            # Piece by piece: other threads have the interpreter in between.
+            while read := self._file.readinto(view[place : place + WINDOW_BYTES]):
+                place += read
+        self.close()
+        return data
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # what it still had to write is of no use
+                file.close()
+
+
+@contextmanager
+def _told_of_disk() -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        reason = exc.strerror or type(exc).__name__
+        log.error("a body cannot be kept in the temporary folder: %s", reason)
+        raise TemporaryFolderError(reason) from exc
+
+
+async def _receive(request: Request, buffer: _Held) -> None:
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        if data := message.get("body", b""):
+            await buffer.add(data)
+        if not message.get("more_body", False):
+            return

@@ -1,0 +1,331 @@
+"""Requests of Anthropic's Messages API, converted to chats, which is what the rest of the server handles.
+
+Source: Anthropic's API reference, "Messages" (version 2023-06-01). Fields that have no meaning here are refused by name, as in
+`schemas.py`; `cache_control` is taken, because the prefix cache does not need it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from trimtab.errors import RequestError
+from trimtab.serve.api import schemas as wire
+from trimtab.serve.api.schemas import (
+    FIRST_ERROR,
+    Adapter,
+    ChatRequest,
+    Count,
+    FunctionName,
+    Label,
+    Name,
+    StopText,
+    Strict,
+    Text,
+    text_or_list,
+)
+from trimtab.serve.contract.field_names import Names
+from trimtab.serve.contract.plain_values import check_values
+
+
+class CacheControl(Strict):
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class _Block(Strict):
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(_Block):
+    type: Literal["text"]
+    text: Text
+    citations: None = None
+
+
+class Base64Source(Strict):
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/webp"]
+    data: str
+
+
+class UrlSource(Strict):
+    type: Literal["url"]
+    url: str
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{kind}>"
+
+
+Source = Annotated[
+    Annotated[Base64Source, Tag("<base64>")] | Annotated[UrlSource, Tag("<url>")],
+    Discriminator(_kind, custom_error_type="source", custom_error_message="its type must be base64 or url"),
+]
+
+
+class ImageBlock(_Block):
+    type: Literal["image"]
+    source: Source
+
+
+class ToolUseBlock(_Block):
+    type: Literal["tool_use"]
+    id: Label
+    name: FunctionName
+    input: Annotated[dict[str, Any], Field(default_factory=dict)]
+
+
+class ToolResultBlock(_Block):
+    type: Literal["tool_result"]
+    tool_use_id: Label
+    content: Annotated[
+        Annotated[Text, Tag("<text>")] | Annotated[list[TextBlock], FIRST_ERROR, Tag("<list>")],
+        Discriminator(text_or_list, custom_error_type="content", custom_error_message="must be a text or a list of blocks"),
+    ] | None = None  # fmt: skip
+    is_error: bool | None = None
+
+
+class ThinkingBlock(Strict):
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Text | None = None
+
+
+BLOCKS = ("text", "image", "tool_use", "tool_result", "thinking")
+Block = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ImageBlock, Tag("<image>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")],
+    Discriminator(
+        _kind, custom_error_type="block", custom_error_message=f"its type must be one of {', '.join(BLOCKS)}"
+    ),
+]
+
+
+class Turn(Strict):
+    role: Literal["user", "assistant"]
+    content: Annotated[
+        Annotated[Text, Tag("<text>")] | Annotated[list[Block], FIRST_ERROR, Tag("<list>")],
+        Discriminator(text_or_list, custom_error_type="content", custom_error_message="must be a text or a list of blocks"),
+    ]  # fmt: skip
+
+
+class ToolDefinition(_Block):
+    name: FunctionName
+    description: Text | None = None
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+
+
+class Choice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Strict):
+    type: Literal["enabled", "disabled", "adaptive"]
+    # Taken, and not held to.
+    budget_tokens: Count | None = None
+
+
+class Metadata(Strict):
+    user_id: Label | None = None
+
+
+class _Question(Strict):
+    has_limits = True
+    model: Name
+    # Beyond Anthropic's: as for a chat.
+    adapter: Adapter | None = None
+    messages: Annotated[list[Turn], Field(min_length=1), FIRST_ERROR]
+    system: Annotated[
+        Annotated[Text, Tag("<text>")] | Annotated[list[TextBlock], FIRST_ERROR, Tag("<list>")],
+        Discriminator(text_or_list, custom_error_type="system", custom_error_message="must be a text or a list of blocks"),
+    ] | None = None  # fmt: skip
+    tools: Annotated[list[ToolDefinition], FIRST_ERROR] | None = None
+    tool_choice: Choice | None = None
+    thinking: Thinking | None = None
+
+
+class MessagesRequest(_Question):
+    """POST /v1/messages."""
+
+    max_tokens: Count
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    stop_sequences: Annotated[list[StopText], Field(max_length=16), FIRST_ERROR] | None = None
+    stream: bool = False
+    # A label of the client's own; no answer depends on it.
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+
+class CountRequest(_Question):
+    """POST /v1/messages/count_tokens."""
+
+
+# Fields of the chat -> those of the request. Messages and their parts: see `_messages`.
+_NAMES = {
+    "stop": "stop_sequences", "reasoning_effort": "thinking.type", "chat_template_kwargs": "thinking",
+    "chat_template_kwargs.enable_thinking": "thinking.type", "chat_template_kwargs.reasoning_effort": "thinking.type",
+    "tool_choice.function": "tool_choice",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}  # fmt: skip
+
+
+def chat_of(body: MessagesRequest | CountRequest, *, longest: int = 2**31 - 1) -> tuple[ChatRequest, Names]:
+    """Return the request as a chat, and the request's names of the chat's fields. longest: the upper limit of max_tokens,
+    because this API requires clients to send a number.
+
+    Errors: RequestError for a block in a place where it is not allowed.
+    """
+    messages, places = _messages(body)
+    names = {**_NAMES, **places}
+    for place, _ in enumerate(body.tools or ()):
+        names[f"tools[{place}].function"] = f"tools[{place}]"
+        names[f"tools[{place}].function.parameters"] = f"tools[{place}].input_schema"
+    fields: dict[str, Any] = {"model": body.model, "adapter": body.adapter, "messages": messages}
+    if body.tools:
+        fields["tools"] = [_tool(tool) for tool in body.tools]
+    if body.tool_choice is not None:
+        fields |= _choice(body.tool_choice)
+    last = messages[-1]
+    if last["role"] == "assistant" and not last.get("tool_calls"):
+        # As Anthropic's API does: the answer goes on where the last message ends.
+        fields["continue_final_message"] = True
+    if body.thinking is not None:
+        is_on = body.thinking.type != "disabled"
+        fields |= {"chat_template_kwargs": {"enable_thinking": True}} if is_on else {"reasoning_effort": "none"}
+    if isinstance(body, MessagesRequest):
+        fields |= {
+            "max_tokens": min(body.max_tokens, longest),
+            "stream": body.stream,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+        }
+        fields |= {"top_k": body.top_k, "stop": body.stop_sequences or None}
+    return wire.chat_of(fields, names), names
+
+
+def _tool(tool: ToolDefinition) -> dict[str, Any]:
+    function = {
+        "name": tool.name,
+        "parameters": tool.input_schema,
+        "description": tool.description,
+        "strict": tool.strict,
+    }
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def _choice(choice: Choice) -> dict[str, Any]:
+    if (choice.type == "tool") != (choice.name is not None):
+        raise RequestError("is allowed with the type tool only", field="tool_choice.name")
+    named = {"type": "function", "function": {"name": choice.name}}
+    fields: dict[str, Any] = {
+        "tool_choice": named if choice.name else {"any": "required"}.get(choice.type, choice.type)
+    }
+    return fields | ({"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {})
+
+
+def _messages(body: MessagesRequest | CountRequest) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Return the messages of the chat, and where each and its parts stand in the request."""
+    messages: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+    if body.system:
+        text = body.system if isinstance(body.system, str) else "\n".join(block.text for block in body.system)
+        names |= {"messages[0]": "system", "messages[0].content": "system"}
+        messages.append({"role": "system", "content": text})
+    for place, turn in enumerate(body.messages):
+        field = f"messages[{place}]"
+        if isinstance(turn.content, str):
+            turn_messages: list[tuple[dict[str, Any], dict[str, str]]] = [
+                ({"role": turn.role, "content": turn.content}, {})
+            ]
+        elif turn.role == "user":
+            turn_messages = _user(turn.content, f"{field}.content")
+        else:
+            turn_messages = [_assistant(turn.content, f"{field}.content")]
+        for number, (_, places) in enumerate(turn_messages, start=len(messages)):
+            names[f"messages[{number}]"] = field
+            names |= {f"messages[{number}].{part}": name for part, name in places.items()}
+        messages += [message for message, _ in turn_messages]
+    return messages, names
+
+
+def _user(blocks: Sequence[Any], field: str) -> list[tuple[dict[str, Any], dict[str, str]]]:
+    """Return the messages that a user's blocks become, each with the places of its parts."""
+    results: list[tuple[dict[str, Any], dict[str, str]]] = []
+    parts: list[dict[str, Any]] = []
+    places: dict[str, str] = {}
+    for place, block in enumerate(blocks):
+        own, part = f"{field}[{place}]", f"content[{len(parts)}]"
+        match block:
+            case ToolResultBlock():
+                text = block.content or ""
+                text = text if isinstance(text, str) else "\n".join(part.text for part in text)
+                text = f"Error: {text}" if block.is_error else text
+                message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+                results.append((message, {"content": f"{own}.content", "tool_call_id": f"{own}.tool_use_id"}))
+            case TextBlock():
+                places[part] = own
+                parts.append({"type": "text", "text": block.text})
+            case ImageBlock(source=Base64Source() as source):
+                places |= {
+                    part: own,
+                    f"{part}.image_url": f"{own}.source",
+                    f"{part}.image_url.url": f"{own}.source.data",
+                }
+                parts.append(
+                    {"type": "image_url", "image_url": {"url": f"data:{source.media_type};base64,{source.data}"}}
+                )
+            case ImageBlock(source=UrlSource() as source):
+                places |= {
+                    part: own,
+                    f"{part}.image_url": f"{own}.source",
+                    f"{part}.image_url.url": f"{own}.source.url",
+                }
+                parts.append({"type": "image_url", "image_url": {"url": source.url}})
+            case _:
+                raise RequestError(f"a user's message has no {block.type}", field=own)
+    return [*results, *([({"role": "user", "content": parts}, places)] if parts or not results else [])]
+
+
+def _assistant(blocks: Sequence[Any], field: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the message that an assistant's blocks become, with the places of its parts."""
+    texts, thoughts = [], []
+    calls: list[dict[str, Any]] = []
+    places: dict[str, str] = {}
+    for place, block in enumerate(blocks):
+        own = f"{field}[{place}]"
+        match block:
+            case TextBlock():
+                texts.append(block.text)
+            case ThinkingBlock():
+                places.setdefault("reasoning_content", f"{own}.thinking")
+                thoughts.append(block.thinking)
+            case ToolUseBlock():
+                call = {"name": block.name, "arguments": _written(block.input, f"{own}.input")}
+                part = f"tool_calls[{len(calls)}]"
+                places |= {part: own, f"{part}.function": own, f"{part}.function.arguments": f"{own}.input"}
+                places.setdefault("tool_calls", field)
+                calls.append({"id": block.id, "type": "function", "function": call})
+            case _:
+                raise RequestError(f"an assistant's message has no {block.type}", field=own)
+    fields: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts or not calls else None}
+    fields |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
+    return fields | ({"tool_calls": calls} if calls else {}), places
+
+
+def _written(value: dict[str, Any], field: str) -> str:
+    check_values(value, field=field)
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,237 @@
+"""Responses of OpenAI's chat and completion APIs: chunks and whole answers."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from trimtab.serve.contract.job import Event, Token, finite_logprob
+
+
+class Fragments:
+    """A JSON value in pieces of JSON, of which each was written when it came: together they take longer than others may wait."""
+
+    def __init__(self, pieces: list[bytes], end: bytes = b"") -> None:
+        self._pieces, self._end = pieces, end
+
+    def add(self, values: bytes) -> None:
+        """Add values of a list, without brackets."""
+        if values:
+            self._pieces += [b",", values] if len(self._pieces) > 1 else [values]
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self._pieces
+        yield self._end
+
+
+def json_body(value: Mapping[str, Any]) -> bytes:
+    """Return a response as starlette's JSONResponse writes it, `Fragments` in their places."""
+    held: list[Fragments] = []
+    place = uuid.uuid4().hex  # in no text that a client has sent
+
+    def hold(one: Any) -> str:
+        if not isinstance(one, Fragments):
+            raise TypeError(f"{type(one).__name__} is not JSON")
+        held.append(one)
+        return place
+
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=hold)
+    first, *rest = text.split(f'"{place}"')
+    found = [first.encode()]
+    for one, behind in zip(held, rest, strict=True):
+        found += [*one, behind.encode()]
+    return b"".join(found)
+
+
+class Shape:
+    """How the events of an answer look on the wire; `chunk` also collects them for `whole`."""
+
+    object_name, chunk_name, prefix = "", "", ""
+
+    def __init__(self, body: Any) -> None:
+        self.body = body
+        self.head = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
+        self.texts: dict[int, str] = {}
+        self.tokens: dict[int, list[Any]] = {}
+        self.finishes: dict[int, str] = {}
+        self.scored: dict[int, Fragments] = {}
+        self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
+        self.forms: dict[str, str] = {}  # of the output head, and of keys and values
+
+    def opening(self, choices: int) -> list[dict[str, Any]]:
+        """Return the chunks before the first event."""
+        return []
+
+    def pieces(self, index: int, event: Event) -> list[dict[str, Any]]:
+        """Return what an event is in a stream, and collect it for `whole`."""
+        chunk = self.chunk(index, event)
+        return [] if chunk is None else [chunk]
+
+    def sent(self, piece: dict[str, Any], *, wants_usage: bool) -> dict[str, str]:
+        """Return a piece as a server-sent event. With usage asked for, every chunk has the field, as OpenAI's do."""
+        return {"data": json.dumps({**piece, "usage": None} if wants_usage else piece)}
+
+    def closing(self, *, wants_usage: bool) -> list[dict[str, str]]:
+        """Return the events that end a stream."""
+        usage = [{"data": json.dumps(self.usage_chunk())}] if wants_usage else []
+        return [*usage, {"data": "[DONE]"}]
+
+    def error(self, status: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return an error object as this API's clients read it."""
+        return body
+
+    def chunk(self, index: int, event: Event) -> dict[str, Any] | None:
+        """Return the chunk of an event, None for one that has none."""
+        if event.kind == "text":
+            before = len(self.texts.get(index, ""))
+            self.texts[index] = self.texts.get(index, "") + event.text
+            self.tokens.setdefault(index, []).extend(event.tokens)
+            return self._made(index, self.delta(event, before), None)
+        if event.kind in ("reasoning", "call"):
+            return self.aside(index, event)
+        if event.kind == "scores":
+            if event.result is not None and not event.result["start"]:
+                self.scored[index] = Fragments([b"["], b"]")  # another worker begins anew
+            self.scored[index].add(event.data)
+            return None
+        if event.kind == "done":
+            self.finishes[index] = event.finish or "stop"
+            if index % self.body.n == 0:  # choices of one prompt share it
+                self.prompt_tokens += event.usage["prompt_tokens"]
+                self.cached_tokens += event.usage.get("cached_tokens", 0)
+            self.completion_tokens += event.usage["completion_tokens"]
+            self.forms = {name: event.usage[name] for name in ("output_head", "kv") if name in event.usage}
+            return self._made(index, self.delta(Event(event.job_id, "text"), 0, is_last=True), self.finishes[index])
+        return None
+
+    def _made(self, index: int, delta: dict[str, Any], finish: str | None) -> dict[str, Any]:
+        choice = {"index": index, **delta, "finish_reason": finish}
+        return {**self.head, "object": self.chunk_name, "choices": [choice]}
+
+    def aside(self, index: int, event: Event) -> dict[str, Any] | None:
+        """Return the chunk of a thought or of a piece of a call."""
+        return None
+
+    def delta(self, event: Event, offset: int, *, is_last: bool = False) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def choice(self, index: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def usage(self) -> dict[str, Any]:
+        total = self.prompt_tokens + self.completion_tokens
+        return {
+            "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            # Where the plan chose the head, answers may differ from those of another card.
+            **self.forms,
+        }  # fmt: skip
+
+    def usage_chunk(self) -> dict[str, Any]:
+        return {**self.head, "object": self.chunk_name, "choices": [], "usage": self.usage()}
+
+    def whole(self) -> dict[str, Any]:
+        choices = [{"index": index, **self.choice(index), "finish_reason": finish} for index, finish in
+                   sorted(self.finishes.items())]  # fmt: skip
+        return {**self.head, "object": self.object_name, "choices": choices, "usage": self.usage(), **self.of_prompt()}
+
+    def of_prompt(self) -> dict[str, Any]:
+        """Return the fields of an answer about its prompt, besides the choices."""
+        return {}
+
+
+class ChatShape(Shape):
+    object_name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    def __init__(self, body: Any) -> None:
+        super().__init__(body)
+        self.thoughts: dict[int, str] = {}
+        self.calls: dict[int, list[dict[str, Any]]] = {}
+
+    def opening(self, choices: int) -> list[dict[str, Any]]:
+        return [
+            self._made(index, {"delta": {"role": "assistant", "content": ""}, "logprobs": None}, None)
+            for index in range(choices)
+        ]
+
+    def aside(self, index: int, event: Event) -> dict[str, Any] | None:
+        if event.kind == "reasoning":
+            self.thoughts[index] = self.thoughts.get(index, "") + event.text
+            return self._made(index, {"delta": {"reasoning_content": event.text}, "logprobs": None}, None)
+        assert event.call is not None
+        return self._made(index, {"delta": {"tool_calls": [self._call(index, event.call)]}, "logprobs": None}, None)
+
+    def _call(self, index: int, piece: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a piece of a call as a stream has it, and add it to the whole one."""
+        calls = self.calls.setdefault(index, [])
+        if "name" in piece:
+            function = {"name": piece["name"], "arguments": ""}
+            calls.append({"id": piece["id"], "type": "function", "function": function})
+            return {"index": piece["index"], **calls[-1], "function": dict(function)}
+        calls[piece["index"]]["function"]["arguments"] += piece["arguments"]
+        return {"index": piece["index"], "function": {"arguments": piece["arguments"]}}
+
+    def delta(self, event: Event, offset: int, *, is_last: bool = False) -> dict[str, Any]:
+        logprobs = chat_logprob_json(event.tokens) if event.tokens else None
+        return {"delta": {} if is_last else {"content": event.text}, "logprobs": logprobs}
+
+    def choice(self, index: int) -> dict[str, Any]:
+        logprobs = chat_logprob_json(self.tokens.get(index, ())) if self.body.logprobs else None
+        text: str | None = self.texts.get(index, "")
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if index in self.thoughts:
+            message["reasoning_content"] = self.thoughts[index]
+        if index in self.calls:
+            message |= {"content": text or None, "tool_calls": self.calls[index]}
+        return {"message": message, "logprobs": logprobs}
+
+    def of_prompt(self) -> dict[str, Any]:
+        return {"prompt_logprobs": self.scored[0]} if 0 in self.scored else {}
+
+
+class CompletionShape(Shape):
+    object_name = chunk_name = "text_completion"
+    prefix = "cmpl-"
+
+    def delta(self, event: Event, offset: int, *, is_last: bool = False) -> dict[str, Any]:
+        logprobs = completion_logprob_json(event.tokens, offset) if event.tokens else None
+        return {"text": event.text, "logprobs": logprobs}
+
+    def choice(self, index: int) -> dict[str, Any]:
+        tokens = self.tokens.get(index, ())
+        logprobs = completion_logprob_json(tokens, 0) if self.body.logprobs is not None else None
+        scored = {"prompt_logprobs": self.scored[index]} if index in self.scored else {}
+        return {"text": self.texts.get(index, ""), "logprobs": logprobs, **scored}
+
+
+# Logprobs -------------------------------------------------------------------------------------------------------------
+
+
+def chat_logprob_json(tokens: Sequence[Token]) -> dict[str, Any]:
+    """Return tokens in the shape of a chat choice's `logprobs`."""
+    content: list[dict[str, Any]] = []
+    for token in tokens:
+        top = [_token_json(text, logprob) for _, text, logprob in token.top]
+        content.append(_token_json(token.text, token.logprob) | {"top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _token_json(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": finite_logprob(logprob), "bytes": list(text.encode())}
+
+
+def completion_logprob_json(tokens: Sequence[Token], offset: int) -> dict[str, Any]:
+    """Return tokens in the shape of a completion choice's `logprobs`. offset: characters of the answer before them."""
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token.text)
+    return {
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [finite_logprob(token.logprob) for token in tokens],
+        "top_logprobs": [{text: finite_logprob(logprob) for _, text, logprob in token.top} for token in tokens],
+        "text_offset": offsets,
+    }

@@ -1,0 +1,190 @@
+"""Routes without answers: embeddings, tokens of a text or chat, and the text of tokens. Each is a job without a row.
+
+Jobs of one request run one after the other, so that many texts take no more of the queue than one.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from trimtab.errors import RequestError
+from trimtab.request import GenerateRequest
+from trimtab.serve.api import schemas as wire
+from trimtab.serve.api import to_jobs as asking
+from trimtab.serve.api import tools as calling
+from trimtab.serve.api.openai_shape import Fragments, Shape
+from trimtab.serve.contract.job import Event, Job
+from trimtab.serve.contract.settings import Limits
+
+_NO_ANSWER = GenerateRequest(max_new_tokens=1)
+
+
+async def in_turn(
+    pool: Any, model: str, jobs: Sequence[Job], on_dropped: Callable[[Mapping[str, Any]], None] | None = None
+) -> AsyncIterator[Event]:
+    """Yield each job's result as a "result", then one "done"; the first error ends it. on_dropped: as `Pool.submit` takes it."""
+    for job in jobs:
+        stream = pool.submit(model, job, on_dropped)
+        try:
+            async for event in stream:
+                if event.kind == "error":
+                    yield event
+                    return
+                if event.kind == "done":
+                    yield replace(event, kind="result")
+        finally:
+            await stream.aclose()
+    yield Event("", "done")
+
+
+class _Result(Shape):
+    """What is sent whole alone."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__(_Plain(body))
+        self.given = body
+        self.results: list[Any] = []
+
+    def pieces(self, index: int, event: Event) -> list[dict[str, Any]]:
+        if event.kind == "result" and event.result is not None:
+            self.results.append(self.shown(event.result))
+            self.prompt_tokens += event.usage["prompt_tokens"]
+        return []
+
+    def shown(self, result: Mapping[str, Any]) -> Any:
+        """Return what is kept of a result until all have come."""
+        return result
+
+
+class _Plain:
+    stream, n = False, 1
+
+    def __init__(self, body: Any) -> None:
+        self.model = body.model
+
+
+# Embeddings -----------------------------------------------------------------------------------------------------------
+
+
+def embedding_jobs(
+    body: wire.EmbeddingsRequest, *, adapter: str | None, context_tokens: int, limits: Limits, deadline_s: float | None
+) -> list[Job]:
+    """Return a job for each text. Errors: RequestError."""
+    texts = asking.prompts_of(body, field="input")
+    if len(texts) > limits.embeddings:
+        raise RequestError(f"this server embeds at most {limits.embeddings} texts at once", field="input")
+    for text in texts:
+        asking.check_length(text, context_tokens, "input")
+    pooling = body.pooling or "last"
+    return [
+        Job(uuid.uuid4().hex, text, _NO_ANSWER, adapter=adapter, deadline_s=deadline_s, kind="embedding", pooling=pooling)
+        for text in texts
+    ]  # fmt: skip
+
+
+class EmbeddingsShape(_Result):
+    def shown(self, result: Mapping[str, Any]) -> Any:
+        vector = result["embedding"]
+        if self.given.encoding_format == "base64":
+            return _packed(vector)
+        return Fragments([json.dumps(vector, allow_nan=False, separators=(",", ":")).encode()])
+
+    def whole(self) -> dict[str, Any]:
+        data = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(self.results)]
+        usage = {"prompt_tokens": self.prompt_tokens, "total_tokens": self.prompt_tokens}
+        return {"object": "list", "model": self.given.model, "data": data, "usage": usage}
+
+
+def _packed(vector: Sequence[float]) -> str:
+    """Return a vector as OpenAI packs it: float32, little-endian, in base64."""
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+
+# Tokens ---------------------------------------------------------------------------------------------------------------
+
+
+# Fields of messages alone.
+_OF_CHAT = ("tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
+
+
+def chat_to_tokenize(body: wire.TokenizeRequest) -> wire.ChatRequest:
+    """Return the chat whose tokens are wanted."""
+    fields = {name: getattr(body, name) for name in ("messages", *_OF_CHAT)}
+    return wire.chat_of({"model": body.model, **fields})
+
+
+def check_tokenize(body: wire.TokenizeRequest) -> None:
+    """Raise RequestError for fields that have no effect together."""
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("set this or messages", field="prompt")
+    if body.messages is None:
+        for name in _OF_CHAT:
+            if getattr(body, name) is not None:
+                raise RequestError("has no effect without messages", field=name)
+    elif body.add_special_tokens is not None:
+        raise RequestError("has no effect with messages: the chat template decides", field="add_special_tokens")
+
+
+def text_job(body: wire.TokenizeRequest, *, context_tokens: int, deadline_s: float | None) -> Job:
+    """Return the job of a text's tokens. Errors: RequestError."""
+    if not body.prompt:
+        raise RequestError("is empty", field="prompt")
+    prompt = {"text": body.prompt}
+    asking.check_length(prompt, context_tokens, "prompt")
+    adds = body.add_special_tokens is not False
+    return Job(uuid.uuid4().hex, prompt, _NO_ANSWER, deadline_s=deadline_s, kind="tokens", adds_special=adds)
+
+
+def chat_job(
+    chat: wire.ChatRequest,
+    messages: list[dict[str, Any]],
+    *,
+    context_tokens: int,
+    limits: Limits,
+    deadline_s: float | None,
+) -> Job:
+    """Return the job of a chat's tokens. Errors: RequestError."""
+    asking.check_length(messages, context_tokens, "messages")
+    asking.check_continued(chat)
+    calls = calling.calls_of(chat, limits)
+    kept = {name: calls[name] for name in ("tools", "template_kwargs") if name in calls}
+    return Job(
+        uuid.uuid4().hex, messages, _NO_ANSWER, deadline_s=deadline_s, kind="tokens",
+        continue_final_message=bool(chat.continue_final_message), **kept,
+    )  # fmt: skip
+
+
+def ids_job(body: wire.DetokenizeRequest, *, context_tokens: int, deadline_s: float | None) -> Job:
+    """Return the job of a text out of tokens. Errors: RequestError."""
+    if not body.tokens:
+        raise RequestError("is empty", field="tokens")
+    asking.check_length(body.tokens, context_tokens, "tokens")
+    return Job(uuid.uuid4().hex, list(body.tokens), _NO_ANSWER, deadline_s=deadline_s, kind="text")
+
+
+class TokensShape(_Result):
+    def __init__(self, body: Any, context_tokens: int) -> None:
+        super().__init__(body)
+        self._context_tokens = context_tokens
+
+    def whole(self) -> dict[str, Any]:
+        (result,) = self.results
+        ids = result["tokens"]
+        shown = result["token_strs"] if self.given.return_token_strs else None
+        return {"count": len(ids), "max_model_len": self._context_tokens, "tokens": ids, "token_strs": shown}
+
+
+class CountShape(_Result):
+    def whole(self) -> dict[str, Any]:
+        return {"input_tokens": len(self.results[0]["tokens"])}
+
+
+class TextShape(_Result):
+    def whole(self) -> dict[str, Any]:
+        return {"prompt": self.results[0]["prompt"]}

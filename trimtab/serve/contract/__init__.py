@@ -1,0 +1,1 @@
+"""What does every part of the server share?"""

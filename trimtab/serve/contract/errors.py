@@ -1,0 +1,143 @@
+"""Errors over HTTP: a status and OpenAI's error object, without paths of this machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from trimtab.checkpoint.names import near_names
+from trimtab.errors import RequestError, TrimtabError
+from trimtab.process.redact import without_paths
+from trimtab.serve.contract.client_words import for_clients
+from trimtab.serve.contract.log import request_id
+
+# Our class -> (HTTP status, OpenAI's type, code). A class that is not here is a bug of the server: 500, nothing told.
+ERRORS: Mapping[str, tuple[int, str, str]] = {
+    "RequestError": (400, "invalid_request_error", "invalid_value"),
+    "BodyTooLargeError": (413, "invalid_request_error", "body_too_large"),
+    "UnknownModelError": (404, "invalid_request_error", "model_not_found"),
+    "CheckpointError": (422, "invalid_request_error", "bad_file"),
+    "AdapterError": (422, "invalid_request_error", "bad_adapter"),
+    "QueueFullError": (429, "rate_limit_error", "queue_full"),
+    "QuotaError": (429, "rate_limit_error", "quota"),
+    "BodiesFullError": (503, "server_error", "bodies_full"),
+    "DeviceError": (503, "server_error", "device"),
+    "WorkerDiedError": (503, "server_error", "worker_died"),
+    "ModelFailedError": (503, "server_error", "model_failed"),
+    "StoppingError": (503, "server_error", "stopping"),
+    "DeadlineError": (504, "timeout_error", "deadline"),
+    "TemporaryFolderError": (507, "server_error", "temporary_folder"),
+    "DoesNotFitError": (507, "server_error", "does_not_fit"),
+    "ParityError": (500, "server_error", "parity"),
+    "MistakeError": (500, "server_error", "mistake"),
+    "UpstreamError": (500, "server_error", "upstream"),
+}
+BUG = (500, "server_error", "bug")
+# What the way in refuses before it knows what is asked: HTTP's own words.
+HTTP_CODES = {
+    401: "invalid_api_key", 403: "admin_off", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large", 415: "not_json",
+    421: "wrong_host",
+}  # fmt: skip
+# What a client may see of an error's fields: never a path of this machine.
+SHOWN_FIELDS = (
+    "field", "value", "allowed", "hint", "problems", "needed_bytes", "budget_bytes", "device", "exit_code",
+    "limit_bytes", "retry_after_s", "deadline_s", "error_id",
+)  # fmt: skip
+MOST_NAMES = 20
+# How much a name that is not known is compared with: letter by letter with a thousand names takes a tenth of a second.
+NEAR_CHARACTERS, NEAR_NAMES = 64, 32
+# What no field of a request could mend.
+OF_NO_FIELD = ("QueueFullError", "QuotaError", "DeadlineError")
+
+
+class UnknownModelError(RequestError):
+    """No model or adapter of this name is served."""
+
+    def __init__(self, name: str, known: Sequence[str], *, field: str = "model") -> None:
+        near = near_names(name[:NEAR_CHARACTERS], _nearest(name, known)) or list(known)
+        super().__init__("is not served here", field=field, value=name, allowed=near[:MOST_NAMES])
+
+
+def _nearest(name: str, known: Sequence[str]) -> list[str]:
+    """Return the few names that begin most like another, all where they are few."""
+    if len(known) <= NEAR_NAMES:
+        return list(known)
+    low = name[:NEAR_CHARACTERS].lower()
+
+    def alike(one: str) -> int:
+        pairs = zip(one.lower(), low, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    return sorted(known, key=lambda one: (-alike(one), one))[:NEAR_NAMES]
+
+
+def error_json(
+    name: str, message: str, fields: Mapping[str, Any], folders: Sequence[str] = ()
+) -> tuple[int, dict[str, Any]]:
+    """Return the HTTP status and OpenAI's error object of one of our errors. folders: as `redact.own_folders` gives them."""
+    status, kind, code = ERRORS.get(name, BUG)
+    if name not in ERRORS:
+        where = f" under {request_id()}" if request_id() else ""
+        name, message, fields = (
+            "bug",
+            f"The server failed; its log has the traceback{where}",
+            {"error_id": request_id()},
+        )
+    message, fields = for_clients(name, message, fields)
+    known = str(fields.get("path") or "")
+    shown = {key: _as_json(fields[key]) for key in SHOWN_FIELDS if fields.get(key) not in (None, "", (), [])}
+    return status, _object(
+        without_paths(message, known, folders=folders), kind, code,
+        param=None if name in OF_NO_FIELD else fields.get("field"), name=name,
+        fields=without_paths(shown, known, folders=folders),
+    )  # fmt: skip
+
+
+def _as_json(value: Any) -> Any:
+    """Return a field's value; NaN and infinity, for which JSON has no number, as text."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _object(
+    message: str, kind: str, code: str, *, param: Any = None, name: str = "", fields: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    return {
+        "error": {
+            "message": message, "type": kind, "param": param if isinstance(param, str) else None, "code": code,
+            "class": name, "fields": dict(fields or {}),
+        }
+    }  # fmt: skip
+
+
+def told_error(error: Mapping[str, Any], folders: Sequence[str] = ()) -> tuple[int, dict[str, Any]]:
+    """Return status and object of an error that came from the worker."""
+    return error_json(error["class"], error["message"], error["fields"], folders)
+
+
+def plain_error(exc: BaseException) -> Mapping[str, Any]:
+    """Return an error as the plain values of an event. An exception of another class is a bug: its text is not included."""
+    return exc.to_dict() if isinstance(exc, TrimtabError) else {"class": "bug", "message": "", "fields": {}}
+
+
+def error_response(status: int, body: Mapping[str, Any]) -> Response:
+    """Return an error object as a response; Retry-After where the error says when."""
+    headers = {}
+    retry = body["error"]["fields"].get("retry_after_s")
+    if retry is not None:
+        headers["retry-after"] = str(max(1, round(retry)))
+    elif status == 503:
+        headers["retry-after"] = "1"
+    return JSONResponse(body, status, headers=headers)
+
+
+def http_error(
+    status: int, message: str, *, kind: str = "invalid_request_error", code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:  # fmt: skip
+    """Return what HTTP itself refuses in the same form."""
+    body = _object(message, kind, code or HTTP_CODES.get(status, "http"))
+    return JSONResponse(body, status, headers=headers)

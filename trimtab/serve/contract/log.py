@@ -1,0 +1,309 @@
+"""The server's log: one line per event with time, level and request id, as text or JSON; one line per request.
+
+A request has an id: the client's own (one X-Request-Id, short and plain) or a new one. Every answer carries it, every line that is
+written while the request is answered has it, and an answer with status 500 names the id under which its traceback stands
+(`error_id`). No line has a key, an address, a message or an answer. Whatever a client chooses is cut to a length, and a log that
+cannot be written (a full disk, a reader that has left) loses lines: it never ends the server.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from contextvars import ContextVar
+from datetime import datetime, timezone
+from typing import Any, Protocol
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from trimtab.errors import RequestError
+from trimtab.printable import printable
+from trimtab.serve.contract.head_lines import value_of
+
+FORMATS = ("text", "json")
+LEVELS = ("debug", "info", "warning", "error")
+# A worker is a process of its own: it learns from these how to write.
+FORMAT_VARIABLE, LEVEL_VARIABLE = "TRIMTAB_LOG_FORMAT", "TRIMTAB_LOG_LEVEL"
+HEADER = "x-request-id"
+# A note that is no field of the line: when the request's body had been read, on the monotonic clock.
+ARRIVED = "_arrived"
+# What monitoring and the page ask for all the time is written down for who debugs alone.
+QUIET_PATHS = ("/health", "/ready", "/metrics", "/api/status")
+_GIVEN = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+# The most letters of one field that a client chose, of any other field, of a message, and of a traceback.
+_CHOSEN_LETTERS, _METHOD_LETTERS = 200, 20
+_FIELD_LETTERS, _MESSAGE_LETTERS, _TRACEBACK_LETTERS = 2_000, 8_000, 64_000
+
+log = logging.getLogger("trimtab.serve.requests")
+# Where nobody has set the journal up, the lines of requests go nowhere.
+log.addHandler(logging.NullHandler())
+_log = logging.getLogger("trimtab.serve")
+_id: ContextVar[str] = ContextVar("request_id", default="")
+_notes: ContextVar[dict[str, Any] | None] = ContextVar("notes", default=None)
+
+
+class Counts(Protocol):
+    """What the journal needs of the metrics."""
+
+    def responded(self, path: str, status: int) -> None: ...
+
+
+class Spans(Protocol):
+    """What the journal needs of `tracing.Spans`."""
+
+    def request(
+        self, headers: Iterable[tuple[bytes, bytes]], route: str, fields: Mapping[str, Any], *, start_ns: int, end_ns: int,
+        arrived_ns: int | None = None,
+    ) -> str: ...  # fmt: skip
+
+
+def request_id() -> str:
+    """Return the id of the request that is being answered, "" outside of one."""
+    return _id.get()
+
+
+def note(**fields: Any) -> None:
+    """Add to the line that will be written of this request."""
+    notes = _notes.get()
+    if notes is not None:
+        notes.update(fields)
+
+
+def write_traceback(exc: BaseException, what: str) -> str:
+    """Write an error down in full; returns the id under which it stands."""
+    error_id = request_id() or uuid.uuid4().hex[:16]
+    _log.error(what, exc_info=exc, extra={"fields": {"error_id": error_id}})
+    return error_id
+
+
+def drop_tracebacks(exc: BaseException) -> None:
+    """Remove the tracebacks of an exception that is kept, and of those that caused it: their frames hold a request's inputs."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [exc]
+    while left:
+        error = left.pop()
+        if error is not None and id(error) not in seen:
+            seen.add(id(error))
+            error.__traceback__ = None
+            left += (error.__cause__, error.__context__)
+
+
+# Where lines go ---------------------------------------------------------------------------------------------------------
+
+
+class Unfailing:
+    """A stream that drops what cannot be written. The rest is the stream's own."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):  # full, gone or closed
+            self._stream.write(text)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def keep_streams() -> None:
+    """Have nothing in this process fail, from now on, because its output or its log cannot be written."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # it was closed: a client's socket would take its place, and get what libraries print
+            os.open(os.devnull, os.O_RDWR)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
+        if not isinstance(stream, Unfailing):
+            setattr(sys, name, Unfailing(stream))
+
+
+# How lines look -------------------------------------------------------------------------------------------------------
+
+
+def set_up(form: str = "text", level: str = "info") -> None:
+    """Write from now on in a form, here and in the processes that this one starts. Errors: RequestError."""
+    for name, value, known in (("log_format", form, FORMATS), ("log_level", level, LEVELS)):
+        if value not in known:
+            raise RequestError("is not known", field=name, value=value, allowed=known)
+    os.environ[FORMAT_VARIABLE], os.environ[LEVEL_VARIABLE] = form, level
+    set_up_as_parent()
+
+
+def set_up_as_parent() -> None:
+    """Log as the parent process does. Changes nothing if the parent has not set a format."""
+    form, level = os.environ.get(FORMAT_VARIABLE), os.environ.get(LEVEL_VARIABLE)
+    if form not in FORMATS or level not in LEVELS:
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    handler.addFilter(_is_no_repetition)
+    for name in ("trimtab", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.propagate = False
+    logging.getLogger("trimtab").setLevel(level.upper())
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+def _is_no_repetition(record: logging.LogRecord) -> bool:
+    """uvicorn writes once more what `Journal` has written already, without an id."""
+    return not (record.name == "uvicorn.error" and record.getMessage().startswith("Exception in ASGI application"))
+
+
+def _time(record: logging.LogRecord) -> str:
+    at = datetime.fromtimestamp(record.created, timezone.utc)
+    return at.strftime("%Y-%m-%dT%H:%M:%S.") + f"{at.microsecond // 1000:03d}Z"
+
+
+def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
+    own = _cut(getattr(record, "fields", {}), _FIELD_LETTERS)
+    return {"request_id": request_id(), **own} if request_id() else own
+
+
+def _message(record: logging.LogRecord) -> str:
+    return short(record.getMessage(), _MESSAGE_LETTERS)
+
+
+def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    assert record.exc_info
+    return short(formatter.formatException(record.exc_info), _TRACEBACK_LETTERS)  # type: ignore[arg-type]
+
+
+def _cut(fields: Mapping[str, Any], most: int) -> dict[str, Any]:
+    return {name: short(value, most) if isinstance(value, str) else value for name, value in fields.items()}
+
+
+def short(text: str, most: int) -> str:
+    """Return a text whole, or its two ends and how many letters are left out between them."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}...({len(text) - 2 * half} letters)...{text[-half:]}"
+
+
+class TextLines(logging.Formatter):
+    """2026-01-31T12:00:00.123Z INFO ready models=gemma, without fields that are None; a traceback follows on lines of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = "".join(f" {name}={_word(value)}" for name, value in _fields(record).items() if value is not None)
+        # A message is one line: what it quotes may have line ends that look like lines of ours.
+        line = f"{_time(record)} {record.levelname} {_line(_message(record))}{fields}"
+        return f"{line}\n{printable(_traceback(self, record))}" if record.exc_info else line
+
+
+class JsonLines(logging.Formatter):
+    """{"time": ..., "level": "info", "message": ..., "request_id": ..., "traceback": ...}, one object per line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "time": _time(record), "level": record.levelname.lower(), "logger": record.name,
+            "message": _message(record), **_fields(record),
+        }  # fmt: skip
+        if record.exc_info:
+            entry["traceback"] = _traceback(self, record)
+        return json.dumps(entry, default=str)
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    text = _line(str(value))
+    return text if text and not re.search(r'[\s"=]', text) else json.dumps(text)
+
+
+def _line(text: str) -> str:
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+# Requests -------------------------------------------------------------------------------------------------------------
+
+
+class Journal:
+    """Gives each request its id, counts its status, and writes one line about it. paths: the routes that there are.
+    spans: makes a trace of it."""
+
+    def __init__(self, app: ASGIApp, counts: Counts, paths: Sequence[str] = (), spans: Spans | None = None) -> None:
+        self._app, self._counts, self._name, self._spans = app, counts, named(paths), spans
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        header = value_of(scope["headers"], HEADER)
+        known = header.decode("ascii") if _GIVEN.fullmatch(header) else uuid.uuid4().hex
+        # Not reset at the end: what answers an exception outside of here still belongs to this request.
+        _id.set(known)
+        _notes.set({})
+        began, status = time.monotonic(), 500
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), (HEADER.encode(), known.encode())]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except Exception as exc:
+            write_traceback(exc, "the server failed")
+            raise
+        finally:
+            self._write(scope, status, time.monotonic() - began)
+
+    def _write(self, scope: Scope, status: int, seconds: float) -> None:
+        path = scope["path"]
+        fields: dict[str, Any]
+        self._counts.responded(self._name(path), status)
+        level = logging.DEBUG if path in QUIET_PATHS or path.startswith("/page/") else logging.INFO
+        level = logging.WARNING if status >= 500 and path not in QUIET_PATHS else level
+        fields = {
+            "method": scope["method"][:_METHOD_LETTERS], "path": path[:_CHOSEN_LETTERS], "status": status,
+            "seconds": round(seconds, 4), **_cut(_notes.get() or {}, _CHOSEN_LETTERS),
+        }  # fmt: skip
+        arrived = fields.pop(ARRIVED, None)
+        if self._spans is not None and level != logging.DEBUG:
+            end_ns = time.time_ns()
+            ago_ns = None if arrived is None else end_ns - int((time.monotonic() - arrived) * 1e9)
+            values = {"request_id": request_id(), **fields}
+            fields["trace_id"] = self._spans.request(
+                scope["headers"],
+                self._name(path),
+                values,
+                start_ns=end_ns - int(seconds * 1e9),
+                end_ns=end_ns,
+                arrived_ns=ago_ns,
+            )
+        log.log(level, "request", extra={"fields": fields})
+
+
+def named(paths: Sequence[str]) -> Callable[[str], str]:
+    """Return what names the route of a path: clients choose paths, and a metric must not have a series for each."""
+    whole = {path for path in paths if "{" not in path}
+    begun = sorted((path for path in paths if "{" in path), key=len, reverse=True)
+
+    def name(path: str) -> str:
+        if path in whole:
+            return path
+        return next((one for one in begun if path.startswith(one.partition("{")[0])), "other")
+
+    return name

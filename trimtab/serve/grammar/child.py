@@ -1,0 +1,162 @@
+"""The process that compiles each grammar before the worker does: what never ends or takes all memory ends with this process.
+
+Started and watched by prover.py. Frames on standard input: the vocabulary, then one GrammarSource after the other. Frames
+on standard output: an empty one once the vocabulary is read, then the answer to each source. The process ends with its standard
+input, also while it compiles. Imports no torch, and nothing of transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import struct
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any
+
+from trimtab.errors import RequestError
+from trimtab.serve.grammar.source import GrammarSource, compiled
+
+HEAD = struct.Struct("<Q")
+MOST_TOKEN_BYTES = 64  # of a token that encodes a text; longer ones are passed over
+# Above what the process has at its start. The first is what its watcher kills it for, the second what the system gives it, because
+# memory grows between two looks; its addresses are more than its memory.
+MOST_S, MOST_BYTES, ROOM_BYTES = 5.0, 512 * 2**20, 640 * 2**20
+# A process whose parent is stopped or gone ends at this processor time all the same.
+ALONE_S = 15
+
+
+class Vocabulary:
+    """What llguidance needs of a tokenizer to compile. It stands for one and takes the longest token that a text begins with:
+    llguidance encodes a text that a grammar prescribes, and any tokens of it will do to compile."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: Sequence[bytes], special_token_ids: Sequence[int], eos_token_id: int) -> None:
+        self.tokens, self.special_token_ids, self.eos_token_id = tokens, special_token_ids, eos_token_id
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        special = set(self.special_token_ids)
+        return {token: number for number, token in enumerate(self.tokens) if token and number not in special}
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        data = text.encode() if isinstance(text, str) else bytes(text)
+        ids: list[int] = []
+        at = 0
+        while at < len(data):
+            sizes = range(min(MOST_TOKEN_BYTES, len(data) - at), 0, -1)
+            size = next((one for one in sizes if data[at : at + one] in self._ids), 0)
+            if not size:
+                return ids
+            ids.append(self._ids[data[at : at + size]])
+            at += size
+        return ids
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Vocabulary:
+        """Return that of an LLTokenizer."""
+        ids = range(tokenizer.vocab_size)
+        special = [token for token in ids if tokenizer.is_special_token(token)]
+        return cls([tokenizer.decode_bytes([token]) for token in ids], special, tokenizer.eos_token)
+
+    def to_bytes(self) -> bytes:
+        tokens = [one.hex() for one in self.tokens]
+        return json.dumps([tokens, list(self.special_token_ids), self.eos_token_id]).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Vocabulary:
+        tokens, special, end = json.loads(data)
+        return cls([bytes.fromhex(one) for one in tokens], special, end)
+
+
+def read_frame(stream: IO[bytes]) -> bytes:
+    """Return the next frame. Errors: EOFError at the end of the stream."""
+    head = stream.read(HEAD.size)
+    size = HEAD.unpack(head)[0] if len(head) == HEAD.size else 1
+    data = stream.read(size) if len(head) == HEAD.size else b""
+    if len(data) < size:
+        raise EOFError
+    return data
+
+
+def write_frame(stream: IO[bytes], data: bytes) -> None:
+    stream.write(HEAD.pack(len(data)) + data)
+    stream.flush()
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its parent
+    answers = sys.stdout.buffer
+    frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(frames,), daemon=True).start()
+    tokenizer = _tokenizer(frames.get())
+    _limit_memory()
+    write_frame(answers, b"")
+    while True:
+        source = frames.get()
+        _limit_time()
+        start = time.process_time()
+        found = answer(tokenizer, GrammarSource.from_json(source.decode()))
+        write_frame(answers, json.dumps({**found, "seconds": time.process_time() - start}).encode())
+
+
+def _read(frames: queue.SimpleQueue[bytes]) -> None:
+    with suppress(EOFError, OSError):
+        while True:
+            frames.put(read_frame(sys.stdin.buffer))
+    os._exit(0)
+
+
+def _tokenizer(data: bytes) -> Any:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    return LLTokenizer(TokenizerWrapper(Vocabulary.from_bytes(data)))
+
+
+def _limit_memory() -> None:
+    """Have the system give no more than the limit, where it can: allocations between two looks of the watcher are fast."""
+    with suppress(ImportError, OSError, ValueError, AttributeError):
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + ROOM_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _limit_time() -> None:
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        soft = int(used.ru_utime + used.ru_stime) + ALONE_S
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def answer(tokenizer: Any, source: GrammarSource) -> dict[str, Any]:
+    """Return the grammars of a source, or the reason why an answer cannot be held to it ("reason"; "mistake": why we failed)."""
+    try:
+        for grammar in source.checks():
+            if reason := compiled(tokenizer, grammar)[1]:
+                return {"reason": f"cannot be enforced ({reason})", "field": source.field}
+        grammars = source.grammars()
+        for grammar in grammars.values():
+            if reason := compiled(tokenizer, grammar)[1]:
+                return {"reason": f"cannot be enforced ({reason})", "field": source.field}
+    except RequestError as exc:
+        return {"reason": exc.reason, "field": exc.field}
+    except RecursionError:
+        return {"reason": "is nested too deep, or its references lead too far", "field": source.field}
+    except MemoryError:
+        return {"reason": "takes too much memory to compile", "field": source.field}
+    except BaseException as exc:  # a panic of llguidance is no Exception
+        return {"mistake": f"{type(exc).__name__}: {exc}"[:2000]}
+    return {"grammars": grammars}

@@ -1,0 +1,1 @@
+"""Who may connect, and where does a request go?"""

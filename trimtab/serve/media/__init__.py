@@ -1,0 +1,1 @@
+"""What are the bytes of a request's media?"""

@@ -1,0 +1,1 @@
+"""Which numbers and traces does the server give?"""

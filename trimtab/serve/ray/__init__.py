@@ -1,0 +1,1 @@
+"""How do copies run on Ray?"""

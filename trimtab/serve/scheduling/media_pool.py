@@ -1,0 +1,286 @@
+"""Decoding images and audio in a few threads, in an order in which no slow file delays other clients.
+
+    MediaPool       the threads, and what they may hold
+    MemoryReturner  the timer that gives freed memory back to the system
+
+Three budgets bound it: bytes of media (being decoded, or decoded until their prompt is computed), decodes of one client at
+once, and seconds of one request. A thread cannot be stopped: a request whose time is over is answered, and its thread is free
+again when the decoder returns; the limits on pixels and seconds of sound bound that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from trimtab.errors import RequestError, TrimtabError
+from trimtab.planning.memory.media import LEAST_BUDGET_BYTES
+from trimtab.serve.contract.job import Job
+from trimtab.serve.contract.log import drop_tracebacks, write_traceback
+from trimtab.serve.contract.turns import ClientTurns
+from trimtab.serve.scheduling.scheduler import MistakeError
+
+THREADS = 2
+MEDIA_S = 20.0
+# Media of so many bytes leave freed memory behind that is worth returning.
+RETURNED_BYTES = 32 * 2**20
+# Freed memory is returned so long after the first such media, and that of all that end meanwhile with it.
+RETURN_AFTER_S = 1.0
+# A client leaves a thread to others for so long after the last request of another.
+LATELY_S = 60.0
+
+
+@dataclass(eq=False)
+class _Entry:
+    """overtaken: how often another was begun in its turn because its media had no room."""
+
+    job: Job
+    future: Future[Any]
+    nbytes: int
+    then: Callable[[Job, Callable[[Any], None]], None]
+    overtaken: int = 0
+
+    @property
+    def client(self) -> str:
+        return self.job.sender
+
+
+@dataclass(eq=False)
+class _Share:
+    """The bytes of one entry, which are given back once. It holds no media: it lives until their prompt is prepared."""
+
+    nbytes: int
+    is_held: bool = True
+
+
+def _mistake(exc: BaseException) -> MistakeError:
+    return MistakeError(write_traceback(exc, "decoding images and audio"))
+
+
+class MediaPool:
+    """The threads; clients take turns. decode: returns a job with its media decoded. size: how many bytes they will take.
+
+    most_bytes: of all media that are decoded or being decoded; a request that needs more is decoded alone. A request that has no
+    room is overtaken by as many others as there are threads, then nothing else begins before it. kept: the tensors of a prompt that
+    was prepared; they count until they are dropped. most_s: of one request's decoding. A client has all threads while it is alone:
+    one is left for others while they wait, or have come in the last `LATELY_S`. clock: seconds.
+    """
+
+    def __init__(
+        self, decode: Callable[[Job], Job], size: Callable[[Job], int], *, threads: int = THREADS,
+        most_bytes: int = LEAST_BUDGET_BYTES, most_s: float = MEDIA_S, kept: Callable[[Any], Iterable[Any]] = lambda _: (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._decode, self._size, self._kept, self._clock = decode, size, kept, clock
+        self._most_bytes, self._most_s, self._count = most_bytes, most_s, threads
+        self._turns: ClientTurns[_Entry] = ClientTurns()
+        # The two clients that came last, and when.
+        self._came: dict[str, float] = {}
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._returner = MemoryReturner(lambda: self.freed_bytes, self._were_returned)
+        # Bytes in use, and bytes that were freed since the last return of memory: the process has them still.
+        self.used_bytes = self.freed_bytes = 0
+
+    def submit(self, job: Job, future: Future[Any], then: Callable[[Job, Callable[[Any], None]], None]) -> None:
+        """Decode a job's media and call `then` with the decoded job and what to call with its inputs (None for none) once the
+        decoded media are not needed any more.
+
+        future: is given the error, if there is one; cancelling it before its turn is enough to forget the job. Errors: RuntimeError
+        if the system starts no thread and there is none.
+        """
+        entry = _Entry(job, future, self._size(job), then)
+        with self._changed:
+            self._start_thread()
+            self._turns.add(entry)
+            future.add_done_callback(self._is_done)
+            self._came.pop(entry.client, None)
+            self._came[entry.client] = self._clock()
+            if len(self._came) > 2:
+                del self._came[next(iter(self._came))]
+            self._changed.notify_all()
+
+    def _is_done(self, future: Future[Any]) -> None:
+        """Let others begin that waited behind a request whose client has left."""
+        if future.cancelled():
+            with self._changed:
+                self._changed.notify_all()
+
+    def _start_thread(self) -> None:
+        if len(self._threads) == self._count:
+            return
+        thread = threading.Thread(target=self._run, name=f"trimtab-media-{len(self._threads)}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no thread left: those that run do the work
+            if not self._threads:
+                raise
+        else:
+            self._threads.append(thread)
+
+    def _take(self) -> _Entry | None:
+        """Begin the next entry that has a thread and room, and return it."""
+        passed: list[_Entry] = []
+        for entry in self._turns.in_turn():
+            if not self._has_thread(entry.client):
+                continue
+            if not self.used_bytes or self.used_bytes + entry.nbytes <= self._most_bytes:
+                for other in passed:
+                    other.overtaken += 1
+                self._turns.begin(entry)
+                self.used_bytes += entry.nbytes
+                return entry
+            if entry.overtaken >= self._count:
+                return None
+            passed.append(entry)
+        return None
+
+    def _has_thread(self, client: str) -> bool:
+        """Whether a client may have one more thread."""
+        if self._turns.running(client) < max(1, self._count - 1):
+            return True
+        since = self._clock() - LATELY_S
+        return not self._turns.has_other_than(client) and all(
+            came < since for other, came in self._came.items() if other != client
+        )
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while (entry := self._take()) is None:
+                    self._changed.wait(LATELY_S if len(self._turns) else None)
+                is_short = self.freed_bytes > 0 and self.used_bytes + self.freed_bytes > self._most_bytes
+            self._do(entry, is_short)
+
+    def _do(self, entry: _Entry, is_short: bool) -> None:
+        """Decode one entry and pass it on. Whatever fails is the entry's own: its bytes and its turn end, the thread does not."""
+        share = _Share(entry.nbytes)
+        try:
+            if is_short:
+                self._returner.return_now()
+            self._work(entry, share)
+        except BaseException as exc:
+            drop_tracebacks(problem := exc if isinstance(exc, TrimtabError) else _mistake(exc))
+            with suppress(InvalidStateError):  # it was answered, or cancelled
+                entry.future.set_exception(problem)
+            self._give_back(share)
+        finally:
+            with self._changed:
+                self._turns.end(entry.client)
+                self._changed.notify_all()
+
+    def _work(self, entry: _Entry, share: _Share) -> None:
+        """Decode one entry. Errors: whatever decoding and passing on raise."""
+        future = entry.future
+        if not future.set_running_or_notify_cancel():
+            self._give_back(share, is_freed=False)
+            return
+        is_late = threading.Event()
+        timer = threading.Timer(self._most_s, self._end, (future, is_late))
+        timer.daemon = True
+        timer.start()
+        try:
+            decoded = self._decode(entry.job)
+        finally:
+            timer.cancel()
+            timer.join()
+        if is_late.is_set():
+            del decoded  # before its bytes count as free
+            self._give_back(share)
+        else:
+            entry.then(decoded, partial(self._pass_on, share))
+
+    def _pass_on(self, share: _Share, inputs: Any) -> None:
+        """Count the inputs that were made of decoded media, until each is dropped, in place of the media."""
+        kept_bytes = 0
+        try:
+            for tensor in () if inputs is None else self._kept(inputs):
+                weakref.finalize(tensor, self._release, tensor.nbytes).atexit = False
+                kept_bytes += tensor.nbytes
+        finally:
+            self._give_back(share, kept_bytes=kept_bytes)
+
+    def _end(self, future: Future[Any], is_late: threading.Event) -> None:
+        is_late.set()
+        future.set_exception(RequestError(f"take longer than {self._most_s:g} s to decode", field="messages"))
+
+    def _give_back(self, share: _Share, *, kept_bytes: int = 0, is_freed: bool = True) -> None:
+        """End a share, but for bytes that inputs keep. is_freed: whether there was memory, which the process has still."""
+        with self._changed:
+            is_first, share.is_held = share.is_held, False
+        if is_first:
+            self._release(share.nbytes - kept_bytes, is_freed=is_freed)
+
+    def _release(self, nbytes: int, *, is_freed: bool = True) -> None:
+        with self._changed:
+            self.used_bytes -= nbytes
+            self.freed_bytes += max(nbytes, 0) if is_freed else 0
+            self._changed.notify_all()
+        if is_freed and nbytes >= RETURNED_BYTES:
+            self._returner.memory_was_freed()
+
+    def _were_returned(self, nbytes: int) -> None:
+        with self._changed:
+            self.freed_bytes -= nbytes
+
+
+class MemoryReturner:
+    """Returns freed memory to the system once `RETURN_AFTER_S` after memory was freed, on a thread of its own.
+
+    A return is not free: glibc's malloc_trim walks through all arenas and locks each one, so that threads which allocate there
+    wait. With 700 MiB freed it took 0.23 to 0.32 s on an AMD EPYC, and up to 15 ms where nothing was left to return. One return
+    serves all media that end within a second, and the last one always gets its own. freed: bytes that are freed and not returned.
+    then: is told those that were returned.
+    """
+
+    def __init__(self, freed: Callable[[], int] = lambda: 0, then: Callable[[int], None] = lambda _: None) -> None:
+        # Reentrant: a tensor may be dropped, and its bytes counted, wherever Python's collector runs.
+        self._lock, self._freed, self._then = threading.RLock(), freed, then
+        self._returning = threading.Lock()
+        self._is_due = False
+
+    def memory_was_freed(self) -> None:
+        with self._lock:
+            if self._is_due:
+                return
+            self._is_due = True
+        try:
+            call_later(RETURN_AFTER_S, self._return)
+        except RuntimeError:  # the system has no thread left: the next one returns it
+            self._is_due = False
+
+    def _return(self) -> None:
+        with self._lock:
+            self._is_due = False  # what is freed from now on is returned by the next one
+        self.return_now()
+
+    def return_now(self) -> None:
+        """Return freed memory on this thread, after a return on another has ended."""
+        with self._returning:
+            nbytes = self._freed()
+            return_freed_pages()
+            self._then(nbytes)
+
+
+def call_later(seconds: float, work: Callable[[], None]) -> None:
+    timer = threading.Timer(seconds, work)
+    timer.daemon = True
+    timer.start()
+
+
+def return_freed_pages() -> None:
+    """Return freed memory to the system where the C library keeps it: glibc has an arena per thread that decodes.
+
+    Pillow holds an image in blocks of 16 MiB, which glibc does not return by itself. Source: malloc_trim(3), mallopt(3).
+    """
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)

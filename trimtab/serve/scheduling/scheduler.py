@@ -1,0 +1,537 @@
+"""The scheduler: a bounded queue, fair between clients and adapters, prompts in chunks between the decode steps.
+
+One thread calls `turn` again and again; each turn takes up what has been prepared, for `ADMIT_S` at most, decodes one step of all
+rows and puts pieces of the waiting prompts through the model behind it, as many as budget.py has time for: a long prompt delays
+those who are being answered by little. Prompts of a turn are given to the device before the step's tokens are waited for, and
+join the rows in the next turn, so that the device always has work. Inputs are prepared on a thread of the engine's, so that
+images delay nobody. Imports no torch: the engine behind it does the work, and in the tests a mock one. No clock of its own: time
+comes from `now`.
+
+Clients take turns, and so do the adapters of one client (line.py). A long prompt is chosen only when the one before it is complete:
+a client that comes later waits for one prompt of another client, not for all that were sent before. Where prompts have keys and
+values of their own, as on a CPU, short ones pass it between its chunks (in_progress.py). What needs no row, embeddings and
+log-probabilities of prompts, goes through in pieces between the turns and delays no other prompt by more than one (rowless.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trimtab.adapter_names import label_of, parts_of
+from trimtab.errors import DeviceError, RequestError, TrimtabError
+from trimtab.serve.contract.engine_protocol import Engine
+from trimtab.serve.contract.job import Event, Job
+from trimtab.serve.scheduling.budget import Budget
+from trimtab.serve.scheduling.in_progress import InProgress
+from trimtab.serve.scheduling.queue import Lines
+from trimtab.serve.scheduling.rowless import Rowless
+
+# How long taking up what has been prepared may take of each turn; one job is taken up in any case.
+ADMIT_S = 0.02
+# Prompts that may go through the model at once.
+MOST_CHOSEN = 16
+
+
+class QueueFullError(RequestError):
+    """The queue is full; `retry_after_s` is when a place is likely to be free."""
+
+    def __init__(self, length: int, retry_after_s: float) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(
+            f"{length} requests are waiting", field="queue", hint=f"Try again in {retry_after_s:.0f} seconds"
+        )
+
+
+class DeadlineError(RequestError):
+    """The answer was not complete in the time that the request gave it."""
+
+    def __init__(self, deadline_s: float, where: str) -> None:
+        self.deadline_s = deadline_s
+        super().__init__(f"the time limit passed while {where}", field="timeout", value=deadline_s)
+
+
+class MistakeError(TrimtabError):
+    """The server failed at one request in an unexpected way. The log has the cause, under `error_id`."""
+
+    def __init__(self, error_id: str = "") -> None:
+        self.error_id = error_id
+        where = f" (its log has the traceback under {error_id})" if error_id else ""
+        super().__init__(f"the server failed at this request{where}")
+
+
+class StoppingError(DeviceError):
+    """The server has been told to end: it takes nothing new, and what its grace time is too short for is cut."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is stopping", device="worker", hint="Send the request again shortly")
+
+
+@dataclass(eq=False)
+class _Entry:
+    job: Job
+    arrived: float
+    answer: Any = None
+    started: float | None = None
+    goes_alone: bool = False
+    inputs: Future[Any] | None = None
+
+    @property
+    def is_prepared(self) -> bool:
+        return self.inputs is None or self.inputs.done()
+
+    def is_over(self, now: float) -> bool:
+        return self.job.deadline_s is not None and now - self.arrived > self.job.deadline_s
+
+
+@dataclass
+class Counts:
+    """What has happened since the scheduler began."""
+
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    refused: int = 0
+    steps: int = 0
+    step_s: float = 0.0
+    by_adapter: dict[str, int] = field(default_factory=dict)
+
+
+class Scheduler:
+    """Queues jobs and sends their events to `emit`. All methods are called from one thread.
+
+    queue_limit: the number of jobs that may wait beyond those with a free row. The next one is a QueueFullError.
+    """
+
+    def __init__(
+        self, engine: Engine, emit: Callable[[Event], None], *, queue_limit: int = 64,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.engine, self._tell, self.queue_limit, self._now = engine, emit, queue_limit, now
+        self._lines: Lines[_Entry] = Lines()
+        self._arrived: deque[_Entry] = deque()
+        self._begun: InProgress[_Entry] = InProgress(engine.open_tokens)
+        self._chosen: deque[_Entry] = deque()  # those whose prompts go through next, each with a row to come
+        self._is_apart = False  # whether a pass of several prompts failed: what is chosen goes one by one
+        self._through: deque[_Entry] = deque()  # prompts that will have a row in the next turn
+        self._rows: list[_Entry] = []
+        self._rowless: Rowless[_Entry] = Rowless(engine.open_tokens)
+        self.budget = Budget(engine.chunk_sizes)
+        self._told_at: float | None = None  # when the last step was told, and nothing but steps came after it
+        self._known: dict[str, _Entry] = {}
+        self._uses: Counter[str | None] = Counter()
+        self.counts = Counts()
+
+    @property
+    def waiting(self) -> int:
+        """How many jobs wait for a row, or for their turn without one."""
+        return len(self._arrived) + len(self._lines) + self._rowless.waiting
+
+    @property
+    def running(self) -> int:
+        """How many jobs have a row, or their prompt on the way through the model."""
+        return self._taken + self._rowless.running
+
+    @property
+    def _taken(self) -> int:
+        """How many rows are taken, or will be by prompts on their way."""
+        return len(self._rows) + len(self._through) + len(self._chosen) + len(self._begun)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._known
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether all there is to do is being prepared on another thread."""
+        return len(self._arrived) == len(self._known) > 0 and not any(entry.is_prepared for entry in self._arrived)
+
+    def uses(self, adapter: str | None) -> int:
+        """How many jobs, waiting ones included, need this adapter, alone or in a mix. None: the base alone."""
+        return self._uses[adapter]
+
+    def submit(self, job: Job) -> None:
+        """Take a job. Errors: QueueFullError; RequestError for an id in use; what the engine raises before it begins to prepare the
+        job, which is forgotten then. Problems of its inputs become events."""
+        if job.id in self._known:
+            raise RequestError("a job of this id is being answered", field="id", value=job.id)
+        if self.waiting >= self.queue_limit + self.engine.rows - self._taken:
+            self.counts.refused += 1
+            raise QueueFullError(self.waiting, self._retry_after_s())
+        parts = parts_of(job.adapter) or (None,)
+        # From here on nothing fails: an entry that is known in part could neither be answered nor cancelled.
+        entry = _Entry(job, self._now(), inputs=self.engine.prepare(job))
+        self._known[job.id] = entry
+        self._uses.update(parts)
+        self._arrived.append(entry)
+
+    def _retry_after_s(self) -> float:
+        """Return how long a step of one answer takes times a typical one's steps; a second if nothing is known."""
+        mean_s = self.counts.step_s / self.counts.steps if self.counts.steps else 0.0
+        return min(60.0, max(1.0, mean_s * 64))
+
+    def cancel(self, job_id: str) -> None:
+        """Forget a job whose client has left; its row is free before the next step. "dropped" tells what was computed for it. An
+        unknown id is no error: it may have just been answered."""
+        entry = self._known.get(job_id)
+        if entry is not None:
+            self.counts.cancelled += 1
+            usage = self._spent(entry)
+            self._forget(entry)
+            self._tell(Event(job_id, "dropped", usage=usage))
+
+    def _spent(self, entry: _Entry) -> Mapping[str, int]:
+        return {} if entry.answer is None else self.engine.spent(entry.answer)
+
+    def _forget(self, entry: _Entry) -> None:
+        del self._known[entry.job.id]
+        for name in parts_of(entry.job.adapter) or (None,):
+            self._uses[name] -= 1
+            if not self._uses[name]:
+                del self._uses[name]
+        if entry.answer is None:
+            self._arrived.remove(entry)
+            if entry.inputs is not None:
+                entry.inputs.cancel()
+            return
+        if entry in self._lines:
+            self._lines.remove(entry)
+        self._free(entry)
+        if entry in self._begun:
+            self._begun.remove(entry)
+        for others in (self._through, self._chosen):
+            if entry in others:
+                others.remove(entry)
+        if entry in self._rows:
+            self._rows.remove(entry)
+        self.engine.drop(entry.answer)
+
+    def _free(self, entry: _Entry) -> None:
+        """Take a job out of those that need no row, if it is one; what it held back waits for rows."""
+        for mate in self._rowless.remove(entry):
+            self._lines.add(mate)
+
+    def _fail(self, entry: _Entry, error: TrimtabError) -> None:
+        self.counts.failed += 1
+        usage = self._spent(entry)
+        self._forget(entry)
+        self._tell(replace(error_event(entry.job.id, error), usage=usage))
+
+    def turn(self) -> bool:
+        """Run one turn: drop late jobs, prepare new ones, decode a step of all rows, compute chunks of prompts behind it.
+        Returns whether there is more to do."""
+        self._drop_late()
+        self._admit()
+        for size, seconds in self.engine.chunk_times():
+            self.budget.took_chunk(size, seconds)
+        self._piece()
+        if self._rows:
+            self._arrive(only_open=True)
+            self._step()
+        else:
+            self._told_at = None
+            self._behind()
+            self._arrive()
+        return not self.is_idle
+
+    @property
+    def _has_prompts(self) -> bool:
+        """Whether prompts wait, or are on their way to a row."""
+        return bool(self._through or self._begun or self._chosen or self._lines)
+
+    def _piece(self) -> None:
+        """Compute a piece of what needs no row, if it is its turn."""
+        if not self._rowless:
+            return
+        left_s = self.budget.left_s(len(self._rows))
+        if not self._rowless.is_due(left_s, is_shared=self._has_prompts):
+            return
+        self._begin_rowless()
+        entry, start = self._rowless.begun.current, self._now()
+        if entry is None:
+            return
+        try:
+            tokens, is_over = self.engine.piece(entry.answer, self._rowless.most_tokens(left_s, entry.job.kind))
+        except TrimtabError as exc:
+            self._fail(entry, exc)
+        else:
+            self._rowless.took(tokens, self._now() - start, entry.job.kind)
+            self._rowless.begun.took(entry)
+            self._report([entry])
+            if is_over and entry in self._rowless.begun:  # it is no embedding
+                self._rowless.end(entry)
+        self._told_at = None  # the time to the next step is not that step's alone
+
+    def _begin_rowless(self) -> None:
+        """Begin the pieces of one request more, if there is room."""
+        rowless, engine = self._rowless, self.engine
+        if not rowless.lines:
+            return
+        kept_tokens = sum(engine.kept_tokens(entry.answer) for entry in rowless.complete)
+
+        def fits(entry: _Entry) -> bool:
+            tokens = engine.passing_tokens(entry.answer)
+            return rowless.may_begin(entry) and rowless.begun.fits(tokens, kept_tokens=kept_tokens)
+
+        has_first = rowless.begun.first is not None
+        entry = self._next(rowless.lines, fits) if has_first or kept_tokens else None
+        if entry is None and not has_first and (entry := self._next(rowless.lines, rowless.may_begin)):
+            for one in rowless.complete:  # the new one may take the memory of those that wait for a row
+                engine.release(one.answer)
+        if entry is not None:
+            self._start(entry)
+            rowless.begun.add(entry, engine.passing_tokens(entry.answer))
+
+    def _start(self, entry: _Entry) -> None:
+        entry.started = self._now()
+        self._tell(Event(entry.job.id, "started", usage={"queued_s": entry.started - entry.arrived}))
+
+    def _behind(self) -> bool:
+        """Give rows to the complete prompts, then compute chunks of the next ones. Returns whether there were any."""
+        rows = len(self._rows)
+        self._arrive()
+        left_s, count = self.budget.left_s(rows), 0
+        while (size := self.budget.size(left_s, is_first=not count)) is not None:
+            if count and self._needs_towers() and not self.budget.fits_towers(left_s):
+                break
+            size_done = self._prefill(size)
+            if size_done is None:
+                break
+            count += 1
+            if left_s is None:  # nobody waits for a token: others may have arrived
+                break
+            if size_done:  # none where a prompt took over what another had computed
+                left_s -= self.budget.chunk_s(size_done) or 0.0
+        return count > 0
+
+    def _needs_towers(self) -> bool:
+        """Whether the next piece is a pass of the towers."""
+        self._look()
+        entry = self._begun.current or next(iter(self._chosen), None)
+        return entry is not None and getattr(entry.answer, "needs_towers", False)
+
+    def _arrive(self, *, only_open: bool = False) -> None:
+        """Give rows to the complete prompts. only_open: as long as they need no time, because the next step draws their first
+        tokens."""
+        while self._through and (not only_open or getattr(self._through[0].answer, "is_open", False)):
+            entry = self._through.popleft()
+            self._rows.append(entry)
+            try:
+                self.engine.arrive(entry.answer)
+            except TrimtabError as exc:
+                self._fail(entry, exc)
+            else:
+                self._report([entry])
+
+    def _drop_late(self) -> None:
+        now = self._now()
+        for entry in [entry for entry in self._known.values() if entry.is_over(now)]:
+            where = "it waited" if entry.started is None else "it was answered"
+            assert entry.job.deadline_s is not None
+            self._fail(entry, DeadlineError(entry.job.deadline_s, where))
+
+    def _admit(self) -> None:
+        start = self._now()
+        for entry in [entry for entry in self._arrived if entry.is_prepared]:
+            try:
+                # What cannot fit is refused before it queues.
+                inputs = None if entry.inputs is None else entry.inputs.result()
+                entry.answer = self.engine.begin(entry.job, inputs)
+            except TrimtabError as exc:
+                self.counts.refused += 1
+                entry.inputs = None  # the future has the exception, whose traceback has this frame
+                self._forget(entry)
+                self._tell(error_event(entry.job.id, exc))
+            else:
+                entry.inputs = None
+                self._arrived.remove(entry)
+                if getattr(entry.answer, "needs_no_row", False):
+                    self._rowless.add(entry)
+                elif not self._rowless.holds_back(entry):
+                    self._lines.add(entry)
+                if getattr(entry.answer, "is_over", False):  # it needs no row
+                    self._report([entry])
+            if self._now() - start >= ADMIT_S:
+                return
+
+    def _next(self, lines: Lines[_Entry], fits: Callable[[_Entry], bool] | None = None) -> _Entry | None:
+        """Return the job of the client and the adapter whose turn it is, and put both last. None if none can be chosen now. lines:
+        of those that need a row, or of those that need none; both need slots for their adapters. fits: which of them can be chosen.
+
+        While an adapter waits for a slot, others pass. Once as many jobs as there are rows have passed it, only the base may pass,
+        because it needs no slot. Otherwise the adapters that have the slots could keep them forever. Of the adapters that a client
+        alone waits for, one at a time counts as passed: many of them would hold up other clients otherwise. One that is still
+        being prepared waits for no slot: nobody passes it, and it keeps nobody back.
+        """
+        passes: dict[str | None, int] = {}  # adapters that may begin -> how many of `passed` come before them
+        passed: list[tuple[Lines[_Entry], str | None]] = []
+        seen: set[str] = set()
+        is_barred = False
+        # What needs no row waits for a slot only where its turn has come.
+        others = [self._lines] if lines is not self._lines else [] if self._rowless.begun else [self._rowless.lines]
+        for one, adapter, clients in [(each, *both) for each in (*others, lines) for both in each.adapters]:
+            if not self.engine.is_prepared(adapter):
+                continue
+            may_begin = (adapter is None or not is_barred) and self.engine.is_ready(adapter)
+            if may_begin and one is lines:
+                passes[adapter] = len(passed)
+            elif not may_begin and not clients <= seen:
+                passed.append((one, adapter))
+                seen |= clients
+            is_barred |= one.overtaken[adapter] >= self.engine.rows
+        entry = lines.first(passes, fits)
+        # Those that run will leave; a smaller one that passed it could keep it waiting for ever.
+        if entry is None or not self.engine.has_room(entry.answer):
+            return None
+        entry.goes_alone = self.engine.goes_alone(entry.answer)
+        if lines is self._lines and entry.goes_alone and any(other.goes_alone for other in self._chosen):
+            return None  # it would be computed after that one; until then another client may come
+        lines.take(entry)
+        if entry.job.adapter is not None:
+            for one, adapter in passed[: passes[entry.job.adapter]]:
+                one.overtaken[adapter] += 1
+        return entry
+
+    def _prefill(self, most_tokens: int) -> int | None:
+        """Compute a chunk of one prompt, or several prompts at once. Return the size of the chunk, None if no prompt can be
+        computed."""
+        self._look()
+        if not self._begun and len(self._chosen) > 1 and not self._is_apart and (size := self._together(most_tokens)):
+            return size
+        self._begin_chosen()
+        entry = self._begun.current
+        if entry is None:
+            return None
+        try:
+            size, is_through = self.engine.prefill(entry.answer, most_tokens)
+        except TrimtabError as exc:
+            self._fail(entry, exc)
+            return 0
+        self._had_chunk(entry, is_through)
+        return size
+
+    def _had_chunk(self, entry: _Entry, is_through: bool) -> None:
+        if is_through:
+            self._begun.remove(entry)
+            self._through.append(entry)
+        else:
+            self._begun.took(entry)
+
+    def _look(self) -> None:
+        """Take the next prompts out of their lines, if there is room for them."""
+        if self._begun.first is None:
+            self._choose()
+            if self._begun:
+                self._begin_chosen()
+        elif self.engine.interleaves:
+            self._choose_beside()
+
+    def _begin_chosen(self) -> None:
+        if self._begun.first is None and self._chosen:
+            entry = self._chosen.popleft()
+            self._begun.add(entry, self.engine.passing_tokens(entry.answer))
+
+    def _choose(self) -> None:
+        """Take the next prompts out of their lines, as many as have a row to go to; one of those at most that go alone."""
+        self._is_apart &= bool(self._chosen)
+        while len(self._chosen) < MOST_CHOSEN and self._taken < self.engine.rows:
+            entry = self._next_scored() or self._next(self._lines)
+            if entry is None:
+                return
+            self._chosen.append(entry)
+            self._choose_entry(entry)
+
+    def _choose_beside(self) -> None:
+        """Take prompts out of their lines that pass the one that has begun."""
+
+        def fits(entry: _Entry) -> bool:
+            # The others of a group copy what one computes.
+            is_mate = bool(entry.job.group) and any(one.job.group == entry.job.group for one in self._begun)
+            return not is_mate and self._begun.fits(self.engine.passing_tokens(entry.answer))
+
+        while self._taken < self.engine.rows:
+            entry = self._next_scored() or self._next(self._lines, fits)
+            if entry is None:
+                return
+            self._begun.add(entry, self.engine.passing_tokens(entry.answer))
+            self._choose_entry(entry)
+
+    def _choose_entry(self, entry: _Entry) -> None:
+        if entry.started is None:
+            self._start(entry)
+        try:
+            self.engine.choose(entry.answer)
+        except TrimtabError as exc:
+            self._fail(entry, exc)
+
+    def _next_scored(self) -> _Entry | None:
+        """Return the job whose log-probabilities are complete, if it can have a row now."""
+        entry = next(iter(self._rowless.complete), None)
+        if entry is None or not self.engine.has_room(entry.answer):
+            return None
+        entry.goes_alone = self.engine.goes_alone(entry.answer)
+        if entry.goes_alone and any(other.goes_alone for other in self._chosen):
+            return None
+        self._free(entry)
+        return entry
+
+    def _together(self, most_tokens: int) -> int:
+        """Compute several of the chosen prompts at once. Return the size of the pass, 0 if the first is computed alone."""
+        try:
+            size, through = self.engine.prefill_together([entry.answer for entry in self._chosen], most_tokens)
+        except TrimtabError:
+            self._is_apart = True  # whose fault it was shows when each goes by itself
+            return 0
+        for answer in through:
+            entry = next(entry for entry in self._chosen if entry.answer is answer)
+            self._chosen.remove(entry)
+            self._through.append(entry)
+        return size if through else 0
+
+    def _step(self) -> None:
+        waiting = self._has_prompts or bool(self._rowless.complete)
+        launched = waited = False
+
+        def behind() -> bool:
+            nonlocal launched, waited
+            launched, waited = (launched if waited else self._behind()), True
+            return launched
+
+        while self._rows:
+            start, stepping = self._now(), list(self._rows)
+            try:
+                self.engine.step(behind if waiting else None)
+            except TrimtabError as exc:
+                # The one that came last needs the room that the others had, or does not go together with them.
+                self._fail(self._rows[-1], exc)
+                continue
+            now = self._now()
+            self.counts.steps += 1
+            self.counts.step_s += now - start
+            if self._told_at is not None and not launched:
+                self.budget.took_step(len(stepping), now - self._told_at)
+            # What was launched behind this step delays the next one.
+            self._told_at = None if launched else now
+            self._report(stepping)
+            return
+
+    def _report(self, entries: list[_Entry]) -> None:
+        for entry in entries:
+            for event in self.engine.news(entry.answer):
+                self._tell(event)
+                if event.kind in ("done", "error"):
+                    self.counts.finished += event.kind == "done"
+                    self.counts.failed += event.kind == "error"
+                    name = label_of(entry.job.adapter)
+                    self.counts.by_adapter[name] = self.counts.by_adapter.get(name, 0) + 1
+                    self._forget(entry)
+                    break
+
+
+def error_event(job_id: str, error: TrimtabError) -> Event:
+    """Return the event that ends a job with an error."""
+    return Event(job_id, "error", finish="error", error=error.to_dict())

@@ -1,0 +1,1 @@
+"""What does the process do that owns a model?"""

@@ -1,0 +1,332 @@
+"""The models of a server: one on the command line, or several in a TOML file.
+
+    [models.gemma]
+    path = "models/gemma-4-E4B-it"
+    quant = "nf4-dq"
+    gpu_memory = "4GiB"
+    context = 4096
+    rows = 8
+    resident_adapters = 4          # how many may be on the model at once
+    keep = ["medical"]             # never taken off
+    idle_unload_s = 600            # give the memory back after ten quiet minutes
+    supports_image = true
+    supports_audio = false
+
+    [models.gemma.adapters]
+    medical = "adapters/medical"
+    style = "adapters/style:0.7"   # its change times 0.7
+
+Relative paths are relative to the file. `plan` may name a plan that `trimtab plan --save` wrote, instead of the placement.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from trimtab.adapter_names import split_weight
+from trimtab.adapters.adapter import read_adapter
+from trimtab.checkpoint.folder import read_loadable
+from trimtab.checkpoint.names import near_names
+from trimtab.errors import AdapterError, CheckpointError, RequestError, TrimtabError
+from trimtab.planning.values.kv_pool import check_pool
+from trimtab.process.json_file import JsonError, read_bytes
+from trimtab.request import DECODE_MODES, LoadRequest, check_choice, parse_bytes
+from trimtab.serve.contract.settings import Limits, Settings
+from trimtab.serve.worker.row_count import PLANNED, check_rows
+
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")
+MEDIA = ("image", "audio")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """One model of a server.
+
+    request: what is planned, without adapters. rows: requests decoded together (None: as `row_count.plan_rows` plans).
+    adapters: name -> folder. kept: never taken off the model. resident_limit:
+    how many adapters may be on it at once (None: as many as fit). idle_unload_s: the worker is stopped after so many quiet
+    seconds (None: never). supports: which of "image" and "audio" clients may send; what the model itself lacks is refused
+    in any case. decode: how steps are computed, as `trimtab.load` has it. copies: workers that answer for the
+    same model, each with so many rows. weights: of adapters that answer with another weight than 1 where a request names
+    them alone or in a mix without a number. stop_at_turn_end: whether answers end where the chat template ends a turn (None: where
+    the tokenizer names that token).
+    """
+
+    name: str
+    request: LoadRequest
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
+    rows: int | None = None
+    resident_limit: int | None = None
+    idle_unload_s: float | None = None
+    supports: tuple[str, ...] = MEDIA
+    decode: str = "auto"
+    copies: int = 1
+    weights: Mapping[str, float] = field(default_factory=dict)
+    stop_at_turn_end: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_choice(self.decode, DECODE_MODES, field_name="decode")
+        if not _NAME.match(self.name):
+            raise RequestError("a model name has letters, digits and ._/- only", field="name", value=self.name)
+        LoadRequest(model=self.request.model, adapters=dict(self.adapters))  # checks the names
+        for name in self.kept:
+            if name not in self.adapters:
+                raise RequestError(
+                    "is not an adapter of this model", field="keep", value=name,
+                    allowed=near_names(name, list(self.adapters)) or list(self.adapters),
+                )  # fmt: skip
+        check_rows(self.rows)
+        check_pool(self.request.kv_tokens, rows=self.rows)
+        if self.resident_limit is not None and self.resident_limit < max(1, len(self.kept)):
+            raise RequestError(
+                f"must be at least {max(1, len(self.kept))}: every kept adapter stays on the model", field="resident_adapters",
+                value=self.resident_limit,
+            )  # fmt: skip
+        if self.idle_unload_s is not None and self.idle_unload_s <= 0:
+            raise RequestError("must be above zero", field="idle_unload_s", value=self.idle_unload_s)
+
+    @property
+    def expected_rows(self) -> int:
+        """How many rows the workers will have at most, all copies together, before they have planned."""
+        return self.copies * (PLANNED[0] if self.rows is None else self.rows)
+
+    def settings(self, queue_limit: int, limits: Limits) -> dict[str, Any]:
+        """Return the settings of the worker. limits: of requests, some of which bound its memory."""
+        # In full, so that what the worker says of a file can be told from the other words of a message.
+        request = replace(self.request, model=in_full(self.request.model))
+        adapters = {name: in_full(path) for name, path in self.adapters.items()}
+        return {
+            "name": self.name, "request": request.to_json(), "adapters": adapters, "kept": list(self.kept),
+            "rows": self.rows, "queue_limit": queue_limit, "resident_limit": self.resident_limit,
+            "prompt_tokens": limits.prompt_tokens, "decode": self.decode,
+            "stop_at_turn_end": self.stop_at_turn_end,
+            "media": {
+                "kinds": self.supports, "request_pixels": limits.request_pixels, "request_audio_s": limits.request_audio_s,
+                "all_body_bytes": limits.all_body_bytes,
+            },
+        }  # fmt: skip
+
+
+# What a model's table may say, and what it fills in LoadRequest.
+_PLACEMENT = {
+    "quant": "quant", "dtype": "dtype", "context": "context_tokens", "gpu_memory": "gpu_memory_bytes",
+    "host_memory": "host_memory_bytes", "images": "images", "audio_s": "audio_s", "place": "place",
+    "device_map": "device_map", "keep_unquantized": "keep_unquantized", "device": "device", "offload_dir": "offload_dir",
+    "head": "head", "prefix_cache": "prefix_cache_bytes", "batch_invariant": "batch_invariant",
+    "kv_tokens": "kv_tokens", "kv": "kv", "answer_tokens": "answer_tokens",
+}  # fmt: skip
+_OWN = (
+    "path",
+    "plan",
+    "adapters",
+    "keep",
+    "rows",
+    "resident_adapters",
+    "idle_unload_s",
+    "supports_image",
+    "supports_audio",
+    "decode",
+    "stop_at_turn_end",
+)
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "path": (str,), "plan": (str,), "adapters": (dict,), "keep": (list,), "rows": (int,), "resident_adapters": (int,),
+    "idle_unload_s": (int, float), "supports_image": (bool,), "supports_audio": (bool,),
+    "decode": (str,), "stop_at_turn_end": (bool,), "quant": (str,), "dtype": (str,),
+    "context": (int,), "gpu_memory": (str, int), "host_memory": (str, int), "images": (int,), "audio_s": (int, float),
+    "place": (dict,), "device_map": (dict,), "keep_unquantized": (list,), "device": (str,), "offload_dir": (str,), "head": (str,),
+    "prefix_cache": (str, int), "batch_invariant": (bool,), "kv_tokens": (int,), "kv": (str,),
+    "answer_tokens": (int,),
+}  # fmt: skip
+
+_WORDS: Mapping[type, str] = {
+    str: "a text", int: "an integer", float: "a number", bool: "true or false", list: "a list", dict: "a table",
+}  # fmt: skip
+
+
+def read_registry(path: str | Path, *, is_config: bool = False) -> tuple[ServedModel, ...]:
+    """Return the models of a registry file. is_config: its other keys are those of `config_file`, which has read them.
+
+    Errors: RequestError if it cannot be read, CheckpointError with every problem.
+    """
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    path = Path(path)
+    try:
+        document = tomllib.loads(read_bytes(path, "toml").decode("utf-8"))
+    except OSError as exc:
+        raise RequestError(f"cannot be read ({exc.strerror})", field="registry", value=str(path)) from exc
+    except JsonError as exc:
+        raise CheckpointError(str(exc), path=path) from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise CheckpointError(f"is not TOML ({exc})", path=path) from exc
+    problems = [
+        f"unknown table or key {key!r} (known: models)" for key in document if key != "models" and not is_config
+    ]
+    tables = document.get("models")
+    models = []
+    if not isinstance(tables, dict) or not tables:
+        problems.append("has no [models.NAME] table")
+        tables = {}
+    for name, table in tables.items():
+        model, wrong = _model(name, table, path.parent)
+        problems += wrong
+        if model is not None:
+            models.append(model)
+    problems += _shared_names(models)
+    if problems:
+        raise CheckpointError(
+            f"{len(problems)} problem{'s' if len(problems) > 1 else ''}\n"
+            + "\n".join(f"  - {text}" for text in problems),
+            path=path,
+        )
+    return tuple(models)
+
+
+def check_present(models: Sequence[ServedModel]) -> None:
+    """Raise CheckpointError with every model and adapter that is not on this machine or not whole, AdapterError for one that none
+    can use. Reads headers alone."""
+    problems = []
+    for model in models:
+        try:
+            read_loadable(model.request.model)
+        except CheckpointError as exc:
+            problems.append(f"model {model.name}: {exc}")
+        problems += [
+            f"adapter {name} of {model.name}: {path}: {'is a file, not a folder' if os.path.exists(path) else 'no such folder'}"
+            for name, path in model.adapters.items() if not os.path.isdir(path)
+        ]  # fmt: skip
+    if problems:
+        raise CheckpointError(
+            "nothing is served\n" + "\n".join(f"  - {text}" for text in problems), path="trimtab serve"
+        )
+    first_uses = {path: (name, model.name) for model in reversed(models) for name, path in model.adapters.items()}
+    for path, (name, model_name) in first_uses.items():
+        try:
+            read_adapter(path)
+        except AdapterError as exc:  # over HTTP an error has no path: the name says which adapter it is about
+            told = [f"adapter {name} of {model_name}: {problem}" for problem in exc.problems]
+            raise AdapterError(path, told, hint=exc.hint) from exc
+
+
+def _model(name: str, table: Any, folder: Path) -> tuple[ServedModel | None, list[str]]:
+    if not isinstance(table, dict):
+        return None, [f"models.{name} is not a table"]
+    problems = [f"models.{name}.{text}" for text in _table_problems(table, folder)]
+    if problems:
+        return None, problems
+    try:
+        return _made(name, table, folder), []
+    except TrimtabError as exc:
+        return None, [f"models.{name}: {exc}"]
+
+
+def _table_problems(table: Mapping[str, Any], folder: Path) -> list[str]:
+    """Return everything that is wrong in one model's table, each as "key: what"."""
+    problems = []
+    for key, value in table.items():
+        kinds = _KINDS.get(key)
+        if kinds is None:
+            near = near_names(key, [*_OWN, *_PLACEMENT])
+            problems.append(f"{key}: unknown key" + (f" (did you mean {' or '.join(near)}?)" if near else ""))
+        elif not _is_of(value, kinds):
+            problems.append(f"{key}: must be {' or '.join(_WORDS.get(kind, kind.__name__) for kind in kinds)}")
+        elif key in ("keep", "keep_unquantized") and not all(isinstance(item, str) for item in value):
+            problems.append(f"{key}: must be a list of texts")
+        elif key == "adapters":
+            problems += [
+                f"adapters.{item}: {why}" for item, path in value.items() if (why := _folder_problem(path, folder))
+            ]
+    if ("path" in table) == ("plan" in table):
+        problems.append("path: give either path or plan")
+    if "plan" in table:
+        problems += [f"{key}: has no effect with a plan" for key in table if key in _PLACEMENT]
+    return problems
+
+
+def _is_of(value: Any, kinds: tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+
+
+def _folder_problem(path: Any, folder: Path) -> str | None:
+    if not isinstance(path, str):
+        return "must be a folder's path"
+    try:
+        return None if Path(_weighted(path, folder)[0]).is_dir() else f"no such folder ({path})"
+    except RequestError as exc:
+        return str(exc)
+
+
+def _weighted(text: str, folder: Path) -> tuple[str, float]:
+    """Return the folder and weight of `PATH[:WEIGHT]`, the path as the worker will read it."""
+    if Path(_path(text, folder)).is_dir():
+        return _path(text, folder), 1.0
+    path, weight = split_weight(text, field="adapters")
+    return _path(path, folder), weight
+
+
+def _made(name: str, table: Mapping[str, Any], folder: Path) -> ServedModel:
+    weighted = {key: _weighted(value, folder) for key, value in table.get("adapters", {}).items()}
+    adapters = {key: path for key, (path, _) in weighted.items()}
+    if "plan" in table:
+        from trimtab.planning import Plan
+
+        request = Plan.load(_path(table["plan"], folder)).request
+        adapters = {**request.adapters, **adapters}
+        request = replace(request, adapters={})
+    else:
+        values = {_PLACEMENT[key]: value for key, value in table.items() if key in _PLACEMENT}
+        for key in ("gpu_memory_bytes", "host_memory_bytes", "prefix_cache_bytes"):
+            if key in values:
+                values[key] = parse_bytes(values[key], field_name=key.removesuffix("_bytes"))
+        values["keep_unquantized"] = tuple(values.get("keep_unquantized", ()))
+        if "offload_dir" in values:
+            values["offload_dir"] = str(folder / values["offload_dir"])
+        request = LoadRequest(model=_path(table["path"], folder), **({"head": "auto", "dtype": "auto"} | values))
+    supports = tuple(kind for kind in MEDIA if table.get(f"supports_{kind}", True))
+    return ServedModel(
+        name=name, request=request, adapters=adapters, kept=tuple(table.get("keep", ())), rows=table.get("rows"),
+        resident_limit=table.get("resident_adapters"), idle_unload_s=table.get("idle_unload_s"), supports=supports,
+        decode=table.get("decode", "auto"), weights={key: weight for key, (_, weight) in weighted.items() if weight != 1},
+        stop_at_turn_end=table.get("stop_at_turn_end"),
+    )  # fmt: skip
+
+
+def in_full(path: str) -> str:
+    """Return the absolute path of what is on this machine; a hub id stays one."""
+    return os.path.abspath(path) if Path(path).exists() else path
+
+
+def _path(value: Any, folder: Path) -> str:
+    """Return a path as the worker will read it: relative ones from the file's folder, a hub id as it is."""
+    text = str(value)
+    beside = folder / text
+    return str(beside) if beside.exists() else text
+
+
+def _shared_names(models: list[ServedModel]) -> list[str]:
+    """Return a problem for every name that a client could not tell apart."""
+    names = {model.name for model in models}
+    return [
+        f"models.{model.name}.adapters.{name}: is also the name of a model"
+        for model in models
+        for name in model.adapters
+        if name in names
+    ]
+
+
+def check_sharing(models: Sequence[ServedModel], settings: Settings) -> None:
+    """Raise RequestError where clients should share a prefix cache and no model has one."""
+    if settings.share_prefixes and not any(model.request.prefix_cache_bytes for model in models):
+        raise RequestError(
+            "has no effect without a prefix cache", field="share_prefix_cache", value=True,
+            hint="Give a model a size for it (prefix_cache), or leave it out",
+        )  # fmt: skip

@@ -1,0 +1,53 @@
+"""The number of requests that a worker decodes together: the requested one, or the most that moves no block.
+
+More rows need more memory for keys and values, logits and graphs. Where nobody names a number, the worker takes the largest of
+`PLANNED` whose plan keeps every block where the plan of the smallest keeps it, and runs prompts and steps the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from trimtab.errors import DoesNotFitError, RequestError
+from trimtab.planning import Plan
+from trimtab.planning.values.execution import BUCKETS
+from trimtab.request import LoadRequest
+
+MOST_ROWS = max(BUCKETS)
+# Tried in this order; the last one is planned whatever it costs.
+PLANNED = (32, 16, 8)
+
+
+def check_rows(rows: int | None) -> None:
+    """Raise RequestError for a number of rows that steps are not made for; None stands for a planned number."""
+    if rows is not None and not 1 <= rows <= MOST_ROWS:
+        raise RequestError(f"must be between 1 and {MOST_ROWS}", field="rows", value=rows)
+
+
+def plan_rows(request: LoadRequest, rows: int | None, make: Callable[[LoadRequest], Plan]) -> Plan:
+    """Return the plan of a request for this many rows (None: as many as change no placement). `plan.request.batch` is the
+    number. Errors: those of `make`."""
+    if rows is not None:
+        return make(replace(request, batch=rows))
+    least = make(replace(request, batch=PLANNED[-1]))
+    if least.execution_device == "cpu":
+        return least
+    for count in PLANNED[:-1]:
+        try:
+            plan = make(replace(request, batch=count))
+        except DoesNotFitError:
+            continue
+        if _is_as_good(plan, least):
+            return plan
+    return least
+
+
+def _is_as_good(candidate: Plan, least: Plan) -> bool:
+    """Whether more rows leave every block in its tier, and prompts and steps as they run."""
+    placements = [[(one.block_path, one.tier, one.home) for one in plan.placements] for plan in (candidate, least)]
+    phases = [
+        (plan.execution.step.mode, plan.execution.prompt.chunks, plan.execution.head, plan.staging_slots)
+        for plan in (candidate, least)
+    ]  # fmt: skip
+    return placements[0] == placements[1] and phases[0] == phases[1]

@@ -1,0 +1,71 @@
+"""A running job of the engine: its prompt, then its row, and what was not sent yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trimtab.engine.batch.generate import Detokenizer
+from trimtab.engine.batch.request import Constraint, Prompt, Row
+from trimtab.engine.calls.embedding import Embedding
+from trimtab.engine.calls.prompt_logprobs import PromptScores
+from trimtab.engine.chat.prompt import Inputs
+from trimtab.serve.contract.job import Event, Job
+from trimtab.serve.worker.answer_parts import Reading
+
+
+@dataclass(eq=False)
+class Answer:
+    """One running job: first a prompt, then a row. pending: events that were not sent yet. is_begun: its adapter is on the
+    model, under the key that `row` has."""
+
+    job: Job
+    prompt: Prompt | None
+    row: Row
+    detokenizer: Detokenizer | None
+    began: float
+    first_token: float | None = None
+    is_over: bool = False
+    is_begun: bool = False
+    pending: list[Event] = field(default_factory=list)
+    reading: Reading | None = None
+    embedding: Embedding | None = None
+    scores: PromptScores | None = None
+    scored_twice: int = 0  # tokens of a prompt that goes through again after its log-probabilities
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its complete prompt needs no time to arrive, because the next step draws its first token."""
+        return self.prompt is not None and self.prompt.is_open
+
+    @property
+    def needs_towers(self) -> bool:
+        """Whether the next piece of its prompt is a pass of the towers."""
+        return self.prompt is not None and self.prompt.needs_towers
+
+    @property
+    def needs_no_row(self) -> bool:
+        """Whether its next piece is one of an embedding, or of the log-probabilities of its prompt."""
+        return self.embedding is not None or self.scores is not None
+
+    def next_tokens(self, most_tokens: int) -> int:
+        """Return how many tokens its next piece has at most."""
+        work = self.embedding or self.scores
+        if work is not None:
+            return min(most_tokens, work.prompt_tokens - work.done_tokens)
+        if self.prompt is None:
+            return most_tokens
+        return min(most_tokens, self.prompt.inputs.prompt_tokens - self.prompt.done_tokens)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing of its prompt is left to compute before it has its row."""
+        return self.prompt is not None and self.prompt.done_tokens >= self.prompt.inputs.prompt_tokens
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The inputs of a job, how its answer is read (None: it is no text), and what the answer is held to."""
+
+    inputs: Inputs
+    reading: Reading | None = None
+    constraint: Constraint | None = None

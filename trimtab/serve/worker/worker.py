@@ -1,0 +1,526 @@
+"""The worker process: it loads a plan, answers jobs from the pipe, and ends when the pipe closes.
+
+Run by `supervisor.py` with spawn, never fork. Messages to it: {"do": "submit", "job"}, {"do": "cancel", "id"},
+{"do": "call", "id", "what", ...} for adapters and numbers, {"do": "drain"}. Messages from it: {"say": "loading", "done",
+"of"}, {"say": "ready", ...}, {"say": "events", "events"} (without events: a beat), {"say": "busy", "what", "most_s"} before long
+work, {"say": "reply", "id", "value" or "error"}, {"say": "fatal", "error"} just before it ends because its device can do no more.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, RequestError, TrimtabError
+from trimtab.machine import machine_cache as known
+from trimtab.machine import preload
+from trimtab.machine.memory import process_bytes
+from trimtab.request import LoadRequest
+from trimtab.serve.adapters.adapter_queue import AdapterQueue, Unprepared, Urgency
+from trimtab.serve.adapters.watching import LOOK_S as WATCH_S
+from trimtab.serve.adapters.watching import Watcher, bounded, files_stamp
+from trimtab.serve.contract.inside_root import look
+from trimtab.serve.contract.job import Event
+from trimtab.serve.contract.log import keep_streams, set_up_as_parent, write_traceback
+from trimtab.serve.scheduling.scheduler import MistakeError, Scheduler, StoppingError, error_event
+from trimtab.serve.worker.ipc import Channel, Inbox, event_to_message, job_from_message
+from trimtab.serve.worker.pulse import BEAT_S, Pulse
+from trimtab.serve.worker.row_count import plan_rows
+
+if TYPE_CHECKING:
+    from trimtab.api import PlanInputs
+    from trimtab.planning import Plan
+    from trimtab.planning.memory.media import ServedMedia
+
+log = logging.getLogger("trimtab.serve")
+
+LOADING_STEP_S = 0.2
+# How often an idle worker looks whether an adapter's files have been read.
+READING_S = 0.02
+# How long a worker waits for a request before it captures another graph, which takes up to 0.3 s.
+CAPTURING_S = 0.1
+# How often a worker with nothing else to do looks whether a prompt has been prepared.
+PREPARING_S = 0.001
+# How long the thread that prepares prompts may keep the interpreter from the one that makes tokens; Python's own is 5 ms.
+SWITCH_S = 0.0005
+# How long a worker whose API process is gone may take to notice that and end in its own way.
+ORPHAN_S = 1.0
+# What whoever started the server can mend: its log has the message, and no traceback.
+FOR_OPERATORS = (RequestError, CheckpointError, DoesNotFitError, AdapterError)
+
+
+def main(connection: Connection, settings: dict[str, Any]) -> None:
+    """Load and answer until the other end of the pipe is gone.
+
+    settings: name (of the model, for the log), request (LoadRequest as JSON), adapters (name -> folder, those that are loaded at
+    the start), kept, rows (None: as many as cost nothing), queue_limit, resident_limit, prompt_tokens (the longest prompt;
+    None: what the context holds), stop_at_turn_end (as `ServedModel` has it),
+    media (the fields of `ServedMedia`, of which the seconds of audio bound each request; none: no memory is planned for images and
+    audio), plan (of the worker before this one, as JSON; None: plan now).
+    """
+    # Ctrl-C reaches every process of a terminal, and SIGTERM every process of a service; this one ends when the API process
+    # is done with it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    keep_streams()
+    set_up_as_parent()
+    threading.Thread(target=_end_with_parent, name="trimtab-parent", daemon=True).start()
+    preload.collect_rarely()
+    channel = Channel(connection)
+    try:
+        _Worker(channel, settings).run()
+    except (EOFError, OSError, KeyboardInterrupt):
+        return  # the API process is gone or ends the server: nobody is left to tell
+    except BaseException as exc:
+        _tell_fatal(channel, exc, model=settings["request"]["model"])
+        sys.exit(1)
+
+
+def _end_with_parent() -> None:
+    """End this process soon after the one that started it, also while it loads and looks at no pipe."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        time.sleep(ORPHAN_S)
+        os._exit(1)
+
+
+def _begin_imports(request: Mapping[str, Any], inputs: PlanInputs) -> None:
+    """Import torch while the plan is made, where the plan needs none of it; otherwise only load torch's libraries."""
+    device = request["device"]
+    found = None if request.get("card") else known.find_machine(device, inputs.process_bytes)
+    if found is None:
+        preload.load_libraries()
+        return
+    inputs.machines[device, None] = found
+    preload.import_module("trimtab.engine.model")
+
+
+def _tell_fatal(channel: Channel, exc: BaseException, *, model: str) -> None:
+    if isinstance(exc, FOR_OPERATORS):
+        log.error("%s cannot be loaded: %s", model, exc)
+    else:
+        write_traceback(exc, "the worker ends")  # the whole trace goes to the log, never to a client
+    error = exc if isinstance(exc, TrimtabError) else DeviceError(type(exc).__name__, device="worker")
+    try:
+        channel.send({"say": "fatal", "error": error_event("", error).error})
+    except OSError:
+        return
+
+
+class _Worker:
+    def __init__(self, channel: Channel, settings: dict[str, Any]) -> None:
+        from trimtab.api import PlanInputs, load_plan
+        from trimtab.planning import Plan
+
+        # The model and the machine are read once for all numbers of rows that are planned.
+        inputs = PlanInputs(process_bytes=process_bytes(), sees_values=False)
+        _begin_imports(settings["request"], inputs)
+
+        self.channel, self.inbox = channel, Inbox(channel)
+        self.events: list[Event] = []
+        before = None if not settings.get("plan") else Plan.from_json(settings["plan"])
+        lost = {} if before is None else _lost_adapters(settings)
+        stamps = {name: files_stamp(path) for name, path in settings.get("adapters", {}).items()}
+        request, later = _split_adapters(settings, None if before is None else list(before.request.adapters), lost)
+        is_same = before is not None and _has_same_adapters(before, request)
+        rows = settings["rows"] if before is None else before.request.batch
+        self.plan = (
+            before
+            if is_same and before is not None
+            else _planned(request, rows, later, inputs, media=_media(settings), is_first=before is None)
+        )
+        preload.make_context(self.plan.execution_device)  # while torch is imported
+        self._told = 0.0
+        from trimtab.engine.planned_adapters import PlannedAdapters
+
+        # What is read for the device stays in host memory, and is neither matched nor read again.
+        adapters = PlannedAdapters(inputs.specs, held={})
+        decode = settings.get("decode", "auto")
+        self.model = load_plan(self.plan, progress=self._loading, decode=decode, adapters=adapters)
+        self.going_on = _stop_at_turn_end(self.model, settings.get("stop_at_turn_end"))
+        from trimtab.serve.worker.engine import LoadedEngine
+
+        self.engine = LoadedEngine(
+            self.model, rows=self.plan.request.batch, kept=settings.get("kept", ()),
+            resident_limit=settings.get("resident_limit"), prompt_limit=settings.get("prompt_tokens"),
+            audio_s=(settings.get("media") or {}).get("request_audio_s"), held=adapters.held,
+        )  # fmt: skip
+        self.pulse = self.engine.pulse = Pulse(channel.send)
+        self.engine.shelf.lost.update(lost)
+        self.watcher = Watcher(self.engine.shelf.read)
+        roots = settings.get("roots", {})
+        for name, path in request.adapters.items():
+            self.watcher.watch(name, path, stamps[name], roots.get(name))
+        for name, path in later.items():
+            self._add_adapter(name, path, roots.get(name), is_first=before is None)
+        # Adapters whose files are read on other threads, so that the batch goes on at the same time: call id -> name, path, root.
+        self._reading: dict[int, tuple[str, str, str | None]] = {}
+        self._read: queue.SimpleQueue[tuple[int, Hashable | None, Any]] = queue.SimpleQueue()
+        self.scheduler = Scheduler(self.engine, self.events.append, queue_limit=settings["queue_limit"])
+        self._unprepared = AdapterQueue(self._is_needed)
+        self.engine.is_unprepared = self._unprepared.has
+        shelf = self.engine.shelf
+        for held in shelf.held:  # their first use should find nothing left to compute
+            names = set(shelf.names_of(held))
+            pieces = self.model.adapter_pieces(held)
+            self._unprepared.add(Unprepared(pieces, _tried, _nothing, Urgency.START, names))
+        self.is_draining = self._has_compiled = False
+
+    def _add_adapter(self, name: str, path: str, root: str | None, *, is_first: bool) -> None:
+        stamp = files_stamp(path)
+        shelf = self.engine.shelf
+        try:
+            shelf.check_new(name)
+            shelf.put(name, bounded(shelf.read, path, name, root))
+        except TrimtabError as exc:
+            if is_first:
+                raise
+            shelf.lost[name] = str(exc)
+            return  # one client's adapter does not keep the model from coming back
+        self.watcher.watch(name, path, stamp, root)
+
+    def _loading(self, done: int, of: int) -> None:
+        now = time.monotonic()
+        if now - self._told > LOADING_STEP_S:
+            self._told = now
+            self.channel.send({"say": "loading", "done": done, "of": of})
+
+    def run(self) -> None:
+        """Answer until the pipe closes, or until the last job is done while draining."""
+        self.engine.capture()
+        sys.setswitchinterval(SWITCH_S)
+        gc.collect()
+        preload.collect_again()
+        gc.freeze()  # looking through the model's objects and every module would stop all answers for 0.1 s now and then
+        self.channel.send({"say": "ready", **self.numbers(), "plan": self.plan.to_json()})
+        self.watcher.start()
+        try:
+            self._answer()
+        finally:
+            self.watcher.end()
+        self.model.close()
+
+    def _answer(self) -> None:
+        self.inbox.start()
+        while not (self.is_draining and self.scheduler.is_idle):
+            while self.inbox.poll(self._patience_s()):
+                self._obey(self.inbox.receive())
+                if self.is_draining and self.scheduler.is_idle:
+                    break
+            self._take_read()
+            self._take_changed()
+            if self._unprepared:
+                with self.pulse.work("an adapter"):
+                    self._unprepared.step(only_for_requests=self.is_draining)
+            self.scheduler.turn()
+            self._tell()
+            self._use_idle_time()
+        self._refuse_rest()
+
+    def _refuse_rest(self) -> None:
+        """Answer what came after the last job ended: nobody is left without an answer."""
+        for message in self.inbox.rest():
+            if message["do"] == "call":
+                self._reply(message["id"], partial(_throw, StoppingError()))
+            elif message["do"] == "submit":
+                self.events.append(error_event(message["job"]["id"], StoppingError()))
+        self._tell()
+
+    def _use_idle_time(self) -> None:
+        is_idle = self.scheduler.is_idle and not self.is_draining and not self._unprepared
+        if is_idle and self.engine.has_more_to_capture:
+            self._capture_more()
+            return
+        if is_idle and not self._has_compiled:
+            self._has_compiled = True
+            self.engine.compile_ahead()
+
+    def _capture_more(self) -> None:
+        """Capture one more graph. What cannot be captured now is captured, or named, at its first use."""
+        try:
+            with self.pulse.work("capturing"):
+                self.engine.capture_more()
+        except TrimtabError as exc:
+            log.warning("capturing while idle ends: %s", exc)
+
+    def _patience_s(self) -> float:
+        """Return how long the next message may be waited for."""
+        if self.scheduler.is_preparing:
+            return PREPARING_S
+        if self.is_draining or not self.scheduler.is_idle or self._unprepared:
+            return 0
+        if self._reading:
+            return READING_S
+        if self.engine.has_more_to_capture:
+            return CAPTURING_S
+        return WATCH_S
+
+    def _tell(self) -> None:
+        if self.events or time.monotonic() - self._told > BEAT_S:
+            self._told = time.monotonic()
+            events, self.events[:] = list(self.events), []
+            self.channel.send({"say": "events", "events": [event_to_message(event) for event in events]})
+
+    def _obey(self, message: Mapping[str, Any]) -> None:
+        match message["do"]:
+            case "submit":
+                self._submit(message["job"])
+                self._tell()
+            case "cancel":
+                self.scheduler.cancel(message["id"])
+            case "drain":
+                self._drain()
+            case "call" if message["what"] == "load_adapter":
+                self._begin_reading(message)
+            case "call":
+                with self.pulse.work("a call"):
+                    self._reply(message["id"], lambda: self._call(message))
+
+    def _submit(self, plain: Mapping[str, Any]) -> None:
+        """Hand a job to the scheduler, or answer it with what is wrong."""
+        try:
+            self.scheduler.submit(job_from_message(plain))
+        except TrimtabError as exc:
+            self.events.append(error_event(plain["id"], exc))
+        except Exception as exc:
+            # A request can be wrong in ways that nobody thought of; nothing was computed, so the others go on.
+            error = MistakeError(write_traceback(exc, "internal error while taking a request"))
+            self.events.append(error_event(plain["id"], error))
+
+    def _drain(self) -> None:
+        """Take nothing new from now on. An adapter that is being loaded is of no use to anybody, and its files may be slow."""
+        self.is_draining = True
+        for call_id in list(self._reading):
+            self._loaded(call_id, partial(_throw, StoppingError()))
+
+    def _reply(self, call_id: int, work: Callable[[], Any]) -> None:
+        answer: dict[str, Any] = {"say": "reply", "id": call_id}
+        try:
+            work()
+            answer["value"] = self.numbers()
+        except TrimtabError as exc:
+            answer["error"] = error_event("", exc).error
+        except Exception as exc:
+            # Files of a client's can be wrong in ways that nobody thought of; nothing was computed, so the others go on.
+            answer["error"] = error_event("", MistakeError(write_traceback(exc, "internal error of the worker"))).error
+        self.channel.send(answer)
+
+    def _begin_reading(self, message: Mapping[str, Any]) -> None:
+        call_id, name, path, root = message["id"], message["name"], message["path"], message.get("root")
+
+        def read() -> None:
+            stamp = None
+            try:
+                stamp = files_stamp(path)
+                self._read.put((call_id, stamp, bounded(self.engine.shelf.read, path, name, root)))
+            except Exception as exc:
+                self._read.put((call_id, stamp, exc))
+
+        exc: TrimtabError | None = None
+        if self.is_draining:
+            exc = StoppingError()
+        elif any(name == other for other, *_ in self._reading.values()):
+            exc = RequestError("an adapter of this name is being loaded", field="lora_name", value=name)
+        if exc is not None:
+            self._reply(call_id, partial(_throw, exc))
+            return
+        self._reading[call_id] = name, path, root
+        try:
+            threading.Thread(target=read, name="trimtab-read", daemon=True).start()
+        except RuntimeError as no_thread:  # the system has no thread left: this call's problem alone
+            self._loaded(call_id, partial(_throw, no_thread))
+
+    def _take_read(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                call_id, stamp, result = self._read.get_nowait()
+                if isinstance(result, Exception):
+                    self._loaded(call_id, partial(_throw, result))
+                elif call_id in self._reading:
+                    name, path, root = self._reading[call_id]
+                    pieces, put = self.model.adapter_pieces(result), partial(self._put, name, path, root, stamp, result)
+                    self._unprepared.add(Unprepared(pieces, partial(self._loaded, call_id), put, Urgency.AWAITED))
+
+    def _loaded(self, call_id: int, work: Callable[[], Any]) -> None:
+        """Answer a call for an adapter, once."""
+        if self._reading.pop(call_id, None) is not None:
+            self._reply(call_id, work)
+
+    def _put(self, name: str, path: str, root: str | None, stamp: Any, adapter: Any) -> None:
+        self.engine.shelf.put(name, adapter)
+        self.watcher.watch(name, path, stamp, root)
+
+    def _take_changed(self) -> None:
+        """Begin to use the new files of adapters that changed. Running answers finish with the old ones."""
+        with suppress(queue.Empty):
+            while True:
+                name, adapter = self.watcher.read_again.get_nowait()
+                pieces, change = self.model.adapter_pieces(adapter), partial(self._change, name, adapter)
+                self._unprepared.add(
+                    Unprepared(pieces, partial(self._changed, name), change, Urgency.CHANGED, replaces=name)
+                )
+
+    def _change(self, name: str, adapter: Any) -> None:
+        if self.engine.reload(name, adapter):
+            self._unprepared.forget(name)
+            log.info("adapter %s was reloaded: its files changed", name)
+
+    def _changed(self, name: str, work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except TrimtabError as exc:
+            log.warning("adapter %s was not reloaded: its changed files cannot be used: %s", name, exc)
+        except Exception as exc:
+            write_traceback(exc, "a changed adapter was not reloaded")
+
+    def _is_needed(self, name: str) -> bool:
+        """Whether a request waits until this adapter is prepared."""
+        return bool(self.scheduler.uses(name)) and not self.engine.is_prepared(name)
+
+    def _call(self, message: Mapping[str, Any]) -> None:
+        match message["what"]:
+            case "unload_adapter":
+                name = message["name"]
+                self.engine.shelf.remove(name, [name] if self.scheduler.uses(name) else [])
+                self.watcher.forget(name)
+                self._unprepared.forget(name)
+                self._unprepared.forget_changed(name)
+            case "numbers":
+                pass
+            case what:
+                raise RequestError("no such call", field="what", value=what)
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the values for the page and the metrics: adapters, rows, bytes, counts."""
+        shelf, batch = self.engine.shelf, self.engine.batch
+        swap_s = sorted(shelf.swap_s)
+        return {
+            "adapters": list(shelf.names), "resident": list(shelf.resident), "mixes": list(shelf.mixes), "kept": sorted(shelf.kept),
+            "lost": sorted(shelf.lost),
+            "rows": self.engine.rows, "running": self.scheduler.running, "waiting": self.scheduler.waiting,
+            "queue_limit": self.scheduler.queue_limit, "counts": asdict(self.scheduler.counts),
+            "memory": self.model.memory(),
+            "memory_shares": [one.to_json() for one in self.model.memory_shares(batch)],
+            "kv_bytes": batch.cache.nbytes(), **batch.pages.numbers(), "swaps": shelf.swaps, "reloads": shelf.reloads,
+            "adapter_host_bytes": shelf.host.nbytes,
+            "adapter_host_budget_bytes": shelf.host.nbytes + shelf.host.room_bytes,
+            "prompt_chunks": list(batch.prompts.sizes),
+            "fallbacks": [f"{one.what}: {one.why}" for one in (*self.model.fallbacks, *batch.steps.fallbacks)],
+            "prefix_cache": None if self.model.prefix_cache is None else self.model.prefix_cache.numbers(),
+            "captures": batch.steps.captures, "capture_s": batch.steps.capture_s,
+            "goes_on_behind": self.going_on,
+            "swap_p50_s": swap_s[len(swap_s) // 2] if swap_s else None,
+            "swap_p99_s": swap_s[int(len(swap_s) * 0.99)] if swap_s else None,
+        }  # fmt: skip
+
+
+def _stop_at_turn_end(model: Any, is_asked: bool | None) -> str | None:
+    """Let answers end where the chat template ends a turn. Returns the text of a token at which they go on, and logs it."""
+    from trimtab.engine.chat import turn_end
+
+    missing = turn_end.stop_at_turn_end(model, is_asked=is_asked)
+    if missing is None:
+        return None
+    log.warning("%s", turn_end.going_on(missing, "--stop-at-turn-end (stop_at_turn_end = true in a file)"))
+    return missing.text
+
+
+def _planned(
+    request: LoadRequest, rows: int | None, later: Mapping[str, str], inputs: PlanInputs, *, media: ServedMedia | None,
+    is_first: bool,
+) -> Plan:  # fmt: skip
+    """Return the plan of a request. One client's adapter does not keep a model from coming back after its first start."""
+    from trimtab.api import plan_request
+
+    try:
+        return plan_rows(request, rows, partial(plan_request, later=later, inputs=inputs, media=media))
+    except TrimtabError:
+        if is_first:
+            raise
+        return plan_rows(request, rows, partial(plan_request, later={}, inputs=inputs, media=media))
+
+
+def _media(settings: Mapping[str, Any]) -> ServedMedia | None:
+    from trimtab.planning.memory.media import ServedMedia
+
+    media = settings.get("media")
+    return None if media is None else ServedMedia(**{**media, "kinds": tuple(media["kinds"])})
+
+
+def _has_same_adapters(before: Plan, request: LoadRequest) -> bool:
+    """Whether a plan of an earlier worker counts the adapters as their files are now."""
+    from trimtab.adapters.file import stamps_of
+
+    if dict(before.request.adapters) != dict(request.adapters):
+        return False
+    planned = {name: tuple(map(tuple, stamps)) for name, stamps in before.adapter_stamps.items()}
+    now = {name: stamps_of(path) for name, path in request.adapters.items()}
+    return all(planned.get(name) in (None, tuple(map(tuple, stamps))) for name, stamps in now.items())
+
+
+def _throw(exc: Exception) -> None:
+    raise exc
+
+
+def _nothing() -> None:
+    """Do nothing: the adapter is available already."""
+
+
+def _tried(work: Callable[[], Any]) -> None:
+    try:
+        work()
+    except Exception as exc:
+        write_traceback(exc, "an adapter is prepared at its first use instead")
+
+
+def _lost_adapters(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the adapters whose files can be read no more, with the reason. settings: of a worker that comes back."""
+    from trimtab.adapters.adapter import read_adapter
+
+    lost = {}
+    for name, path in settings.get("adapters", {}).items():
+        try:
+            if (root := settings.get("roots", {}).get(name)) is not None:
+                look(Path(path), Path(root))
+            read_adapter(path)
+        except (TrimtabError, OSError) as exc:
+            lost[name] = str(exc)
+    return lost
+
+
+def _split_adapters(
+    settings: Mapping[str, Any], planned_before: Sequence[str] | None, lost: Collection[str] = ()
+) -> tuple[LoadRequest, dict[str, str]]:
+    """Return the planned request, and the adapters that stay in host memory.
+
+    The plan counts memory for the adapters that may be on the model at once: the pinned ones first, then in the given order.
+    After a restart they are those of the previous plan, because later adapters may need more memory than there is.
+    """
+    request = LoadRequest.from_json(settings["request"])
+    adapters = {name: path for name, path in settings.get("adapters", {}).items() if name not in lost}
+    kept = [name for name in settings.get("kept", ()) if name in adapters]  # one may have been unloaded since
+    limit = settings.get("resident_limit")
+    order = [*kept, *(name for name in adapters if name not in kept)]
+    first = order if limit is None else order[:limit]
+    if planned_before is not None:
+        first = [name for name in planned_before if name in adapters]
+    planned = {name: adapters[name] for name in first}
+    decode = settings.get("decode", "auto")
+    return replace(request, adapters=planned, decode=decode), {
+        name: path for name, path in adapters.items() if name not in planned
+    }

@@ -1,0 +1,1 @@
+"""Do two routes agree?"""

@@ -1,0 +1,240 @@
+"""The comparisons: every value of `against` becomes two routes, or is refused with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
+from trimtab.checkpoint.names import near_names
+from trimtab.checkpoint.prequantized import split_packed
+from trimtab.errors import RequestError
+from trimtab.planning import Plan
+from trimtab.request import LoadRequest
+from trimtab.verification.routes import compare
+from trimtab.verification.routes.prompts import Prompt
+from trimtab.verification.routes.runner import Route
+
+AGAINST: Mapping[str, str] = {
+    "resident": "the plan's tiers against every weight resident",
+    "stock": "trimtab against transformers, bitsandbytes and PEFT",
+    "base": "the adapter against the base: is it active at all?",
+    "bf16": "quantized weights against bf16 ones",
+    "full-head": "an 8-bit output head against the full one",
+    "single": "prompts in one batch against each alone",
+    "alone": "several adapters in one batch against each alone",
+    "eager": "answers token by token, from captured steps where there is a GPU, against one pass of the modules",
+}
+BATCH_ROWS = 4
+FOLDER_HINT = "or the folder of a merged model"
+PLANNED_AUDIO_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One comparison: the reference route, the route that is compared with it, and the adapters."""
+
+    against: str
+    model: str
+    reference: Route
+    subject: Route
+    adapter: str | None
+    subject_adapter: str | None
+    adapters: Mapping[str, str]
+    expected: str = compare.SAME
+    merged: Path | None = None
+
+
+def case_of(
+    plan: Plan | None, request: LoadRequest, checkpoint: Checkpoint, against: str | Path,
+    adapter: str | None, given: Sequence[Prompt], python: str | Path | None,
+) -> Case:  # fmt: skip
+    """Return the two routes of a comparison. Errors: RequestError for one that is unknown, or has nothing to compare."""
+    word = str(against)
+    folder = None if word in AGAINST else _merged_folder(word, checkpoint)
+    name = None if word == "alone" else _adapter(request, adapter)
+    if plan is not None:
+        _check_planned(request, given)
+    sized = _sized(request, given)
+    ours = Route(label="trimtab", plan=plan, request=None if plan else sized)
+    common: dict[str, Any] = {"model": request.model, "adapter": name, "adapters": dict(request.adapters)}
+    if folder is not None:
+        return _folder_case(ours, sized, checkpoint, folder, common)
+    makers = {
+        "resident": _resident_case, "stock": _stock_case, "base": _base_case, "bf16": _bf16_case,
+        "full-head": _full_head_case, "single": _single_case, "alone": _alone_case, "eager": _eager_case,
+    }  # fmt: skip
+    if word == "stock":
+        return _stock_case(ours, sized, checkpoint, common, python)
+    return makers[word](ours, sized, checkpoint, common)  # type: ignore[operator, no-any-return]
+
+
+def _adapter(request: LoadRequest, adapter: str | None) -> str | None:
+    names = list(request.adapters)
+    if adapter is None and len(names) > 1:
+        raise RequestError("several adapters are loaded; name the one that answers", field="adapter", allowed=names)
+    if adapter is not None and adapter not in names:
+        raise RequestError(
+            "no adapter of this name is loaded", field="adapter", value=adapter,
+            allowed=near_names(adapter, names) or names,
+        )  # fmt: skip
+    return adapter or (names[0] if names else None)
+
+
+def _sized(request: LoadRequest, prompts: Sequence[Prompt]) -> LoadRequest:
+    """Return the request with room for what the prompts hold."""
+    return replace(
+        request, images=max(int(any(prompt.image for prompt in prompts)), 0),
+        audio_s=PLANNED_AUDIO_S if any(prompt.audio for prompt in prompts) else 0.0,
+    )  # fmt: skip
+
+
+def _check_planned(request: LoadRequest, prompts: Sequence[Prompt]) -> None:
+    for name, unplanned in (("image", not request.images), ("audio", not request.audio_s)):
+        ids = [prompt.id for prompt in prompts if getattr(prompt, name)]
+        if unplanned and ids:
+            raise RequestError(
+                f"the plan counted no memory for the {name} of {', '.join(ids)}", field="prompts",
+                hint=f"Plan with {'images=1' if name == 'image' else 'audio_s=30'}, or give text prompts alone",
+            )  # fmt: skip
+
+
+def _of(route: Route, label: str, **changes: Any) -> Route:
+    """Return a route planned again from another's request, with changes."""
+    request = route.plan.request if route.plan is not None else route.request
+    assert request is not None
+    return Route(label=label, request=replace(request, **changes))
+
+
+def _resident_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
+    whole = _of(ours, "every weight resident", place={"*": "resident"}, device_map=None, gpu_memory_bytes=None)
+    subject = replace(ours, label="the plan's tiers")
+    return Case(against="resident", reference=whole, subject=subject, subject_adapter=common["adapter"], **common)
+
+
+def _stock_case(
+    ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any], python: Any
+) -> Case:
+    from trimtab.api import resolve_quant
+    from trimtab.engine.memory import rates as devices
+
+    if request.keep_unquantized:
+        raise RequestError(
+            "the stock stack has no equivalent of keep_unquantized: the option would replace its own list", field="against",
+            value="stock",
+        )  # fmt: skip
+    if request.head != "full":
+        raise RequestError(
+            "the stock stack has no 8-bit head", field="against", value="stock", hint="Compare against full-head"
+        )
+    stock = Route(
+        label="the stock stack", engine="stock", folder=str(checkpoint.folder), dtype=request.dtype,
+        quant=resolve_quant(request.quant, checkpoint), device=devices.resolve_device(request.device),
+        adapters=common["adapters"], python=str(python) if python is not None else None,
+    )  # fmt: skip
+    return Case(against="stock", reference=stock, subject=ours, subject_adapter=common["adapter"], **common)
+
+
+def _base_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
+    if common["adapter"] is None:
+        raise RequestError("needs an adapter to compare with the base", field="adapter", hint="Give one with adapters=")
+    reference, subject = replace(ours, label=f"adapter {common['adapter']}"), replace(ours, label="the base")
+    return Case(
+        against="base", reference=reference, subject=subject, subject_adapter=None, expected=compare.DIFFERS, **common
+    )
+
+
+def _bf16_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
+    if request.quant == "none" or split_packed(checkpoint)[1]:
+        raise RequestError(
+            "compares a quantized load with the unquantized checkpoint: give quant= and the original checkpoint",
+            field="against", value="bf16",
+        )  # fmt: skip
+    whole = _of(ours, "bf16 weights", quant="none", gpu_memory_bytes=None, keep_unquantized=(), head="full")
+    subject = replace(ours, label=f"{'nf4-dq' if request.quant == 'auto' else request.quant} weights")
+    return Case(against="bf16", reference=whole, subject=subject, subject_adapter=common["adapter"], **common)
+
+
+def _full_head_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
+    if request.head == "full":
+        raise RequestError(
+            "compares an 8-bit head with the full one: request the 8-bit head", field="against", value="full-head",
+            hint="head='int8'",
+        )  # fmt: skip
+    whole = _of(ours, "the whole head", head="full", place={"*": "resident"}, device_map=None, gpu_memory_bytes=None)
+    subject = replace(ours, label="the 8-bit head")
+    return Case(against="full-head", reference=whole, subject=subject, subject_adapter=common["adapter"], **common)
+
+
+def _batched(ours: Route, word: str, label: str) -> Route:
+    if ours.plan is None:
+        return replace(_of(ours, label, batch=BATCH_ROWS), batched=BATCH_ROWS)
+    if ours.plan.request.batch < 2:
+        raise RequestError("the plan is for one row", field="against", value=word, hint="Plan with batch=2 or more")
+    return replace(ours, label=label, batched=ours.plan.request.batch)
+
+
+def _single_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
+    subject = _batched(ours, "single", "in one batch")
+    reference = replace(subject, label="each alone", batched=0)
+    return Case(against="single", reference=reference, subject=subject, subject_adapter=common["adapter"], **common)
+
+
+def _alone_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
+    if len(common["adapters"]) < 2:
+        raise RequestError("needs at least two adapters", field="adapters", value=list(common["adapters"]))
+    subject = _batched(ours, "alone", "adapters mixed in one batch")
+    reference = replace(subject, label="each adapter alone", batched=0)
+    return Case(against="alone", reference=reference, subject=subject, subject_adapter=None, **common)
+
+
+def _eager_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
+    reference, subject = replace(ours, label="one pass"), replace(ours, label="step by step", decode="auto")
+    return Case(against="eager", reference=reference, subject=subject, subject_adapter=common["adapter"], **common)
+
+
+def _folder_case(
+    ours: Route, request: LoadRequest, checkpoint: Checkpoint, folder: Path, common: Mapping[str, Any]
+) -> Case:
+    if common["adapter"] is None:
+        raise RequestError(
+            "needs the merged adapter to compare with", field="adapter",
+            hint="Give one with adapters=",
+        )  # fmt: skip
+    packed = bool(split_packed(read_checkpoint(folder))[1])
+    merged = _of(
+        ours, f"merged model {folder.name}", model=str(folder), adapters={}, gpu_memory_bytes=None,
+        **({"quant": "auto"} if packed else {}),
+    )  # fmt: skip
+    reference = replace(ours, label=f"adapter {common['adapter']} loaded")
+    return Case(against=str(folder), reference=reference, subject=merged, subject_adapter=None, merged=folder, **common)
+
+
+def _merged_folder(word: str, checkpoint: Checkpoint) -> Path:
+    """Return the folder of a merged model.
+
+    Errors: RequestError if it is no word and no path, or a model of another architecture; CheckpointError for a path without one.
+    """
+    path = Path(word)
+    is_path = path.exists() or path.is_absolute() or word.startswith(("./", "../"))
+    if not is_path:
+        raise RequestError("unknown comparison", field="against", value=word, allowed=(*AGAINST, FOLDER_HINT))
+    merged = read_checkpoint(word)
+    wrong = [
+        f"{name} is {theirs}, the model's is {ours}"
+        for name, ours, theirs in (
+            (name, _shape(checkpoint.config, name), _shape(merged.config, name))
+            for name in ("architectures", "model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+        )
+        if ours != theirs
+    ]
+    if wrong:
+        raise RequestError(f"is not a merge of this model: {'; '.join(wrong)}", field="against", value=word)
+    return merged.folder
+
+
+def _shape(config: Mapping[str, Any], name: str) -> Any:
+    text = config.get("text_config") or {}
+    return config.get(name, text.get(name))

@@ -1,0 +1,20 @@
+"""trimtab's own merge in a separate process, so that the peak memory is that of the merge."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
+    """Merge request["adapter"] into request["folder"] at request["out"]; tells seconds and the process's peak."""
+    from trimtab.engine.memory.rates import peak_host_bytes
+    from trimtab.merging import merge
+
+    started = time.monotonic()
+    merge(request["folder"], request["out"], adapters={"adapter": request["adapter"]}, requantize=request["requantize"])
+    emit(
+        {"event": "merge", "seconds": time.monotonic() - started,
+         "memory": {"host_peak_bytes": peak_host_bytes(), "gpu_peak_bytes": 0}}
+    )  # fmt: skip

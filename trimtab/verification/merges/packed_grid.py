@@ -1,0 +1,83 @@
+"""The values that a packed weight can have, given the scales in its file, and those that a right merge may choose.
+
+How a packer chooses its scales is its own business; which code it then gives a value is not: the nearest level. There are
+two sets of scales that codes are chosen for: those that are read back from the file, or, as bitsandbytes does before it
+packs the scales themselves, the largest value of each block. What follows needs neither the packer nor a tolerance.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trimtab.checkpoint.prequantized import PackedEntry
+from trimtab.engine.tiers.reader import PositionedFile
+from trimtab.merging.changes.dequantize import PackedRows
+from trimtab.merging.check_exact import rounded_once
+
+INT8_LEVELS = 127
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The values that one packed weight can hold: level x scale.
+
+    levels: float64, ascending. scales: float32, one for `block` values in a row-major order. dtype: what values are rounded
+    to before they are packed. shape: [D_out, D_in].
+    """
+
+    levels: Tensor
+    scales: Tensor
+    block: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def rows_a_piece(self) -> int:
+        """Rows are taken by whole blocks: all of them at once if a row does not hold a whole number."""
+        return 1 if self.shape[1] % self.block == 0 else self.shape[0]
+
+    def scale_of(self, start: int, stop: int) -> Tensor:
+        """Return the scale in the file of every value of some rows, float64 [rows, D_in]."""
+        first, last = start * self.shape[1], stop * self.shape[1]
+        blocks = self.scales[first // self.block : -(-last // self.block)].double()
+        return blocks.repeat_interleave(self.block)[: last - first].view(stop - start, -1)
+
+    def largest_of(self, values: Tensor) -> Tensor:
+        """Return the largest magnitude of every value's block, in the shape of the values (whole rows from a block's start)."""
+        flat = values.abs().reshape(-1)
+        blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % self.block)).view(-1, self.block)
+        return blocks.amax(1).repeat_interleave(self.block)[: flat.numel()].view(values.shape)
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """Return values in the dtype that they are packed from, as float64."""
+        return rounded_once(values, self.dtype)
+
+    def nearest(self, values: Tensor, chosen_for: Tensor) -> Tensor:
+        """Return the level that each value is packed to if codes are chosen for these scales."""
+        divisor = torch.where(chosen_for == 0, torch.ones_like(chosen_for), chosen_for)
+        middles = (self.levels[1:] + self.levels[:-1]) / 2
+        return self.levels[torch.bucketize(values / divisor, middles)]
+
+
+def read_grid(entry: PackedEntry) -> tuple[Grid, Tensor]:
+    """Return the grid of a packed weight and the values that its codes stand for, float32 [D_out, D_in], rounded nowhere."""
+    with ExitStack() as stack:
+
+        def opened(part: object) -> PositionedFile:
+            file = PositionedFile(part.file)  # type: ignore[attr-defined]
+            stack.callback(file.close)
+            return file
+
+        rows = PackedRows(entry, opened)
+        values = rows(0, entry.shape[0])
+        if entry.kind == "int8":
+            levels = torch.arange(-INT8_LEVELS, INT8_LEVELS + 1, dtype=torch.float64) / INT8_LEVELS
+            block = entry.shape[1]
+        else:
+            assert entry.blocksize is not None
+            levels, block = rows.code.double().unique(), entry.blocksize
+        return Grid(levels, rows.scales, block, getattr(torch, entry.dtype), entry.shape), values

@@ -1,0 +1,136 @@
+"""The retained change of a merged checkpoint: base and merged files are read tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from trimtab.adapters.adapter import AdapterTarget, match_adapter, read_adapter
+from trimtab.checkpoint.folder import read_checkpoint
+from trimtab.checkpoint.prequantized import split_packed
+from trimtab.errors import CheckpointError
+from trimtab.verification.merges.packed_grid import Grid, read_grid
+from trimtab.verification.merges.retention import Survival, lora_delta, survival
+from trimtab.verification.merges.weights import ModuleWeight, module_weight, saved_weight
+
+Progress = Callable[[int, int], None]
+
+
+class _Weights:
+    """The weights of a checkpoint by their path in the model, one at a time and dense."""
+
+    def __init__(self, folder: Path) -> None:
+        from trimtab.engine.loader import transformers_model as hf
+
+        self.checkpoint = read_checkpoint(folder)
+        self.entries, self.packed = split_packed(self.checkpoint)
+        self.probe: Any = hf.probe(self.checkpoint, "float32")  # holds every file dtype exactly
+        self.anatomy: Any = hf.anatomy_of(self.probe, self.checkpoint, quant="none", keep_unquantized=())
+
+    def weight(self, tensor_path: str) -> Tensor:
+        path = self.probe.ties.get(tensor_path, tensor_path)
+        expression = self.probe.sources.get(path)
+        if expression is None:
+            raise CheckpointError("is in no file of it", path=self.checkpoint.folder, tensor_name=tensor_path)
+        weight: Tensor = expression.replay(self._fetch)
+        return weight
+
+    def form(self, tensor_path: str) -> str:
+        """Return how the files hold a weight: the dtype of its tensors, or the packed form."""
+        leaf = self.probe.sources[self.probe.ties.get(tensor_path, tensor_path)].leaves[0]
+        return str(self.packed[leaf].kind if leaf in self.packed else self.entries[leaf].dtype)
+
+    def grid(self, tensor_path: str) -> tuple[Grid, Tensor] | None:
+        """Return the grid of a packed weight and its values, not rounded to any dtype; None if it is of several tensors."""
+        expression = self.probe.sources[self.probe.ties.get(tensor_path, tensor_path)]
+        if not expression.is_leaf or expression.leaves[0] not in self.packed:
+            return None
+        return read_grid(self.packed[expression.leaves[0]])
+
+    def is_plain(self, tensor_path: str) -> bool:
+        """Whether the files hold a weight, and not packed."""
+        expression = self.probe.sources.get(self.probe.ties.get(tensor_path, tensor_path))
+        return expression is not None and not any(leaf in self.packed for leaf in expression.leaves)
+
+    def _fetch(self, name: str) -> Tensor:
+        from trimtab.engine.formats.bitsandbytes import dequantize, prequantized
+        from trimtab.engine.tiers.reader import read_small
+
+        if name not in self.packed:
+            return read_small({name: self.entries[name]})[name]
+        entry = self.packed[name]
+        parts = {part: tensor for part, tensor in entry.parts.items() if part != "quant_state"}
+        return dequantize(prequantized(entry, read_small(parts)))
+
+
+def survival_of_files(
+    base: Path, merged: Path, adapter: Path, *, progress: Progress | None = None
+) -> tuple[Survival, ...]:
+    """Return one row for every module that the adapter changes with LoRA; saved modules are whole weights, not changes.
+
+    base: the checkpoint that was merged into. Memory: a few copies of the largest adapted weight in float32.
+    """
+    return read_merge(base, merged, adapter, progress=progress)[0]
+
+
+def read_merge(
+    base: Path, merged: Path, adapter: Path, *, progress: Progress | None = None
+) -> tuple[tuple[Survival, ...], tuple[ModuleWeight, ...]]:
+    """Return what of an adapter's change is in a merged checkpoint, and the test of each weight that it changes."""
+    ours, theirs = _Weights(base), _Weights(merged)
+    spec = match_adapter(read_adapter(adapter), ours.anatomy)
+    saved = {target.module_path: _read(target) for target in spec.targets if target.kind == "saved"}
+    changes = [target for target in spec.targets if target.kind != "saved"]
+    changed = {f"{target.module_path}.weight" for target in changes}
+    rows, tests = [], []
+    for done, target in enumerate(changes, 1):
+        path, tensors = f"{target.module_path}.weight", _read(target)
+        weight, merged_weight = ours.weight(path), theirs.weight(path)
+        rows.append(survival(target.module_path, weight, merged_weight, target_delta(target, weight, tensors)))
+        # PEFT saves an embedding beside its LoRA: the change is on what was saved.
+        weight = saved.get(target.module_path, {}).get("weight", weight).float()
+        delta = target_delta(target, weight, tensors)
+        terms = None if "magnitude" in tensors else _terms(target, tensors)
+        grid, values = theirs.grid(path) or (None, merged_weight)
+        form = theirs.form(path)
+        tests.append(module_weight(target.module_path, weight, values, delta, form, terms=terms, grid=grid))
+        if progress is not None:
+            progress(done, len(changes))
+    for module_path, tensors in saved.items():
+        for name, tensor in tensors.items():
+            path = f"{module_path}.{name}"
+            if path not in changed and theirs.is_plain(path):
+                tests.append(saved_weight(path, tensor, theirs.weight(path), theirs.form(path)))
+    return tuple(rows), tuple(tests)
+
+
+def packed_modules(folder: Path) -> dict[str, str]:
+    """Return module path -> form ("nf4", "fp4", "int8") of the weights that a checkpoint has packed."""
+    weights = _Weights(folder)
+    paths = [path for path in weights.probe.sources if path.endswith(".weight") and not weights.is_plain(path)]
+    return {path.removesuffix(".weight"): weights.form(path) for path in paths}
+
+
+def _read(target: AdapterTarget) -> dict[str, Tensor]:
+    from trimtab.engine.tiers.reader import read_small
+
+    return read_small(dict(target.tensors))
+
+
+def _terms(target: AdapterTarget, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the size of the terms that a change is the sum of: scale x |B| |A|."""
+    A, B = tensors["A"].float().abs(), tensors["B"].float().abs()
+    product = (A.T @ B.T) if target.kind == "embedding" else B @ A
+    return product.mul_(abs(target.scale))
+
+
+def target_delta(target: AdapterTarget, weight: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the change of one LoRA target in float32, in the shape of its weight: [D_out, D_in], [V, D] for a table."""
+    A, B, magnitude = tensors["A"], tensors["B"], tensors.get("magnitude")
+    if target.kind == "embedding":
+        # A table's rows are tokens: PEFT keeps A as [R, V] and B as [D, R] and transposes their product.
+        return lora_delta(weight, B.T, A.T, target.scale, magnitude, dora_dim=0)
+    return lora_delta(weight, A, B, target.scale, magnitude)

@@ -1,0 +1,135 @@
+"""A merge of the stock stack: base, adapter loaded, merged, in one process, step by step.
+
+Runs where `stock_route` does. Each LoRA layer's own `merge` is watched, so that the weight before and after it can be held
+against the change that the adapter means; PEFT's `merge_and_unload` itself is called as a user would.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.process.packages import stack_versions
+from trimtab.verification.merges.retention import Survival, lora_delta, survival
+from trimtab.verification.routes import stock_run as stock_route
+from trimtab.verification.routes import teacher_forcing as forced
+
+Emit = Callable[[dict[str, Any]], None]
+ADAPTER = "adapter"
+ROUNDING_WARNING = "may get different generations"
+
+
+def main(request: Mapping[str, Any], emit: Emit) -> None:
+    """Run one lane.
+
+    request: folder, adapter, quant, dequantize ("" | "base" | "adapted"), dtype, device, items, out, new_tokens. Tells
+    stage lines (with the peaks so far), `said` lines (who: adapter, base, merged), one `survival` and one `merge` line;
+    what stock raises is an `upstream` line.
+    """
+    with stock_route.emit_if_raised(emit):
+        _run(request, emit)
+
+
+def _run(request: Mapping[str, Any], emit: Emit) -> None:
+    stock_route.bound_attention()
+    with stock_route.recorded_warnings() as loading:
+        model = stock_route.load_base(request["folder"], request["quant"], request["dtype"], request["device"])
+        device = next(model.parameters()).device
+        _stage(emit, "base", device, versions=stack_versions())
+        if request["dequantize"] == "base":
+            model = model.dequantize()
+        model, notes = stock_route.with_adapters(model, {ADAPTER: request["adapter"]}, Path(request["out"]))
+    _stage(emit, "adapter", device, notes=notes, warnings=dict(loading))
+    tokenizer = stock_route.read_tokenizer(request["folder"])
+    answers = _answers(
+        model, tokenizer, "adapter", ADAPTER, request, [forced.wanted(i, []) for i in request["items"]], emit
+    )
+    _answers(model, tokenizer, "base", None, request, answers, emit)
+    _stage(emit, "merge", device)
+    merged, counts, seconds = _merged(model, request["dequantize"] == "adapted", emit)
+    emit({"event": "merge", "warnings": counts, "rounding_warnings": _rounding(counts), "seconds": seconds})
+    _stage(emit, "merged", device)
+    _answers(stock_route.without_cpu_repacking(merged), tokenizer, "merged", None, request, answers, emit, plain=True)
+
+
+def _stage(emit: Emit, stage: str, device: torch.device, **more: Any) -> None:
+    emit({"event": "stage", "stage": stage, "memory": stock_route.memory(device), **more})
+
+
+def _answers(
+    model: Any, tokenizer: Any, who: str, adapter: str | None, request: Mapping[str, Any],
+    continuations: Sequence[Sequence[int] | None], emit: Emit, *, plain: bool = False,
+) -> list[list[int]]:  # fmt: skip
+    answers = []
+    for place, (item, continuation) in enumerate(zip(request["items"], continuations, strict=True)):
+        with stock_route.using(model, adapter, not plain):
+            line = stock_route.run_item(model, tokenizer, place, item, continuation, request, name=who)
+        answers.append(line["continuation"])
+        emit({"event": "said", "who": who, "place": place, **line})
+    return answers
+
+
+def _rounding(counts: Mapping[str, int]) -> int:
+    return sum(count for text, count in counts.items() if ROUNDING_WARNING in text)
+
+
+def _merged(model: Any, dequantize: bool, emit: Emit) -> tuple[Any, dict[str, int], float]:
+    rows: list[Survival] = []
+    if dequantize:
+        model.dequantize()
+    for path, module in model.named_modules():
+        if hasattr(module, "lora_A") and callable(getattr(module, "merge", None)):
+            _watch(path.removeprefix("base_model.model."), module, rows)
+    started = time.monotonic()
+    with stock_route.recorded_warnings() as counts:
+        merged = model.merge_and_unload()
+    seconds = time.monotonic() - started
+    emit({"event": "survival", "rows": [row.to_json() for row in rows]})
+    return merged, dict(counts), seconds
+
+
+def _watch(module_path: str, module: Any, rows: list[Survival]) -> None:
+    """Measure a layer's `merge` when it is called."""
+    merge = module.merge
+
+    def measured(*args: Any, **kwargs: Any) -> None:
+        with torch.no_grad():
+            before = dense(module).clone()
+            delta = delta_of(module, before)
+            merge(*args, **kwargs)
+            if delta is not None:
+                rows.append(survival(module_path, before, dense(module), delta))
+
+    module.merge = measured
+
+
+def dense(module: Any) -> Tensor:
+    """Return the base weight of a LoRA layer as numbers, whatever format holds it."""
+    weight = module.get_base_layer().weight
+    state = getattr(weight, "quant_state", None)
+    if state is None:
+        return weight.data
+    import bitsandbytes.functional
+
+    weight_dense: Tensor = bitsandbytes.functional.dequantize_4bit(weight.data, state)
+    return weight_dense
+
+
+def delta_of(module: Any, weight: Tensor) -> Tensor | None:
+    """Return the change that a layer's adapter means, computed here in float32; None for a layer without LoRA matrices."""
+    if ADAPTER in module.lora_A:
+        A, B = module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight
+        dora_dim = 1
+    elif ADAPTER in getattr(module, "lora_embedding_A", {}):
+        A, B = module.lora_embedding_B[ADAPTER].T, module.lora_embedding_A[ADAPTER].T
+        dora_dim = 0
+    else:
+        return None
+    vectors = getattr(module, "lora_magnitude_vector", None) or {}
+    magnitude = vectors[ADAPTER].weight if ADAPTER in vectors else None
+    return lora_delta(weight, A, B, float(module.scaling[ADAPTER]), magnitude, dora_dim=dora_dim)

@@ -1,0 +1,204 @@
+"""Merge lanes: the effect of each way to merge on the answers, on any model and adapter.
+
+Every lane answers the prompts three times (base, adapter loaded, merged) and says of each prompt which one the merged
+model answers like. Greedy texts decide the labels; beside them stand the KL to the adapter-loaded output and the share of
+the adapter's change that is in the merged weights. `adapter_vs_base` merges nothing: it shows that the adapter does
+something, and its answers in bf16 are the yardstick for all others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trimtab.errors import RequestError
+from trimtab.verification.merges.retention import Survival, mean_survival
+from trimtab.verification.render.variants_text import lanes_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """A way to merge. prefix: of its per-prompt labels. verdict: of the whole lane, by how it went.
+
+    quant: the base that is loaded. dequantize: what the stock lane dequantizes before merging, "base" before the adapter
+    is loaded, "adapted" after. requantize: the form trimtab's merge writes.
+    """
+
+    name: str
+    title: str
+    engine: Literal["stock", "trimtab"]
+    prefix: str
+    verdicts: Mapping[str, str]
+    quant: str = "none"
+    dequantize: str = ""
+    requantize: str | None = None
+
+
+def _verdicts(name: str) -> dict[str, str]:
+    return {how: f"{name}_{how.upper()}" for how in ("passes", "diverges", "raises", "shows_nothing")}
+
+
+ACTIVE, INACTIVE = "ADAPTER_ACTIVE", "ADAPTER_INACTIVE"
+FIRST = "adapter_vs_base"
+LANES: tuple[Lane, ...] = (
+    Lane(
+        name=FIRST, title="adapter loaded against base, bf16", engine="trimtab", prefix="ADAPTER",
+        verdicts=_verdicts("ADAPTER_VS_BASE") | {"passes": ACTIVE, "diverges": INACTIVE, "shows_nothing": INACTIVE},
+    ),
+    Lane(
+        name="direct_4bit_merge", title="PEFT merge_and_unload on a 4-bit base", engine="stock", quant="nf4",
+        prefix="DIRECT_4BIT_MERGED",
+        verdicts=_verdicts("DIRECT_4BIT_MERGE")
+        | {"passes": "DIRECT_4BIT_MERGE_NO_LONGER_DIVERGES", "diverges": "DIRECT_4BIT_MERGE_STILL_DIVERGES"},
+    ),
+    Lane(
+        name="fresh_bf16_merge", title="PEFT merge_and_unload on the bf16 base", engine="stock", prefix="BF16_MERGED",
+        verdicts=_verdicts("FRESH_BF16_MERGE")
+        | {"passes": "FRESH_BF16_MERGE_STILL_PASSES", "diverges": "FRESH_BF16_MERGE_NO_LONGER_PASSES"},
+    ),
+    Lane(
+        name="dequantize_then_merge", title="4-bit base, adapter, dequantize() in place, merge", engine="stock",
+        quant="nf4", dequantize="adapted", prefix="DEQUANTIZED_MERGED",
+        verdicts=_verdicts("DEQUANTIZE_THEN_MERGE") | {"raises": "DEQUANTIZE_THEN_MERGE_STILL_RAISES"},
+    ),
+    Lane(
+        name="base_dequantize_then_merge", title="4-bit base.dequantize(), adapter, merge", engine="stock", quant="nf4",
+        dequantize="base", prefix="BASE_DEQUANTIZED_MERGED", verdicts=_verdicts("BASE_DEQUANTIZE_THEN_MERGE"),
+    ),
+    Lane(
+        name="trimtab_merge", title="trimtab merge of the bf16 files", engine="trimtab", prefix="TRIMTAB_MERGED",
+        verdicts=_verdicts("TRIMTAB_MERGE"),
+    ),
+    Lane(
+        name="trimtab_requantized_merge", title="trimtab merge, requantized to 4 bits", engine="trimtab", quant="nf4",
+        requantize="nf4", prefix="TRIMTAB_REQUANTIZED_MERGED", verdicts=_verdicts("TRIMTAB_REQUANTIZED_MERGE"),
+    ),
+)  # fmt: skip
+BY_NAME: Mapping[str, Lane] = {lane.name: lane for lane in LANES}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanePrompt:
+    """One prompt in one lane: which answer the merged model gives, and how far its distribution is from the others'.
+
+    kl_to_adapter: merged from the same lane's adapter-loaded output; kl_base: the base from it; kl_to_bf16: merged from
+    the bf16 adapter-loaded output. KL in nats, means over positions, on the bf16 adapter's greedy text.
+    """
+
+    id: str
+    classification: str
+    base_differs: bool
+    adapter_is_merged: bool | None
+    base_is_merged: bool | None
+    kl_to_adapter: float | None
+    kl_base: float | None
+    kl_to_bf16: float | None
+    texts: Mapping[str, str | None]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as JSON-ready values."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__} | {"texts": dict(self.texts)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneRun:
+    """A lane that was run: its verdict, its prompts, what of the adapter's change is in the weights, what it took.
+
+    stages: the peaks of memory up to each stage. merge_warnings: how often PEFT warned of different generations.
+    error: what was raised (type, message, package, installed, frames, stage), with the stages before it.
+    """
+
+    lane: Lane
+    verdict: str
+    prompts: tuple[LanePrompt, ...]
+    survival: tuple[Survival, ...]
+    merge_warnings: int
+    warnings: Mapping[str, int]
+    memory: Mapping[str, int]
+    stages: Mapping[str, Mapping[str, int]]
+    merge_s: float | None
+    seconds: float
+    notes: tuple[str, ...] = ()
+    error: Mapping[str, Any] | None = None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Classification -> prompts."""
+        return dict(Counter(row.classification for row in self.prompts))
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of a KL column over the prompts that have it."""
+        values = [value for row in self.prompts if (value := getattr(row, name)) is not None]
+        return sum(values) / len(values) if values else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the run as JSON-ready values."""
+        survived, noise = mean_survival(self.survival) if self.survival else (None, None)
+        return {
+            "lane": self.lane.name, "title": self.lane.title, "engine": self.lane.engine, "verdict": self.verdict,
+            "counts": self.counts, "prompts": [row.to_json() for row in self.prompts],
+            "merge_warnings": self.merge_warnings, "warnings": dict(self.warnings), "survived": survived,
+            "survival_noise": noise, "survival": [row.to_json() for row in self.survival],
+            "kl_to_adapter": self.mean("kl_to_adapter"), "kl_base": self.mean("kl_base"),
+            "kl_to_bf16": self.mean("kl_to_bf16"), "memory": dict(self.memory),
+            "stages": {name: dict(peaks) for name, peaks in self.stages.items()}, "merge_s": self.merge_s,
+            "seconds": round(self.seconds, 2), "notes": list(self.notes), "error": dict(self.error) if self.error else None,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneReport:
+    """All lanes that were run on one model and adapter."""
+
+    model: str
+    adapter: str
+    device: str
+    lanes: tuple[LaneRun, ...]
+    versions: Mapping[str, str]
+
+    def by_name(self) -> dict[str, LaneRun]:
+        """Return lane name -> run."""
+        return {run.lane.name: run for run in self.lanes}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON-ready values."""
+        return {
+            "format": 1, "model": self.model, "adapter": self.adapter, "device": self.device,
+            "versions": dict(self.versions), "lanes": [run.to_json() for run in self.lanes],
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        return lanes_text(self)
+
+
+def classify(lane: Lane, *, adapter_is_merged: bool, base_is_merged: bool) -> str:
+    """Return which answer a merged model's is: the adapter's, the base's or neither (an equal one counts as the adapter's)."""
+    bf16 = "BF16_" if lane.prefix == "BF16_MERGED" else ""
+    if adapter_is_merged:
+        return f"{lane.prefix}_MATCHES_{bf16}ADAPTER"
+    return f"{lane.prefix}_MATCHES_{bf16}BASE" if base_is_merged else f"{lane.prefix}_MATCHES_NEITHER"
+
+
+def lane_verdict(lane: Lane, prompts: Sequence[LanePrompt]) -> str:
+    """Return the verdict of a lane that ran to its end.
+
+    A prompt that base and adapter answer alike shows nothing about a merge that keeps to it; a merged answer that is
+    neither's is a divergence on any prompt.
+    """
+    if lane.name == FIRST:
+        return lane.verdicts["passes" if any(row.base_differs for row in prompts) else "diverges"]
+    if any(not row.adapter_is_merged for row in prompts):
+        return lane.verdicts["diverges"]
+    return lane.verdicts["passes" if any(row.base_differs for row in prompts) else "shows_nothing"]
+
+
+def check_names(names: Sequence[str] | None) -> tuple[Lane, ...]:
+    """Return the lanes of these names, all of them for None, the yardstick first. Errors: RequestError."""
+    if names is None:
+        return LANES
+    for name in names:
+        if name not in BY_NAME:
+            raise RequestError("no such lane", field="lanes", value=name, allowed=tuple(BY_NAME))
+    return tuple(lane for lane in LANES if lane.name in names or lane.name == FIRST)

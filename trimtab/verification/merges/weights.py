@@ -1,0 +1,273 @@
+"""Whether merged weights are base plus change, rounded in any way that a right merge may round: a test by module.
+
+Each value of a merged weight is held against the exact one, rounded once. Two tests, with one false-alarm rate for all
+modules together:
+
+- bound: a merge that computes in bfloat16 at the worst, and rounds change and sum, stays within a computed bound;
+- slope: what is off may not go along with the change. Where a merge rounds otherwise than once to the nearest, it is off
+  as often against the change as with it. For such signs |sum of x| / sqrt(sum of x^2), x = (value - expected) x change, has a
+  bound without further assumptions (`criterion.symmetric_limit`). A scale wrong by 1 % is off with the change everywhere.
+
+The slope has to be off by a least share as well: a scale that was itself rounded to bfloat16 is off by up to 0.2 %.
+A packed value is held against the level that the exact value is packed to under the scales in the file (`packed_grid.py`):
+what 4 bits lose is lost by both, and a scale off by 1 % shows as codes that are off along the change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trimtab.merging.check_exact import rounded_once, ulp
+from trimtab.verification.merges.packed_grid import Grid
+from trimtab.verification.routes.alarm_rate import symmetric_limit
+
+# Needs no assumption on the form of the noise, so it can be small.
+FALSE_ALARM_RATE = 1e-6
+SCALE_FAULT = 0.01
+# Least share by which a slope has to be off: above the rounding of a scale; where the grid of a packed weight is not known
+# (a weight that a loader stacks from several), also above that of 4-bit scales that clip large values.
+LEAST_OFF, LEAST_OFF_COARSE = 0.004, 0.05
+# Steps of the file's dtype, and share of the terms of the change, that computing in bfloat16 may be off.
+STEPS, STEPS_DORA, TERM_SHARE, NORM_SHARE = 2.0, 4.0, 2.0**-6, 2.0**-14
+PACKED_FORMS = ("nf4", "fp4", "int8")
+# NF4 and fp4 are off by a tenth of a weight's length.
+PACKED_ERROR = 0.25
+# Share of a scale below which two products of a level and this scale are one value: float32 rounds by 2^-24.
+SAME_VALUE = 2.0**-20
+_PIECE_VALUES = 2**20
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums over the values of one module or of several, from which the tests are made."""
+
+    along: float = 0.0
+    squares: float = 0.0
+    length: float = 0.0
+    fault_along: float = 0.0
+    fault_squares: float = 0.0
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(*(a + b for a, b in zip(asdict(self).values(), asdict(other).values(), strict=True)))
+
+    @property
+    def off(self) -> float:
+        """The share of the change that is there too much, or too little (negative)."""
+        return self.along / self.length if self.length else 0.0
+
+    @property
+    def size(self) -> float:
+        """How sure that is: |sum of x| / sqrt(sum of x^2)."""
+        return abs(self.along) / math.sqrt(self.squares) if self.squares else 0.0
+
+    @property
+    def fault_size(self) -> float:
+        """The `size` with a scale that is wrong by SCALE_FAULT."""
+        return abs(self.fault_along) / math.sqrt(self.fault_squares) if self.fault_squares else 0.0
+
+
+@dataclass(frozen=True)
+class ModuleWeight:
+    """One merged weight. form: dtype of the file, or its packed form. beyond: how many values are out of the bound.
+
+    is_coarse: packed, and held against the exact values because its grid is not known.
+    """
+
+    module_path: str
+    form: str
+    beyond: int
+    sums: Sums = field(repr=False)
+    is_coarse: bool = False
+
+    @property
+    def slope(self) -> float:
+        """The share of the change in the weights, relative to the share that the exact result keeps after rounding (1.0:
+        right)."""
+        return 1 + self.sums.off
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as JSON-ready values."""
+        return {
+            "module_path": self.module_path, "form": self.form, "slope": self.slope, "size": self.sums.size,
+            "beyond": self.beyond,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MergedWeights:
+    """All modules that an adapter changes, and the verdict on them: "right", "differs" or "cannot tell"."""
+
+    modules: tuple[ModuleWeight, ...]
+    false_alarm_rate: float = FALSE_ALARM_RATE
+
+    @property
+    def limit(self) -> float:
+        """The limit of `size`, with one false-alarm rate for all modules and their sum."""
+        return symmetric_limit(self.false_alarm_rate, len(self.modules) + 1)
+
+    @property
+    def together(self) -> Sums:
+        """All modules as one."""
+        return sum((row.sums for row in self.modules), Sums())
+
+    @property
+    def least_off(self) -> float:
+        return LEAST_OFF_COARSE if any(row.is_coarse for row in self.modules) else LEAST_OFF
+
+    @property
+    def wrong(self) -> tuple[ModuleWeight, ...]:
+        """The modules that are not base plus change, the worst first."""
+        rows = [row for row in self.modules if row.beyond or self._is_off(row.sums, row.is_coarse)]
+        return tuple(sorted(rows, key=lambda row: -abs(row.sums.off)))
+
+    def _is_off(self, sums: Sums, is_coarse: bool) -> bool:
+        return sums.size > self.limit and abs(sums.off) > (LEAST_OFF_COARSE if is_coarse else LEAST_OFF)
+
+    @property
+    def sees_scale_fault(self) -> bool:
+        """Whether a scale wrong by 1 % in all modules would be called wrong."""
+        return self.least_off < SCALE_FAULT and self.together.fault_size > self.limit
+
+    @property
+    def verdict(self) -> Literal["right", "differs", "cannot tell"]:
+        """The worst of all modules; "cannot tell" if not even a merge of nothing would be off for certain."""
+        together = self.together
+        if self.wrong or self._is_off(together, self.least_off == LEAST_OFF_COARSE):
+            return "differs"
+        # With nothing merged, x is the square of the change in each value, beside what is off now.
+        if self.least_off == LEAST_OFF_COARSE and together.length < 2 * self.limit * math.sqrt(together.squares):
+            return "cannot tell"
+        return "right"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the test as JSON-ready values."""
+        return {
+            "verdict": self.verdict, "slope": 1 + self.together.off, "size": self.together.size, "limit": self.limit,
+            "false_alarm_rate": self.false_alarm_rate, "sees_scale_fault": self.sees_scale_fault,
+            "wrong": [row.module_path for row in self.wrong], "modules": [row.to_json() for row in self.modules],
+        }  # fmt: skip
+
+
+def module_weight(
+    module_path: str, base: Tensor, merged: Tensor, delta: Tensor, form: str, *, terms: Tensor | None = None,
+    grid: Grid | None = None,
+) -> ModuleWeight:  # fmt: skip
+    """Return one module's sums. Shapes: [D_out, D_in] each, float32 values of any file dtype.
+
+    form: the merged file's dtype, or "nf4", "fp4", "int8". terms: size of the terms of the change; None with DoRA, whose
+    norms are sums over all of the weight. grid: of a packed weight, whose `merged` is then not rounded to any dtype.
+    """
+    is_packed = form in PACKED_FORMS
+    step = max(1, _PIECE_VALUES // max(1, base.shape[-1]))
+    step = max(step, grid.rows_a_piece) if grid is not None else step
+    tests = (
+        [_Plain(form)]
+        if not is_packed
+        else [_Coarse()]
+        if grid is None
+        else [_Packed(grid, own) for own in (True, False)]
+    )
+    error = size = 0.0
+    for start in range(0, base.shape[0], step):
+        rows = slice(start, min(start + step, base.shape[0]))
+        w, m, d = base[rows].double(), merged[rows].double(), delta[rows].double()
+        bound = _bound(w, d, terms[rows].double() if terms is not None else None, "bfloat16" if is_packed else form)
+        if is_packed:
+            error, size = error + float((m - w - d).square().sum()), size + float((w + d).square().sum())
+        for test in tests:
+            test.add(w + d, m, d, bound, rows)
+    # Codes are chosen for one set of scales throughout: the one that explains more of them.
+    best = min(tests, key=lambda test: test.other)
+    beyond = best.beyond
+    if is_packed and not error <= PACKED_ERROR**2 * size:
+        beyond = base.numel()
+    return ModuleWeight(module_path, form, beyond, best.sums, is_packed and grid is None)
+
+
+def _bound(w: Tensor, d: Tensor, terms: Tensor | None, form: str) -> Tensor:
+    """Return how far a merge that computes in bfloat16, and rounds change and sum to `form`, may be off in each value."""
+    steps = (STEPS if terms is not None else STEPS_DORA) * ulp(
+        torch.maximum(w.abs(), (w + d).abs()), getattr(torch, form)
+    )
+    return steps + (TERM_SHARE * d.abs() + NORM_SHARE * w.abs() if terms is None else TERM_SHARE * terms)
+
+
+class _Test:
+    """Sums over the pieces of one weight. beyond: values out of the bound. other: values that are not the expected ones."""
+
+    def __init__(self) -> None:
+        self.sums, self.beyond, self.other = Sums(), 0, 0
+
+    def add(self, exact: Tensor, m: Tensor, d: Tensor, bound: Tensor, rows: slice) -> None:
+        raise NotImplementedError
+
+    def _count(self, off: Tensor, d: Tensor, fault: Tensor, beyond: Tensor) -> None:
+        x, y = off * d, fault * d
+        self.sums += Sums(*(float(v.sum()) for v in (x, x * x, d * d, y, y * y)))
+        self.beyond += int(beyond.sum())
+        self.other += int((off != 0).sum())
+
+
+class _Plain(_Test):
+    """Against the exact values rounded once to the file's dtype."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.kind = getattr(torch, form)
+
+    def add(self, exact: Tensor, m: Tensor, d: Tensor, bound: Tensor, rows: slice) -> None:
+        expected = rounded_once(exact, self.kind)
+        fault = rounded_once(exact + SCALE_FAULT * d, self.kind) - expected
+        self._count(m - expected, d, fault, ~((m - exact).abs() <= bound))
+
+
+class _Coarse(_Test):
+    """Against the exact values, within whatever noise packing makes."""
+
+    def add(self, exact: Tensor, m: Tensor, d: Tensor, bound: Tensor, rows: slice) -> None:
+        self._count(m - exact, d, SCALE_FAULT * d + (m - exact), torch.zeros(()))
+
+
+class _Packed(_Test):
+    """Against the levels that the exact values are packed to. own: codes are chosen for the scales that the file has."""
+
+    def __init__(self, grid: Grid, own: bool) -> None:
+        super().__init__()
+        self.grid, self.own = grid, own
+
+    def add(self, exact: Tensor, m: Tensor, d: Tensor, bound: Tensor, rows: slice) -> None:
+        grid, scale = self.grid, self.grid.scale_of(rows.start, rows.stop)
+
+        def packed(values: Tensor) -> Tensor:
+            rounded = grid.rounded(values)
+            return grid.nearest(rounded, scale if self.own else grid.largest_of(rounded)) * scale
+
+        expected = packed(exact)
+        # The values of the file are a product in float32.
+        off = torch.where((m - expected).abs() <= SAME_VALUE * scale.abs(), torch.zeros_like(m), m - expected)
+        ends = [exact - bound, exact + bound]
+        scales = (
+            [scale] if self.own else [grid.largest_of((exact.abs() + sign * bound).clamp_min(0)) for sign in (-1, 1)]
+        )
+        reached = torch.stack([grid.nearest(end, one) * scale for end in ends for one in scales])
+        slack = SAME_VALUE * scale.abs()
+        beyond = ~((m >= reached.amin(0) - slack) & (m <= reached.amax(0) + slack))
+        self._count(off, d, packed(exact + SCALE_FAULT * d) - expected, beyond)
+
+
+def saved_weight(path: str, saved: Tensor, merged: Tensor, form: str) -> ModuleWeight:
+    """Return whether a saved module's tensor is in the merged file, rounded to its dtype."""
+    exact, written = saved.double(), merged.double()
+    off = ~((written - exact).abs() <= ulp(exact, getattr(torch, form)))
+    return ModuleWeight(path, form, int(off.sum()), Sums())
+
+
+def merged_weights(rows: Sequence[ModuleWeight]) -> MergedWeights | None:
+    """Return the test of all modules, None if there is none."""
+    return MergedWeights(tuple(rows)) if rows else None

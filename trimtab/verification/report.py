@@ -1,0 +1,200 @@
+"""The parity report, its verdict and its forms (table, JSON, Markdown, HTML page)."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trimtab.errors import ParityError, RequestError
+from trimtab.process.files import write_text
+
+if TYPE_CHECKING:
+    from trimtab.verification.merges.retention import Survival
+    from trimtab.verification.merges.variants import LaneReport
+    from trimtab.verification.merges.weights import MergedWeights
+    from trimtab.verification.routes.compare import Difference, NoiseFloor
+    from trimtab.verification.routes.loaded_changes import LoadedChanges
+
+FORMATS = (".json", ".md", ".html")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptParity:
+    """One prompt, compared. The three booleans of a merge: base_is_adapter, same_text (adapter == merged), base_is_merged.
+
+    same_text: whether the greedy tokens are equal, None where they are not requested (batches). base_kl: how far the
+    adapter itself moves the base (KL in nats, mean of positions), to hold the difference's KL against. base_is_noise:
+    whether that is no more than the noise, so that the prompt cannot tell a merged model from the base.
+    """
+
+    id: str
+    kind: str
+    adapter: str | None
+    verdict: str
+    difference: Difference
+    prompt_tokens: int
+    reference_text: str | None
+    subject_text: str | None
+    same_text: bool | None
+    expected_text: str | None = None
+    base_kl: float | None = None
+    base_is_noise: bool | None = None
+    base_is_adapter: bool | None = None
+    base_is_merged: bool | None = None
+
+    @property
+    def merged_matches(self) -> str | None:
+        """The side that the merged model's answer equals: "ADAPTER", "BASE" or "NEITHER"; None without a merge."""
+        if self.base_is_merged is None:
+            return None
+        return "ADAPTER" if self.same_text else "BASE" if self.base_is_merged else "NEITHER"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as JSON-ready values."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return values | {"difference": self.difference.to_json(), "merged_matches": self.merged_matches}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityReport:
+    """Two routes to the same answers.
+
+    against: what was compared (a word of `comparisons.AGAINST` or a folder). expected: the verdict that is right: `same`
+    (bit-equal or within noise), or `differs` where an adapter must change something. floor: the reference's own noise.
+    layers: relative difference of the hidden states after each layer, the largest of all prompts. survival: what of the
+    adapter's change is in a merged folder, module by module; weights: the test of these weights, which is sharper than any
+    answer. changes: whether both routes loaded the same adapters, as sharp. findings: what a reader must know besides.
+    unfinished: why a later step, such as the lanes, could not be done.
+    """
+
+    model: str
+    against: str
+    adapter: str | None
+    expected: str
+    prompts: tuple[PromptParity, ...]
+    floor: NoiseFloor
+    layers: tuple[float, ...]
+    reference: Mapping[str, Any]
+    subject: Mapping[str, Any]
+    findings: tuple[str, ...] = ()
+    survival: tuple[Survival, ...] = ()
+    weights: MergedWeights | None = None
+    changes: LoadedChanges | None = None
+    lanes: LaneReport | None = None
+    unfinished: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def verdict(self) -> str:
+        """The worst verdict of all prompts and of the merged weights; "cannot tell" where a fault would be below the noise."""
+        from trimtab.verification.routes.compare import CANNOT_TELL, DIFFERS, WITHIN_NOISE, worst
+
+        answers = worst(row.verdict for row in self.prompts)
+        if DIFFERS in (answers, self.weights.verdict if self.weights is not None else None):
+            return DIFFERS
+        if self.changes is not None and self.changes.wrong:
+            return DIFFERS
+        if answers != WITHIN_NOISE:
+            return answers
+        return CANNOT_TELL if self._is_below_noise else WITHIN_NOISE
+
+    @property
+    def _is_below_noise(self) -> bool:
+        """Whether answers within noise say nothing: the fault that is looked for would be within it too."""
+        if self.expected == "differs":
+            return True
+        is_merge = any(row.base_kl is not None for row in self.prompts)
+        if not is_merge or (self.weights is not None and self.weights.verdict == "right"):
+            return False
+        return all(row.base_is_noise for row in self.prompts)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the verdict is the expected one, which sets the command's exit code.
+
+        "cannot tell" raises no alarm for answers that should be the same, if they are within a measured noise.
+        """
+        if self.expected == "differs":
+            return self.verdict == "differs"
+        return self.verdict != "differs" and (self.verdict != "cannot tell" or self.floor.is_measured)
+
+    @property
+    def worst_prompt(self) -> PromptParity:
+        """The prompt with the largest difference, of those with the worst verdict."""
+        return max(self.prompts, key=lambda row: (row.verdict == "differs", row.difference.max_abs))
+
+    def check(self) -> None:
+        """Raise ParityError unless the verdict is the right one."""
+        if self.ok:
+            return
+        row = self.worst_prompt
+        limit = self.floor.limits.get(row.id)
+        ours, theirs = self.subject["label"], self.reference["label"]
+        if self.verdict == "cannot tell":
+            reason = f"cannot tell whether {ours} differs from {theirs}: " + (
+                "the difference is within the noise" if self.floor.is_measured else "the noise could not be measured"
+            )
+        elif self.expected == "differs":
+            reason = f"{ours} gives the same answers as {theirs}: the adapter is inactive"
+        elif self.weights is not None and self.weights.wrong and row.verdict != "differs":
+            reason = f"{self.weights.wrong[0].module_path} of {ours} is not base plus change"
+        elif self.changes is not None and self.changes.wrong:
+            reason = f"{ours} did not load the same adapters as {theirs}: {self.changes.wrong[0]}"
+        else:
+            reason = f"{ours} differs from {theirs} on prompt {row.id}"
+        first = row.difference.first_position
+        raise ParityError(
+            reason, position=-1 if first is None else first, max_abs=row.difference.max_abs,
+            mean_abs=row.difference.mean_abs, tolerance=limit.max_abs if limit is not None else 0.0,
+            hint="The tolerance is a bound on the reference's own noise, measured in the same run",
+        )  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON-ready values."""
+        return {
+            "format": 1, "model": self.model, "against": self.against, "adapter": self.adapter,
+            "verdict": self.verdict, "expected": self.expected, "ok": self.ok, "findings": list(self.findings),
+            "prompts": [row.to_json() for row in self.prompts], "noise_floor": self.floor.to_json(),
+            "layers": [_finite(value) for value in self.layers], "reference": dict(self.reference),
+            "subject": dict(self.subject),
+            "survival": [{k: _finite(v) for k, v in row.to_json().items()} for row in self.survival],
+            "weights": self.weights.to_json() if self.weights is not None else None,
+            "changes": self.changes.to_json() if self.changes is not None else None,
+            "lanes": self.lanes.to_json() if self.lanes is not None else None, "versions": dict(self.versions),
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        from trimtab.verification.render.text import report_text
+
+        return report_text(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report, whole or not at all, as JSON, Markdown or an HTML page, by the name's ending."""
+        check_save_path(path)
+        from trimtab.verification.render import html as page
+        from trimtab.verification.render import text as words
+
+        ending = Path(path).suffix.lower()
+        if ending == ".json":
+            text = json.dumps(self.to_json(), indent=1) + "\n"
+        else:
+            text = words.report_markdown(self) if ending == ".md" else page.report_html(self)
+        write_text(path, text, field="save")
+
+
+def check_save_path(path: str | os.PathLike[str]) -> None:
+    """Raise RequestError for a report file of an unknown form, or in a folder that is not there."""
+    if Path(path).suffix.lower() not in FORMATS:
+        raise RequestError("unknown format of a report", field="save", value=str(path), allowed=FORMATS)
+    if not Path(path).resolve().parent.is_dir():
+        raise RequestError("its folder does not exist", field="save", value=str(path))
+
+
+def _finite(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,79 @@
+"""The inputs of all routes: prompts become model inputs once, so that routes share template and pixels.
+
+Runs in a process of its own (`main`) or in this one (`prepare`). Reads config and processor; loads no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from trimtab.checkpoint.folder import read_checkpoint
+from trimtab.errors import RequestError
+from trimtab.request import MAX_SOUND_S
+from trimtab.verification.routes.prompts import Prompt
+
+
+class _Asked:
+    """A stand-in for a model without weights, with the attributes that `chat.prepare` reads."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        from trimtab.engine.loader import transformers_model as hf
+
+        self.processor_folder = folder
+        self.device, self.dtype = torch.device("cpu"), getattr(torch, dtype)
+        self.hf_model = SimpleNamespace(config=hf.read_config(read_checkpoint(folder)))
+        # The routes' own plans are made for these prompts: nothing is counted here.
+        self.plan = SimpleNamespace(request=SimpleNamespace(images=10**6, audio_s=MAX_SOUND_S))
+
+    @cached_property
+    def processor(self) -> Any:
+        from trimtab.engine.loader import processor as hf_processor
+
+        return hf_processor.load_processor(self.processor_folder)
+
+    @cached_property
+    def control_tokens(self) -> Any:
+        from trimtab.engine.chat import prompt as chat
+
+        return chat.control_tokens(self.processor)
+
+
+def prepare(model: Path, dtype: str, prompts: Sequence[Prompt], out: Path) -> list[dict[str, Any]]:
+    """Write the inputs of every prompt into `out` and return one row per prompt: id, file, prompt_tokens, has_media.
+
+    Errors: RequestError, with all of them, for prompts that the model's processor refuses; CheckpointError if the
+    folder has no processor for them.
+    """
+    from trimtab.engine.chat import prompt as chat
+
+    stand_in = _Asked(model, dtype)
+    rows, problems = [], []
+    for place, prompt in enumerate(prompts):
+        try:
+            images, audios = ([medium] if medium else [] for medium in (prompt.image, prompt.audio))
+            inputs = chat.prepare(stand_in, list(prompt.token_ids) or prompt.text, images=images, audios=audios)
+        except RequestError as exc:
+            problems.append(f"{prompt.id}: {exc}")
+            continue
+        file = out / f"inputs-{place}.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in inputs.tensors.items()}, str(file))
+        rows.append(
+            {"id": prompt.id, "file": str(file), "prompt_tokens": inputs.prompt_tokens, "has_media": inputs.has_media}
+        )
+    if problems:
+        raise RequestError("\n  - ".join([f"{len(problems)} refused", *problems]), field="prompts")
+    return rows
+
+
+def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
+    """Run `prepare` in a separate process and emit the rows."""
+    prompts = [Prompt(**{**row, "token_ids": tuple(row.get("token_ids", ()))}) for row in request["prompts"]]
+    rows = prepare(Path(request["model"]), request["dtype"], prompts, Path(request["out"]))
+    emit({"event": "prepared", "rows": rows})

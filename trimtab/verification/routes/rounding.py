@@ -1,0 +1,181 @@
+"""The effect of the rounding that no merge can avoid: the change is added to the weights and rounded once.
+
+A merge in bf16 cannot give the bits of the adapter loaded beside its base: every changed weight is rounded to bf16 once;
+a merge that is packed again rounds every packed weight to 4 bits. How far that moves the answers is measured, not assumed:
+the same model answers with those weights rounded as a merge would, and rounded at random. For layers that are not
+quantized; the model is left as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.layers.linear import Leaf
+from trimtab.engine.lora.layers import EmbeddingAdapter, Fitting, Holders, LinearAdapter
+from trimtab.verification.routes import teacher_forcing as forced
+from trimtab.verification.routes.alarm_rate import DRAWS
+
+NEAREST = "change added to the weights, rounded to the nearest"
+PACKED = "change added to the weights, packed to 4 bits"
+_NAME = "rounded once"
+_BLOCKSIZE = 64
+# A 4-bit scale drawn at random, as a share of its block's largest value: packers choose within this range.
+_SHARES = (0.85, 1.0)
+
+
+def rounded_order(
+    model: Any, adapter: str, inputs: Mapping[str, Tensor], packed: Mapping[str, str]
+) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Yield (what is done, a call that gives logits [S, V]) for the rounding of the changed weights to the nearest.
+
+    packed: module path -> 4-bit form of the modules that the merged model has packed. Takes a second copy of those
+    weights and of the adapted ones on their device for the time of a call.
+    """
+    yield PACKED if packed else NEAREST, lambda: _answer(model, adapter, inputs, None, packed)
+
+
+def rounded_draws(
+    model: Any, adapter: str, inputs: Mapping[str, Tensor], packed: Mapping[str, str]
+) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Yield the same for roundings drawn at random, of the weights and of what every layer gives."""
+    for seed in range(1, DRAWS + 1):
+        name = f"change added to the weights, {'packed' if packed else 'rounded'} at random ({seed})"
+        yield name, lambda seed=seed: _answer(model, adapter, inputs, seed, packed)  # type: ignore[misc]
+
+
+def _answer(
+    model: Any, adapter: str, inputs: Mapping[str, Tensor], seed: int | None, packed: Mapping[str, str]
+) -> Tensor:
+    model.lend_prompt_room()
+    with merged_in_memory(model, adapter, seed, packed):
+        if seed is None:
+            return forced.forward(model.hf_model, inputs)[0][0]
+        with forced.rounded_layers(model.hf_model, seed):
+            return forced.forward(model.hf_model, inputs)[0][0]
+
+
+@contextmanager
+def merged_in_memory(
+    model: Any, adapter: str, seed: int | None, packed: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """Make every layer that a merge changes compute with its new weight, rounded once to its dtype or to 4 bits."""
+    store = model.adapter_store
+    before = store.selection.name
+    forms = packed or {}
+    changed = [
+        module for module in model.hf_model.modules()
+        if adapter in module.__dict__.get("adapters", {})
+        or (isinstance(module, Leaf) and module.module_path in forms and module.quant_kind == "none")
+    ]  # fmt: skip
+    generator = None if seed is None else torch.Generator(device=model.device).manual_seed(seed)
+    try:
+        with torch.no_grad():
+            for module in changed:
+                own = module.__dict__["adapters"].get(adapter)
+                form = forms.get(getattr(module, "module_path", ""))
+                module.__dict__["adapters"][_NAME] = _rounded(module, own, form, generator)
+        # Without a serial: nothing captures it.
+        store.holders[_NAME] = Holders(Fitting(model.hf_model, [], {}, frozenset(), 0), [])
+        store.set(_NAME)
+        yield
+    finally:
+        for module in changed:
+            module.__dict__["adapters"].pop(_NAME, None)
+        store.holders.pop(_NAME, None)
+        store.set(before)
+
+
+def _rounded(module: Any, adapter: Any, form: str | None, generator: torch.Generator | None) -> Any:
+    if adapter is None:
+        adapter = LinearAdapter("language")
+    if isinstance(adapter, LinearAdapter):
+        if form is not None and module.quant_kind == "none":
+            return _packed_linear(module, adapter, form, generator)
+        return _rounded_linear(module, adapter, generator)
+    return _rounded_table(module, adapter, generator) if isinstance(adapter, EmbeddingAdapter) else adapter
+
+
+def _packed_linear(leaf: Any, adapter: LinearAdapter, form: str, generator: torch.Generator | None) -> LinearAdapter:
+    whole, bias = _merged_linear(leaf, adapter)
+    return LinearAdapter(adapter.part, weight=packed_once(whole, form, generator).to(leaf.weight.dtype), bias=bias)
+
+
+def _rounded_linear(leaf: Any, adapter: LinearAdapter, generator: torch.Generator | None) -> LinearAdapter:
+    if adapter.A is None or adapter.B is None or leaf.quant_kind != "none":
+        return adapter
+    whole, bias = _merged_linear(leaf, adapter)
+    return LinearAdapter(adapter.part, weight=rounded(whole, leaf.weight.dtype, generator), bias=bias)
+
+
+def _merged_linear(leaf: Any, adapter: LinearAdapter) -> tuple[Tensor, Tensor | None]:
+    """Return the weight with the adapter's change in float64, and the bias."""
+    weight = leaf.dense_weight() if adapter.weight is None else adapter.weight
+    bias = leaf.bias if adapter.bias is None else adapter.bias
+    if adapter.A is None or adapter.B is None:
+        return weight.double(), bias
+    weight = weight.to(adapter.A.device)
+    whole = weight.double() + (adapter.B.double() @ adapter.A.double()) * adapter.scale
+    if adapter.magnitude is not None:
+        whole *= adapter.magnitude.double().reshape(-1, 1)
+    if adapter.B_bias is not None:
+        more = adapter.B_bias.double() * adapter.scale
+        bias = (more if bias is None else bias.double() + more).to(weight.dtype)
+    return whole, bias
+
+
+def packed_once(whole: Tensor, form: str, generator: torch.Generator | None) -> Tensor:
+    """Return a weight as it is after packing it: with the best scales, or with a generator with scales drawn at random.
+
+    form: "nf4", "fp4" or "int8", which has one scale a row.
+    """
+    from trimtab.engine.formats.bitsandbytes import quantize
+    from trimtab.merging.files.quantize import choose_scales, levels, nearest
+
+    size = whole.shape[1] if form == "int8" else _BLOCKSIZE
+    flat = whole.float().reshape(-1)
+    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % size)).view(-1, size)
+    largest = blocks.abs().amax(1, keepdim=True)
+    largest = torch.where(largest == 0, torch.ones_like(largest), largest)
+    low, high = _SHARES
+    if generator is not None:
+        share = torch.rand(largest.shape, generator=generator, device=generator.device).to(blocks.device)
+        largest = largest * (low + (high - low) * share)
+    elif form == "nf4":
+        best = choose_scales(blocks.cpu()).to(blocks.device).unsqueeze(1)
+        largest = torch.where(best == 0, largest, best)
+    if form == "int8":
+        rounded = torch.round(blocks / largest * 127).clamp(-127, 127) / 127 * largest
+    else:
+        table = levels()[0] if form == "nf4" else quantize(torch.ones(64, 64), form).codes["code"].float().sort()[0]
+        table = table.to(blocks.device)
+        rounded = table[nearest(blocks / largest, table)] * largest
+    return rounded.view(-1)[: flat.numel()].view(whole.shape).double()
+
+
+def _rounded_table(table: Any, adapter: EmbeddingAdapter, generator: torch.Generator | None) -> EmbeddingAdapter:
+    if adapter.A is None or adapter.B is None:
+        return adapter
+    ids = torch.arange(adapter.A.shape[0], device=adapter.A.device)
+    weight = table.rows(ids) if adapter.weight is None else adapter.weight
+    whole = weight.double() + (adapter.A.double() @ adapter.B.double().T) * adapter.scale
+    if adapter.magnitude is not None:
+        whole *= adapter.magnitude.double()
+    return EmbeddingAdapter(adapter.part, weight=rounded(whole, weight.dtype, generator))
+
+
+def rounded(values: Tensor, dtype: torch.dtype, generator: torch.Generator | None) -> Tensor:
+    """Return float64 values in a dtype: to the nearest, or with a generator up or down at random, right on average.
+
+    At random: a uniform number of one step of the dtype is added first, so that a value between two neighbours goes to
+    each with the probability of its nearness.
+    """
+    if generator is None:
+        return values.to(dtype)
+    step = torch.ldexp(torch.full_like(values, torch.finfo(dtype).eps), torch.frexp(values).exponent - 1)
+    noise = torch.rand(values.shape, generator=generator, device=values.device, dtype=torch.float64) - 0.5
+    return (values + noise * step).to(dtype)

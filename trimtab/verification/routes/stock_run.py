@@ -1,0 +1,316 @@
+"""The stock stack's answers to the same prompts: transformers' loader, bitsandbytes and PEFT, on one device.
+
+Runs inside a process of its own, of any interpreter that has them (`--python`): it imports nothing else but torch,
+safetensors and files of this package that hold to the same. A target list that names Gemma 4's wrapped projections,
+which PEFT refuses, is replaced in a copy of the adapter by the exact paths that the file has keys for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.adapters.rules import Rules
+from trimtab.bridge.row_scales import wrong_scales
+from trimtab.process.json_file import read_object
+from trimtab.process.packages import stack_versions, version_of
+from trimtab.verification.routes import teacher_forcing as forced
+from trimtab.verification.routes.loaded_changes import sketch
+
+Emit = Callable[[dict[str, Any]], None]
+LIBRARIES = ("bitsandbytes", "accelerate", "peft", "transformers", "safetensors", "torch")
+_KEY = re.compile(r"^base_model\.model\.(.+?)\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)(\..*)?$")
+
+
+def main(request: Mapping[str, Any], emit: Emit) -> None:
+    """Load the stock model, answer every item, and tell a line a step as `own_route.main` does.
+
+    What stock raises is told as an `upstream` line (package, version, message) and ends the work.
+    """
+    with emit_if_raised(emit):
+        route = request["route"]
+        started = time.monotonic()
+        bound_attention()
+        with recorded_warnings() as counts:
+            model = load_base(route["folder"], route["quant"], route["dtype"], route["device"])
+            model, notes = with_adapters(model, route["adapters"], Path(request["out"]))
+        emit(
+            {"event": "loaded", "seconds": time.monotonic() - started, "device": route["device"], "tiers": {},
+             "quant": route["quant"], "adapters": list(route["adapters"]), "notes": notes, "warnings": dict(counts),
+             "versions": stack_versions(), "changes": stock_changes(model), "wrong_scales": wrong_scales(model)}
+        )  # fmt: skip
+        tokenizer = read_tokenizer(route["folder"])
+        answers: list[list[int]] = []
+        for place, item in enumerate(request["items"]):
+            with using(model, item["adapter"], bool(route["adapters"])):
+                line = run_item(model, tokenizer, place, item, forced.wanted(item, answers), request)
+            answers.append(line["continuation"])
+            emit({"event": "item", "place": place, **line})
+        for item, continuation in list(zip(request["items"], answers, strict=True))[
+            : request["noise_items"] if request["noise"] else 0
+        ]:
+            with using(model, item["adapter"], bool(route["adapters"])):
+                emit({"event": "noise", **noise_of(model, item, continuation)})
+
+
+def bound_attention() -> None:
+    """Compute attention without cuDNN, as a model within a small budget does: what it rounds differently is not compared."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def load_base(folder: str, quant: str, dtype: str, device: str) -> Any:
+    """Return the stock model on one device, in eval mode, with bitsandbytes' quantization as trimtab names it."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    options: dict[str, Any] = {}
+    if getattr(config, "quantization_config", None) is None and quant != "none":
+        options["quantization_config"] = _quantization(transformers, quant, dtype)
+    name = (config.architectures or ["AutoModelForCausalLM"])[0]
+    model_class = getattr(transformers, name)
+    model = model_class.from_pretrained(folder, dtype=getattr(torch, dtype), device_map={"": device}, **options)
+    return without_cpu_repacking(model.eval())
+
+
+def _quantization(transformers: Any, quant: str, dtype: str) -> Any:
+    if quant == "int8":
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type=quant[:3], bnb_4bit_use_double_quant=quant.endswith("-dq"),
+        bnb_4bit_compute_dtype=getattr(torch, dtype),
+    )  # fmt: skip
+
+
+def without_cpu_repacking(model: Any) -> Any:
+    """Return the model with bitsandbytes' AVX512 path off: its first forward repacks weights in place and loses bits.
+
+    Source: bitsandbytes #2078; a merge or a comparison after that forward would be of other weights.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
+def with_adapters(model: Any, adapters: Mapping[str, str], work: Path) -> tuple[Any, list[str]]:
+    """Return the PeftModel with every adapter loaded (the base itself for none), and what had to be done for that."""
+    if not adapters:
+        return model, []
+    import peft
+
+    notes = []
+    for place, (name, folder) in enumerate(adapters.items()):
+        loadable, note = loadable_adapter(
+            model if place == 0 else model.get_base_model(), Path(folder), work / f"adapter-{place}"
+        )
+        notes += [f"{name}: {note}"] if note else []
+        if place == 0:
+            model = peft.PeftModel.from_pretrained(model, str(loadable), adapter_name=name)
+        else:
+            model.load_adapter(str(loadable), adapter_name=name)
+    return without_cpu_repacking(model.eval()), notes
+
+
+def stock_changes(model: Any) -> dict[str, dict[str, list[float]]]:
+    """Return adapter -> module path -> `sketch` of every LoRA change that PEFT has loaded, by the base's own paths."""
+    changes: dict[str, dict[str, list[float]]] = {}
+    for path, module in model.named_modules():
+        scaling = getattr(module, "scaling", None)
+        if not isinstance(scaling, dict):
+            continue
+        for name, scale in scaling.items():
+            pairs = [
+                (getattr(module, f"lora_{kind}A", {}), getattr(module, f"lora_{kind}B", {}))
+                for kind in ("", "embedding_")
+            ]
+            for A, B in pairs:
+                if name not in A or name not in B:
+                    continue
+                left, right = (getattr(part[name], "weight", part[name]) for part in (B, A))
+                if left.dim() == right.dim() == 2 and left.shape[1] == right.shape[0]:
+                    own_path = path.removeprefix("base_model.model.").removesuffix(".linear")
+                    changes.setdefault(name, {})[own_path] = sketch(right, left, scale)
+    return changes
+
+
+def loadable_adapter(model: Any, folder: Path, copy: Path) -> tuple[Path, str]:
+    """Return the adapter folder that PEFT can load, and a note if that is a changed copy."""
+    config = read_object(folder / "adapter_config.json", "adapter_config.json")
+    targets = config.get("target_modules")
+    paths = dict(model.named_modules())
+    named = Rules(folder, {"target_modules": targets}, paths).named
+    wrappers = [path for path in paths if f"{path}.linear" in paths and path in named]
+    if not wrappers:
+        return folder, ""
+    keys = _adapted_paths(folder / "adapter_model.safetensors")
+    exact = sorted(key for key in keys if key in paths)
+    shutil.copytree(folder, copy)
+    config["target_modules"] = "|".join(re.escape(path) for path in exact)
+    (copy / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return copy, (
+        f"target_modules names {len(wrappers)} wrapped projections, which PEFT refuses; a copy of the adapter names "
+        f"the {len(exact)} paths that it has keys for"
+    )
+
+
+def _adapted_paths(file: Path) -> set[str]:
+    from safetensors import safe_open
+
+    with safe_open(str(file), framework="pt") as opened:
+        matches = (_KEY.match(key) for key in opened.keys())  # noqa: SIM118 - it has no iterator
+        return {match.group(1) for match in matches if match}
+
+
+@contextmanager
+def using(model: Any, adapter: str | None, has_adapters: bool) -> Iterator[None]:
+    """Answer with one adapter, or with the base alone."""
+    if not has_adapters:
+        yield
+        return
+    if adapter is not None:
+        model.set_adapter(adapter)
+    with nullcontext() if adapter is not None else model.disable_adapter():
+        yield
+
+
+def read_tokenizer(folder: str) -> Any:
+    """Return the folder's tokenizer, None if it has none."""
+    import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder)
+    except Exception:  # a checkpoint without tokenizer: its answers are compared as token ids
+        return None
+
+
+def run_item(
+    model: Any, tokenizer: Any, place: int, item: Mapping[str, Any], given: Sequence[int] | None,
+    request: Mapping[str, Any], *, name: str = "run",
+) -> dict[str, Any]:  # fmt: skip
+    """Return the report line of the model's answer to one item; its logits are written to a file."""
+    device = next(model.parameters()).device
+    inputs = forced.read_inputs(item["file"], device)
+    token_ids = greedy(model, inputs, int(request["new_tokens"]))
+    continuation = token_ids if given is None else list(given)
+    whole = forced.extended(inputs, continuation)
+    logits, hidden = forced.forward(model, whole, hidden=request.get("hidden", False))
+    again = forced.forward(model, whole)[0]
+    file = Path(request["out"]) / f"{name}-{place}.safetensors"
+    forced.save_run(file, logits[0], [layer[0] for layer in hidden])
+    text = None if tokenizer is None else tokenizer.decode(token_ids, skip_special_tokens=True)
+    return {
+        "id": item["id"], "file": str(file), "token_ids": token_ids, "text": text, "continuation": continuation,
+        "repeats": bool(torch.equal(again, logits)), "memory": memory(device),
+    }  # fmt: skip
+
+
+def noise_of(model: Any, item: Mapping[str, Any], continuation: Sequence[int]) -> dict[str, Any]:
+    """Return how far this route is from itself on one item when the order of summation changes."""
+    inputs = forced.read_inputs(item["file"], next(model.parameters()).device)
+    whole = forced.extended(inputs, continuation)
+    once = forced.forward(model, whole)[0][0]
+    orders = forced.other_orders(model, whole, prompt_tokens=item["prompt_tokens"], has_media=item["has_media"])
+    pairs, skipped = forced.measure_noise(item["id"], once, orders, forced.drawn_runs(model, whole))
+    return {"pairs": [asdict(pair) for pair in pairs], "skipped": list(skipped)}
+
+
+def greedy(model: Any, inputs: Mapping[str, torch.Tensor], count: int) -> list[int]:
+    """Return the greedy answer's token ids, its end token included; nothing of the file's sampling values is used."""
+    import transformers
+
+    own = model.generation_config
+    text = model.config.get_text_config()
+    ends = getattr(own, "eos_token_id", None)
+    ends = ends if ends is not None else getattr(text, "eos_token_id", None)
+    ends = list(ends) if isinstance(ends, (list, tuple)) else [ends] if ends is not None else []
+    pad = getattr(own, "pad_token_id", None)
+    pad = pad if pad is not None else getattr(text, "pad_token_id", None)
+    config = transformers.GenerationConfig(
+        max_new_tokens=count, do_sample=False, eos_token_id=ends or None,
+        pad_token_id=pad if pad is not None else (ends[0] if ends else 0),
+        bos_token_id=getattr(own, "bos_token_id", None),
+    )  # fmt: skip
+    holder = model.get_base_model() if hasattr(model, "get_base_model") else model
+    forced.forget_request(model)
+    kept, holder.generation_config = holder.generation_config, transformers.GenerationConfig()
+    try:
+        with torch.no_grad():
+            out = holder.generate(**inputs, generation_config=config)
+    finally:
+        holder.generation_config = kept
+    return [int(token) for token in out[0, inputs["input_ids"].shape[1] :]]
+
+
+def memory(device: torch.device) -> dict[str, int]:
+    """Return the peaks so far: of the device's tensors and, where the system tells it, of this process."""
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return {"gpu_peak_bytes": int(peak), "host_peak_bytes": host_peak_bytes()}
+
+
+def host_peak_bytes() -> int:
+    """Return the largest resident size of this process so far, 0 where the standard library cannot tell."""
+    status = Path("/proc/self/status")
+    if status.is_file():  # not ru_maxrss there: a process started by a large one inherits the large one's peak
+        match = re.search(r"^VmHWM:\s+(\d+)", status.read_text(encoding="utf-8"), re.MULTILINE)
+        return int(match.group(1)) * 1024 if match else 0
+    try:
+        import resource
+    except ImportError:
+        return 0
+    peak = int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+@contextmanager
+def recorded_warnings() -> Iterator[Counter[str]]:
+    """Count the first lines of the warnings that are given at the same time."""
+    counts: Counter[str] = Counter()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield counts
+    counts.update(str(warning.message).strip().splitlines()[0][:200] for warning in caught if str(warning.message))
+
+
+@contextmanager
+def emit_if_raised(emit: Emit) -> Iterator[None]:
+    """Report an error of the stock stack with the library of its frame, instead of ending in a traceback."""
+    try:
+        yield
+    except Exception as exc:  # anything that four libraries may raise
+        emit({"event": "upstream", **raised(exc)})
+
+
+def raised(exc: BaseException) -> dict[str, Any]:
+    """Return an exception as JSON-ready values: type, message, and the innermost library of the stock stack."""
+    frames = [frame.filename.replace("\\", "/") for frame in traceback.extract_tb(exc.__traceback__)]
+    named = [name for frame in frames for name in LIBRARIES if f"/{name}/" in frame and name != "torch"]
+    package = named[-1] if named else "torch"
+    installed = version_of(package) or "?"
+    return {
+        "type": type(exc).__name__, "message": str(exc)[:500], "package": package, "installed": installed,
+        "frames": _library_frames(exc),
+    }  # fmt: skip
+
+
+def _library_frames(exc: BaseException, last: int = 4) -> list[str]:
+    frames = []
+    for frame in traceback.extract_tb(exc.__traceback__):
+        path = frame.filename.replace("\\", "/")
+        for name in LIBRARIES:
+            if f"/{name}/" in path:
+                frames.append(f"{name}/{path.rpartition(f'/{name}/')[2]}:{frame.lineno} {frame.name}")
+                break
+    return frames[-last:]

@@ -1,0 +1,182 @@
+"""trimtab's answers in one placement and format; runs in a separate process and reports its progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.api import load, plan_request
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.chat.prompt import Inputs
+from trimtab.engine.lora.layers import EmbeddingAdapter
+from trimtab.planning import Plan
+from trimtab.request import GenerateRequest, LoadRequest
+from trimtab.verification.routes import stock_run as stock_route
+from trimtab.verification.routes import teacher_forcing as forced
+from trimtab.verification.routes.loaded_changes import sketch
+from trimtab.verification.routes.rounding import rounded_draws, rounded_order
+
+Emit = Callable[[dict[str, Any]], None]
+
+
+def main(request: Mapping[str, Any], emit: Emit) -> None:
+    """Load the route's model and answer every item of the request.
+
+    request: route (its `plan` or `request`), items (id, file, prompt_tokens, has_media, adapter, continuation),
+    out (folder), new_tokens, noise, rounding, packed (modules that a merged model has in 4 bits), hidden, batched.
+    Tells a line per step: loaded, item (with the file of its logits), noise, memory.
+    """
+    route = request["route"]
+    started = time.monotonic()
+    stock_route.bound_attention()  # whatever the budget: what the routes round differently is not compared
+    plan = Plan.from_json(route["plan"]) if route.get("plan") else plan_request(LoadRequest.from_json(route["request"]))
+    # Transformers' own generation where nothing else is compared: bit for bit the stock stack's.
+    with load(plan, decode=route.get("decode") or "eager") as model:
+        emit(
+            {"event": "loaded", "seconds": time.monotonic() - started, "device": str(model.device),
+             "tiers": _tally(plan), "quant": plan.request.quant, "head": _head(plan), "adapters": list(model.adapters),
+             "changes": own_changes(model)}
+        )  # fmt: skip
+        items = request["items"]
+        if request.get("batched"):
+            _run_batched(model, items, request, emit)
+            return
+        answers: list[list[int]] = []
+        for place, item in enumerate(items):
+            answers.append(_run_item(model, place, item, forced.wanted(item, answers), request, emit))
+        # Last: the larger batches are no part of the route whose memory was just told.
+        for item, continuation in list(zip(items, answers, strict=True))[
+            : request["noise_items"] if request["noise"] else 0
+        ]:
+            _emit_noise(model, item, continuation, request, emit)
+
+
+def own_changes(model: Any) -> dict[str, dict[str, list[float]]]:
+    """Return adapter -> module path -> `sketch` of every LoRA change that a model has loaded."""
+    changes: dict[str, dict[str, list[float]]] = {}
+    for module in model.hf_model.modules():
+        for name, adapter in module.__dict__.get("adapters", {}).items():
+            A, B = getattr(adapter, "A", None), getattr(adapter, "B", None)
+            if A is None or B is None or A.dim() != 2:
+                continue
+            A = A.T if isinstance(adapter, EmbeddingAdapter) else A
+            changes.setdefault(name, {})[module.module_path] = sketch(A, B, adapter.scale)
+    return changes
+
+
+def _head(plan: Plan) -> str:
+    return "8-bit head" if plan.request.head == "int8" else ""
+
+
+def _tally(plan: Plan) -> dict[str, int]:
+    tiers = list(plan.tiers().values())
+    return {tier: tiers.count(tier) for tier in sorted(set(tiers))}
+
+
+def _run_item(
+    model: Any, place: int, item: Mapping[str, Any], given: Sequence[int] | None, request: Mapping[str, Any], emit: Emit
+) -> list[int]:  # fmt: skip
+    """Answer one item, write its logits, and return the continuation that they are of."""
+    inputs = forced.read_inputs(item["file"], model.device)
+    ids = tuple(inputs["input_ids"][0].tolist())
+    prepared = Inputs(inputs, item["prompt_tokens"], ids, item["has_media"])
+    greedy = GenerateRequest(max_new_tokens=request["new_tokens"])
+    answer = model.answer_inputs(prepared, greedy, adapter=item["adapter"])
+    continuation = list(answer.token_ids) if given is None else list(given)
+    whole = forced.extended(inputs, continuation)
+    if request["route"].get("decode"):
+        hidden: tuple[torch.Tensor, ...] = ()
+        logits = _stepped(model, prepared, continuation, item["adapter"])[None]
+        again = _stepped(model, prepared, continuation, item["adapter"])[None]
+    else:
+        with _using(model, item["adapter"]):
+            logits, hidden = forced.forward(model.hf_model, whole, hidden=request.get("hidden", False))
+            again = forced.forward(model.hf_model, whole)[0]
+    file = Path(request["out"]) / f"run-{place}.safetensors"
+    forced.save_run(file, logits[0], [layer[0] for layer in hidden])
+    emit(
+        {"event": "item", "place": place, "id": item["id"], "file": str(file), "token_ids": list(answer.token_ids),
+         "text": answer.text, "continuation": continuation, "repeats": bool(torch.equal(again, logits)),
+         "memory": model.memory()}
+    )  # fmt: skip
+    return continuation
+
+
+def _stepped(model: Any, inputs: Inputs, continuation: Sequence[int], adapter: str | None) -> torch.Tensor:
+    """Return logits [S, V] of a prompt in one pass and of a continuation in one step per token."""
+    with _using(model, adapter):
+        before, _ = forced.forward(model.hf_model, dict(inputs.tensors))
+    model.forget_batch()
+    batch = Batch(model, rows=1)
+    request = GenerateRequest(max_new_tokens=max(len(continuation), 1))
+    prompt = batch.begin(inputs, request, adapter=adapter, client=None)
+    while not prompt.step():
+        pass
+    batch.join(prompt)
+    row = batch.active[0]
+    logits = []
+    for token in continuation:
+        row.token_ids[-1] = token
+        batch.tell_tokens()
+        logits.append(batch.logits()[0].to(before.device, before.dtype, copy=True))
+        row.token_ids.append(token)
+    batch.leave(row)
+    model.adapter_store.set(None)
+    return torch.cat([before[0], torch.stack(logits)]) if logits else before[0]
+
+
+@contextmanager
+def _using(model: Any, adapter: str | None) -> Iterator[None]:
+    model.lend_prompt_room()  # these passes hold the logits of every position
+    model.adapter_store.set(adapter)
+    try:
+        yield
+    finally:
+        model.adapter_store.set(None)
+
+
+def _emit_noise(
+    model: Any, item: Mapping[str, Any], continuation: Sequence[int], request: Mapping[str, Any], emit: Emit
+) -> None:
+    whole = forced.extended(forced.read_inputs(item["file"], model.device), continuation)
+    with _using(model, item["adapter"]):
+        once = forced.forward(model.hf_model, whole)[0][0]
+        orders = forced.other_orders(
+            model.hf_model, whole, prompt_tokens=item["prompt_tokens"], has_media=item["has_media"],
+            batches=request["noise"] != "without batches",
+        )  # fmt: skip
+        draws = forced.drawn_runs(model.hf_model, whole)
+        if request.get("rounding") and item["adapter"] is not None:
+            packed = request.get("packed") or {}
+            orders = chain(orders, rounded_order(model, item["adapter"], whole, packed))
+            draws = rounded_draws(model, item["adapter"], whole, packed)
+        pairs, skipped = forced.measure_noise(item["id"], once, orders, draws)
+    emit({"event": "noise", "pairs": [asdict(pair) for pair in pairs], "skipped": list(skipped)})
+
+
+def _run_batched(model: Any, items: Sequence[Mapping[str, Any]], request: Mapping[str, Any], emit: Emit) -> None:
+    """Answer items together, `batched` rows at a time, each row with its own adapter. Text only."""
+    count = int(request["batched"])
+    for start in range(0, len(items), count):
+        group = items[start : start + count]
+        rows = [forced.extended(forced.read_inputs(i["file"], model.device), i["continuation"]) for i in group]
+        model.lend_prompt_room()
+        model.adapter_store.set_rows([item["adapter"] for item in group])
+        try:
+            logits, _ = forced.forward(model.hf_model, forced.padded_batch(rows))
+        finally:
+            model.adapter_store.set(None)
+        for at, (item, row) in enumerate(zip(group, rows, strict=True)):
+            file = Path(request["out"]) / f"run-{start + at}.safetensors"
+            forced.save_run(file, logits[at, : row["input_ids"].shape[1]], ())
+            emit(
+                {"event": "item", "place": start + at, "id": item["id"], "file": str(file), "token_ids": None,
+                 "text": None, "continuation": list(item["continuation"]), "repeats": True, "memory": model.memory()}
+            )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Does a server apply its adapter?"""

@@ -1,0 +1,174 @@
+"""Ways to query a server: raw completions with token ids or text, chat, Ollama's raw generation; logprobs or text.
+
+Raw completions come first: no chat template stands between the question and the model. The first channel whose answer can be
+read is used; what the server says of the others is kept for the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trimtab.errors import RequestError
+from trimtab.verification.server.answers import Said, read_chat, read_completion, read_ollama
+from trimtab.verification.server.client import Client, Reply
+
+TOP = 20
+# OpenAI's own limit for completions; many servers keep it.
+TOP_SMALL = 5
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question to a server. ids: its tokens as our own tokenizer and template make them. text: what encodes to them.
+
+    messages: for chats; None for a text that has no chat form. kind: "text", "image" or "audio".
+    """
+
+    id: str
+    kind: str
+    ids: tuple[int, ...]
+    text: str | None
+    messages: Sequence[Mapping[str, Any]] | None
+    prompt: Any = field(default=None, compare=False)
+    image: str | None = None
+    audio: str | None = None
+
+
+Make = Callable[[Question], "dict[str, Any] | None"]
+
+
+@dataclass(frozen=True)
+class Channel:
+    """A way to ask. top: how many logprobs come back, 0 for texts alone."""
+
+    name: str
+    path: str
+    top: int
+    make: Make = field(compare=False)
+    read: Callable[[Any], Said | None] = field(compare=False)
+
+    def body(self, model: str, question: Question, new_tokens: int) -> dict[str, Any] | None:
+        """Return the request, None for a question that this channel cannot carry."""
+        own = self.make(question)
+        if own is None:
+            return None
+        if self.path.startswith("/api/"):
+            logprobs = {"logprobs": True, "top_logprobs": self.top} if self.top else {}
+            options = {"temperature": 0, "num_predict": new_tokens}
+            return {"model": model, **own, "stream": False, "options": options, **logprobs}
+        logprobs = {}
+        if self.top:
+            is_chat = "messages" in own
+            logprobs = {"logprobs": True, "top_logprobs": self.top} if is_chat else {"logprobs": self.top}
+        return {"model": model, **own, "max_tokens": new_tokens, "temperature": 0, **logprobs}
+
+
+def _ids(question: Question) -> dict[str, Any]:
+    return {"prompt": list(question.ids)}
+
+
+def _with_start(question: Question) -> dict[str, Any] | None:
+    return None if question.text is None else {"prompt": question.text}
+
+
+def _without_start(start: str) -> Make:
+    def make(question: Question) -> dict[str, Any] | None:
+        return None if question.text is None else {"prompt": question.text.removeprefix(start)}
+
+    return make
+
+
+def _messages(question: Question) -> dict[str, Any] | None:
+    return None if question.messages is None else {"messages": list(question.messages)}
+
+
+def _raw_generate(question: Question) -> dict[str, Any] | None:
+    return None if question.text is None else {"prompt": question.text, "raw": True}
+
+
+def _raw_without_start(start: str) -> Make:
+    def make(question: Question) -> dict[str, Any] | None:
+        return None if question.text is None else {"prompt": question.text.removeprefix(start), "raw": True}
+
+    return make
+
+
+def openai_channels(start: str) -> list[Channel]:
+    """Return the ways to ask an OpenAI-compatible server, the most telling first. start: text of the token that begins a prompt."""
+    channels = []
+    forms: list[tuple[str, Make]] = [("completions, token ids", _ids), ("completions, text", _with_start)]
+    if start:
+        forms.insert(1, ("completions, text, start token left to the server", _without_start(start)))
+    for top in (TOP, TOP_SMALL):
+        channels += [Channel(name, "/completions", top, make, read_completion) for name, make in forms]
+    channels += [chat_channel(top) for top in (TOP, TOP_SMALL)]
+    channels += [Channel(name, "/completions", 0, make, read_completion) for name, make in forms]
+    return [*channels, chat_channel(0)]
+
+
+def chat_channel(top: int) -> Channel:
+    return Channel("chat", "/chat/completions", top, _messages, read_chat)
+
+
+def ollama_channels(start: str) -> list[Channel]:
+    """Return the ways to ask Ollama's own API: raw generation, so that its template does nothing."""
+    forms: list[tuple[str, Make]] = [("raw generation", _raw_generate)]
+    if start:
+        forms.insert(0, ("raw generation, start token left to the server", _raw_without_start(start)))
+    return [
+        Channel(name, "/api/generate", top, make, read_ollama) for top in (TOP, TOP_SMALL, 0) for name, make in forms
+    ]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The first working channel, and the server's refusals of those before it."""
+
+    channel: Channel
+    refusals: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def open_channel(client: Client, model: str, channels: Sequence[Channel], question: Question) -> Opened:
+    """Return the first channel on which the server answers. Errors: RequestError with the refusals if none works."""
+    refusals: list[str] = []
+    closed: set[tuple[str, int]] = set()
+    uncounted: Opened | None = None
+    for channel in channels:
+        body = channel.body(model, question, 2)
+        if body is None or (channel.path, -1) in closed or (channel.path, channel.top) in closed:
+            continue
+        reply = client.post(channel.path, body)
+        _check_admitted(reply, client)
+        name = f"{channel.name}, {f'{channel.top} logprobs' if channel.top else 'texts'}"
+        answer = channel.read(reply.value) if reply.status == 200 else None
+        if answer is None:
+            refusals.append(f"{name}: status {reply.status} {reply.words}".strip())
+            if reply.status in (404, 405, 501):
+                closed.add((channel.path, -1))
+            continue
+        if channel.top and answer.positions is None:
+            refusals.append(f"{name}: answers without logprobs")
+            closed |= {(channel.path, TOP), (channel.path, TOP_SMALL)}
+            continue
+        if answer.prompt_tokens in (None, len(question.ids)):
+            return Opened(channel, tuple(refusals), ())
+        note = f"the server counts {answer.prompt_tokens} tokens in a prompt of {len(question.ids)}"
+        refusals.append(f"{name}: {note}")
+        uncounted = uncounted or Opened(channel, (), (f"{note}: its tokenizer or template differs",))
+    if uncounted is not None:
+        return Opened(uncounted.channel, tuple(refusals), uncounted.notes)
+    raise RequestError(
+        f"answers no request for {model!r}: {'; '.join(refusals[-3:])}", field="against", value=client.url,
+        hint="Check remote_model",
+    )  # fmt: skip
+
+
+def _check_admitted(reply: Reply, client: Client) -> None:
+    if reply.status in (401, 403):
+        raise RequestError(
+            f"refuses the key (status {reply.status})" if reply.words == "" else f"refuses: {reply.words}",
+            field="against", value=client.url, hint="Name the variable that holds the key: api_key_env",
+        )  # fmt: skip

@@ -1,0 +1,200 @@
+"""trimtab's answers to the server's questions: the base, the adapter, and each known fault, in one precision.
+
+A distribution is kept in full only while it is compared: what stays are the logprobs of the tokens that the server named.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.api import load, plan_request
+from trimtab.engine.chat.prompt import Inputs
+from trimtab.request import GenerateRequest, LoadRequest
+from trimtab.verification.routes import teacher_forcing as forced
+from trimtab.verification.routes.prompts import Prompt
+from trimtab.verification.server.channels import Question
+
+SAMPLE_TOKENS = 14
+# What the logits of texts that are computed together may take.
+LOGITS_BYTES = 64 * 2**20
+MEDIA_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One answer of the server as ids: question, the tokens it chose, and id -> logprob at each place (empty without any)."""
+
+    question: Question
+    tokens: tuple[int, ...]
+    tops: tuple[Mapping[int, float], ...]
+
+
+class Reference:
+    """A loaded model that answers as the base, as its adapter, or as an adapter folder that is put on for a while."""
+
+    def __init__(self, model: Any, adapter: str) -> None:
+        self.model, self.adapter = model, adapter
+        self._prepared: dict[str, Inputs] = {}
+
+    @property
+    def spec(self) -> Any:
+        return self.model.adapter_spec(self.adapter)
+
+    @property
+    def tokenizer(self) -> Any:
+        processor = self.model.processor
+        return getattr(processor, "tokenizer", processor)
+
+    def inputs(self, question: Question) -> Inputs:
+        """Return the model inputs of a question, made once."""
+        if question.id not in self._prepared:
+            media = {name: value for name in ("image", "audio") if (value := getattr(question, name))}
+            prompt = question.prompt if media else list(question.ids)
+            self._prepared[question.id] = self.model.prepare(prompt, **media)
+        return self._prepared[question.id]
+
+    def question(self, prompt: Prompt) -> Question:
+        """Return a prompt as the question that a server gets. Errors: RequestError."""
+        if prompt.token_ids:
+            return self.raw_question(prompt.id, prompt.token_ids)
+        media = {name: value for name in ("image", "audio") if (value := getattr(prompt, name))}
+        prepared = self.model.prepare(prompt.text, **media)
+        parts: list[dict[str, Any]] = [{"type": "text", "text": prompt.text}]
+        if prompt.image:
+            parts.insert(0, {"type": "image_url", "image_url": {"url": _data_url(Path(prompt.image))}})
+        if prompt.audio:
+            sound = {"data": _base64(Path(prompt.audio)), "format": Path(prompt.audio).suffix.lstrip(".").lower()}
+            parts.append({"type": "input_audio", "input_audio": sound})
+        messages = [{"role": "user", "content": parts if media else prompt.text}]
+        question = Question(
+            prompt.id, prompt.kind, prepared.token_ids, None if media else self._text(prepared.token_ids), messages,
+            prompt.text, prompt.image, prompt.audio,
+        )  # fmt: skip
+        self._prepared[prompt.id] = prepared
+        return question
+
+    def raw_question(self, name: str, ids: Sequence[int]) -> Question:
+        """Return a question of bare tokens, which no chat carries."""
+        return Question(name, "text", tuple(ids), self._text(ids), None)
+
+    def _text(self, ids: Sequence[int]) -> str | None:
+        """Return the text that the tokenizer turns into exactly these tokens, None if there is none."""
+        tokenizer = self.tokenizer
+        text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        again = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return text if list(again) == list(ids) else None
+
+    # Answers ----------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def using(self, name: str | None) -> Iterator[None]:
+        """Answer as an attached adapter, or as the base."""
+        self.model.lend_prompt_room()
+        self.model.adapter_store.set(name)
+        try:
+            yield
+        finally:
+            self.model.adapter_store.set(None)
+
+    @contextmanager
+    def instead(self, folder: Path) -> Iterator[str]:
+        """Use another adapter instead of trimtab's own while the block runs. Errors: AdapterError."""
+        own = self.model.adapter_spec(self.adapter).file.folder
+        self.model.unload_adapter(self.adapter)
+        try:
+            self.model.load_adapter(self.adapter, folder)
+            yield self.adapter
+        finally:
+            if self.adapter in self.model.adapters:
+                self.model.unload_adapter(self.adapter)
+            self.model.load_adapter(self.adapter, own)
+
+    def greedy(self, question: Question, name: str | None, new_tokens: int) -> tuple[int, ...]:
+        """Return the tokens that the most likely answer begins with."""
+        request = GenerateRequest(max_new_tokens=new_tokens)
+        return tuple(self.model.answer_inputs(self.inputs(question), request, adapter=name).token_ids)
+
+    def logprobs(self, question: Question, tokens: Sequence[int], name: str | None) -> Tensor:
+        """Return [len(tokens), V] in float32 on the host: of each token, given those before it."""
+        inputs = self.inputs(question)
+        whole = forced.extended(dict(inputs.tensors), list(tokens[:-1]))
+        with self.using(name):
+            logits, _ = forced.forward(self.model.hf_model, whole)
+        last = logits[0, inputs.prompt_tokens - 1 : inputs.prompt_tokens - 1 + len(tokens)].float().cpu()
+        return torch.log_softmax(last, dim=-1)
+
+    def rows(self, rows: Sequence[Row], name: str | None) -> list[Tensor]:
+        """Return the logprobs of every row, as `logprobs` does."""
+        logprobs: dict[int, Tensor] = {}
+        for batch in self._batches(rows):
+            inputs = self.inputs(rows[batch[0]].question)
+            whole = [
+                forced.extended(dict(self.inputs(rows[place].question).tensors), list(rows[place].tokens[:-1]))
+                for place in batch
+            ]
+            together = {key: torch.cat([one[key] for one in whole]) for key in whole[0]}
+            with self.using(name):
+                logits, _ = forced.forward(self.model.hf_model, together)
+            last = logits[:, inputs.prompt_tokens - 1 :].float().cpu()
+            logprobs |= dict(zip(batch, torch.log_softmax(last, dim=-1), strict=True))
+        return [logprobs[place] for place in range(len(rows))]
+
+    def _batches(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Return the indices of rows that are computed together.
+
+        Texts of one length alone: what fills up a shorter one changes its roundings by as much as a small fault changes an answer.
+        """
+        most = LOGITS_BYTES // (4 * len(self.tokenizer))  # tokens whose logits are small
+        alike: dict[Any, list[int]] = {}
+        for place, row in enumerate(rows):
+            inputs = self.inputs(row.question)
+            is_text = row.question.kind == "text"
+            alike.setdefault((inputs.prompt_tokens, len(row.tokens), *inputs.tensors) if is_text else place, []).append(
+                place
+            )
+        batches = []
+        for places in alike.values():
+            first = rows[places[0]]
+            count = max(1, most // (self.inputs(first.question).prompt_tokens + len(first.tokens)))
+            batches += [places[start : start + count] for start in range(0, len(places), count)]
+        return batches
+
+    def sample(self, ids: Sequence[int], name: str | None, *, seed: int) -> tuple[int, ...]:
+        """Return random tokens that the model itself generates: text that it knows."""
+        prepared = self.model.prepare(list(ids))
+        request = GenerateRequest(max_new_tokens=SAMPLE_TOKENS, temperature=1.0, seed=seed)
+        return tuple(self.model.answer_inputs(prepared, request, adapter=name).token_ids)
+
+
+@contextmanager
+def open_reference(
+    placed: LoadRequest, quant: str, adapter: str, folder: str | Path, *, others: Mapping[str, Path],
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[Reference]:  # fmt: skip
+    """Load a model in one precision with the adapter, and give its memory back at the end.
+
+    placed: the model and where it may lie. Bytes are planned for all adapters. Errors: those of planning and loading.
+    """
+    adapters = {adapter: str(folder), **{name: str(path) for name, path in others.items()}}
+    with load(
+        plan_request(replace(placed, quant=quant, adapters=adapters)), progress=progress, decode="eager"
+    ) as loaded:
+        for name in others:
+            loaded.unload_adapter(name)
+        yield Reference(loaded, adapter)
+
+
+def _base64(file: Path) -> str:
+    return base64.b64encode(file.read_bytes()).decode("ascii")
+
+
+def _data_url(file: Path) -> str:
+    return f"data:{MEDIA_TYPES.get(file.suffix.lower(), 'application/octet-stream')};base64,{_base64(file)}"

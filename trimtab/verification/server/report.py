@@ -1,0 +1,266 @@
+"""The report on a server's adapter: text for the terminal, JSON, Markdown, one HTML page; and its exit code.
+
+Whatever a server said is cut short, shown without control characters and escaped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from trimtab.process.files import write_text
+from trimtab.process.text_table import aligned
+from trimtab.verification.server.channels import Channel
+from trimtab.verification.server.client import plain
+from trimtab.verification.server.verdict import ALIVE, CANNOT_TELL, IGNORED, WRONG, Verdict, Weighed
+
+EXIT_ALIVE, EXIT_DEAD, EXIT_CANNOT_TELL = 0, 1, 9
+LEAST_RATE = 1e-4  # what "0.01%" can still say
+PRECISION_WORDS = {"none": "unquantized", "auto": "as the checkpoint is"}
+HEAD = ("fault", "size", "from it", "from right", "questions", "nearer", "it is")
+SHOWN_ANSWER = 120
+
+
+@dataclass(frozen=True)
+class Alarms:
+    """False alarms in runs against right servers. at_most: the rate's upper bound with 95 % confidence.
+
+    Source of the bound: Clopper and Pearson 1934.
+    """
+
+    cases: int
+    alarms: int
+    at_most: float
+
+    def __str__(self) -> str:
+        return f"{self.alarms} of {self.cases} right servers of the demo model (95 % confidence: at most {self.at_most:.1%})"
+
+
+# What `python -m bench.alive` measured (bench/results/alive.json); a test compares the two.
+MEASURED = Alarms(cases=204, alarms=0, at_most=0.0146)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One question, the distance between adapter and base on it (KL in nats per token), and the server's answer."""
+
+    id: str
+    kind: str
+    kl: float
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteReport:
+    """Whether the adapter of a server is alive.
+
+    residuals: precision -> how far our base (or, where the server's base was not asked, our nearest answer) is from the server's.
+    channels, refusals: kind of question -> how it was asked, and what the server refused before. not_tried: faults that cannot be
+    built. notes: what differs and is no fault of the adapter's. server_s, seconds: waiting for the server, and in all.
+    """
+
+    url: str
+    remote_model: str
+    remote_base: str | None
+    model: str
+    adapter: str
+    adapter_path: str
+    verdict: Verdict
+    precision: str
+    residuals: Mapping[str, float]
+    channels: Mapping[str, Channel]
+    refusals: Mapping[str, tuple[str, ...]]
+    answered: tuple[Answered, ...]
+    not_tried: tuple[str, ...]
+    notes: tuple[str, ...]
+    requests: int
+    server_s: float
+    seconds: float
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> int:
+        """0 alive, 1 ignored or wrong, 9 cannot tell."""
+        return {ALIVE: EXIT_ALIVE, CANNOT_TELL: EXIT_CANNOT_TELL}.get(self.verdict.word, EXIT_DEAD)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON-ready values."""
+        verdict, smallest = self.verdict, self.verdict.smallest_seen
+        return {
+            "format": 1, "against": self.url, "remote_model": self.remote_model, "remote_base": self.remote_base,
+            "model": self.model, "adapter": self.adapter, "adapter_path": self.adapter_path, "verdict": verdict.word,
+            "fault": verdict.fault or None, "reason": verdict.reason, "is_alive_as_a_whole": verdict.is_as_a_whole,
+            "confidence": verdict.confidence, "false_alarm_rate": verdict.false_alarm_rate,
+            "false_alarms_measured": asdict(MEASURED), "noise": verdict.noise, "visible_from": verdict.visible_from,
+            "smallest_fault_seen": smallest and {"name": smallest.name, "size": smallest.size},
+            "excluded": list(verdict.excluded), "still_possible": list(verdict.unseen),
+            "faults": [asdict(one) for one in verdict.weighed], "not_tried": list(self.not_tried),
+            "precision": self.precision, "residuals": dict(self.residuals),
+            "asked": {kind: {"how": channel.name, "logprobs": channel.top, "refused": list(self.refusals[kind])}
+                      for kind, channel in self.channels.items()},
+            "questions": [asdict(one) for one in self.answered], "notes": list(self.notes), "requests": self.requests,
+            "server_s": round(self.server_s, 2), "seconds": round(self.seconds, 2), "exit_code": self.exit_code,
+            "versions": dict(self.versions),
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        rows = [HEAD, *(_fault_row(one, self.verdict) for one in self.verdict.weighed)]
+        table = aligned(rows)
+        return "\n".join([headline(self), *facts(self), *(["", *table] if self.verdict.weighed else [])])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report, whole or not at all, as JSON, Markdown or an HTML page, by the name's ending."""
+        from trimtab.verification.report import check_save_path
+
+        check_save_path(path)
+        ending = Path(path).suffix.lower()
+        text = {".json": json.dumps(self.to_json(), indent=1) + "\n", ".html": report_html(self)}.get(ending)
+        if text is None:
+            text = report_markdown(self)
+        write_text(path, text, field="save")
+
+
+# Words ----------------------------------------------------------------------------------------------------------------
+
+
+def headline(report: RemoteReport) -> str:
+    """Return the verdict as one line."""
+    verdict, name = report.verdict, plain(report.remote_model)
+    words = {
+        ALIVE: f"ALIVE: {name} answers with the adapter {report.adapter}",
+        IGNORED: f"IGNORED: {name} answers as its base, the adapter {report.adapter} has no effect",
+        CANNOT_TELL: f"CANNOT TELL whether {name} answers with the adapter {report.adapter}"
+        + (": as a whole it does, a small fault would not be detected" if verdict.is_as_a_whole else ""),
+        WRONG: f"WRONG: {name} does not answer as the adapter {report.adapter} should",
+    }[verdict.word]
+    if verdict.word == WRONG:
+        what = next((one.what for one in verdict.weighed if one.name == verdict.fault), "in no known way")
+        words += f": {what}"
+    return words
+
+
+def facts(report: RemoteReport) -> list[str]:
+    """Return the facts behind the verdict, one line each."""
+    verdict = report.verdict
+    lines = [f"because    {verdict.reason}"]
+    if verdict.confidence is not None:
+        lines.append(f"confidence {_share(verdict.confidence)}")
+    lines.append(
+        f"alarms     a right server is called wrong in at most {_rate(verdict.false_alarm_rate)} of runs (sign test); measured: "
+        f"{MEASURED}"
+    )
+    if verdict.weighed:
+        lines.append(f"noise      {verdict.noise:.3g}; a fault below {verdict.visible_from:.3g} is not detected")
+    smallest = verdict.smallest_seen
+    if smallest is not None and verdict.word in (ALIVE, CANNOT_TELL):
+        lines.append(
+            f"detected   {smallest.name} ({smallest.size:.3g}) is the smallest fault that would have been detected"
+        )
+    nearest = ", ".join(f"{name} {value:.3g}" for name, value in report.residuals.items())
+    of = "server's base" if report.remote_base else "server (no request went to its base)"
+    lines.append(
+        f"precision  {PRECISION_WORDS.get(report.precision, report.precision)}, the nearest to the {of}: {nearest}"
+    )
+    for kind, channel in report.channels.items():
+        count = sum(one.kind == kind for one in report.answered)
+        how = f"top {channel.top} logprobs" if channel.top else "texts alone: the server gives no logprobs"
+        lines.append(f"questions  {count} {kind} questions by {channel.name} ({how})")
+    lines += [f"note       {plain(note, 400)}" for note in report.notes]
+    lines += [f"not tried  {plain(one, 400)}" for one in report.not_tried]
+    lines.append(
+        f"time       {report.requests} requests, {report.server_s:.1f} s for the server, {report.seconds:.1f} s in all"
+    )
+    return lines
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:.2%}" if rate >= LEAST_RATE else f"{LEAST_RATE:.2%}"
+
+
+def _share(confidence: float) -> str:
+    return f"{confidence:.2%}" if confidence < 0.9999 else "above 99.99%"
+
+
+def _fault_row(one: Weighed, verdict: Verdict) -> tuple[str, ...]:
+    state = "seen" if one.name == verdict.fault else "excluded" if one.name in verdict.excluded else "possible"
+    if not one.questions:
+        return (one.name, "0", "-", "-", "0", "-", "not shown by any question")
+    return (
+        one.name, f"{one.size:.3g}", f"{one.distance:.3g}", f"{one.right_distance:.3g}", str(one.questions),
+        f"{one.nearer} of {one.nearer + one.farther}", state,
+    )  # fmt: skip
+
+
+# Pages ----------------------------------------------------------------------------------------------------------------
+
+
+def report_markdown(report: RemoteReport) -> str:
+    """Return the report as Markdown."""
+    rows = [_fault_row(one, report.verdict) for one in report.verdict.weighed]
+    table = [HEAD, ("---",) * len(HEAD), *rows]
+    lines = [f"# {_cell(headline(report))}", "", *(f"- {_cell(line)}" for line in facts(report))]
+    if rows:
+        lines += ["", *(f"| {' | '.join(_cell(cell) for cell in row)} |" for row in table)]
+    answers = [(one.id, f"{one.kl:.3g}", plain(one.text, SHOWN_ANSWER)) for one in report.answered]
+    if answers:
+        head = ("question", "KL", "the server's answer")
+        lines += ["", *(f"| {' | '.join(_cell(cell) for cell in row)} |" for row in [head, ("---",) * 3, *answers])]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return (
+        escape(" ".join(text.split()), quote=False)
+        .replace("|", "\\|")
+        .replace("`", "\\`")
+        .replace("[", "\\[")
+        .replace("]", "\\]")
+    )
+
+
+def report_html(report: RemoteReport) -> str:
+    """Return the report as one page without scripts or outside links."""
+    from trimtab.verification.render.html import STYLE
+
+    kind = {ALIVE: "same", CANNOT_TELL: "noise"}.get(report.verdict.word, "differs")
+    title = headline(report)
+    rows = [_fault_row(one, report.verdict) for one in report.verdict.weighed]
+    answers = [(one.id, one.kind, f"{one.kl:.3g}", plain(one.text, SHOWN_ANSWER)) for one in report.answered]
+    parts = [
+        f'<h1 class="{kind}">{escape(title)}</h1>',
+        f"<p>server {escape(report.url)}<br>model {escape(report.model)}<br>adapter {escape(report.adapter_path)}</p>",
+        f"<ul>{''.join(map(_fact_row, facts(report)))}</ul>",
+    ]
+    if rows:
+        parts += ["<h2>Known faults</h2>", _table(HEAD, rows), f'<p class="soft">{escape(LEGEND)}</p>']
+    if answers:
+        parts += ["<h2>Questions</h2>", _table(("question", "kind", "KL", "the server's answer"), answers)]
+    body = "\n".join(parts)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+    )
+
+
+def _fact_row(line: str) -> str:
+    label, _, words = line.partition(" ")
+    return f"<li><b>{escape(label)}</b>: {escape(words.strip())}</li>"
+
+
+LEGEND = (
+    "Size: how far the fault moves the right answers, which trimtab computes. From it, from right: the distances of the server's "
+    "answers from both. All three are mean differences of logprobs, on the questions that show the fault. Nearer: on how many of "
+    "them the fault is nearer."
+)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    top = "".join(f"<th>{escape(text)}</th>" for text in head)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for row in rows)
+    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"

@@ -1,0 +1,339 @@
+"""`trimtab.verify`: whether two routes to the same answer agree, as one report.
+
+Each route runs in a process of its own. The reference answers the prompts first and measures its own noise; the other is
+asked about the same tokens. What is compared with what is one word, `against` (see AGAINST), or a merged model's folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trimtab.adapter_names import Adapters, paths_of
+from trimtab.adapters.vocabulary import check_vocabulary
+from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
+from trimtab.checkpoint.prequantized import split_packed
+from trimtab.errors import RequestError, TrimtabError
+from trimtab.planning import Plan
+from trimtab.process.packages import STOCK, check_installed, stack_versions
+from trimtab.process.runner import check_python
+from trimtab.process.work_folder import work_folder
+from trimtab.request import LoadRequest
+from trimtab.verification.comparisons import AGAINST, Case, case_of
+from trimtab.verification.report import ParityReport, PromptParity
+from trimtab.verification.routes import compare
+from trimtab.verification.routes import prompts as asked
+from trimtab.verification.routes import teacher_forcing as forced
+from trimtab.verification.routes.loaded_changes import LoadedChanges, compare_changes
+from trimtab.verification.routes.prompts import Prompt
+from trimtab.verification.routes.runner import Item, Ran, prepare, run_route, with_continuations
+from trimtab.verification.routes.stock_faults import wrong_last_positions, wrong_layers
+
+if TYPE_CHECKING:
+    from trimtab.verification.merges.weights import MergedWeights
+
+Say = Callable[[str], None]
+NEW_TOKENS = 32
+SHOWN_MODULES = 5
+
+
+def verify(
+    plan_or_model: Plan | LoadRequest | str | Path, *, adapters: Adapters | None = None,
+    adapter: str | None = None,
+    prompts: str | Path | Sequence[Prompt | Mapping[str, Any] | str] | None = None, against: str | Path = "resident",
+    quant: str | None = None, python: str | Path | None = None, new_tokens: int = NEW_TOKENS, lanes: bool = False,
+    isolated: bool = True, say: Say | None = None, head: str | None = None,
+) -> ParityReport:  # fmt: skip
+    """Return a report on two routes to the answers of every prompt.
+
+    plan_or_model: a plan, compared as it is, a request to plan, or a checkpoint that is planned with `adapters`, `head` and
+    `quant` (default: none for a comparison with a merged folder, else the checkpoint's own or nf4-dq). adapter: the one
+    that answers; the only one by default. prompts: a JSONL file, prompts, or None for the built-in set. against: a word of
+    AGAINST or a merged model's folder. python: an interpreter with the stock stack for that side. new_tokens: length of the
+    greedy answers. lanes: run the merge lanes as well. isolated False: everything in this process (faster, without peaks of
+    host memory). say: called with a line of text for each step.
+    Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError before a route runs; UpstreamError if stock fails;
+    DeviceError if a process dies. `report.check()` raises ParityError.
+    """
+    speak = say or (lambda text: None)
+    if not isinstance(new_tokens, int) or new_tokens < 1:
+        raise RequestError("must be at least 1", field="new_tokens", value=new_tokens)
+    if python is not None and str(against) != "stock" and not lanes:
+        raise RequestError(
+            "has no effect: neither side of this comparison is the stock stack", field="python", value=str(python)
+        )
+    if python is not None:
+        check_python(python)
+    elif str(against) == "stock" or lanes:
+        check_installed(STOCK, field="against" if str(against) == "stock" else "lanes", value=str(against))
+    request = _request(plan_or_model, adapters, quant, head, against)
+    if request.kv != "full":
+        raise RequestError(
+            "logits are compared in passes that keep no keys and values, so 8 bits would not be compared", field="kv",
+            value=request.kv, allowed=("full",), hint="Omit it: weights and placement are compared",
+        )  # fmt: skip
+    checkpoint = read_checkpoint(request.model)
+    chosen = _prompts(prompts)
+    with work_folder("verify") as work:
+        given = chosen if chosen is not None else asked.built_in(checkpoint.folder, checkpoint.config, work)
+        asked.check_modalities(given, checkpoint.config)
+        plan = plan_or_model if isinstance(plan_or_model, Plan) else None
+        case = case_of(plan, request, checkpoint, against, adapter, given, python)
+        if lanes and case.adapter is None:
+            raise RequestError("the merge lanes need an adapter", field="adapter", hint="Give one with adapters=")
+        check_adapters(checkpoint, request.adapters)
+        speak(f"{len(given)} prompts; {case.reference.label} and {case.subject.label}")
+        rows = prepare(checkpoint.folder, request.dtype, given, work, isolated=isolated)
+        report = _compare(case, given, rows, work, new_tokens=new_tokens, isolated=isolated, speak=speak)
+        if lanes:
+            try:
+                report = _with_lanes(report, case, request, given, rows, work, new_tokens, python, isolated, speak)
+            except TrimtabError as exc:  # the comparison is done, and stands
+                why = f"the merge lanes could not be run: {exc}"
+                report = replace(report, unfinished=why, findings=(*report.findings, why))
+    return report
+
+
+def _request(
+    plan_or_model: Plan | LoadRequest | str | Path, adapters: Adapters | None, quant: str | None,
+    head: str | None, against: str | Path,
+) -> LoadRequest:  # fmt: skip
+    merged = str(against) not in AGAINST
+    if isinstance(plan_or_model, (Plan, LoadRequest)):
+        for name, value in (("adapters", adapters), ("quant", quant), ("head", head)):
+            if value is not None:
+                raise RequestError("is part of the plan; make the plan with it", field=name, value=value)
+        if isinstance(plan_or_model, Plan):
+            return plan_or_model.request
+        return replace(plan_or_model, quant="none") if merged and plan_or_model.quant == "auto" else plan_or_model
+    return LoadRequest(
+        model=str(plan_or_model), adapters=paths_of(adapters),
+        quant=quant or ("none" if merged else "auto"), head=head or "full",
+    )  # fmt: skip
+
+
+def _prompts(prompts: Any) -> tuple[Prompt, ...] | None:
+    if prompts is None:
+        return None
+    return asked.read_prompts(prompts) if isinstance(prompts, (str, Path)) else asked.checked(prompts)
+
+
+def check_adapters(checkpoint: Checkpoint, adapters: Mapping[str, str]) -> None:
+    """Raise AdapterError if an adapter is not this model's. Reads headers, no weights."""
+    from trimtab.adapters.adapter import match_adapter, read_adapter
+    from trimtab.adapters.file import check_beside
+    from trimtab.engine.loader import transformers_model as hf
+
+    files = {name: read_adapter(path) for name, path in adapters.items()}
+    for name, path in adapters.items():
+        check_beside(path, name)
+        check_vocabulary(path, checkpoint.folder)
+    if files:
+        anatomy = hf.read_anatomy(checkpoint, quant="none", dtype="bfloat16")
+        for file in files.values():
+            match_adapter(file, anatomy)
+
+
+# Running and comparing ------------------------------------------------------------------------------------------------
+
+
+def _items(case: Case, given: Sequence[Prompt], rows: Sequence[Mapping[str, Any]]) -> tuple[Item, ...]:
+    items = []
+    names: list[str | None] = [*case.adapters, None] if case.against == "alone" else [case.adapter]
+    for row in rows:
+        if case.subject.batched and row["has_media"]:
+            continue
+        items += [Item(**row, adapter=name) for name in names]
+    if not items:
+        raise RequestError("batches are compared on text prompts, and there is none", field="prompts")
+    return tuple(items)
+
+
+def _compare(
+    case: Case, given: Sequence[Prompt], rows: Sequence[Mapping[str, Any]], work: Path, *, new_tokens: int,
+    isolated: bool, speak: Say,
+) -> ParityReport:  # fmt: skip
+    items = _items(case, given, rows)
+    count = len(items)
+    first = items
+    if case.merged is not None:  # the base's answers too: a merge of an adapter that does nothing proves nothing
+        first = items + tuple(replace(item, adapter=None, follows=at) for at, item in enumerate(items))
+    noise: bool | str = "without batches" if case.subject.batched else True
+    hidden = not (case.subject.batched or case.subject.decode)
+    options: dict[str, Any] = {"new_tokens": new_tokens, "isolated": isolated, "hidden": hidden}
+    speak(f"running: {case.reference.label}")
+    reference = run_route(
+        case.reference, first, work / "reference", noise=noise, noise_items=count,
+        rounding=case.merged is not None, packed=_packed(case), **options,
+    )  # fmt: skip
+    second = with_continuations(items, reference)
+    if case.against == "base" or case.merged is not None:
+        second = tuple(replace(item, adapter=None) for item in second)
+    speak(f"running: {case.subject.label}")
+    subject = run_route(case.subject, second, work / "subject", **options)
+    speak("comparing")
+    by_id = {prompt.id: prompt for prompt in given}
+    compared, layers = [], []
+    for at in range(count):
+        row, by_layer = _parity(case, by_id[items[at].id], items[at], at, reference, subject, count)
+        compared.append(row)
+        layers.append(by_layer)
+    survived, weights = _weights(case, speak)
+    changes = _changes(case, reference, subject)
+    findings = (
+        *_findings(case, compared, reference, subject, weights), *_other_changes(changes),
+        *_stock_faults(case, items, compared, reference, subject),
+    )  # fmt: skip
+    return ParityReport(
+        model=case.model, against=case.against, adapter=case.adapter, expected=case.expected,
+        prompts=tuple(compared), floor=reference.noise, layers=_largest_by_layer(layers),
+        reference=reference.to_json(), subject=subject.to_json(), findings=findings,
+        survival=survived, weights=weights, changes=changes, versions=stack_versions(),
+    )  # fmt: skip
+
+
+def _stock_faults(
+    case: Case, items: Sequence[Item], rows: Sequence[PromptParity], reference: Ran, subject: Ran
+) -> list[str]:
+    found: list[str] = []
+    for ran in (reference, subject):
+        if ran.route.engine == "stock":
+            differ = [
+                (item.id, item.prompt_tokens + len(said.continuation))
+                for item, row, said in zip(items, rows, reference.said, strict=False)
+                if row.verdict != compare.SAME
+            ]
+            found += wrong_last_positions(read_checkpoint(case.model).config, str(ran.loaded.get("device")), differ)
+            found += wrong_layers(ran.loaded.get("wrong_scales") or ()) if differ else []
+    return found
+
+
+def _parity(
+    case: Case, prompt: Prompt, item: Item, at: int, reference: Ran, subject: Ran, count: int
+) -> tuple[PromptParity, tuple[float, ...]]:
+    first, second = reference.said[at], subject.said[at]
+    a, hidden_a = forced.read_run(first.file)
+    b, hidden_b = forced.read_run(second.file)
+    difference = compare.difference(a, b)
+    base_kl, base_ids = None, None
+    if case.merged is not None:
+        base = reference.said[count + at]
+        base_kl = compare.difference(a, forced.read_run(base.file)[0]).kl_mean
+        base_ids = base.token_ids
+    limit = reference.noise.limits.get(item.id)
+    by_layer: tuple[float, ...] = ()
+    if hidden_a is not None and hidden_b is not None and hidden_a.shape == hidden_b.shape:
+        by_layer = compare.relative_by_layer(list(hidden_a), list(hidden_b))
+    row = PromptParity(
+        id=item.id, kind=prompt.kind, adapter=item.adapter, verdict=reference.noise.verdict(difference, item.id),
+        difference=difference, prompt_tokens=item.prompt_tokens, reference_text=first.text, subject_text=second.text,
+        same_text=None if second.token_ids is None else first.token_ids == second.token_ids,
+        expected_text=(prompt.expected or {}).get(item.adapter or "base"), base_kl=base_kl,
+        base_is_noise=None if base_kl is None or limit is None else base_kl <= limit.kl_mean,
+        base_is_adapter=None if base_ids is None else base_ids == first.token_ids,
+        base_is_merged=None if base_ids is None else base_ids == second.token_ids,
+    )  # fmt: skip
+    return row, by_layer
+
+
+def _largest_by_layer(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    known = [row for row in rows if row]
+    if not known or len({len(row) for row in known}) != 1:
+        return ()
+    return tuple(max(values) for values in zip(*known, strict=True))
+
+
+def _packed(case: Case) -> dict[str, str]:
+    """Return which modules of the merged model are packed, and how: rounding to 4 bits is no fault of a merge."""
+    if case.merged is None or not split_packed(read_checkpoint(case.merged))[1]:
+        return {}
+    from trimtab.verification.merges.retention_files import packed_modules
+
+    return packed_modules(case.merged)
+
+
+def _weights(case: Case, speak: Say) -> tuple[tuple[Any, ...], MergedWeights | None]:
+    """Return which share of the change is in the merged weights, and the test of these weights."""
+    if case.merged is None or case.adapter is None:
+        return (), None
+    from trimtab.verification.merges.retention_files import read_merge
+    from trimtab.verification.merges.weights import (
+        merged_weights,  # imports transformers: what is missing is named before
+    )
+
+    speak("reading which share of the adapter's change is in the merged weights")
+    base = read_checkpoint(case.model).folder
+    rows, tests = read_merge(base, case.merged, Path(case.adapters[case.adapter]))
+    return rows, merged_weights(tests)
+
+
+def _changes(case: Case, reference: Ran, subject: Ran) -> LoadedChanges | None:
+    """Return whether both routes loaded the same changes, None where one is to have none of them."""
+    if case.merged is not None or case.against == "base":
+        return None
+    first, second = (dict(ran.loaded.get("changes") or {}) for ran in (reference, subject))
+    return compare_changes(first, second, same_names=case.against != "stock")
+
+
+def _other_changes(changes: LoadedChanges | None) -> list[str]:
+    wrong = changes.wrong if changes is not None else ()
+    more = [f"and {len(wrong) - SHOWN_MODULES} more modules"] if len(wrong) > SHOWN_MODULES else []
+    return [f"loaded differently: {row}" for row in wrong[:SHOWN_MODULES]] + more
+
+
+def _findings(
+    case: Case, rows: Sequence[PromptParity], reference: Ran, subject: Ran, weights: MergedWeights | None
+) -> tuple[str, ...]:
+    findings = []
+    worst = compare.worst(row.verdict for row in rows)
+    if case.against == "base" and worst == compare.SAME:
+        findings.append(f"adapter inactive: {case.adapter} changes no answer")
+    elif case.against == "base" and worst != compare.DIFFERS:
+        findings.append(f"cannot tell whether {case.adapter} is active: it changes no answer by more than the noise")
+    if not reference.noise.is_measured:
+        findings.append(f"the noise of {reference.route.label} could not be measured: a difference cannot be judged")
+    if case.merged is not None:
+        if all(row.base_kl == 0 for row in rows):
+            findings.append(f"adapter inactive: {case.adapter} changes nothing, so this comparison proves nothing")
+        elif all(row.base_is_merged and not row.base_is_adapter for row in rows):
+            findings.append("every merged answer is the base's: the adapter is not in the merged model")
+    if weights is not None and weights.verdict == compare.DIFFERS:
+        findings += _wrong_weights(weights)
+    for ran in (reference, subject):
+        ids = [answer.id for answer in ran.said if not answer.repeats]
+        if ids:
+            findings.append(
+                f"{ran.route.label}: a second pass over {', '.join(dict.fromkeys(ids))} gave different bits"
+            )
+        findings += [f"{ran.route.label}: {note}" for note in ran.loaded.get("notes") or ()]
+    findings += [f"an order of summation could not be tried: {text}" for text in reference.noise.skipped[:5]]
+    return tuple(findings)
+
+
+def _wrong_weights(weights: MergedWeights) -> list[str]:
+    rows = weights.wrong
+    if not rows:
+        return [f"{1 + weights.together.off:.4g} of the adapter's change is in the merged weights, over all modules"]
+    lines = [
+        f"{row.module_path} is not base plus change: {row.slope:.4g} of the change is there"
+        + (f", {row.beyond} values are outside the rounding bound" if row.beyond else "")
+        for row in rows[:SHOWN_MODULES]
+    ]
+    return lines + ([f"and {len(rows) - SHOWN_MODULES} more modules"] if len(rows) > SHOWN_MODULES else [])
+
+
+def _with_lanes(
+    report: ParityReport, case: Case, request: LoadRequest, given: Sequence[Prompt], rows: Sequence[Mapping[str, Any]],
+    work: Path, new_tokens: int, python: Any, isolated: bool, speak: Say,
+) -> ParityReport:  # fmt: skip
+    from trimtab.verification.merges.runs import run_lanes
+
+    assert case.adapter is not None
+    lanes = run_lanes(
+        request.model, Path(case.adapters[case.adapter]), rows, work / "lanes", device=request.device,
+        dtype=request.dtype, new_tokens=new_tokens, python=str(python) if python is not None else None,
+        isolated=isolated, say=speak,
+    )  # fmt: skip
+    return replace(report, lanes=lanes)
