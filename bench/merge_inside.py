@@ -38,7 +38,7 @@ def measured(request: Mapping[str, Any]) -> dict[str, Any]:
     """Run the requested merge; returns its time and memory."""
     import torch
 
-    from trimtab.engine.loader import transformers_model as hf
+    from trimtab.engine.loader import transformers_model as hf  # noqa: F401
     from trimtab.engine.memory.rates import process_bytes
     from trimtab.engine.tiers import reader as read  # noqa: F401 - imported before the baseline is taken
     from trimtab.machine.memory import peak_host_bytes

@@ -14,8 +14,7 @@ import torch
 from tests import pico
 from tests.long_runs import SLOW_ON_CPU, slow_on_cpu
 from tests.test_graphs import DEVICE, replayed  # noqa: F401
-from trimtab import load
-from trimtab import planning as plan
+from trimtab import load, plan
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch

@@ -24,7 +24,7 @@ from trimtab.serve.contract.job import Job
 from trimtab.serve.worker.supervisor import ModelFailedError
 
 PACKAGE = Path(__file__).resolve().parent.parent / "trimtab"
-ROOMS = ("runtime", "plan", "checkpoint")
+ROOMS = ("engine", "planning", "checkpoint", "adapters")
 WIRE = {field.alias or name for kind in REQUESTS.values() for name, field in kind.model_fields.items()}
 ARGUMENTS = {field.name for kind in (LoadRequest, GenerateRequest) for field in fields(kind)} - WIRE
 # A name with an underscore is no word of English; another one is an argument where a value follows it.

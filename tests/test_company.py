@@ -19,8 +19,7 @@ from tests import pico, stock
 from tests.long_runs import slow_on_cpu
 from tests.test_batch import DEVICE, model  # noqa: F401
 from tests.test_graphs import replayed  # noqa: F401
-from trimtab import load
-from trimtab import planning as plan
+from trimtab import load, plan
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch

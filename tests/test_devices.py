@@ -54,7 +54,7 @@ def test_a_machine_without_gpu_has_host_memory_only():
 def test_who_plans_has_the_libraries_of_loading_in_the_count():
     # torch, transformers and bitsandbytes: together they take more than 200 MiB.
     code = (
-        "import sys; from trimtab import api; from trimtab.request import LoadRequest; from trimtab.engine import devices; "
+        "import sys; from trimtab import api; from trimtab.request import LoadRequest; from trimtab.engine.memory import rates as devices; "
         "assert 'bitsandbytes' not in sys.modules; devices.measure_rates = lambda device: None; "
         "machine, _ = api._ask_machine(LoadRequest(model='m', device='cpu'), None); "
         "print('bitsandbytes' in sys.modules, machine.process_bytes)"
@@ -134,7 +134,7 @@ def test_the_peak_follows_an_allocation_stays_when_it_is_gone_and_is_not_the_par
     """In a process of its own: this one may have freed memory to give out again. A parent's memory is no part of its peak."""
     held = bytearray(b"x" * (512 * MIB))
     code = (
-        "from trimtab.engine import devices as d; a = d.process_bytes(); block = bytearray(b'x' * (64 * 2**20)); "
+        "from trimtab.machine import memory as d; a = d.process_bytes(); block = bytearray(b'x' * (64 * 2**20)); "
         "b = d.process_bytes(); del block; print(a, b, d.peak_host_bytes())"
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

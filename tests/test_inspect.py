@@ -432,4 +432,4 @@ def test_no_room_imports_the_doctor_but_the_commands():
         if (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trimtab.doctor"))
         or (isinstance(node, ast.Import) and any(one.name.startswith("trimtab.doctor") for one in node.names))
     }
-    assert importing - {"__main__.py"} == {"doctor", "commands"}
+    assert importing - {"__main__.py"} == {"doctor", "cli"}

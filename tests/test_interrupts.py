@@ -109,8 +109,8 @@ def test_an_interrupt_that_another_package_turned_into_an_error_stops_the_comman
     code = """
 import os, signal, sys
 sys.argv[0] = "/usr/bin/trimtab"
-from trimtab import cli
-from trimtab.cli import line
+from trimtab.cli import main as cli
+from trimtab.cli.commands import plan_run as line
 from trimtab.errors import CheckpointError
 
 def interrupted(options):
@@ -254,8 +254,8 @@ def test_a_second_ctrl_c_ends_what_does_not_listen() -> None:
     code = (
         "import sys, time\n"
         "sys.argv[0] = 'trimtab'\n"
-        "from trimtab import cli\n"
-        "from trimtab.cli import line\n"
+        "from trimtab.cli import main as cli\n"
+        "from trimtab.cli.commands import plan_run as line\n"
         "def deaf(options):\n"
         "    for _ in range(2):\n"
         "        try:\n"

@@ -301,7 +301,7 @@ def test_a_build_without_cuda_asks_no_driver(without_torch, monkeypatch):
 
 CHILD = """
 import sys
-from trimtab import cli
+from trimtab.cli import main as cli
 code = cli.main(sys.argv[1:])
 heavy = {"torch", "transformers", "bitsandbytes", "numpy", "trimtab.engine"} & set(sys.modules)
 assert not heavy, heavy

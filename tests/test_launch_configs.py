@@ -54,7 +54,7 @@ def test_a_document_comes_back_with_its_card_one_configuration_a_line():
 
 
 def test_the_shipped_configurations_were_measured_with_the_present_source():
-    file = Path(launch_configs.__file__).parent / "cuda" / "launch_configs_sm_90.json"
+    file = Path(matvec.__file__).parent / "cuda" / "launch_configs_sm_90.json"
     target, configs = launch_configs.from_text(file.read_text(encoding="utf-8"))
     assert configs and target.source == matvec.source_hash()
 
@@ -129,7 +129,7 @@ def test_a_card_without_a_file_has_nothing_that_was_measured(resources):
 def test_every_file_of_the_package_can_be_read_whole():
     from pathlib import Path
 
-    for file in (Path(launch_configs.__file__).parent / "cuda").glob("launch_configs_sm_*.json"):
+    for file in (Path(matvec.__file__).parent / "cuda").glob("launch_configs_sm_*.json"):
         target, configs = launch_configs.from_text(file.read_text(encoding="utf-8"))
         assert len(configs) == len(json.loads(file.read_text(encoding="utf-8"))["configs"])
         assert file.stem == f"launch_configs_sm_{target.capability[0]}{target.capability[1]}"

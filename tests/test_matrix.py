@@ -39,9 +39,9 @@ class Processes:
     def __call__(self, module, request, **options):
         name = module.rpartition(".")[2]
         self.asked.append((name, dict(request), options))
-        if name == "case_packages":
+        if name == "packages":
             return outcome(lines=[self.packages])
-        if name == "case_reference":
+        if name == "reference":
             if not self.makes_inputs:
                 return outcome("oom-host", [])
             Path(request["inputs"]).touch()
@@ -136,7 +136,7 @@ def test_record_names_no_folder_of_the_interpreter_or_the_adapter(processes):
 def test_reference_is_made_once_a_quantization(processes):
     found = processes()
     stock(A, B, "SPLIT_BF16")
-    names = [request["name"] for module, request, _ in found.asked if module == "case_reference"]
+    names = [request["name"] for module, request, _ in found.asked if module == "reference"]
     assert names == ["nf4+towers", "none"]
 
 
@@ -144,15 +144,17 @@ def test_limits_interpreter_and_pressure_reach_the_case(processes):
     found = processes()
     stock(A, python="other", timeout_s=7, memory_bytes=5, pressure=0.9)
     module, request, options = found.asked[-1]
-    assert module == "stock_case" and request["pressure"] == 0.9
+    assert module == "stock_run" and request["pressure"] == 0.9
     assert (options["python"], options["timeout_s"], options["memory_bytes"]) == ("other", 7, 5)
 
 
 def test_trimtab_always_runs_in_this_interpreter(processes):
     found = processes()
     runs = run_matrix(cases=[A], python="other")
-    pythons = {module: options["python"] for module, _, options in found.asked if module in ("stock_case", "line_case")}
-    assert pythons == {"stock_case": "other", "line_case": None} and [run["engine"] for run in runs] == [
+    pythons = {
+        module: options["python"] for module, _, options in found.asked if module in ("stock_run", "trimtab_run")
+    }
+    assert pythons == {"stock_run": "other", "trimtab_run": None} and [run["engine"] for run in runs] == [
         "stock",
         "trimtab",
     ]
@@ -163,7 +165,7 @@ def test_case_about_towers_does_not_apply_to_a_model_without(processes, tmp_path
     model = pico.build("llama", tmp_path / "llama")
     runs = run_matrix(cases=["SPLIT_4BIT_NO_ADAPTER", "AUTO_MAP_4BIT"], model=model, engines=["stock"])
     assert [run["label"] for run in runs] == ["NOT_APPLICABLE", "PASS"] and runs[0]["model"] == "llama"
-    assert [module for module, _, _ in found.asked].count("stock_case") == 1
+    assert [module for module, _, _ in found.asked].count("stock_run") == 1
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------

@@ -228,7 +228,7 @@ MEASURED = """
 import sys
 from pathlib import Path
 from PIL import Image
-from trimtab.engine import media
+from trimtab.engine.chat import media
 from trimtab.serve.scheduling.media_pool import return_freed_pages
 
 def kib(name):

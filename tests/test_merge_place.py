@@ -142,7 +142,7 @@ def test_a_file_that_the_system_will_not_let_grow_is_a_full_disk(base: Path, tmp
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))\n"
         "from trimtab.errors import DoesNotFitError\n"
-        "from trimtab.merge import merge\n"
+        "from trimtab import merge\n"
         "try:\n    merge(sys.argv[1], sys.argv[2], dtype='bfloat16')\n"
         "except DoesNotFitError as exc:\n    print(exc.device, exc.needed_bytes)\n"
     )

@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-import trimtab
 from tests import toy_work
 from trimtab.errors import RequestError
 from trimtab.process import child as inside
@@ -21,16 +20,18 @@ WORK = "trimtab.toy_work"
 
 @pytest.fixture(autouse=True)
 def work(monkeypatch, tmp_path):
-    """Let the child find tests/toy_work.py as a module of trimtab: a copy of inside.py's folder with one file more."""
+    """Let the child find tests/toy_work.py as a module of trimtab: a copy of the child's script in a package with one file more."""
     package = tmp_path / "trimtab"
     package.mkdir()
-    source = Path(trimtab.__file__).parent
+    source = Path(inside.__file__)
     (package / "__init__.py").write_text("", encoding="utf-8")
     (package / "toy_work.py").write_text(Path(toy_work.__file__).read_text(encoding="utf-8"), encoding="utf-8")
     # A file that would hide the standard library's if the script's own folder stayed on the search path.
     (package / "json.py").write_text("raise AssertionError('hidden')", encoding="utf-8")
-    target = package / "inside.py"
-    target.write_text((source / "inside.py").read_text(encoding="utf-8"), encoding="utf-8")
+    target = package / "process" / "child.py"
+    target.parent.mkdir()
+    (target.parent / "__init__.py").write_text("", encoding="utf-8")
+    target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.setattr(process, "INSIDE", target)
 
 
@@ -65,7 +66,7 @@ def test_a_hang_is_killed_at_the_limit_with_its_children():
 
 def test_the_child_ends_by_itself_when_its_parent_is_killed():
     code = (
-        "import sys; from pathlib import Path; from trimtab import process; process.INSIDE = Path(sys.argv[1]); "
+        "import sys; from pathlib import Path; from trimtab.process import runner as process; process.INSIDE = Path(sys.argv[1]); "
         "process.run_inside(sys.argv[2], {'do': 'stay'}, on_event=lambda line: print(line['pid'], flush=True))"
     )
     with subprocess.Popen(

@@ -94,8 +94,8 @@ def test_what_is_no_number_of_threads_is_refused(value: str) -> None:
 def test_torch_of_a_command_computes_with_that_many() -> None:
     code = (
         "import json, sys\n"
-        "from trimtab import cli\n"
-        "from trimtab.cli import line\n"
+        "from trimtab.cli import main as cli\n"
+        "from trimtab.cli.commands import plan_run as line\n"
         "def run(options):\n"
         "    assert 'torch' not in sys.modules\n"
         "    import torch\n"

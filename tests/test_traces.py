@@ -354,7 +354,7 @@ def test_hostile_text_is_read_in_a_moment(text):
 def test_trace_imports_no_torch(tmp_path):
     (tmp_path / "t.txt").write_text(META, encoding="utf-8")
     code = (
-        "import sys\nfrom trimtab import cli\n"
+        "import sys\nfrom trimtab.cli import main as cli\n"
         f"assert cli.main(['doctor', '--trace', {str(tmp_path / 't.txt')!r}]) == 0\n"
         "heavy = {'torch', 'transformers', 'peft', 'accelerate', 'bitsandbytes'} & set(sys.modules)\nassert not heavy, heavy\n"
     )

@@ -16,7 +16,7 @@ from trimtab.doctor.catalogue import FILES, read_entry
 from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Seen
 from trimtab.doctor.facts.probe_kit import Kit, quiet
 
-FOLDER = Path(__file__).resolve().parent.parent / "trimtab" / "doctor" / "upstream"
+FOLDER = Path(__file__).resolve().parent.parent / "trimtab" / "doctor" / "catalogue"
 MINE = {name.partition("_")[0].upper(): name for name in FILES if name[0] not in "ab"}
 # What these need is a split model or a quantized one.
 NEED_SPLIT_OR_QUANTIZED = (

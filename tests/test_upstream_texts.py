@@ -12,7 +12,7 @@ from tests.upstream.expected import EXPECTED
 from trimtab.doctor.catalogue import FILES, read_entry
 from trimtab.doctor.facts.bug import Bug
 
-FOLDER = Path(__file__).resolve().parent.parent / "trimtab" / "doctor" / "upstream"
+FOLDER = Path(__file__).resolve().parent.parent / "trimtab" / "doctor" / "catalogue"
 MODULES = {stem: read_entry(FOLDER / f"{stem}.py") for stem in FILES}
 BUGS: dict[str, Bug] = {stem: module.BUG for stem, module in MODULES.items()}
 IDS = {bug.id for bug in BUGS.values()}

@@ -38,7 +38,7 @@ def table() -> str:
 
 def _row(bug: Bug) -> str:
     fixes = [f"{affected.package} {affected.fixed_in}" for affected in bug.affected if affected.fixed_in]
-    path = f"../trimtab/doctor/upstream/{bug.id.lower()}_{bug.name.replace('-', '_')}.py"
+    path = f"../trimtab/doctor/catalogue/{bug.id.lower()}_{bug.name.replace('-', '_')}.py"
     cells = (f"[{bug.id}]({path})", f"{bug.title} ({bug.owner[0]})", " or ".join(fixes) or "-", bug.way_round)
     return "| " + " | ".join(re.sub(r"([|<>_*`])", r"\\\1", cell) if cell[0] != "[" else cell for cell in cells) + " |"
 

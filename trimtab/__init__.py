@@ -1,7 +1,7 @@
 """The public names of the library. Importing trimtab imports no torch: the first `plan` or `load` does.
 
-`trimtab.plan` and `trimtab.merge` are functions. The folders of the same name are reached as `from trimtab.plan import ...`:
-their import is done here first, so that they never hide the functions later. `trimtab.bridge` is the room of that name.
+`trimtab.plan` and `trimtab.merge` are functions. `trimtab.bridge` is the room of that name. Modules that had other names before
+0.2.0 are found by them too (former_names.py).
 """
 
 # ruff: noqa: E402
@@ -16,6 +16,7 @@ interrupts.end_at_once()  # until a command begins; nothing happens in other pro
 if _mask is not None:
     _signal.pthread_sigmask(_signal.SIG_SETMASK, _mask)
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from trimtab._version import __version__
@@ -30,9 +31,12 @@ from trimtab.errors import (
     TrimtabError,
     UpstreamError,
 )
+from trimtab.former_names import FormerNames
 from trimtab.merging.merge import merge
 from trimtab.planning.values.plan import Plan
 from trimtab.request import GenerateRequest, LoadRequest
+
+sys.meta_path.insert(0, FormerNames())
 
 if TYPE_CHECKING:
     from trimtab import bridge

@@ -1,6 +1,6 @@
 """The command line: flags become a request, the request becomes one library call, and the result is printed.
 
-With `commands/` alone prints; alone exits and reads what the user's terminal is. Exit codes:
+With the other files of `cli/` alone prints; alone exits and reads what the user's terminal is. Exit codes:
 
     0  success
     1  answers differ (verify, merge --check); a server's adapter is ignored or wrong
@@ -45,15 +45,16 @@ from trimtab.process import interrupts, threads
 from trimtab.process.exit_codes import exit_code, exit_codes_text
 from trimtab.process.packages import versions_of
 
-# File of commands/ -> the commands that it adds, in the order of --help.
+# File -> the commands that it adds, in the order of --help.
 FILES = {
-    "line": ("plan", "inspect", "run", "demo"), "chat": ("chat",), "listing": ("models", "adapters", "completion"),
-    "pull": ("pull",), "merging": ("merge", "verify"), "bench": ("bench",), "tune": ("tune",), "doctor": ("doctor",),
-    "serve": ("serve",),
+    "commands.plan_run": ("plan", "inspect", "run", "demo"), "chat.chat": ("chat",),
+    "commands.models": ("models", "adapters", "completion"), "flags.pull": ("pull",),
+    "commands.merge_verify": ("merge", "verify"), "commands.bench": ("bench",), "commands.tune": ("tune",),
+    "commands.doctor": ("doctor",), "commands.serve": ("serve",),
 }  # fmt: skip
 # Commands that compute nothing, and those that outlive the load of the minute in which they start.
 WITHOUT_THREADS, LASTING = ("plan", "inspect", "models", "adapters", "completion", "pull"), ("serve",)
-# Commands that plan a model here, load it with `commands.opening.opened` and do nothing else.
+# Commands that plan a model here, load it with `flags.opening.opened` and do nothing else.
 OPENING = ("plan", "run", "chat")
 # What a disk says that takes no more, also of standard output.
 FULL_DISK = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))

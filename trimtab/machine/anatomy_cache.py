@@ -30,8 +30,9 @@ MOST_FILES, MOST_BYTES, MOST_FILE_BYTES = 64, 64 * 2**20, 16 * 2**20
 SHAPING_FILES = (CONFIG, "generation_config.json")
 # This package's files that make an anatomy: an installation that is edited in place keeps its version.
 MAKERS = (
-    "checkpoint/anatomy.py", "checkpoint/prequantized.py", "engine/loader/anatomy_builder.py", "engine/loader/transformers_model.py", "engine/loader/tracing.py",
-    "engine/families/step.py", "engine/kv/kv_cache.py", "engine/passes/chunk_forward.py",
+    "checkpoint/anatomy.py", "checkpoint/prequantized.py", "engine/loader/anatomy_builder.py",
+    "engine/loader/transformers_model.py", "engine/loader/tracing.py", "engine/families/step.py", "engine/kv/kv_cache.py",
+    "engine/passes/chunk_forward.py",
 )  # fmt: skip
 
 

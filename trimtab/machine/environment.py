@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-import trimtab
+from trimtab._version import __version__
 from trimtab.errors import RequestError, gib
 from trimtab.machine.environment_child import PACKAGES
 from trimtab.machine.memory import read_cpuinfo
@@ -132,7 +132,7 @@ def read_environment(python: str | os.PathLike[str] | None = None) -> Environmen
     # Without the second line the interpreter ended while it imported torch or asked for GPUs.
     torch = reply.get("torch") or {"error": f"process {outcome.ended}", "gpus": []}
     packages = {name: Package(**package) for name, package in reply["packages"].items()}
-    packages["trimtab"] = Package(trimtab.__version__, None)
+    packages["trimtab"] = Package(__version__, None)
     return Environment(
         python=reply["python"]["version"], implementation=reply["python"]["implementation"], packages=packages,
         cuda=torch.get("cuda"), hip=torch.get("hip"), torch_error=torch["error"],

@@ -28,7 +28,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class _OnlyTrimtab(importlib.abc.MetaPathFinder):

@@ -1,9 +1,9 @@
 """Work in a separate process, with limits on time and memory and the output that it wrote before it ended.
 
-The work is a module of trimtab with `main(request, emit)` (see `inside.py`), run by this interpreter or another one. The
+The work is a module of trimtab with `main(request, emit)` (see `child.py`), run by this interpreter or another one. The
 process is a fresh one (never a fork: a CUDA context does not survive that), watched with psutil together with its
 children, and killed as a tree. It ends by itself once this process is gone, however that ended: its
-standard input is a pipe that this process holds (`inside.py`).
+standard input is a pipe that this process holds (`child.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import psutil
 from trimtab.errors import RequestError
 from trimtab.process.work_folder import work_folder
 
-INSIDE = Path(__file__).with_name("inside.py")
+INSIDE = Path(__file__).with_name("child.py")
 POLL_S = 0.05
 DONE, FAILED, TIMEOUT, OOM_HOST, CRASHED = "done", "failed", "timeout", "oom-host", "crashed"
 # A process that hangs uses less processor time than this share of one core, whatever its other threads do.

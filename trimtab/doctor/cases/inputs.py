@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-DEMO = Path(__file__).resolve().parent.parent / "demo"
+DEMO = Path(__file__).resolve().parents[2] / "demo"
 NEW_TOKENS = 16
 TEXT_TOKENS = 12
 Inputs = dict[str, dict[str, Any]]

@@ -29,7 +29,7 @@ from trimtab.request import check_choice
 
 FORMAT = 1
 ENGINES = ("stock", "trimtab")
-DEMO = Path(__file__).resolve().parent.parent / "demo"
+DEMO = Path(__file__).resolve().parents[2] / "demo"
 DEMO_ADAPTER = "specialist"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 HOW_CHARS = 120
@@ -104,7 +104,7 @@ class _Matrix:
         self.adapters = _variants(adapter, cases, work)
         self.names = {
             str(self.folder): "<model>", str(Path(adapter).resolve()) if adapter else "": "<adapter>", str(work): "<work>",
-            str(Path(__file__).resolve().parent.parent): "trimtab",
+            str(Path(__file__).resolve().parents[2]): "trimtab",
         }  # fmt: skip
         self.packages = {python: _packages(python)} if "stock" in engines else {}
         if "trimtab" in engines and None not in self.packages:

@@ -22,7 +22,7 @@ from trimtab.errors import RequestError
 from trimtab.process.runner import DONE, Outcome, run_inside
 from trimtab.process.work_folder import work_folder
 
-FOLDER = Path(__file__).with_name("upstream")
+FOLDER = Path(__file__).resolve().parents[1] / "catalogue"
 IMPORTS_S = 240.0  # what importing the stack may take on a cold disk, apart from every probe's own limit
 
 

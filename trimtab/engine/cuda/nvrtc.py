@@ -63,7 +63,7 @@ Argument = Tensor | int | float | Long | None
 
 def source(name: str) -> str:
     """Return one of this package's CUDA sources."""
-    return (resources.files("trimtab.engine") / "cuda" / name).read_text(encoding="utf-8")
+    return (resources.files("trimtab.engine.kernels") / "cuda" / name).read_text(encoding="utf-8")
 
 
 # The compiler ---------------------------------------------------------------------------------------------------------

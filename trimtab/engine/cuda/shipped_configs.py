@@ -129,7 +129,7 @@ def _config(row: dict[str, Any]) -> tuple[CutKey, Cut]:
 def shipped(target: Target) -> tuple[dict[CutKey, Cut], str]:
     """Return the configurations that came with this package for a card's compute capability, and how they were measured."""
     name = f"launch_configs_sm_{target.capability[0]}{target.capability[1]}.json"
-    file = resources.files("trimtab.engine") / "cuda" / name
+    file = resources.files("trimtab.engine.kernels") / "cuda" / name
     try:
         card, configs = from_text(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

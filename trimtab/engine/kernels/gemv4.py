@@ -20,6 +20,7 @@ is faster here (bench/kernels.py measures, the caller decides).
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -233,8 +234,8 @@ def source() -> str:
 
 
 def source_hash() -> str:
-    """Return what identifies the source in files of launch configurations."""
-    return hashlib.sha256(source().encode()).hexdigest()[:16]
+    """Return what identifies the source, without its comments, in files of launch configurations."""
+    return hashlib.sha256(re.sub(r"\s*//.*", "", source()).encode()).hexdigest()[:16]
 
 
 def load(device: torch.device | str) -> nvrtc.Module:

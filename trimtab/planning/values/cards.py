@@ -119,7 +119,7 @@ class Card:
 
 @cache
 def _data() -> dict[str, Any]:
-    text = (resources.files("trimtab.plan") / "cards.json").read_text(encoding="utf-8")
+    text = (resources.files("trimtab.planning.values") / "cards.json").read_text(encoding="utf-8")
     data: dict[str, Any] = json.loads(text)
     return data
 

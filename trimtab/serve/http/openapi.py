@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-import trimtab
+from trimtab._version import __version__
 from trimtab.serve.api.request_kinds import ANTHROPICS, REQUESTS
 from trimtab.serve.api.schemas import ReloadRequest
 from trimtab.serve.contract.settings import ADMIN_PATHS, RELOAD
@@ -59,7 +59,7 @@ def description(*, has_key: bool, beside: Collection[str] = ()) -> dict[str, Any
     paths = {path: words for path, words in _WORDS.items() if path not in BESIDE or path in kinds}
     return {
         "openapi": "3.2.0",
-        "info": {"title": "trimtab", "version": trimtab.__version__, "description": "OpenAI's API on local models"},
+        "info": {"title": "trimtab", "version": __version__, "description": "OpenAI's API on local models"},
         "paths": {path: _path(path, words, kinds.get(path), has_key) for path, words in paths.items()},
         "components": components,
     }

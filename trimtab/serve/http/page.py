@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-import trimtab
+from trimtab._version import __version__
 from trimtab.serve.contract.head_lines import list_of
 from trimtab.serve.contract.settings import Settings
 
@@ -62,7 +62,7 @@ def page_routes(settings: Settings) -> list[BaseRoute]:
         return []
     assets = {name: _read(name, media_type) for name, media_type in ASSETS.items()}
     about = {
-        "version": trimtab.__version__,
+        "version": __version__,
         "loads_adapters": settings.adapter_root is not None and settings.allows_admin,
     }
 

@@ -19,7 +19,7 @@ from prometheus_client import (
     generate_latest,
 )  # fmt: skip
 
-import trimtab
+from trimtab._version import __version__
 from trimtab.adapter_names import label_of
 from trimtab.process.packages import versions_of
 from trimtab.serve.contract import log as journal
@@ -97,7 +97,7 @@ class Metrics:
             )
         }  # fmt: skip
         build = Gauge("trimtab_build_info", "1, with the versions of what runs", ["version", *_BUILT_OF], **options)
-        build.labels(trimtab.__version__, *_versions()).set(1)
+        build.labels(__version__, *_versions()).set(1)
         ProcessCollector(registry=self.registry)
         self.gauges: dict[str, Any] = {
             name: Gauge(f"trimtab_{name}", text, ["model"], **options)

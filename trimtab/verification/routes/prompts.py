@@ -21,7 +21,7 @@ from trimtab.errors import RequestError
 from trimtab.process.json_file import JsonError, parse, read_bytes
 
 KEYS = ("id", "text", "image", "audio", "token_ids", "expected")
-DEMO = Path(__file__).resolve().parent.parent / "demo"
+DEMO = Path(__file__).resolve().parents[2] / "demo"
 DEMO_PER_KIND = 1
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 TEXTS = {

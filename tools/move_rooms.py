@@ -1,16 +1,11 @@
 """Moves the package's files into their rooms and mends every mention of them, once and reversibly; refuses a tree with changes.
 
-    python tools/move/move_rooms.py            moves, and mends imports, dotted names and paths in every tracked text
-    python tools/move/move_rooms.py --back     the way back, of the same table (former_names.py)
-    python tools/move/move_rooms.py --list     old and new names, one a line
+    python tools/move_rooms.py            moves, and mends imports, dotted names and paths in every tracked text
+    python tools/move_rooms.py --back     the way back, of the same table (former_names.py)
+    python tools/move_rooms.py --list     old and new names, one a line
 
-The move has not been made yet. After it:
-
-    ruff check --fix --select I; ruff format; git apply --3way tools/move/by_hand.patch
-
-The patch has what no rule can know: paths by `__file__`, the version's own module, the finder of former names. Then former_names.py
-goes into trimtab/, rooms.py into tools/, rooms_test.py to tests/test_rooms.py, the map leaves CONTRIBUTING.md, and tests that name
-folders follow. A branch that was begun before the move runs this on its own tree, and merges afterwards.
+A branch that was begun before the move commits `trimtab/former_names.py`, runs this, then `ruff check --fix --select I` and
+`ruff format`, and merges afterwards.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 # Files that are no modules, and folders of them.
 DATA = {
@@ -137,7 +132,7 @@ COMMON = frozenset(
 
 def _moves() -> dict[str, str]:
     """Return the table, without the package around it, which may be half moved."""
-    spec = importlib.util.spec_from_file_location("former_names", Path(__file__).with_name("former_names.py"))
+    spec = importlib.util.spec_from_file_location("former_names", ROOT / "trimtab/former_names.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
