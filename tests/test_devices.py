@@ -54,7 +54,8 @@ def test_a_machine_without_gpu_has_host_memory_only():
 def test_who_plans_has_the_libraries_of_loading_in_the_count():
     # torch, transformers and bitsandbytes: together they take more than 200 MiB.
     code = (
-        "import sys; from trimtab import api; from trimtab.request import LoadRequest; from trimtab.engine.memory import rates as devices; "
+        "import sys; from trimtab import api; from trimtab.request import LoadRequest; "
+        "from trimtab.engine.memory import rates as devices; "
         "assert 'bitsandbytes' not in sys.modules; devices.measure_rates = lambda device: None; "
         "machine, _ = api._ask_machine(LoadRequest(model='m', device='cpu'), None); "
         "print('bitsandbytes' in sys.modules, machine.process_bytes)"
