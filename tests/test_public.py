@@ -133,8 +133,7 @@ def test_each_foreign_library_is_imported_where_it_belongs(file):
     name = name_of(file)
     # What builds or examines the stock stack itself.
     is_stock = name.startswith(("trimtab/doctor/", "trimtab/bridge")) or (
-        name.startswith(("trimtab/verification/", "trimtab/benchmark/"))
-        and "stock_" in file.name
+        (name.startswith(("trimtab/verification/", "trimtab/benchmark/")) and "stock_" in file.name)
         or file.name == "run_stock.py"
     )
     allowed = {
