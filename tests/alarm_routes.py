@@ -21,7 +21,7 @@ from tests.alarm_faults import ADAPTER_FAULTS, adapter_fault, change_tensors, cp
 from trimtab.demo import demo as line
 from trimtab.errors import ParityError
 from trimtab.request import LoadRequest
-from trimtab.verification.report import ParityReport
+from trimtab.verification.render.report import ParityReport
 from trimtab.verification.routes import alarm_rate as criterion
 from trimtab.verification.routes.teacher_forcing import rounded_layers
 from trimtab.verification.routes.trimtab_run import own_changes

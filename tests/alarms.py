@@ -31,7 +31,7 @@ from trimtab.merging import merge
 from trimtab.merging.check import check_files
 from trimtab.merging.report import MergeCheck
 from trimtab.process.packages import stack_versions
-from trimtab.verification.report import ParityReport
+from trimtab.verification.render.report import ParityReport
 from trimtab.verification.routes import alarm_rate as criterion
 from trimtab.verification.routes.stock_run import load_base
 from trimtab.verification.verify import verify

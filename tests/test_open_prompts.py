@@ -15,7 +15,7 @@ from tests.long_runs import crossed
 from tests.test_prefill import ON_GPU, REQUEST, TOLERANCE, answered, differ, eager, ids, in_chunks, picture
 from tests.test_prefix_cache import keeping
 from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.passes import last_token as open_prompts
+from trimtab.engine.prefill import last_token as open_prompts
 from trimtab.engine.prefill.packing import ADAPTER_INSIDE, PACKED_WEIGHTS, choose_shape
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest

@@ -14,7 +14,7 @@ from tests.test_prefix_cache import keeping
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.passes import last_token as open_prompts
+from trimtab.engine.prefill import last_token as open_prompts
 from trimtab.engine.prefill.prefill import Prompts
 from trimtab.engine.prefill.prefix_cache import PrefixCache
 from trimtab.errors import DeviceError

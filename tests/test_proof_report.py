@@ -16,7 +16,7 @@ from trimtab.verification.merges.retention import Survival
 from trimtab.verification.merges.variants import BY_NAME, LanePrompt, LaneReport, LaneRun
 from trimtab.verification.merges.weights import MergedWeights, module_weight
 from trimtab.verification.render import plots
-from trimtab.verification.report import ParityReport, PromptParity, check_save_path
+from trimtab.verification.render.report import ParityReport, PromptParity, check_save_path
 from trimtab.verification.routes import compare
 
 NASTY = "</td><script>alert('x')</script> a | b `c`\nnext"

@@ -31,7 +31,7 @@ from trimtab.engine.chat import prompt as chat
 from trimtab.engine.kernels.embed_and_logits import with_likeliest
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.prefill import prefill as prefill_graphs
-from trimtab.engine.towers import passes as tower_passes
+from trimtab.engine.prefill import tower_passes
 from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, RequestError, TrimtabError
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.job import Event, Job

@@ -21,8 +21,8 @@ from tests.test_prefill import WITH_PICTURES, differ, eager, ids, in_chunks, loa
 from tests.test_prefix_cache import keeping, seen
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.passes.chunk_forward import covered
+from trimtab.engine.prefill import tower_passes
 from trimtab.engine.towers import graphs as tower_graphs
-from trimtab.engine.towers import passes as tower_passes
 from trimtab.engine.towers import pieces as tower_pieces
 from trimtab.engine.towers.forms import UnknownFormError, filled, form_of
 from trimtab.engine.towers.graphs import MOST_CREDIT, MOST_SHAPES, Towers, padded_frames

@@ -37,28 +37,27 @@ engine/formats (runtime): bitsandbytes<quant importing int8_head<head8
 engine/tiers (runtime): arena reader<read spill streaming<tiers
 engine/memory (runtime): out_of_memory rates<devices reserve<transient_room shared_pool<prompt_room step_memory
 engine/lora (runtime): attached<attached_adapter base_values fewer_ops<short_ops host_adapter<held_adapter layers<lora
-    layouts<prompt_layouts mixes routers store<adapter_store
+    mixes routers store<adapter_store
 engine/layers (runtime): embedding<tables linear<leaves unpacked<unpacked_weights
 engine/kv (runtime): batch_state int8<hf_kv_int8 kv_cache<hf_slots pages<kv_pages prefix_layout prefix_store
 engine/kernels (runtime): attention_and_norms<fused autotune<tuning compile_ahead dequantize<prompt_kernels device_kernels<kernels
     embed_and_logits<ends gemm4<many_rows gemv4<matvec int8_head<head8_choice selfcheck<fused_check
 engine/batched_lora (runtime): columns<adapter_columns table<slots unpacked_columns
-engine/passes (runtime): attention<hf_attention chunk_forward<hf_prefill last_token<open_prompts media_embeddings<hf_prompt_media
+engine/passes (runtime): attention<hf_attention chunk_forward<hf_prefill media_embeddings<hf_prompt_media
     packed_forward<packed_prefill prompt_job
 engine/families (runtime): chunk<hf_gemma4_chunk last_layers<hf_gemma4_last step<hf_gemma4
 engine/decode (runtime): batch_invariant<company decode_step graph_uses<form_uses step_capture step_choice
-engine/towers (runtime): bounds_check<tower_check forms<tower_forms graphs<tower_graphs kernels<tower_ops passes<tower_passes
-    pieces<tower_pieces
+engine/towers (runtime): bounds_check<tower_check forms<tower_forms graphs<tower_graphs kernels<tower_ops pieces<tower_pieces
 engine/loader (runtime): anatomy_builder load processor<hf_processor renames<hf_renames tracing<probe transformers_model<hf
 engine/templates (runtime): budget<template_budget costs<template_costs render<hf_templates
 engine/chat (runtime): answer_forms answer_reader call_values content_parts control_tokens marks media media_ahead media_check
     media_headers prompt<chat turn_end
-engine/prefill (runtime): chunk_times encoder_cache packing<packed_prompts prefill<prefill_graphs prefix_cache
-    stock_pass<hf_own_pass warm_up<capture_ahead
-engine/batch (runtime): batch generate kept_batch request<batch_request sampling<hf_generate turns
+engine/prefill (runtime): chunk_times encoder_cache last_token<open_prompts layouts<prompt_layouts packing<packed_prompts
+    prefill<prefill_graphs prefix_cache stock_pass<hf_own_pass tower_passes warm_up<capture_ahead
+engine/batch (runtime): batch generate request<batch_request sampling<hf_generate turns
 engine/calls (runtime): asyncio_calls<waiting batch_calls<many conversation embedding hidden_states<inner
     prompt_logprobs<prompt_scores
-engine (runtime): __init__ model_calls<asking float16_check memory_shares model planned_adapters tune<tune_model
+engine (runtime): __init__ model_calls<asking float16_check kept_batch memory_shares model planned_adapters tune<tune_model
 . (.): api
 merging/changes (merge): delta dequantize<unpack experts inverse<lay_back plan<recipe request
 merging/files (merge): layout<shards output_dir<place quantize<pack write<stream
@@ -67,9 +66,9 @@ bridge (bridge): __init__ attach config hooks inputs inspect inspect_findings in
 verification/routes (proof): alarm_rate<criterion child<isolated compare inputs loaded_changes prompts rounding runner<routes
     stock_faults stock_run<stock_route teacher_forcing<forced trimtab_run<own_route
 verification/merges (proof): merge_lane packed_grid retention<survival retention_files<survival_files runs<lane_runs
-    stock_merge<stock_lane variants<lanes weights
-verification/render (proof): cells html<page plots text<words variants_text<lane_words
-verification (proof): __init__ comparisons report verify
+    stock_merge<stock_lane variants<lanes variants_text<lane_words weights
+verification/render (proof): cells html<page plots report text<words
+verification (proof): __init__ comparisons verify
 verification/server (proof/remote): __init__ answers channels choosing client faults local measure merged report tokens verdict
     verify<verify_remote
 benchmark (speed): __init__ bandwidth bench chart<picture prepare<prepare_inside report roofline<limit run_stock<stock_inside

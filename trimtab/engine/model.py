@@ -23,8 +23,7 @@ from trimtab.adapters.file import check_beside
 from trimtab.checkpoint.folder import find_folder
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
-from trimtab.engine import float16_check, planned_adapters
-from trimtab.engine.batch import kept_batch
+from trimtab.engine import float16_check, kept_batch, planned_adapters
 from trimtab.engine.batch.turns import Turns
 from trimtab.engine.chat.media import several
 from trimtab.engine.cuda import cudnn

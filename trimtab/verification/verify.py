@@ -22,7 +22,7 @@ from trimtab.process.runner import check_python
 from trimtab.process.work_folder import work_folder
 from trimtab.request import LoadRequest
 from trimtab.verification.comparisons import AGAINST, Case, case_of
-from trimtab.verification.report import ParityReport, PromptParity
+from trimtab.verification.render.report import ParityReport, PromptParity
 from trimtab.verification.routes import compare
 from trimtab.verification.routes import prompts as asked
 from trimtab.verification.routes import teacher_forcing as forced

@@ -127,7 +127,7 @@ def _new_tokens(options: argparse.Namespace) -> int:
 
 def run_verify(options: argparse.Namespace) -> int:
     """Return 0 the same, 1 not; of a server 0 alive, 1 ignored or wrong, 9 it cannot be told."""
-    from trimtab.verification.report import check_save_path
+    from trimtab.verification.render.report import check_save_path
     from trimtab.verification.routes.prompts import read_prompts
 
     source = None if remote.is_server(options) else _request(options)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trimtab.checkpoint.names import near_names
-from trimtab.engine.batch import kept_batch
+from trimtab.engine import kept_batch
 from trimtab.engine.batch.generate import Answer, Detokenizer, TokenLogprob, detokenizer_of, generate_text, logprobs_of
 from trimtab.engine.chat.prompt import Inputs
 from trimtab.engine.decode import batch_invariant as company

@@ -27,9 +27,9 @@ from trimtab.engine.families.chunk import layers_of
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kv.prefix_store import Match
-from trimtab.engine.passes import last_token as open_prompts
 from trimtab.engine.passes.chunk_forward import Form
 from trimtab.engine.passes.packed_forward import PackForward, Piece
+from trimtab.engine.prefill import last_token as open_prompts
 
 if TYPE_CHECKING:
     from trimtab.engine.batch.request import Prompt

@@ -42,19 +42,19 @@ from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.layers import embedding as tables
 from trimtab.engine.layers.linear import Leaf
 from trimtab.engine.lora import fewer_ops as short_ops
-from trimtab.engine.lora.layouts import Layouts, values_of
 from trimtab.engine.memory.out_of_memory import is_out_of_memory, memory_error
 from trimtab.engine.memory.rates import outside_torch
 from trimtab.engine.memory.step_memory import extra_bytes
 from trimtab.engine.passes import chunk_forward as hf_prefill
-from trimtab.engine.passes import last_token as open_prompts
 from trimtab.engine.passes.chunk_forward import Chunk, Form
 from trimtab.engine.passes.prompt_job import PromptJob
+from trimtab.engine.prefill import last_token as open_prompts
+from trimtab.engine.prefill.layouts import Layouts, values_of
 from trimtab.engine.prefill.packing import Packs
+from trimtab.engine.prefill.tower_passes import TowerPasses, unloaded_error
 from trimtab.engine.tiers import streaming as tiers
 from trimtab.engine.towers.graphs import Towers
 from trimtab.engine.towers.kernels import TowerOps
-from trimtab.engine.towers.passes import TowerPasses, unloaded_error
 from trimtab.engine.towers.pieces import PausedError
 from trimtab.errors import gib
 from trimtab.planning.memory.activations import use_of

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.passes import last_token as open_prompts
+from trimtab.engine.prefill import last_token as open_prompts
 from trimtab.engine.towers.pieces import PausedError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from trimtab.errors import RequestError
 from trimtab.verification.merges.retention import Survival, mean_survival
-from trimtab.verification.render.variants_text import lanes_text
+from trimtab.verification.merges.variants_text import lanes_text
 
 
 @dataclass(frozen=True, kw_only=True)

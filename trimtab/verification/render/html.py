@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trimtab.printable import printable
+from trimtab.verification.merges import variants_text as lane_words
 from trimtab.verification.render import plots
 from trimtab.verification.render import text as words
-from trimtab.verification.render import variants_text as lane_words
 
 if TYPE_CHECKING:
     from trimtab.verification.merges.variants import LaneReport
-    from trimtab.verification.report import ParityReport
+    from trimtab.verification.render.report import ParityReport
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2330; --soft: #5d6778; --paper: #fbfaf7; --rule: #d9d6cd;

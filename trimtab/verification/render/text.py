@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import gib
 from trimtab.verification.merges.retention import mean_survival
+from trimtab.verification.merges.variants_text import lanes_markdown
 from trimtab.verification.render.cells import markdown_cell, markdown_table, number, table, yes
-from trimtab.verification.render.variants_text import lanes_markdown
 from trimtab.verification.routes.alarm_rate import FALSE_ALARM_RATE, MARGIN
 
 if TYPE_CHECKING:
-    from trimtab.verification.report import ParityReport, PromptParity
+    from trimtab.verification.render.report import ParityReport, PromptParity
 
 HEAD = ("prompt", "kind", "verdict", "first", "max", "mean", "KL mean", "KL max", "top-1", "text")
 MERGE_HEAD = ("prompt", "merged is", "base != adapter", "adapter == merged", "base == merged", "KL", "KL base")

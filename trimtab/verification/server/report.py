@@ -115,7 +115,7 @@ class RemoteReport:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report, whole or not at all, as JSON, Markdown or an HTML page, by the name's ending."""
-        from trimtab.verification.report import check_save_path
+        from trimtab.verification.render.report import check_save_path
 
         check_save_path(path)
         ending = Path(path).suffix.lower()
