@@ -194,7 +194,7 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
 
     import trimtab
     from bench.checkpoints import media_inputs, text_inputs
-    from trimtab.engine.chat.prompt import Inputs
+    from trimtab.engine.kv.sequence import Inputs
     from trimtab.request import GenerateRequest
 
     if case.get("copies"):

@@ -111,7 +111,7 @@ def first_tokens(load: Any, *, repeats: int, prompt_tokens: int, own_path: bool)
     from trimtab.benchmark.run_stock import ready, with_own_cpu_path
     from trimtab.benchmark.run_trimtab import answer_to_the_end
     from trimtab.engine.batch.generate import Generation
-    from trimtab.engine.chat.prompt import Inputs
+    from trimtab.engine.kv.sequence import Inputs
     from trimtab.planning.memory.unpacked import ITEM
     from trimtab.request import GenerateRequest
     from trimtab.verification.routes import stock_run as stock_route

@@ -226,7 +226,7 @@ def run_trimtab(size: str, work: Path, lengths: Sequence[int], *, profile: bool)
 
     import trimtab
     from bench.checkpoints import media_inputs, text_inputs
-    from trimtab.engine.chat.prompt import Inputs
+    from trimtab.engine.kv.sequence import Inputs
 
     plan = trimtab.plan(
         work / size, adapters={"r8": work / f"{size}-r8"}, context=CONTEXT, images=1, audio_s=10.0, quant="nf4-dq",

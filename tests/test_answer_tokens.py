@@ -14,8 +14,8 @@ from trimtab.cli.commands import run_prompts as many
 from trimtab.cli.commands.serve import served_models
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.planning import Plan
-from trimtab.planning.display.narrow import narrow_table
 from trimtab.planning.memory.activations import answer_tokens_of
+from trimtab.planning.plan.narrow import narrow_table
 from trimtab.request import DEFAULT_NEW_TOKENS, LoadRequest
 from trimtab.serve.worker.registry import read_registry
 

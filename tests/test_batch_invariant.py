@@ -22,7 +22,7 @@ from trimtab.engine.decode import batch_invariant as company
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.prefill.prefill import Prompts
 from trimtab.errors import RequestError
-from trimtab.planning.display import narrow
+from trimtab.planning.plan import narrow
 from trimtab.planning.values import execution
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve.contract.job import Job
@@ -151,7 +151,7 @@ def test_cached_prefixes_change_no_bits(static, monkeypatch):
     context, cache = (1280, "64MiB") if has_own_sizes else (320, "8MiB")
     with load(made(prefix_cache=cache, context=context)) as one:
         batch = batch_of(one, static=static)
-        piece = company.piece_tokens(batch)
+        piece = company.piece_tokens(batch.prompts.sizes, batch.model.prefill_tokens)
         assert piece == (512 if has_own_sizes else PIECE)
         asked = questions(6, shared=piece * 2 + 5, most=90)
         expected = [alone(batch, ask) for ask in asked]
@@ -215,7 +215,7 @@ def test_pieces_of_a_prompt_do_not_follow_the_time_that_others_leave(model):
     sizes = []
     while not prompt.step(16):
         sizes.append(prompt.chunk_tokens)
-    assert sizes == [PIECE, PIECE] and company.piece_tokens(batch) == PIECE
+    assert sizes == [PIECE, PIECE] and company.piece_tokens(batch.prompts.sizes, batch.model.prefill_tokens) == PIECE
     batch.leave(batch.join(prompt).row)
     first, second = (began(batch, (None, list(range(8, 158)))) for _ in range(2))
     first.step()

@@ -18,7 +18,7 @@ from trimtab.engine.memory import rates as devices
 from trimtab.errors import DeviceError, DoesNotFitError, RequestError
 from trimtab.planning import Plan
 from trimtab.planning import options as plan_options
-from trimtab.planning.display.narrow import WIDTH, narrow_table
+from trimtab.planning.plan.narrow import WIDTH, narrow_table
 from trimtab.planning.request.card_machine import machine_of, rates_of
 from trimtab.planning.values.cards import (
     LANE_BPS,

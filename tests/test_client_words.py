@@ -18,7 +18,7 @@ from trimtab.errors import CheckpointError, DeviceError, DoesNotFitError, Reques
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve.api.client_errors import for_client
 from trimtab.serve.api.request_kinds import REQUESTS
-from trimtab.serve.contract.client_words import HIDDEN, RENAMED
+from trimtab.serve.contract.client_words import ALSO_SENT, HIDDEN, RENAMED
 from trimtab.serve.contract.errors import error_json, error_response, plain_error, told_error
 from trimtab.serve.contract.job import Job
 from trimtab.serve.worker.supervisor import ModelFailedError
@@ -71,6 +71,10 @@ def raised():
                     reason = " ".join(text_of(argument, module) for argument in node.args)
                     found.append((f"{path.name}:{node.lineno}", name, reason, hint))
     return found
+
+
+def test_the_words_of_bodies_are_those_of_their_schemas():
+    assert {field.name for kind in (LoadRequest, GenerateRequest) for field in fields(kind)} & WIRE == ALSO_SENT
 
 
 def test_the_texts_are_there():

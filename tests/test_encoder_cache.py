@@ -15,8 +15,8 @@ from tests.long_runs import crossed
 from tests.test_prefill import eager, ids, in_chunks, picture
 from tests.test_prefix_cache import BATCHES, PICTURES, clone, keeping, scores, seen
 from trimtab.demo.demo import FOLDER as DEMO
-from trimtab.engine.chat.prompt import Inputs
 from trimtab.engine.kv.prefix_store import Mark, scope_of
+from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.prefill import encoder_cache
 from trimtab.engine.prefill.encoder_cache import encoders
 from trimtab.engine.towers.pieces import NotKeptError, PausedError, TowersDoneError

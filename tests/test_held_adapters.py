@@ -16,7 +16,7 @@ from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.lora import layers as lora
 from trimtab.errors import AdapterError, DoesNotFitError, RequestError, gib
 from trimtab.planning import Plan
-from trimtab.planning.display.narrow import narrow_table
+from trimtab.planning.plan.narrow import narrow_table
 from trimtab.planning.values.byte_sizes import HELD_OBJECT_BYTES
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve.contract.job import Job

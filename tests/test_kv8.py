@@ -51,8 +51,8 @@ from trimtab.engine.kv.kv_cache import LayerCache, PagedLayer
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.planning import make_plan
 from trimtab.planning import options as plan_options
-from trimtab.planning.display.narrow import narrow_table
 from trimtab.planning.memory.activations import needs_of, row_cache_bytes, smaller_needs, use_of
+from trimtab.planning.plan.narrow import narrow_table
 from trimtab.planning.values.execution import graph_bytes
 from trimtab.planning.values.kv_bytes import LAYER_KERNELS, NODE_BYTES, ROUNDING_BYTES, check_kv, copy_bytes
 from trimtab.planning.values.kv_pool import PAGE_TOKENS

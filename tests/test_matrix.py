@@ -375,10 +375,10 @@ def test_an_emulated_card_leaves_room_for_what_a_process_needs_beside_its_tensor
     """A plan on a GPU counts the driver's share too; the card of a case is measured in tensors alone."""
     from types import SimpleNamespace
 
-    import trimtab
+    from trimtab import api
     from trimtab.doctor.cases import trimtab_run as line_case
 
-    monkeypatch.setattr(trimtab, "plan", lambda *_, **__: SimpleNamespace(gpu_peak_bytes=1000, gpu_needed_bytes=1600))
+    monkeypatch.setattr(api, "plan", lambda *_, **__: SimpleNamespace(gpu_peak_bytes=1000, gpu_needed_bytes=1600))
     case = next(case for case in CASES if case.name == "SPLIT_4BIT_ADAPTER_FULL_CARD")
     run = line_case._Run(case, {"device": "cuda", "pressure": None}, lambda found: None, None)
     assert run.budget("model", {"adapters": {}})["gpu_memory"] == int(1000 / 0.9) + 600

@@ -18,7 +18,6 @@ from trimtab.api import PlanInputs, plan_request
 from trimtab.engine.chat.media import picture_bytes, sound_rate
 from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.planning import Plan
-from trimtab.planning.display.narrow import narrow_table
 from trimtab.planning.memory.media import (
     LEAST_BUDGET_BYTES,
     MOST_RATE,
@@ -26,6 +25,7 @@ from trimtab.planning.memory.media import (
     WEBP_PIXEL_BYTES,
     sound_bytes,
 )
+from trimtab.planning.plan.narrow import narrow_table
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve.contract.job import Job
 from trimtab.serve.contract.settings import Limits

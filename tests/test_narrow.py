@@ -10,8 +10,8 @@ from tests import pico
 from tests.test_execution import card, plan
 from trimtab.cli import main as cli
 from trimtab.demo import BASE
-from trimtab.planning.display.narrow import WIDTH, narrow_table
-from trimtab.planning.display.table import time_text
+from trimtab.planning.plan.narrow import WIDTH, narrow_table
+from trimtab.planning.plan.table import time_text
 
 
 @pytest.mark.parametrize("gib", [3.2, 4, 8])

@@ -106,9 +106,9 @@ def test_answers_of_rows_beside_it_and_its_own_are_those_of_each_alone(family):
 
 
 def hf_end_ids(model):
-    from trimtab.engine.batch import sampling as hf_generate
+    from trimtab.engine.chat.turn_end import end_token_ids
 
-    return frozenset(hf_generate.end_token_ids(model.hf_model))
+    return frozenset(end_token_ids(model.hf_model))
 
 
 @pytest.mark.parametrize("family", ["gemma4", "gemma3", "qwen3_vl"])
@@ -202,7 +202,7 @@ def test_where_the_prompt_goes_through_by_itself(why):
         prompt.may_end_in_step = why != "not asked for"
         if why == "a placeholder":
             prompt.row.token_ids[-1] = next(iter(batch.prompts.placeholders))
-            assert not open_prompts.ends_in_step(prompt, lambda _: True)
+            assert not open_prompts.ends_in_step(prompt, prompt.batch)
             return
         while not prompt.step():
             pass
@@ -218,7 +218,7 @@ def test_batch_invariant_prompts_go_through_by_themselves():
         prompt = batch.begin(model.prepare(ids(20)), REQUEST)
         prompt.may_end_in_step = True
         batch.active.append(prompt.row)
-        assert not open_prompts.ends_in_step(prompt, lambda _: True)
+        assert not open_prompts.ends_in_step(prompt, prompt.batch)
 
 
 def test_it_cannot_join_with_a_token_that_nobody_has_drawn():

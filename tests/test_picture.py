@@ -8,7 +8,7 @@ import pytest
 
 from tests.test_planner import E4B, MIB, plan
 from trimtab.errors import RequestError, gib
-from trimtab.planning.display.chart import BAR_WIDTH, bars_of, draw, layout
+from trimtab.planning.plan.chart import BAR_WIDTH, bars_of, draw, layout
 from trimtab.report.charts import MARGIN, WIDTH, Box, Label, Stroke
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -14,9 +14,9 @@ from tests.rules import each
 from tests.test_execution import plan
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.planning import Plan
+from trimtab.planning.plan.plan import PLAN_VERSION
 from trimtab.planning.request.card_machine import machine_of
 from trimtab.planning.values.cards import Card, find_card
-from trimtab.planning.values.plan import PLAN_VERSION
 
 
 def _whole():

@@ -495,7 +495,7 @@ def test_a_disk_that_holds_some_blocks_but_not_all_lowers_the_smallest_budget(na
 
 
 def test_planning_imports_neither_torch_nor_a_drawing_library():
-    code = "import sys, trimtab.planning.display.chart; print({'torch', 'transformers'} & set(sys.modules))"
+    code = "import sys, trimtab.planning.plan.chart; print({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

@@ -25,8 +25,8 @@ from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.chat.prompt import Inputs
 from trimtab.engine.decode.step_capture import in_pass
+from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.loader import transformers_model as hf
 from trimtab.engine.passes import chunk_forward as hf_prefill
 from trimtab.engine.passes import media_embeddings as hf_prompt_media

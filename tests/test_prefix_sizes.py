@@ -20,8 +20,8 @@ from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.prefill.prefix_cache import PrefixCache
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.planning import Plan
-from trimtab.planning.display.narrow import narrow_table
 from trimtab.planning.memory.prefix_cache import BLOCK_TOKENS, pages_of, prefix_reason
+from trimtab.planning.plan.narrow import narrow_table
 from trimtab.request import LoadRequest
 from trimtab.serve.contract.settings import Settings
 from trimtab.serve.pool import Pool

@@ -290,7 +290,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(tmp_path, nam
 
 
 def test_a_table_wider_than_a_terminal_goes_on_below():
-    from trimtab.verification.render.cells import table
+    from trimtab.report.cells import table
 
     head = ("prompt", "verdict", *(f"column {number}" for number in range(8)))
     rows = [
@@ -306,7 +306,7 @@ def test_a_table_wider_than_a_terminal_goes_on_below():
 
 
 def test_a_table_with_one_long_cell_keeps_all_its_columns():
-    from trimtab.verification.render.cells import table
+    from trimtab.report.cells import table
 
     lines = table(("prompt", "a", "b"), [("x" * 90, "1", "2")])
     assert [line.split() for line in lines if line] == [

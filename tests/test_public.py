@@ -80,8 +80,8 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_importing_trimtab_imports_nothing_heavy_and_plan_stays_a_function():
     code = (
-        "import sys, trimtab, trimtab.planning.display.chart, trimtab.checkpoint, trimtab.merging.changes.request\n"
-        "from trimtab.planning.values.plan import Plan\n"
+        "import sys, trimtab, trimtab.planning.plan.chart, trimtab.checkpoint, trimtab.merging.changes.request\n"
+        "from trimtab.planning.plan.plan import Plan\n"
         f"heavy = {HEAVY!r} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
         "assert callable(trimtab.plan) and trimtab.plan.__module__ == 'trimtab.api'\n"

@@ -55,9 +55,9 @@ def test_a_wrong_source_is_refused_before_anything_is_loaded(arguments, words, t
 
 
 def test_an_answer_that_ends_at_once_says_so(tmp_path, capsys, monkeypatch):
-    from trimtab.engine.batch import sampling as hf_generate
+    from trimtab.engine.batch import generate
 
-    monkeypatch.setattr(hf_generate, "end_token_ids", lambda model: tuple(range(512)))
+    monkeypatch.setattr(generate, "end_token_ids", lambda model: tuple(range(512)))
     assert cli.main(["run", BASE, *PLACED, "Who are you?", "--max-new-tokens", "8"]) == 0
     out, err = capsys.readouterr()
     assert out.strip() == "" and "the answer is empty: the model ended it immediately" in err

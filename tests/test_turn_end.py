@@ -11,8 +11,7 @@ from tests import talking
 from tests.test_serve_worker import Running
 from trimtab.checkpoint.end_tokens import unlisted_end
 from trimtab.cli.main import main
-from trimtab.engine.batch import sampling as hf_generate
-from trimtab.engine.chat.turn_end import missing_turn_end, turn_end
+from trimtab.engine.chat.turn_end import end_token_ids, missing_turn_end, turn_end
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve.contract.job import Job
 from trimtab.serve.contract.settings import Limits
@@ -49,7 +48,7 @@ def test_the_token_is_found_and_known_to_be_missing(tmp_path, ends):
     with trimtab.load(folder, device="cpu", context=64) as model:
         assert turn_end(model) == (token, "<turn|>")
         assert missing_turn_end(model) == (None if ends else (token, "<turn|>"))
-        assert set(hf_generate.end_token_ids(model.hf_model)) == ({0, token} if ends else {0})  # as transformers
+        assert set(end_token_ids(model.hf_model)) == ({0, token} if ends else {0})  # as transformers
 
 
 def test_answers_end_there_if_asked(tmp_path):

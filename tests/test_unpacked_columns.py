@@ -20,9 +20,10 @@ from tests.test_prefill import ON_GPU, answered, differ, eager, ids
 from trimtab.engine.batched_lora import unpacked_columns
 from trimtab.engine.batched_lora.unpacked_columns import UnpackedColumns, wrong
 from trimtab.engine.families import step as hf_gemma4
-from trimtab.engine.families.chunk import ChunkLayers, layers_of
+from trimtab.engine.families.chunk import ChunkLayers
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.layers.unpacked import UnpackedWeights
+from trimtab.engine.prefill.selection import layers_of
 from trimtab.errors import DeviceError
 from trimtab.planning.memory.unpacked import COLUMNS, ITEM, unpacked_bytes
 

@@ -21,7 +21,7 @@ from trimtab.adapters.adapter import match_adapter, read_adapter  # noqa: E402
 from trimtab.checkpoint.folder import read_checkpoint  # noqa: E402
 from trimtab.engine.loader import transformers_model as hf  # noqa: E402
 from trimtab.planning import Machine, Plan, Rates, make_plan  # noqa: E402
-from trimtab.planning.display.chart import draw  # noqa: E402
+from trimtab.planning.plan.chart import draw  # noqa: E402
 from trimtab.request import LoadRequest, parse_bytes  # noqa: E402
 
 GIB = 2**30

@@ -35,13 +35,13 @@ DONE = "\x01"
 # What the docstring of each room asks.
 QUESTIONS = """
 process: How does one process of ours run: its files, threads, signals and children, and what may its texts say?
-report: How is a figure drawn as SVG?
+report: How are the figures and tables of a report drawn?
 checkpoint: What do the files of a model say, without its weights and without torch?
 adapters: What do the files of an adapter say, and do they fit a model?
 planning/values: What is a plan made of: blocks, bytes, budgets, execution?
 planning/request: What does a user force: placements, device maps, cards, dtypes?
+planning/plan: What is a plan, and how do people see it?
 planning/memory: How many bytes are needed besides the weights?
-planning/display: How is a plan shown to people?
 planning: Which placement is the cheapest, and why?
 machine: What is this machine, and what did earlier processes learn about it?
 engine/cuda: What is asked of CUDA: compiling, configuring, capturing, describing memory?

@@ -3,7 +3,7 @@
     python tools/rooms.py             the map
     python tools/rooms.py --imports   imports that lead to a later room, types included
 
-A room imports earlier rooms only. `tests/test_rooms.py` knows the few that do not, and fails with any other.
+A room imports earlier rooms only: `tests/test_rooms.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PACKAGE = ROOT / "trimtab"
 ORDER = tuple(
     """
     printable errors _version former_names process report adapter_names request checkpoint adapters
-    planning/values planning/request planning/memory planning/display planning machine
+    planning/values planning/request planning/plan planning/memory planning machine
     engine/cuda engine/formats engine/tiers engine/memory engine/lora engine/layers engine/kv engine/kernels engine/batched_lora
     engine/passes engine/families engine/decode engine/towers engine/loader engine/templates engine/chat engine/prefill engine/batch
     engine/calls engine api

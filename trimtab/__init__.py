@@ -33,7 +33,7 @@ from trimtab.errors import (
 )
 from trimtab.former_names import FormerNames
 from trimtab.merging.merge import merge
-from trimtab.planning.values.plan import Plan
+from trimtab.planning.plan.plan import Plan
 from trimtab.request import GenerateRequest, LoadRequest
 
 sys.meta_path.insert(0, FormerNames())

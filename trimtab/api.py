@@ -26,8 +26,8 @@ from trimtab.planning import Machine, Plan, Rates, make_plan
 from trimtab.planning.memory.adapters import head_change, held_bytes
 from trimtab.planning.memory.media import ServedMedia, media_memory
 from trimtab.planning.memory.prefix_cache import prefix_reason
-from trimtab.planning.module_tree import ModuleTree
 from trimtab.planning.options import TOWERS, Option, options_of, with_larger_card
+from trimtab.planning.plan.module_tree import ModuleTree
 from trimtab.planning.request.card_machine import machine_of, rates_of
 from trimtab.planning.request.dtypes import choose_dtype, keeps_16bit, reason_of
 from trimtab.planning.request.max_memory import merged_budgets

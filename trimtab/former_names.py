@@ -23,12 +23,12 @@ checkpoint (checkpoint): __init__ anatomy anatomy_json config_limits end_tokens 
 adapters (checkpoint): adapter config<adapter_config file<adapter_file keys<adapter_keys match<adapter_match patch<adapter_patch
     patterns rules<adapter_rules stack_layout values<adapter_values vocabulary weights_beside<adapter_beside
 planning/values (plan): blocks budget byte_sizes<cost cards copy_order<pieces execution kv_bytes<kv_form kv_pool machine pipeline
-    plan reading rows
+    reading rows
 planning/request (plan): card_machine dtypes max_memory overrides<placing
+planning/plan (plan): chart<picture module_tree narrow plan table
 planning/memory (plan): activations adapters<adapter_room int8_head<head_cost media<media_memory prefix_cache<prefix_memory
     prompts<prompt_memory towers<tower_memory unpacked
-planning/display (plan): chart<picture narrow table
-planning (plan): __init__ module_tree options planner reasons search step_work
+planning (plan): __init__ options planner reasons search step_work
 machine (machine): __init__ anatomy_cache<anatomies environment</environment environment_child</environment_inside gpu_process
     gpus installed machine_cache<known memory preload rates_cache<rates_file user_cache<own_folder
 engine/cuda (runtime): capture_stream<capturing check_cache<kept_checks chosen_configs<product_cuts cudnn finite graph_cache
@@ -54,10 +54,10 @@ engine/chat (runtime): answer_forms answer_reader call_values content_parts cont
     media_headers prompt<chat turn_end
 engine/prefill (runtime): chunk_times encoder_cache last_token<open_prompts layouts<prompt_layouts packing<packed_prompts
     prefill<prefill_graphs prefix_cache stock_pass<hf_own_pass tower_passes warm_up<capture_ahead
-engine/batch (runtime): batch generate request<batch_request sampling<hf_generate turns
+engine/batch (runtime): batch generate kept_batch request<batch_request sampling<hf_generate turns
 engine/calls (runtime): asyncio_calls<waiting batch_calls<many conversation embedding hidden_states<inner
     prompt_logprobs<prompt_scores
-engine (runtime): __init__ model_calls<asking float16_check kept_batch memory_shares model planned_adapters tune<tune_model
+engine (runtime): __init__ model_calls<asking float16_check memory_shares model planned_adapters tune<tune_model
 . (.): api
 merging/changes (merge): delta dequantize<unpack experts inverse<lay_back plan<recipe request
 merging/files (merge): layout<shards output_dir<place quantize<pack write<stream
@@ -67,7 +67,8 @@ verification/routes (proof): alarm_rate<criterion child<isolated compare inputs 
     stock_faults stock_run<stock_route teacher_forcing<forced trimtab_run<own_route
 verification/merges (proof): merge_lane packed_grid retention<survival retention_files<survival_files runs<lane_runs
     stock_merge<stock_lane variants<lanes variants_text<lane_words weights
-verification/render (proof): cells html<page plots report text<words
+report (proof): cells
+verification/render (proof): html<page plots report text<words
 verification (proof): __init__ comparisons verify
 verification/server (proof/remote): __init__ answers channels choosing client faults local measure merged report tokens verdict
     verify<verify_remote

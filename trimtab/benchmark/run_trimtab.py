@@ -14,7 +14,7 @@ from trimtab.benchmark import bandwidth
 from trimtab.benchmark.stopwatch import Clock, wait
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.engine.batch.generate import Generation
-from trimtab.engine.chat.prompt import Inputs
+from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.loader import transformers_model as hf
 from trimtab.errors import DeviceError
 from trimtab.planning import Plan

@@ -16,8 +16,8 @@ import trimtab
 from trimtab import demo
 from trimtab.cli.flags import model_text as show
 from trimtab.errors import CheckpointError, DoesNotFitError, ParityError, gib
-from trimtab.planning.display.chart import draw
-from trimtab.planning.display.narrow import narrow_table
+from trimtab.planning.plan.chart import draw
+from trimtab.planning.plan.narrow import narrow_table
 from trimtab.request import LoadRequest
 from trimtab.verification.routes.alarm_rate import DRAWS, FALSE_ALARM_RATE
 

@@ -23,11 +23,13 @@ from trimtab.adapters.file import check_beside
 from trimtab.checkpoint.folder import find_folder
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
-from trimtab.engine import float16_check, kept_batch, planned_adapters
+from trimtab.engine import float16_check, planned_adapters
+from trimtab.engine.batch import kept_batch
 from trimtab.engine.batch.turns import Turns
 from trimtab.engine.chat.media import several
 from trimtab.engine.cuda import cudnn
 from trimtab.engine.cuda.capture_stream import wait_for_all
+from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.layers.unpacked import UnpackedWeights, keep_unpacked
 from trimtab.engine.loader import processor as hf_processor
 from trimtab.engine.loader import transformers_model as hf
@@ -56,7 +58,6 @@ from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
 if TYPE_CHECKING:
     from trimtab.engine.batch import generate as generation
     from trimtab.engine.batch.batch import Batch
-    from trimtab.engine.chat import prompt as chat
     from trimtab.engine.decode.step_choice import Fallback
     from trimtab.engine.memory_shares import Share
     from trimtab.engine.prefill.prefix_cache import PrefixCache
@@ -169,6 +170,11 @@ class LoadedModel(Asking):
             batch = self.rows()
             if batch is not None:
                 batch.prepare()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the model has not been closed."""
+        return self._loaded is not None
 
     @property
     def hf_model(self) -> Any:
@@ -445,7 +451,7 @@ class LoadedModel(Asking):
     def prepare(
         self, prompt: Any, *, image: Any = None, audio: Any = None, system: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-    ) -> chat.Inputs:  # fmt: skip
+    ) -> Inputs:  # fmt: skip
         """Return the model inputs of a prompt.
 
         prompt: text, chat messages, or a list of token ids. image, audio: one or several. system: a system message.
@@ -494,9 +500,7 @@ class LoadedModel(Asking):
         inputs, request = self._question(prompt, image, audio, system, adapter, template_kwargs, options)
         return self.answer_inputs(inputs, request, adapter=adapter)
 
-    def answer_inputs(
-        self, inputs: chat.Inputs, request: GenerateRequest, *, adapter: Chosen = None
-    ) -> generation.Answer:
+    def answer_inputs(self, inputs: Inputs, request: GenerateRequest, *, adapter: Chosen = None) -> generation.Answer:
         """Return the answer to the inputs of `prepare`. request: sampling and limits. adapter: as in `generate`.
 
         Errors: RequestError for an unknown adapter, DeviceError if memory runs out.
@@ -526,7 +530,7 @@ class LoadedModel(Asking):
     def _question(
         self, prompt: Any, image: Any, audio: Any, system: str | None, adapter: Chosen,
         template_kwargs: Mapping[str, Any] | None, options: Mapping[str, Any],
-    ) -> tuple[chat.Inputs, GenerateRequest]:  # fmt: skip
+    ) -> tuple[Inputs, GenerateRequest]:  # fmt: skip
         known = [item.name for item in fields(GenerateRequest)]
         for name in options:
             if name not in known:

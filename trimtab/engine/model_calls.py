@@ -17,7 +17,7 @@ from trimtab.errors import DoesNotFitError, RequestError, gib
 
 if TYPE_CHECKING:
     from trimtab.engine.calls.conversation import Conversation
-    from trimtab.engine.chat.prompt import Inputs
+    from trimtab.engine.kv.sequence import Inputs
     from trimtab.request import GenerateRequest
 
 

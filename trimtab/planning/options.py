@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import DoesNotFitError, RequestError, TrimtabError, gib
-from trimtab.planning.display.table import predicted_rate, rate_text
 from trimtab.planning.memory.int8_head import torch_head_s, why_no_kernel, with_head_cost
+from trimtab.planning.plan.plan import Plan
+from trimtab.planning.plan.table import predicted_rate, rate_text
 from trimtab.planning.values.blocks import quant_of
 from trimtab.planning.values.cards import Card, find_card, larger_cards
 from trimtab.planning.values.execution import (
@@ -28,7 +29,6 @@ from trimtab.planning.values.execution import (
     unsupported_reason,
 )
 from trimtab.planning.values.kv_bytes import check_kv, why_not_int8
-from trimtab.planning.values.plan import Plan
 from trimtab.process.text_table import aligned
 from trimtab.request import LoadRequest
 

@@ -31,6 +31,7 @@ from trimtab.planning.memory.prompts import (
 from trimtab.planning.memory.towers import with_towers
 from trimtab.planning.memory.unpacked import with_unpacked
 from trimtab.planning.options import BOTH_BUDGETS, ModeRefusedError, advised, choose_chunks_of, choose_plan
+from trimtab.planning.plan.plan import Plan, Stamps
 from trimtab.planning.reasons import Reasons
 from trimtab.planning.request.overrides import Asked, resolve_device_map, resolve_place
 from trimtab.planning.search import Search
@@ -63,7 +64,6 @@ from trimtab.planning.values.execution import (
 from trimtab.planning.values.kv_bytes import added_step_s
 from trimtab.planning.values.machine import Machine
 from trimtab.planning.values.pipeline import evened
-from trimtab.planning.values.plan import Plan, Stamps
 from trimtab.planning.values.rows import OUTSIDE_PEAK, Placement
 from trimtab.request import DEFAULT_QUANT, LoadRequest
 

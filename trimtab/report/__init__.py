@@ -1,1 +1,1 @@
-"""How is a figure drawn as SVG?"""
+"""How are the figures and tables of a report drawn?"""

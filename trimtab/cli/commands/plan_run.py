@@ -163,7 +163,7 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.save:
         plan.save(options.save)
     if options.picture:
-        from trimtab.planning.display.chart import draw
+        from trimtab.planning.plan.chart import draw
 
         draw(plan, options.picture)
     if options.json:
@@ -188,7 +188,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 def _narrow(plan: trimtab.Plan) -> str:
     """Return the plan in 80 columns."""
-    from trimtab.planning.display.narrow import narrow_table
+    from trimtab.planning.plan.narrow import narrow_table
     from trimtab.planning.values.cards import marked
 
     text = narrow_table(plan)

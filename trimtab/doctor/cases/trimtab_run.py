@@ -54,7 +54,7 @@ class _Run:
     def run(self) -> None:
         import torch
 
-        import trimtab
+        from trimtab import api
         from trimtab.doctor.cases import stock_model as case_model
 
         self.facts(device=torch.cuda.get_device_name(0) if self.on_gpu else "CPU", pressure=self.pressure)
@@ -72,9 +72,9 @@ class _Run:
             adapter = None
         self.facts(configuration={"plan": {key: value for key, value in options.items() if key != "adapters"}})
         self.enter("base")
-        plan = trimtab.plan(model_path, **self.budget(model_path, options))
+        plan = api.plan(model_path, **self.budget(model_path, options))
         self.enter("adapter" if adapter else "base")
-        with trimtab.load(plan) as model:
+        with api.load(plan) as model:
             self.look(plan, model, requested)
             self.ask(model, adapter)
 
@@ -99,14 +99,14 @@ class _Run:
 
     def budget(self, model: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options with the GPU budget that the case's card would leave."""
-        import trimtab
+        from trimtab import api
 
         share = self.pressure if self.case.gpu_share is None else self.case.gpu_share
         if share is None:
             return dict(options)
         if self.case.gpu_share is not None:
             return {**options, "gpu_memory": _smaller(model, options, share)}
-        base = trimtab.plan(model, **{key: value for key, value in options.items() if key != "adapters"})
+        base = api.plan(model, **{key: value for key, value in options.items() if key != "adapters"})
         # The stock stack's process has its share of the driver before its card is filled; a budget has to hold it.
         beside = base.gpu_needed_bytes - base.gpu_peak_bytes
         return {**options, "gpu_memory": int(base.gpu_peak_bytes / share) + beside}
@@ -161,7 +161,7 @@ class _Run:
         from trimtab.doctor.cases import inputs as case_inputs
         from trimtab.doctor.cases.record import exception_json
         from trimtab.engine.batch import generate
-        from trimtab.engine.chat.prompt import Inputs
+        from trimtab.engine.kv.sequence import Inputs
 
         given = case_inputs.read_inputs(Path(self.request["inputs"]), model.device)
         reference = self.request["reference"]
@@ -197,12 +197,12 @@ class _Run:
 
 def _smaller(model: str, options: Mapping[str, Any], share: float) -> int:
     """Return this share of the whole model's GPU memory as the budget, or the smallest budget with a placement."""
-    import trimtab
+    from trimtab import api
     from trimtab.errors import DoesNotFitError
 
-    whole = trimtab.plan(model, **options, place={"*": "resident"})
+    whole = api.plan(model, **options, place={"*": "resident"})
     try:
-        trimtab.plan(model, **options, gpu_memory=1)
+        api.plan(model, **options, gpu_memory=1)
     except DoesNotFitError as exc:
         return max(int(share * whole.gpu_peak_bytes), exc.needed_bytes)
     return int(share * whole.gpu_peak_bytes)

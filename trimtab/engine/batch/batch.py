@@ -23,24 +23,28 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from trimtab.engine.batch import sampling as hf_generate
 from trimtab.engine.batch.request import Constraint, Drawn, First, Prompt, Row
-from trimtab.engine.chat.prompt import Inputs, fitted
+from trimtab.engine.chat.prompt import fitted
+from trimtab.engine.chat.turn_end import end_token_ids
 from trimtab.engine.cuda import finite
 from trimtab.engine.decode import batch_invariant as company
 from trimtab.engine.decode import decode_step
+from trimtab.engine.decode.step_choice import Fallback
 from trimtab.engine.kernels.embed_and_logits import with_likeliest
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.batch_state import BatchState, StepBuffers
 from trimtab.engine.kv.pages import RowPages
+from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.prefill import prefill as prefill_graphs
 from trimtab.engine.prefill import prefix_cache
 from trimtab.engine.prefill import stock_pass as hf_own_pass
+from trimtab.engine.prefill.rows import PrefillContext
 from trimtab.engine.prefill.warm_up import CaptureAhead
 from trimtab.errors import DeviceError, RequestError
 from trimtab.planning.memory.activations import row_cache_bytes
@@ -50,6 +54,24 @@ from trimtab.request import GenerateRequest
 
 if TYPE_CHECKING:
     from trimtab.engine.lora.host_adapter import HeldAdapter
+
+
+class BatchModel(PrefillContext, Protocol):
+    """A loaded model as its batches see it. batch_kept: the batch between calls (kept_batch.py), and why steps are not captured."""
+
+    batch_kept: Batch | None
+    own_fallbacks: tuple[Fallback, ...]
+
+    @property
+    def decode(self) -> str: ...
+
+    @property
+    def is_open(self) -> bool: ...
+
+    @property
+    def prefix_cache(self) -> prefix_cache.PrefixCache | None: ...
+
+    def prepare(self, prompt: Any, /) -> Inputs: ...
 
 
 @dataclass(frozen=True)
@@ -73,7 +95,7 @@ class Batch:
     row.
     """
 
-    model: Any
+    model: BatchModel
     rows: int
     context_tokens: int | None = None
     decode: str | None = None
@@ -86,7 +108,7 @@ class Batch:
         if self.rows < 1:
             raise RequestError("a batch has at least one row", field="rows", value=self.rows)
         self.context_tokens = self.context_tokens or self.model.context_tokens
-        self.ends = frozenset(hf_generate.end_token_ids(self.model.hf_model))
+        self.ends = frozenset(end_token_ids(self.model.hf_model))
         self.cache = hf_slots.SlotCache(
             self.rows, self.context_tokens, self.model.device, kv_tokens=self.model.plan.request.kv_tokens,
             kv=self.model.plan.request.kv, bytes_of=partial(_kv_bytes, self.model, self.context_tokens, self.rows),
@@ -121,7 +143,7 @@ class Batch:
         try:
             for number in range(self.rows):
                 self._fill(number, prompt)
-                self.active.append(Row(None, one.request, one.sampler, [token, token], 1, number))
+                self.active.append(Row(None, one.request, [token, token], 1, number, sampler=one.sampler))
             yield
         finally:
             self.active.clear()
@@ -154,10 +176,10 @@ class Batch:
             )
         sampler = hf_generate.Sampler(request, self.model.device)
         row = Row(
-            adapter, request, sampler, list(inputs.token_ids), inputs.prompt_tokens, constraint=constraint, client=client,
-            group=group,
+            adapter, request, list(inputs.token_ids), inputs.prompt_tokens, client=client, group=group, sampler=sampler,
+            constraint=constraint,
         )  # fmt: skip
-        return Prompt(self, inputs, row, top_logprobs)
+        return Prompt(inputs, row, batch=self, top_logprobs=top_logprobs)
 
     def _fork(self, prompt: Prompt) -> bool:
         """Use the prompt of a row of the same group, if its states are complete. Returns whether there is one."""
@@ -175,8 +197,8 @@ class Batch:
 
     def _prefill(self, prompt: Prompt, most_tokens: int | None = None) -> bool:
         if self.is_invariant:  # what a step of others leaves time for cuts no prompt
-            company.check_turn(self.prompts, prompt)
-            most_tokens = company.piece_tokens(self)
+            self.prompts.check_turn(prompt)
+            most_tokens = company.piece_tokens(self.prompts.sizes, self.model.prefill_tokens)
         if self.prompts.takes(prompt):
             return self.prompts.step(prompt, most_tokens)
         return hf_own_pass.step(self, prompt, most_tokens)
@@ -551,7 +573,7 @@ class Batch:
             self.tell_tokens()
 
 
-def _kv_bytes(model: Any, context_tokens: int, rows: int, held_rows: int) -> int:
+def _kv_bytes(model: BatchModel, context_tokens: int, rows: int, held_rows: int) -> int:
     """Return the bytes of a batch's keys and values in one piece, each tensor rounded up as torch does."""
     layers, request = model.anatomy.kv_layers, model.plan.request
     pool = pool_tokens(request.kv_tokens, rows=rows, context_tokens=context_tokens)

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.batch import sampling as hf_generate
-from trimtab.engine.chat.prompt import Inputs, check_fits, fitted
+from trimtab.engine.chat.prompt import check_fits, fitted
+from trimtab.engine.chat.turn_end import end_token_ids
+from trimtab.engine.kv.sequence import Inputs
 from trimtab.errors import CheckpointError
 from trimtab.request import DEFAULT_NEW_TOKENS, GenerateRequest
 
@@ -217,7 +219,7 @@ class Generation:
         self.request = fitted(model, inputs, request)
         self._model, self._inputs = model, inputs
         self._stop = threading.Event()
-        end_ids = {*hf_generate.end_token_ids(model.hf_model), *request.stop_token_ids}
+        end_ids = {*end_token_ids(model.hf_model), *request.stop_token_ids}
         self._stream = _Stream(detokenizer_of(model, request.stop), frozenset(end_ids), self._stop)
         self._thread: threading.Thread | None = None
         self.cached_tokens = 0

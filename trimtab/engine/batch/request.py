@@ -3,58 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from trimtab.engine.batch import sampling as hf_generate
-from trimtab.engine.prefill import prefix_cache
-from trimtab.request import GenerateRequest
+from trimtab.engine.kv.sequence import PrefillState, TokenSequence
 
 if TYPE_CHECKING:
     from trimtab.engine.batch.batch import Batch
-    from trimtab.engine.chat.prompt import Inputs
 
 Constraint = Callable[[Sequence[int], Tensor], Tensor]
 
 
 @dataclass(eq=False)
-class Row:
-    """One request in the batch.
+class Row(TokenSequence):
+    """One request in the batch: its tokens, and how they are sampled.
 
-    adapter: a name, None for the base. request, sampler, constraint: how it is sampled. token_ids: prompt and answer so
-    far; prompt_tokens: length of the prompt. number: its row in the cache, -1 without one. finish: None while it runs,
-    "stop", "length" or "error"; then `error` is why no token could be sampled, and the other rows continue. client,
-    cached_tokens, written, reuse: its prefix cache: the owner, tokens taken from it, positions written. group: rows with
-    one prompt, whose computation is copied; shared_tokens: how much of it. logits: of the prompt's last token [V].
+    sampler: of its request. constraint: (token ids so far, logits [V]) -> logits, applied before sampling.
     """
 
-    adapter: str | None
-    request: GenerateRequest
-    sampler: hf_generate.Sampler
-    token_ids: list[int]
-    prompt_tokens: int
-    number: int = -1
-    finish: str | None = None
+    sampler: hf_generate.Sampler = field(kw_only=True)
     constraint: Constraint | None = None
-    error: BaseException | None = None
-    # Whose cached prefixes it may use (None: none), how many of its prompt's tokens it has used, and how many of its positions
-    # have been written.
-    client: str | None = None
-    cached_tokens: int = 0
-    written: int = 0
-    reuse: prefix_cache.Reuse | None = None
-    # Rows of one group have one prompt: what it computed is copied from row to row. logits: of the prompt's last token.
-    group: str = ""
-    logits: Tensor | None = None
-    shared_tokens: int = 0
-    pages: tuple[int, ...] | None = None  # of the pool, where rows share one
-
-    @property
-    def answer_ids(self) -> list[int]:
-        """The answer's tokens so far, its end token included."""
-        return self.token_ids[self.prompt_tokens :]
 
 
 @dataclass(frozen=True)
@@ -81,34 +52,18 @@ class First:
 
 
 @dataclass(eq=False)
-class Prompt:
+class Prompt(PrefillState):
     """A prompt that is being computed.
 
-    inputs: of `LoadedModel.prepare`. row: its request. top_logprobs: as in `Batch.begin`. done_tokens: tokens computed so
-    far; chunk_tokens: length of the next chunk. logits: of its last token [V], once complete. cache, offset: where its keys
-    and values are; no cache where captured chunks write them into the batch's own, and before transformers' pass. first: its
-    first token on the way to the host. source: the row with the same prompt whose results it copies. ends_in_step: its last token
-    goes through with the rows' next step (last_token.py); may_end_in_step: whether whoever steps the batch joins such prompts.
+    row: its request. top_logprobs: as in `Batch.begin`. first: its first token on the way to the host. source: the row with the
+    same prompt whose results it copies.
     """
 
-    batch: Batch
-    inputs: Inputs
     row: Row
-    top_logprobs: int | None
-    cache: Any = None
-    done_tokens: int = 0
-    logits: Tensor | None = None
-    offset: int = 0
-    chunk_tokens: int = 0
+    batch: Batch = field(kw_only=True)
+    top_logprobs: int | None = None
     first: First | None = None
     source: Row | None = None
-    ends_in_step: bool = False
-    may_end_in_step: bool = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether all but its last token are complete, and that one goes through with the rows' next step."""
-        return self.ends_in_step and self.logits is None and 0 < self.done_tokens == self.inputs.prompt_tokens - 1
 
     @property
     def needs_towers(self) -> bool:

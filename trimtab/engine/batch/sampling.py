@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from trimtab.engine.chat.turn_end import end_token_ids
 from trimtab.engine.cuda import finite
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.errors import DeviceError, RequestError
@@ -22,16 +23,6 @@ def decodes_plainly(tokenizer: Any) -> bool:
     return isinstance(tokenizer, fast) and all(
         getattr(type(tokenizer), name) is getattr(fast, name) for name in ("decode", "_decode")
     )
-
-
-def end_token_ids(model: Any) -> tuple[int, ...]:
-    """Return every token id that ends an answer, from the generation config or else the model's config."""
-    ids = getattr(model.generation_config, "eos_token_id", None)
-    if ids is None:
-        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
-    if ids is None:
-        return ()
-    return tuple(int(token) for token in ids) if isinstance(ids, (list, tuple)) else (int(ids),)
 
 
 class _Over(transformers.StoppingCriteria):  # type: ignore[misc]

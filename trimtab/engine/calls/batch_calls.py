@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trimtab.checkpoint.names import near_names
-from trimtab.engine import kept_batch
+from trimtab.engine.batch import kept_batch
 from trimtab.engine.batch.generate import Answer, Detokenizer, TokenLogprob, detokenizer_of, generate_text, logprobs_of
-from trimtab.engine.chat.prompt import Inputs
 from trimtab.engine.decode import batch_invariant as company
 from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.request import GenerateRequest, check_choice

@@ -18,6 +18,7 @@ from typing import Any
 from trimtab.engine.batch.generate import Answer, Timed
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.media import SAMPLE_RATE, read_audio, read_image, several
+from trimtab.engine.kv.sequence import Inputs
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest, check_choice
 
@@ -182,7 +183,7 @@ class Conversation:
         first = [] if not self.system else [{"role": "system", "content": self.system}]
         return [*first, *(turn.message() for turn in turns)]
 
-    def _fitted(self, turns: list[Turn], limit: int | None) -> tuple[chat.Inputs, int, int]:
+    def _fitted(self, turns: list[Turn], limit: int | None) -> tuple[Inputs, int, int]:
         """Return the prompt, the tokens that it leaves and how many of the oldest turns it leaves out. Errors: RequestError."""
         model = self._model
         left_out = min(self.left_out, len(turns) - 1)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.engine.chat.prompt import Inputs, check_fits
+from trimtab.engine.chat.prompt import check_fits
 from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv.sequence import Inputs
 from trimtab.errors import DeviceError
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trimtab.engine.calls.embedding import Embedding
 from trimtab.engine.chat import prompt as chat
+from trimtab.engine.kv.sequence import Inputs
 from trimtab.errors import RequestError
 from trimtab.request import check_choice
 
@@ -34,7 +35,7 @@ def embed(model: Any, texts: Sequence[Any], *, adapter: Any, pooling: str, norma
     return torch.stack(vectors)
 
 
-def _plain(model: Any, text: Any) -> chat.Inputs:
+def _plain(model: Any, text: Any) -> Inputs:
     """Return the inputs of a text as it is, with the tokenizer's own first token; of token ids as they are."""
     if isinstance(text, str):
         if not text.strip():
@@ -44,7 +45,7 @@ def _plain(model: Any, text: Any) -> chat.Inputs:
             text = tokenizer(text, add_special_tokens=True)["input_ids"]
     if not chat.is_token_ids(text):
         raise RequestError("is neither a text nor token ids", field="texts", value=type(text).__name__)
-    inputs: chat.Inputs = model.prepare(list(text))
+    inputs: Inputs = model.prepare(list(text))
     return inputs
 
 

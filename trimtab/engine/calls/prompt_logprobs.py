@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trimtab.engine.chat.prompt import Inputs
 from trimtab.engine.cuda import finite
 from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv.sequence import Inputs
 from trimtab.errors import RequestError
 
 if TYPE_CHECKING:

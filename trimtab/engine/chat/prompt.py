@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -21,7 +21,7 @@ from trimtab.engine.chat.marks import marks_of, opening_of, picture_digest, soun
 from trimtab.engine.chat.media import SAMPLE_RATE, LowDetail, read_audio, read_image
 from trimtab.engine.chat.media_check import check_frames, check_pictures, check_sound_lengths, check_taken
 from trimtab.engine.kv.kv_cache import media_ids, placeholder_ids
-from trimtab.engine.kv.prefix_store import Mark
+from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.loader.processor import TOKENIZER_HINT
 from trimtab.engine.templates.costs import MAX_TEMPLATE_CHARS
 from trimtab.engine.templates.render import REFUSALS
@@ -36,28 +36,6 @@ MESSAGE_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
 # How hints begin and read that only who plans can follow.
 PLAN_HINT = "Plan with "
 CONTEXT_HINT = "Shorten the prompt, lower max_new_tokens, or plan with a larger context="
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The inputs of a forward pass: tensors on the execution device, floats in the model's dtype, one row.
-
-    marks: the tokens of each image or audio clip, with the digest of its content; empty where that is unknown. turns: the
-    number of tokens up to the end of each turn. opening: how many tokens all chats with its tools and system messages begin with; 0
-    without any, and where no prefix cache needs the number.
-    """
-
-    tensors: Mapping[str, Tensor]
-    prompt_tokens: int
-    token_ids: tuple[int, ...]
-    has_media: bool
-    marks: tuple[Mark, ...] = ()
-    turns: tuple[int, ...] = ()
-    opening: int = 0
-
-    def to(self, device: torch.device) -> Inputs:
-        """Return the same inputs on a device."""
-        return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
 
 
 def prepare(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from trimtab.engine.batch.sampling import end_token_ids
 from trimtab.engine.templates.render import REFUSALS, render
 from trimtab.errors import CheckpointError
 
@@ -24,6 +23,16 @@ class TurnEnd(NamedTuple):
 
     token_id: int
     text: str
+
+
+def end_token_ids(hf_model: Any) -> tuple[int, ...]:
+    """Return every token id that ends an answer, from the generation config or else the model's config."""
+    ids = getattr(hf_model.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = getattr(hf_model.config.get_text_config(), "eos_token_id", None)
+    if ids is None:
+        return ()
+    return tuple(int(token) for token in ids) if isinstance(ids, (list, tuple)) else (int(ids),)
 
 
 def turn_end(model: Any) -> TurnEnd | None:

@@ -18,7 +18,7 @@ first start makes), or after an adapter was loaded that changes layers that none
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,17 +29,15 @@ from trimtab.errors import RequestError
 from trimtab.planning.values.execution import INVARIANT_CHUNK
 
 if TYPE_CHECKING:
-    from trimtab.engine.batch.batch import Batch
-    from trimtab.engine.batch.request import Prompt
     from trimtab.engine.decode.decode_step import DecodeStep
-    from trimtab.engine.prefill.prefill import Prompts
 
 
-def piece_tokens(batch: Batch) -> int:
-    """Return at whose multiples the pieces of a prompt begin: the largest chunk, or the most that transformers' own pass takes."""
-    if batch.prompts.sizes:
-        return max(batch.prompts.sizes)
-    return min(int(getattr(batch.model, "prefill_tokens", None) or INVARIANT_CHUNK), INVARIANT_CHUNK)
+def piece_tokens(sizes: Sequence[int], prefill_tokens: int) -> int:
+    """Return at whose multiples the pieces of a prompt begin: the largest chunk, or the most that transformers' own pass takes.
+
+    sizes: of captured chunks, none where there are none. prefill_tokens: of transformers' own chunks, 0 where it takes all at once.
+    """
+    return max(sizes) if sizes else min(prefill_tokens or INVARIANT_CHUNK, INVARIANT_CHUNK)
 
 
 def check_rows(model: Any, rows: int) -> None:
@@ -49,15 +47,6 @@ def check_rows(model: Any, rows: int) -> None:
         raise RequestError(
             "a batch-invariant model computes as many rows as it was planned for", field="rows", value=rows,
             allowed=(str(planned),), hint=f"Plan with batch={rows}",
-        )  # fmt: skip
-
-
-def check_turn(prompts: Prompts, prompt: Prompt) -> None:
-    """Raise RequestError for a prompt that begins while another is on its way: it would be computed another way."""
-    if prompts.is_on and not prompt.done_tokens and prompt not in prompts.jobs and not prompts.is_row_free:
-        raise RequestError(
-            "another prompt is on its way, and batch-invariant prompts go through one at a time", field="prompt",
-            hint="Complete it and give it its row first",
         )  # fmt: skip
 
 

@@ -43,8 +43,8 @@ from trimtab.planning.values.execution import BUCKETS, KERNEL_ROWS
 if TYPE_CHECKING:
     from trimtab.engine.batched_lora.table import AdapterSlots
     from trimtab.engine.families import step as hf_gemma4
+    from trimtab.engine.layers.context import EngineContext
     from trimtab.engine.lora import layers as lora
-    from trimtab.engine.model import LoadedModel
 
 # In the key of a graph whose rows look their adapters up.
 _TABLE = "table"
@@ -62,7 +62,7 @@ class DecodeStep:
     name cannot be had.
     """
 
-    model: LoadedModel
+    model: EngineContext
     buffers: StepBuffers
     mode: str = "auto"
     capture_s: float = 0.0

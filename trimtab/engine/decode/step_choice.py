@@ -25,7 +25,7 @@ from trimtab.planning.values.execution import CAPTURED, KERNEL_ROWS
 from trimtab.request import DECODE_MODES, check_choice
 
 if TYPE_CHECKING:
-    from trimtab.engine.model import LoadedModel
+    from trimtab.engine.layers.context import EngineContext
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class StepChoice:
     Errors: RequestError for an unknown mode; DeviceError if an explicitly requested mode is unavailable.
     """
 
-    def __init__(self, model: LoadedModel, mode: str, rows: int) -> None:
+    def __init__(self, model: EngineContext, mode: str, rows: int) -> None:
         check_choice(mode, DECODE_MODES, field_name="decode")
         self.model, self.mode, self.rows, self.device = model, mode, rows, model.device
         self.fallbacks: list[Fallback] = []

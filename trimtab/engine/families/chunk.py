@@ -1,6 +1,6 @@
 """The layers of Gemma 4 for a chunk of a prompt: what lies between their products in the kernels of a decode step.
 
-    forward.firsts = layers_of(prompts, forward, key, name)   # before a pass of hf_prefill.ChunkForward
+    forward.firsts = layers_of(prompts, forward, key, name)   # prefill/selection.py, before a pass
 
 A layer of transformers' modules takes 26 operations beside products, adapters, attention and cache: norms, residuals, rotation,
 gates. For a few hundred tokens each takes longer to start than to compute. Here one kernel adds a residual and makes the next norm,
@@ -13,23 +13,20 @@ Passes of several prompts use them too. Layers that see the last token alone do 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trimtab.engine.batched_lora import unpacked_columns
-from trimtab.engine.families.step import FusedStep, products_of
+from trimtab.engine.families.step import FusedStep
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.layers.linear import Leaf
 
 if TYPE_CHECKING:
     from trimtab.engine.batched_lora.unpacked_columns import UnpackedColumns
     from trimtab.engine.layers.unpacked import UnpackedWeights
-    from trimtab.engine.passes.chunk_forward import ChunkForward
-    from trimtab.engine.prefill.prefill import Prompts
 
 
 class ChunkLayers:
@@ -145,23 +142,3 @@ def pays(step: FusedStep, device: torch.device) -> bool:
     """Whether these layers are faster than the modules. On a GPU without the small kernels each would be several of torch's:
     float32 has none, nor has a card where they are wrong."""
     return step.kernels.small is not None or device.type != "cuda"
-
-
-def layers_of(
-    prompts: Prompts, forward: ChunkForward, key: Hashable = None, name: str | None = None
-) -> Callable[[int, Tensor | None], Callable[..., Tensor]] | None:
-    """Return what stands for these layers in a pass, None where the modules compute them. key, name: of the one adapter of the
-    pass, which is selected; None where its rows look theirs up."""
-    step, store = prompts.batch.steps.fused_step(), prompts.model.adapter_store
-    if step is None or not pays(step, prompts.device):
-        return None
-    if any(layer.self_attn.is_kv_shared_layer for layer in forward.layers[: forward.first_shared]):
-        return None
-    if prompts.firsts is None or prompts.firsts.step is not step:
-        groups = [group for layer in forward.layers[: forward.first_shared] for group in products_of(layer)]
-        columns = unpacked_columns.choose(prompts, groups, prompts.fall_back)
-        prompts.firsts = ChunkLayers(step, forward.first_shared, columns)
-    prompts.firsts.forget()
-    if (columns := prompts.firsts.columns) is not None:
-        columns.hold(key, None if key is None else store.selection.name, (name, store.serials.get(name)))
-    return prompts.firsts.forward

@@ -1,6 +1,6 @@
 """The last layers of Gemma 4 for the last token of a prompt, in the kernels of a decode step.
 
-    key, serial, is_here = select_adapter(prompts, forward, adapter)   # before a pass of hf_prefill.ChunkForward
+    key, serial, is_here = select_adapter(prompts, forward, adapter)   # prefill/selection.py, before a pass
 
 These layers read keys and values of earlier ones, and of a prompt they see the last token alone (chunk_forward.py). One token
 through a layer is what a decode step computes, so the step's kernels compute it: about sixteen launches a layer where
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from trimtab.engine.batched_lora.table import RANK_STEP
 from trimtab.engine.families import step as hf_gemma4
-from trimtab.engine.families.chunk import layers_of
 from trimtab.engine.families.step import FusedStep, Where
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kv.kv_cache import LayerCache, PagedLayer
@@ -32,8 +31,7 @@ from trimtab.engine.lora.fewer_ops import is_plain
 from trimtab.engine.lora.store import EAGER, AdapterTable
 
 if TYPE_CHECKING:
-    from trimtab.engine.passes.chunk_forward import Buffers, ChunkForward
-    from trimtab.engine.prefill.prefill import Prompts
+    from trimtab.engine.passes.chunk_forward import Buffers
 
 
 class OneAdapter:
@@ -230,20 +228,3 @@ class LastLayers:
             for group in self._groups:  # an adapter without tables has products of layers with a gate here
                 step.buffer("wide", (1, sum(leaf.out_features for leaf in group)), dtype)
         self._pass = None
-
-
-def select_adapter(prompts: Prompts, forward: ChunkForward, name: str | None) -> tuple[Hashable, int | None, bool]:
-    """Select the adapter of the next pass and return what Layouts.set_adapter does, and whether its layers are computed here and in
-    chunk.py: where the batch's steps are made of kernels."""
-    key, serial = prompts.layouts.set_adapter(name)
-    forward.lasts = forward.firsts = None
-    step = prompts.batch.steps.fused_step()
-    if step is None:
-        return key, serial, False
-    forward.firsts = layers_of(prompts, forward, key, name)
-    if forward.first_shared < len(forward.layers) and prompts.batch.cache.kv == "full":
-        if prompts.lasts is None or prompts.lasts.step is not step:
-            prompts.lasts = LastLayers(step, forward.first_shared, prompts.batch.cache.prompt_row)
-        prompts.lasts.select(key, prompts.model.adapter_store.selection.name, prompts.layouts.names)
-        forward.lasts = prompts.lasts.forward
-    return key, serial, True

@@ -28,8 +28,8 @@ from trimtab.errors import DoesNotFitError
 from trimtab.planning.values.kv_pool import FIRST, NONE, PAGE_TOKENS, SCRAP, pages_of
 
 if TYPE_CHECKING:
-    from trimtab.engine.batch.request import Row
     from trimtab.engine.kv.kv_cache import SlotCache
+    from trimtab.engine.kv.sequence import TokenSequence
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,14 +140,16 @@ class RowPages:
     def __init__(self, cache: SlotCache, context_tokens: int) -> None:
         self.cache, self.context_tokens = cache, context_tokens
         # Gives pages back when it is called, or when nobody knows the request any more.
-        self._given: weakref.WeakKeyDictionary[Row, weakref.finalize[..., Row]] = weakref.WeakKeyDictionary()
+        self._given: weakref.WeakKeyDictionary[TokenSequence, weakref.finalize[..., TokenSequence]] = (
+            weakref.WeakKeyDictionary()
+        )
 
-    def has_room(self, row: Row) -> bool:
+    def has_room(self, row: TokenSequence) -> bool:
         """Whether keys and values of a prompt and the longest answer to it find room now."""
         pool = self.cache.pool
         return pool is None or row.pages is not None or pool.fits(self._most_tokens(row))
 
-    def reserve(self, *rows: Row) -> None:
+    def reserve(self, *rows: TokenSequence) -> None:
         """Keep room for prompts and the longest answers to them until the rows leave or are forgotten. Errors: DoesNotFitError."""
         pool = self.cache.pool
         for row in rows:
@@ -155,24 +157,24 @@ class RowPages:
                 row.pages = pool.take(self._most_tokens(row))
                 self._given[row] = weakref.finalize(row, pool.give, row.pages)
 
-    def bind(self, row: Row, number: int) -> None:
+    def bind(self, row: TokenSequence, number: int) -> None:
         """Let the keys and values of a request be written to a row of the cache. Errors: as `reserve`."""
         self.reserve(row)
         self.cache.bind(number, row.pages)
 
-    def forget(self, row: Row) -> None:
+    def forget(self, row: TokenSequence) -> None:
         """Give back the room of a request that has no row, or no longer."""
         give = self._given.pop(row, None)
         if give is not None:
             give()
             row.pages = None
 
-    def forget_all(self, row: Row) -> None:
+    def forget_all(self, row: TokenSequence) -> None:
         """Let no row of the cache have pages, those that this request lent them."""
         self.cache.unbind_all()
         self.forget(row)
 
-    def vacate(self, row: Row) -> int:
+    def vacate(self, row: TokenSequence) -> int:
         """Take a request's row of the cache away and free its pages. Returns the number of that row."""
         number, row.number = row.number, -1
         self.cache.bind(number, None)
@@ -194,5 +196,5 @@ class RowPages:
         pool = self.cache.pool
         return {} if pool is None else {"kv_tokens": pool.tokens, "kv_reserved_tokens": pool.tokens - pool.free_tokens}
 
-    def _most_tokens(self, row: Row) -> int:
+    def _most_tokens(self, row: TokenSequence) -> int:
         return min(row.prompt_tokens + row.request.answer_tokens, self.context_tokens)

@@ -29,7 +29,7 @@ from trimtab.engine.kv.prefix_store import scope_of
 from trimtab.engine.towers.pieces import TowersDoneError
 
 if TYPE_CHECKING:
-    from trimtab.engine.chat.prompt import Inputs
+    from trimtab.engine.kv.sequence import Inputs
     from trimtab.engine.prefill.prefix_cache import PrefixCache
 
 # What families read of a tower's output (transformers 5.6.2 to 5.23).

@@ -17,28 +17,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from trimtab.engine.kv.sequence import PrefillState
 from trimtab.engine.passes import chunk_forward as hf_prefill
 from trimtab.engine.passes.chunk_forward import Chunk, ChunkForward
-
-if TYPE_CHECKING:
-    from trimtab.engine.batch.request import Prompt
-    from trimtab.engine.prefill.prefill import Prompts
+from trimtab.engine.prefill.rows import Passes, PrefixUse, Rows
 
 
-def are_possible(prompts: Prompts) -> bool:
+def are_possible(prompts: Passes) -> bool:
     """Whether a batch may have such prompts: one of several rows, with room for the graphs of their chunks if they are captured."""
     return prompts.batch.rows > 1 and not prompts.batch.is_invariant and prompts.may_be_cut
 
 
-def ends_in_step(prompt: Prompt, may_end_at: Callable[[int], bool] = lambda _: True) -> bool:
+def ends_in_step(
+    prompt: PrefillState, batch: Rows, may_end_at: Callable[[int], bool] = lambda _: True
+) -> bool:  # fmt: skip
     """Return whether a step computes a prompt's last token. may_end_at: whether a chunk may end before a token.
 
     Without active rows no step would run anyway. Rows of a group copy the logits of one prompt, and what stands for an image or
     audio has no embedding of its own. Batch-invariant answers have the bits of their own chunks.
     """
-    batch, row = prompt.batch, prompt.row
+    row = prompt.row
     if not prompt.may_end_in_step or not batch.active or not are_possible(batch.prompts) or row.group:
         return False
     return (
@@ -49,14 +48,18 @@ def ends_in_step(prompt: Prompt, may_end_at: Callable[[int], bool] = lambda _: T
 
 
 def chunks_of(
-    prompt: Prompt, sizes: Sequence[int], start: int, may_end_at: Callable[[int], bool] = lambda _: True
+    prompt: PrefillState,
+    sizes: Sequence[int],
+    start: int,
+    prefixes: PrefixUse,
+    may_end_at: Callable[[int], bool] = lambda _: True,
 ) -> list[Chunk] | None:
     """Return the chunks of a prompt from a token on, as `hf_prefill.chunks_of`; without its last token if that goes through with a
     step."""
     count = prompt.inputs.prompt_tokens - prompt.ends_in_step
     if start == count:
         return []
-    border = prompt.batch.prefixes.border(prompt)
+    border = prefixes.border(prompt)
     chunks = hf_prefill.chunks_of(count, sizes, may_end_at=may_end_at, start=start, border=border)
     if chunks is None or not prompt.ends_in_step:
         return chunks

@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import TOWERS, AdapterStore, Selection
+from trimtab.engine.prefill.rows import Passes
 from trimtab.errors import gib
 from trimtab.planning.memory.adapters import MOST_LAYOUTS
-
-if TYPE_CHECKING:
-    from trimtab.engine.prefill.prefill import Prompts
 
 
 @dataclass(eq=False)
@@ -40,7 +38,7 @@ class PromptLayout:
 class Layouts:
     """The layouts of one batch's prompts, the one used longest ago first."""
 
-    def __init__(self, prompts: Prompts) -> None:
+    def __init__(self, prompts: Passes) -> None:
         self.prompts, self.model = prompts, prompts.model
         self._count = 0
         self._held: OrderedDict[Hashable, PromptLayout] = OrderedDict()
@@ -60,7 +58,7 @@ class Layouts:
     def set_adapter(self, name: str | None) -> tuple[Hashable, int | None]:
         """Select an adapter for this pass; returns what of it is part of a graph, and its serial where a graph
         would read its own addresses."""
-        store: AdapterStore = self.model.adapter_store
+        store = self.model.adapter_store
         if name is None or name not in store.names:  # which is an error there
             store.set(name)
             return None, None
@@ -75,7 +73,7 @@ class Layouts:
     def set_towers(self, name: str | None) -> tuple[Hashable, int | None]:
         """The same for a pass of the towers: adapters that change no tower share the base's graphs. Errors: RequestError for an
         adapter that is not loaded."""
-        store: AdapterStore = self.model.adapter_store
+        store = self.model.adapter_store
         store.set(name)
         if name is None or not self.model.tower_content(name):
             return None, None

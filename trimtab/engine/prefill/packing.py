@@ -18,22 +18,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from trimtab.engine.batched_lora.table import LEAST_SLOTS, AdapterSlots
-from trimtab.engine.families.chunk import layers_of
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kv.prefix_store import Match
+from trimtab.engine.kv.sequence import PrefillState
 from trimtab.engine.passes.chunk_forward import Form
 from trimtab.engine.passes.packed_forward import PackForward, Piece
 from trimtab.engine.prefill import last_token as open_prompts
-
-if TYPE_CHECKING:
-    from trimtab.engine.batch.request import Prompt
-    from trimtab.engine.prefill.prefill import Prompts
+from trimtab.engine.prefill.rows import Passes
+from trimtab.engine.prefill.selection import layers_of
 
 
 @dataclass(frozen=True)
@@ -64,11 +62,14 @@ PREPARED_TOKENS = 512
 SPARE_BYTES = 256 * 2**20
 
 
+State = TypeVar("State", bound=PrefillState)
+
+
 @dataclass(frozen=True)
-class Together:
+class Together(Generic[State]):
     """Prompts of one pass, in the order in which they wait. matches: what of each is in the prefix cache. size: places of a row."""
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[State, ...]
     matches: tuple[Match, ...]
     size: int
     rows: int
@@ -128,7 +129,7 @@ class ChunkSlots(AdapterSlots):
 class Packs:
     """The passes of several prompts of one batch."""
 
-    def __init__(self, prompts: Prompts) -> None:
+    def __init__(self, prompts: Passes) -> None:
         # Whoever has this is the one that it belongs to.
         self._owner = weakref.ref(prompts)
         self._forward: PackForward | None = None
@@ -136,7 +137,7 @@ class Packs:
         self.passes = 0
 
     @property
-    def prompts(self) -> Prompts:
+    def prompts(self) -> Passes:
         owner = self._owner()
         assert owner is not None
         return owner
@@ -170,7 +171,7 @@ class Packs:
 
     # Which -------------------------------------------------------------------------------------------------------------
 
-    def choose(self, waiting: Sequence[Prompt], most_tokens: int | None = None) -> Together | None:
+    def choose(self, waiting: Sequence[State], most_tokens: int | None = None) -> Together[State] | None:
         """Return the waiting prompts for one pass of at most `most_tokens`, the first among them; None if the first one is
         computed alone."""
         prompts = self.prompts
@@ -200,7 +201,7 @@ class Packs:
         costs = ADAPTER_INSIDE if unpacked is not None and unpacked.columns else PACKED_WEIGHTS
         may_end = kept[0][0].may_end_in_step and open_prompts.are_possible(prompts)
         ends_in_step = may_end and bool(prompts.batch.active)
-        share = open_prompts.share_of_layers(prompts._new_forward()) if ends_in_step else 1.0
+        share = open_prompts.share_of_layers(prompts.chunk_forward()) if ends_in_step else 1.0
         choice = choose_shape([lengths[number] for number in fitting], prompts.sizes, most, costs, share=share)
         if choice is None:
             return None
@@ -214,7 +215,7 @@ class Packs:
                 return None
         return Together(tuple(prompt for prompt, _ in chosen), tuple(match for _, match in chosen), size, rows)
 
-    def has_place(self, prompt: Prompt) -> bool:
+    def has_place(self, prompt: PrefillState) -> bool:
         """Whether a waiting prompt is short enough for such a pass, whichever others and whichever adapters take part."""
         if self.why_not() is not None or prompt.inputs.has_media or prompt.done_tokens:
             return False
@@ -224,7 +225,7 @@ class Packs:
         row.reuse, row.cached_tokens = reuse, cached_tokens  # nothing is reused yet
         return left_tokens <= max(self.prompts.sizes)
 
-    def _can(self, prompt: Prompt) -> bool:
+    def _can(self, prompt: PrefillState) -> bool:
         if prompt.inputs.has_media or prompt.done_tokens or prompt.logits is not None or prompt in self.prompts.jobs:
             return False
         batch, group = self.prompts.batch, prompt.row.group
@@ -251,7 +252,7 @@ class Packs:
 
     # How ---------------------------------------------------------------------------------------------------------------
 
-    def run(self, together: Together, rows: Sequence[int]) -> list[Tensor]:
+    def run(self, together: Together[Any], rows: Sequence[int]) -> list[Tensor]:
         """Put these prompts through, their keys and values into these rows of the cache; returns each one's logits [V]."""
         self._new_forward()  # the cache's layers are known from then on
         pieces = []

@@ -21,7 +21,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,11 +33,12 @@ from trimtab.engine.decode.graph_uses import FormUses
 from trimtab.engine.decode.step_capture import check_replay, in_pass
 from trimtab.engine.decode.step_choice import Fallback
 from trimtab.engine.families.chunk import ChunkLayers
-from trimtab.engine.families.last_layers import LastLayers, select_adapter
+from trimtab.engine.families.last_layers import LastLayers
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.dequantize import LEAST_TOKENS
 from trimtab.engine.kernels.gemm4 import PAYING_ROWS, covering
 from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv.sequence import PrefillState
 from trimtab.engine.layers import embedding as tables
 from trimtab.engine.layers.linear import Leaf
 from trimtab.engine.lora import fewer_ops as short_ops
@@ -51,20 +51,18 @@ from trimtab.engine.passes.prompt_job import PromptJob
 from trimtab.engine.prefill import last_token as open_prompts
 from trimtab.engine.prefill.layouts import Layouts, values_of
 from trimtab.engine.prefill.packing import Packs
+from trimtab.engine.prefill.rows import Rows
+from trimtab.engine.prefill.selection import select_adapter
 from trimtab.engine.prefill.tower_passes import TowerPasses, unloaded_error
 from trimtab.engine.tiers import streaming as tiers
 from trimtab.engine.towers.graphs import Towers
 from trimtab.engine.towers.kernels import TowerOps
 from trimtab.engine.towers.pieces import PausedError
-from trimtab.errors import gib
+from trimtab.errors import RequestError, gib
 from trimtab.planning.memory.activations import use_of
 from trimtab.planning.memory.prompts import LEAST_LARGEST, choose_chunks, planned_graphs, prompt_graph_bytes
 from trimtab.planning.values.copy_order import Piece
 from trimtab.planning.values.execution import CAPTURED
-
-if TYPE_CHECKING:
-    from trimtab.engine.batch.batch import Batch
-    from trimtab.engine.batch.request import Prompt
 
 # Graphs that are kept; beyond, what was used longest ago goes.
 MOST_GRAPHS = 40
@@ -85,7 +83,7 @@ class Prompts:
     them already."""
 
     def __init__(
-        self, batch: Batch, mode: str = "auto", sizes: Sequence[int] | None = None, *, counted_bytes: int = 0
+        self, batch: Rows, mode: str = "auto", sizes: Sequence[int] | None = None, *, counted_bytes: int = 0
     ) -> None:  # fmt: skip
         self.batch, self.model, self.device = batch, batch.model, batch.model.device
         self.captures = mode == "auto" and self.device.type == "cuda"
@@ -93,8 +91,8 @@ class Prompts:
         self.counted_bytes, self.capture_s, self.graph_bytes = counted_bytes, 0.0, 0
         self.sizes: tuple[int, ...] = ()
         self.is_steady = True  # whether the last chunk took as long as the next one of its form will
-        self.jobs: WeakKeyDictionary[Prompt, PromptJob] = WeakKeyDictionary()
-        self._owner: weakref.ref[Prompt] | None = None
+        self.jobs: WeakKeyDictionary[PrefillState, PromptJob] = WeakKeyDictionary()
+        self._owner: weakref.ref[PrefillState] | None = None
         self._forward: hf_prefill.ChunkForward | None = None
         self.firsts: ChunkLayers | None = None
         self.lasts: LastLayers | None = None
@@ -199,7 +197,7 @@ class Prompts:
 
     # One prompt ------------------------------------------------------------------------------------------------------
 
-    def takes(self, prompt: Prompt) -> bool:
+    def takes(self, prompt: PrefillState) -> bool:
         """Whether the next piece of a prompt is this object's to put through. Towers run when its first one is requested, or as
         much of them as one piece is while rows are being answered."""
         if prompt in self.jobs:
@@ -220,11 +218,12 @@ class Prompts:
             return False
         self.jobs[prompt], self._owner = job, weakref.ref(prompt)
         self.batch.pages.bind(prompt.row, self.batch.cache.prompt_row)
-        self._new_forward().begin(self.batch.cache.prompt_row)
+        self.chunk_forward().begin(self.batch.cache.prompt_row)
         self.batch.prefixes.into_row(job.kept, self.batch.cache.prompt_row)
         return True
 
-    def _new_forward(self) -> hf_prefill.ChunkForward:
+    def chunk_forward(self) -> hf_prefill.ChunkForward:
+        """Return what computes chunks, made when it is first needed."""
         if self._forward is None:
             self._forward = hf_prefill.ChunkForward(self.model.hf_model, self.batch.cache, self.model.dtype)
             if (
@@ -245,7 +244,15 @@ class Prompts:
         owner = None if self._owner is None else self._owner()
         return owner is None and (self.batch.cache.has_prompt_row or not self.batch.active)
 
-    def _begin(self, prompt: Prompt) -> PromptJob | None:
+    def check_turn(self, prompt: PrefillState) -> None:
+        """Raise RequestError for a prompt that begins while another is on its way: it would be computed another way."""
+        if self.is_on and not prompt.done_tokens and prompt not in self.jobs and not self.is_row_free:
+            raise RequestError(
+                "another prompt is on its way, and batch-invariant prompts go through one at a time", field="prompt",
+                hint="Complete it and give it its row first",
+            )  # fmt: skip
+
+    def _begin(self, prompt: PrefillState) -> PromptJob | None:
         inputs, media, offset = prompt.inputs, None, 0
         if inputs.has_media:
             if not self.tower_passes.takes_media:
@@ -258,15 +265,15 @@ class Prompts:
         kept = self.batch.prefixes.find(prompt, may_end_at=may_end_at)
         chunks: list[Chunk] | None = []
         if kept.tokens < inputs.prompt_tokens:
-            prompt.ends_in_step = open_prompts.ends_in_step(prompt, may_end_at)
-            chunks = open_prompts.chunks_of(prompt, self.sizes, kept.tokens, may_end_at)
+            prompt.ends_in_step = open_prompts.ends_in_step(prompt, self.batch, may_end_at)
+            chunks = open_prompts.chunks_of(prompt, self.sizes, kept.tokens, self.batch.prefixes, may_end_at)
         return None if chunks is None else PromptJob(chunks, media, offset, self.serial_of(prompt.row.adapter), kept)
 
     def serial_of(self, name: str | None) -> int | None:
         """Return the serial of an attached adapter, None for the base."""
         return None if name is None else self.model.adapter_store.serial_of(name)
 
-    def step(self, prompt: Prompt, most_tokens: int | None = None) -> bool:
+    def step(self, prompt: PrefillState, most_tokens: int | None = None) -> bool:
         """Compute the next chunk, of at most `most_tokens` where it can be cut. Returns True when the whole prompt is complete,
         with its states in the cache's prompt row.
 
@@ -291,7 +298,7 @@ class Prompts:
         chunk = job.chunks[job.done]
         if most_tokens is not None and chunk.size > most_tokens and job.media is None:
             sizes = [size for size in self.sizes if size <= most_tokens] or [min(self.sizes)]
-            job.chunks[job.done :] = open_prompts.chunks_of(prompt, sizes, chunk.start) or [chunk]
+            job.chunks[job.done :] = open_prompts.chunks_of(prompt, sizes, chunk.start, self.batch.prefixes) or [chunk]
             chunk = job.chunks[job.done]
         prompt.chunk_tokens = chunk.size
         form = forward.form_of(chunk, job.media)
@@ -306,17 +313,17 @@ class Prompts:
             prompt.offset, job.media = job.offset, None
         return is_through
 
-    def holds(self, prompt: Prompt) -> bool:
+    def holds(self, prompt: PrefillState) -> bool:
         """Whether a prompt's states are in the cache's prompt row."""
         return self._owner is not None and self._owner() is prompt
 
-    def release(self, prompt: Prompt) -> None:
+    def release(self, prompt: PrefillState) -> None:
         """Let another prompt have the row: this one has been given its own."""
         if self.holds(prompt):
             self._owner = None
         self.jobs.pop(prompt, None)
 
-    def evict(self, row: int, but: Prompt | None) -> None:
+    def evict(self, row: int, but: PrefillState | None) -> None:
         """Make room where the prompts' row is about to be filled: a prompt that waits there starts again in transformers' pass."""
         owner = None if self._owner is None else self._owner()
         if owner is None or owner is but or row != self.batch.cache.prompt_row:
@@ -326,8 +333,8 @@ class Prompts:
 
     # One chunk -------------------------------------------------------------------------------------------------------
 
-    def _run(self, form: Form, chunk: Chunk, prompt: Prompt) -> Tensor:
-        key, serial, in_kernels = select_adapter(self, self._new_forward(), prompt.row.adapter)
+    def _run(self, form: Form, chunk: Chunk, prompt: PrefillState) -> Tensor:
+        key, serial, in_kernels = select_adapter(self, self.chunk_forward(), prompt.row.adapter)
         if not self._can_stage(form, chunk, prompt.row.token_ids):
             self.is_steady = not self.captures
             return self._static(form)
@@ -455,7 +462,7 @@ class Prompts:
         for size, is_last in product(sorted(sizes, reverse=True), ends):
             if not self.captures:
                 return
-            forward = self._new_forward()
+            forward = self.chunk_forward()
             chunk = Chunk(0, min(size, (self.batch.context_tokens or size) - 1), size, is_last=is_last)
             forward.begin(self.batch.cache.prompt_row)
             forward.load(chunk, [token] * size)

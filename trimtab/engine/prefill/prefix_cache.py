@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,15 +40,12 @@ from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.kv_cache import LayerCache, SlotCache
 from trimtab.engine.kv.prefix_layout import CopyBuffer, Layout, PageField, RowViews, copy, holds_window
 from trimtab.engine.kv.prefix_store import Match, PrefixKey, PrefixStore, scope_of
+from trimtab.engine.kv.sequence import Inputs, PrefillState, Reuse, TokenSequence
 from trimtab.engine.prefill import encoder_cache
+from trimtab.engine.prefill.rows import Rows
 from trimtab.engine.tiers.reader import HostMemory
 from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.planning.memory.prefix_cache import ALIGNED, BLOCK_TOKENS, LEAST_PAGE_BYTES, prefix_reason, staging_bytes
-
-if TYPE_CHECKING:
-    from trimtab.engine.batch.batch import Batch
-    from trimtab.engine.batch.request import Prompt, Row
-    from trimtab.engine.chat.prompt import Inputs
 
 # A snapshot that saves fewer tokens than this is not worth its room, nor a chunk of its own behind what two prompts share.
 LEAST_SAVED_TOKENS = 64
@@ -252,7 +249,7 @@ class PrefixCache:
 class _Unsaved:
     """A prompt that has gone through, whose first token goes out before its states are copied."""
 
-    row: Row
+    row: TokenSequence
     offset: int
     logits: Tensor | None
 
@@ -260,27 +257,10 @@ class _Unsaved:
 # One batch -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class Reuse:
-    """The prefix that a request reuses and caches.
-
-    key: of its prompt. serial: of its adapter when it began. border: where its prompt is cut for a snapshot, from which later
-    prompts resume. places: where else snapshots are taken, of the states at its end. offset: of positions after its images.
-    logits: of its last token, if the whole prompt is cached.
-    """
-
-    key: PrefixKey
-    serial: int | None
-    border: int | None = None
-    places: tuple[int, ...] = ()
-    offset: int | None = None
-    logits: Tensor | None = None
-
-
 class Prefixes:
     """What one batch reuses of its model's prefix cache; nothing where the model has none."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Rows) -> None:
         self.batch, self.model = batch, batch.model
         self._unsaved: list[_Unsaved] = []
         # By row, of a cache of this layout.
@@ -290,12 +270,12 @@ class Prefixes:
     @property
     def cache(self) -> PrefixCache | None:
         """The model's cache, None if this batch cannot use it: rings of another context have another layout."""
-        cache: PrefixCache | None = getattr(self.model, "prefix_cache", None)
+        cache = self.model.prefix_cache
         if cache is None or cache.why_not is not None or cache.context_tokens != self.batch.context_tokens:
             return None
         return cache
 
-    def find(self, prompt: Prompt, *, may_end_at: Callable[[int], bool] = lambda _: True) -> Match:
+    def find(self, prompt: PrefillState, *, may_end_at: Callable[[int], bool] = lambda _: True) -> Match:
         """Return the cached part of a prompt: all of it with the logits of its last token, or at most all tokens but the last.
         Also records where a snapshot would help."""
         self.flush()
@@ -303,7 +283,9 @@ class Prefixes:
         row.reuse, row.cached_tokens = None, 0
         if cache is None or row.client is None or (inputs.has_media and not inputs.marks) or self._is_gone(row.adapter):
             return Match()
-        piece = company.piece_tokens(self.batch) if self.batch.is_invariant else 0
+        piece = (
+            company.piece_tokens(self.batch.prompts.sizes, self.model.prefill_tokens) if self.batch.is_invariant else 0
+        )
         if piece and inputs.has_media:
             return Match()
         serial = None if row.adapter is None else self.model.adapter_store.serial_of(row.adapter)
@@ -345,7 +327,7 @@ class Prefixes:
                 reuse.border = max(place, reuse.border or 0)
         reuse.places = tuple(sorted(places))
 
-    def _find_pieces(self, row: Row, piece: int) -> Match:
+    def _find_pieces(self, row: TokenSequence, piece: int) -> Match:
         """Return the whole pieces of a batch-invariant prompt that are kept, and cut it behind its last one to keep them."""
         cache, reuse = self.cache, row.reuse
         assert cache is not None and reuse is not None
@@ -374,7 +356,7 @@ class Prefixes:
             reuse.logits = kept
         return match
 
-    def resume(self, prompt: Prompt) -> int:
+    def resume(self, prompt: PrefillState) -> int:
         """Start a prompt that transformers computes after its cached part. Returns the offset of its positions there.
 
         Images and audio are computed with the whole prompt: it resumes after the last one, or not at all.
@@ -390,7 +372,7 @@ class Prefixes:
             prompt.logits = prompt.row.reuse.logits
         return (match.offset or 0) if needs_offset else 0
 
-    def border(self, prompt: Prompt) -> int:
+    def border(self, prompt: PrefillState) -> int:
         """Return where a prompt's next piece has to end at the latest, so that a snapshot can be taken."""
         reuse = prompt.row.reuse
         if reuse is None or reuse.border is None or reuse.border <= prompt.done_tokens:
@@ -446,7 +428,7 @@ class Prefixes:
         first = max(tokens - (window - 1), 0)
         return torch.arange(first, tokens, device=self.model.device) % places
 
-    def encoders(self, prompt: Prompt, *, is_counted: bool = True) -> AbstractContextManager[None]:
+    def encoders(self, prompt: PrefillState, *, is_counted: bool = True) -> AbstractContextManager[None]:
         """Return a context in which the towers answer from what is kept of a prompt's images and audio. is_counted: False where
         their look-ups have been counted."""
         cache, inputs, row = self.cache, prompt.inputs, prompt.row
@@ -464,7 +446,7 @@ class Prefixes:
 
     # Keeping ----------------------------------------------------------------------------------------------------------
 
-    def piece_done(self, prompt: Prompt) -> None:
+    def piece_done(self, prompt: PrefillState) -> None:
         """Keep a prompt's states where it was cut for a snapshot."""
         reuse, cache = prompt.row.reuse, self.cache
         if reuse is None or reuse.border is None or prompt.done_tokens != reuse.border:
@@ -482,7 +464,7 @@ class Prefixes:
             views = partial(self._views_of_prompt, prompt.cache, prompt.done_tokens)
         self._keep(prompt.row, prompt.done_tokens, views, snapshot=True, offset=None)
 
-    def joined(self, prompt: Prompt) -> None:
+    def joined(self, prompt: PrefillState) -> None:
         """Count what a complete prompt reused that has its row. `flush` copies its states, after its first token is out."""
         cache, row = self.cache, prompt.row
         if cache is None or row.reuse is None or not cache.learn(self.batch.cache) or cache.store is None:
@@ -495,7 +477,7 @@ class Prefixes:
         if not self.batch.is_invariant:  # such prompts are kept where their last whole piece ended
             self._unsaved.append(_Unsaved(row, prompt.offset, prompt.logits))
 
-    def first_logits(self, row: Row, logits: Tensor) -> None:
+    def first_logits(self, row: TokenSequence, logits: Tensor) -> None:
         """Let the logits [V] of a prompt's last token, which a step computed, be kept with its states: `flush` copies them before
         the next step overwrites them."""
         if self.cache is None or self.cache.store is None or not self.cache.store.snapshot_pages:
@@ -528,7 +510,7 @@ class Prefixes:
             if kept and cache.store.snapshot_pages and one.logits is not None:
                 cache.put_blob(_logits_key(row.reuse.key), one.logits)
 
-    def leaving(self, row: Row) -> None:
+    def leaving(self, row: TokenSequence) -> None:
         """Keep the answer of a row that is about to leave, for the next turn of its chat."""
         self.flush()
         if row.reuse is None or row.error is not None or row.finish == "error" or self.batch.is_invariant:
@@ -540,7 +522,7 @@ class Prefixes:
         self._keep(row, count, views, snapshot=is_whole, offset=row.reuse.offset)
 
     def _keep(
-        self, row: Row, count: int, views: Callable[[], RowViews], *, snapshot: bool, offset: int | None
+        self, row: TokenSequence, count: int, views: Callable[[], RowViews], *, snapshot: bool, offset: int | None
     ) -> bool:  # fmt: skip
         """Keep the states of a row's first `count` tokens; returns whether they may be kept."""
         cache, reuse = self.cache, row.reuse

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv.sequence import PrefillState
 from trimtab.engine.prefill import last_token as open_prompts
+from trimtab.engine.prefill.rows import Rows
 from trimtab.engine.towers.pieces import PausedError
 
-if TYPE_CHECKING:
-    from trimtab.engine.batch.batch import Batch
-    from trimtab.engine.batch.request import Prompt
 
-
-def step(batch: Batch, prompt: Prompt, most_tokens: int | None = None) -> bool:
+def step(batch: Rows, prompt: PrefillState, most_tokens: int | None = None) -> bool:
     """Compute the next chunk of a prompt, of at most `most_tokens` where its inputs can be cut. Returns True when the prompt is
     complete, or all of it but a last token that goes through with a step."""
     model = batch.model
     if not prompt.done_tokens:
         is_text = not prompt.inputs.has_media and prompt.logits is None
-        prompt.ends_in_step = is_text and open_prompts.ends_in_step(prompt)
+        prompt.ends_in_step = is_text and open_prompts.ends_in_step(prompt, batch)
         is_between = batch.prompts.tower_passes.is_between_pieces(prompt)
         # The chunks behind a resumed one go on at its positions.
         prompt.offset = 0 if is_between else batch.prefixes.resume(prompt)
@@ -38,7 +36,7 @@ def step(batch: Batch, prompt: Prompt, most_tokens: int | None = None) -> bool:
     is_whole = prompt.inputs.has_media and not start and not is_embedded
     if prompt.cache is None:
         prompt.cache = hf_slots.prompt_cache(model.hf_model, batch.cache.kv)
-    chunk = getattr(model, "prefill_tokens", None) or count
+    chunk = model.prefill_tokens or count
     end = count if is_whole else min(last, start + min(chunk, most_tokens or chunk), batch.prefixes.border(prompt))
     prompt.chunk_tokens = end - start
     if not is_whole:

@@ -10,16 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv.sequence import PrefillState
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
+from trimtab.engine.memory.shared_pool import PromptRoom
 from trimtab.engine.passes.chunk_forward import covered
 from trimtab.engine.passes.media_embeddings import Media, looking_ahead, media_of
+from trimtab.engine.prefill.rows import Passes
 from trimtab.engine.towers.pieces import (
     PIECE_POSITIONS,
     PIECE_S,
@@ -31,23 +34,18 @@ from trimtab.engine.towers.pieces import (
 )
 from trimtab.errors import RequestError
 
-if TYPE_CHECKING:
-    from trimtab.engine.batch.request import Prompt
-    from trimtab.engine.memory.shared_pool import PromptRoom
-    from trimtab.engine.prefill.prefill import Prompts
-
 
 class TowerPasses:
     """The towers' passes of one batch's prompts. takes_media: whether captured prompts know this family's media. paused: prompts in
     the middle of their towers."""
 
-    def __init__(self, prompts: Prompts) -> None:
+    def __init__(self, prompts: Passes) -> None:
         self.prompts, self.takes_media = prompts, True
-        self.paused: WeakKeyDictionary[Prompt, TowerPieces] = WeakKeyDictionary()
+        self.paused: WeakKeyDictionary[PrefillState, TowerPieces] = WeakKeyDictionary()
         # Of prompts whose towers are complete: the adapter's serial, and embeddings [1, S, D].
-        self._embeddings: WeakKeyDictionary[Prompt, tuple[int | None, Tensor]] = WeakKeyDictionary()
+        self._embeddings: WeakKeyDictionary[PrefillState, tuple[int | None, Tensor]] = WeakKeyDictionary()
 
-    def media_of(self, prompt: Prompt) -> Media | None:
+    def media_of(self, prompt: PrefillState) -> Media | None:
         """Return the inputs of a prompt with media after its towers have run; None where this is unknown for the family.
 
         Errors: PausedError if the towers continue in the next chunk, because rows are being decoded.
@@ -93,7 +91,7 @@ class TowerPasses:
         lies between two of them must not be allocated where a graph of a prompt may write."""
         return None if self.prompts.towers.captures else self.prompts.room
 
-    def _begin_pieces(self, prompt: Prompt) -> TowerPieces:
+    def _begin_pieces(self, prompt: PrefillState) -> TowerPieces:
         """Return what cuts the next piece of a prompt's towers: nothing while no row is being decoded."""
         serial, pieces = self.prompts.serial_of(prompt.row.adapter), self.paused.pop(prompt, None)
         if pieces is None or pieces.serial != serial:
@@ -104,16 +102,16 @@ class TowerPasses:
             pieces.begin(None)
         return pieces
 
-    def is_between_pieces(self, prompt: Prompt) -> bool:
+    def is_between_pieces(self, prompt: PrefillState) -> bool:
         """Whether a prompt's towers have begun, and nothing of its decoder."""
         return prompt in self.paused or (self.has_embeddings(prompt) and not prompt.done_tokens)
 
-    def has_embeddings(self, prompt: Prompt) -> bool:
+    def has_embeddings(self, prompt: PrefillState) -> bool:
         """Whether a prompt's towers are complete, and transformers' passes of its chunks take their embeddings from here."""
         return prompt in self._embeddings
 
     @contextmanager
-    def embedded(self, prompt: Prompt, start: int, end: int) -> Iterator[None]:
+    def embedded(self, prompt: PrefillState, start: int, end: int) -> Iterator[None]:
         """Let transformers' pass of a chunk decode the embeddings that the towers' pass has made of its tokens.
 
         Errors: RequestError if the prompt's adapter was unloaded since then.
@@ -132,7 +130,7 @@ class TowerPasses:
         if end == embeddings.shape[1]:
             del self._embeddings[prompt]
 
-    def with_towers(self, prompt: Prompt, compute: Callable[[], Any], *, is_counted: bool = True) -> Any:
+    def with_towers(self, prompt: PrefillState, compute: Callable[[], Any], *, is_counted: bool = True) -> Any:
         """Return what `compute` returns: transformers' pass of a whole prompt with media. On a CPU the towers go through in
         pieces before the decoder while rows are being decoded. is_counted: False where an earlier pass has counted the
         look-ups of its media.
@@ -184,7 +182,7 @@ def _copied(media: Media) -> Media:
     return replace(media, embeddings=media.embeddings.clone(), deep=deep, masks=masks)
 
 
-def unloaded_error(prompt: Prompt, adapters: Sequence[str]) -> RequestError:
+def unloaded_error(prompt: PrefillState, adapters: Sequence[str]) -> RequestError:
     """Return the error of a prompt whose adapter was unloaded since it began."""
     return RequestError(
         "this adapter was unloaded while a prompt was running", field="adapter", value=prompt.row.adapter,

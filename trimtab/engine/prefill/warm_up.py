@@ -11,21 +11,18 @@ when the model is loaded. A graph that is needed before its turn is captured at 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.lora.host_adapter import HeldAdapter
 from trimtab.engine.memory import reserve as transient_room
+from trimtab.engine.prefill.rows import Rows
 from trimtab.errors import RequestError
-
-if TYPE_CHECKING:
-    from trimtab.engine.batch.batch import Batch
-    from trimtab.engine.lora.host_adapter import HeldAdapter
 
 
 class CaptureAhead:
     """The graphs of one batch that are captured before they are needed."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Rows) -> None:
         self.batch, self.model = batch, batch.model
         self._left: list[tuple[str, list[int]]] = []  # ("steps" or "prompts", sizes; none: prompts of several)
 

@@ -43,7 +43,7 @@ from trimtab.planning.memory.towers import BUFFERS, SHAPES
 from trimtab.planning.values.execution import CAPTURED
 
 if TYPE_CHECKING:
-    from trimtab.engine.model import LoadedModel
+    from trimtab.engine.layers.context import EngineContext
 
 TOWERS = ("vision", "audio")
 # Frames of 10 ms that sounds are padded to: 1.3 to 30.7 s, each at most half more than the one before.
@@ -124,7 +124,7 @@ class Towers:
     """The captured layers of one model's towers. mode: "auto", captured where the plan says so; "static": through the same buffers,
     never captured, on any device; "eager": as they are."""
 
-    def __init__(self, model: LoadedModel, mode: str, fall_back: FallBack) -> None:
+    def __init__(self, model: EngineContext, mode: str, fall_back: FallBack) -> None:
         self.model, self.device, self._fall_back = model, model.device, fall_back
         planned = model.plan.execution.towers
         self.captures = mode == "auto" and planned is not None and planned.mode in CAPTURED
@@ -358,7 +358,7 @@ class Towers:
         return graph
 
 
-def layers_of(model: Any) -> dict[nn.Module, str]:
+def layers_of(model: EngineContext) -> dict[nn.Module, str]:
     """Return the layers of a model's towers, each with the tier of its weights."""
     tiers, paths = model.plan.tiers(), {}
     for row in model.anatomy.rows:

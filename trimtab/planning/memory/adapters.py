@@ -15,9 +15,9 @@ from trimtab.adapters.match import AdapterSpec
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.planning.memory.activations import needs_of, use_of
 from trimtab.planning.memory.prompts import has_room, prompt_bytes
+from trimtab.planning.plan.plan import Plan
 from trimtab.planning.values.byte_sizes import HELD_OBJECT_BYTES
 from trimtab.planning.values.execution import CAPTURED, step_bytes
-from trimtab.planning.values.plan import Plan
 
 # Captured prompts read adapters of one layout from one place; so many places are kept.
 MOST_LAYOUTS = 2

@@ -15,9 +15,9 @@ from dataclasses import replace
 from math import prod
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
+from trimtab.planning.plan.plan import Plan
 from trimtab.planning.values.byte_sizes import HEAD8, Rates, packed_bytes
 from trimtab.planning.values.execution import KERNEL_ROWS, LEAST_CAPABILITY, head_rows
-from trimtab.planning.values.plan import Plan
 
 KERNEL_DTYPE = "bfloat16"
 # Rows of a step -> seconds of torch's product with 8 bits, as a multiple of the full head's in bfloat16: E4B on an H200

@@ -11,11 +11,11 @@ from functools import lru_cache
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
 from trimtab.planning.memory.activations import FLOAT32_BYTES, KEPT, Use, needs_of, use_of
+from trimtab.planning.plan.plan import Plan
 from trimtab.planning.values.blocks import quant_of
 from trimtab.planning.values.execution import CAPTURED, SMALL_BUDGET_BYTES
 from trimtab.planning.values.kv_bytes import LAYER_KERNELS as KV8_KERNELS
 from trimtab.planning.values.kv_bytes import NODE_BYTES, copy_bytes
-from trimtab.planning.values.plan import Plan
 
 # Allocator slack: what the pool of graphs that have one of their own (towers) holds beyond its tensors, in segments that torch
 # never joins, as a share of each kernel in them. No run that measures it is recorded.

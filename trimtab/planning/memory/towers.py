@@ -13,8 +13,8 @@ from dataclasses import replace
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
 from trimtab.planning.memory.activations import FLOAT32_BYTES, Use, needs_of, patches_of, use_of, widths_of
 from trimtab.planning.memory.prompts import ADAPTER_KERNELS, KERNEL_BYTES, PLAIN_KERNELS, QUANTIZED_KERNELS
+from trimtab.planning.plan.plan import Plan
 from trimtab.planning.values.execution import CAPTURED, Phase
-from trimtab.planning.values.plan import Plan
 
 GRAPHS, BUFFERS, POOL = "tower_graphs", "tower_buffers", "tower_activations"
 PARTS = ("vision", "audio", "connector")

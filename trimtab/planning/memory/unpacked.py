@@ -18,8 +18,8 @@ from dataclasses import replace
 from math import prod
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
+from trimtab.planning.plan.plan import Plan
 from trimtab.planning.values.execution import CAPTURED, FUSED_DTYPES, FUSED_QUANTS, KERNEL_ROWS
-from trimtab.planning.values.plan import Plan
 
 ITEM = "unpacked_weights"
 # Behind each row, for the adapter of a prompt (engine/batched_lora/unpacked_columns.py): three for each rank of the layers over one

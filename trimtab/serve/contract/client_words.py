@@ -13,15 +13,18 @@ from dataclasses import fields
 from typing import Any
 
 from trimtab.request import GenerateRequest, LoadRequest
-from trimtab.serve.api.request_kinds import REQUESTS
 
 # The server's own flags, which its administrators know.
 SERVER_FLAGS = ("adapter-root", "resident-adapters")
 RENAMED = {"max_new_tokens": "max_tokens", "template_kwargs": "chat_template_kwargs"}
 HIDDEN = "The server cannot do this; its log has the reason"
-_ON_THE_WIRE = {field.alias or name for kind in REQUESTS.values() for name, field in kind.model_fields.items()}
+# Names of arguments that bodies of requests have too.
+ALSO_SENT = frozenset(
+    ("frequency_penalty", "logit_bias", "logprobs", "min_p", "model", "presence_penalty", "repetition_penalty", "seed", "stop",
+     "temperature", "top_k", "top_p")
+)  # fmt: skip
 # Names of arguments that no request has.
-ARGUMENTS = {field.name for kind in (LoadRequest, GenerateRequest) for field in fields(kind)} - _ON_THE_WIRE
+ARGUMENTS = {field.name for kind in (LoadRequest, GenerateRequest) for field in fields(kind)} - ALSO_SENT
 _LONG = sorted(name for name in ARGUMENTS if "_" in name)
 _FOREIGN = re.compile(
     rf"(?<![\w-])--(?!(?:{'|'.join(SERVER_FLAGS)})\b)[a-z]|\b(?:{'|'.join(_LONG)})\b|\b(?:{'|'.join(sorted(ARGUMENTS))})="

@@ -13,7 +13,7 @@ from trimtab.engine.batch.request import Constraint
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.answer_forms import AnswerForm
 from trimtab.engine.chat.answer_reader import AnswerReader
-from trimtab.engine.chat.prompt import Inputs
+from trimtab.engine.kv.sequence import Inputs
 from trimtab.errors import RequestError
 from trimtab.serve.contract.job import Event, Job, Token
 from trimtab.serve.grammar.constraint import AfterThought, Grammar

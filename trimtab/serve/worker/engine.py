@@ -28,7 +28,7 @@ from trimtab.engine.calls.prompt_logprobs import PromptScores
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.media import SAMPLE_RATE, picture_bytes, sound_rate
 from trimtab.engine.chat.media_ahead import audio_ahead, images_ahead
-from trimtab.engine.chat.prompt import Inputs
+from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.lora.host_adapter import HeldAdapter
 from trimtab.engine.model import LoadedModel
 from trimtab.engine.prefill.chunk_times import ChunkTimes
@@ -547,7 +547,7 @@ class LoadedEngine:
 
 def empty_row(model: LoadedModel, adapter: str | None, request: GenerateRequest) -> Row:
     """Return a row that is in no batch: of a job that draws no tokens."""
-    return Row(adapter, request, Sampler(request, model.device), [], 0)
+    return Row(adapter, request, [], 0, sampler=Sampler(request, model.device))
 
 
 def _is_constrained(job: Job) -> bool:

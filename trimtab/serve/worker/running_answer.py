@@ -8,7 +8,7 @@ from trimtab.engine.batch.generate import Detokenizer
 from trimtab.engine.batch.request import Constraint, Prompt, Row
 from trimtab.engine.calls.embedding import Embedding
 from trimtab.engine.calls.prompt_logprobs import PromptScores
-from trimtab.engine.chat.prompt import Inputs
+from trimtab.engine.kv.sequence import Inputs
 from trimtab.serve.contract.job import Event, Job
 from trimtab.serve.worker.answer_parts import Reading
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trimtab.errors import gib
+from trimtab.report.cells import markdown_cell, markdown_table, number, table, yes
 from trimtab.verification.merges.retention import mean_survival
-from trimtab.verification.render.cells import markdown_cell, markdown_table, number, table, yes
 
 if TYPE_CHECKING:
     from trimtab.verification.merges.variants import LaneReport, LaneRun

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import gib
+from trimtab.report.cells import markdown_cell, markdown_table, number, table, yes
 from trimtab.verification.merges.retention import mean_survival
 from trimtab.verification.merges.variants_text import lanes_markdown
-from trimtab.verification.render.cells import markdown_cell, markdown_table, number, table, yes
 from trimtab.verification.routes.alarm_rate import FALSE_ALARM_RATE, MARGIN
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 
 from trimtab.api import load, plan_request
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.chat.prompt import Inputs
+from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.lora.layers import EmbeddingAdapter
 from trimtab.planning import Plan
 from trimtab.request import GenerateRequest, LoadRequest

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trimtab.api import load, plan_request
-from trimtab.engine.chat.prompt import Inputs
+from trimtab.engine.kv.sequence import Inputs
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.verification.routes import teacher_forcing as forced
 from trimtab.verification.routes.prompts import Prompt

@@ -1,7 +1,7 @@
 """The frozen Plan and its file format.
 
 For each block a plan records the tier, the bytes on every device and the reason. It prints as a table
-(`planning/display/table.py`), and
+(`planning/plan/table.py`), and
 its JSON is read back equal. Bytes are integers everywhere.
 """
 
@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from trimtab.errors import CheckpointError, RequestError
-from trimtab.planning.display import chart as picture
-from trimtab.planning.display.table import table
-from trimtab.planning.module_tree import ModuleTree
+from trimtab.planning.plan import chart as picture
+from trimtab.planning.plan.module_tree import ModuleTree
+from trimtab.planning.plan.table import table
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.cards import Card, marked
 from trimtab.planning.values.execution import MODES, Execution

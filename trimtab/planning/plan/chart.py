@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trimtab.errors import gib
-from trimtab.planning.display.table import predicted_rate
+from trimtab.planning.plan.table import predicted_rate
 from trimtab.report.charts import (
     INK,
     LINE,
@@ -29,7 +29,7 @@ from trimtab.report.charts import (
 )
 
 if TYPE_CHECKING:
-    from trimtab.planning.values.plan import Plan
+    from trimtab.planning.plan.plan import Plan
 
 BAR_HEIGHT = 46
 BAR_WIDTH = WIDTH - 2 * MARGIN

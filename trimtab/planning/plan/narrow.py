@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
 from trimtab.errors import gib
-from trimtab.planning.display.table import grouped, held_limit, keys_and_values, predicted_rate, time_text
-from trimtab.planning.values.plan import Plan
+from trimtab.planning.plan.plan import Plan
+from trimtab.planning.plan.table import grouped, held_limit, keys_and_values, predicted_rate, time_text
 from trimtab.planning.values.rows import OUTSIDE_PEAK
 
 WIDTH = 80

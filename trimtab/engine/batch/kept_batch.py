@@ -6,17 +6,13 @@ The plan counts one batch. A call with another number of rows gives the kept one
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
 
 import torch
 
-from trimtab.engine.batch.batch import Batch
-
-if TYPE_CHECKING:
-    from trimtab.engine.model import LoadedModel
+from trimtab.engine.batch.batch import Batch, BatchModel
 
 
-def single(model: LoadedModel) -> Batch | None:
+def single(model: BatchModel) -> Batch | None:
     """Return what `LoadedModel.rows` does, see there."""
     # transformers' generation would not use the prefix cache.
     keeps = model.prefix_cache is not None and model.prefix_cache.why_not is None
@@ -35,7 +31,7 @@ def single(model: LoadedModel) -> Batch | None:
     return model.batch_kept
 
 
-def take(model: LoadedModel, rows: int) -> Batch:
+def take(model: BatchModel, rows: int) -> Batch:
     """Return an idle batch of so many rows, the kept one if it has as many. It is the caller's until `keep`."""
     if model.batch_kept is None or model.batch_kept.rows != rows:
         forget(model)
@@ -44,17 +40,17 @@ def take(model: LoadedModel, rows: int) -> Batch:
     return batch
 
 
-def keep(model: LoadedModel, batch: Batch) -> bool:
+def keep(model: BatchModel, batch: Batch) -> bool:
     """Keep an idle batch for the next call if its steps are captured and it is the one that the plan counts. Returns whether it is
     kept."""
     is_idle = batch.free_rows == batch.rows and not batch.prompts.jobs
-    if model._loaded is None or not is_idle or not batch.steps.is_captured or batch.rows != model.plan.request.batch:
+    if not model.is_open or not is_idle or not batch.steps.is_captured or batch.rows != model.plan.request.batch:
         return False
     model.batch_kept = batch
     return True
 
 
-def forget(model: LoadedModel) -> None:
+def forget(model: BatchModel) -> None:
     """Give the kept batch's memory back."""
     if model.batch_kept is None:
         return

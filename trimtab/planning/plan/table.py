@@ -14,7 +14,7 @@ from trimtab.planning.values.rows import OUTSIDE_PEAK, Placement, Unquantized
 from trimtab.process.text_table import aligned
 
 if TYPE_CHECKING:
-    from trimtab.planning.values.plan import Plan
+    from trimtab.planning.plan.plan import Plan
 
 WIDEST_REASON = 110
 

@@ -1,0 +1,112 @@
+"""What is known of a request below its batch: its inputs, its tokens, and how much of its prompt is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.kv.prefix_store import Mark, PrefixKey
+from trimtab.request import GenerateRequest
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of a forward pass: tensors on the execution device, floats in the model's dtype, one row.
+
+    marks: the tokens of each image or audio clip, with the digest of its content; empty where that is unknown. turns: the
+    number of tokens up to the end of each turn. opening: how many tokens all chats with its tools and system messages begin with; 0
+    without any, and where no prefix cache needs the number.
+    """
+
+    tensors: Mapping[str, Tensor]
+    prompt_tokens: int
+    token_ids: tuple[int, ...]
+    has_media: bool
+    marks: tuple[Mark, ...] = ()
+    turns: tuple[int, ...] = ()
+    opening: int = 0
+
+    def to(self, device: torch.device) -> Inputs:
+        """Return the same inputs on a device."""
+        return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
+
+
+@dataclass(eq=False)
+class Reuse:
+    """The prefix that a request reuses and caches.
+
+    key: of its prompt. serial: of its adapter when it began. border: where its prompt is cut for a snapshot, from which later
+    prompts resume. places: where else snapshots are taken, of the states at its end. offset: of positions after its images.
+    logits: of its last token, if the whole prompt is cached.
+    """
+
+    key: PrefixKey
+    serial: int | None
+    border: int | None = None
+    places: tuple[int, ...] = ()
+    offset: int | None = None
+    logits: Tensor | None = None
+
+
+@dataclass(eq=False)
+class TokenSequence:
+    """The tokens of one request, and where their keys and values are.
+
+    adapter: a name, None for the base. token_ids: prompt and answer so far; prompt_tokens: length of the prompt. number: its row in
+    the cache, -1 without one. finish: None while it runs, "stop", "length" or "error"; then `error` is why no token could be
+    sampled, and the other rows continue. client: whose cached prefixes it may use, None for none; cached_tokens: how many of its
+    prompt's tokens it took from them; written: positions written; reuse: what it reuses. group: rows with one prompt, whose
+    computation is copied; shared_tokens: how much of it. logits: of the prompt's last token [V]. pages: of the pool, where rows
+    share one.
+    """
+
+    adapter: str | None
+    request: GenerateRequest
+    token_ids: list[int]
+    prompt_tokens: int
+    number: int = -1
+    finish: str | None = None
+    error: BaseException | None = None
+    client: str | None = None
+    cached_tokens: int = 0
+    written: int = 0
+    reuse: Reuse | None = None
+    group: str = ""
+    logits: Tensor | None = None
+    shared_tokens: int = 0
+    pages: tuple[int, ...] | None = None
+
+    @property
+    def answer_ids(self) -> list[int]:
+        """The answer's tokens so far, its end token included."""
+        return self.token_ids[self.prompt_tokens :]
+
+
+@dataclass(eq=False)
+class PrefillState:
+    """How much of a prompt is computed.
+
+    inputs: of `LoadedModel.prepare`. row: its request. done_tokens: tokens computed so far; chunk_tokens: length of the next chunk.
+    logits: of its last token [V], once complete. cache, offset: where its keys and values are; no cache where captured chunks write
+    them into the batch's own, and before transformers' pass. ends_in_step: its last token goes through with the rows' next step
+    (last_token.py); may_end_in_step: whether whoever steps the batch joins such prompts.
+    """
+
+    inputs: Inputs
+    row: TokenSequence
+    cache: Any = None
+    done_tokens: int = 0
+    logits: Tensor | None = None
+    offset: int = 0
+    chunk_tokens: int = 0
+    ends_in_step: bool = False
+    may_end_in_step: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether all but its last token are complete, and that one goes through with the rows' next step."""
+        return self.ends_in_step and self.logits is None and 0 < self.done_tokens == self.inputs.prompt_tokens - 1

@@ -1,0 +1,49 @@
+"""What do the rooms of the engine know of the model that they run in? They read it, and none of them writes to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.engine.layers.unpacked import UnpackedWeights
+from trimtab.engine.lora.store import AdapterStore
+from trimtab.engine.tiers.streaming import Streamer
+from trimtab.planning import Plan
+
+
+class EngineContext(Protocol):
+    """A loaded model as its steps, chunks and towers see it. Each property says what is so now: a closed model has no modules.
+
+    hf_model: transformers' module tree. streamer: copies streamed blocks, None without any. unpacked: weights kept dequantized.
+    measuring: is told (done, of) while kernels are measured.
+    """
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def hf_model(self) -> Any: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def anatomy(self) -> Anatomy: ...
+
+    @property
+    def adapter_store(self) -> AdapterStore: ...
+
+    @property
+    def streamer(self) -> Streamer | None: ...
+
+    @property
+    def unpacked(self) -> UnpackedWeights | None: ...
+
+    @property
+    def measuring(self) -> Callable[[int, int], None] | None: ...

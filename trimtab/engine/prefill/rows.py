@@ -1,0 +1,217 @@
+"""What do the parts of prefill see of the batch whose prompts they compute, and of each other?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.decode.decode_step import DecodeStep
+from trimtab.engine.families.chunk import ChunkLayers
+from trimtab.engine.families.last_layers import LastLayers
+from trimtab.engine.kernels.dequantize import PromptKernels
+from trimtab.engine.kv.batch_state import BatchState
+from trimtab.engine.kv.kv_cache import SlotCache
+from trimtab.engine.kv.pages import RowPages
+from trimtab.engine.kv.prefix_store import Match
+from trimtab.engine.kv.sequence import PrefillState, TokenSequence
+from trimtab.engine.layers.context import EngineContext
+from trimtab.engine.layers.linear import Leaf
+from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora.host_adapter import HeldAdapter
+from trimtab.engine.memory.shared_pool import PromptRoom
+from trimtab.engine.passes.chunk_forward import ChunkForward
+from trimtab.engine.passes.prompt_job import PromptJob
+from trimtab.engine.towers.graphs import Towers
+
+
+class PrefillContext(EngineContext, Protocol):
+    """A loaded model as prefill sees it."""
+
+    @property
+    def context_tokens(self) -> int: ...
+
+    @property
+    def prefill_tokens(self) -> int: ...
+
+    @property
+    def adapters(self) -> tuple[str, ...]: ...
+
+    @property
+    def prompt_room(self) -> PromptRoom | None: ...
+
+    @property
+    def prefix_cache(self) -> Any: ...  # `PrefixCache`, which itself reads this
+
+    def lend_prompt_room(self) -> None: ...
+
+    def fitting(self, held: HeldAdapter) -> lora.Fitting: ...
+
+    def adapter_content(self, name: str | None) -> str: ...
+
+    def tower_content(self, name: str | None) -> str: ...
+
+
+class PrefixUse(Protocol):
+    """What a prompt takes from the prefix cache."""
+
+    def find(self, prompt: PrefillState, *, may_end_at: Callable[[int], bool] = ...) -> Match: ...
+
+    def border(self, prompt: PrefillState) -> int: ...
+
+    def resume(self, prompt: PrefillState) -> int: ...
+
+    def into_row(self, match: Match, row: int) -> None: ...
+
+    def encoders(self, prompt: PrefillState, *, is_counted: bool = True) -> AbstractContextManager[None]: ...
+
+
+class TowerUse(Protocol):
+    """The towers of prompts with media."""
+
+    def is_between_pieces(self, prompt: PrefillState) -> bool: ...
+
+    def has_embeddings(self, prompt: PrefillState) -> bool: ...
+
+    def embedded(self, prompt: PrefillState, start: int, end: int) -> AbstractContextManager[None]: ...
+
+    def with_towers(self, prompt: PrefillState, compute: Callable[[], Any], *, is_counted: bool = True) -> Any: ...
+
+
+class LayoutUse(Protocol):
+    """Where passes read adapters."""
+
+    @property
+    def names(self) -> set[str]: ...
+
+    def set_adapter(self, name: str | None) -> tuple[Hashable, int | None]: ...
+
+    def set_towers(self, name: str | None) -> tuple[Hashable, int | None]: ...
+
+
+class Passes(Protocol):
+    """The captured prompts of a batch (`Prompts`), as the parts that it owns see them. firsts, lasts: what computes layers of a
+    pass in place of modules, made for the present steps."""
+
+    firsts: ChunkLayers | None
+    lasts: LastLayers | None
+    four_bit: list[Leaf]
+
+    @property
+    def batch(self) -> Rows: ...
+
+    @property
+    def model(self) -> PrefillContext: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+
+    @property
+    def captures(self) -> bool: ...
+
+    @property
+    def is_on(self) -> bool: ...
+
+    @property
+    def may_be_cut(self) -> bool: ...
+
+    @property
+    def most_packed(self) -> int: ...
+
+    @property
+    def jobs(self) -> MutableMapping[PrefillState, PromptJob]: ...
+
+    @property
+    def layouts(self) -> LayoutUse: ...
+
+    @property
+    def tower_passes(self) -> TowerUse: ...
+
+    @property
+    def towers(self) -> Towers: ...
+
+    @property
+    def room(self) -> PromptRoom | None: ...
+
+    @property
+    def staged_tables(self) -> Sequence[Any]: ...
+
+    @property
+    def placeholders(self) -> frozenset[int]: ...
+
+    def chunk_forward(self) -> ChunkForward: ...
+
+    def computed(
+        self, key: tuple[Hashable, ...], serial: int | None, rows: Sequence[int], stage: Callable[[], None] = ...,
+        *, at_once: bool = False,
+    ) -> Tensor: ...  # fmt: skip
+
+    def extra_bytes(self, sizes: Sequence[int] | None = None, *, adapters: bool = True) -> int: ...
+
+    def fall_back(self, why: str, what: str = ...) -> None: ...
+
+    def forget(self, key: Hashable) -> None: ...
+
+    def has_room_for(self, graphs: int, spare_bytes: int) -> bool: ...
+
+    def holds(self, prompt: PrefillState) -> bool: ...
+
+    def kernels(self) -> PromptKernels: ...
+
+    def left_bytes(self) -> int: ...
+
+    def prepare(self, token: int, adapter: str | None, sizes: Sequence[int] | None = None) -> None: ...
+
+    def serial_of(self, name: str | None) -> int | None: ...
+
+    def tower_ops(self) -> AbstractContextManager[None]: ...
+
+
+class Rows(Protocol):
+    """A batch as prefill sees it. active: the rows that decode; placed: those whose prompts are complete."""
+
+    @property
+    def model(self) -> PrefillContext: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def context_tokens(self) -> int | None: ...
+
+    @property
+    def cache(self) -> SlotCache: ...
+
+    @property
+    def pages(self) -> RowPages: ...
+
+    @property
+    def steps(self) -> DecodeStep: ...
+
+    @property
+    def prompts(self) -> Passes: ...
+
+    @property
+    def prefixes(self) -> PrefixUse: ...
+
+    @property
+    def active(self) -> Sequence[TokenSequence]: ...
+
+    @property
+    def placed(self) -> Sequence[TokenSequence]: ...
+
+    @property
+    def free_rows(self) -> int: ...
+
+    @property
+    def is_invariant(self) -> bool: ...
+
+    def state(self) -> BatchState: ...
+
+    def stand_ins(self, token: int) -> AbstractContextManager[None]: ...

@@ -1,0 +1,55 @@
+"""Which adapter does the next pass of a prompt apply, and what computes its layers: modules, or the kernels of steps?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+from torch import Tensor
+
+from trimtab.engine.batched_lora import unpacked_columns
+from trimtab.engine.families.chunk import ChunkLayers, pays
+from trimtab.engine.families.last_layers import LastLayers
+from trimtab.engine.families.step import products_of
+from trimtab.engine.passes.chunk_forward import ChunkForward
+from trimtab.engine.prefill.rows import Passes
+
+
+def layers_of(
+    prompts: Passes, forward: ChunkForward, key: Hashable = None, name: str | None = None
+) -> Callable[[int, Tensor | None], Callable[..., Tensor]] | None:
+    """Return what stands for these layers in a pass, None where the modules compute them. key, name: of the one adapter of the
+    pass, which is selected; None where its rows look theirs up."""
+    step, store = prompts.batch.steps.fused_step(), prompts.model.adapter_store
+    if step is None or not pays(step, prompts.device):
+        return None
+    if any(layer.self_attn.is_kv_shared_layer for layer in forward.layers[: forward.first_shared]):
+        return None
+    if prompts.firsts is None or prompts.firsts.step is not step:
+        groups = [group for layer in forward.layers[: forward.first_shared] for group in products_of(layer)]
+        columns = unpacked_columns.choose(prompts, groups, prompts.fall_back)
+        prompts.firsts = ChunkLayers(step, forward.first_shared, columns)
+    prompts.firsts.forget()
+    if (columns := prompts.firsts.columns) is not None:
+        columns.hold(
+            key,
+            None if key is None else store.selection.name,
+            (name, None if name is None else store.serials.get(name)),
+        )
+    return prompts.firsts.forward
+
+
+def select_adapter(prompts: Passes, forward: ChunkForward, name: str | None) -> tuple[Hashable, int | None, bool]:
+    """Select the adapter of the next pass and return what Layouts.set_adapter does, and whether its layers are computed here and in
+    chunk.py: where the batch's steps are made of kernels."""
+    key, serial = prompts.layouts.set_adapter(name)
+    forward.lasts = forward.firsts = None
+    step = prompts.batch.steps.fused_step()
+    if step is None:
+        return key, serial, False
+    forward.firsts = layers_of(prompts, forward, key, name)
+    if forward.first_shared < len(forward.layers) and prompts.batch.cache.kv == "full":
+        if prompts.lasts is None or prompts.lasts.step is not step:
+            prompts.lasts = LastLayers(step, forward.first_shared, prompts.batch.cache.prompt_row)
+        prompts.lasts.select(key, prompts.model.adapter_store.selection.name, prompts.layouts.names)
+        forward.lasts = prompts.lasts.forward
+    return key, serial, True

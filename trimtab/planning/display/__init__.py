@@ -1,1 +1,0 @@
-"""How is a plan shown to people?"""

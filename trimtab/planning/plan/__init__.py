@@ -1,0 +1,1 @@
+"""What is a plan, and how do people see it?"""
