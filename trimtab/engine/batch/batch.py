@@ -190,8 +190,8 @@ class Batch:
             # A ring keeps the window before the next token: after one step more it lacks the oldest position.
             is_whole = one.written <= one.prompt_tokens + 1 or not self.cache.has_rings
             if one.group == row.group and one.adapter == row.adapter and one.logits is not None and is_whole:
-                prompt.source, prompt.logits, prompt.done_tokens = one, one.logits, row.prompt_tokens
-                prompt.chunk_tokens, row.shared_tokens = 0, row.prompt_tokens
+                prompt.take_states(row.prompt_tokens, logits=one.logits)
+                prompt.source, row.shared_tokens = one, row.prompt_tokens
                 return True
         return False
 
@@ -236,7 +236,7 @@ class Batch:
         with self.pages.unbound_on_error(numbers):
             all_logits = self.prompts.packs.run(together, numbers)
         for prompt, number, logits in zip(together.prompts, numbers, all_logits, strict=True):
-            prompt.logits, prompt.done_tokens, prompt.offset = logits, prompt.inputs.prompt_tokens, 0
+            prompt.take_states(prompt.inputs.prompt_tokens, logits=logits, offset=0)
             self.cache.place(number, prompt.done_tokens)
             self._is_placed(prompt, number)
         return list(together.prompts), together.tokens
@@ -302,7 +302,8 @@ class Batch:
             self._commit(token)
             self.prefixes.joined(prompt)
             self.tokens[row.number, 0].fill_(token.token_id)  # an assignment would wait for the device
-        prompt.logits, prompt.cache, prompt.first = None, None, None
+        prompt.release_states()
+        prompt.first = None
         return token
 
     def enter(self, prompt: Prompt) -> None:
@@ -315,7 +316,7 @@ class Batch:
         with self._leaving_on_error(row):
             self.prefixes.joined(prompt)
             self.tokens[row.number, 0].fill_(row.token_ids[-1])
-        prompt.cache = None
+        prompt.release_states()
 
     @contextmanager
     def _leaving_on_error(self, row: Row) -> Iterator[None]:

@@ -56,7 +56,7 @@ class PromptScores:
 
     def hand_over(self, prompt: Prompt) -> None:
         """Let a prompt of the same tokens, of which nothing is computed, be complete: its keys, values and logits are known."""
-        prompt.cache, prompt.logits, prompt.done_tokens = self._cache, self._logits, self._done
+        prompt.take_states(self._done, logits=self._logits, cache=self._cache)
 
     def step(self) -> bool:
         """Put the next piece through the model; True when it was the last. Errors: DeviceError for logits that are no numbers."""

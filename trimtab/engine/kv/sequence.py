@@ -110,3 +110,39 @@ class PrefillState:
     def is_open(self) -> bool:
         """Whether all but its last token are complete, and that one goes through with the rows' next step."""
         return self.ends_in_step and self.logits is None and 0 < self.done_tokens == self.inputs.prompt_tokens - 1
+
+    # The only writers of the state: a prompt begins, has chunks computed or takes states, and gives them to its row or restarts.
+
+    def begin_chunk(self, tokens: int, *, cache: Any = None) -> None:
+        """Record the size of the next chunk, padding included; 0 for a pass of towers. cache: where transformers' pass writes."""
+        self.chunk_tokens = tokens
+        if cache is not None:
+            self.cache = cache
+
+    def end_chunk(self, done_tokens: int, *, logits: Tensor | None = None, offset: int | None = None) -> None:
+        """Record a computed chunk. logits [V]: of the last token, once all are computed. offset: of later positions."""
+        assert self.done_tokens < done_tokens <= self.inputs.prompt_tokens
+        assert (logits is not None) == (done_tokens == self.inputs.prompt_tokens)
+        self.done_tokens, self.logits = done_tokens, logits
+        if offset is not None:
+            self.offset = offset
+
+    def take_states(
+        self, tokens: int, *, logits: Tensor | None = None, cache: Any = None, offset: int | None = None
+    ) -> None:
+        """Take states that were computed elsewhere: cached ones, another row's, or those of a pass of several prompts."""
+        self.done_tokens, self.logits, self.chunk_tokens = tokens, logits, 0
+        if cache is not None:
+            self.cache = cache
+        if offset is not None:
+            self.offset = offset
+
+    def release_states(self) -> None:
+        """Drop the states that the row of the prompt now has."""
+        self.cache, self.logits = None, None
+
+    def restart(self, *, keeps_logits: bool = False) -> None:
+        """Drop the states: every token is computed again. keeps_logits: the prompt is complete, and lost its states alone."""
+        self.cache, self.done_tokens = None, 0
+        if not keeps_logits:
+            self.logits = None

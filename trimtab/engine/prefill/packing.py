@@ -219,10 +219,7 @@ class Packs:
         """Whether a waiting prompt is short enough for such a pass, whichever others and whichever adapters take part."""
         if self.why_not() is not None or prompt.inputs.has_media or prompt.done_tokens:
             return False
-        row = prompt.row
-        reuse, cached_tokens = row.reuse, row.cached_tokens
-        left_tokens = prompt.inputs.prompt_tokens - self.prompts.batch.prefixes.find(prompt).tokens
-        row.reuse, row.cached_tokens = reuse, cached_tokens  # nothing is reused yet
+        left_tokens = prompt.inputs.prompt_tokens - self.prompts.batch.prefixes.peek(prompt)
         return left_tokens <= max(self.prompts.sizes)
 
     def _can(self, prompt: PrefillState) -> bool:

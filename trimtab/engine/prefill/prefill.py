@@ -281,36 +281,35 @@ class Prompts:
         now.
         """
         if prompt in self.tower_passes.paused:  # in the middle of its towers
-            prompt.chunk_tokens = 0
+            prompt.begin_chunk(0)
             return False
         job, forward = self.jobs[prompt], self._forward
         assert forward is not None
         if job.serial != self.serial_of(prompt.row.adapter):
             raise unloaded_error(prompt, self.model.adapters)
         if job.media is not None and not job.has_begun:  # its towers have run just now: a piece by itself
-            job.has_begun, prompt.chunk_tokens = True, 0
+            job.has_begun = True
+            prompt.begin_chunk(0)
             return False
         if not job.chunks:  # the same prompt went through before, or all of it but its last token
             assert prompt.row.reuse is not None
-            prompt.logits, prompt.offset, prompt.done_tokens = prompt.row.reuse.logits, job.offset, job.kept.tokens
-            prompt.chunk_tokens = 0
+            prompt.take_states(job.kept.tokens, logits=prompt.row.reuse.logits, offset=job.offset)
             return True
         chunk = job.chunks[job.done]
         if most_tokens is not None and chunk.size > most_tokens and job.media is None:
             sizes = [size for size in self.sizes if size <= most_tokens] or [min(self.sizes)]
             job.chunks[job.done :] = open_prompts.chunks_of(prompt, sizes, chunk.start, self.batch.prefixes) or [chunk]
             chunk = job.chunks[job.done]
-        prompt.chunk_tokens = chunk.size
+        prompt.begin_chunk(chunk.size)
         form = forward.form_of(chunk, job.media)
         forward.load(chunk, prompt.row.token_ids, job.media)
         logits = self._run(form, chunk, prompt)
         job.done += 1
-        prompt.done_tokens = chunk.start + chunk.count
-        if chunk.is_last:
-            prompt.logits = logits.clone()
-        is_through = chunk.is_last or prompt.is_open
+        is_through = chunk.is_last or (prompt.ends_in_step and job.done == len(job.chunks))
+        kept = logits.clone() if chunk.is_last else None
+        prompt.end_chunk(chunk.start + chunk.count, logits=kept, offset=job.offset if is_through else None)
         if is_through:
-            prompt.offset, job.media = job.offset, None
+            job.media = None
         return is_through
 
     def holds(self, prompt: PrefillState) -> bool:
@@ -329,7 +328,7 @@ class Prompts:
         if owner is None or owner is but or row != self.batch.cache.prompt_row:
             return
         self.release(owner)
-        owner.cache, owner.done_tokens = None, 0
+        owner.restart(keeps_logits=True)
 
     # One chunk -------------------------------------------------------------------------------------------------------
 

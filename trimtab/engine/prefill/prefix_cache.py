@@ -303,6 +303,14 @@ class Prefixes:
             self._choose_snapshots(cache.windows, reuse, inputs, match, may_end_at)
         return match
 
+    def peek(self, prompt: PrefillState) -> int:
+        """Return how many tokens of a prompt are cached. The prompt reuses none of them yet."""
+        row = prompt.row
+        reuse, cached_tokens = row.reuse, row.cached_tokens
+        found = self.find(prompt)
+        row.reuse, row.cached_tokens = reuse, cached_tokens
+        return found.tokens
+
     def _choose_snapshots(
         self, windows: Sequence[int], reuse: Reuse, inputs: Inputs, match: Match, may_end_at: Callable[[int], bool]
     ) -> None:  # fmt: skip
@@ -367,9 +375,8 @@ class Prefixes:
         if not match.tokens or (needs_offset and match.offset is None):
             prompt.row.cached_tokens = 0
             return 0
-        prompt.cache, prompt.done_tokens = self.into_cache(match), match.tokens
-        if prompt.row.reuse is not None:
-            prompt.logits = prompt.row.reuse.logits
+        reuse = prompt.row.reuse
+        prompt.take_states(match.tokens, logits=None if reuse is None else reuse.logits, cache=self.into_cache(match))
         return (match.offset or 0) if needs_offset else 0
 
     def border(self, prompt: PrefillState) -> int:

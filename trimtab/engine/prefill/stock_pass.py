@@ -29,16 +29,15 @@ def step(batch: Rows, prompt: PrefillState, most_tokens: int | None = None) -> b
     if start == count:  # the same prompt went through before
         return True
     if start == last:  # all but its last token did
-        prompt.chunk_tokens = 0
+        prompt.begin_chunk(0)
         return True
     # A picture or sound is in one pass with its tokens, unless its towers have gone through before.
     is_embedded = batch.prompts.tower_passes.has_embeddings(prompt)
     is_whole = prompt.inputs.has_media and not start and not is_embedded
-    if prompt.cache is None:
-        prompt.cache = hf_slots.prompt_cache(model.hf_model, batch.cache.kv)
+    cache = prompt.cache if prompt.cache is not None else hf_slots.prompt_cache(model.hf_model, batch.cache.kv)
     chunk = model.prefill_tokens or count
     end = count if is_whole else min(last, start + min(chunk, most_tokens or chunk), batch.prefixes.border(prompt))
-    prompt.chunk_tokens = end - start
+    prompt.begin_chunk(end - start, cache=cache)
     if not is_whole:
         positions = hf_slots.prompt_positions(model.hf_model, start, end, model.device, prompt.offset)
         tensors = {
@@ -62,11 +61,8 @@ def step(batch: Rows, prompt: PrefillState, most_tokens: int | None = None) -> b
                 with batch.prompts.tower_passes.embedded(prompt, start, end) if is_embedded else nullcontext():
                     output = compute()
         except PausedError:
-            prompt.chunk_tokens = 0
+            prompt.begin_chunk(0)
             return False
-    prompt.done_tokens = end
-    if end == count:
-        prompt.logits = output.logits[0, -1].float()
-    if is_whole:
-        prompt.offset = hf_slots.read_offset(model.hf_model)
+    logits = output.logits[0, -1].float() if end == count else None
+    prompt.end_chunk(end, logits=logits, offset=hf_slots.read_offset(model.hf_model) if is_whole else None)
     return end == last

@@ -171,7 +171,8 @@ class TowerPasses:
         except (NotKeptError, OtherInputsError) as exc:
             self.prompts.towers.may_cut = False
             self.prompts.fall_back(f"{type(exc).__name__}: {exc}", "towers in pieces")
-        prompt.cache = hf_slots.prompt_cache(self.prompts.model.hf_model, self.prompts.batch.cache.kv)
+        cache = hf_slots.prompt_cache(self.prompts.model.hf_model, self.prompts.batch.cache.kv)
+        prompt.begin_chunk(prompt.chunk_tokens, cache=cache)
         return self.with_towers(prompt, compute, is_counted=is_counted)
 
 

@@ -74,7 +74,7 @@ def release(answer: Answer) -> None:
     assert prompt is not None
     if prompt.cache is not None:
         answer.scored_twice = prompt.done_tokens
-        prompt.cache, prompt.logits, prompt.done_tokens = None, None, 0
+        prompt.restart()
 
 
 def scored_event(job_id: str, start: int, scores: Sequence[Mapping[int, tuple[float, int]]], decode: Decode) -> Event:
