@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "import trimtab", lambda home: _timed([sys.executable, "-c", "import trimtab"], home), options.runs
         ),
         *_pairs("trimtab plan", lambda home: _timed(_command("plan", model, flags), home), options.runs),
+        *([] if options.servers_only else _runs(model, adapter, options)),
         *([] if options.servers_only else _answers(model, adapter, options)),
         *_pairs(
             "trimtab serve, ready", lambda home: _served(model, flags, home), options.runs,
@@ -194,6 +195,27 @@ def _pairs(what: str, run: Any, runs: int, *, last: Any = None) -> list[dict[str
         {"what": f"{what}, {when}", "s": statistics.median(times)}
         for when, times in (("unseen", unseen), ("seen", seen))
     ]
+
+
+def _runs(model: Path, adapter: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows of `trimtab run`: seconds from the start of its process to the first byte of its answer."""
+    flags = ["--adapter", f"a={adapter}", "--device", options.device, "--max-new-tokens", "2"]
+    flags += ["--gpu-memory", options.gpu_memory] if options.gpu_memory else []
+    command = [*_command("run", model, flags), "Describe what is there."]
+    return _pairs("trimtab run, first text", lambda home: first_byte_s(command, _environment(home)), options.runs)
+
+
+def first_byte_s(command: Sequence[str], environment: Mapping[str, str]) -> float:
+    """Return the seconds until a command writes its first byte. Errors: CalledProcessError if it fails or writes none."""
+    start = time.perf_counter()
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        seconds = time.perf_counter() - start
+        process.stdout.read()
+    if process.returncode or not first:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return seconds
 
 
 def _answers(model: Path, adapter: Path, options: argparse.Namespace) -> list[dict[str, Any]]:

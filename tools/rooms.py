@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,7 +61,7 @@ def sentence(file: Path) -> str:
 
 def imports(file: Path, modules: dict[str, Path]) -> Iterator[Path]:
     """Yield the files of the package that a file imports anywhere, for type checkers too."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in _statements(ast.parse(file.read_text(encoding="utf-8"))):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -72,16 +72,32 @@ def imports(file: Path, modules: dict[str, Path]) -> Iterator[Path]:
         yield from (modules[name] for name in names if name in modules)
 
 
-def upward() -> list[str]:
-    """Return "file -> file" of each import that leads to a later room."""
+def _statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield what may be an import: statements at any depth, without the expressions in them, which are most of a tree."""
+    ahead = [tree]
+    while ahead:
+        node = ahead.pop()
+        yield node
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            inner = getattr(node, field, ())
+            ahead += inner if isinstance(inner, list) else ()
+
+
+def graph() -> dict[Path, set[Path]]:
+    """Return file -> the files of the package that it imports, types included."""
     modules = {
         ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
         for file in PACKAGE.rglob("*.py")
     }
+    return {file: set(imports(file, modules)) for file in modules.values()}
+
+
+def upward(imported: Mapping[Path, Collection[Path]] | None = None) -> list[str]:
+    """Return "file -> file" of each import that leads to a later room. imported: what `graph` found, if it was asked before."""
     rank = {room: place for place, room in enumerate(ORDER)}
     found = set()
-    for file in modules.values():
-        for other in imports(file, modules):
+    for file, others in (graph() if imported is None else imported).items():
+        for other in others:
             is_package = other.name == "__init__.py" and other.parent != PACKAGE
             if rank[room_of(other)] > rank[room_of(file)] and not is_package:
                 found.add(f"{file.relative_to(PACKAGE).as_posix()} -> {other.relative_to(PACKAGE).as_posix()}")
