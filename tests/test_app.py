@@ -791,6 +791,12 @@ def test_the_description_names_what_the_server_reads():
     assert error["properties"]["event"] == {"const": "error"} and end["properties"]["data"] == {"const": "[DONE]"}
 
 
+def test_every_route_of_the_api_is_described():
+    app = client().app
+    routes = {route.path.replace("{name:path}", "{name}") for route in app.routes}
+    assert routes == set(description(has_key=True)["paths"])
+
+
 def test_administration_is_described_with_what_refuses_it():
     found = description(has_key=True, beside=BESIDE)["paths"]
     for path in ADMIN_PATHS:

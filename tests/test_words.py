@@ -104,6 +104,16 @@ def test_the_index_lists_every_page_once_and_the_readme_leads_to_it():
     assert len(readme.splitlines()) < 120
 
 
+STATUS = re.compile(r"\*\*Status\.\*\* (Accepted|Superseded by \[\d+\]\(|Removed|Rejected)")
+
+
+@each("page", sorted((DOCS / "decisions").glob("0*.md")))
+def test_a_decision_says_its_status_and_the_index_lists_it(page):
+    title, blank, status = page.read_text("utf-8").splitlines()[:3]
+    assert title.startswith(f"# {int(page.name[:4])}. ") and not blank and STATUS.match(status)
+    assert f"[{int(page.name[:4])}]({page.name})" in (DOCS / "decisions" / "README.md").read_text("utf-8")
+
+
 def test_the_second_example_of_the_readme_tests_a_server_and_shows_the_pages_output():
     readme = (ROOT / "README.md").read_text("utf-8")
     examples = readme.partition("## First commands")[2].partition("\nIn Python:")[0]
