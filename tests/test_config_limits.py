@@ -92,6 +92,25 @@ def test_an_architecture_that_is_no_text_is_refused_by_its_field(field: str, val
     assert error.field == field
 
 
+@pytest.mark.parametrize("value", [[], {}, 0, False, 5, True, 1.5, ["llama"], [3]])
+@pytest.mark.parametrize("part", ["vision_config", "encoder", "talker_config.text_config", "parts"])
+def test_a_part_whose_architecture_is_no_text_is_refused_by_its_field(part: str, value: Any):
+    *outer, name = part.split(".")
+    own: Any = {"model_type": value, "hidden_size": 8}
+    config: dict[str, Any] = {name: [own] if name == "parts" else own}
+    for one in outer:
+        config = {one: config}
+    with pytest.raises(CheckpointError) as caught:
+        check_config({"model_type": "llama"} | config, PATH)
+    assert caught.value.field == f"{part}.model_type"
+    assert str(caught.value).count(".model_type is ") == 1 and "must be a text" in str(caught.value)
+
+
+def test_a_part_without_an_architecture_is_taken():
+    labels = {"id2label": {"0": "a"}, "label2id": {"model_type": 0}}
+    check_config({"model_type": "llama", "text_config": {"model_type": None}, "vision_config": {}, **labels}, PATH)
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("num_hidden_layers", -1), ("hidden_size", 0), ("vocab_size", -7), ("head_dim", -1)]
 )

@@ -137,18 +137,29 @@ def _wrong_types(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     names = config.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         yield "architectures", names, "must be a list of class names"
-    if not isinstance(config.get("model_type", ""), str):
-        yield "model_type", config["model_type"], "must be a text"
-    for field, value in config.items():
-        if field.endswith("_config") and isinstance(value, dict) and not isinstance(value.get("model_type") or "", str):
-            yield f"{field}.model_type", value["model_type"], "must be a text"
+    seen: set[str] = set()
+    for field, value in _values(config):
+        # A part may name no class of its own.
+        is_part_without = value is None and field != "model_type"
+        if field.rpartition(".")[2] == "model_type" and not isinstance(value, str) and not is_part_without:
+            if field not in seen:  # a list's values stand under its name again
+                yield field, value, "must be a text"
+            seen.add(field)
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
-    """Yield (field, value) of every number of a config, those of lists under the list's own name."""
+    for field, value in _values(config):
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield field, value
+
+
+def _values(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield (field, value) of everything in a config, what is in a list under the list's own name."""
     waiting: list[tuple[str, Any]] = [("", config)]
     while waiting:
         field, value = waiting.pop()
+        if field:
+            yield field, value
         if isinstance(value, Mapping):
             inner = [
                 (f"{field}.{name}" if field else str(name), one)
@@ -158,8 +169,6 @@ def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
             waiting += reversed(inner)
         elif isinstance(value, list):
             waiting += [(field, one) for one in reversed(value)]
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield field, value
 
 
 def _numbers_of(value: Any) -> list[int]:
