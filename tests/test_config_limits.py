@@ -61,6 +61,7 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch):
         ("gemma4", "audio_config.num_hidden_layers"), ("gemma4", "vision_config.patch_size"),
         ("gemma4", "audio_config.conv_kernel_size"), ("gemma3", "vision_config.image_size"),
         ("qwen3_vl", "vision_config.depth"), ("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts"),
+        ("qwen3_moe", "head_dim"), ("llama", "attention_head_size"), ("llama", "conv_groups"),
     ],
 )  # fmt: skip
 def test_a_count_that_no_model_has_is_refused_by_its_field(

@@ -36,9 +36,13 @@ BY_NAME: tuple[tuple[re.Pattern[str], int], ...] = (
 )  # fmt: skip
 _NOT_NEGATIVE = re.compile(r"(size|dim|width|heads|experts|layers|depths)$")
 _NOT_ZERO = ("hidden_size", "vocab_size", "num_attention_heads")
-# What is too large in a field of these names is refused as well where the config's own class declares none: some class reads it.
-_READ = re.compile(r"((num|n)_\w+|depths?|vocab_size|\w+_layers)")
-_EVERYWHERE = {BY_NAME[place][1] for place in (0, 1, 5, 7)}
+# What is too large in a field of these names is refused as well where the config's own class declares none: some class reads it
+# (head_dim is read by 99 families of transformers 5.23.0 that do not declare it).
+_READ = re.compile(
+    r"(num|n)_\w+|depths?|\w+_layers|\w*(dims?|width|channels|groups|positions|buckets)|"
+    r"(\w+_)?(vocab|head|hidden|embedding|output|kernel|intermediate)_size"
+)
+_NOT_EVERYWHERE = (OF_NO_SIZE, LARGEST, BY_NAME[2][1])
 _LAYERS = re.compile(r"(^|_)(layers?|blocks|depths?)$")
 # Image patches that a tower can have: its position ids are real numbers of 8 bytes.
 MOST_PATCHES = 2**22
@@ -54,7 +58,7 @@ def check_config(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _is_read(field: str) -> bool:
-    return largest(field) in _EVERYWHERE and _READ.fullmatch(field.rpartition(".")[2]) is not None
+    return largest(field) not in _NOT_EVERYWHERE and _READ.fullmatch(field.rpartition(".")[2]) is not None
 
 
 def check_declared(config: Mapping[str, Any], declared: Collection[str], path: Path) -> None:
