@@ -17,7 +17,7 @@ from trimtab.checkpoint import config_limits, headers
 from trimtab.checkpoint.config_limits import check_config, check_layers, largest, most_tensors
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.engine.loader import transformers_model as hf
-from trimtab.errors import CheckpointError
+from trimtab.errors import CheckpointError, DoesNotFitError
 from trimtab.process.json_file import KINDS
 
 PATH = Path("config.json")
@@ -139,6 +139,15 @@ def test_experts_as_modules_are_bounded_while_they_are_built(tmp_path: Path, mon
     monkeypatch.setattr(hf, "MOST_MODULES", 100)
     error = refusal(changed("llama", tmp_path / "m", "num_hidden_layers", 40, bare=True))
     assert "more than 100 modules" in str(error)
+
+
+def test_buffers_are_bounded_before_their_memory_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = changed("qwen3_moe", tmp_path / "m", "head_dim", 2**20, bare=True)  # 2 MiB of rotary frequencies, twice
+    monkeypatch.setattr(hf, "MOST_BUFFER_BYTES", 3 * 2**20)
+    assert "more than 3145728 bytes of buffers" in str(refusal(folder))
+    monkeypatch.setattr(hf, "MOST_BUFFER_BYTES", 5 * 2**20)
+    with pytest.raises(DoesNotFitError):  # which knows the model
+        trimtab.plan(folder, device="cpu", host_memory="1GiB")
 
 
 def test_tensors_that_the_layers_cannot_have_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

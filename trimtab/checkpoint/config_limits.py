@@ -48,6 +48,8 @@ _LAYERS = re.compile(r"(^|_)(layers?|blocks|depths?)$")
 MOST_PATCHES = 2**22
 # Modules of a model while it is built, beyond those that file tensors stand for: some seconds' work.
 MOST_MODULES = 40_000
+# Buffers that a model computes while it is built, together: three times the masks of CodeGen and GPT-Neo, which have one a layer.
+MOST_BUFFER_BYTES = 384 * 2**20
 
 
 def check_config(config: Mapping[str, Any], path: Path) -> None:
