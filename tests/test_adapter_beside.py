@@ -6,9 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import transformers
 
 import trimtab
 from tests import pico
+from trimtab import bridge
+from trimtab.adapters import file
 from trimtab.adapters.file import read_adapter
 from trimtab.adapters.weights_beside import HARMLESS, KNOWN, TOLD, weights_beside
 from trimtab.checkpoint.folder import read_checkpoint
@@ -68,16 +71,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def adapter(made: tuple[Path, Path], tmp_path: Path) -> Path:
     folder = tmp_path / "adapter"
     folder.mkdir()
-    for file in made[1].iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    for one in made[1].iterdir():
+        (folder / one.name).write_bytes(one.read_bytes())
     return folder
 
 
 def put(folder: Path, name: str) -> None:
-    file = folder / name
-    file.parent.mkdir(exist_ok=True)
-    if not file.exists():
-        file.write_bytes(b"\x80\x04not read")  # a pickle's first bytes: nothing may open it
+    weights = folder / name
+    weights.parent.mkdir(exist_ok=True)
+    if not weights.exists():
+        weights.write_bytes(b"\x80\x04not read")  # a pickle's first bytes: nothing may open it
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -93,9 +96,9 @@ def test_trained_weights_beside_an_adapter_are_refused_by_name(name: str, adapte
 def test_what_training_leaves_is_no_alarm(adapter: Path) -> None:
     for name in HARMLESS_FILES:
         put(adapter, name)
-    file = read_adapter(adapter)
-    assert file.notes == ()
-    assert len(file.tensors) > 10
+    found = read_adapter(adapter)
+    assert found.notes == ()
+    assert len(found.tensors) > 10
 
 
 @pytest.mark.parametrize("name", TOLD_FILES)
@@ -178,6 +181,34 @@ def test_every_way_to_load_tells_what_is_not_used(
         assert told() == ["adapter c: value_head.safetensors", "adapter d: v_head.bin"]
     check_adapters(read_checkpoint(str(made[0])), {"e": str(adapter)})
     assert told() == ["adapter e: value_head.safetensors"]
+
+
+def test_one_look_at_a_folder_serves_whoever_reads_its_adapter(
+    made: tuple[Path, Path], adapter: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(adapter, "value_head.safetensors")
+    looks: list[Path] = []
+    monkeypatch.setattr(file, "weights_beside", lambda folder: looks.append(folder) or weights_beside(folder))
+
+    def seen() -> tuple[int, list[str]]:
+        told = [record.getMessage().partition(" is not used: ")[0] for record in caplog.records]
+        counted = (len(looks), told)
+        looks.clear(), caplog.clear()
+        return counted
+
+    plan = trimtab.plan(made[0], quant="none", context=64, device="cpu")
+    with trimtab.load(plan) as model:
+        model.read_adapter(adapter)
+        assert seen() == (1, [f"adapter {adapter}: value_head.safetensors"])
+        model.read_adapter(adapter, name="a")
+        assert seen() == (1, ["adapter a: value_head.safetensors"])
+    check_adapters(read_checkpoint(str(made[0])), {"b": str(adapter)})
+    assert seen() == (1, ["adapter b: value_head.safetensors"])
+    base = transformers.AutoModelForCausalLM.from_pretrained(made[0])
+    bridge.load_peft(base, adapter, adapter_name="c")
+    assert seen() == (1, ["adapter c: value_head.safetensors"])
+    read_adapter(adapter)  # a plan, whose command tells of it
+    assert seen() == (1, [])
 
 
 def test_a_copy_of_a_held_adapter_is_refused_for_what_lies_beside_it(made: tuple[Path, Path], adapter: Path) -> None:

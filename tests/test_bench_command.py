@@ -32,8 +32,8 @@ def run(capsys, *arguments):
 @pytest.fixture
 def no_files(monkeypatch):
     """Models, adapters and media that are not there: what is wrong with them is tried in test_late_checks."""
-    for name in ("find_folder", "read_adapter", "check_beside", "check_media"):
-        monkeypatch.setattr(command, name, lambda *arguments: None)
+    for name in ("find_folder", "read_adapter", "check_media"):
+        monkeypatch.setattr(command, name, lambda *arguments, **named: None)
 
 
 def asked(*arguments):

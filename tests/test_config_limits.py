@@ -17,7 +17,7 @@ from trimtab.checkpoint import config_limits, headers
 from trimtab.checkpoint.config_limits import check_config, check_layers, largest, most_tensors
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.engine.loader import transformers_model as hf
-from trimtab.errors import CheckpointError
+from trimtab.errors import CheckpointError, DoesNotFitError
 from trimtab.process.json_file import KINDS
 
 PATH = Path("config.json")
@@ -61,6 +61,7 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch):
         ("gemma4", "audio_config.num_hidden_layers"), ("gemma4", "vision_config.patch_size"),
         ("gemma4", "audio_config.conv_kernel_size"), ("gemma3", "vision_config.image_size"),
         ("qwen3_vl", "vision_config.depth"), ("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts"),
+        ("qwen3_moe", "head_dim"), ("llama", "attention_head_size"), ("llama", "conv_groups"),
     ],
 )  # fmt: skip
 def test_a_count_that_no_model_has_is_refused_by_its_field(
@@ -92,6 +93,25 @@ def test_an_architecture_that_is_no_text_is_refused_by_its_field(field: str, val
     assert error.field == field
 
 
+@pytest.mark.parametrize("value", [[], {}, 0, False, 5, True, 1.5, ["llama"], [3]])
+@pytest.mark.parametrize("part", ["vision_config", "encoder", "talker_config.text_config", "parts"])
+def test_a_part_whose_architecture_is_no_text_is_refused_by_its_field(part: str, value: Any):
+    *outer, name = part.split(".")
+    own: Any = {"model_type": value, "hidden_size": 8}
+    config: dict[str, Any] = {name: [own] if name == "parts" else own}
+    for one in outer:
+        config = {one: config}
+    with pytest.raises(CheckpointError) as caught:
+        check_config({"model_type": "llama"} | config, PATH)
+    assert caught.value.field == f"{part}.model_type"
+    assert str(caught.value).count(".model_type is ") == 1 and "must be a text" in str(caught.value)
+
+
+def test_a_part_without_an_architecture_is_taken():
+    labels = {"id2label": {"0": "a"}, "label2id": {"model_type": 0}}
+    check_config({"model_type": "llama", "text_config": {"model_type": None}, "vision_config": {}, **labels}, PATH)
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("num_hidden_layers", -1), ("hidden_size", 0), ("vocab_size", -7), ("head_dim", -1)]
 )
@@ -119,6 +139,15 @@ def test_experts_as_modules_are_bounded_while_they_are_built(tmp_path: Path, mon
     monkeypatch.setattr(hf, "MOST_MODULES", 100)
     error = refusal(changed("llama", tmp_path / "m", "num_hidden_layers", 40, bare=True))
     assert "more than 100 modules" in str(error)
+
+
+def test_buffers_are_bounded_before_their_memory_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = changed("qwen3_moe", tmp_path / "m", "head_dim", 2**20, bare=True)  # 2 MiB of rotary frequencies, twice
+    monkeypatch.setattr(hf, "MOST_BUFFER_BYTES", 3 * 2**20)
+    assert "more than 3145728 bytes of buffers" in str(refusal(folder))
+    monkeypatch.setattr(hf, "MOST_BUFFER_BYTES", 5 * 2**20)
+    with pytest.raises(DoesNotFitError):  # which knows the model
+        trimtab.plan(folder, device="cpu", host_memory="1GiB")
 
 
 def test_tensors_that_the_layers_cannot_have_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

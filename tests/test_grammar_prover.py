@@ -299,6 +299,23 @@ def test_the_grammars_of_all_answers_have_a_limit_together(tokenizer):
     assert grammar._held.nbytes == 0
 
 
+def test_a_grammar_that_is_dropped_while_another_is_counted_gives_its_memory_back():
+    held = HeldMemory(1000)
+    held.take(400, "a")
+
+    class Collected(int):
+        """Bytes whose sum runs a collection, in which an answer of the same client is dropped."""
+
+        def __radd__(self, other):
+            held.give_back(400, "a")
+            return int(other) + int(self)
+
+    held.take(Collected(50), "a")
+    assert held.nbytes == 50
+    held.give_back(50, "a")
+    assert held.nbytes == 0 and not held._by_client
+
+
 @pytest.mark.parametrize(
     "proof, words",
     [

@@ -137,7 +137,7 @@ def test_a_failing_operation_is_kept_with_its_file_tensors():
 def test_missing_parameters_stay_without_data_and_uncomputed_buffers_are_told():
     parameter = nn.Parameter(torch.empty(1000, 1000, device="meta"))
     floats, ints = torch.empty(3, device="meta"), torch.empty(3, dtype=torch.int64, device="meta")
-    with NoAllocation():
+    with NoAllocation(2**20):
         assert torch.empty_like(parameter, device="cpu").is_meta
         made = [torch.empty_like(buffer, device="cpu") for buffer in (floats, ints)]
     assert all(is_undefined(buffer) for buffer in made)

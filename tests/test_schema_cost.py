@@ -5,7 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import subprocess
+import sys
 import time
+from fractions import Fraction
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -62,6 +66,8 @@ def referred(values):
 
 
 COSTLY = [
+    (integer(allOf=[{"multipleOf": 10**6 * one} for one in (4, 9, 13)]), "multipleOf is 468000000"),
+    (integer(multipleOf=99900000), "remainders"), (integer(multipleOf=15120000), "remainders"),
     (ATTACK, "22309380 remainders"),
     (integer(multipleOf=99991), "99991 remainders, the limit is 50000"),
     (named(integer(multipleOf=99991) for _ in range(20)), "1999820 remainders"),
@@ -84,7 +90,8 @@ COSTLY = [
     (referred([3, 7, 11, 13, 17, 19, 23]), "remainders"),
     (integer(allOf=[{"anyOf": [{"multipleOf": 97}, {"multipleOf": 89}]}, {"anyOf": [{"multipleOf": 991}, {"multipleOf": 7}]}]),
      "remainders"),
-    (integer(multipleOf=10**18 + 9), "more than 2147483648 remainders"), (integer(multipleOf=10**300 + 1), "remainders"),
+    (integer(multipleOf=10**18 + 9), "is more than 2147483648"), (integer(multipleOf=10**300 + 1), "is more than"),
+    (integer(multipleOf=430_000_000), "multipleOf is 430000000"), ({"type": "number", "multipleOf": 7e-9}, "has 9 decimal places"),
     (integer(multipleOf=3 * 2**20), "remainders"), ({"type": "number", "multipleOf": 0.99991}, "99991 remainders"),
     (text("^(a{1000}){1000}$"), "1000000 characters"), (text("^[ab](a{300}){300}$"), "90001 characters"),
     (text("^((((a{99}){99}){99}){99}){99}$"), "more than 2147483648 characters"), (text("a{99999999999999999999}"), "characters"),
@@ -216,6 +223,7 @@ NOT_TAKEN = {
 
 
 def test_multiples_are_refused_by_what_they_cost():
+    assert multiple_states(integer(multipleOf=86400)) == 36_288 and multiple_states(integer(multipleOf=10**6)) == 9_000  # docs
     for value in TAKEN:
         check_cost([integer(multipleOf=value)], field="here")
     for value in NOT_TAKEN:
@@ -244,6 +252,77 @@ def test_a_multiple_that_is_taken_compiles_in_a_moment_and_can_be_answered(value
         assert matcher.consume_token(ord(digit)), matcher.get_error()
         matcher.compute_bitmask()
     assert matcher.is_accepting()
+
+
+# Compiles each multiple in a process with limits, and prints by how many bytes it grew; all grammars are kept.
+COMPILED = """
+import json, sys
+import psutil
+from llguidance import LLTokenizer, TokenizerWrapper
+from trimtab.serve.grammar.child import Vocabulary
+from trimtab.serve.grammar.source import GrammarSource, compiled
+if sys.platform == "linux":
+    import resource
+    resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+    resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
+tokens = [bytes([one]) for one in range(256)]
+tokenizer = LLTokenizer(TokenizerWrapper(Vocabulary([*tokens, b"<end>"], [256], 256)))
+process, kept = psutil.Process(), []
+for value in [7, *json.loads(sys.argv[1])]:
+    (text,) = GrammarSource("here", schema={"type": "integer", "multipleOf": value}).grammars().values()
+    before = process.memory_info().rss
+    kept.append(compiled(tokenizer, text))
+    print(json.dumps([value, process.memory_info().rss - before, kept[-1][1]]))
+"""
+# What the expression of a multiple has beside its states, and how the system counts pages.
+BESIDE_BYTES = 3 * 2**20
+
+
+def test_multiples_take_at_most_twice_the_memory_of_the_states_that_are_counted():
+    """Of each form: all remainders, twos and fives, zeros behind digits that are even, end in 5, or neither."""
+    values = [
+        9973, 49865, 79784, 65536, 131072, 78125, 86400, 89600, 102400, 384000, 128000, 1280000, 5600000, 1440000, 3600000,
+        166500, 337500, 315000, 3150000, 590625, 199800, 999000, 9990000, 6300000,
+    ]  # fmt: skip
+    made = subprocess.run(
+        [sys.executable, "-c", COMPILED, json.dumps(values)], capture_output=True, text=True, timeout=300
+    )
+    assert made.returncode == 0, made.stderr
+    (_, *found) = map(json.loads, made.stdout.splitlines())
+    assert [(value, reason) for value, _, reason in found] == [(value, "") for value in values]
+    short = {
+        value: (nbytes, multiple_states(integer(multipleOf=value)))
+        for value, nbytes, _ in found
+        if nbytes - BESIDE_BYTES > 2 * 500 * multiple_states(integer(multipleOf=value))
+    }
+    assert short == {}
+    assert sum(nbytes for _, nbytes, _ in found) > 100 * 2**20  # what is compared is there
+
+
+# Remainders of 32 bits: every answer that is allowed is a multiple, and one can be ended.
+@pytest.mark.parametrize("value", [300_000_000, 400_000_000, 9.973e-5, 9.97e-6, 1.7e-7, 1e-9, 99.99])
+def test_answers_within_the_limits_of_a_multiple_are_multiples(value, digits):
+    kind = {"type": "integer" if isinstance(value, int) else "number", "multipleOf": value}
+    check_cost([kind], field="here")
+    vocabulary = Vocabulary([*digits.tokens[:256], b"<end>"], [256], 256)
+    (text,) = GrammarSource("here", schema=kind).grammars().values()
+    matcher, reason = compiled(LLTokenizer(TokenizerWrapper(vocabulary)), text)
+    assert not reason
+    random, ended = Random(7), 0
+    for _ in range(40):
+        written, one = "", matcher.deep_copy()
+        while len(written) < 24 and not (one.is_accepting() and written.strip("-0.")):
+            mask = one.compute_bitmask()
+            allowed = [chr(token) for token in range(256) if mask[token // 8] >> token % 8 & 1]
+            allowed = [char for char in allowed if char in "0123456789."]
+            if not allowed:
+                break
+            written += random.choice(allowed)
+            assert one.consume_token(ord(written[-1]))
+        if one.is_accepting():
+            ended += 1
+            assert (Fraction(written) / Fraction(repr(value))).denominator == 1, written
+    assert ended
 
 
 # The numbers, by another route ------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 
 from trimtab.cli import main as cli
 from trimtab.demo.demo import FOLDER
+from trimtab.errors import RequestError
 from trimtab.machine import preload
 
 # What the command has imported when its first worker starts.
@@ -70,10 +71,42 @@ def thresholds():
 
 def test_garbage_is_looked_for_as_often_as_before_once_a_model_is_loaded(thresholds):
     before = gc.get_threshold()
-    preload.collect_rarely()
-    assert gc.get_threshold()[0] > before[0]
-    preload.collect_again()
+    with preload.collecting_rarely():
+        assert gc.get_threshold()[0] > before[0]
+        preload.collect_again()
+        assert gc.get_threshold() == before
+    with pytest.raises(RequestError), preload.collecting_rarely():
+        raise RequestError("no such model", field="model")
     assert gc.get_threshold() == before
+    gc.set_threshold(1234, 5, 6)  # a program's own
+    preload.collect_again()
+    assert gc.get_threshold()[:2] == (1234, 5)
+
+
+# How often garbage is looked for while a command plans, and once it is done.
+OFTEN = """
+import atexit, gc, sys
+from trimtab import api
+before = gc.get_threshold()
+atexit.register(lambda: print("as before:", gc.get_threshold() == before, file=sys.stderr))
+read = api.read_checkpoint
+def read_checkpoint(*given):
+    print("rarely:", gc.get_threshold() != before, file=sys.stderr)
+    return read(*given)
+api.read_checkpoint = read_checkpoint
+sys.argv = ["trimtab", *sys.argv[1:]]
+from trimtab.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("command, is_done", [(["plan"], True), (["run", "--host-memory", "1KiB"], False)])
+def test_garbage_is_looked_for_as_often_as_before_after_a_command_that_loads_nothing(command, is_done):
+    arguments = [*command, "--device", "cpu", str(FOLDER / "base"), *(["hello"] if "run" in command else [])]
+    made = subprocess.run([sys.executable, "-c", OFTEN, *arguments], capture_output=True, text=True, timeout=300)
+    lines = made.stderr.splitlines()
+    assert (made.returncode == 0) == is_done and "rarely: True" in lines, made.stderr
+    assert [line for line in lines if line.startswith("as before:")] == ["as before: True"]
 
 
 def test_workers_start_before_what_answers_over_http_is_imported():

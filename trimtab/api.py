@@ -383,7 +383,7 @@ def load_plan(
     if is_on_gpu and (made.card is not None or sys.platform == "win32"):
         devices.check_room(made)
     for name, path in made.request.adapters.items():
-        if Path(path).is_dir():  # else reading says what is wrong
+        if Path(path).is_dir():  # else reading says what is wrong; what the plan has read is not read again
             check_beside(path, name)
     return LoadedModel(
         made, progress=progress, probe=made.module_tree.take(made.made_of), decode=decode, adapters=adapters

@@ -61,11 +61,14 @@ def _only_gguf(folder: Path) -> str | None:
 
 
 @reading(adapter_refusal)
-def read_adapter(path: str | Path, *, values: bool = True, takes: Collection[str] = ()) -> AdapterFile:
+def read_adapter(
+    path: str | Path, *, values: bool = True, takes: Collection[str] = (), log_name: str | None = None
+) -> AdapterFile:
     """Return configuration and header of the adapter in a folder.
 
     values: also look through its values for NaN and infinity; nothing is kept of them. takes: fields of the configuration
-    that the caller computes itself. Errors: AdapterError with every reason: missing or foreign files, weights beside them
+    that the caller computes itself. log_name: what the log calls the adapter when it tells of weights that nothing uses (None: the
+    caller tells of them, `notes`). Errors: AdapterError with every reason: missing or foreign files, weights beside them
     that change the output, bad JSON, another method than LoRA, configuration fields that change the output in a way not
     supported, tensors with values that are not finite. CheckpointError if the safetensors header is not sound.
     """
@@ -93,6 +96,8 @@ def read_adapter(path: str | Path, *, values: bool = True, takes: Collection[str
     adapter = AdapterFile(folder, config, dict(header.tensors), folder / TENSORS_NAME, stamps, tuple(notes))
     if values:
         check_values(adapter)
+    if log_name is not None:
+        _log(notes, log_name)
     return adapter
 
 
@@ -103,17 +108,17 @@ def _beside(folder: Path) -> tuple[list[str], list[str]]:
         raise AdapterError(folder, [f"the folder cannot be read: {exc.strerror}"]) from exc
 
 
-def check_beside(path: str | Path, name: str | None = None) -> None:
-    """Raise AdapterError for weights beside an adapter that change the output, and log those that nothing uses.
-
-    Every way to load an adapter asks this, as `read_adapter` knows nothing of who is told. name: what the log calls the adapter
-    (None: its folder).
-    """
+def check_beside(path: str | Path, log_name: str) -> None:
+    """Do for an adapter whose two files were read before what `read_adapter` does for weights beside them. Errors: AdapterError."""
     problems, notes = _beside(Path(path))
     if problems:
         raise AdapterError(Path(path), problems)
+    _log(notes, log_name)
+
+
+def _log(notes: Collection[str], name: str) -> None:
     for note in notes:
-        log.warning("%s", printable(f"adapter {path if name is None else name}: {note}", one_line=True))
+        log.warning("%s", printable(f"adapter {name}: {note}", one_line=True))
 
 
 def stamps_of(path: str | Path) -> tuple[Stamp, ...]:

@@ -10,7 +10,6 @@ from types import MethodType
 from typing import Any
 
 from trimtab.adapters.adapter import match_adapter, read_adapter
-from trimtab.adapters.file import check_beside
 from trimtab.adapters.match import AdapterSpec
 from trimtab.bridge.attach import Filler, check_dora, follow_leaf_entries, inject_first, inject_next, keep_devices
 from trimtab.bridge.config import check_kwargs, peft_config
@@ -37,7 +36,7 @@ def load_first(base_model: Any, path: Path, adapter_name: str, peft_kwargs: Mapp
     _check_name(adapter_name)
     _check_base(base_model)
     anatomy = read_live(base_model)
-    spec = _match(path, anatomy, base_model)
+    spec = _match(path, anatomy, base_model, adapter_name)
     config = _config(spec, anatomy, base_model, is_trainable=bool(peft_kwargs.get("is_trainable", False)))
     peft_model = inject_first(base_model, config, adapter_name)
     peft_model.__dict__[ANATOMY], peft_model.__dict__[SPECS] = anatomy, {}
@@ -64,7 +63,7 @@ def _load_next(
         )
     # Not get_base_model(): without an adapter PEFT cannot answer that.
     anatomy, base = peft_model.__dict__[ANATOMY], peft_model.base_model.model
-    spec = _match(Path(model_id), anatomy, base)
+    spec = _match(Path(model_id), anatomy, base, adapter_name)
     inject_next(peft_model, _config(spec, anatomy, base, is_trainable=is_trainable), adapter_name)
     if is_trainable and hasattr(peft_model, "set_requires_grad"):
         peft_model.set_requires_grad(adapter_name)
@@ -78,17 +77,16 @@ def _finish(peft_model: Any, spec: AdapterSpec, adapter_name: str, given: Mappin
     keep_devices(peft_model)
     keep_merges(peft_model)
     peft_model.__dict__[SPECS][adapter_name] = spec
-    check_beside(spec.file.folder, adapter_name)
     for why, count in Counter(why for _, why in spec.no_effect).items():
         LOG.warning("%s: %d tensors have no effect, %s", spec.file.folder, count, why)
     if not given.get("is_trainable", False):
         peft_model.eval()
 
 
-def _match(path: Path, anatomy: Anatomy, base: Any) -> AdapterSpec:
+def _match(path: Path, anatomy: Anatomy, base: Any, adapter_name: str) -> AdapterSpec:
     from trimtab.bridge.inspect_rules import view
 
-    spec = match_adapter(read_adapter(path), anatomy)
+    spec = match_adapter(read_adapter(path, log_name=adapter_name), anatomy)
     check_dora(spec, view(base).modules)
     return spec
 

@@ -36,14 +36,20 @@ BY_NAME: tuple[tuple[re.Pattern[str], int], ...] = (
 )  # fmt: skip
 _NOT_NEGATIVE = re.compile(r"(size|dim|width|heads|experts|layers|depths)$")
 _NOT_ZERO = ("hidden_size", "vocab_size", "num_attention_heads")
-# What is too large in a field of these names is refused as well where the config's own class declares none: some class reads it.
-_READ = re.compile(r"((num|n)_\w+|depths?|vocab_size|\w+_layers)")
-_EVERYWHERE = {BY_NAME[place][1] for place in (0, 1, 5, 7)}
+# What is too large in a field of these names is refused as well where the config's own class declares none: some class reads it
+# (head_dim is read by 99 families of transformers 5.23.0 that do not declare it).
+_READ = re.compile(
+    r"(num|n)_\w+|depths?|\w+_layers|\w*(dims?|width|channels|groups|positions|buckets)|"
+    r"(\w+_)?(vocab|head|hidden|embedding|output|kernel|intermediate)_size"
+)
+_NOT_EVERYWHERE = (OF_NO_SIZE, LARGEST, BY_NAME[2][1])
 _LAYERS = re.compile(r"(^|_)(layers?|blocks|depths?)$")
 # Image patches that a tower can have: its position ids are real numbers of 8 bytes.
 MOST_PATCHES = 2**22
 # Modules of a model while it is built, beyond those that file tensors stand for: some seconds' work.
 MOST_MODULES = 40_000
+# Buffers that a model computes while it is built, together: three times the masks of CodeGen and GPT-Neo, which have one a layer.
+MOST_BUFFER_BYTES = 384 * 2**20
 
 
 def check_config(config: Mapping[str, Any], path: Path) -> None:
@@ -54,7 +60,7 @@ def check_config(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _is_read(field: str) -> bool:
-    return largest(field) in _EVERYWHERE and _READ.fullmatch(field.rpartition(".")[2]) is not None
+    return largest(field) not in _NOT_EVERYWHERE and _READ.fullmatch(field.rpartition(".")[2]) is not None
 
 
 def check_declared(config: Mapping[str, Any], declared: Collection[str], path: Path) -> None:
@@ -137,18 +143,29 @@ def _wrong_types(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     names = config.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         yield "architectures", names, "must be a list of class names"
-    if not isinstance(config.get("model_type", ""), str):
-        yield "model_type", config["model_type"], "must be a text"
-    for field, value in config.items():
-        if field.endswith("_config") and isinstance(value, dict) and not isinstance(value.get("model_type") or "", str):
-            yield f"{field}.model_type", value["model_type"], "must be a text"
+    seen: set[str] = set()
+    for field, value in _values(config):
+        # A part may name no class of its own.
+        is_part_without = value is None and field != "model_type"
+        if field.rpartition(".")[2] == "model_type" and not isinstance(value, str) and not is_part_without:
+            if field not in seen:  # a list's values stand under its name again
+                yield field, value, "must be a text"
+            seen.add(field)
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
-    """Yield (field, value) of every number of a config, those of lists under the list's own name."""
+    for field, value in _values(config):
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield field, value
+
+
+def _values(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield (field, value) of everything in a config, what is in a list under the list's own name."""
     waiting: list[tuple[str, Any]] = [("", config)]
     while waiting:
         field, value = waiting.pop()
+        if field:
+            yield field, value
         if isinstance(value, Mapping):
             inner = [
                 (f"{field}.{name}" if field else str(name), one)
@@ -158,8 +175,6 @@ def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
             waiting += reversed(inner)
         elif isinstance(value, list):
             waiting += [(field, one) for one in reversed(value)]
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield field, value
 
 
 def _numbers_of(value: Any) -> list[int]:

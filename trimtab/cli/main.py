@@ -123,11 +123,10 @@ def _main(arguments: Sequence[str] | None) -> int:
         use_color(options.color)
         if options.name_of_command not in WITHOUT_THREADS:
             threads.use(options.threads, beside_others=options.name_of_command not in LASTING)
-        if options.name_of_command in OPENING and interrupts.is_command():
-            preload.collect_rarely()
         interrupts.raise_again()
         interrupts.raise_at_end()
-        code = int(options.command(options))
+        with preload.collecting_rarely(options.name_of_command in OPENING and interrupts.is_command()):
+            code = int(options.command(options))
         print(end="", flush=True)  # a disk that is full is known here, not at exit
         return code
     except TrimtabError as exc:

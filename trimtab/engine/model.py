@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from trimtab.adapters.adapter import AdapterSpec, match_adapter, read_adapter
-from trimtab.adapters.file import check_beside
 from trimtab.checkpoint.folder import find_folder
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
@@ -267,8 +266,9 @@ class LoadedModel(Asking):
 
         Errors: AdapterError, CheckpointError.
         """
-        held = planned_adapters.read(self, planned_adapters.match(self, path))
-        check_beside(path, name)
+        held = planned_adapters.read(
+            self, planned_adapters.match(self, path, log_name=str(path) if name is None else name)
+        )
         self.fitting(held)  # now, not while rows wait
         return held
 

@@ -13,8 +13,8 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # In the order in which torch loads them itself (torch/__init__.py, 2.6 to 2.13).
@@ -24,14 +24,23 @@ LIBRARIES = (("libtorch_global_deps.so", ctypes.RTLD_GLOBAL), ("libtorch_python.
 LOADING_COLLECT_AFTER, COLLECT_AFTER = (50_000, 20, 1000), gc.get_threshold()
 
 
-def collect_rarely() -> None:
-    """Look for garbage less often, until `collect_again`."""
+@contextmanager
+def collecting_rarely(when: bool = True) -> Iterator[None]:
+    """Look for garbage less often until `collect_again`, or the end of the block. when: whether to do so at all."""
+    if not when:
+        yield
+        return
     gc.set_threshold(*LOADING_COLLECT_AFTER)
+    try:
+        yield
+    finally:
+        collect_again()
 
 
 def collect_again() -> None:
-    """Look for garbage as often as before `collect_rarely`."""
-    gc.set_threshold(*COLLECT_AFTER)
+    """Look for garbage as often as before `collecting_rarely`; outside of it nothing changes."""
+    if gc.get_threshold()[0] == LOADING_COLLECT_AFTER[0]:
+        gc.set_threshold(*COLLECT_AFTER)
 
 
 def import_module(name: str) -> threading.Thread:

@@ -123,12 +123,10 @@ def _prompts(prompts: Any) -> tuple[Prompt, ...] | None:
 def check_adapters(checkpoint: Checkpoint, adapters: Mapping[str, str]) -> None:
     """Raise AdapterError if an adapter is not this model's. Reads headers, no weights."""
     from trimtab.adapters.adapter import match_adapter, read_adapter
-    from trimtab.adapters.file import check_beside
     from trimtab.engine.loader import transformers_model as hf
 
-    files = {name: read_adapter(path) for name, path in adapters.items()}
-    for name, path in adapters.items():
-        check_beside(path, name)
+    files = {name: read_adapter(path, log_name=name) for name, path in adapters.items()}
+    for path in adapters.values():
         check_vocabulary(path, checkpoint.folder)
     if files:
         anatomy = hf.read_anatomy(checkpoint, quant="none", dtype="bfloat16")

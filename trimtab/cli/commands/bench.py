@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from trimtab.adapters.adapter import read_adapter
-from trimtab.adapters.file import check_beside
 from trimtab.checkpoint.folder import find_folder
 from trimtab.cli.flags.flags import adapter_to_use, add_placement, check_media, group_of, plan_or_request
 from trimtab.cli.flags.output import Command, give_report, saying
@@ -83,6 +82,5 @@ def _request(options: argparse.Namespace) -> Any:
         check_media(options.image, options.audio)
     find_folder(request.model)  # before a process is started that needs them
     for name, path in request.adapters.items():
-        read_adapter(path)
-        check_beside(path, name)
+        read_adapter(path, log_name=name)
     return timed

@@ -229,20 +229,20 @@ def _wrap(bare: Tensor, expression: Expression, trace: Trace) -> Traced:
     return traced
 
 
-class TooManyModulesError(Exception):
-    """A model that would have more modules than its files can hold anything for."""
+class TooLargeError(Exception):
+    """A model that would have more modules, or larger buffers, than any model has."""
 
 
 @contextmanager
 def most_modules(most: int) -> Iterator[None]:
-    """Raise TooManyModulesError once more than `most` modules were put into others: their number bounds the time of building."""
+    """Raise TooLargeError once more than `most` modules were put into others: their number bounds the time of building."""
     count = 0
 
     def added(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         nonlocal count
         count += 1
         if count > most:
-            raise TooManyModulesError(f"would have more than {most} modules")
+            raise TooLargeError(f"would have more than {most} modules")
 
     hook = register_module_module_registration_hook(added)
     try:
@@ -257,8 +257,12 @@ class NoAllocation(TorchFunctionMode):
     A loader replaces a missing parameter by `torch.empty_like(parameter, device="cpu")` and fills it at random; here it
     stays on meta and is marked as filled, so that no random numbers are drawn for it. Buffers made that way are real,
     filled with a value that `is_undefined` knows. Should a loader do it in another way, memory is spent and nothing else
-    changes.
+    changes. most_buffer_bytes: of all such buffers together. Errors: TooLargeError beyond it, before the memory is taken.
     """
+
+    def __init__(self, most_buffer_bytes: int) -> None:
+        super().__init__()
+        self._left_bytes = self._most_bytes = most_buffer_bytes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -268,6 +272,9 @@ class NoAllocation(TorchFunctionMode):
             empty = nn.Parameter(func(*args, **(kwargs | {"device": "meta"})), requires_grad=args[0].requires_grad)
             empty._is_hf_initialized = True  # type: ignore[attr-defined]
             return empty
+        self._left_bytes -= args[0].nbytes
+        if self._left_bytes < 0:
+            raise TooLargeError(f"would have more than {self._most_bytes} bytes of buffers that no file holds")
         result = func(*args, **kwargs)
         if not result.is_meta and result.dtype != torch.bool:
             result.fill_(_undefined(result.dtype))

@@ -22,7 +22,7 @@ import transformers
 from torch import Tensor, nn
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
-from trimtab.checkpoint.config_limits import MOST_MODULES, check_declared
+from trimtab.checkpoint.config_limits import MOST_BUFFER_BYTES, MOST_MODULES, check_declared
 from trimtab.checkpoint.folder import CONFIG, Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.prequantized import PackedEntry, split_packed
@@ -30,7 +30,7 @@ from trimtab.engine.loader.anatomy_builder import build_anatomy
 from trimtab.engine.loader.tracing import (  # fmt: skip
     Expression,
     NoAllocation,
-    TooManyModulesError,
+    TooLargeError,
     Trace,
     Traced,
     is_undefined,
@@ -247,12 +247,12 @@ def _load_traced(
 ) -> tuple[Any, dict[str, Any]]:
     """Return (model, loading info) of stock's loader run on tensors without data."""
     try:
-        with NoAllocation(), most_modules(MOST_MODULES + 4 * len(tensors)):
+        with NoAllocation(MOST_BUFFER_BYTES), most_modules(MOST_MODULES + 4 * len(tensors)):
             model, info = kind.from_pretrained(
                 None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, local_files_only=True,
                 generation_config=read_generation_config(checkpoint.folder), ignore_mismatched_sizes=True,
             )  # fmt: skip
-    except TooManyModulesError as exc:
+    except TooLargeError as exc:
         raise CheckpointError(f"{kind.__name__} {exc}", path=checkpoint.folder / CONFIG, hint=TOO_LARGE) from exc
     except Exception as exc:  # whatever the model's own code raises
         why = "; ".join(trace.problems[:5]) or _words(exc)

@@ -65,14 +65,14 @@ class HeldAdapters:
         files = files_stamp(path)
         known = self._by_files.get(files) if files is not None else None
         if known is not None:
-            check_beside(path, name)  # the same files can lie in two folders
+            _check_beside(path, name)
             return known
         ends = None if files is None else _ends(path)
         known = (
             None if ends is None else next((one for one in self._by_ends.get(ends, ()) if _is_copy(path, one)), None)
         )
         if known is not None and files is not None and files == files_stamp(path):
-            check_beside(path, name)
+            _check_beside(path, name)
             self._by_files[files] = known
             return known
         if name is not None:
@@ -100,6 +100,11 @@ class HeldAdapters:
                 block=f"adapter {name}", device="host", needed_bytes=needed, budget_bytes=self.room_bytes,
                 hint="Unload adapters that are not needed",
             )  # fmt: skip
+
+
+def _check_beside(path: str | Path, name: str | None) -> None:
+    """Check what lies beside files that are held already, so that none is read: the same two can lie in several folders."""
+    check_beside(path, str(path) if name is None else name)
 
 
 def _ends(path: str | Path) -> str | None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -193,29 +193,39 @@ class HeldMemory:
     def __init__(self, most_bytes: int = MOST_HELD_BYTES) -> None:
         self._most = most_bytes
         self._by_client: Counter[str] = Counter()
-        self._lock = threading.RLock()  # a collection inside it may give back too
+        self._lock = threading.Lock()
+        # What a collection gives back, in the middle of whatever a thread does here, counts from the next look on.
+        self._given_back: deque[tuple[int, str]] = deque()
 
     @property
     def nbytes(self) -> int:
-        return self._by_client.total()
+        with self._lock:
+            return self._counted().total()
 
     def take(self, nbytes: int, client: str = "") -> None:
         """Count a client's matcher. Errors: DeviceError beyond its share."""
         with self._lock:
-            own = self._by_client[client] + nbytes
-            share = (self._most - (self._by_client.total() - self._by_client[client])) // 2
+            by_client = self._counted()
+            own = by_client[client] + nbytes
+            share = (self._most - (by_client.total() - by_client[client])) // 2
             if nbytes and own > share:
                 raise DeviceError(
                     f"the grammars of your answers would take {own // 2**20} MiB together, {share // 2**20} MiB are yours now",
                     device="cpu", hint="Send a smaller schema, or try again later",
                 )  # fmt: skip
-            self._by_client[client] = own
+            by_client[client] = own
 
     def give_back(self, nbytes: int, client: str = "") -> None:
-        with self._lock:
+        self._given_back.append((nbytes, client))
+
+    def _counted(self) -> Counter[str]:
+        """Return the bytes of each client that has some. The lock is held."""
+        while self._given_back:
+            nbytes, client = self._given_back.popleft()
             self._by_client[client] -= nbytes
             if not self._by_client[client]:
                 del self._by_client[client]
+        return self._by_client
 
 
 class Pace:

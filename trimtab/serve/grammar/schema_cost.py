@@ -19,10 +19,15 @@ from trimtab.serve.grammar.schema import list_of, nodes_of, target_of
 
 MOST_REFERENCES = 16  # that lead to one another are followed
 
-# The regular expression of a multiple has a state for each remainder: 10 to 40 us and 400 bytes each. A number that ends in zeros
-# has about 32 for each remainder of what stands before them (86400: 0.3 s). One that is made of twos and fives alone has a quarter
-# at most: 65536 takes 0.06 s, 131072 0.2, 1048576 2.1.
-_TRAILING_ZEROS_COST, _TWOS_AND_FIVES_SHARE = 32, 4
+# llguidance's regular expression of a multiple has a state for each remainder that it looks at before it has found a multiple: 10
+# to 40 us and 500 bytes each. Without zeros at the end these are all remainders at most, a quarter of them where the number is made
+# of twos and fives alone. With zeros it is so many for each remainder of the digits before them, by how many zeros there are (none,
+# one, ...; the last stands for more) and whether those digits are even, end in 5, or neither; and so many for each zero at least.
+# Fitted to what 400 numbers took: within a factor of two of each that has 3,000 states (tests/test_schema_cost.py).
+_TWOS_AND_FIVES_SHARE, _STATES_A_ZERO = 4, 1500
+_STATES_A_REMAINDER = {
+    "even": (1, 10, 42, 99, 231, 800, 2000), "ends in 5": (1, 10, 30, 57, 158, 275, 300), "neither": (1, 10, 21, 50, 50, 80, 130),
+}  # fmt: skip
 # Beyond these a common multiple counts as one that has no end: a prime of 19 digits.
 _ENDLESS, _MOST_CASES, _MOST_DEPTH = 10**18 + 9, 256, 200
 _MANY = 2**31
@@ -207,15 +212,25 @@ def _multiple(node: Mapping[str, Any]) -> int:
     value = node.get("multipleOf")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         return 1
-    digits = int("".join(map(str, Decimal(repr(value)).normalize().as_tuple().digits)))
+    digits = int("".join(map(str, _decimal(node).as_tuple().digits)))
     return max(digits, min(int(value), _ENDLESS))
 
 
+def _decimal(node: Mapping[str, Any]) -> Decimal:
+    return Decimal(repr(node["multipleOf"])).normalize()
+
+
 def _states(multiple: int) -> int:
-    before_zeros = _without(10, multiple)
-    if _without(2, _without(5, multiple)) == 1:
-        multiple = -(-multiple // _TWOS_AND_FIVES_SHARE)
-    return min(multiple, before_zeros * _TRAILING_ZEROS_COST)
+    """Return how many states the expression of a multiple has, about."""
+    before_zeros, zeros = multiple, 0
+    while before_zeros % 10 == 0:
+        before_zeros, zeros = before_zeros // 10, zeros + 1
+    table = _STATES_A_REMAINDER[
+        "even" if before_zeros % 2 == 0 else "ends in 5" if before_zeros % 5 == 0 else "neither"
+    ]
+    is_of_twos_and_fives = _without(2, _without(5, multiple)) == 1
+    most = -(-multiple // _TWOS_AND_FIVES_SHARE) if is_of_twos_and_fives else multiple
+    return min(most, max(before_zeros * table[min(zeros, len(table) - 1)], zeros * _STATES_A_ZERO))
 
 
 def _without(factor: int, number: int) -> int:
@@ -224,16 +239,29 @@ def _without(factor: int, number: int) -> int:
     return number
 
 
-def multiple_states(schema: Any) -> int:
-    """Return how many states the expressions of all multiples have at most."""
-    count, merges = 0, _Merges(schema)
+def _multiples(schema: Any) -> Iterator[int]:
+    """Yield each multiple that an expression is made of: a node's own, and what it is merged to."""
+    merges = _Merges(schema)
     for node in nodes_of(schema):
-        own = _multiple(node)
         merged = merges.of(node).multiples if any(name in node for name in ("allOf", "$ref", "anyOf", "oneOf")) else ()
-        count += sum(_states(one) for one in {own, *merged} if one > 1)
+        yield from {_multiple(node), *merged}
     for below in _merged_below(merges, schema):
-        count += sum(_states(one) for one in below.multiples if one > 1)
-    return min(_MANY, count)
+        yield from below.multiples
+
+
+def multiple_states(schema: Any) -> int:
+    """Return how many states the expressions of all multiples have, about."""
+    return min(_MANY, sum(_states(one) for one in _multiples(schema) if one > 1))
+
+
+def largest_multiple(schema: Any) -> int:
+    return max(_multiples(schema), default=1)
+
+
+def multiple_places(schema: Any) -> int:
+    """Return how many decimal places a multiple has, at most; powers of ten, which need no remainder, have none."""
+    values = [_decimal(node) for node in nodes_of(schema) if _multiple(node) > 1]
+    return max((-int(one.as_tuple().exponent) for one in values), default=0)
 
 
 def merged_patterns(schema: Any) -> int:
@@ -389,6 +417,15 @@ def range_digits(schema: Any) -> int:
 
 
 LIMITS = (
+    # llguidance 1.9.1 has remainders of 32 bits: beyond them an answer never ends, or is no multiple.
+    Limit(
+        (2**32 - 1) // 10, largest_multiple, "a multipleOf is {count} without its decimal point, the limit is {most}",
+        "Multiples of one value (allOf, references) count as their least common multiple", is_total=False,
+    ),
+    Limit(
+        8, multiple_places, "a multipleOf has {count} decimal places, the limit is {most}",
+        "A power of ten may have more", is_total=False,
+    ),
     # 99991 took 1.3 to 5 s and 50 MB; 3, 7, 11, 13, 17, 19 and 23 in allOf have 22 million states, and no end.
     Limit(
         50_000, multiple_states, "its multipleOf have {count} remainders, the limit is {most}",

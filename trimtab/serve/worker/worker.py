@@ -79,10 +79,10 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
     keep_streams()
     set_up_as_parent()
     threading.Thread(target=_end_with_parent, name="trimtab-parent", daemon=True).start()
-    preload.collect_rarely()
     channel = Channel(connection)
     try:
-        _Worker(channel, settings).run()
+        with preload.collecting_rarely():
+            _Worker(channel, settings).run()
     except (EOFError, OSError, KeyboardInterrupt):
         return  # the API process is gone or ends the server: nobody is left to tell
     except BaseException as exc:
