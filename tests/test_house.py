@@ -155,14 +155,16 @@ def test_files_are_traced_in_threads_and_children(written, tmp_path):
     assert found == ["called.py", "child.py", "inner.py", "threaded.py"]
 
 
-def test_only_what_is_entered_between_two_questions_counts(written, tmp_path):
-    package = written({"__init__": "", "first": "def f(): ...\n", "second": "def f(): ...\n"}).package
+def test_only_what_every_round_enters_counts(written, tmp_path):
+    package = written(dict.fromkeys(("before", "between", "always", "once"), "def f(): ...\n")).package
+    (package / "__init__.py").touch()
     (tmp_path / "traced").mkdir()
     records = traced_files.Records(tmp_path / "traced", package=package)
-    code = (
-        "from trimtab import first, second\nfirst.f()\nprint('first', flush=True)\ninput()\nsecond.f()\n"
-        "print('second', flush=True)\ninput()\nfirst.f()\n"
+    steps = ("before.f()", "always.f(); once.f()", "between.f()", "always.f()", "before.f()")
+    code = "from trimtab import before, between, always, once\n" + "".join(
+        f"{step}\nprint({number}, flush=True)\ninput()\n" for number, step in enumerate(steps)
     )
+    asks = [records.count, records.write, records.count, records.write]
     with subprocess.Popen(  # in the package's folder: `-c` looks there first
         [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
@@ -171,12 +173,13 @@ def test_only_what_is_entered_between_two_questions_counts(written, tmp_path):
         env=records.environment,
         cwd=tmp_path,
     ) as process:
-        for word, ask in (("first", ("count", "counting")), ("second", ("write", "found"))):
-            assert process.stdout.readline().strip() == word
-            records.ask(*ask)
+        for number in range(len(steps)):
+            assert process.stdout.readline().strip() == str(number)
+            if number < len(asks):
+                asks[number](number // 2 + 1)
             process.stdin.write("\n")
             process.stdin.flush()
-    assert process.returncode == 0 and records.files() == ["second.py"]
+    assert process.returncode == 0 and records.files() == ["always.py"]
 
 
 def test_times_of_a_part_leave_those_of_the_other(monkeypatch, tmp_path):

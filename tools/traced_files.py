@@ -1,11 +1,12 @@
 """Which files of the package does one answer enter? Traced in every process and thread of a command.
 
     python tools/traced_files.py run      `trimtab run` on the demo, with an adapter, on a CPU
-    python tools/traced_files.py chat     a second chat request to the demo's server: its API process and its worker together
+    python tools/traced_files.py chat     a warm chat request to the demo's server: its API process and its worker together
 
 A file counts if one of its functions was entered: code that only an import runs (module and class bodies, comprehensions of
 them) does not. A generator or coroutine that goes on is entered again. What a server does beside a request, such as the worker's
-beats, is in the figure: the count goes on for QUIET_S after the answer, so that everything periodic has had its turn.
+beats, is in the figure: the count goes on for QUIET_S after the answer, so that everything periodic has had its turn. A chat
+request is asked three times, and what each of them enters counts: a busy machine now and then adds a file to one of them.
 
 This file is copied as `sitecustomize.py` into a folder at the front of PYTHONPATH, so that each process runs it before anything
 else. The processes and the one that asks tell each other by files in a folder. Needs only the standard library there.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import itertools
 import json
 import os
 import shutil
@@ -34,7 +36,7 @@ LOOK_S, QUIET_S, MOST_S = 0.02, 1.5, 120.0
 ROOT = Path(__file__).resolve().parent.parent
 # Few tokens, and one row's worth of text: the same work wherever it runs.
 TOKENS = 4
-FIRST, SECOND = "How are you?", "What is a lighthouse for?"
+QUESTIONS = ("How are you?", "What is a lighthouse for?", "Name three colours.", "Where do swallows go in winter?")
 
 
 class Tracer:
@@ -43,11 +45,10 @@ class Tracer:
     def __init__(self, package: str, records: Path) -> None:
         self.prefix, self.records = os.path.join(package, ""), records
         self.found: set[str] = set()
-        self.is_counting = False
 
     def begin(self) -> None:
         self._write("alive")
-        atexit.register(self._write, "found")
+        atexit.register(self._write, "found0")
         threading.Thread(target=self._obey, name="traced-files", daemon=True).start()
         threading.setprofile(self.entered)
         sys.setprofile(self.entered)
@@ -61,16 +62,18 @@ class Tracer:
             self.found.add(name)
 
     def _obey(self) -> None:
-        """Begin to count, then write what was found, as soon as a file asks for it."""
-        while True:
+        """Begin to count, then write what was found, each as soon as a file asks for it, in one round after the other."""
+        for number in itertools.count(1):
+            self._wait(f"count{number}")
+            atexit.unregister(self._write)
+            self.found = set()
+            self._write(f"counting{number}")
+            self._wait(f"write{number}")
+            self._write(f"found{number}")
+
+    def _wait(self, word: str) -> None:
+        while not (self.records / word).exists():
             time.sleep(LOOK_S)
-            if not self.is_counting and (self.records / "count").exists():
-                self.found, self.is_counting = set(), True
-                self._write("counting")
-            if self.is_counting and (self.records / "write").exists():
-                self._write("found")
-                atexit.unregister(self._write)
-                return
 
     def _write(self, what: str) -> None:
         files = sorted(name.removeprefix(self.prefix).replace(os.sep, "/") for name in self.found)
@@ -101,8 +104,15 @@ class Records:
         }  # fmt: skip
         self.environment = {**self.untraced, RECORDS: str(self.folder), WATCHED: str(package)}
 
-    def ask(self, word: str, answer: str) -> None:
-        """Ask every traced process for something, and wait until each has done it. Errors: TimeoutError."""
+    def count(self, number: int) -> None:
+        """Let every traced process begin a round. Errors: TimeoutError."""
+        self._ask(f"count{number}", f"counting{number}")
+
+    def write(self, number: int) -> None:
+        """Let every traced process write what it entered in a round. Errors: TimeoutError."""
+        self._ask(f"write{number}", f"found{number}")
+
+    def _ask(self, word: str, answer: str) -> None:
         import psutil
 
         processes = [file.stem for file in self.folder.glob("*.alive") if psutil.pid_exists(int(file.stem))]
@@ -114,11 +124,11 @@ class Records:
             time.sleep(LOOK_S)
 
     def files(self) -> list[str]:
-        """Return the files that were entered in any process, below the package's folder."""
-        found: set[str] = set()
-        for file in self.folder.glob("*.found"):
-            found |= set(json.loads(file.read_text(encoding="utf-8")))
-        return sorted(found)
+        """Return the files, below the package's folder, that were entered in each round, in whichever process."""
+        rounds: dict[str, set[str]] = {}
+        for file in self.folder.glob("*.found*"):
+            rounds.setdefault(file.suffix, set()).update(json.loads(file.read_text(encoding="utf-8")))
+        return sorted(set.intersection(*rounds.values())) if rounds else []
 
 
 def entered_by(arguments: Sequence[str], folder: Path, *, package: Path = ROOT / "trimtab") -> list[str]:
@@ -136,24 +146,26 @@ def of_a_run(folder: Path) -> list[str]:
     """Return the files that `trimtab run` on the demo enters."""
     demo = ROOT / "trimtab" / "demo"
     flags = ["--adapter", f"style={demo / 'adapters' / 'style'}", "--device", "cpu", "--max-new-tokens", str(TOKENS)]
-    return entered_by(["-m", "trimtab", "run", str(demo / "base"), *flags, SECOND], folder)
+    return entered_by(["-m", "trimtab", "run", str(demo / "base"), *flags, QUESTIONS[0]], folder)
 
 
 def of_a_chat_request(folder: Path) -> list[str]:
-    """Return the files that a second chat request with an adapter enters, in the API process and the worker."""
+    """Return the files that each chat request with an adapter after the first enters, in the API process and the worker."""
     from bench import client
     from bench.served import Served
 
     records = Records(folder)
     with Served(environment=records.environment) as server:
-        for question in (FIRST, SECOND):
-            if question == SECOND:
-                records.ask("count", "counting")
-            body = client.chat_body(question, model="style", max_tokens=TOKENS)
-            asked = client.ask(server.address, body, timeout_s=MOST_S)
+        for number, question in enumerate(QUESTIONS):
+            if number:
+                records.count(number)
+            asked = client.ask(
+                server.address, client.chat_body(question, model="style", max_tokens=TOKENS), timeout_s=MOST_S
+            )
             assert asked.ended == "complete", asked
             time.sleep(QUIET_S)
-        records.ask("write", "found")
+            if number:
+                records.write(number)
         return records.files()
 
 
