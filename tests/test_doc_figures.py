@@ -546,19 +546,19 @@ def without_bfloat16():
 
 CASES = {
     without_bfloat16: "plan-for-another-card",
-    holds: "serve-many-adapters", holds_in_limits: "limits", media_memory: "serve-many-adapters",
+    holds: "operate", holds_in_limits: "limits", media_memory: "operate",
     staging: "benchmarks", predictions: "read-a-plan", prompts: "benchmarks",
     towers: "benchmarks", prompt_kernels: "benchmarks", adapters_inside: "benchmarks",
     adapters_inside_decided: "decisions/0026-adapters-inside-products", first_tokens_beside_copies: "benchmarks",
     small_card_goals: "benchmarks", link_shares: "benchmarks", whole_decoder: "benchmarks",
-    same_first_tokens: "benchmarks", prompt_goals: "benchmarks", prompts_alone: "serve-many-adapters",
+    same_first_tokens: "benchmarks", prompt_goals: "benchmarks", prompts_alone: "operate",
     prompts_with_adapters_decided: "decisions/0026-adapters-inside-products",
     last_layers_decided: "decisions/0027-last-layers-in-step-kernels",
     towers_decided: "decisions/0019-towers-layer-by-layer",
     first_tokens_decided: "decisions/0025-one-memory-for-prompts",
     second_turns: "decisions/0017-prefix-cache-by-size",
     on_a_cpu: "benchmarks", server_load: "server-under-load", attackers: "server-under-load",
-    steps: "decisions/0007-adapters-by-table", kv8: "fit-a-model", kv_pages: "serve-many-adapters", head8: "8-bit-head",
+    steps: "decisions/0007-adapters-by-table", kv8: "fit-a-model", kv_pages: "operate", head8: "8-bit-head",
     head8_in_a_plan: "read-a-plan",
     merging: "merge-in-little-memory", first_tokens: "run-on-a-cpu", threads: "run-on-a-cpu", on_ray: "on-a-cluster",
 }  # fmt: skip

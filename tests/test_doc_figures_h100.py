@@ -188,12 +188,12 @@ CASES = {
     load_on_an_h100: "server-under-load",
     load_goals: "benchmarks",
     how_fast: "how-fast",
-    many_adapters: "serve-many-adapters",
+    many_adapters: "operate",
     many_adapters_decided: "decisions/0028-adapters-beside-products",
     batch_prompts: "many-prompts",
     runs_of_cards: "benchmarks",
     spare_of_cards: "benchmarks",
-    together: "serve-many-adapters",
+    together: "operate",
     second_turns: "decisions/0018-unpacked-weights",
 }
 
