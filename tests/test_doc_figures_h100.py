@@ -61,6 +61,20 @@ def load_on_an_h100():
     yield f"With images and audio among the requests it makes {whole(mixed)}"
 
 
+def how_fast():
+    h100 = [row for row in results_of("prompts_h100")["rows"] if row["model"] == "e4b"]
+    now = {row["way"]: row["ms"] for row in h100 if row["what"] == "picture 640x480"}
+    yield f"first token takes {now['captured']:.1f} ms on an H100, stock's {now['stock']:.0f}"
+    _, eight, many, _ = results_of("load_h100")["rows"]
+    yield f"makes {whole(eight)} tokens per second with 8 clients and {whole(many)} with 32"
+    (graph,) = [
+        row["tok_s"] for row in results_of("decode")["rows"]
+        if (row["model"], row.get("decode"), row.get("batch"), row.get("adapter_rank"), row["placement"], row["run"])
+        == ("e4b", "graph", 1, 8, "resident", 4) and "ms" in row
+    ]  # fmt: skip
+    yield f"in this form makes {graph:.1f} tokens per second with an adapter"
+
+
 def load_goals():
     _, eight, many, mixed = results_of("load_h100")["rows"]
     yield f"| 8 clients, tokens/s | 1,500 | 1,316; H100 {whole(eight)} | - |"
@@ -169,16 +183,17 @@ def second_turns():
 
 
 CASES = {
-    pictures: "how-fast-and-why",
-    prompts_on_an_h100: "how-fast-and-why",
+    pictures: "benchmarks",
+    prompts_on_an_h100: "benchmarks",
     load_on_an_h100: "server-under-load",
-    load_goals: "how-fast-and-why",
-    many_adapters: "serve-many-adapters",
+    load_goals: "benchmarks",
+    how_fast: "how-fast",
+    many_adapters: "operate",
     many_adapters_decided: "decisions/0028-adapters-beside-products",
     batch_prompts: "many-prompts",
-    runs_of_cards: "how-fast-and-why",
-    spare_of_cards: "how-fast-and-why",
-    together: "serve-many-adapters",
+    runs_of_cards: "benchmarks",
+    spare_of_cards: "benchmarks",
+    together: "operate",
     second_turns: "decisions/0018-unpacked-weights",
 }
 

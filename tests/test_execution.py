@@ -464,7 +464,7 @@ def test_sliding_windows_are_counted_for_every_row_beside_pages(kv, value_bytes,
         results = json.loads((Path(__file__).parents[1] / "bench/results/kv_pages.json").read_text(encoding="utf-8"))
         held = {row["layout"]: row["held"] for row in results["rows"] if row["what"] == "bytes"}
         assert held == {"pages": pages.gpu["kv_cache"], "whole": whole.gpu["kv_cache"]}
-    text = (Path(__file__).parents[1] / "docs/serve-many-adapters.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[1] / "docs/operate.md").read_text(encoding="utf-8")
     per_row = f"{windows / 33 / 2**20:.1f}".removesuffix(".0")
     assert f"{token:,}\n  bytes per token" in text or f"{token:,} bytes per token" in text
     assert f"{per_row} MiB per row" in text

@@ -84,7 +84,7 @@ def test_the_committed_shares_of_waste_are_those_of_pages_rounded_up_and_those_o
     """By another route: bench/kv_waste.py reserves the pages of a batch, here lengths are rounded up to whole pages."""
     root = Path(__file__).parents[1]
     rows = {row["mix"]: row for row in json.loads((root / "bench/results/kv_waste.json").read_text("utf-8"))["rows"]}
-    page = (root / "docs/serve-many-adapters.md").read_text("utf-8")
+    page = (root / "docs/operate.md").read_text("utf-8")
     assert set(rows) == set(mixes())
     for (name, mix), title in zip(mixes().items(), TITLES, strict=True):
         allocated = sum(math.ceil((prompt + answer) / 64) * 64 for prompt, answer in mix)

@@ -180,7 +180,7 @@ def test_what_is_no_toml_is_refused(write, tmp_path):
 
 
 def test_the_example_in_the_docs_is_read(tmp_path):
-    text = (ROOT / "docs" / "serve-many-adapters.md").read_text("utf-8")
+    text = (ROOT / "docs" / "operate.md").read_text("utf-8").partition("## Several models")[2].partition("\n## ")[0]
     (block,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     for name in ("models/gemma-4-E4B-it", "models/gemma-4-E2B-it", "adapters/medical", "adapters/legal"):
         assert name in block

@@ -104,6 +104,21 @@ def test_the_index_lists_every_page_once_and_the_readme_leads_to_it():
     assert len(readme.splitlines()) < 120
 
 
+# Words of pages that a reader goes through from end to end; cells of tables count.
+MOST_WORDS = {
+    "CONTRIBUTING.md": 900, "docs/architecture.md": 1100, "docs/how-fast.md": 800, "docs/why-fast.md": 1500,
+    "docs/serve-many-adapters.md": 800,
+}  # fmt: skip
+
+
+def test_short_pages_stay_short():
+    counts = {
+        page: sum(bool(re.search(r"\w", word)) for word in (ROOT / page).read_text("utf-8").split())
+        for page in MOST_WORDS
+    }
+    assert {page: count for page, count in counts.items() if count > MOST_WORDS[page]} == {}
+
+
 STATUS = re.compile(r"\*\*Status\.\*\* (Accepted|Superseded by \[\d+\]\(|Removed|Rejected)")
 
 

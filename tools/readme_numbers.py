@@ -15,11 +15,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from tools import benchmark_tables  # noqa: E402
+
 RESULTS = ROOT / "bench" / "results"
 PAGES = (
-    ROOT / "README.md", ROOT / "docs" / "how-fast-and-why.md", ROOT / "docs" / "keep-peft.md",
+    ROOT / "README.md", ROOT / "docs" / "how-fast.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "keep-peft.md",
     ROOT / "docs" / "is-my-merge-right.md", ROOT / "docs" / "server-under-load.md",
-    ROOT / "docs" / "serve-many-adapters.md", ROOT / "docs" / "read-a-plan.md", ROOT / "docs" / "fit-a-model.md",
+    ROOT / "docs" / "operate.md", ROOT / "docs" / "read-a-plan.md", ROOT / "docs" / "fit-a-model.md",
 )  # fmt: skip
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
 SLOT = re.compile(r"(<!-- numbers:(\w+) -->\n).*?(<!-- /numbers -->)", re.DOTALL)
@@ -546,11 +549,14 @@ MAKERS = {
     "load_qwen": load,
     "together": together,
     "start": start,
+    **benchmark_tables.MAKERS,
 }
 
 
 # A table that is made of another one's results.
-SOURCES = dict.fromkeys(("small_cards", "link_limit", "card_predictions", "above_plan"), "cards")
+SOURCES = (
+    dict.fromkeys(("small_cards", "link_limit", "card_predictions", "above_plan"), "cards") | benchmark_tables.SOURCES
+)
 
 
 def filled(text: str) -> str:

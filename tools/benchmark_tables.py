@@ -1,0 +1,175 @@
+"""Tables of docs/benchmarks.md and docs/how-fast.md made from bench/results: first tokens, images, towers, a CPU, few rows.
+
+`tools/readme_numbers.py` fills slots with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+PACKAGES = ("torch", "transformers", "bitsandbytes", "peft")
+TITLES = {"e4b": "E4B", "e2b": "E2B", "qwen3-8b": "Qwen3-8B", "qwen3-vl-4b": "Qwen3-VL-4B"}
+WAYS = ("stock", "eager", "captured")
+TOKENS = (64, 512, 2048)
+# Model, engine, mode, rank, adapters, rows: what a reader of docs/how-fast.md compares.
+FEW = (
+    ("e4b", "trimtab", "auto", 0, 0, 1), ("e4b", "trimtab", "auto", 8, 1, 1), ("e4b", "trimtab", "auto", 8, 8, 8),
+    ("e4b", "stock", "eager", 0, 0, 1), ("e4b", "stock", "eager", 8, 1, 1), ("e4b", "stock", "eager", 8, 1, 8),
+    ("e2b", "trimtab", "auto", 8, 1, 1), ("e2b", "stock", "eager", 8, 1, 1),
+)  # fmt: skip
+
+
+def _table(heads: Sequence[str], numbers: int, rows: Iterable[Sequence[str]]) -> str:
+    """Return a table whose last columns hold numbers."""
+    rule = ["---"] * (len(heads) - numbers) + ["---:"] * numbers
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, rule, *rows))
+
+
+def _where(results: Mapping[str, Any]) -> str:
+    where = results["environment"]
+    return f"{where['gpu']}, Python {where['python']}, {', '.join(f'{name} {where[name]}' for name in PACKAGES)}"
+
+
+def _run(results: Mapping[str, Any], run: int | None) -> list[Mapping[str, Any]]:
+    return [row for row in results["rows"] if run is None or row["run"] == run]
+
+
+def _first_tokens(results: Mapping[str, Any], run: int | None) -> str:
+    ms = {
+        (row["model"], row["tokens"], row["way"]): row["ms"]
+        for row in _run(results, run)
+        if row["what"] == "text" and row["adapter"] and "ms" in row
+    }
+    models = [model for model in TITLES if (model, 64, "captured") in ms]
+    rows = []
+    for model in models:
+        cells = [
+            " / ".join(f"{ms[model, tokens, way]:.0f}" for way in WAYS[:2]) + f" / **{ms[model, tokens, WAYS[2]]:.1f}**"
+            for tokens in TOKENS
+        ]
+        title = TITLES[model] + (": stock / eager / captured" if model == models[0] else "")
+        rows.append([title, *cells])
+    heads = ["model, ms to the first token, adapter of rank 8", *(f"{tokens:,} tokens" for tokens in TOKENS)]
+    return (
+        f"{_table(heads, 3, rows)}\n\n{_where(results)}; random weights of these sizes, NF4 with double quantization.\n"
+    )
+
+
+def first_tokens(results: Mapping[str, Any]) -> str:
+    """Return the table of the texts of the last run of bench/results/prompts.json."""
+    return _first_tokens(results, max(row["run"] for row in results["rows"]))
+
+
+def first_tokens_h100(results: Mapping[str, Any]) -> str:
+    """Return the same table of bench/results/prompts_h100.json."""
+    return _first_tokens(results, None)
+
+
+def images(results: Mapping[str, Any]) -> str:
+    """Return the table of an image and a question, from the last run of bench/results/prompts.json."""
+    rows = [
+        row for row in _run(results, max(row["run"] for row in results["rows"])) if row["what"] == "picture 640x480"
+    ]
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        ways = {row["way"]: row for row in rows if row["model"] == model}
+        tokens = f", {ways['captured']['tokens']} tokens" if not lines else ""
+        lines.append(
+            [
+                TITLES[model] + tokens,
+                *(f"{ways[way]['ms']:.0f} ms" for way in WAYS[:2]),
+                f"**{ways[WAYS[2]]['ms']:.0f} ms**",
+            ]
+        )
+    heads = ["one image of 640x480 and a question, from the PNG file's bytes to the first token", *WAYS]
+    return _table(heads, 3, lines) + "\n"
+
+
+def towers(results: Mapping[str, Any]) -> str:
+    """Return the table of an image and audio in three versions, from three runs of bench/results/prompts.json."""
+    runs = [
+        next(
+            row for row in _run(results, run)
+            if (row["model"], row["what"], row.get("way")) == ("e4b", "picture and sound", "captured")
+        )
+        for run in (2, 3, 5)
+    ]  # fmt: skip
+    ms = [f"{row['ms']:.0f} ms" for row in runs]
+    heads = [
+        "E4B, adapter of rank 8 on decoder and towers",
+        "towers eager (run 2)",
+        "captured (run 3)",
+        "with prompt kernels (run 5)",
+    ]
+    rows = [
+        [
+            f"image of 280 tokens and 10 s of audio, {runs[2]['tokens']} tokens, to the first token",
+            *ms[:2],
+            f"**{ms[2]}**",
+        ],
+        ["of it: the decoder's chunk of 1,024 tokens on the GPU", *(f"{row['gpu_ms']:.1f}" for row in runs)],
+    ]
+    return _table(heads, 3, rows) + "\n"
+
+
+CPU_CASES = {
+    "llama-300m, none": ("Llama 310 M", "none"), "llama-300m, nf4-dq": ("Llama 310 M", "nf4-dq"),
+    "llama-300m, nf4-dq, without AVX512-BF16": ("Llama 310 M", "nf4-dq, stock without AVX512-BF16"),
+    "demo, nf4-dq": ("demo", "nf4-dq"), "demo, nf4-dq, without AVX512-BF16": ("demo", "nf4-dq, stock without AVX512-BF16"),
+}  # fmt: skip
+
+
+def bench_cpu(results: Mapping[str, Any]) -> str:
+    """Return the table of bench/results/bench_cpu.json: trimtab over stock, median of pairs with their range."""
+    rows = []
+    for name, titles in CPU_CASES.items():
+        ratios = [results["reports"][name]["ratios"][key] for key in ("decode_tok_s", "cpu_ms")]
+        rows.append([*titles, *(f"{one['median']:.2f} ({one['min']:.2f} to {one['max']:.2f})" for one in ratios)])
+    return _table(["model", "format", "tokens per second", "CPU time per token"], 2, rows) + "\n"
+
+
+def start_cpu(results: Mapping[str, Any]) -> str:
+    """Return the table of bench/results/start_cpu.json: CPU seconds of a start with patched imports and without."""
+    seconds = {(row["what"], row["tree"]): row["cpu_best_s"] for row in results["rows"]}
+    rows = [
+        [what, *(f"{seconds[what, tree]:.1f}" for tree in ("before", "now"))]
+        for what in dict.fromkeys(row["what"] for row in results["rows"])
+    ]
+    about = results["about"]
+    return (
+        f"{_table(['start, CPU seconds, best of ' + str(about['runs']), 'before', 'now'], 2, rows)}\n\n"
+        f"The demo model, {about['cpu_count']} busy cores, Python {about['python']}, torch {about['versions']['torch']}.\n"
+    )
+
+
+def fast_decode(results: Mapping[str, Any]) -> str:
+    """Return few rows of bench/results/decode.json."""
+    found = {}
+    for row in results["rows"]:
+        if "ms" in row and row["placement"] == "resident" and row.get("run") == 4:
+            key = (row["model"], row["engine"], row["decode"], row["adapter_rank"], row["adapters"], row["batch"])
+            found[key] = row
+    rows = [
+        [
+            case[0].upper(), case[1], f"{case[4]} of rank {case[3]}" if case[3] else "none", str(case[5]),
+            f"{found[case]['tok_s']:,.0f}", f"{found[case]['ms']:.2f}",
+        ]
+        for case in FEW
+    ]  # fmt: skip
+    table = _table(["model", "engine", "adapters", "rows", "tokens/s", "ms per step"], 3, rows)
+    return f"{table}\n\n{_where(results)}; a prompt of 512 tokens, everything on the GPU.\n"
+
+
+MAKERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "first_tokens": first_tokens, "first_tokens_h100": first_tokens_h100, "images": images, "towers": towers,
+    "bench_cpu": bench_cpu, "start_cpu": start_cpu, "fast_decode": fast_decode,
+}  # fmt: skip
+# Slot -> the result file that it is made of, where that has another name.
+SOURCES = {
+    "first_tokens": "prompts",
+    "first_tokens_h100": "prompts_h100",
+    "images": "prompts",
+    "towers": "prompts",
+    "fast_decode": "decode",
+}
