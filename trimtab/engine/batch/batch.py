@@ -195,6 +195,7 @@ class Batch:
             self._prefill(prompt)  # another prompt took the place where its states were
         number = self._places_behind(1)[0]
         self._fill(number, prompt)
+        prompt.cache = None  # the row has its keys and values
         self.prompts.release(prompt)
         self._is_placed(prompt, number)
 
@@ -280,7 +281,7 @@ class Batch:
             self._commit(token)
             self.prefixes.joined(prompt)
             self.tokens[row.number, 0].fill_(token.token_id)  # an assignment would wait for the device
-        prompt.logits, prompt.cache, prompt.first = None, None, None
+        prompt.logits, prompt.first = None, None
         return token
 
     def enter(self, prompt: Prompt) -> None:
@@ -293,7 +294,6 @@ class Batch:
         with self._leaving_on_error(row):
             self.prefixes.joined(prompt)
             self.tokens[row.number, 0].fill_(row.token_ids[-1])
-        prompt.cache = None
 
     @contextmanager
     def _leaving_on_error(self, row: Row) -> Iterator[None]:
