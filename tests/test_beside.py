@@ -286,3 +286,15 @@ def test_the_probabilities_of_a_prompt_are_stocks(model, engine, adapter):
         best = sorted(found.items(), key=lambda item: item[1]["rank"])[0]
         assert best[1]["rank"] == 1 and float(row.max() - row[int(best[0])]) < 2e-4
         assert len(found) in (2, 3)
+
+
+def test_a_prompt_that_is_through_holds_no_keys_and_values_beside_its_row(engine):
+    one = job("a", [5, 6, 7, 8], tokens=2)
+    answer = engine.begin(one, engine._inputs(one))
+    while not engine.prefill(answer, 512)[1]:
+        pass
+    assert answer.prompt.cache is None and engine.batch.placed == [answer.row]
+    engine.arrive(answer)
+    engine.step()
+    assert len(answer.row.answer_ids) == 2
+    engine.drop(answer)

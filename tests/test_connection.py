@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import socket
 import types
 from contextlib import suppress
 
@@ -13,7 +14,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from trimtab.serve.contract.settings import Limits
-from trimtab.serve.http.connection import DRAIN_S, UNREAD_S, Guard, GuardedProtocol
+from trimtab.serve.http.connection import DRAIN_S, UNREAD_S, Guard, GuardedProtocol, ask_often
 
 LIMITS = Limits(head_s=20.0, body_s=30.0, idle_s=40.0, send_s=100.0)
 HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"
@@ -69,7 +70,7 @@ class Loop:
 
 class Transport:
     def __init__(self):
-        self.written, self.was_aborted, self.was_closed = b"", False, False
+        self.written, self.was_aborted, self.was_closed, self.options = b"", False, False, {}
 
     def write(self, data):
         self.written += data
@@ -97,6 +98,9 @@ class Transport:
     def getsockopt(self, level, option):
         """The system of a client that has left answers what is sent with a reset."""
         return errno.ECONNRESET if self.was_reset else 0
+
+    def setsockopt(self, level, option, value):
+        self.options[option] = value
 
     def pause_reading(self):
         pass
@@ -235,14 +239,34 @@ def test_a_client_that_has_closed_both_directions_is_noticed_within_a_second(ver
 
 @pytest.mark.parametrize("kind", ["whole", "stream"])
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
-@pytest.mark.parametrize("after_s", [3, 50, 120])
-def test_a_client_that_leaves_later_is_noticed_after_as_long_at_most(version, kind, after_s):
+@pytest.mark.parametrize("after_s", [3, 9, 17, 23.9])
+def test_a_client_that_leaves_later_is_noticed_soon(version, kind, after_s):
     one = half_closed(version, kind)
     one.loop.advance(after_s)
     one.transport.has_left = True
     assert not one.transport.was_aborted
-    one.loop.advance(after_s + 15)
+    one.loop.advance(4.25 if (version, kind) == (b"1.0", "whole") else 15.25)
     assert one.transport.was_aborted and one.protocol.cycle.disconnected
+
+
+def test_the_system_of_a_client_of_http_1_0_is_asked_once_all_bytes_that_every_answer_begins_with_are_sent():
+    one = half_closed(b"1.0", "whole")
+    one.loop.advance(27)
+    assert not one.transport.options
+    one.loop.advance(2)
+    assert one.transport.written == b"HTTP/1.1 " and one.transport.options[socket.SO_KEEPALIVE] == 1
+    one.loop.advance(400)
+    one.transport.was_reset = True  # by the system's own question
+    one.loop.advance(0.25)
+    assert one.transport.was_aborted and one.protocol.cycle.disconnected
+
+
+def test_a_system_is_asked_every_few_seconds():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
+        ask_often(one)
+        assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        if hasattr(socket, "TCP_KEEPINTVL"):
+            assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) <= 4
 
 
 @pytest.mark.parametrize("wait_s", [0, 0.6, 40, 3600])

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.anatomies import e_series, with_int8_head
+from trimtab.checkpoint.anatomy import KVLayer
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.planning import Machine, Plan, Rates, make_plan
 from trimtab.planning import options as plan_options
-from trimtab.planning.memory.activations import needs_of, repeated_tokens, row_cache_bytes, use_of
+from trimtab.planning.memory.activations import needs_of, prompts_kv_bytes, repeated_tokens, row_cache_bytes, use_of
 from trimtab.planning.memory.prompts import ADAPTER_COLUMNS, ROOM_SLACK_BYTES, has_room, room_bytes, uncaptured_bytes
 from trimtab.planning.memory.towers import BUFFERS, GRAPHS, POOL
 from trimtab.planning.options import Option, options_of, options_text
@@ -596,3 +597,16 @@ def test_a_plan_of_an_older_release_is_refused_by_its_version():
     with pytest.raises(RequestError) as caught:
         Plan.from_json(values)
     assert (caught.value.field, caught.value.value) == ("plan.version", 1)
+
+
+def test_a_plan_of_several_rows_counts_what_prompts_in_progress_hold_where_none_is_captured():
+    """Two prompts of a whole context, one that grows in each, and those that pass with half a context in every layer."""
+    layer = KVLayer(layer=0, kv_heads=2, head_dim=8, window=None, shares=None)
+    sliding = KVLayer(layer=1, kv_heads=2, head_dim=8, window=16, shares=None)
+    position = 2 * 8 * 2  # bytes of keys in bfloat16
+    one = 2 * 100 * position + 2 * (15 + 20) * position + 80 * position
+    found = prompts_kv_bytes((layer, sliding), "bfloat16", context_tokens=100, new_tokens=20)
+    assert found == 2 * one + 50 * 2 * 2 * position
+    two, three = (plan(80, decode="eager", batch=rows, context_tokens=2048).gpu["kv_cache"] for rows in (2, 3))
+    row_bytes = three - two
+    assert two - 2 * row_bytes >= 2.5 * row_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,7 @@ class Engine(MockEngine):
 
     def __init__(self, rows=8):
         super().__init__(rows)
-        self.interleaves, self.chunk_sizes, self.open_tokens = True, (), 12_288
+        self.interleaves, self.chunk_sizes, self.beside_tokens = True, (), 4_096
         self.step_s, self.kept, self.released = 0.05, {}, []
 
     def begin(self, job, inputs=None):
@@ -181,6 +182,46 @@ def test_a_large_embedding_takes_the_memory_of_one_that_waits_for_a_row_which_go
     scheduler.cancel("row")
     to_the_end(scheduler)
     assert set(ends(told)) == {"large", "scored"} and engine.log.count(("prefill", "scored")) > 4
+
+
+def test_a_large_embedding_takes_the_memory_of_one_of_several_that_wait_for_a_row():
+    scheduler, engine, told, clock = served(rows=1)
+    wait_of(scheduler, told, clock, job("row", prompt_tokens=20, tokens=10_000))
+    for name, tokens in (("first", 4_000), ("second", 1_000)):  # the second one passes the first
+        scheduler.submit(job(name, sender=name, tokens=1, prompt_tokens=tokens, scored=True))
+    while len(engine.kept) < 2:
+        scheduler.turn()
+    scheduler.submit(embedding("large", LARGE, "b"))
+    while "large" not in ends(told):
+        scheduler.turn()
+    assert engine.released == ["first"] and engine.kept == {"second": 1_000}
+    scheduler.cancel("row")
+    to_the_end(scheduler)
+    assert set(ends(told)) == {"first", "second", "large"}
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_prompts_in_progress_hold_two_contexts_and_the_room_at_most(rows):
+    """Large and small prompts of three kinds come all the time, more than there is room for."""
+    scheduler, engine, told, _ = served(rows=rows)
+    draw, lengths, most = random.Random(rows), (60, 500, 2_000, 4_000, 8_192), 0
+    for number in range(400):
+        if scheduler.waiting < 12:
+            one = job(
+                f"{number}", sender=f"{number % 5}", prompt_tokens=draw.choice(lengths), tokens=draw.choice((1, 40))
+            )
+            kind = draw.choice(("plain", "scored", "embedding"))
+            one.prompt.update({"scored": True} if kind == "scored" else {})
+            scheduler.submit(replace(one, kind="embedding") if kind == "embedding" else one)
+        elif scheduler._known and draw.random() < 0.05:
+            scheduler.cancel(draw.choice(list(scheduler._known)))
+        for _ in range(12):
+            scheduler.turn()
+        begun = {entry.job.id: entry.job for one in (scheduler._begun, scheduler._rowless.begun) for entry in one}
+        held = {name: one.prompt["prompt_tokens"] for name, one in begun.items()} | engine.kept
+        most = max(most, sum(held.values()))
+    assert 2 * 8_192 < most <= 2 * 8_192 + engine.beside_tokens
+    assert len(ends(told)) > 50
 
 
 def test_prompts_that_pass_keep_neither_the_large_one_nor_the_next_large_one_waiting():

@@ -44,7 +44,7 @@ class MockEngine:
         self.begun, self.fail_late = {}, deque()
         self.preparing = {}  # job id -> the future of its inputs
         self.unprepared = set()  # adapters
-        self.open_tokens, self.interleaves = 1500, False
+        self.beside_tokens, self.interleaves = 500, False
 
     def passing_tokens(self, answer):
         """A job says how many tokens its prompt has; without that it passes none."""

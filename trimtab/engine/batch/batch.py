@@ -217,6 +217,7 @@ class Batch:
             self._prefill(prompt)  # another prompt took the place where its states were
         number = self._places_behind(1)[0]
         self._fill(number, prompt)
+        prompt.cache = None  # the row has its keys and values
         self.prompts.release(prompt)
         self._is_placed(prompt, number)
 

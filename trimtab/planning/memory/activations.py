@@ -87,6 +87,8 @@ PATCHES: Mapping[str, tuple[int, int]] = MappingProxyType(
         "": (4096, 1024),
     }
 )
+# Of a context: the tokens of prompts that pass, by whether prompts of rows are captured.
+PASSING_DIVISORS = {False: 2, True: 4}
 # One second of sound: spectrogram frames of 10 ms with 128 bands, soft tokens of 40 ms (Gemma 4 feature extractor).
 FRAMES_PER_S, BANDS, SOUND_TOKENS_PER_S = 100, 128, 25
 
@@ -184,6 +186,22 @@ def kv_cache_bytes(
     return total + copied
 
 
+def passing_tokens(context_tokens: int, *, is_chunked: bool) -> int:
+    """Return how many tokens prompts may have together that pass a longer one between its pieces. is_chunked: whether prompts of
+    rows go through in chunks that are captured; then only those that need no row pass."""
+    return context_tokens // PASSING_DIVISORS[is_chunked]
+
+
+def prompts_kv_bytes(
+    layers: tuple[KVLayer, ...], dtype: str, *, context_tokens: int, new_tokens: int, kv: str = "full"
+) -> int:  # fmt: skip
+    """Return the most that prompts in progress hold beside the buffers of several rows (serve/scheduling/in_progress.py): a first
+    one of a row, a first one that needs none, and those that pass, whose sliding layers may hold every token."""
+    one = kv_cache_bytes(layers, dtype, batch=1, tokens=context_tokens, new_tokens=new_tokens, kv=kv)
+    token_bytes = sum(2 * position_bytes(layer, dtype, kv) for layer in layers if layer.shares is None)
+    return 2 * one + passing_tokens(context_tokens, is_chunked=False) * token_bytes
+
+
 def row_cache_bytes(
     layers: tuple[KVLayer, ...], dtype: str, *, rows: int, context_tokens: int, pool: int | None = None, kv: str = "full"
 ) -> int:  # fmt: skip
@@ -270,7 +288,9 @@ def needs_of(
 
     has_rows: whether steps are captured: then every sequence has fixed buffers for its keys and values, as it has where several
     are decoded together. A prompt goes through by itself, with a cache of its own beside them; in captured chunks of
-    up to `chunk_tokens` it is written into such a buffer, one more than there are rows where there are several.
+    up to `chunk_tokens` it is written into such a buffer, one more than there are rows where there are several. Without
+    captured chunks prompts of several rows are in progress in every phase (`prompts_kv_bytes`). Not counted: beside captured
+    chunks, keys and values of prompts that need no row.
     is_unpacked_elsewhere: whether a prompt's 4-bit weights are unpacked into room that is counted by itself. is_fused: whether
     steps read pages of keys and values where they are. in_place: whether a chunk reads grouped keys where they are
     (`repeated_tokens`). has_room: whether such chunks are captured: the memory of their graphs serves every pass of prompts and
@@ -297,17 +317,13 @@ def needs_of(
     step_copies = 0 if is_captured else step_copy_bytes(
         layers, dtype, kv, rows=use.batch, context_tokens=context, is_paged=pool is not None, is_fused=is_fused
     )  # fmt: skip
+    if use.batch > 1 and not chunk_tokens:
+        fixed += prompts_kv_bytes(layers, dtype, context_tokens=context, new_tokens=piece, kv=kv)
     stepped = fixed or kv_cache_bytes(layers, dtype, batch=use.batch, tokens=context, new_tokens=1, kv=kv)
+    is_apart = use.batch == 1 and not chunk_tokens
+    own = kv_cache_bytes(layers, dtype, batch=1, tokens=context, new_tokens=piece, kv=kv) if is_apart else 0
     phases: dict[str, tuple[int, int]] = {
-        "prompt": (
-            fixed
-            + (
-                0
-                if chunk_tokens
-                else kv_cache_bytes(layers, dtype, batch=1, tokens=use.context_tokens, new_tokens=piece, kv=kv)
-            ),
-            prompt.text(piece, use.context_tokens) + prompt_copies,
-        ),
+        "prompt": (fixed + own, prompt.text(piece, use.context_tokens) + prompt_copies),
         "step": (stepped, several.text(1, use.context_tokens) + step_copies),
     }
     if use.patches:

@@ -15,8 +15,9 @@ class Engine(Protocol):
     rows: int
 
     @property
-    def open_tokens(self) -> int:
-        """How many tokens prompts in progress may have together: more than a context, of which one prompt may take all."""
+    def beside_tokens(self) -> int:
+        """How many tokens prompts may have together that pass the first one of rows or the first one of those that need none
+        (in_progress.py)."""
 
     @property
     def interleaves(self) -> bool:

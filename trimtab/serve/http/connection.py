@@ -23,6 +23,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import h11
@@ -56,7 +57,9 @@ GONE_LOOK_S = 0.25
 GONE_PROBES, GONE_PROBE_EVERY = (0, 4), 60
 # What every answer begins with. A client of HTTP/1.0 knows no interim answer: it is sent a byte of this at each of these looks.
 ANSWER_BEGINS = b"HTTP/1.1 "
-GONE_PROBES_1_0 = (0, *(4 * 2**power for power in range(len(ANSWER_BEGINS) - 1)))
+GONE_PROBES_1_0 = (0, 4, *range(16, 16 * (len(ANSWER_BEGINS) - 1), 16))
+# Behind the last byte the system asks the client's, this many seconds apart.
+GONE_ASK_S = 4
 VERSIONS = (b"1.0", b"1.1")
 # Complete requests that may wait at one time behind the one that is answered. With more of them, the answer ends the connection.
 # RFC 9112 section 9.3.2.
@@ -257,7 +260,7 @@ class GuardedProtocol(H11Protocol):
         """Find out whether a client that has closed its direction has left: its system then answers what is sent with a reset.
 
         What is sent changes nothing of the answer: `100 Continue`, which a client of HTTP/1.1 passes over, a comment in a stream,
-        or the first bytes of the answer to a client of HTTP/1.0.
+        or the first bytes of the answer to a client of HTTP/1.0. Behind the last of these its system is asked (`ask_often`).
         """
         self._gone_timer = None
         if self.cycle is None or self.cycle.response_complete or self.transport.is_closing():
@@ -270,6 +273,8 @@ class GuardedProtocol(H11Protocol):
         if is_early and self.conn.their_http_version != b"1.1":
             if look in GONE_PROBES_1_0:
                 self.transport.write(self.conn.first_byte())
+                if look == GONE_PROBES_1_0[-1] and socket_here is not None:
+                    ask_often(socket_here)
         elif (look in GONE_PROBES or not look % GONE_PROBE_EVERY) and not self.flow.write_paused:
             if is_early:
                 event = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
@@ -381,6 +386,16 @@ def _reserved(app: Callable[..., Any]) -> Any:
         await refused(scope, receive, send)
 
     return answer
+
+
+def ask_often(connected: Any) -> None:
+    """Have the system ask that of a client every few seconds whether it knows this connection: once it does not, the socket has an
+    error. Systems that name no interval ask after two hours."""
+    with suppress(OSError):
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name in ("TCP_KEEPIDLE", "TCP_KEEPALIVE", "TCP_KEEPINTVL"):
+            if hasattr(socket, name):
+                connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), GONE_ASK_S)
 
 
 class StrictConnection(h11.Connection):

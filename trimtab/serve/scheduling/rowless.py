@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Generic
 
-from trimtab.serve.scheduling.in_progress import InProgress
+from trimtab.serve.scheduling.in_progress import InProgress, Room
 from trimtab.serve.scheduling.queue import Entry, Lines
 
 # The seconds of a piece where nobody waits for a token.
@@ -27,12 +27,12 @@ MOST_TURNS = 16
 
 
 class Rowless(Generic[Entry]):
-    """What waits for its pieces, what is being computed (`begun`), and what is `complete` and waits for a row. most_tokens: as
-    `InProgress` takes them."""
+    """What waits for its pieces, what is being computed (`begun`), and what is `complete` and waits for a row. room: as
+    `InProgress` takes it."""
 
-    def __init__(self, most_tokens: int) -> None:
+    def __init__(self, room: Room[Entry]) -> None:
         self.lines: Lines[Entry] = Lines()
-        self.begun: InProgress[Entry] = InProgress(most_tokens)
+        self.begun: InProgress[Entry] = InProgress(room)
         self.complete: list[Entry] = []
         self._groups: set[str] = set()  # of requests whose first choice waits or is computed here
         self._mates: list[Entry] = []
@@ -89,7 +89,7 @@ class Rowless(Generic[Entry]):
         return not self.complete or entry.job.kind == "embedding"
 
     def end(self, entry: Entry) -> None:
-        """Let a request whose pieces are complete wait for a row."""
+        """Let a request whose pieces are complete wait for a row. Its keys and values stay counted (`InProgress.free`)."""
         self.begun.remove(entry)
         self.complete.append(entry)
 

@@ -27,7 +27,7 @@ from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.serve.contract.engine_protocol import Engine
 from trimtab.serve.contract.job import Event, Job
 from trimtab.serve.scheduling.budget import Budget
-from trimtab.serve.scheduling.in_progress import InProgress
+from trimtab.serve.scheduling.in_progress import InProgress, Room
 from trimtab.serve.scheduling.queue import Lines
 from trimtab.serve.scheduling.rowless import Rowless
 
@@ -114,12 +114,13 @@ class Scheduler:
         self.engine, self._tell, self.queue_limit, self._now = engine, emit, queue_limit, now
         self._lines: Lines[_Entry] = Lines()
         self._arrived: deque[_Entry] = deque()
-        self._begun: InProgress[_Entry] = InProgress(engine.open_tokens)
+        room: Room[_Entry] = Room(engine.beside_tokens)
+        self._begun: InProgress[_Entry] = InProgress(room)
         self._chosen: deque[_Entry] = deque()  # those whose prompts go through next, each with a row to come
         self._is_apart = False  # whether a pass of several prompts failed: what is chosen goes one by one
         self._through: deque[_Entry] = deque()  # prompts that will have a row in the next turn
         self._rows: list[_Entry] = []
-        self._rowless: Rowless[_Entry] = Rowless(engine.open_tokens)
+        self._rowless: Rowless[_Entry] = Rowless(room)
         self.budget = Budget(engine.chunk_sizes)
         self._told_at: float | None = None  # when the last step was told, and nothing but steps came after it
         self._known: dict[str, _Entry] = {}
@@ -209,6 +210,12 @@ class Scheduler:
         if entry in self._rows:
             self._rows.remove(entry)
         self.engine.drop(entry.answer)
+        self._give_back(entry)
+
+    def _give_back(self, entry: _Entry) -> None:
+        """Count no keys and values of a prompt any more beside those of the rows."""
+        for begun in (self._begun, self._rowless.begun):
+            begun.free(entry)
 
     def _free(self, entry: _Entry) -> None:
         """Take a job out of those that need no row, if it is one; what it held back waits for rows."""
@@ -264,6 +271,8 @@ class Scheduler:
             self._report([entry])
             if is_over and entry in self._rowless.begun:  # it is no embedding
                 self._rowless.end(entry)
+                if not self.engine.kept_tokens(entry.answer):
+                    self._give_back(entry)
         self._told_at = None  # the time to the next step is not that step's alone
 
     def _begin_rowless(self) -> None:
@@ -271,17 +280,17 @@ class Scheduler:
         rowless, engine = self._rowless, self.engine
         if not rowless.lines:
             return
-        kept_tokens = sum(engine.kept_tokens(entry.answer) for entry in rowless.complete)
+        place = rowless.begun.place
 
         def fits(entry: _Entry) -> bool:
-            tokens = engine.passing_tokens(entry.answer)
-            return rowless.may_begin(entry) and rowless.begun.fits(tokens, kept_tokens=kept_tokens)
+            return rowless.may_begin(entry) and rowless.begun.fits(engine.passing_tokens(entry.answer))
 
-        has_first = rowless.begun.first is not None
-        entry = self._next(rowless.lines, fits) if has_first or kept_tokens else None
-        if entry is None and not has_first and (entry := self._next(rowless.lines, rowless.may_begin)):
-            for one in rowless.complete:  # the new one may take the memory of those that wait for a row
-                engine.release(one.answer)
+        entry = None if place is None else self._next(rowless.lines, fits)
+        if entry is None and (place is None or place in rowless.complete):
+            entry = self._next(rowless.lines, rowless.may_begin)
+            if entry is not None and place is not None:  # it takes the memory of the one that waits for a row
+                engine.release(place.answer)
+                self._give_back(place)
         if entry is not None:
             self._start(entry)
             rowless.begun.add(entry, engine.passing_tokens(entry.answer))
@@ -418,6 +427,7 @@ class Scheduler:
         if is_through:
             self._begun.remove(entry)
             self._through.append(entry)
+            self._give_back(entry)
         else:
             self._begun.took(entry)
 
@@ -432,8 +442,12 @@ class Scheduler:
 
     def _begin_chosen(self) -> None:
         if self._begun.first is None and self._chosen:
-            entry = self._chosen.popleft()
-            self._begun.add(entry, self.engine.passing_tokens(entry.answer))
+            self._begin(self._chosen.popleft())
+
+    def _begin(self, entry: _Entry) -> None:
+        answer = entry.answer
+        is_kept = self.engine.kept_tokens(answer) > 0
+        self._begun.add(entry, self.engine.passing_tokens(answer), is_counted=is_kept)
 
     def _choose(self) -> None:
         """Take the next prompts out of their lines, as many as have a row to go to; one of those at most that go alone."""
@@ -449,15 +463,17 @@ class Scheduler:
         """Take prompts out of their lines that pass the one that has begun."""
 
         def fits(entry: _Entry) -> bool:
+            if self.engine.kept_tokens(entry.answer):  # it needs no more
+                return True
             # The others of a group copy what one computes.
             is_mate = bool(entry.job.group) and any(one.job.group == entry.job.group for one in self._begun)
             return not is_mate and self._begun.fits(self.engine.passing_tokens(entry.answer))
 
         while self._taken < self.engine.rows:
-            entry = self._next_scored() or self._next(self._lines, fits)
+            entry = self._next_scored(fits) or self._next(self._lines, fits)
             if entry is None:
                 return
-            self._begun.add(entry, self.engine.passing_tokens(entry.answer))
+            self._begin(entry)
             self._choose_entry(entry)
 
     def _choose_entry(self, entry: _Entry) -> None:
@@ -468,10 +484,10 @@ class Scheduler:
         except TrimtabError as exc:
             self._fail(entry, exc)
 
-    def _next_scored(self) -> _Entry | None:
-        """Return the job whose log-probabilities are complete, if it can have a row now."""
+    def _next_scored(self, fits: Callable[[_Entry], bool] | None = None) -> _Entry | None:
+        """Return the job whose log-probabilities are complete, if it can have a row now. fits: as for `_next`."""
         entry = next(iter(self._rowless.complete), None)
-        if entry is None or not self.engine.has_room(entry.answer):
+        if entry is None or not self.engine.has_room(entry.answer) or (fits is not None and not fits(entry)):
             return None
         entry.goes_alone = self.engine.goes_alone(entry.answer)
         if entry.goes_alone and any(other.goes_alone for other in self._chosen):

@@ -33,6 +33,7 @@ from trimtab.engine.lora.host_adapter import HeldAdapter
 from trimtab.engine.model import LoadedModel
 from trimtab.engine.prefill.chunk_times import ChunkTimes
 from trimtab.errors import RequestError, TrimtabError
+from trimtab.planning.memory.activations import passing_tokens
 from trimtab.planning.memory.media import LEAST_BUDGET_BYTES, MEDIA, patch_bytes, request_bytes, sound_bytes
 from trimtab.request import GenerateRequest
 from trimtab.serve.adapters.adapter_cache import AdapterShelf
@@ -53,8 +54,6 @@ from trimtab.serve.worker.engine_errors import error_of, error_on_host, named
 from trimtab.serve.worker.pulse import Pulse
 from trimtab.serve.worker.running_answer import Answer, Compiled
 
-# Tokens of all prompts in progress, in contexts. A plan counts keys and values of one context for them; host memory takes more.
-OPEN_SHARE = {"cpu": 1.5, "gpu": 1.25}
 # What the processor is shown when the engine starts, and how long an image waits for that.
 LEARN_SIDE, LEARN_S = 64, 10.0
 
@@ -339,9 +338,8 @@ class LoadedEngine:
                 self.batch.pages.reserve(answer.row)
 
     @property
-    def open_tokens(self) -> int:
-        share = OPEN_SHARE["cpu" if self.model.device.type == "cpu" else "gpu"]
-        return int(share * self.model.context_tokens)
+    def beside_tokens(self) -> int:
+        return passing_tokens(self.model.context_tokens, is_chunked=bool(self.model.plan.execution.prompt.chunks))
 
     @property
     def interleaves(self) -> bool:
