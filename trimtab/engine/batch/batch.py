@@ -217,7 +217,7 @@ class Batch:
             self._prefill(prompt)  # another prompt took the place where its states were
         number = self._places_behind(1)[0]
         self._fill(number, prompt)
-        prompt.cache = None  # the row has its keys and values
+        prompt.release_cache()
         self.prompts.release(prompt)
         self._is_placed(prompt, number)
 
@@ -303,7 +303,7 @@ class Batch:
             self._commit(token)
             self.prefixes.joined(prompt)
             self.tokens[row.number, 0].fill_(token.token_id)  # an assignment would wait for the device
-        prompt.release_states()
+        prompt.release_logits()
         prompt.first = None
         return token
 
@@ -317,7 +317,6 @@ class Batch:
         with self._leaving_on_error(row):
             self.prefixes.joined(prompt)
             self.tokens[row.number, 0].fill_(row.token_ids[-1])
-        prompt.release_states()
 
     @contextmanager
     def _leaving_on_error(self, row: Row) -> Iterator[None]:

@@ -137,9 +137,13 @@ class PrefillState:
         if offset is not None:
             self.offset = offset
 
-    def release_states(self) -> None:
-        """Drop the states that the row of the prompt now has."""
-        self.cache, self.logits = None, None
+    def release_cache(self) -> None:
+        """Drop the keys and values that the row of the prompt now has."""
+        self.cache = None
+
+    def release_logits(self) -> None:
+        """Drop the logits: the first token is sampled."""
+        self.logits = None
 
     def restart(self, *, keeps_logits: bool = False) -> None:
         """Drop the states: every token is computed again. keeps_logits: the prompt is complete, and lost its states alone."""
