@@ -44,7 +44,7 @@ class Tracer:
 
     def __init__(self, package: str, records: Path) -> None:
         self.prefix, self.records = os.path.join(package, ""), records
-        self.found: set[str] = set()
+        self.found: dict[str, None] = {}  # in the order of first entry
 
     def begin(self) -> None:
         self._write("alive")
@@ -59,14 +59,14 @@ class Tracer:
         code = frame.f_code
         name = code.co_filename
         if name.startswith(self.prefix) and name not in self.found and is_function(code.co_flags, code.co_name):
-            self.found.add(name)
+            self.found[name] = None
 
     def _obey(self) -> None:
         """Begin to count, then write what was found, each as soon as a file asks for it, in one round after the other."""
         for number in itertools.count(1):
             self._wait(f"count{number}")
             atexit.unregister(self._write)
-            self.found = set()
+            self.found = {}
             self._write(f"counting{number}")
             self._wait(f"write{number}")
             self._write(f"found{number}")
@@ -76,7 +76,7 @@ class Tracer:
             time.sleep(LOOK_S)
 
     def _write(self, what: str) -> None:
-        files = sorted(name.removeprefix(self.prefix).replace(os.sep, "/") for name in self.found)
+        files = [name.removeprefix(self.prefix).replace(os.sep, "/") for name in list(self.found)]
         file = self.records / f"{os.getpid()}.{what}"
         file.with_suffix(".part").write_text(json.dumps(files), encoding="utf-8")
         file.with_suffix(".part").replace(file)
@@ -130,6 +130,12 @@ class Records:
             rounds.setdefault(file.suffix, set()).update(json.loads(file.read_text(encoding="utf-8")))
         return sorted(set.intersection(*rounds.values())) if rounds else []
 
+    def by_process(self) -> list[list[str]]:
+        """Return the same files for each process that entered some, in the order of first entry in the first round."""
+        common = set(self.files())
+        rounds = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(self.folder.glob("*.found1"))]
+        return [kept for files in rounds if (kept := [name for name in files if name in common])]
+
 
 def entered_by(arguments: Sequence[str], folder: Path, *, package: Path = ROOT / "trimtab") -> list[str]:
     """Return the files that `python ARGUMENTS` enters on a machine that it has seen: it runs twice. Errors: CalledProcessError."""
@@ -149,8 +155,8 @@ def of_a_run(folder: Path) -> list[str]:
     return entered_by(["-m", "trimtab", "run", str(demo / "base"), *flags, QUESTIONS[0]], folder)
 
 
-def of_a_chat_request(folder: Path) -> list[str]:
-    """Return the files that each chat request with an adapter after the first enters, in the API process and the worker."""
+def chat_records(folder: Path) -> Records:
+    """Return what chat requests with an adapter enter, each after the first: a round each."""
     from bench import client
     from bench.served import Served
 
@@ -166,7 +172,12 @@ def of_a_chat_request(folder: Path) -> list[str]:
             time.sleep(QUIET_S)
             if number:
                 records.write(number)
-        return records.files()
+    return records
+
+
+def of_a_chat_request(folder: Path) -> list[str]:
+    """Return the files that every such request enters, in the API process and the worker."""
+    return chat_records(folder).files()
 
 
 TRACED = {"run": of_a_run, "chat": of_a_chat_request}
