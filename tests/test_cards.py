@@ -15,9 +15,10 @@ from tests.rules import each
 from trimtab.cli import main as cli
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.memory import rates as devices
-from trimtab.errors import DeviceError, DoesNotFitError, RequestError
+from trimtab.errors import DeviceError, DoesNotFitError, RequestError, gib
 from trimtab.planning import Plan
 from trimtab.planning import options as plan_options
+from trimtab.planning.plan import chart
 from trimtab.planning.plan.narrow import WIDTH, narrow_table
 from trimtab.planning.request.card_machine import machine_of, rates_of
 from trimtab.planning.values.cards import (
@@ -30,6 +31,7 @@ from trimtab.planning.values.cards import (
     marked,
     sources,
 )
+from trimtab.report.charts import Label
 from trimtab.request import LoadRequest
 
 GIB = 2**30
@@ -163,12 +165,12 @@ def test_any_text_is_a_card_or_a_request_error(text):
 def test_a_plan_for_a_card_says_in_every_figure_that_it_is_an_estimate(tmp_path):
     plan = trimtab.plan(BASE, card="RTX 4060 8GB")
     assert (plan.execution_device, plan.card) == ("cuda:0", find_card("RTX 4060 8GB"))
-    first, _, table = str(plan).partition("\n")
-    assert first.startswith(
+    verdict, about, table = str(plan).split("\n\n", 2)
+    assert verdict.startswith("Fits: ~") and about.startswith(
         "ESTIMATE for GeForce RTX 4060 8GB: 8188 MiB, 272 GB/s, PCIe 4.0 x8, compute capability 8.9"
     )
-    assert "nothing was measured" in first
-    for text in (table, marked(narrow_table(plan), plan.card).partition("\n")[2]):
+    assert "nothing was measured" in about
+    for text in (table, marked(narrow_table(plan), plan.card).split("\n\n", 2)[2]):
         request, _, body = text.strip().partition("\n\n")
         assert "~" not in request and re.search(r"audio\s30 s", request)
         figures = re.findall(r"(?<![\d.])(~?)\d+(?:\.\d+)?\s+(?:GiB|MiB|KiB|ms|s|tokens/s)\b", body)
@@ -179,6 +181,25 @@ def test_a_plan_for_a_card_says_in_every_figure_that_it_is_an_estimate(tmp_path)
     assert values["rates"]["pinned_h2d_Bps"] == rates_of(plan.card).pinned_h2d_Bps
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.parametrize("width", [60, 61, 80, 133, 200])
+def test_a_plan_keeps_to_the_columns_of_its_terminal_and_breaks_no_word(width):
+    plan = trimtab.plan(BASE, card="4GiB")
+    text = marked(narrow_table(plan, width), plan.card, width=width)
+    assert max(map(len, text.splitlines())) <= width
+    assert set(narrow_table(plan).split()) - {"-"} <= set(narrow_table(plan, 200).split()) | set(text.split())
+
+
+def test_table_text_and_picture_begin_with_the_same_verdict():
+    plan = trimtab.plan(BASE, card="4GiB")
+    needed, budget = gib(plan.gpu_needed_bytes), gib(plan.gpu_budget_bytes)
+    sentence = narrow_table(plan, 200).splitlines()[0]
+    assert sentence.startswith("Fits: ") and f"{needed} of {budget} on the GPU" in sentence
+    assert str(plan).splitlines()[0].replace("~", "") == sentence
+    labels = [shape.text for shape in chart.layout(plan)[0] if isinstance(shape, Label)]
+    assert sentence in labels and any(label.startswith(f"needs {needed}: ") for label in labels)
+    assert f"cuda:0: {needed} of a budget of {budget}" in narrow_table(plan, 200)
 
 
 def test_a_plan_of_this_machine_is_no_estimate():
@@ -500,9 +521,13 @@ def test_a_refused_plan_gives_its_options_as_json_too(capsys, tries_only):
 def test_the_narrow_form_of_an_estimate_has_80_columns_and_the_options_have_marks(capsys):
     for card in ("RTX 4060 8GB", "T4"):
         assert cli.main(["plan", str(BASE), "--card", card, "--options"]) == 0
-        first, _, rest = capsys.readouterr().out.partition("\n\n")
+        verdict, about, rest = capsys.readouterr().out.split("\n\n", 2)
         table, options = rest.split("\noption", 1)
-        assert first.startswith("ESTIMATE for") and max(map(len, table.splitlines())) <= WIDTH
+        assert (
+            verdict.startswith("Fits: ~")
+            and about.startswith("ESTIMATE for")
+            and max(map(len, table.splitlines())) <= WIDTH
+        )
         rows = [re.split(r"  +", line) for line in options.splitlines()[1:-1]]
         assert len(rows) > 8 and all(row[1].startswith("~") and row[2].startswith("~") for row in rows)
         assert "nothing was measured" in options.splitlines()[-1]

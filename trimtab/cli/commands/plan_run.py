@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -187,12 +188,13 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def _narrow(plan: trimtab.Plan) -> str:
-    """Return the plan in 80 columns."""
-    from trimtab.planning.plan.narrow import narrow_table
+    """Return the plan in the columns of the terminal, 80 where standard output is none."""
+    from trimtab.planning.plan.narrow import NARROWEST, WIDEST, WIDTH, narrow_table
     from trimtab.planning.values.cards import marked
 
-    text = narrow_table(plan)
-    return text if plan.card is None else marked(text, plan.card)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
+    text = narrow_table(plan, width)
+    return text if plan.card is None else marked(text, plan.card, width=min(max(width, NARROWEST), WIDEST))
 
 
 def _spelled(option: Option) -> Option:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trimtab.errors import gib
-from trimtab.planning.plan.table import predicted_rate
+from trimtab.planning.plan.table import predicted_rate, tensors_peak, verdict
 from trimtab.report.charts import (
     INK,
     LINE,
@@ -97,11 +97,11 @@ def bars_of(plan: Plan) -> list[Bar]:
     items = [*([("fixed", shared)] if shared > 0 else []), *((k, v) for k, v in gpu.items() if k not in named)]
     device = Bar(
         plan.execution_device, (*placed["gpu"], *_items(items)), plan.gpu_budget_bytes,
-        f"peak {gib(plan.gpu_peak_bytes)} in use ({plan.peak_phase}), {gib(plan.gpu_load_peak_bytes)} while loading",
+        f"needs {gib(plan.gpu_needed_bytes)}: {tensors_peak(plan)}",
     )  # fmt: skip
     memory = Bar(
         "host memory", (*placed["host"], *_items((k, v) for k, v in host.items() if not k.endswith("weights"))),
-        plan.host_budget_bytes, f"peak {gib(plan.host_peak_bytes)}",
+        plan.host_budget_bytes, f"needs {gib(plan.host_peak_bytes)}",
     )  # fmt: skip
     if not plan.disk_bytes:
         return [device, memory]
@@ -148,10 +148,11 @@ def layout(plan: Plan) -> tuple[list[Shape], float]:
             f"images {request.images}, audio {request.audio_s:g} s", 13, QUIET,
         ),
         Label(MARGIN, 80, _execution_line(plan), 13, QUIET),
+        Label(MARGIN, 98, verdict(plan), 13, INK),
     ]  # fmt: skip
     if plan.card is not None:
         shapes.append(Label(WIDTH - MARGIN, 40, f"ESTIMATE for {plan.card.title}", 13, INK, anchor="end"))
-    top = 110.0
+    top = 128.0
     for bar in bars_of(plan):
         bar_shapes, top = _bar(bar, top)
         shapes += bar_shapes

@@ -1,34 +1,48 @@
-"""A plan in 80 columns: a line of figures for each row of blocks, its reason below, one paragraph per device."""
+"""A plan in the columns of a terminal, 80 elsewhere: figures of each row of blocks, its reason below, a paragraph per device."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from trimtab.errors import gib
 from trimtab.planning.plan.plan import Plan
-from trimtab.planning.plan.table import grouped, held_limit, keys_and_values, predicted_rate, time_text
+from trimtab.planning.plan.table import (
+    grouped,
+    held_limit,
+    keys_and_values,
+    predicted_rate,
+    tensors_peak,
+    time_text,
+    verdict,
+)
 from trimtab.planning.values.rows import OUTSIDE_PEAK
 
 WIDTH = 80
+# What a plan is printed in at the least and at the most.
+NARROWEST, WIDEST = 60, 200
 # Marks of estimates that one line may get (`cards.marked`).
 MOST_MARKS = 5
-_NAME = 34
+# Columns of a line of figures beside the name.
+_FIGURES, _WIDEST_NAME = 43, 60
 _SIZES = 9
 
 
-def narrow_table(plan: Plan) -> str:
-    """Return the plan as text of at most WIDTH columns. The wide form (`table`) says the same in one line per row."""
+def narrow_table(plan: Plan, width: int = WIDTH) -> str:
+    """Return the plan as text of at most `width` columns (60 to 200). The wide form (`table`) says the same in one line per row."""
     request, execution = plan.request, plan.execution
-    wrapped = _wrapping(plan)
-    lines = wrapped(
+    width = min(max(width, NARROWEST), WIDEST) - (0 if plan.card is None else MOST_MARKS)
+    wrapped, names = _wrapping(width), min(width - _FIGURES, _WIDEST_NAME)
+    lines = [*wrapped(verdict(plan)), ""]
+    lines += wrapped(
         f"{plan.model_class} on {plan.execution_device}: {request.quant}, {request.dtype}, "
         f"{'8-bit head, ' if execution.head == 'int8' else ''}"
         f"{'8-bit keys and values, ' if request.kv == 'int8' else ''}context {request.context_tokens}, "
         f"answer {plan.answer_tokens}, batch {request.batch}, {'batch-invariant, ' if request.batch_invariant else ''}"
         f"images {request.images}, audio {request.audio_s:g} s"
     )
-    lines += ["", _row("block", "tier", ("device", "host", "per token"))]
+    lines += ["", _row("block", "tier", ("device", "host", "per token"), names)]
     shared = _shared_prefix([row.block_path for row in plan.placements])
     if shared:
         lines.append(f"({shared}...)")
@@ -36,9 +50,9 @@ def narrow_table(plan: Plan) -> str:
         shown = name.removeprefix(shared) or "(root)"
         host = sum(row.host_bytes + row.disk_bytes for row in rows)
         sizes = (_size(sum(row.gpu_bytes for row in rows)), _size(host), time_text(sum(row.token_s for row in rows)))
-        lines += _named(shown, rows[0].tier, sizes)
+        lines += _named(shown, rows[0].tier, sizes, names, width)
         lines += wrapped(rows[0].reason, indent=4)
-    lines += ["", *_devices(plan), ""]
+    lines += ["", *_devices(plan, wrapped), ""]
     phases = [("prompt", execution.prompt, f"{time_text(execution.prompt.seconds)} for a full context")]
     phases.append(("decode step", execution.step, f"{predicted_rate(execution)} predicted"))
     if execution.towers is not None:
@@ -59,21 +73,20 @@ def narrow_table(plan: Plan) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _devices(plan: Plan) -> list[str]:
+def _devices(plan: Plan, wrapped: Callable[..., list[str]]) -> list[str]:
     def items(named: Iterable[tuple[str, int]]) -> str:
         return ", ".join(f"{name.replace('_', ' ')} {gib(count)}" for name, count in named if count)
 
     inside = items((name, count) for name, count in plan.gpu.items() if name not in OUTSIDE_PEAK)
     outside = items((name, plan.gpu[name]) for name in OUTSIDE_PEAK if name in plan.gpu)
     device = (
-        f"{plan.execution_device}: peak {gib(plan.gpu_peak_bytes)} of a budget of {gib(plan.gpu_budget_bytes)}: {inside}"
-        f"{f'; on top {outside}' if outside else ''}; loading peak {gib(plan.gpu_load_peak_bytes)}"
+        f"{plan.execution_device}: {gib(plan.gpu_needed_bytes)} of a budget of {gib(plan.gpu_budget_bytes)}: "
+        f"{tensors_peak(plan)}: {inside}{f'; beside tensors {outside}' if outside else ''}"
     )
     host = (
-        f"host: peak {gib(plan.host_peak_bytes)} of a budget of {gib(plan.host_budget_bytes)}: "
+        f"host: {gib(plan.host_peak_bytes)} of a budget of {gib(plan.host_budget_bytes)}: "
         f"{items(plan.host.items())}{held_limit(plan)}"
     )
-    wrapped = _wrapping(plan)
     disk = [f"disk: {gib(plan.disk_bytes)} in a spill file that ends with the process"] if plan.disk_bytes else []
     media = [f"media: {plan.media_reason}"] if plan.media_reason else []
     kept = [f"prefix cache: {plan.prefix_reason}"] if plan.prefix_reason else []
@@ -84,28 +97,28 @@ def _size(byte_count: int) -> str:
     return gib(byte_count) if byte_count else "-"
 
 
-def _row(name: str, tier: str, sizes: Sequence[str]) -> str:
-    return f"{name:<{_NAME}}  {tier:<8}" + "".join(f"  {size:>{_SIZES}}" for size in sizes)
+def _row(name: str, tier: str, sizes: Sequence[str], names: int) -> str:
+    return f"{name:<{names}}  {tier:<8}" + "".join(f"  {size:>{_SIZES}}" for size in sizes)
 
 
-def _named(name: str, tier: str, sizes: Sequence[str]) -> list[str]:
+def _named(name: str, tier: str, sizes: Sequence[str], names: int, width: int) -> list[str]:
     """Return the line of figures, below the name where that is too long."""
-    if len(name) <= _NAME:
-        return [_row(name, tier, sizes)]
-    broken = textwrap.wrap(name.replace(",", ", "), WIDTH, subsequent_indent="    ", break_on_hyphens=False)
-    return [*(line.replace(", ", ",") for line in broken), _row("", tier, sizes)]
+    if len(name) <= names:
+        return [_row(name, tier, sizes, names)]
+    broken = _lines(name.replace(",", ", "), width, hanging=4)
+    return [*(line.replace(", ", ",") for line in broken), _row("", tier, sizes, names)]
 
 
-def _wrapping(plan: Plan) -> Callable[..., list[str]]:
-    """Return what wraps a text (indent and hanging: columns), with room for the marks of a plan from estimates."""
-    width = WIDTH if plan.card is None else WIDTH - MOST_MARKS
+def _wrapping(width: int) -> Callable[..., list[str]]:
+    """Return what wraps a text (indent and hanging: columns)."""
+    return partial(_lines, width=width)
 
-    def wrapped(text: str, *, indent: int = 0, hanging: int = 0) -> list[str]:
-        return textwrap.wrap(
-            text, width, initial_indent=" " * indent, subsequent_indent=" " * (indent + hanging), break_on_hyphens=False
-        )
 
-    return wrapped
+def _lines(text: str, width: int, *, indent: int = 0, hanging: int = 0) -> list[str]:
+    first, others = " " * indent, " " * (indent + hanging)
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False, break_long_words=False
+    )
 
 
 def _shared_prefix(paths: Sequence[str]) -> str:

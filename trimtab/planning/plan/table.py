@@ -19,6 +19,25 @@ if TYPE_CHECKING:
 WIDEST_REASON = 110
 
 
+def verdict(plan: Plan) -> str:
+    """Return the plan in one sentence: that it fits, how fast answers are, and what memory it takes of which budget."""
+    about = "" if plan.card is not None else "about "  # estimates have a mark of their own (`cards.marked`)
+    needed, rate = plan.gpu_needed_bytes, f"{about}{rate_text(plan.execution.tokens_per_s)} tokens/s"
+    disk = f", {gib(plan.disk_bytes)} on disk" if plan.disk_bytes else ""
+    if plan.execution_device == "cpu":
+        taken = f"{gib(needed + plan.host_peak_bytes)} of {gib(plan.host_budget_bytes)} of host memory"
+        return f"Fits: {rate} on the CPU; {taken}{disk}"
+    taken = f"{gib(needed)} of {gib(plan.gpu_budget_bytes)} on the GPU, {gib(plan.host_peak_bytes)} of host memory"
+    return f"Fits: {rate}; {taken}{disk}"
+
+
+def tensors_peak(plan: Plan) -> str:
+    """Return what the tensors of the execution device take at most, and when."""
+    return (
+        f"tensors at most {gib(plan.gpu_peak_bytes)} ({plan.peak_phase}), {gib(plan.gpu_load_peak_bytes)} while loading"
+    )
+
+
 def table(plan: Plan) -> str:
     """Return the plan as text for people."""
     request = plan.request
@@ -34,7 +53,7 @@ def table(plan: Plan) -> str:
         ("block", "part", "tier", "home", "device", "host", "disk", "per request", "per token", "why")
     ]
     rows += [_line(name, group) for name, group in grouped(plan.placements)]
-    sections = [head, "", *aligned(rows, right=range(4, 9)), "", *_devices(plan)]
+    sections = [verdict(plan), "", head, "", *aligned(rows, right=range(4, 9)), "", *_devices(plan)]
     sections += [f"media: {plan.media_reason}"] * bool(plan.media_reason)
     sections += [f"prefix cache: {plan.prefix_reason}"] * bool(plan.prefix_reason) + ["", *_execution(plan)]
     if plan.unquantized:
@@ -90,11 +109,10 @@ def _devices(plan: Plan) -> list[str]:
     gpu = plan.gpu
     inside = items((name, count) for name, count in gpu.items() if name not in OUTSIDE_PEAK)
     outside = items((name, gpu[name]) for name in OUTSIDE_PEAK if name in gpu)
-    load = f"; loading peak {gib(plan.gpu_load_peak_bytes)}"
     rows = [
-        (plan.execution_device, f"peak {gib(plan.gpu_peak_bytes)}", f"budget {gib(plan.gpu_budget_bytes)}",
-         f"{inside}{f'; on top {outside}' if outside else ''}{load}"),
-        ("host", f"peak {gib(plan.host_peak_bytes)}", f"budget {gib(plan.host_budget_bytes)}",
+        (plan.execution_device, f"needs {gib(plan.gpu_needed_bytes)}", f"budget {gib(plan.gpu_budget_bytes)}",
+         f"{tensors_peak(plan)}: {inside}{f'; beside tensors {outside}' if outside else ''}"),
+        ("host", f"needs {gib(plan.host_peak_bytes)}", f"budget {gib(plan.host_budget_bytes)}",
          items(plan.host.items()) + held_limit(plan)),
     ]  # fmt: skip
     if plan.disk_bytes:

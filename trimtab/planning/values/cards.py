@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
@@ -285,14 +286,17 @@ def _is_card(card: Card, name: str, total_bytes: int) -> bool:
     return is_same and abs(total_bytes / card.memory_bytes - 1) < MEMORY_TOLERANCE
 
 
-def marked(table: str, card: Card) -> str:
-    """Return a plan's table with every figure of bytes, seconds and rates marked "~", and what the card is above it. What is asked
-    for, above the first empty line, has no mark."""
+def marked(table: str, card: Card, *, width: int | None = None) -> str:
+    """Return a plan's table with every figure of bytes, seconds and rates marked "~", and what the card is below its verdict.
+
+    The request, the paragraph behind the verdict, has no mark. width: columns of the text about the card, None for one line.
+    """
     figure = re.compile(r"(?P<gap>  )?(?P<figure>(?<![\w.~-])\d+(?:\.\d+)?\s+(?:GiB|MiB|KiB|B|s|ms|tokens/s)(?!\w))")
-    request, empty, body = table.partition("\n\n")
-    body = figure.sub(lambda m: (" ~" if m["gap"] else "~") + m["figure"], body)
+    verdict, request, body = table.split("\n\n", 2)
+    verdict, body = (figure.sub(lambda m: (" ~" if m["gap"] else "~") + m["figure"], text) for text in (verdict, body))
     about = (
         f"ESTIMATE for {card.title}: {card.memory_mib} MiB, {card.bandwidth_GBps:g} GB/s, PCIe {card.pcie}, compute capability "
         f"{card.capability}, {card.tflops:g} TFLOPS in 16 bits. From {sources()[card.source]}; nothing was measured."
     )
-    return f"{about}\n\n{request}{empty}{body}"
+    about = about if width is None else textwrap.fill(about, width, break_on_hyphens=False)
+    return f"{verdict}\n\n{about}\n\n{request}\n\n{body}"
