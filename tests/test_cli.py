@@ -273,7 +273,9 @@ def test_a_file_that_holds_no_device_map_is_refused(text, tmp_path):
 def test_plan_prints_the_table(asks):
     code, out, err = asks("plan", "--place", "*=resident")
     assert (code, err) == (0, "")
-    assert out.startswith("Gemma4ForConditionalGeneration on cpu: nf4-dq, bfloat16, context 128")
+    verdict, request, _ = out.split("\n\n", 2)
+    assert verdict.startswith("Fits: about ")
+    assert request.startswith("Gemma4ForConditionalGeneration on cpu: nf4-dq, bfloat16, context 128")
     assert "requested: place *=resident" in out
 
 

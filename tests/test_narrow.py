@@ -38,7 +38,7 @@ def test_both_forms_have_every_line_of_the_execution(gib):
     assert f"{time_text(execution.prompt.seconds)} for a full context" in flat
     assert "type: bfloat16: bfloat16 is emulated here" in flat and "type bfloat16 - - bfloat16 is emulated here" in wide
     is_small = execution.head == "int8"
-    assert is_small == (gib == 4) == ("8-bit head, " in flat) == ("8-bit head, " in wide[0])
+    assert is_small == (gib == 4) == ("8-bit head, " in flat) == ("8-bit head, " in wide[2])
 
 
 def test_layers_that_leave_are_all_named():

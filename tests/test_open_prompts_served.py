@@ -218,4 +218,4 @@ def test_a_prompt_that_may_not_end_before_its_last_token_goes_through_whole(tmp_
         prompt = batch.begin(model.prepare([5, 6, 7]), REQUEST)
         prompt.may_end_in_step = True
         assert open_prompts.ends_in_step(prompt, prompt.batch)
-        assert not open_prompts.ends_in_step(prompt, lambda place: place != 2)
+        assert not open_prompts.ends_in_step(prompt, prompt.batch, lambda place: place != 2)

@@ -21,8 +21,9 @@ WIDEST_REASON = 110
 
 def verdict(plan: Plan) -> str:
     """Return the plan in one sentence: that it fits, how fast answers are, and what memory it takes of which budget."""
-    about = "" if plan.card is not None else "about "  # estimates have a mark of their own (`cards.marked`)
-    needed, rate = plan.gpu_needed_bytes, f"{about}{rate_text(plan.execution.tokens_per_s)} tokens/s"
+    needed, rate = plan.gpu_needed_bytes, predicted_rate(plan.execution)
+    if plan.card is None and not rate.startswith("~"):  # estimates have a mark of their own
+        rate = f"about {rate}"
     disk = f", {gib(plan.disk_bytes)} on disk" if plan.disk_bytes else ""
     if plan.execution_device == "cpu":
         taken = f"{gib(needed + plan.host_peak_bytes)} of {gib(plan.host_budget_bytes)} of host memory"
