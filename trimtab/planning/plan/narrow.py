@@ -18,7 +18,9 @@ _SIZES = 9
 
 
 def narrow_table(plan: Plan) -> str:
-    """Return the plan as text of at most WIDTH columns. The wide form (`table`) says the same in one line per row."""
+    """Return the plan as text of at most WIDTH columns. The wide form (`table`) has the same content in one line per
+    row.
+    """
     request, execution = plan.request, plan.execution
     wrapped = _wrapping(plan)
     lines = wrapped(
@@ -97,7 +99,7 @@ def _named(name: str, tier: str, sizes: Sequence[str]) -> list[str]:
 
 
 def _wrapping(plan: Plan) -> Callable[..., list[str]]:
-    """Return what wraps a text (indent and hanging: columns), with room for the marks of a plan from estimates."""
+    """Return a text wrapper (indent and hanging: columns) that leaves columns for the marks of estimates."""
     width = WIDTH if plan.card is None else WIDTH - MOST_MARKS
 
     def wrapped(text: str, *, indent: int = 0, hanging: int = 0) -> list[str]:
