@@ -130,9 +130,9 @@ def write_drafts(
     """Write one Markdown file per failure and NOT_TO_FILE.md; return them. The folder appears whole or not at all.
 
     runs: records of the matrix, of one or more interpreters. environment: an Environment or its JSON. verdicts: of the
-    catalogue's probes in the runs' interpreter; other_verdicts: those of others, by what to call them. python: the
-    interpreter of the runs, in which the reproducers are run. overwrite: replace drafts that were written before.
-    Errors: RequestError for a folder with other content, for no runs, or for a value that is no record.
+    catalogue's probes in the runs' interpreter; other_verdicts: those of other interpreters, by name. python: the
+    interpreter of the runs, in which the reproducers are run. overwrite: replace earlier drafts.
+    Errors: RequestError for a folder with other content, for no runs, or for an invalid record.
     """
     target = Path(folder)
     check_folder(target, overwrite=overwrite)
