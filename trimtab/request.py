@@ -263,13 +263,13 @@ class GenerateRequest:
     """How to answer one prompt. Sampling names and meanings are those of transformers.
 
     max_new_tokens: most tokens of the answer; None is 256, or what the prompt leaves of the context if that is less.
-    temperature: 0 is greedy; below LEAST_TEMPERATURE, and with a repetition_penalty outside PENALTIES, logits could leave the
-    range of float32. top_k: sample from so many tokens. top_p, min_p: sample from the most likely tokens with this total
-    probability; drop tokens below this share of the largest probability. seed: None takes a random one. stop: texts that end
-    the answer and are not part of it. stop_token_ids: tokens that end the answer, as the model's own end tokens do.
-    presence_penalty, frequency_penalty: subtracted from a token's logit if it is in the answer so far, once or for each
-    occurrence; the prompt does not count. logit_bias: token id -> value added to its logit. logprobs: report each token's
-    log-probability and those of the N most likely tokens; None reports none.
+    temperature: 0 is greedy; below LEAST_TEMPERATURE, and with a repetition_penalty outside PENALTIES, logits could
+    leave the range of float32. top_k: sample from this many tokens. top_p, min_p: sample from the most likely tokens
+    with this total probability; drop tokens below this share of the largest probability. seed: None takes a random one.
+    stop: texts that end the answer and are not part of it. stop_token_ids: tokens that end the answer, as the model's
+    own end tokens do. presence_penalty, frequency_penalty: subtracted from a token's logit if it is in the answer so
+    far, once or for each occurrence; the prompt does not count. logit_bias: token id -> value added to its logit.
+    logprobs: report each token's log-probability and those of the N most likely tokens; None reports none.
     Errors: RequestError with the field; top_k, top_p, min_p and seed are refused at temperature 0.
     """
 
