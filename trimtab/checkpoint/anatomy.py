@@ -91,9 +91,9 @@ class ModuleRow:
 class KVLayer:
     """The cache of one decoder layer: shape [B, kv_heads, S, head_dim] for keys and the same for values.
 
-    window: tokens a sliding layer keeps, None for full attention. shares: the layer whose cache it reads instead of its
-    own, None when it stores. state_values: numbers per row that a linear-attention layer keeps instead, independent of
-    the length; its kv_heads is 0.
+    window: tokens a sliding layer keeps, None for full attention. shares: the layer whose cache it reads, None if it
+    has its own. state_values: numbers per row that a linear-attention layer keeps instead, independent of the length;
+    its kv_heads is 0.
     """
 
     layer: int
@@ -111,8 +111,8 @@ class Anatomy:
     missing_projections: paths of k/v projections that KV-shared layers do not have although their siblings do; an
     adapter key that aims at one has no effect. prequantized: the format of a checkpoint that is already packed.
     tower_tokens: (part, soft tokens of one image or audio clip) where the config fixes them; else the processor
-    decides. capture_unsupported, fused_unsupported: why decode steps of this family cannot be captured, or made of our
-    own kernels, prompts_unsupported: why its prompts cannot be captured; None if they can. images_look_ahead: whether
+    decides. capture_unsupported, fused_unsupported: why decode steps of this family cannot be captured, or use the
+    fused kernels; prompts_unsupported: why its prompts cannot be captured; None if they can. images_look_ahead: whether
     an image's tokens see later ones, so that a prompt is not cut inside it; True if unknown. renames: transformers'
     renamings for checkpoints of this model, in order.
     """
