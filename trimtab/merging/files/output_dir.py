@@ -1,7 +1,7 @@
 """The output folder of a merge: a hidden sibling of OUT while it is written, and one rename at the end.
 
 A crash, a kill or a full disk leaves that folder, never half a model at OUT. The next run of the same merge reuses the
-finished files, checked by their hashes. A run that fails because of its own input removes the folder.
+finished files, checked by their hashes. A run that fails because of its input removes the folder.
 """
 
 from __future__ import annotations
