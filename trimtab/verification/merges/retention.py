@@ -3,7 +3,7 @@
 With D = merged - base, and delta, the adapter's exact change:
 
     survived = <D, delta> / <delta, delta>        1: all of it is there; 0: rounded away; 2: merged twice
-    noise    = ||D - survived x delta|| / ||delta||   what is in the weight besides, in lengths of the change itself
+    noise    = ||D - survived x delta|| / ||delta||   other changes of the weight, relative to the norm of delta
 
 A merge into 4 bits can keep 0.9 of the change and add ten times as much noise, so both are reported. Computed in
 float64 from float32 chunks of one weight at a time. Imports only torch.
