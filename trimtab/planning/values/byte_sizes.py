@@ -39,9 +39,10 @@ ALLOCATION_BYTES = 512
 SMALL_BYTES = 2**20
 LARGE_BYTES = 10 * 2**20
 SEGMENT_BYTES = 2 * 2**20
-# Memory that torch reserves beyond what it has handed out (segments of 2 and 20 MiB, holes between live tensors): a T4 with
-# E2B NF4 reserved 6.693 GiB for 6.507 GiB in use, 2.9 % more. A captured model has 80 MiB and more of it after loading, on several
-# streams, whatever its size (H100, E4B on 4 GiB: `shares_mib` in bench/results/cards.json). `fragments` counts what is beyond.
+# Memory that torch reserves beyond what it has handed out (segments of 2 and 20 MiB, holes between live tensors): a T4
+# with E2B NF4 reserved 6.693 GiB for 6.507 GiB in use, 2.9 % more. A captured model has 80 MiB and more of it after
+# loading, on several streams, for every size (H100, E4B on 4 GiB: `shares_mib` in bench/results/cards.json).
+# `fragments` counts what is beyond.
 RESERVE_MIN_BYTES = 64 * 2**20
 RESERVE_PERCENT = 3
 
