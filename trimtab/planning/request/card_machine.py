@@ -50,7 +50,7 @@ def rates_of(card: Card) -> Rates:
     return replace(
         assumed,
         pinned_h2d_Bps=card.link_Bps,
-        # A pageable copy goes through the driver's own page-locked buffer: the host copies every byte once more.
+        # A pageable copy uses the driver's page-locked buffer: the host copies every byte once more.
         pageable_h2d_Bps=1 / (1 / card.link_Bps + 1 / assumed.host_Bps),
         device_Bps=card.bandwidth_GBps * 1e9 * MEMORY_SHARE,
         device_flops=card.tflops * 1e12 * FLOPS_SHARE,
