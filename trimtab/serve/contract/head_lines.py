@@ -1,9 +1,8 @@
 """Which header lines of a request the server reads, the effect of a repeated one, and the one credential in them.
 
-    ONCE     a second line is refused: two readers could take two values. Among them is all that says who asks, for
-    which host,
-             and where the body ends
-    LABELS a repeated one counts as absent, as in W3C Trace Context section 3.2 for `traceparent`
+    ONCE     a second line is refused, because two readers could use two values. These are the credentials, the host,
+             and the headers that define the body
+    LABELS   a repeated one counts as absent, as in W3C Trace Context section 3.2 for `traceparent`
     LISTS    all lines are one list. RFC 9110 section 5.3
 
 No other line is read: `X-Forwarded-For`, `Forwarded`, `Cookie`, `Idempotency-Key` and the like have no effect, in any

@@ -80,13 +80,14 @@ class Token:
 class Event:
     """One event of a job. kind:
 
-    "started" the computation of its prompt begins (queued_s, prompt_tokens) "text" a fragment of the answer in whole
-    characters, possibly empty (text, tokens) "reasoning" the same for reasoning before the answer (text) "call" a
-    fragment of a tool call (call: index, arguments; with the first fragment of each: id, name) "scores"
-    log-probabilities of a part of its prompt (data: values of a JSON list; result: start, the first token) "done" the
-    answer is complete (finish, usage; of other kinds of jobs: result) "error" it ends here (error: class, message and
-    fields as `TrimtabError.to_dict` writes them; usage: computed tokens) "dropped" its client had left (usage: computed
-    tokens)
+    "started"    the computation of its prompt begins (queued_s, prompt_tokens)
+    "text"       a fragment of the answer in whole characters, possibly empty (text, tokens)
+    "reasoning"  the same for reasoning before the answer (text)
+    "call"       a fragment of a tool call (call: index, arguments; with the first fragment of each: id, name)
+    "scores"     log-probabilities of a part of its prompt (data: values of a JSON list; result: start, the first token)
+    "done"       the answer is complete (finish, usage; of other kinds of jobs: result)
+    "error"      the job failed (error: from `TrimtabError.to_dict`; usage: computed tokens)
+    "dropped"    its client had left (usage: computed tokens)
     """
 
     job_id: str

@@ -202,7 +202,9 @@ def short(text: str, most: int) -> str:
 
 
 class TextLines(logging.Formatter):
-    """2026-01-31T12:00:00.123Z INFO ready models=gemma, without fields that are None; a traceback follows on lines of its own."""
+    """2026-01-31T12:00:00.123Z INFO ready models=gemma, without fields that are None; a traceback follows on separate
+    lines.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         fields = "".join(f" {name}={_word(value)}" for name, value in _fields(record).items() if value is not None)
