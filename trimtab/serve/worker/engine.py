@@ -352,7 +352,7 @@ class LoadedEngine:
 
     @property
     def interleaves(self) -> bool:
-        """Whether each prompt has keys and values of its own, in host memory. Captured chunks write into one row of the
+        """Whether each prompt has separate keys and values, in host memory. Captured chunks write into one row of the
         batch, and batch-invariant prompts are computed one at a time.
         """
         return self.model.device.type == "cpu" and not self.batch.prompts.is_on and not self.batch.is_invariant

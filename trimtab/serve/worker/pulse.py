@@ -2,8 +2,7 @@
 parent checks its activity.
 
     Pulse     the worker's side: the expected time of a piece of work, announced before it begins if it is long
-    Silence   the API process's side: since when nothing was received, whether that is too long, and whether to end the
-    worker
+    Silence   the API process's side: since when nothing was received, whether that is too long, and when to end it
 
 The loop that makes tokens sends the beats, not a separate thread, so a loop that hangs is silent. One call can be long
 without a fault, such as a prompt chunk on a slow CPU. The worker knows how long work of a kind has taken per unit, and
