@@ -7,7 +7,7 @@
     [limits]                       # --limit NAME=N
     image_pixels = 4000000
 
-    [keys.alice]                   # an API key with limits of its own
+    [keys.alice]                   # an API key with its limits
     key_file = "alice.key"
     requests_per_minute = 60
 

@@ -3,7 +3,7 @@
 A model is started on its first request and stopped after its idle time. At most `together` workers exist at once. When
 another model is requested, an idle one is stopped at once. A busy one keeps its slot for `turn_s` from its start, then
 accepts no new requests, finishes its running ones, and is replaced by the model that has waited longest. So no model
-starves, and a model is not loaded for one request while more of its own are waiting.
+starves, and a model is not loaded for each single request.
 
 Only the keeper, one task, starts and stops workers; requests wait for it.
 """
