@@ -262,7 +262,7 @@ def _is_pair(value: Any) -> bool:
 class GenerateRequest:
     """How to answer one prompt. Sampling names and meanings are those of transformers.
 
-    max_new_tokens: most tokens of the answer; None is 256, or what the prompt leaves of the context if that is less.
+    max_new_tokens: most tokens of the answer; None is 256, or the rest of the context after the prompt if that is less.
     temperature: 0 is greedy; below LEAST_TEMPERATURE, and with a repetition_penalty outside PENALTIES, logits could
     leave the range of float32. top_k: sample from this many tokens. top_p, min_p: sample from the most likely tokens
     with this total probability; drop tokens below this share of the largest probability. seed: None takes a random one.
@@ -377,7 +377,7 @@ class GenerateRequest:
     def within(self, left_tokens: int, *, most_tokens: int = DEFAULT_NEW_TOKENS) -> GenerateRequest:
         """Return the request with max_new_tokens as a number. A given number is kept even if it does not fit.
 
-        left_tokens: what the prompt leaves of the context. most_tokens: the longest answer without a given number.
+        left_tokens: the rest of the context after the prompt. most_tokens: the longest answer without a given number.
         """
         if self.max_new_tokens is not None:
             return self
