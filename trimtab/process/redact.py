@@ -131,7 +131,7 @@ _PACKAGES = re.compile(r"(?<![^\s\"'(])[^\s\"'(]*[\\/](site|dist)-packages[\\/]"
 
 
 class Cleaner:
-    """Replaces this machine's paths in a text by descriptions. names: path -> what it is."""
+    """Replaces this machine's paths in a text by descriptions. names: path -> description."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         replacements = {**names, str(Path.home()): "~", tempfile.gettempdir(): "<tmp>"}
