@@ -54,7 +54,7 @@ class Label:
 Shape = Box | Stroke | Label
 
 
-# A separate file -----------------------------------------------------------------------------------------------------
+# A separate file ------------------------------------------------------------------------------------------------------
 
 
 def check_path(path: str | os.PathLike[str], *, field: str = "picture") -> None:
@@ -89,7 +89,7 @@ def svg(shapes: Sequence[Shape], height: float) -> str:
     return "\n".join([*lines, "</svg>", ""])
 
 
-# Inside a page -------------------------------------------------------------------------------------------------------
+# Inside a page --------------------------------------------------------------------------------------------------------
 
 
 def text(left: float, base: float, words: str, *, anchor: str = "start") -> str:
