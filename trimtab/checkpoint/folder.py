@@ -310,7 +310,7 @@ def _others(names: list[str]) -> str:
     return f" (and {len(names)} more: {shown})"
 
 
-# Other files in the folder: checked only for an error message -----------------------------------------------------
+# Other files in the folder: checked only for an error message ---------------------------------------------------------
 
 
 def _names(folder: Path) -> list[str]:

@@ -39,7 +39,7 @@ MOST_JSON_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Pulled:
-    """The downloaded snapshot. folder: its path. revision: its commit. license: as the hub states it, None where it does not.
+    """The downloaded snapshot. folder: its path. revision: its commit. license: from the hub, None without one.
 
     bytes: of all files; fetched_bytes: those that were not in the cache before.
     """

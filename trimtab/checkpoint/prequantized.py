@@ -179,7 +179,7 @@ def _four_bit(group: _Group) -> PackedEntry | None:
 
 
 def _read_state(entry: TensorEntry) -> Any:
-    """Return the JSON of a quant_state. Errors: OSError and ValueError say why it cannot be read."""
+    """Return the JSON of a quant_state. Errors: OSError and ValueError with the reason why it cannot be read."""
     if entry.dtype != "uint8" or entry.nbytes > MAX_STATE_BYTES:
         raise ValueError(f"it is {entry.dtype} of {entry.nbytes} B, not a small uint8 tensor")
     with open(entry.file, "rb") as handle:

@@ -54,8 +54,8 @@ class Layout:
 def lay_out(path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str], *, ordered: bool = True) -> Layout:
     """Return where each tensor goes in a file at `path`.
 
-    ordered: keep the given order of data. Otherwise wide types come first, then names, as the safetensors library does
-    it: readers that use the file's bytes in place need every value at a multiple of its size.
+    ordered: keep the given order of data. Otherwise wide types come first, then names, as in the safetensors library:
+    readers that use the file's bytes in place need every value at a multiple of its size.
     """
     if not ordered:
         tensors = sorted(tensors, key=lambda tensor: (-width_of(tensor.dtype), tensor.tensor_name))
