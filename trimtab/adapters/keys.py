@@ -126,7 +126,7 @@ class Rewrite:
 
     @property
     def label(self) -> str:
-        """The rule in words: the head alone, or "as written in the file -> as in the model"."""
+        """The rule as text: only the head, or "as written in the file -> as in the model"."""
         if not self.moves:
             return self.head
         start, target = self.moves[0]

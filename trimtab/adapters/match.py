@@ -36,9 +36,9 @@ _NEAR_LIMIT = 20  # near names are searched only for the problems that are print
 
 @dataclass(frozen=True)
 class AdapterTarget:
-    """What the adapter does to one module.
+    """The adapter's change of one module.
 
-    kind: "linear" and "embedding" add scale x B A (rank, scale, use_dora, has_bias say how); "router" is the same for a
+    kind: "linear" and "embedding" add scale x B A (with rank, scale, use_dora, has_bias); "router" is the same for a
     router of experts; "saved" replaces parameters (rank 0); "experts" is a pair on a fused stack, which only a merge
     applies. One module can have a LoRA target and a saved one. wrapped: the module is the inner linear of a wrapper
     such as Gemma4ClippableLinear. tensors: by role, "A" [R, D_in] ([R, V] for an embedding), "B" [D_out, R], "B_bias"
