@@ -68,7 +68,7 @@ def how_installed(distribution: metadata.Distribution) -> str:
 
 
 def read_torch() -> dict[str, Any]:
-    """Return what torch was built for and the GPUs that it sees."""
+    """Return torch's build and the GPUs that it reports."""
     try:
         torch: Any = importlib.import_module("torch")
     except Exception as exc:  # a missing library, a wrong architecture: its import can raise any exception
