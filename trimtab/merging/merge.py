@@ -356,8 +356,7 @@ def _record_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
         return None
 
 
-# After writing
-# -----------------------------------------------------------------------------------------------------------
+# After writing --------------------------------------------------------------------------------------------------------
 
 
 def _check_loads(folder: Path, work: Work) -> None:

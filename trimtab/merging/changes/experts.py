@@ -98,8 +98,7 @@ def read_with_stacks(path: str, probe: Probe, tensors: Mapping[str, TensorEntry]
     return replace(file, config=config, tensors=rest), Stacks(stacked, by_leaf, notes)
 
 
-# One pair per stack
-# -----------------------------------------------------------------------------------------------------
+# One pair per stack ---------------------------------------------------------------------------------------------------
 
 
 def _take_stacks(
@@ -230,8 +229,7 @@ def _stack_pair(
     return _Found(path, f"{spelled}.{name}", pair, fitting, is_transposed)
 
 
-# One pair per expert
-# ---------------------------------------------------------------------------------------------------
+# One pair per expert --------------------------------------------------------------------------------------------------
 
 
 def _take_experts(
@@ -269,7 +267,7 @@ def _take_experts(
     return pairs, rest
 
 
-# The part of a stack in a file tensor -------------------------------------------------------------------------------
+# The part of a stack in a file tensor ---------------------------------------------------------------------------------
 
 
 def slices(expression: Expression, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Slice] | None:

@@ -1,10 +1,10 @@
 """The inverse of loading: a changed parameter is written back to its file tensors if the loader renames, stacks or
 splits them.
 
-`probe.py` records how stock makes a parameter from file tensors. In reverse, a stack becomes a selection, a
-concatenation a part, a transposition its inverse. If the loader splits a file tensor into several parameters, the split
-is repeated as a view into the file tensor, which is overwritten. Any other operation is refused by name: a guess would
-write a wrong weight.
+`engine/loader/tracing.py` records how stock makes a parameter from file tensors. In reverse, a stack becomes a
+selection, a concatenation a part, a transposition its inverse. If the loader splits a file tensor into several
+parameters, the split is repeated as a view into the file tensor, which is overwritten. Any other operation is refused
+by name: a guess would write a wrong weight.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def _without_bias(spec: AdapterSpec, probe: Probe) -> Iterator[str]:
             )
 
 
-# From parameters back to files -----------------------------------------------------------------------------------
+# From parameters back to files ----------------------------------------------------------------------------------------
 
 
 def make_recipe(adapters: Adapters, checkpoint: Checkpoint, probe: Probe, base: Callable[[str], Rows]) -> Recipe:
