@@ -79,7 +79,7 @@ def peft_config(spec: AdapterSpec, paths: Iterable[str], *, has_experts: bool, i
 
 
 def _has_other_rules(config: Any) -> bool:
-    """Return whether more than target_modules decides what PEFT adapts."""
+    """Return whether other fields than target_modules select PEFT's targets."""
     rules = (config.exclude_modules, config.layers_to_transform, config.layers_pattern, config.modules_to_save)
     return any(rule not in (None, "", [], set()) for rule in rules)
 

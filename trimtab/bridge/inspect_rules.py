@@ -62,7 +62,7 @@ class View:
                 self.modules[own_name(path)] = module
         self.map: Mapping[str, Any] = getattr(base, "hf_device_map", None) or {}
 
-    # Placement ----------------------------------------------------------------------------------------------------
+    # Placement --------------------------------------------------------------------------------------------------------
 
     def said_quantized(self) -> str:
         if getattr(self.base, "is_loaded_in_4bit", False):
