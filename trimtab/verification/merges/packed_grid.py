@@ -25,8 +25,8 @@ INT8_LEVELS = 127
 class Grid:
     """The possible values of one packed weight: level x scale.
 
-    levels: float64, ascending. scales: float32, one for `block` values in a row-major order. dtype: what values are
-    rounded to before they are packed. shape: [D_out, D_in].
+    levels: float64, ascending. scales: float32, one for `block` values in a row-major order. dtype: of the rounding
+    before packing. shape: [D_out, D_in].
     """
 
     levels: Tensor

@@ -115,7 +115,7 @@ class LaneRunner:
             error=_shown(error, last) if error else None,
         )  # fmt: skip
 
-    # trimtab's lanes -------------------------------------------------------------------------------------------------
+    # trimtab's lanes --------------------------------------------------------------------------------------------------
 
     def _route(self, label: str, folder: Path, *, quant: str, adapter: bool) -> Route:
         return Route(
@@ -192,7 +192,7 @@ class LaneRunner:
             for row, line in zip(self.rows, answers, strict=True)
         ]
 
-    # Answers ----------------------------------------------------------------------------------------------------
+    # Answers ----------------------------------------------------------------------------------------------------------
 
     def _compared(self, lane: Lane, answers: Mapping[str, Sequence[Line]]) -> tuple[LanePrompt, ...]:
         rows = []

@@ -6,7 +6,7 @@ rate for all modules together:
 - bound: a merge that computes in bfloat16 at worst, and rounds change and sum, stays within a computed bound;
 - slope: errors must not correlate with the change. If a merge does not round once to the nearest, its errors are as
   often against the change as with it. For such signs |sum of x| / sqrt(sum of x^2), x = (value - expected) x change,
-  has a bound without further assumptions (`criterion.symmetric_limit`). The errors of a scale that is wrong by 1 %
+  has a bound without further assumptions (`alarm_rate.symmetric_limit`). The errors of a scale that is wrong by 1 %
   correlate with the change everywhere.
 
 The slope must also differ by a least share: a scale that was itself rounded to bfloat16 is off by up to 0.2 %. A packed
