@@ -43,7 +43,9 @@ _WAYS_OF = {
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """Bytes that one token reads over one path ("device", "link", "disk", "host"). what: "decoder", "head", "rows", ..."""
+    """Bytes that one token reads over one path ("device", "link", "disk", "host"). what: the reader, such as "decoder",
+    "head" or "rows".
+    """
 
     what: str
     way: str
@@ -101,7 +103,7 @@ def limit_of(reads: tuple[Read, ...], bandwidth: Bandwidth) -> Limit:
     return Limit(tok_s=1 / together[slowest], seconds=seconds, bound_by=bound_by, nbytes=sum(total.values()))
 
 
-# Reads of a step ----------------------------------------------------------------------------------------------------
+# Reads of a step ------------------------------------------------------------------------------------------------------
 
 
 def plan_reads(
