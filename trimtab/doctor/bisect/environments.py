@@ -164,8 +164,7 @@ class Environments:
         if not self.keep:
             shutil.rmtree(self._home(package, version), ignore_errors=True)
 
-    # Making an environment
-    # ---------------------------------------------------------------------------------------------------
+    # Making an environment --------------------------------------------------------------------------------------------
 
     def _make(self, home: Path, python: Path, package: str, version: str) -> None:
         pins = self.pins(package, version)

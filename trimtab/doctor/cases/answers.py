@@ -81,7 +81,7 @@ def forward(model: Any, inputs: Mapping[str, Any]) -> Any:
 
 
 def generate(model: Any, inputs: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    """Return the greedily generated tokens and the shape of what `generate` returned."""
+    """Return the greedily generated tokens and the shape of the result of `generate`."""
     import torch
 
     with torch.no_grad():

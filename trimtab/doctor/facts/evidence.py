@@ -152,7 +152,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Shown:
-    """A reproducer that was run and showed its failure: the text that ran, what it printed, under which versions."""
+    """A reproducer that was run and showed its failure: its text, its output, and the versions."""
 
     text: str
     output: str

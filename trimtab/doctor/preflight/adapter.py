@@ -45,7 +45,7 @@ class AdapterReading:
 
 
 def read_adapter_for(path: str | os.PathLike[str], shape: ModelShape) -> AdapterReading:
-    """Return what the stock stack would do with the adapter in a folder.
+    """Return the stock stack's reading of the adapter in a folder.
 
     Errors: AdapterError if the folder is no adapter or of an unsupported kind. An adapter of another model is no error:
     its problems are reported.

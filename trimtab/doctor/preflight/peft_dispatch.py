@@ -133,7 +133,7 @@ def _peft_stops_at_its_map(plan: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-# Inputs of accelerate ---------------------------------------------------------------------------------------------
+# Inputs of accelerate -------------------------------------------------------------------------------------------------
 
 
 class _TorchWithGpus(types.ModuleType):

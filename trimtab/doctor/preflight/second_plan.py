@@ -47,8 +47,8 @@ class Line:
 class SecondPlan:
     """PEFT's plan.
 
-    runs: whether it is made at all; why: the condition, or why there is none. steps: what accelerate prints while it
-    plans. device_map: the result, in the wrapped model's names. required: the figure of accelerate's log line for an
+    runs: whether it is made at all; why: the condition, or why there is none. steps: accelerate's output during
+    planning. device_map: the result, in the wrapped model's names. required: the figure of accelerate's log line for an
     unused device. free_bytes: of the first GPU as the plan would see it. moved_to_main_bytes, moved_off_bytes: bytes
     that move, compared with the user's map. offloaded_quantized: quantized linears that it moves off the accelerator.
     all_on_cpu: everything is on the CPU. disk_keys: keys on disk, in the wrapped model's names.

@@ -98,8 +98,7 @@ def _row(values: Mapping[str, Any]) -> ModuleRow:
     return ModuleRow(**{**values, "tensors": tensors})
 
 
-# Reading in a process
-# ---------------------------------------------------------------------------------------------------------------
+# Reading in a process -------------------------------------------------------------------------------------------------
 
 
 def read_shape(
@@ -137,7 +136,7 @@ def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> 
     emit({"shape": shape.to_json()})
 
 
-# Reading, in the interpreter of the stack ---------------------------------------------------------------
+# Reading, in the interpreter of the stack -----------------------------------------------------------------------------
 
 
 def shape_of(model: str, device_map: Mapping[str, str], quant: str, dtype: str) -> ModelShape:

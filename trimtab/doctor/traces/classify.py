@@ -1,4 +1,4 @@
-"""Known failures in a pasted text, and what identifies each. Pure.
+"""Known failures in a pasted text, and the marks that identify each. Pure.
 
 The first match is by exception, message and frames. A text without an exception line is searched as a whole, and only
 for unique marks of a failure. A message that several causes share is UNKNOWN, with the missing information.
