@@ -180,7 +180,7 @@ def _noise(plan: trimtab.Plan, asks: Mapping[str, Ask]) -> tuple[Noise, ...]:
 
 
 def ask_noise(model: trimtab.LoadedModel, name: str, ask: Ask) -> tuple[Noise, ...]:
-    """Return how far a model's logits on one ask differ from themselves if each layer's roundings are random."""
+    """Return the differences of a model's logits on one ask if each layer's roundings are random."""
     from trimtab.verification.routes.compare import drawn_noise
     from trimtab.verification.routes.teacher_forcing import ONCE, rounded_layers
 
@@ -233,7 +233,9 @@ def _split_plan(whole: trimtab.Plan, options: Mapping[str, Any], placed: LoadReq
 def _answers(
     plan: trimtab.Plan, asks: Sequence[Ask], say: Say | None
 ) -> tuple[list[dict[str, Any]], list[Any], Changes]:
-    """Return the answers (none without say), the teacher-forced logits [S, V] of every question, and what was loaded."""
+    """Return the answers (none without say), the teacher-forced logits [S, V] of every question, and the loaded
+    changes.
+    """
     from trimtab.verification.routes.trimtab_run import own_changes
 
     with show.loading_bar(sys.stderr) as progress:
