@@ -1,4 +1,4 @@
-"""`trimtab models`, `adapters` and `completion`: lists of local files, with what fits this machine."""
+"""`trimtab models`, `adapters` and `completion`: lists of local files, with the models that fit this machine."""
 
 from __future__ import annotations
 

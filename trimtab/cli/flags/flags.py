@@ -294,7 +294,7 @@ def plan_or_request(options: argparse.Namespace, **counted: Any) -> Plan | LoadR
 
 
 def adapter_to_use(use: str | None, names: Sequence[str], *, also: Sequence[str] = ()) -> str | None:
-    """Return the active adapter, the only one without --use. also: what else the command accepts. Errors: RequestError."""
+    """Return the active adapter, the only one without --use. also: other accepted values. Errors: RequestError."""
     allowed = (*names, *also)
     if use is None and len(names) > 1:
         raise RequestError("several adapters are given; name the one that answers", field="--use", allowed=allowed)

@@ -65,7 +65,7 @@ COLORS = ("auto", "always", "never")
 
 
 def use_color(choice: str | None) -> None:
-    """Let --color decide for this process and those that it starts; "auto" leaves the environment as it is.
+    """Let --color decide for this process and those that it starts; "auto" does not change the environment.
 
     Source: https://no-color.org and https://force-color.org; rich and Python's own messages read the same variables.
     """
