@@ -42,7 +42,7 @@ SEGMENT_BYTES = 2 * 2**20
 # Memory that torch reserves beyond what it has handed out (segments of 2 and 20 MiB, holes between live tensors): a T4
 # with E2B NF4 reserved 6.693 GiB for 6.507 GiB in use, 2.9 % more. A captured model has 80 MiB and more of it after
 # loading, on several streams, for every size (H100, E4B on 4 GiB: `shares_mib` in bench/results/cards.json).
-# `fragments` counts what is beyond.
+# `fragments` counts the rest.
 RESERVE_MIN_BYTES = 64 * 2**20
 RESERVE_PERCENT = 3
 
@@ -85,7 +85,7 @@ def buffer_bytes(parts: Mapping[str, int]) -> int:
 
 
 def allocated_bytes(byte_count: int) -> int:
-    """Return what torch's CUDA allocator counts for one tensor (torch.cuda.memory_allocated).
+    """Return the bytes that torch's CUDA allocator counts for one tensor (torch.cuda.memory_allocated).
 
     Sizes are rounded to 512 B; from 10 MiB on a tensor gets its own segment in steps of 2 MiB, whose rest is split off
     only if it exceeds 1 MiB. The rest of a shared 20 MiB segment depends on the order of calls and is not modelled.

@@ -142,8 +142,7 @@ class Execution:
         return values
 
 
-# Supported modes
-# -------------------------------------------------------------------------------------------------------
+# Supported modes ------------------------------------------------------------------------------------------------------
 
 
 def unsupported_reason(
@@ -249,7 +248,7 @@ class BlockWork:
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
     """Reads and launches of one step. device_bytes: weights that the device reads; link_bytes: those of them that are
-    copied to it first; other_s: what the CPU or a disk adds; tail_bytes: weights read after the last copied ones (the
+    copied to it first; other_s: seconds of the CPU or a disk; tail_bytes: weights read after the last copied ones (the
     head). blocks: in the order of computing, () if unknown. slots: staging buffers.
     """
 
