@@ -23,7 +23,7 @@ CONTEXT_BASE_BYTES, CONTEXT_BYTES_EACH = 131 * MIB, 2 * MIB
 # The share of a data sheet's figure that copies and products reach: an H200 copies 4.2 of 4.8 TB/s. Products were not
 # measured on small cards: the share within their power limits is assumed.
 MEMORY_SHARE, FLOPS_SHARE = 0.87, 0.6
-# Host memory that a process has before any weight, and what its first forward on a GPU adds (engine/memory/rates.py).
+# Host memory of a process before any weight, and the addition of its first forward on a GPU (engine/memory/rates.py).
 PROCESS_BYTES = (1024 + 850) * MIB
 
 

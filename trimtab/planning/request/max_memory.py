@@ -24,7 +24,7 @@ _BITS = re.compile(r"\s*[\d.]+\s*[KMGkmg][iI]?b\s*")
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBudgets:
-    """The budgets of a max_memory. device: "cuda:N" or "cpu"; None bytes are what the machine has free."""
+    """The budgets of a max_memory. device: "cuda:N" or "cpu"; None is the machine's free memory."""
 
     device: str
     gpu_memory_bytes: int | None = None
