@@ -76,7 +76,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Bar:
-    """One device: what it holds and the budget it may hold, None for a disk of unknown size."""
+    """One device: its bytes and its budget, None for a disk of unknown size."""
 
     name: str
     segments: tuple[Segment, ...]

@@ -39,7 +39,7 @@ Stamps = tuple[tuple[str, int, int], ...]
 class Plan:
     """The placement of every block and the execution, with bytes and reasons.
 
-    request: what was planned. model_class, execution_device: the transformers class and the device that computes.
+    request: of the plan. model_class, execution_device: the transformers class and the device that computes.
     placements: one row per block. gpu, host: item -> bytes of the execution device and of the host. gpu_peak_bytes: the
     peak of tensors while a request runs, as torch.cuda.max_memory_allocated counts it; peak_phase: when it is reached.
     gpu_load_peak_bytes: the same while loading. The driver's context and torch's reserve are added and compared with
