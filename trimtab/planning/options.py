@@ -259,8 +259,7 @@ def _cost() -> str:
     return f"mean KL up to {HEAD8_KL:.1e} on the demo model, head='full' gives the logits of transformers"
 
 
-# Changes that help
-# -----------------------------------------------------------------------------------------------------
+# Changes that help ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
