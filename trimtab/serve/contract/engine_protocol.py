@@ -35,8 +35,9 @@ class Engine(Protocol):
         """Begin to make a job's inputs on another thread; None if there is nothing to make."""
 
     def begin(self, job: Job, inputs: Any = None) -> Any:
-        """Check a job and return its answer, nothing computed. inputs: what `prepare` made. Errors: any TrimtabError refuses
-        the job."""
+        """Check a job and return its answer, nothing computed. inputs: from `prepare`. Errors: any TrimtabError refuses
+        the job.
+        """
 
     @property
     def chunk_sizes(self) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""Settings of the server: how it listens and what it allows, checked once at the edge."""
+"""Settings of the server: its address and its limits, checked once when they are made."""
 
 from __future__ import annotations
 
