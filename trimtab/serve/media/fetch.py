@@ -30,7 +30,7 @@ AT_ONCE, OF_ONE_CLIENT = 8, 4
 
 
 class Fetcher:
-    """Fetches what the settings allow."""
+    """Fetches images from the allowed hosts."""
 
     def __init__(self, settings: Settings) -> None:
         self._hosts = {host.lower() for host in settings.allow_fetch}
