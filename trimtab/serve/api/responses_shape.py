@@ -125,8 +125,7 @@ class ResponsesShape(Shape):
     def closing(self, *, wants_usage: bool) -> list[dict[str, str]]:
         return []
 
-    # The whole answer
-    # --------------------------------------------------------------------------------------------------------
+    # The whole answer -------------------------------------------------------------------------------------------------
 
     def _response(self, status: str) -> dict[str, Any]:
         fields, is_over = self._given, status != "in_progress"
