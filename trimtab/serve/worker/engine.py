@@ -158,7 +158,7 @@ class LoadedEngine:
         with self.model._out_of_memory_named("capturing a step"):
             self.batch.captures_ahead.prepare_more(self.shelf.held)
 
-    # Scheduler interface -----------------------------------------------------------------------------------------
+    # Scheduler interface ----------------------------------------------------------------------------------------------
 
     def prepare(self, job: Job) -> Future[Inputs] | Future[Compiled] | None:
         """Begin to make a job's inputs, on the host; None for token ids. Errors, in the future: as `begin`.

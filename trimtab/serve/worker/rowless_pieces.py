@@ -18,7 +18,7 @@ Decode = Callable[[list[int]], Any]
 
 
 def run(answer: Answer, most_tokens: int, batch: Batch, decode: Decode) -> tuple[int, bool]:
-    """Compute the next piece and wait for it, because others wait as long. Return its tokens, and True when it was the last.
+    """Compute the next piece and wait for it. Return its tokens, and True when it was the last.
 
     decode: token ids -> text. Errors: those of the model.
     """

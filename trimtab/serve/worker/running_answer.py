@@ -49,7 +49,7 @@ class Answer:
         return self.embedding is not None or self.scores is not None
 
     def next_tokens(self, most_tokens: int) -> int:
-        """Return how many tokens its next piece has at most."""
+        """Return the most tokens of its next piece."""
         work = self.embedding or self.scores
         if work is not None:
             return min(most_tokens, work.prompt_tokens - work.done_tokens)

@@ -164,8 +164,7 @@ class Supervisor:
         self._is_stopping = False
         self._ready = threading.Event()
 
-    # Start and end
-    # -------------------------------------------------------------------------------------------------------------
+    # Start and end ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the worker and return at once; `wait_ready` waits for it. A second call does nothing.

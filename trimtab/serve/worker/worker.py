@@ -434,7 +434,9 @@ class _Worker:
 
 
 def _stop_at_turn_end(model: Any, is_asked: bool | None) -> str | None:
-    """Let answers end where the chat template ends a turn. Returns the text of a token at which they go on, and logs it."""
+    """End answers at the chat template's end-of-turn token. If they continue after it, log the token and return its
+    text.
+    """
     from trimtab.engine.chat import turn_end
 
     missing = turn_end.stop_at_turn_end(model, is_asked=is_asked)
