@@ -106,8 +106,7 @@ class Replicas:
         self._is_stopping = False
         self._lock = threading.Lock()
 
-    # Start and end
-    # -------------------------------------------------------------------------------------------------------------
+    # Start and end ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin to watch the copies; Ray starts and stops them."""
