@@ -40,7 +40,7 @@ NOT_HERE = ("help", "config", "json", "limit", "adapter", "print_config")
 KEY_FIELDS = ("key", "key_file", "concurrent", "requests_per_minute", "tokens_per_day")
 # Values that are paths.
 PATHS = ("api_key_file", "admin_key_file", "adapter_root", "offload_dir", "device_map", "plan")
-# Values that may be paths: or a hub id, or budgets as JSON.
+# Values that may be a path; else a hub id, or budgets as JSON.
 NAMES = ("model", "max_memory")
 
 

@@ -174,8 +174,7 @@ class Pool:
             raise UnknownModelError(model, list(self._members))
         return self._members[model]
 
-    # Start and end
-    # -------------------------------------------------------------------------------------------------------------
+    # Start and end ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Start the workers of the first models, as many as may run at once. Needs no event loop; a second call does
@@ -308,8 +307,7 @@ class Pool:
             if member.supervisor.state == "ready" and is_busy and not is_asked:
                 member.numbers = member.supervisor.call("numbers")
 
-    # Entering and leaving
-    # -------------------------------------------------------------------------------------------------
+    # Entering and leaving ---------------------------------------------------------------------------------------------
 
     async def _enter(self, member: _Member) -> None:
         """Wait for a model's slot and count one more request. Errors: StoppingError; QueueFullError; the error of its
