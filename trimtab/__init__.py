@@ -4,7 +4,8 @@
 renamed in 0.2.0 can still be imported by their former names (former_names.py).
 """
 
-# ruff: noqa: E402 First, without reading a file: Ctrl-C is deferred until the next import can handle it.
+# ruff: noqa: E402
+# First, without reading a file: Ctrl-C is deferred until the next import can handle it.
 import _signal  # type: ignore[import-not-found]
 
 _mask = _signal.pthread_sigmask(_signal.SIG_BLOCK, {_signal.SIGINT}) if hasattr(_signal, "pthread_sigmask") else None
