@@ -69,10 +69,9 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
 
     settings: name (of the model, for the log), request (LoadRequest as JSON), adapters (name -> folder, those that are
     loaded at the start), kept, rows (None: as many as change no placement), queue_limit, resident_limit, prompt_tokens
-    (the longest prompt;
-    None: what the context holds), stop_at_turn_end (as for `ServedModel`), media (the fields of `ServedMedia`, of which
-    the seconds of audio limit each request; none: no memory is planned for images and audio), plan (of the previous
-    worker, as JSON; None: plan now).
+    (the longest prompt; None: the context), stop_at_turn_end (as for `ServedModel`), media (the fields of
+    `ServedMedia`, of which the seconds of audio limit each request; none: no memory is planned for images and audio),
+    plan (of the previous worker, as JSON; None: plan now).
     """
     # Ctrl-C reaches every process of a terminal, and SIGTERM every process of a service; this one ends when the API
     # process closes the pipe.
