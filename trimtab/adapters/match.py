@@ -29,8 +29,8 @@ _SHARED_KV = (
 )
 # The linear layers of one expert before transformers 5 stacked them. Source: its conversion_mapping.py, MergeModulelist.
 _EXPERT_LINEARS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-_SECOND_COPY = "second copies of saved modules, which PEFT writes beside a resized vocabulary and does not read"
-_UNTRAINED = "the base's own weights of saved modules, which PEFT writes beside a resized vocabulary"
+_SECOND_COPY = "second copies of saved modules, which PEFT writes with a resized vocabulary and does not read"
+_UNTRAINED = "the base's own weights of saved modules, which PEFT writes with a resized vocabulary"
 _NEAR_LIMIT = 20  # near names are searched only for the problems that are printed, not for thousands of wrong keys
 
 

@@ -32,7 +32,7 @@ HARMLESS: Mapping[str, str] = {
         "resumes training (transformers, accelerate)",
     r"\w+_args\.(bin|pt|pkl)|train_args\.\w+|args\.\w+|hparams\.\w+|config\.pt": "options of the training run",
     r".*(_optim_states|_model_states)\.pt|zero_\w+\.\w+": "resumes training (DeepSpeed)",
-    r"pytorch_model_fsdp[\w.-]*": "resumes training (FSDP); the adapter was saved beside it",
+    r"pytorch_model_fsdp[\w.-]*": "resumes training (FSDP); the adapter was saved with it",
     r"latest[\w.-]*": "names the newest state (DeepSpeed)",
     r"tokenizer[\w.-]*\.bin|vocab\.\w+": "a tokenizer",
     r"openvino_\w+\.bin": "an export",
@@ -51,7 +51,7 @@ TOLD: Mapping[str, str] = {
 # Weights that change the output, and the part that they belong to.
 KNOWN: Mapping[str, str] = {
     r"vit\.safetensors": "a vision tower and projector that ms-swift trained whole",
-    r"(non_lora_trainables|non_lora_state_dict)\.\w+": "what LLaVA's and Qwen-VL's trainers trained beside LoRA",
+    r"(non_lora_trainables|non_lora_state_dict)\.\w+": "what LLaVA's and Qwen-VL's trainers trained in addition to LoRA",
     r"\w*(projector|aligner|connector|mlp1|resampler)[\w.-]*": "a trained projector",
     r"\w*(visual|vision|image|audio)[\w.-]*": "a trained tower",
     r"\w*embed(ding)?s?[\w.-]*": "trained rows of an embedding",

@@ -157,7 +157,7 @@ def _prepare(request: MergeRequest, checkpoint: Checkpoint, stack: ExitStack) ->
         replaced[index[0]] = index[1]
     notes = [note for spec in adapters.specs for note in spec.notes]
     notes += [
-        f"{path} no longer shares its owner's weight: the adapters do not change both alike, so it has a tensor of its own"
+        f"{path} no longer shares its owner's weight: the adapters do not change both equally, so it gets a separate tensor"
         for path in recipe.untied
     ]
     return Work(shards, sources, replaced, _key(request, checkpoint, hashes), hashes, tuple(notes), recipe.untied)
@@ -371,7 +371,7 @@ def _check_loads(folder: Path, work: Work) -> None:
     still = [path for path in work.untied if path in probe.ties]
     if still:
         raise CheckpointError(
-            f"transformers ties {', '.join(still)} whatever the config says, so a change of one of the two cannot be written",
+            f"transformers ties {', '.join(still)} regardless of the config, so a change of one of the two cannot be written",
             path=work.sources.checkpoint.folder, hint="Load the adapter unmerged",
         )  # fmt: skip
 

@@ -262,7 +262,7 @@ def _run_ray(options: argparse.Namespace, say: Callable[[str], None]) -> int:
 
     check_ray()
     if options.together is not None:
-        raise RequestError("has no effect with --ray: every model has copies of its own", field="--together")
+        raise RequestError("has no effect with --ray: every model has separate copies", field="--together")
     replicas = read_replicas("1" if options.replicas is None else options.replicas)
     cpus = 1.0 if options.cpus_per_replica is None else options.cpus_per_replica
     models, settings = served_models(options), settings_of(options)

@@ -46,7 +46,7 @@ def check_place(out: Path, model: Path, adapters: Mapping[str, Path], *, overwri
         raise RequestError("is a file", field="out", value=str(out))
     if (here / CONFIG_NAME).exists():
         raise RequestError(
-            "is an adapter; the merged checkpoint needs a folder of its own", field="out", value=str(out),
+            "is an adapter; the merged checkpoint needs a separate folder", field="out", value=str(out),
             hint="Give the adapter as adapters= and another folder",
         )  # fmt: skip
     if here.is_dir() and any(here.iterdir()) and not overwrite:

@@ -109,7 +109,7 @@ class Metrics:
                 ("kv_reserved_tokens", "Tokens of those that requests have reserved"),
                 ("gpu_bytes", "Bytes allocated on the device"),
                 ("adapter_host_bytes", "Bytes of adapters in host memory"),
-                ("adapter_host_budget_bytes", "Bytes that adapters may take in host memory beside the plan"),
+                ("adapter_host_budget_bytes", "Bytes that adapters may take in host memory in addition to the plan"),
                 ("gpu_peak_bytes", "Most bytes allocated on the device"), ("host_peak_bytes", "Most bytes of the process"),
                 ("gpu_process_bytes", "Bytes that the driver holds for the worker on the device"),
                 ("gpu_process_is_estimate", "1 where the driver does not report that figure"),

@@ -84,7 +84,7 @@ def _check(model: ServedModel, gpus: float | None) -> None:
             "not supported: the weight of an adapter with --ray", field="--adapter", value=f"{name}:{weight:g}"
         )
     if device.startswith("cuda:"):
-        raise RequestError("Ray gives each copy a GPU of its own; say cuda", field="device", value=device)
+        raise RequestError("Ray gives each copy a separate GPU; use cuda", field="device", value=device)
     if device == "cpu" and gpus:
         raise RequestError("has no effect on a model that is kept on the CPU", field=field, value=gpus)
     if device == "cuda" and gpus == 0:
