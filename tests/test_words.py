@@ -1,10 +1,15 @@
-"""The words of the docs and of --help: terms of the field, one index of all pages, and a glossary of our own few terms."""
+"""The words of docs, docstrings, comments and --help: terms of the field, one index of all pages, and a glossary."""
 
+import ast
+import io
 import re
 import shlex
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.rules import each
+from tools import rooms
 from trimtab.cli import main as cli
 from trimtab.cli.commands.merge_verify import DIFFERS
 from trimtab.cli.flags.examples import EXAMPLES
@@ -44,6 +49,38 @@ FORBIDDEN = {
     r"(?<!once )anew": "again",
     r"who asks|was asked for|were asked for": "requested",
 }
+# The same for docstrings and comments, in addition to FORBIDDEN.
+FORBIDDEN_IN_CODE = {
+    r"whoever|nobody|somebody": "the code, the user, no request",
+    r"whatever": "any, every, independent of",
+    r"besides?\b": "in addition to, next to, other than",
+    r"(?:goes?|went|gone) through": "is computed, uses",
+    r"stands? for": "means, represents, matches",
+    r"what stands": "the text before or after",
+    r"asks? for|asked for|who asks": "requests, requested",
+    r"told\b": "reported, receives",
+    r"says? of": "reports",
+    r"so many": "this many",
+    r"for good\b": "permanently",
+    r"takes? note": "record",
+    r"(?:is|are) held": "is stored, follows",
+    r"of (?:its|our|their) own": "separate",
+}
+# Rooms whose docstrings and comments are done. A room never leaves this list; `tools/rooms.py` has the order.
+DONE = tuple(
+    """
+    printable errors _version former_names process report adapter_names request checkpoint adapters
+    planning/values planning/request planning/plan planning/memory planning machine api
+    merging/changes merging/files merging bridge
+    verification/routes verification/merges verification/render verification verification/server benchmark
+    doctor/facts doctor/catalogue doctor/probes doctor/servers doctor/traces doctor/cases doctor/issues doctor/preflight
+    doctor/bisect doctor
+    serve/contract serve/observe serve/media serve/adapters serve/api serve/worker serve serve/ray
+    __init__ cli/flags demo cli/chat cli/commands cli __main__
+    """.split()  # noqa: SIM905
+)
+# Rooms that are not done yet: a room moves from here to DONE.
+OPEN = re.compile(r"engine(/\w+)?|serve/(scheduling|grammar|http)")
 TERMS = (
     "anatomy",
     "block",
@@ -83,6 +120,64 @@ def test_a_forbidden_word_is_seen_in_prose_and_not_in_code():
     page = DOCS / "glossary.md"
     assert "likeliest" not in prose_of(page)
     assert re.search(r"\b(?:likeliest)", "the Likeliest token", re.IGNORECASE)
+
+
+# Docstrings and comments ----------------------------------------------------------------------------------------------
+
+
+def prose_in(source: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of every docstring and block of comments, in one line each, without code and field names."""
+    lines: dict[int, tuple[int, str]] = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and (
+            text := ast.get_docstring(node)
+        ):
+            lines[node.body[0].lineno] = (node.body[0].lineno, text)
+    previous = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            line, text = token.start[0], token.string.lstrip("# ")
+            first, before = lines.pop(previous, (line, "")) if previous == line - 1 else (line, "")
+            lines[line], previous = (first, f"{before} {text}"), line
+    for first, text in lines.values():
+        yield first, re.sub(r"`[^`]*`|(?:--|\.)\w+|\b\w+(?=: )", "", " ".join(text.split()))
+
+
+def forbidden_in(source: str) -> set[str]:
+    """Return the words of docstrings and comments that the tables replace, with their lines."""
+    return {
+        f"{match.group(0)!r} (line {line}): write {instead}"
+        for line, text in prose_in(source)
+        for pattern, instead in (FORBIDDEN | FORBIDDEN_IN_CODE).items()
+        for match in re.finditer(rf"\b(?:{pattern})", text, re.IGNORECASE)
+    }
+
+
+def files_of_done_rooms() -> list[Path]:
+    return [file for room, files in rooms.files().items() if room in DONE for file in files]
+
+
+@each("file", files_of_done_rooms(), where=lambda file: file.relative_to(ROOT).as_posix())
+def test_docstrings_and_comments_use_the_fields_words(file):
+    assert forbidden_in(file.read_text(encoding="utf-8")) == set()
+
+
+def test_a_forbidden_word_is_seen_in_docstrings_and_comments_and_not_in_code():
+    source = (
+        '"""Whatever `whoever` reads.\n\nbeside: a field. See --picture, .SOUNDS.\n"""\n\n'
+        'whoever = "told"  # so\n# many of\n# its own\n'
+    )
+    assert {hit.split(":")[0] for hit in forbidden_in(source)} == {
+        "'Whatever' (line 1)",
+        "'of its own' (line 6)",
+        "'so many' (line 6)",
+    }
+
+
+def test_no_room_leaves_the_rooms_that_are_done():
+    assert [room for room in DONE if OPEN.fullmatch(room)] == []
+    assert {room for room in rooms.ORDER if room not in DONE and not OPEN.fullmatch(room)} == set()
+    assert set(DONE) <= set(rooms.ORDER)
 
 
 def test_the_glossary_explains_each_term_once_and_in_order():

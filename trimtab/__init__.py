@@ -1,18 +1,18 @@
 """The public names of the library. Importing trimtab imports no torch: the first `plan` or `load` does.
 
-`trimtab.plan` and `trimtab.merge` are functions. `trimtab.bridge` is the room of that name. Modules that had other names before
-0.2.0 are found by them too (former_names.py).
+`trimtab.plan` and `trimtab.merge` are functions. `trimtab.bridge` is the package of that name. Modules that were
+renamed in 0.2.0 can still be imported by their former names (former_names.py).
 """
 
 # ruff: noqa: E402
-# First of all, and without a file to read: Ctrl-C waits until the next import can answer it.
+# First, without reading a file: Ctrl-C is deferred until the next import can handle it.
 import _signal  # type: ignore[import-not-found]
 
 _mask = _signal.pthread_sigmask(_signal.SIG_BLOCK, {_signal.SIGINT}) if hasattr(_signal, "pthread_sigmask") else None
 
 from trimtab.process import interrupts
 
-interrupts.end_at_once()  # until a command begins; nothing happens in other programs
+interrupts.end_at_once()  # until a command begins; other programs are not affected
 if _mask is not None:
     _signal.pthread_sigmask(_signal.SIG_SETMASK, _mask)
 

@@ -1,13 +1,13 @@
 """`python -m trimtab` is `trimtab`.
 
-A worker process runs the script that started the command again, up to its `if __name__`: that imports this file, and no command.
+A worker process runs the start script again, up to its `if __name__`. That imports this file, and no command.
 """
 
 import sys
 
 
 def main() -> int:
-    """Return the exit code of the command that this process was started for."""
+    """Return the exit code of this process's command."""
     import trimtab.cli.main
 
     return trimtab.cli.main.main()

@@ -1,6 +1,6 @@
 """Adapter names: `NAME=PATH[:WEIGHT]` or a bare path on the command line; a mapping, a list or one path in Python.
 
-A bare path is named after its folder. One vocabulary for every command and call; no torch, and no file is read.
+A bare path gets the name of its folder. Every command and call uses these functions. No torch; no file is read.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Adapters: TypeAlias = "Mapping[str, Path] | Sequence[Path] | Path"
 FORMS = ("NAME=PATH", "NAME=PATH:WEIGHT", "PATH")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MIX_FORM = "A:0.7+B:0.3"
-# A mix in a server's request: so many adapters at most, and no weight beyond this.
+# Limits of a mix in a server's request: the most adapters, and the largest weight.
 MOST_PARTS = 8
 MOST_WEIGHT = 1000.0
-# What every mix is counted under.
+# The name under which metrics count every mix.
 MIXED = "(mix)"
 NAME_RULE = "an adapter name has letters, digits, '.', '_' and '-' only, 64 at most"
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?|[+-]?(nan|inf|infinity)", re.IGNORECASE)
@@ -31,7 +31,9 @@ _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?|[+-]?(nan|inf|inf
 
 @dataclass(frozen=True)
 class NamedAdapter:
-    """One adapter. weight: factor of its whole change; only a merge takes another than 1, and -1 takes it out again."""
+    """One adapter. weight: factor of the whole change. Only a merge accepts other values than 1; -1 removes the adapter
+    again.
+    """
 
     name: str
     path: str
@@ -39,7 +41,7 @@ class NamedAdapter:
 
 
 def paths_of(adapters: Adapters | None) -> dict[str, str]:
-    """Return name -> path of the adapters of a call; those of a list, or one alone, are named after their folders.
+    """Return name -> path of the adapters of a call. A list, or a single path, takes its names from the folders.
 
     Errors: RequestError for another type, and for two folders of one name.
     """
@@ -75,7 +77,7 @@ def _wrong_type(field: str, value: object) -> RequestError:
 
 
 def folder_name(path: str, *, field: str, hint: str) -> str:
-    """Return the name that an adapter has by its folder. Errors: RequestError if that is no adapter name."""
+    """Return the adapter name that a folder gives. Errors: RequestError if that is no adapter name."""
     last = re.split(r"[\\/]", path.rstrip("\\/"))[-1]
     if last in ("", ".", ".."):
         last = os.path.basename(os.path.realpath(path))
@@ -87,8 +89,9 @@ def folder_name(path: str, *, field: str, hint: str) -> str:
 def parse_adapter(text: str, *, field: str = "adapter") -> NamedAdapter:
     """Return the adapter that `NAME=PATH[:WEIGHT]` or a bare `PATH[:WEIGHT]` names.
 
-    What stands before "=" is a name only if it can be one: `runs/r=16` is a path. A path may hold colons (a Windows drive):
-    only a number after the last one is a weight. A folder that really ends so is named with its weight: `a=model:2:1`.
+    The text before "=" is a name only if it is a valid name: `runs/r=16` is a path. A path may contain colons (a
+    Windows drive): only a number after the last colon is a weight. For a folder whose name ends like a weight, give the
+    weight too: `a=model:2:1`.
     Errors: RequestError.
     """
     name, equals, rest = text.partition("=")
@@ -109,7 +112,7 @@ def parse_adapter(text: str, *, field: str = "adapter") -> NamedAdapter:
 
 
 def split_weight(path: str, *, field: str) -> tuple[str, float]:
-    """Return the folder and weight of `PATH[:WEIGHT]`; the weight is 1 if it says none. Errors: RequestError."""
+    """Return the folder and weight of `PATH[:WEIGHT]`; the weight is 1 if it gives none. Errors: RequestError."""
     folder, weight = _split_weight(path, path, field)
     check_weight(folder, weight, field=field)
     return folder, weight
@@ -140,7 +143,7 @@ def parse_adapters(texts: Iterable[str], *, field: str = "adapter") -> tuple[Nam
 
 
 def parse_unweighted(texts: Iterable[str], *, field: str) -> dict[str, str]:
-    """Return name -> path of repeated flags, for what applies adapters as they are.
+    """Return name -> path of repeated flags, for commands that apply adapters without a weight.
 
     Errors: RequestError as `parse_adapters`, and for a weight other than 1.
     """
@@ -156,7 +159,7 @@ def parse_unweighted(texts: Iterable[str], *, field: str) -> dict[str, str]:
 
 
 def check_weight(name: str, weight: float, *, field: str | None = None, value: str | None = None) -> None:
-    """Raise RequestError for a weight that changes nothing or is no number. value: what was given; None: the weight."""
+    """Raise RequestError for a weight that changes nothing or is no number. value: the user's text; None: the weight."""
     field = f"adapters[{name!r}]" if field is None else field
     is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
     if not is_number or not math.isfinite(weight):
@@ -177,7 +180,7 @@ def is_mix(name: str | None) -> bool:
 
 
 def parse_mix(text: str, *, field: str, weights: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Return name -> weight of "A:0.7+B:0.3". weights: of names without a number; 1 where it says none. Errors: RequestError."""
+    """Return name -> weight of "A:0.7+B:0.3". weights: for names without a number; else 1. Errors: RequestError."""
     mix: dict[str, float] = {}
     for part in text.split("+"):
         name, colon, number = part.strip().partition(":")
@@ -192,7 +195,7 @@ def parse_mix(text: str, *, field: str, weights: Mapping[str, float] | None = No
 
 
 def mix_name(weights: Mapping[str, float], *, is_ordered: bool = False) -> str:
-    """Return what a mix is called: "medical:0.7+style:0.3", its names sorted. is_ordered: they have their order already."""
+    """Return the name of a mix: "medical:0.7+style:0.3", its adapters sorted. is_ordered: they are sorted already."""
     parts = weights.items() if is_ordered else sorted(weights.items())
     return "+".join(f"{name}:{float(weight)!r}" for name, weight in parts)
 
@@ -203,20 +206,20 @@ def weights_of(name: str) -> dict[str, float]:
 
 
 def parts_of(name: str | None) -> tuple[str, ...]:
-    """Return the adapters that a name stands for: none for the base, several for a mix."""
+    """Return the adapters in a name: none for the base, several for a mix."""
     return () if name is None else tuple(weights_of(name)) if is_mix(name) else (name,)
 
 
 def label_of(name: str | None) -> str:
-    """Return what counts of a name are filed under: "" for the base, MIXED for every mix, of which there are too many."""
+    """Return the metrics label of a name: "" for the base, MIXED for every mix, because there are too many mixes."""
     return MIXED if is_mix(name) else name or ""
 
 
 def check_mix(weights: Mapping[str, float], *, field: str) -> str:
-    """Return the name of a mix that a request asks for; an adapter's own name for that adapter at weight 1.
+    """Return the name of a requested mix; for one adapter at weight 1, the adapter's name.
 
-    Errors: RequestError for a mix of nothing or of more than MOST_PARTS, and for a weight that is 0, no number or larger than
-    MOST_WEIGHT.
+    Errors: RequestError for a mix of nothing or of more than MOST_PARTS, and for a weight that is 0, no number or
+    larger than MOST_WEIGHT.
     """
     if not weights:
         raise RequestError("a mix needs at least one adapter", field=field, hint="null is the base")

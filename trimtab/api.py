@@ -1,4 +1,4 @@
-"""`plan`, `load` and `inspect`: from a request to a loaded model in three calls into the other packages."""
+"""`plan`, `load` and `inspect`: from a request to a loaded model in three calls."""
 
 from __future__ import annotations
 
@@ -68,25 +68,23 @@ def plan(
     kv: str = "full",
     answer_tokens: int = DEFAULT_NEW_TOKENS,
 ) -> Plan:
-    """Return the plan of a model: where every block goes, from headers alone. Nothing is loaded.
+    """Return the plan of a model: the placement of every block, from headers alone. Nothing is loaded.
 
-    model: a checkpoint folder or a hub id in the local cache. adapters: name -> folder, or folders, which are named after
-    themselves.
-    gpu_memory, host_memory, prefix_cache: bytes, or text such as "4GiB" or "4G". None is the free memory for the budgets
-    and no cache for prefix_cache, the host memory for cached keys and values. max_memory: both budgets in transformers'
-    form.
-    quant: "auto" or a format (none, nf4, nf4-dq, fp4, int8); keep_unquantized: patterns of modules that stay in `dtype`.
-    dtype: "auto" is bfloat16, or the type of a card without it. context: most tokens of prompt and answer, per row.
-    answer_tokens: of an expected answer; the placement with the least seconds for such an answer is taken. batch: rows decoded
-    together. images, audio_s: the most images and seconds of audio of one prompt.
-    place: pattern -> tier, the last match wins. device_map: a map in transformers' form, instead of place. device: "auto",
-    "cpu", "cuda" or "cuda:N". offload_dir: folder of the disk tier's file; None is the user's cache.
-    head: "int8" computes with an 8-bit copy of the output head, "full" with the checkpoint's; "auto" takes 8 bits where
-    they keep more of the decoder on the GPU. decode: how steps run: "auto", "eager", "graph" or "fused". card:
-    plan for this GPU, a name such as "RTX 4060 8GB" or a size; it need not be in this machine, and every figure is an
-    estimate. batch_invariant: an answer has the same bits alone and in a batch. kv_tokens: how many tokens the
-    rows of a batch hold together; None: each its whole context. kv: "int8" keeps keys and values in 8 bits, which
-    changes answers a little and is never chosen by the plan.
+    model: a checkpoint folder or a hub id in the local cache. adapters: name -> folder, or folders, whose names become
+    the adapters' names. gpu_memory, host_memory, prefix_cache: bytes, or text such as "4GiB" or "4G". None is the free
+    memory for the budgets and no cache for prefix_cache, the host memory for cached keys and values. max_memory: both
+    budgets in transformers' form. quant: "auto" or a format (none, nf4, nf4-dq, fp4, int8); keep_unquantized: patterns
+    of modules that stay in `dtype`. dtype: "auto" is bfloat16, or the type of a card without it. context: most tokens
+    of prompt and answer, per row. answer_tokens: of an expected answer; the placement with the least seconds for such
+    an answer is chosen. batch: rows decoded together. images, audio_s: the most images and seconds of audio of one
+    prompt. place: pattern -> tier, the last match wins. device_map: a map in transformers' form, instead of place.
+    device: "auto", "cpu", "cuda" or "cuda:N". offload_dir: folder of the disk tier's file; None is the user's cache.
+    head: "int8" computes with an 8-bit copy of the output head, "full" with the checkpoint's; "auto" takes 8 bits if
+    they keep more of the decoder on the GPU. decode: how steps run: "auto", "eager", "graph" or "fused". card: plan for
+    this GPU, a name such as "RTX 4060 8GB" or a size; it need not be in this machine, and every figure is an estimate.
+    batch_invariant: an answer has the same bits alone and in a batch. kv_tokens: how many tokens the rows of a batch
+    hold together; None: each row its whole context. kv: "int8" keeps keys and values in 8 bits, which changes answers a
+    little and is never chosen by the plan.
     Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError.
     """
     budgets: dict[str, Any] = {
@@ -124,9 +122,10 @@ def plan(
 class PlanInputs:
     """Data that several plans of one model share: its module tree, its anatomies, and the machine.
 
-    process_bytes: host memory of this process before it began to load libraries, where it has begun; None: asked now.
-    sees_values: whether a plan looks through the values of adapters for NaN and infinity. A server looks before it starts a worker,
-    and the worker at what it reads. adapters, specs: by folder, while its files stay the same; a spec by its anatomy's identity.
+    process_bytes: host memory of this process before it began to load libraries; None: it has not begun, read now.
+    sees_values: whether a plan searches the values of adapters for NaN and infinity. A server searches before it starts
+    a worker, and the worker when it reads an adapter. adapters, specs: by folder, as long as its files do not change; a
+    spec also by its anatomy's identity.
     """
 
     probe: Any = None
@@ -138,7 +137,7 @@ class PlanInputs:
     specs: dict[tuple[str, int], tuple[AdapterSpec, Anatomy]] = field(default_factory=dict)
 
     def adapter(self, path: str) -> AdapterFile:
-        """Return an adapter's files, read once and again when they change. Errors: as `read_adapter`."""
+        """Return an adapter's files. They are read once, and again after a change. Errors: as `read_adapter`."""
         known = self.adapters.get(path)
         if known is None or known.stamps != stamps_of(path):
             known = self.adapters[path] = read_adapter(path, values=self.sees_values)
@@ -157,15 +156,15 @@ def plan_request(
     request: LoadRequest, *, later: Mapping[str, str] | None = None, inputs: PlanInputs | None = None,
     is_advised: bool = True, media: ServedMedia | None = None,
 ) -> Plan:  # fmt: skip
-    """Return the plan of a request made elsewhere (the command line).
+    """Return the plan of a finished request (from the command line).
 
-    later: adapters, name -> folder, that are loaded after the model: no memory of the device is counted for them, but one that
-    changes the output head keeps it as it is; these and the request's stay in host memory, which is counted (None: none does).
-    inputs: of other plans of this model, made use of and added to. is_advised: as for `make_plan`. media: what the requests of a
-    server may hold, whose host memory is counted (None: nothing is).
+    later: adapters, name -> folder, that are loaded after the model. No device memory is counted for them, but if one
+    changes the output head, the head stays full. These and the request's adapters stay in host memory, which is counted
+    (None: no adapter stays there). inputs: of other plans of this model, reused and extended. is_advised: as for
+    `make_plan`. media: the media that requests of a server may contain, whose host memory is counted (None: no server).
 
-    In a process that has not loaded torch it is made without torch where earlier processes kept what it needs: the module
-    tree of this config and these releases, and the machine's rates.
+    A process that has not loaded torch plans without torch, if earlier processes cached the module tree of this config
+    and these releases, and the machine's rates.
     """
     check_pool(request.kv_tokens, rows=request.batch)
     inputs = inputs or PlanInputs()
@@ -181,14 +180,14 @@ def plan_request(
 def _planned(
     request: LoadRequest, *, later: Mapping[str, str] | None, inputs: PlanInputs, is_advised: bool, media: ServedMedia | None
 ) -> Plan:  # fmt: skip
-    """Return the plan of a request, as `plan_request` does, with an error that knows this card alone."""
+    """Return the plan of a request, as `plan_request` does. Its errors consider only this card."""
     from trimtab.machine import anatomy_cache as anatomies
     from trimtab.machine import machine_cache as known
     from trimtab.machine.memory import disk_free_bytes, host_available_bytes, process_bytes
 
     checkpoint = read_checkpoint(request.model)
     every = {**(later or {}), **request.adapters}
-    files = {name: inputs.adapter(path) for name, path in every.items()}  # before anything that takes long
+    files = {name: inputs.adapter(path) for name, path in every.items()}  # before any slow work
     for path in every.values():
         check_vocabulary(path, checkpoint.folder)
     request = replace(request, quant=resolve_quant(request.quant, checkpoint))
@@ -215,7 +214,7 @@ def _planned(
     machine, rates = here = here or _ask_machine(request, bytes_before)
     inputs.machines[request.device, request.card] = here
     if given.dtype == "auto" and choose_dtype(model_type, machine.capability)[0] != request.dtype:
-        # The card was not known before torch asked it.
+        # The card was unknown before torch queried it.
         return _planned(given, later=later, inputs=replace(inputs, probe=None), is_advised=is_advised, media=media)
     head_refused, head8 = "", None
     if request.head == "auto" and not machine.on_cpu:
@@ -242,13 +241,13 @@ def _planned(
     except DoesNotFitError:
         if not is_advised or head8 is not None:
             raise
-        with suppress(TrimtabError):  # for advice alone
+        with suppress(TrimtabError):  # for advice only
             small = replace(request, head="int8")
             head8 = _anatomy(checkpoint, small, inputs, may_be_kept=is_known, keeps_16bit=narrow)
         made = make(head8=head8)
     dtype_reason = dtype_reason or reason_of(request.dtype, machine.capability, model_type)
     made = replace(made, card=card, dtype_reason=dtype_reason, prefix_reason=kept_reason)
-    # The probed module tree takes a second to make and holds no weights. The first load uses it up.
+    # The probed module tree takes a second to make and holds no weights. Only the first load can use it.
     return replace(made, module_tree=ModuleTree(inputs.probe, made.made_of))
 
 
@@ -265,7 +264,7 @@ def _capability(device: str) -> tuple[int, int] | None:
 def _anatomy(
     checkpoint: Checkpoint, request: LoadRequest, inputs: PlanInputs, *, may_be_kept: bool, keeps_16bit: bool
 ) -> Anatomy:
-    """Return the anatomy of a checkpoint: as it was read before, here or by an earlier process, or from the model's probe."""
+    """Return the anatomy of a checkpoint: from the cache of this or an earlier process, or from the model's probe."""
     from trimtab.machine import anatomy_cache as anatomies
 
     key = (request.model, request.quant, request.dtype, request.keep_unquantized, request.head, keeps_16bit)
@@ -303,9 +302,9 @@ def _ask_machine(request: LoadRequest, bytes_before: int | None) -> tuple[Machin
 
 
 def plan_options(request: LoadRequest, budget_bytes: int, *, inputs: PlanInputs | None = None) -> list[Option]:
-    """Return what changes of one thing each would give: bytes and predicted tokens per second. budget_bytes: of the device.
+    """Return the results of single changes: bytes and predicted tokens per second. budget_bytes: of the device.
 
-    inputs: of the plan as it was requested. The model is read once for all options.
+    inputs: of the plan of the unchanged request. The model is read once for all options.
     """
     inputs = inputs or PlanInputs()
     here = inputs.machines.get((request.device, request.card))
@@ -318,14 +317,18 @@ def plan_options(request: LoadRequest, budget_bytes: int, *, inputs: PlanInputs 
 
 
 def device_budget_bytes(request: LoadRequest, inputs: PlanInputs) -> int:
-    """Return the budget of the execution device: the request's, else what is free there; 0 if no plan has asked for that yet."""
+    """Return the budget of the execution device: the request's, else the free bytes there; 0 if no plan has read them
+    yet.
+    """
     here = inputs.machines.get((request.device, request.card))
     free = 0 if here is None or here[0].on_cpu else here[0].gpu_free_bytes + here[0].context_bytes
     return request.gpu_memory_bytes or free
 
 
 def resolve_quant(quant: str, checkpoint: Checkpoint) -> str:
-    """Return the format to load in. Errors: RequestError if an already quantized checkpoint is asked for another one."""
+    """Return the format to load in. Errors: RequestError if another format is requested of an already quantized
+    checkpoint.
+    """
     kinds = {
         "nf4-dq" if entry.kind == "nf4" and entry.nested else entry.kind
         for entry in split_packed(checkpoint)[1].values()
@@ -351,12 +354,12 @@ def load(
 ) -> LoadedModel:
     """Return the model of a plan, loaded. Use it as a context manager.
 
-    plan: a plan, the .json file of a saved one, or a model, which is then planned with `options` (the arguments of `plan`).
-    progress: called with (bytes read, total bytes). decode: another way to run steps than the plan's; the memory that it
-    takes beyond the plan must fit the budget. stop_at_turn_end: end answers where the chat template ends a turn, also if the
-    end tokens of the checkpoint lack that token; without it they go on, as those of transformers' `generate`.
-    Errors: those of `plan`; CheckpointError and AdapterError for files that changed since the plan was made; DeviceError if
-    the plan is for a card that is not in this machine, or memory runs out.
+    plan: a plan, the .json file of a saved one, or a model, which is then planned with `options` (the arguments of
+    `plan`). progress: called with (bytes read, total bytes). decode: another decode mode than the plan's; its memory
+    beyond the plan must fit the budget. stop_at_turn_end: end answers at the chat template's end-of-turn token, also if
+    the end tokens of the checkpoint lack it; without it they continue, as in transformers' `generate`.
+    Errors: those of `plan`; CheckpointError and AdapterError for files that changed since the plan was made;
+    DeviceError if the plan is for a card that is not in this machine, or memory runs out.
     """
     model = load_plan(_plan_to_load(plan, options, decode), progress=progress, decode=decode)
     if stop_at_turn_end:
@@ -370,16 +373,18 @@ def load_plan(
     made: Plan, *, progress: Callable[[int, int], None] | None = None, decode: str | None = None,
     adapters: PlannedAdapters | None = None,
 ) -> LoadedModel:  # fmt: skip
-    """Return the model of a plan, loaded, as `load` does. adapters: how the plan's are read, and who gets them."""
+    """Return the model of a plan, loaded, as `load` does. adapters: how the plan's adapters are read, and where they
+    are registered.
+    """
     from trimtab.engine.memory import rates as devices
     from trimtab.engine.model import LoadedModel
 
-    # A program's own environment stays as it is; the command line has chosen already.
+    # A program's environment is not changed; the command line has set it already.
     threads.use(None, beside_others=False, environ=dict(os.environ))
     is_on_gpu = made.execution_device != "cpu"
     if made.card is not None:
         check_here(made.card, devices.gpu_names(), made.execution_device)
-    # Windows' driver moves what has no room into host memory and says nothing: then what is free is asked before.
+    # Windows' driver silently moves allocations that do not fit into host memory, so the free memory is checked first.
     if is_on_gpu and (made.card is not None or sys.platform == "win32"):
         devices.check_room(made)
     for name, path in made.request.adapters.items():
@@ -409,11 +414,11 @@ def _plan_to_load(given: Plan | str | Path, options: Mapping[str, Any], decode: 
 
 
 def inspect(adapter: str | Path, *, model: str | Path | None = None) -> dict[str, Any]:
-    """Return what an adapter targets and, with a model, which tensors are applied, remapped or without effect.
+    """Return the targets of an adapter and, with a model, which tensors are applied, remapped or without effect.
 
     adapter: a folder that PEFT wrote. model: a checkpoint folder or a hub id in the local cache; None reads the adapter
-    only.
-    `not_finite` in the report lists the tensors with NaN or infinite values; every other command refuses such an adapter.
+    only. `not_finite` in the report lists the tensors with NaN or infinite values; every other command refuses such an
+    adapter.
     Errors: AdapterError with every mismatch, CheckpointError.
     """
     file = read_adapter(str(adapter), values=False)

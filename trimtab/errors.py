@@ -10,8 +10,8 @@
       UpstreamError     a known bug is in the way          package, installed, fixed_in, url
 
 Raise with fields; the class writes the message: what, where, the numbers, the next step. Code reads the fields, never
-the text, in which control characters of files and names are escaped (printable.py). Exit codes are a table in `exit_codes.py`, not
-attributes here. Imports nothing outside the standard library.
+the text. The text has the control characters of files and names escaped (printable.py). Exit codes are a table in
+`exit_codes.py`, not attributes here. Imports nothing outside the standard library.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TrimtabError(Exception):
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> TrimtabError:
-        """Return the error that `to_dict` wrote. A class that is not of this file becomes DeviceError."""
+        """Return the error that `to_dict` wrote. A class that this file does not define becomes DeviceError."""
         kind = next((known for known in KINDS if known.__name__ == values["class"]), DeviceError)
         error = kind.__new__(kind)
         Exception.__init__(error, values["message"])
@@ -71,7 +71,7 @@ class TrimtabError(Exception):
 class RequestError(TrimtabError):
     """The question is wrong: an option that names nothing, contradicts another or has no effect.
 
-    number: which image or sound of several, counted from 0.
+    number: index of the image or audio clip, from 0.
     """
 
     number: int | None = None
@@ -87,8 +87,11 @@ class RequestError(TrimtabError):
 
 
 class CheckpointError(TrimtabError):
-    """A file is not what it claims to be. field, value, allowed: of a saved plan, the part that cannot be read, such as
-    "plan.version"; field is None for other files."""
+    """A file is not what it claims to be.
+
+    field, value, allowed: of a saved plan, the part that cannot be read, such as "plan.version". field is None for
+    other files.
+    """
 
     field: str | None = None
     value: Any = None
@@ -106,9 +109,11 @@ class CheckpointError(TrimtabError):
 
 
 class DoesNotFitError(TrimtabError):
-    """No placement keeps every device within its budget. needs_both: whether no larger budget of one device alone would do.
+    """No placement keeps every device within its budget. needs_both: whether a larger budget of one device is not
+    enough.
 
-    options: the table of `trimtab plan --options --json`: what changed requests would give, as `plan.options.Option` in JSON.
+    options: the table of `trimtab plan --options --json`: the plans of changed requests, each a `plan.options.Option`
+    as JSON.
     """
 
     options: tuple[Mapping[str, Any], ...] = ()
@@ -128,7 +133,7 @@ class DoesNotFitError(TrimtabError):
 
 
 class AdapterError(TrimtabError):
-    """Adapter and model do not match; `problems` lists every mismatch, not the first one."""
+    """Adapter and model do not match; `problems` lists every mismatch."""
 
     def __init__(self, path: str | os.PathLike[str], problems: Sequence[str], *, hint: str = "") -> None:
         self.path, self.problems = os.fspath(path), tuple(problems)
@@ -142,8 +147,10 @@ class AdapterError(TrimtabError):
 
 
 class DeviceError(TrimtabError):
-    """The machine refused while running. planned_bytes, free_bytes: if memory ran out, the planned bytes of the process and the
-    free bytes; else None."""
+    """The machine refused while running.
+
+    planned_bytes, free_bytes: the planned bytes of the process and the free bytes if memory ran out; else None.
+    """
 
     def __init__(
         self, reason: str, *, device: str, block: str | None = None, planned_bytes: int | None = None,
@@ -157,7 +164,7 @@ class DeviceError(TrimtabError):
 class ParityError(TrimtabError):
     """Two routes to the same answer differ by more than their noise floor.
 
-    position: of the first logits that differ, -1 where the difference is of weights and not of logits.
+    position: of the first logits that differ; -1 if weights differ.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which modules had other names before 0.2.0? They can be imported by them until 0.3.0, with a warning."""
+"""Which modules had other names before 0.2.0? The old names can be imported until 0.3.0, with a warning."""
 
 from __future__ import annotations
 
@@ -141,11 +141,11 @@ def moves() -> dict[str, str]:
 
 
 def modules() -> dict[str, str]:
-    """Return the former dotted name of each module and folder that has another one now -> the dotted name it has."""
+    """Return former dotted name -> present dotted name, for each module and folder that was renamed."""
     dotted = {_dotted(old): _dotted(new) for old, new in moves().items()}
     taken = {
         new.rsplit(".", count)[0] for new in dotted.values() for count in range(4)
-    }  # a folder of that name is there
+    }  # a folder with that name exists
     return {old: new for old, new in dotted.items() if old not in taken}
 
 
@@ -154,7 +154,9 @@ def _dotted(path: str) -> str:
 
 
 class _Folder(ModuleType):
-    """A former folder: holds nothing. `trimtab.plan` and `trimtab.merge` go on as functions where it takes their place."""
+    """A former folder, now an empty module. Where it replaces `trimtab.plan` or `trimtab.merge`, it can be called like
+    the function.
+    """
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         name = self.__name__.rpartition(".")[2]
@@ -163,7 +165,7 @@ class _Folder(ModuleType):
 
 
 class FormerNames(MetaPathFinder, Loader):
-    """Finds what no file has by that name any more; it is asked first, because an emptied folder is found by Python as well."""
+    """Finds modules by their former names. It comes first in the search, because Python also finds an emptied folder."""
 
     def __init__(self) -> None:
         self._modules: dict[str, str] = {}
@@ -195,7 +197,7 @@ class FormerNames(MetaPathFinder, Loader):
 
 
 def _outside() -> int:
-    """Return the number of frames up to whoever imports."""
+    """Return the number of frames up to the importing code."""
     frame, count = sys._getframe(1), 1
     while frame.f_back is not None and (
         "importlib" in frame.f_code.co_filename or frame.f_globals.get("__name__") == __name__

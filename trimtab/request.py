@@ -1,7 +1,7 @@
-"""User requests as frozen dataclasses, made once at the edge.
+"""User requests as frozen dataclasses, made once from the user's input.
 
-`LoadRequest` is the question behind `plan` and `load`; `GenerateRequest` the one behind `generate`. Both check their own
-fields and raise RequestError; neither touches a file or imports torch.
+`LoadRequest` is the argument of `plan` and `load`, `GenerateRequest` that of `generate`. Both check their own fields
+and raise RequestError; neither touches a file or imports torch.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ QUANTS = ("none", "int8", "fp4", "nf4", "nf4-dq")
 DEFAULT_QUANT = "nf4-dq"
 # The output head as the checkpoint has it, or an 8-bit copy of it.
 HEADS = ("full", "int8")
-# What may be asked of the head: "auto" lets the plan choose.
+# Values of a request's head: "auto" lets the plan choose.
 HEAD_CHOICES = ("auto", *HEADS)
 # Keys and values as the model computes them, or in 8 bits.
 KV_FORMS = ("full", "int8")
 # How steps are computed.
 DECODE_MODES = ("auto", "eager", "graph", "fused")
 DTYPES = ("bfloat16", "float16", "float32")
-# The longest answer where the user gave no length and the context has the room.
+# The longest answer if the user gives no length, within the context.
 DEFAULT_NEW_TOKENS = 256
 
-# The longest side of an image, and the longest side over the shortest: more is no picture, and costs time and memory before a
-# model's processor shrinks it.
+# The longest side of an image, and the ratio of its sides. Larger images cost time and memory before a model's
+# processor shrinks them.
 PICTURE_SIDE, PICTURE_ASPECT = 16_384, 200
-# Seconds of the longest sound.
+# Seconds of the longest audio clip.
 MAX_SOUND_S = 3600.0
 
-# The short spellings that papers, vLLM and this package's own merge use.
+# The short spellings of papers, vLLM and `trimtab merge`.
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 _UNITS = {
@@ -49,9 +49,10 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 
 
 def parse_bytes(value: int | float | str | None, *, field_name: str) -> int | None:
-    """Return a size in bytes from a number of bytes or text such as "4GiB", "4G" (the same) or "500MB"; None stays None.
+    """Return a size in bytes from a number of bytes or text such as "4GiB", "4G" (the same) or "500MB"; None stays
+    None.
 
-    Errors: RequestError for text without a unit, for anything else, for zero and for negative sizes.
+    Errors: RequestError for text without a unit, for other types, and for sizes below 1.
     """
     if value is None:
         return None
@@ -93,7 +94,7 @@ def check_choice(value: str, allowed: tuple[str, ...], *, field_name: str) -> No
 
 
 def check_picture_size(width: int, height: int, *, max_pixels: int, field_name: str, value: Any = None) -> None:
-    """Raise RequestError unless an image of this size is worth decoding."""
+    """Raise RequestError if an image of this size is over the limits."""
     shown = f"has {width} x {height} pixels"
     if max(width, height) > PICTURE_SIDE:
         raise RequestError(f"{shown}, the limit per side is {PICTURE_SIDE}", field=field_name, value=value)
@@ -110,24 +111,21 @@ class LoadRequest:
     """A request to load a model: the model, its use, and the budgets.
 
     model: a checkpoint folder, a hub-cache snapshot or a cached hub id. adapters: name -> PEFT adapter folder.
-    gpu_memory_bytes, host_memory_bytes: budgets; None is the free memory of the machine. disk_memory_bytes: the most that
-    the disk tier may take; None is the free space. offload_dir: folder of the disk tier's file; None is the user's cache.
-    context_tokens: prompt and answer together, per row. answer_tokens: of an expected answer; a longer one gives the seconds
-    of a step more weight, and takes no more memory. batch: rows decoded together. images, audio_s: the most images and
-    seconds of audio of one prompt, counted as activations.
-    quant: "auto" is the checkpoint's own format if it is already quantized, else nf4-dq. dtype: "auto" is bfloat16, or the
-    type of a card without it. keep_unquantized: patterns of modules that stay in `dtype`. head: "full" is the checkpoint's
-    output head, "int8" an 8-bit copy (a tied table does not change), "auto" is full unless 8 bits keep more of the decoder
-    on the GPU.
-    place: pattern -> tier, the last match wins. device_map: a map in transformers' form. device: "auto", "cpu", "cuda" or
-    "cuda:N".
-    card: plan for this GPU from estimates; it need not be in this machine. decode: how steps run, one of DECODE_MODES; an
-    explicitly requested mode that is unavailable is an error. prefix_cache_bytes: host memory for cached keys and values; 0
-    is no cache. batch_invariant: an answer has the same bits alone and in a batch: a step computes all rows, and prompts go
-    through one at a time in pieces of fixed size.
-    kv_tokens: how many tokens of prompts and answers the rows of a batch hold together, in pages of a shared
-    pool; at least one context. None: each row has its whole context. kv: "full" keys and values, or "int8", which rounds
-    them to 8 bits.
+    gpu_memory_bytes, host_memory_bytes: budgets; None is the free memory of the machine. disk_memory_bytes: the most
+    that the disk tier may take; None is the free space. offload_dir: folder of the disk tier's file; None is the user's
+    cache. context_tokens: prompt and answer together, per row. answer_tokens: of an expected answer; a longer one gives
+    the seconds of a step more weight and needs no more memory. batch: rows decoded together. images, audio_s: the most
+    images and seconds of audio of one prompt, counted as activations. quant: "auto" is the checkpoint's own format if
+    it is already quantized, else nf4-dq. dtype: "auto" is bfloat16, or the type of a card without it. keep_unquantized:
+    patterns of modules that stay in `dtype`. head: "full" is the checkpoint's output head, "int8" an 8-bit copy (a tied
+    table does not change), "auto" is full unless 8 bits keep more of the decoder on the GPU. place: pattern -> tier,
+    the last match wins. device_map: a map in transformers' form. device: "auto", "cpu", "cuda" or "cuda:N". card: plan
+    for this GPU from estimates; it need not be in this machine. decode: how steps run, one of DECODE_MODES; an
+    explicitly requested mode that is unavailable is an error. prefix_cache_bytes: host memory for cached keys and
+    values; 0 is no cache. batch_invariant: an answer has the same bits alone and in a batch: a step computes all rows,
+    and prompts are computed one at a time in chunks of fixed size. kv_tokens: how many tokens of prompts and answers
+    the rows of a batch hold together, in pages of a shared pool; at least one context. None: each row has its whole
+    context. kv: "full" keys and values, or "int8", which rounds them to 8 bits.
     Errors: RequestError with the field, for values of another type or out of range.
     """
 
@@ -167,7 +165,7 @@ class LoadRequest:
         for name, low in counts:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                argument = "context" if name == "context_tokens" else name  # as `plan` and a registry call it
+                argument = "context" if name == "context_tokens" else name  # as `plan` and a registry spell it
                 raise RequestError(f"must be an integer of at least {low}", field=argument, value=value)
         if not isinstance(self.batch_invariant, bool):
             raise RequestError("must be True or False", field="batch_invariant", value=self.batch_invariant)
@@ -230,7 +228,7 @@ class LoadRequest:
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 100
 PENALTIES = (0.01, 100.0)
-# Of one text that ends an answer: every token is compared with every beginning of it.
+# Characters of one stop text: every token is compared with each of its prefixes.
 MOST_STOP_CHARACTERS = 1024
 # The ranges of OpenAI's API.
 MOST_PENALTY, MOST_BIAS = 2.0, 100.0
@@ -264,14 +262,14 @@ def _is_pair(value: Any) -> bool:
 class GenerateRequest:
     """How to answer one prompt. Sampling names and meanings are those of transformers.
 
-    max_new_tokens: most tokens of the answer; None is 256, or what the prompt leaves of the context if that is less.
-    temperature: 0 is greedy; below LEAST_TEMPERATURE, and with a repetition_penalty outside PENALTIES, logits could leave the
-    range of float32. top_k: sample from so many tokens. top_p, min_p: sample from the most likely tokens with this total
-    probability; drop tokens below this share of the largest probability. seed: None takes a random one. stop: texts that end
-    the answer and are not part of it. stop_token_ids: tokens that end the answer, as the model's own end tokens do.
-    presence_penalty, frequency_penalty: subtracted from a token's logit if it is in the answer so far, once or for each
-    occurrence; the prompt does not count. logit_bias: token id -> value added to its logit. logprobs: report each token's
-    log-probability and those of the N most likely tokens; None reports none.
+    max_new_tokens: most tokens of the answer; None is 256, or the rest of the context after the prompt if that is less.
+    temperature: 0 is greedy; below LEAST_TEMPERATURE, and with a repetition_penalty outside PENALTIES, logits could
+    leave the range of float32. top_k: sample from this many tokens. top_p, min_p: sample from the most likely tokens
+    with this total probability; drop tokens below this share of the largest probability. seed: None takes a random one.
+    stop: texts that end the answer and are not part of it. stop_token_ids: tokens that end the answer, as the model's
+    own end tokens do. presence_penalty, frequency_penalty: subtracted from a token's logit if it is in the answer so
+    far, once or for each occurrence; the prompt does not count. logit_bias: token id -> value added to its logit.
+    logprobs: report each token's log-probability and those of the N most likely tokens; None reports none.
     Errors: RequestError with the field; top_k, top_p, min_p and seed are refused at temperature 0.
     """
 
@@ -330,7 +328,7 @@ class GenerateRequest:
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
             raise RequestError(f"must be an integer from 0 to {MOST_LOGPROBS}", field="logprobs", value=self.logprobs)
         for text in self.stop:
-            if len(text) > MOST_STOP_CHARACTERS:  # every token is compared with every beginning of it
+            if len(text) > MOST_STOP_CHARACTERS:  # every token is compared with each of its prefixes
                 raise RequestError(
                     f"a stop text has at most {MOST_STOP_CHARACTERS} characters", field="stop", value=len(text)
                 )
@@ -377,9 +375,9 @@ class GenerateRequest:
         return DEFAULT_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
 
     def within(self, left_tokens: int, *, most_tokens: int = DEFAULT_NEW_TOKENS) -> GenerateRequest:
-        """Return the request with max_new_tokens as a number. A given number stays, also where it does not fit.
+        """Return the request with max_new_tokens as a number. A given number is kept even if it does not fit.
 
-        left_tokens: what the prompt leaves of the context. most_tokens: the longest answer without a given number.
+        left_tokens: the rest of the context after the prompt. most_tokens: the longest answer without a given number.
         """
         if self.max_new_tokens is not None:
             return self

@@ -1,1 +1,1 @@
-"""What do the files of an adapter say, and do they fit a model?"""
+"""What do the files of an adapter contain, and do they fit a model?"""

@@ -1,7 +1,7 @@
-"""The report on one adapter, and what the rest of the package imports to read and match one.
+"""The report on one adapter, and the functions that read and match one for the rest of the package.
 
-`read_adapter` (file.py) reads a folder that PEFT wrote, without tensor data. `match_adapter` (match.py)
-puts every tensor on a module of the model or refuses. `describe` is what `trimtab inspect` prints. Imports no torch.
+`read_adapter` (file.py) reads a folder that PEFT wrote, without tensor data. `match_adapter` (match.py) assigns every
+tensor to a module of the model or refuses. `describe` is printed by `trimtab inspect`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ __all__ = ["AdapterFile", "AdapterSpec", "AdapterTarget", "describe", "match_ada
 def describe(file: AdapterFile, spec: AdapterSpec | None) -> dict[str, Any]:
     """Return the report of `trimtab inspect` as JSON-ready values.
 
-    Without a model (spec None): what the file holds, parts judged by names alone. With one also: targets by kind, what
-    is without effect and why, the spelling rule, modules whose path was resolved to another, ranks and scales.
+    Without a model (spec None): the contents of the file, with parts judged by names alone. With a model also: targets
+    by kind, tensors without effect and the reason, the spelling rule, modules whose path was resolved to another, ranks
+    and scales.
     """
     config = file.config
     shown = (

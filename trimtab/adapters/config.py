@@ -1,7 +1,7 @@
 """adapter_config.json: every field is supported, harmless or refused.
 
-Fields are those of LoraConfig in PEFT 0.19.1 and 0.21.2. A field this file does not know is refused by name unless it
-is off (null, false, empty), because PEFT adds new fields switched off. Imports no torch.
+Fields are those of LoraConfig in PEFT 0.19.1 and 0.21.2. An unknown field is refused by name unless it is off (null,
+false, empty), because PEFT adds new fields switched off. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HARMLESS = (
     "velora_config", "monteclora_config",
 )  # fmt: skip
 
-# Each changes the output in a way that this package does not compute.
+# Each of these changes the output, and this package does not compute it.
 REFUSED: Mapping[str, str] = {
     "megatron_config": "LoRA on Megatron's parallel layers",
     "trainable_token_indices": "trained rows of an embedding (trainable tokens)",
@@ -44,15 +44,15 @@ MOST_RANK = 2**20
 _RANK = f"a rank is an integer of at least 1 and at most {MOST_RANK}"
 FIELDS = frozenset((*SUPPORTED, *HARMLESS, *REFUSED))
 
-# What PEFT does with these at load: "pissa*", "olora" and "loftq" replace the base weight, "corda" fails, "lora_ga"
-# leaves the base as it is although the adapter was trained against a changed one. save_pretrained with
+# The effect of these in PEFT at load: "pissa*", "olora" and "loftq" replace the base weight, "corda" fails, "lora_ga"
+# does not change the base although the adapter was trained against a changed one. save_pretrained with
 # path_initial_model_for_weight_conversion writes true instead.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _KEEPS_BASE = ("gaussian", "eva", "orthogonal", "mica", "true", "false")
 
 
 def config_problems(config: Mapping[str, Any]) -> list[str]:
-    """Return every reason why an adapter with this configuration cannot be applied as PEFT would, in words."""
+    """Return every reason why an adapter with this configuration cannot be applied as PEFT would, as text."""
     kind = config.get("peft_type")
     if kind != "LORA":
         shown = "is missing" if kind is None else f"is {kind!r}"
@@ -102,7 +102,7 @@ def _value_problems(config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-# How PEFT puts each pattern of a field into a regular expression: the field as one text, and as a list or a mapping.
+# The regular expression that PEFT makes of each pattern of a field: the field as one text, and as a list or a mapping.
 _FORMS: Mapping[str, tuple[str | None, str | None]] = {
     "rank_pattern": (None, r"(.*\.)?(%s)$"), "alpha_pattern": (None, r"(.*\.)?(%s)$"),
     "target_modules": ("%s", None), "exclude_modules": ("%s", None),
@@ -112,9 +112,9 @@ _FORMS: Mapping[str, tuple[str | None, str | None]] = {
 
 
 def _selection_problems(config: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the fields that select modules: their types, and their patterns as PEFT reads them.
+    """Return the problems of the fields that select modules: their types, and their patterns as PEFT reads them.
 
-    A pattern that only takes too much work is found when it is matched.
+    A pattern that is only too expensive is detected when it is matched.
     """
     problems: list[str] = []
     expressions: list[tuple[str, str, str]] = []
@@ -122,7 +122,7 @@ def _selection_problems(config: Mapping[str, Any]) -> list[str]:
         value = config.get(field)
         entries, form = ([value], of_text) if isinstance(value, str) else (value, of_entry)
         if value is None or (isinstance(value, str) and of_text is None):
-            continue  # a text where only a list can be is told with the field's own type
+            continue  # a text instead of a list is reported with the field's own type
         is_mapping = field in ("rank_pattern", "alpha_pattern")
         if not isinstance(entries, dict if is_mapping else list) or not all(
             isinstance(entry, str) for entry in entries
@@ -173,7 +173,7 @@ def _is_number(value: Any) -> bool:
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer beyond what a float holds
+    except OverflowError:  # an integer beyond the range of a float
         return False
 
 

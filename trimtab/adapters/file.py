@@ -1,7 +1,6 @@
 """The files of an adapter folder: the configuration and the header of PEFT's tensor file, read strictly.
 
-Files with fixed names inside the folder are opened, nothing else: no name in them ever becomes a path. Imports no
-torch.
+Only files with fixed names inside the folder are opened: no name in them ever becomes a path. Imports no torch.
 """
 
 from __future__ import annotations
@@ -38,7 +37,8 @@ _OTHER_FILES = {
 class AdapterFile:
     """A folder that PEFT wrote: its configuration as stored and the header of its tensor file.
 
-    stamps: (file, size, mtime in ns) of both, taken before they were read. notes: weights beside them that nothing uses.
+    stamps: (file, size, mtime in ns) of both, taken before they were read. notes: other weights in the folder that
+    nothing uses.
     """
 
     folder: Path
@@ -54,7 +54,7 @@ GGUF_HINT = "give the folder that PEFT wrote, from which it was converted"
 
 
 def _only_gguf(folder: Path) -> str | None:
-    """Return the name of a GGUF file in a folder without an adapter's own files, None for another folder."""
+    """Return the name of a GGUF file in a folder without an adapter's two files, None for another folder."""
     names = sorted(file.name for file in folder.iterdir())
     packed = [name for name in names if name.lower().endswith(GGUF)]
     return packed[0] if packed and CONFIG_NAME not in names and TENSORS_NAME not in names else None
@@ -122,13 +122,13 @@ def _log(notes: Collection[str], name: str) -> None:
 
 
 def stamps_of(path: str | Path) -> tuple[Stamp, ...]:
-    """Return (file, size, mtime in ns) of an adapter's two files; -1 for one that is not there."""
+    """Return (file, size, mtime in ns) of an adapter's two files; -1 for one that does not exist."""
     folder = Path(path)
     return tuple(stamp_of(folder, folder / name) for name in (CONFIG_NAME, TENSORS_NAME))
 
 
 def check_values(file: AdapterFile) -> None:
-    """Raise AdapterError with every tensor of an adapter that holds values which are NaN or infinite."""
+    """Raise AdapterError with every tensor of an adapter that has values which are NaN or infinite."""
     problems = value_problems(file.tensors)
     if problems:
         raise AdapterError(file.folder, problems, hint=DIVERGED)
@@ -139,7 +139,7 @@ def _missing_files(folder: Path) -> list[str]:
     problems = [f"{name} is missing" for name in missing]
     if missing:
         problems += [f"{name} {words}" for name, words in _OTHER_FILES.items() if (folder / name).exists()]
-        # PEFT puts every adapter but "default" into a folder of its own.
+        # PEFT writes every adapter except "default" into a sub-folder.
         inside = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_NAME}"))
         problems += [f"an adapter is in the folder {name!r} inside; name that one" for name in inside[:5]]
     return problems

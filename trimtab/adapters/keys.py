@@ -1,8 +1,8 @@
 """Tensor names in an adapter file: the module, the role, and the model's spelling of the path.
 
-`parse_key` reads one name. `Rewrite` is one known way to spell module paths (PEFT, older transformers, text-only
-classes, servers); `REWRITES` lists all of them in order. Names only: whether a path exists is the caller's question.
-Imports no torch.
+`parse_key` reads one name. `Rewrite` is one known spelling of module paths (PEFT, older transformers, text-only
+classes, servers); `REWRITES` lists all of them in order. Names only: the caller checks whether a path exists. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _PARTS: tuple[tuple[Part, frozenset[str]], ...] = (
 
 @dataclass(frozen=True)
 class AdapterKey:
-    """One tensor name taken apart.
+    """The parts of one tensor name.
 
-    path: the module as the adapter spells it, prefix included. role "original": the base's own tensor below a saved module.
-    parameter: of a saved module, else "". name: the adapter's own name where the key holds one ("default"), as raw state dicts
-    do. problem: why the key cannot be used, else "".
+    path: the module as the adapter spells it, prefix included. role "original": the base's own tensor below a saved
+    module. parameter: of a saved module, else "". name: the adapter's name if the key contains one ("default"), as in
+    raw state dicts. problem: why the key cannot be used, else "".
     """
 
     adapter_key: str
@@ -57,8 +57,8 @@ class AdapterKey:
 def parse_key(adapter_key: str) -> AdapterKey:
     """Return the parts of a key; a key that cannot be used has a `problem`.
 
-    Source: PEFT 0.21.2, utils/save_and_load.py and tuners_utils.py, _remove_adapter_name_from_state_dict_key; the magnitude of
-    DoRA is written without ".weight" although the module has one (lora/model.py).
+    Source: PEFT 0.21.2, utils/save_and_load.py and tuners_utils.py, _remove_adapter_name_from_state_dict_key; DoRA's
+    magnitude is written without ".weight" although the module has one (lora/model.py).
     """
     segments = adapter_key.split(".")
     for index in range(len(segments) - 1, 0, -1):
@@ -104,12 +104,12 @@ def _lora_key(adapter_key: str, segments: list[str], index: int) -> AdapterKey:
 
 
 def own_path(path: str) -> str:
-    """Return the path that the module had where the adapter was trained: the adapter's spelling without PEFT's head."""
+    """Return the path that the module had during training: the adapter's spelling without PEFT's head."""
     return path.removeprefix(PEFT_HEAD)
 
 
 def part_of_key(adapter_key: str) -> Part:
-    """Return the part of the model that a name points to, judged by the name alone."""
+    """Return the part of the model in which a name lies, judged by the name alone."""
     segments = set(adapter_key.split("."))
     return next((part for part, names in _PARTS if segments & names), "language")
 
@@ -126,14 +126,14 @@ class Rewrite:
 
     @property
     def label(self) -> str:
-        """The rule in words: the head alone, or "as written in the file -> as in the model"."""
+        """The rule as text: only the head, or "as written in the file -> as in the model"."""
         if not self.moves:
             return self.head
         start, target = self.moves[0]
         return f"{self.head}{start} -> {target}"
 
     def apply(self, path: str) -> str | None:
-        """Return the model's spelling, or None for a path that this rule does not speak about."""
+        """Return the model's spelling, or None for a path that this rule does not cover."""
         if not path.startswith(self.head):
             return None
         path = path[len(self.head) :]
@@ -146,7 +146,9 @@ class Rewrite:
         return path
 
     def unapply(self, path: str) -> str | None:
-        """Return how this rule's adapters spell a path of the model, without PEFT's head; None if they cannot name it."""
+        """Return the spelling of a model's path in this rule's adapters, without PEFT's head; None if they cannot name
+        it.
+        """
         for start, target in self.moves or (("", ""),):
             is_whole = bool(start) and not start.endswith(".")
             if path == target or path.startswith(f"{target}." if is_whole else target):
@@ -161,7 +163,7 @@ _MOVES: tuple[tuple[tuple[str, str], ...], ...] = (
     (),
     # A class without the language modelling head has no leading "model.".
     (("", "model."),),
-    # Multimodal classes before transformers 4.52 held the text model with its head and the towers side by side.
+    # Before transformers 4.52, multimodal classes had the text model with its head and the towers as siblings.
     (
         ("language_model.model.", "model.language_model."), ("language_model.lm_head", "lm_head"), _HEAD,
         ("model.", "model."), ("", "model."),
@@ -178,5 +180,5 @@ _MOVES: tuple[tuple[tuple[str, str], ...], ...] = (
     (("language_model.model.", "model."), ("language_model.lm_head", "lm_head")),
 )  # fmt: skip
 
-# PEFT writes its head before every path; servers and converters leave it out.
+# PEFT writes its head before every path; servers and converters omit it.
 REWRITES: tuple[Rewrite, ...] = tuple(Rewrite(head, moves) for head in (PEFT_HEAD, "") for moves in _MOVES)

@@ -1,7 +1,7 @@
-"""Matching an adapter with a model: every tensor gets its module, or the reason why it has none.
+"""Matches an adapter with a model: every tensor gets its module, or a reason why it has none.
 
-All problems of a file are gathered and raised once; nothing is dropped, guessed or half applied. Not covered: LoRA on
-convolutions, attention modules and fused experts, which are refused by name. Imports no torch.
+All problems of a file are gathered and raised once; nothing is dropped, guessed or half applied. Not covered and
+refused by name: LoRA on convolutions, attention modules and fused experts. Imports no torch.
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ _SHARED_KV = (
 )
 # The linear layers of one expert before transformers 5 stacked them. Source: its conversion_mapping.py, MergeModulelist.
 _EXPERT_LINEARS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-_SECOND_COPY = "second copies of saved modules, which PEFT writes beside a resized vocabulary and does not read"
-_UNTRAINED = "the base's own weights of saved modules, which PEFT writes beside a resized vocabulary"
-_NEAR_LIMIT = 20  # near names are searched for the problems that are printed, not for thousands of wrong keys
+_SECOND_COPY = "second copies of saved modules, which PEFT writes with a resized vocabulary and does not read"
+_UNTRAINED = "the base's own weights of saved modules, which PEFT writes with a resized vocabulary"
+_NEAR_LIMIT = 20  # near names are searched only for the problems that are printed, not for thousands of wrong keys
 
 
 @dataclass(frozen=True)
 class AdapterTarget:
-    """What the adapter does to one module.
+    """The adapter's change of one module.
 
-    kind: "linear" and "embedding" add scale x B A (rank, scale, use_dora, has_bias say how); "router" does so to a router of
-    experts; "saved" replaces parameters outright (rank 0); "experts" is a pair on a fused stack, which only a merge
-    applies. One module can have a LoRA target and a saved one. wrapped: the module is the inner
-    linear of a wrapper such as Gemma4ClippableLinear. tensors: by role, "A" [R, D_in] ([R, V] for an embedding), "B"
-    [D_out, R], "B_bias" [D_out], "magnitude" [D_out]; for "saved" by parameter name. adapter_path: the module as the
-    adapter spells it.
+    kind: "linear" and "embedding" add scale x B A (with rank, scale, use_dora, has_bias); "router" is the same for a
+    router of experts; "saved" replaces parameters (rank 0); "experts" is a pair on a fused stack, which only a merge
+    applies. One module can have a LoRA target and a saved one. wrapped: the module is the inner linear of a wrapper
+    such as Gemma4ClippableLinear. tensors: by role, "A" [R, D_in] ([R, V] for an embedding), "B" [D_out, R], "B_bias"
+    [D_out], "magnitude" [D_out]; for "saved" by parameter name. adapter_path: the module as the adapter spells it.
     """
 
     module_path: str
@@ -60,9 +59,10 @@ class AdapterTarget:
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """An adapter matched to a model: which module gets what, what has no effect and why, and how paths were rewritten.
+    """An adapter matched to a model: the target of each module, the tensors without effect and the reason, and the path
+    rewrites.
 
-    prefix: the one spelling rule that explains every key. model_dtype: the type of saved parameters. idle: by field, the
+    prefix: the one spelling rule that fits every key. model_dtype: the type of saved parameters. idle: by field, the
     entries of the configuration that name no module of the model.
     """
 
@@ -77,7 +77,7 @@ class AdapterSpec:
     def nbytes(self, dtype: str) -> int:
         """Return the device memory of the attached adapter with its LoRA tensors in `dtype`.
 
-        An upper bound: a saved weight that turns out to equal the base weight is not kept.
+        An upper bound: a saved weight that equals the base weight is not kept.
         """
         shared: dict[str, int] = {}
         for target in self.targets:
@@ -87,7 +87,7 @@ class AdapterSpec:
         return sum(shared.values())
 
     def counts(self) -> dict[str, Any]:
-        """Return how many tensors the file has, per part, and how many modules they change, per kind."""
+        """Return the number of tensors in the file per part, and the number of changed modules per kind."""
         kinds = Counter("wrapped" if t.wrapped and t.kind == "linear" else t.kind for t in self.targets)
         targets = {name: kinds[name] for name in ("wrapped", "linear")}
         targets |= {name: kinds[name] for name in ("embedding", "router", "saved") if kinds[name]}
@@ -100,7 +100,7 @@ class AdapterSpec:
 
 
 class _Places:
-    """The target of each path of a model: a module, the inner module of a wrapper, or none by design."""
+    """The targets of a model's paths: a module, the inner module of a wrapper, or none by design."""
 
     def __init__(self, anatomy: Anatomy) -> None:
         self.rows = anatomy.by_path()
@@ -110,7 +110,7 @@ class _Places:
         self.renames = anatomy.renames
 
     def find(self, path: str, key: AdapterKey) -> str | None:
-        """Return the path of the module that the key changes (it may be in `missing`), or None."""
+        """Return the path of the module that the key changes, or None. It may be in `missing`."""
         row = self.rows.get(path)
         if key.role in ("saved", "base_copy", "original"):
             if row is not None and any(t.tensor_path == f"{path}.{key.parameter}" for t in row.tensors):
@@ -135,12 +135,12 @@ def _numbers(path: str) -> list[str]:
 
 
 def _choose_rewrite(keys: list[AdapterKey], places: _Places) -> tuple[Rewrite, dict[str, str | None], list[str]]:
-    """Return the one rule that leads every key to the model, the module path by adapter key, and problems."""
+    """Return the one rule that maps every key to the model, the module path by adapter key, and problems."""
     full: list[tuple[Rewrite, dict[str, str | None]]] = []
-    # One key of each part of the model first: most rules fail at one of them.
+    # Try one key of each part of the model first: most rules fail at one of them.
     heads = {tuple(key.path.split(".", 5)[:5]): key for key in keys}
     ordered = [*heads.values(), *keys]
-    # Former names only where present ones do not explain every key.
+    # Try former names only if present ones do not fit every key.
     for renames in ((), places.renames):
         for rewrite in REWRITES if not full else ():
             paths = _explained(ordered, rewrite, places, renames)
@@ -151,7 +151,7 @@ def _choose_rewrite(keys: list[AdapterKey], places: _Places) -> tuple[Rewrite, d
     if full:
         labels = " or ".join(f"{rewrite.label!r}" for rewrite, _ in full)
         return *full[0], [f"every key fits the model in more than one way: {labels}"]
-    # No rule leads every key to the model: the one that leads most of them, for the words of the error.
+    # No rule maps every key to the model: take the one that maps most of them, for the error message.
     every = [_explained(keys, rewrite, places, places.renames, is_whole=True) for rewrite in REWRITES]
     counts = [sum(path is not None for path in paths.values()) for paths in every]
     best = counts.index(max(counts))
@@ -161,9 +161,9 @@ def _choose_rewrite(keys: list[AdapterKey], places: _Places) -> tuple[Rewrite, d
 def _explained(
     keys: list[AdapterKey], rewrite: Rewrite, places: _Places, renames: tuple[Rename, ...], *, is_whole: bool = False
 ) -> dict[str, str | None]:
-    """Return the module path that a rule gives each key, None for a key that it does not lead to the model.
+    """Return the module path that a rule gives each key, None for a key that it does not map to the model.
 
-    is_whole: of all keys; else the first such key ends the look, and neither it nor the keys after it are there.
+    is_whole: for all keys; else the search stops at the first such key, and that key and the later ones are missing.
     """
     paths: dict[str, str | None] = {}
     for key in keys:
@@ -181,7 +181,7 @@ def match_adapter(file: AdapterFile, anatomy: Anatomy) -> AdapterSpec:
     """Return which module every tensor of the adapter changes.
 
     Errors: AdapterError with every problem of the file: keys that name nothing (with near names and shapes), wrong
-    shapes or ranks, one half of a pair, tensors that the configuration does not announce, modules that take no LoRA.
+    shapes or ranks, half of a pair, tensors that the configuration does not declare, modules that do not support LoRA.
     """
     keys = [parse_key(name) for name in file.tensors]
     problems = [f"{key.adapter_key}: {key.problem}" for key in keys if key.problem]
@@ -234,7 +234,9 @@ def match_adapter(file: AdapterFile, anatomy: Anatomy) -> AdapterSpec:
 
 
 def _other_names(anatomy: Anatomy, rewrite: Rewrite) -> Iterator[str]:
-    """Yield what a configuration may call modules besides their paths: the adapter's spelling, parameters and single experts."""
+    """Yield the names other than paths that a configuration may use for modules: the adapter's spelling, parameters and
+    single experts.
+    """
     for row in anatomy.rows:
         yield from (old for path in (row.module_path, row.wraps) if path and (old := rewrite.unapply(path)))
         if row.kind == "experts":
@@ -245,7 +247,9 @@ def _other_names(anatomy: Anatomy, rewrite: Rewrite) -> Iterator[str]:
 
 
 def _is_second_copy(key: AdapterKey, file: AdapterFile) -> bool:
-    """Whether the file has a saved tensor under PEFT's short name too, which alone is read (set_peft_model_state_dict)."""
+    """Whether the file also has this saved tensor under PEFT's short name, the only one that PEFT reads
+    (set_peft_model_state_dict).
+    """
     head, mark, tail = key.adapter_key.partition(".modules_to_save.")
     return bool(mark) and key.role == "saved" and key.name is None and f"{head}.{tail}" in file.tensors
 
@@ -390,12 +394,12 @@ class _Builder:
                 )
 
     def _is_announced(self, row: ModuleRow, key: AdapterKey) -> bool:
-        # PEFT writes full embeddings and heads next to LoRA (save_embedding_layers) without naming them anywhere.
+        # PEFT writes full embeddings and heads next to LoRA (save_embedding_layers) without an entry in the config.
         is_copy = key.parameter == "weight" and (row.kind == "embedding" or row.part == "head")
         return is_copy or (key.role == "saved" and self.rules.is_saved(own_path(key.path)))
 
     def check_promises(self, matched: Mapping[tuple[str, str], dict[str, AdapterKey]]) -> None:
-        """Collect parameters that modules_to_save promises and the file does not have; PEFT fails on them too."""
+        """Collect parameters that modules_to_save declares and the file lacks; PEFT fails on them too."""
         for path, row in self.places.rows.items():
             if row.kind == "experts" or not self.rules.is_saved(path):
                 continue
@@ -406,7 +410,7 @@ class _Builder:
                     self.problems.append(f"modules_to_save names {path}, but the file has no {name} for it")
 
     def check_tying(self, targets: Iterable[AdapterTarget]) -> None:
-        """Collect changed modules whose tied partner stays as it is although ensure_weight_tying promises otherwise."""
+        """Collect changed modules whose tied partner does not change although ensure_weight_tying is set."""
         if not self.config.get("ensure_weight_tying"):
             return
         have = {target.module_path for target in targets}
@@ -437,9 +441,9 @@ class _Builder:
     def tied_originals(
         self, targets: Iterable[AdapterTarget], originals: Mapping[str, AdapterKey]
     ) -> list[AdapterTarget]:
-        """Return saved targets for modules tied to one that is saved, where the file has its untrained weight too.
+        """Return saved targets for modules tied to a saved one, if the file also has its untrained weight.
 
-        PEFT loads `original_module` into the base's parameter, which a tied partner goes on using.
+        PEFT loads `original_module` into the base's parameter, which a tied partner still uses.
         """
         have = {target.module_path for target in targets if target.kind == "saved"}
         copies = []

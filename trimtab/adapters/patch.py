@@ -1,8 +1,9 @@
 """A copy of an adapter whose config names exactly the modules with weights, inner linears included, in short form.
 
-PEFT refuses a target that is a wrapper (Gemma4ClippableLinear), though the weights are those of the linear inside it. The
-copy has one regular expression for target_modules, with `\\d+` for layer numbers wherever that fits no other module.
-Weights are linked, or copied; keys that spell a module otherwise get its own path. Pure: imports no torch.
+PEFT refuses a target that is a wrapper (Gemma4ClippableLinear), although the weights belong to the linear inside it.
+The copy has one regular expression for target_modules, with `\\d+` for layer numbers wherever that fits no other
+module. Weights are linked, or copied; keys with another spelling of a module get the module's path. Pure: imports no
+torch.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from trimtab.errors import AdapterError, RequestError
 from trimtab.process.files import whole_folder
 from trimtab.process.json_file import parse
 
-# What would narrow an exact pattern once more.
+# Fields that would narrow an exact pattern further.
 _OTHER_RULES = ("exclude_modules", "layers_to_transform", "layers_pattern")
 _CHUNK = 2**20
 
 
 def write_patched(adapter: str | Path, anatomy: Anatomy, out: str | Path) -> dict[str, Any]:
-    """Write the copy and return what it is: "written", "target_modules", "modules", "renamed" keys, "linked".
+    """Write the copy and return its description: "written", "target_modules", "modules", "renamed" keys, "linked".
 
-    Errors: AdapterError for an adapter that does not fit the model, or a copy that would not equal it; RequestError for a
-    folder that exists already or cannot be written; nothing is left behind.
+    Errors: AdapterError for an adapter that does not fit the model, or a copy that would not equal it; RequestError for
+    a folder that exists already or cannot be written; no partial copy remains.
     """
     folder = Path(out)
     if folder.exists():
@@ -58,7 +59,9 @@ def write_patched(adapter: str | Path, anatomy: Anatomy, out: str | Path) -> dic
 
 
 def short_pattern(paths: Sequence[str], others: Iterable[str]) -> str:
-    """Return a regular expression that fits these paths and none of the others, numbers as `\\d+` where that is so."""
+    """Return a regular expression that matches these paths and none of the others, with numbers as `\\d+` where that is
+    so.
+    """
     foreign = list(others)
     groups: dict[str, list[str]] = {}
     for path in paths:
@@ -75,7 +78,9 @@ def short_pattern(paths: Sequence[str], others: Iterable[str]) -> str:
 
 
 def _texts(shape: str, members: list[str], foreign: list[str]) -> list[str]:
-    """Return the patterns of paths that differ in numbers alone: one for all if it fits no other path, else each by itself."""
+    """Return the patterns of paths that differ only in numbers: one for all if it matches no other path, else one for
+    each.
+    """
     short = re.escape(shape).replace(r"\#", "#").replace("#", r"\d+")
     if len(members) > 1 and not any(re.fullmatch(short, path) for path in foreign):
         return [short]
@@ -83,18 +88,18 @@ def _texts(shape: str, members: list[str], foreign: list[str]) -> list[str]:
 
 
 def patched_config(spec: AdapterSpec, pattern: str) -> dict[str, Any]:
-    """Return an adapter's configuration with the pattern as its targets, ranks and scales unchanged."""
+    """Return an adapter's configuration with the pattern as its targets. Ranks and scales are unchanged."""
     config = dict(spec.file.config) | {"target_modules": pattern}
     config |= {name: None for name in _OTHER_RULES if name in config}
     if any(target.wrapped for target in spec.targets):
-        # Patterns of ranks end at the wrapper; PEFT asks them about the linear inside.
+        # Rank patterns end at the wrapper, but PEFT matches them against the inner linear.
         for name in ("rank_pattern", "alpha_pattern"):
             config[name] = {rf"({key})(\.linear)?": value for key, value in (config.get(name) or {}).items()}
     return config
 
 
 def _renamed(spec: AdapterSpec) -> dict[str, str]:
-    """Return key -> new key of tensors whose key spells the module otherwise than PEFT would."""
+    """Return key -> new key of tensors whose key spells the module differently from PEFT."""
     names = {}
     for target in spec.targets:
         if target.kind == "saved" or not target.adapter_path:
@@ -128,7 +133,7 @@ def _weights(source: Path, copy: Path, renamed: dict[str, str]) -> bool:
 
 
 def _check_equal(spec: AdapterSpec, copy: AdapterFile, anatomy: Anatomy, paths: Sequence[str]) -> None:
-    """Raise AdapterError unless the copy does the same to the same modules, from the same bytes, and names no other."""
+    """Raise AdapterError unless the copy changes exactly the same modules in the same way, from the same bytes."""
     again = match_adapter(copy, anatomy)
     problems = []
     if _what(spec) != _what(again):

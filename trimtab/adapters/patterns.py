@@ -1,9 +1,11 @@
-"""Regular expressions that others wrote, matched over many names at once in bounded time and memory, without backtracking.
+"""Regular expressions from adapter files, matched over many names at once in bounded time and memory, without
+backtracking.
 
-Python's parser reads a pattern. Its tree is evaluated with one set of positions in the text of all names, held as the bits of
-an integer: a character moves a set by one position, a repeated one fills runs by an addition, a look-ahead is evaluated
-backwards. Whether a pattern matches does not depend on greed, so the result is that of `re` (docs/decisions/0040). Not
-supported: back-references, conditions on groups, atomic groups, possessive repeats. Imports no torch.
+Python's parser reads a pattern. Its tree is evaluated with one set of positions in the text of all names, stored as the
+bits of an integer. A character moves the set by one position, a repeated character fills runs by an addition, and a
+look-ahead is evaluated backwards. Greediness does not change whether a pattern matches, so the result equals that of
+`re` (docs/decisions/0040). Not supported: back-references, conditions on groups, atomic groups, possessive repeats.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,16 +30,16 @@ compiler, sre, parser = (
     _of_re("parser", "sre_parse"),
 )
 
-# A pattern's characters and nested groups; the names or patterns of one list; those of them that are more than a name.
-# A rank of its own for each module of 128 experts in 48 layers takes 18,432 names.
+# Limits: characters and nested groups of a pattern; names or patterns of one list; patterns among them that are more
+# than a name. A separate rank for each module of 128 experts in 48 layers needs 18,432 names.
 MAX_CHARS, MAX_DEPTH, MAX_PATTERNS, MAX_EXPRESSIONS = 100_000, 50, 50_000, 2_000
-# Work of one matcher: 1 for a 64-bit word of a set, and for what Python does around it. About half a second.
+# Work units of one matcher: 1 for each 64-bit word of a set, and for Python's overhead. About half a second.
 WORK = 500_000_000
 _OPERATION, _PROBE, _PATTERN, _CHARACTER = 800, 1_000, 50_000, 3_000
 _SHOWN_CHARS = 60
 
 _META = frozenset("\\^$*+?{}[]|()")
-_TYPES = int(re.ASCII | re.LOCALE | re.UNICODE)  # as integers: an operation on enum members takes microseconds
+_TYPES = int(re.ASCII | re.LOCALE | re.UNICODE)  # as integers: operations on enum members take microseconds
 _IGNORECASE, _MULTILINE = int(re.IGNORECASE), int(re.MULTILINE)
 _ONE = (sre.LITERAL, sre.NOT_LITERAL, sre.ANY, sre.IN)
 _WORD = [(sre.CATEGORY, sre.CATEGORY_WORD)]
@@ -48,7 +50,7 @@ _UNSUPPORTED = {
 
 
 class PatternError(ValueError):
-    """A pattern that is no regular expression, is not supported, or takes too much work; the message says which of them.
+    """A pattern that is no regular expression, is not supported, or is too expensive; the message says which.
 
     pattern: which one, None for all of them together.
     """
@@ -59,7 +61,7 @@ class PatternError(ValueError):
 
 
 def shown(pattern: str) -> str:
-    """Return a pattern as errors show it: quoted, and cut after 60 characters."""
+    """Return a pattern for an error message: quoted, and truncated to 60 characters."""
     return (
         repr(pattern)
         if len(pattern) <= _SHOWN_CHARS
@@ -68,12 +70,12 @@ def shown(pattern: str) -> str:
 
 
 def is_plain(pattern: str) -> bool:
-    """Return whether nothing in a pattern is special but dots, which stand for any character."""
+    """Return whether a pattern has no special characters except dots, which match any character."""
     return _META.isdisjoint(pattern)
 
 
 def check_count(patterns: Collection[str], *, are_plain: bool = False) -> None:
-    """Raise PatternError for more patterns, or more that are not plain, than one list may have. are_plain: of names as text."""
+    """Raise PatternError if a list has too many patterns, or too many that are not plain. are_plain: of names as text."""
     if len(patterns) > MAX_PATTERNS:
         raise PatternError(f"has {len(patterns):,} entries, at most {MAX_PATTERNS:,} are read")
     expressions = 0 if are_plain else sum(not is_plain(pattern) for pattern in patterns)
@@ -102,7 +104,9 @@ def parse(pattern: str) -> Any:
 
 
 def is_quick(pattern: str) -> bool:
-    """Return whether Python's `re` is sure to match a pattern quickly on names: at most 4 long repeats, none inside another."""
+    """Return whether Python's `re` certainly matches a pattern quickly on names: at most 4 long repeats, none inside
+    another.
+    """
     if is_plain(pattern):
         return True
     repeats = _long_repeats(parse(pattern))
@@ -110,7 +114,7 @@ def is_quick(pattern: str) -> bool:
 
 
 def _long_repeats(tree: Any) -> int | None:
-    """Return the number of repeats that can be long, the most of any branch; None where one is inside another."""
+    """Return the largest number of long repeats in any branch; None if one is inside another."""
     total = 0
     for op, av in tree:
         counts = [_long_repeats(inner) for inner in _inner(op, av)]
@@ -126,7 +130,7 @@ def _long_repeats(tree: Any) -> int | None:
 
 
 def _check(tree: Any, depth: int) -> None:
-    """Raise PatternError for what the matcher does not compute and for what `re` refuses after parsing."""
+    """Raise PatternError for syntax that the matcher does not support and for errors that `re` finds after parsing."""
     if depth > MAX_DEPTH:
         raise PatternError(f"nests groups more than {MAX_DEPTH} deep")
     for op, av in tree:
@@ -146,11 +150,13 @@ def _inner(op: Any, av: Any) -> Sequence[Any]:
 
 
 class Matcher:
-    """Which of some names a pattern matches. Errors: PatternError of every method, also once the work exceeds the limit."""
+    """Finds the names that a pattern matches. Errors: PatternError from every method, also when the work exceeds the
+    limit.
+    """
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = list(dict.fromkeys(names))
-        # Each name ends with a position that holds no character, so no set crosses from one name into the next.
+        # Each name ends with a position without a character, so no set moves from one name into the next.
         self._text = "\0".join((*self.names, ""))
         self._name_at: dict[int, int] = {}
         at = 0
@@ -168,7 +174,7 @@ class Matcher:
         self._work = WORK
         self._masks: dict[frozenset[str], int] = {}
         self._literals: dict[int, int] = {}
-        self._of_node: dict[tuple[Any, ...], int] = {}  # by the identity of nodes, for the pattern that is evaluated
+        self._of_node: dict[tuple[Any, ...], int] = {}  # by the identity of nodes, for the current pattern
 
     def matching(self, pattern: str) -> set[str]:
         """Return the names that the pattern matches as `re.fullmatch` does."""
@@ -188,24 +194,25 @@ class Matcher:
         return {self.names[index]: listed[place] for index, place in first.items()}
 
     def idle(self, patterns: Iterable[str]) -> list[str]:
-        """Return the patterns that `first_of` can find for none of the names, whatever stands before them."""
+        """Return the patterns that `first_of` finds for none of the names, in any order of the patterns."""
         listed = list(patterns)
         check_count(listed)
         used = {listed[place] for _, place in self._hits(listed)}
         return [pattern for pattern in listed if pattern not in used]
 
     def _hits(self, listed: list[str]) -> Iterator[tuple[int, int]]:
-        """Yield (name, pattern), by their places, for every pattern that is the last segments of a name."""
+        """Yield (name index, pattern index) for every pattern that matches the last segments of a name."""
         yield from self._plain_hits(listed)
         for place, pattern in enumerate(listed):
             if not is_plain(pattern):
                 found = self._match(rf"(.*\.)?({pattern})$", pattern)
-                # re.match asks for no end: a pattern may close the group and go on. Any position counts for its name.
+                # re.match does not require the end: a pattern may close the group and continue. Any position counts for
+                # its name.
                 for index in self._found(self._run(self._chars, found, back=False) & self._ends):
                     yield index, place
 
     def _plain_hits(self, listed: list[str]) -> Iterator[tuple[int, int]]:
-        """Yield the hits of plain patterns, the first of equal ones: looked up by length and the places of their dots."""
+        """Yield the hits of plain patterns, the first of equal ones, looked up by length and dot positions."""
         forms: dict[int, dict[tuple[int, ...], dict[str, int]]] = {}
         for place, pattern in enumerate(listed):
             if is_plain(pattern):
@@ -219,7 +226,7 @@ class Matcher:
                         yield index, known
 
     def _found(self, ends: int) -> list[int]:
-        """Return the names whose last positions are in a set."""
+        """Return the names whose last position is in a set."""
         bits, at, found = f"{ends:b}"[::-1], -1, []
         while (at := bits.find("1", at + 1)) >= 0:
             found.append(self._name_at[at])
@@ -233,7 +240,9 @@ class Matcher:
     # Evaluation: sets of positions, forwards or backwards -------------------------------------------------------------
 
     def _match(self, pattern: str, named: str | None = None) -> int:
-        """Return where the pattern can end that begins where a name begins. named: what errors name."""
+        """Return the positions where a pattern can end if it starts at the start of a name. named: the pattern in
+        errors.
+        """
         try:
             self._spend(_PATTERN + _CHARACTER * len(pattern))
             tree = parse(pattern)
@@ -250,7 +259,9 @@ class Matcher:
         return places
 
     def _node(self, op: Any, av: Any, places: int, flags: int, back: bool) -> int:
-        """Return where a node can end that begins at one of the places; backwards, where it can begin that ends there."""
+        """Return the positions where a node can end if it starts at one of the given positions; backwards, where it can
+        start.
+        """
         self._spend(self._operation)
         if op in _ONE:
             mask = self._accepting(op, av, flags)
@@ -273,14 +284,14 @@ class Matcher:
         if op in (sre.ASSERT, sre.ASSERT_NOT):
             key = (id(av), flags)
             if key not in self._of_node:
-                self._spend(64 * self._operation)  # kept, so its memory counts
+                self._spend(64 * self._operation)  # stored, so its memory counts
                 self._of_node[key] = self._sequence(av[1], self._all, flags, back=av[0] > 0)
             return places & (self._of_node[key] if op is sre.ASSERT else ~self._of_node[key])
         assert op is sre.FAILURE, op
         return 0
 
     def _repeat(self, least: int, most: int, inner: Any, places: int, flags: int, back: bool) -> int:
-        # Longer ways than a name has positions stay at one of them, so the set does not change any more.
+        # More repetitions than a name has positions stay at one of them, so the set does not change any more.
         for _ in range(min(least, self._longest + 2)):
             self._spend(self._operation)
             before, places = places, self._sequence(inner, places, flags, back)
@@ -299,9 +310,9 @@ class Matcher:
         return places
 
     def _run(self, mask: int, places: int, back: bool) -> int:
-        """Return the places and every one that follows (precedes) them through characters of the mask alone."""
+        """Return the positions and all that follow (precede) them through characters of the mask only."""
         self._spend(4 * self._operation)
-        if not back:  # the carry of an addition runs through ones
+        if not back:  # the carry of an addition propagates through ones
             return (((places & mask) + mask) ^ mask) | places
         shift = 1
         while shift <= self._longest:
@@ -325,7 +336,7 @@ class Matcher:
         return edges if kind is sre.AT_BOUNDARY else self._all & ~edges
 
     def _accepting(self, op: Any, av: Any, flags: int) -> int:
-        """Return the positions of the characters that a node accepts; Python compares them with the node, one by one."""
+        """Return the positions of the characters that a node accepts. Python compares each character with the node."""
         if op is sre.LITERAL and not flags & _IGNORECASE:
             if av not in self._literals:
                 self._literals[av] = self._positions(frozenset(chr(av)))
@@ -355,7 +366,7 @@ def _bits(text: str) -> int:
 
 
 def _with_dots(end: str, dots: tuple[int, ...]) -> str:
-    """Return the text with a dot at each of these places that holds no newline."""
+    """Return the text with a dot at each of these positions, except at newlines."""
     if all(end[at] == "." for at in dots):
         return end
     letters = list(end)
@@ -365,7 +376,9 @@ def _with_dots(end: str, dots: tuple[int, ...]) -> str:
 
 
 def _last_segments(name: str) -> list[str]:
-    """Return the ends of a name that begin a segment; a last newline may be left out, and none may be before an end."""
+    """Return the suffixes of a name that begin a segment. A final newline may be omitted; no newline may precede a
+    suffix.
+    """
     wholes = {name, name[:-1]} if name.endswith("\n") else {name}
     return [
         whole[begin:]

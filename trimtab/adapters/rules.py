@@ -1,4 +1,5 @@
-"""What an adapter's configuration says of modules, by PEFT's rules: rank and scale, targets, saved modules, idle entries.
+"""The meaning of an adapter's configuration for modules, by PEFT's rules: rank and scale, targets, saved modules, idle
+entries.
 
 The patterns of a configuration are matched over all paths at once (patterns.py). Imports no torch.
 """
@@ -16,14 +17,14 @@ from trimtab.adapters.patterns import MAX_CHARS, Matcher, PatternError, is_plain
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import AdapterError
 
-# PEFT adds these to modules_to_save by the task alone, and takes no notice of those that a model does not have. Source: PEFT
+# PEFT adds these to modules_to_save depending on the task, and ignores those that a model does not have. Source: PEFT
 # 0.21.2, peft_model.py, PeftModelForSequenceClassification and the like; utils/constants.py.
 _ADDED_BY_TASK = ("classifier", "score", "qa_outputs")
-_TOLD = 5  # idle entries that are named; of more, the number
+_TOLD = 5  # the most idle entries that are named; for more, their number
 
 
 class Rules:
-    """A configuration's rules about these paths. Errors: AdapterError for a pattern that cannot be matched."""
+    """A configuration's rules for these paths. Errors: AdapterError for a pattern that cannot be matched."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], paths: Iterable[str]) -> None:
         self._folder, self._config = folder, config
@@ -63,8 +64,8 @@ class Rules:
         return rank, scale, [problem for problem in (rank_problem, alpha_problem) if problem]
 
     def _value(self, field: str, default: Any, spellings: Sequence[str]) -> tuple[Any, str]:
-        # The adapter's own spelling was the module's path where the adapter was trained, so it decides; the model's path
-        # serves configurations that were edited to fit the model.
+        # The adapter's spelling was the module's path during training, so it decides. The model's path is for
+        # configurations that were edited to fit the model.
         first = self._first[field]
         values = [self._config[field][first[path]] for path in spellings if path in first]
         if not values:
@@ -86,7 +87,7 @@ class Rules:
 
     @cached_property
     def targeted(self) -> frozenset[str]:
-        """The paths on which PEFT puts LoRA: named, not excluded, and of a layer that layers_to_transform takes in.
+        """The paths to which PEFT adds LoRA: named, not excluded, and in a layer of layers_to_transform.
 
         Source: PEFT 0.21.2, tuners/tuners_utils.py, check_target_module_exists.
         """
@@ -107,7 +108,7 @@ class Rules:
         return bool(found) and found[0] in (layers if isinstance(layers, list) else [layers])
 
     def is_saved(self, path: str) -> bool:
-        """Return whether modules_to_save replaces the module at this path or one that holds it.
+        """Return whether modules_to_save replaces the module at this path or a parent of it.
 
         Source: PEFT 0.21.2, utils/other.py, _set_trainable: a plain end-of-text test without a name boundary, so "norm"
         also means "input_layernorm".
@@ -123,8 +124,8 @@ class Rules:
     def idle(self, others: Callable[[], Iterable[str]], former: frozenset[str] = frozenset()) -> dict[str, list[Any]]:
         """Return, by field, the entries that name none of the paths.
 
-        others: further names of what the model has, which are looked at only where an entry names none of the paths. former:
-        words of names that modules had once; an entry with one of them is left out, as it may name what it always named.
+        others: further names of the model's modules, checked only if an entry names none of the paths. former: words of
+        former module names; an entry with one of them is skipped, because it may mean a renamed module.
         """
         idle = {
             field: told
@@ -178,7 +179,9 @@ class Rules:
         yield from self._idle_layers()
 
     def _idle_layers(self) -> Iterator[tuple[str, list[Any]]]:
-        """Layers that the model does not have. PEFT reads the number behind the first named list, or behind the first list."""
+        """Return the layers that the model does not have. PEFT reads the number after the first named list, or after
+        the first list.
+        """
         layers, patterns = self._config.get("layers_to_transform"), self._config.get("layers_pattern") or ()
         layers = layers if isinstance(layers, list) else [layers]
         patterns = [patterns] if isinstance(patterns, str) else patterns
@@ -195,7 +198,8 @@ class Rules:
     def _near(self, entry: Any) -> str:
         if not isinstance(entry, str):
             return ""
-        # Of an expression, the name that it ends with. A typo keeps the layer number, and time grows with the names.
+        # For an expression, the name at its end. A typo keeps the layer number, and time grows with the number of
+        # names.
         name = entry if is_plain(entry) else (re.findall(r"\w+", entry[-200:]) or [""])[-1]
         numbers = [part for part in name.split(".") if part.isdecimal()]
         count = name.count(".") + 1
@@ -206,5 +210,5 @@ class Rules:
 
 
 def ends_of(path: str) -> list[str]:
-    """Return the path and every end of it that begins with a whole segment."""
+    """Return the path and every suffix of it that begins with a whole segment."""
     return [path, *(path[at + 1 :] for at, letter in enumerate(path) if letter == ".")]

@@ -13,11 +13,12 @@ import re
 from collections.abc import Iterable
 from typing import Literal
 
-Layout = Literal["last", "before"]  # the dimension of a stack that lora_A's columns are
+Layout = Literal["last", "before"]  # the dimension of a stack that corresponds to lora_A's columns
 VERSION = "peft_version"
 
-# Releases below the first value -> (the layout of plain stacks, that of stacks which transformers marks is_transposed). 0.19.0
-# exchanged the marked ones, and 0.19.1 the others instead. Marked stacks of 0.19.0 depend on whether its transformers had marks.
+# Releases below the first value -> (layout of plain stacks, layout of stacks that transformers marks is_transposed).
+# 0.19.0 exchanged the layout of marked stacks, 0.19.1 that of plain ones instead. Marked stacks of 0.19.0 depend on
+# whether its transformers had marks.
 _RELEASES: tuple[tuple[tuple[int, int, int], Layout, Layout | None], ...] = (
     ((0, 19, 0), "before", "before"),
     ((0, 19, 1), "before", None),
@@ -29,12 +30,13 @@ _VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?(\S*)")
 
 
 def layout_of_release(version: object, *, is_transposed: bool) -> Layout | None:
-    """Return the layout that a release of PEFT writes, None if its version does not say.
+    """Return the layout that a release of PEFT writes, None if its version does not determine it.
 
-    version: of adapter_config.json; null or missing: PEFT before 0.18.0, or another program. is_transposed: of the stack.
+    version: of adapter_config.json; null or missing: PEFT before 0.18.0, or another program. is_transposed: of the
+    stack.
     """
     if version is None:
-        # Where releases without the field and those of today agree, so do the programs in between.
+        # If releases without the field agree with today's, the programs in between agree too.
         return _RELEASES[0][2] if is_transposed else None
     match = _VERSION.fullmatch(version) if isinstance(version, str) and len(version) < 100 else None
     if match is None:
@@ -60,10 +62,10 @@ def shapes_of(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[tuple[
 def decided(
     fitting: tuple[Layout, ...], seen: Iterable[Layout], version: object, *, is_transposed: bool
 ) -> Layout | None:
-    """Return the layout of one pair, None if nothing says it.
+    """Return the layout of one pair, None if nothing determines it.
 
-    fitting: those that its shapes allow. seen: the layouts of the file's pairs on stacks of the same kind whose shapes allow one
-    only; they were written by the same release.
+    fitting: those that its shapes allow. seen: the layouts of the file's pairs on stacks of the same kind whose shapes
+    allow one only; they were written by the same release.
     """
     if len(fitting) == 1:
         return fitting[0]
@@ -74,7 +76,7 @@ def decided(
 
 
 def unsure_words(version: object) -> str:
-    """Return why a square pair has no layout, and what to do."""
+    """Return why a square pair has no layout, and the next step."""
     said = f"{VERSION} is missing" if version is None else f"{VERSION} is {str(version)[:40]!r}"
     return (
         f"the shapes are square and {said}: PEFT 0.17 and 0.18 apply such a pair transposed to what PEFT 0.19.1 and later do. Set "

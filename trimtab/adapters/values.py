@@ -1,7 +1,7 @@
 """NaN and infinity in an adapter's tensors: read from the file in chunks, without torch.
 
-Every way to use an adapter begins with `read_adapter`, which asks this first: what is wrong is told before work starts. A
-value is not finite if all bits of its exponent are set; these lie in its one or two highest bytes.
+Every use of an adapter begins with `read_adapter`, which calls this first, so errors are reported before work starts. A
+value is not finite if all bits of its exponent are set; these bits are in its one or two highest bytes.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ def _marks(is_marked: Callable[[int], bool]) -> bytes:
 
 _SEVEN = _marks(lambda byte: byte & 0x7F == 0x7F)
 _FIVE = _marks(lambda byte: byte & 0x7C == 0x7C)
-# dtype -> (bytes of a value, tables for its highest byte and those below: marked in all of them is not finite).
+# dtype -> (bytes of a value, tables for its highest byte and those below: a value marked in all of them is not finite).
 _EXPONENTS: Mapping[str, tuple[int, tuple[bytes, ...]]] = {
     "float64": (8, (_SEVEN, _marks(lambda byte: byte >= 0xF0))), "float32": (4, (_SEVEN, _marks(lambda byte: byte >= 0x80))),
     "bfloat16": (2, (_SEVEN, _marks(lambda byte: byte >= 0x80))), "float16": (2, (_FIVE,)),
     "float8_e5m2": (1, (_FIVE,)), "float8_e4m3fn": (1, (_SEVEN,)),
 }  # fmt: skip
-# The bytes that a table marks: to look for each of them is several times as fast as `translate`.
+# The bytes that a table marks: a search for each of them is several times as fast as `translate`.
 _MARKED = {table: tuple(bytes([byte]) for byte in range(256) if table[byte]) for table in (_SEVEN, _FIVE)}
-_PIECE_BYTES = 256 * 2**10  # looking through one holds the interpreter, which other threads need for their steps
+_PIECE_BYTES = 256 * 2**10  # the search holds the GIL, which other threads need for their steps
 
 
 def value_problems(tensors: Mapping[str, TensorEntry]) -> tuple[str, ...]:
     """Return a line for each tensor with values that are not finite. tensors: name -> entry. Errors: OSError."""
     problems = []
     with ExitStack() as stack:
-        files: dict[Path, BinaryIO] = {}  # opening one takes longer than reading a tensor of it
+        files: dict[Path, BinaryIO] = {}  # opening a file takes longer than reading one of its tensors
 
         def count_of(entry: TensorEntry) -> int:
             if entry.file not in files:
@@ -56,7 +56,7 @@ def value_problems(tensors: Mapping[str, TensorEntry]) -> tuple[str, ...]:
 
 
 def _runs(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
-    """Return tensors that follow each other in a file with one type as one, of types that have values which are not finite."""
+    """Join tensors of one type that are adjacent in a file. Only types that can hold values which are not finite."""
     ends: dict[tuple[Path, str, int], tuple[TensorEntry, int]] = {}  # of each run: its first tensor and its bytes
     for entry in sorted(entries, key=attrgetter("start", "nbytes")):
         if entry.dtype in _EXPONENTS:
@@ -76,7 +76,7 @@ def _not_finite(file: BinaryIO, entry: TensorEntry) -> int:
             break
         left -= len(data)
         highest = data if width == 1 else data[width - 1 :: width]
-        if not any(byte in highest for byte in _MARKED[tables[0]]):  # nearly always: no value is that large
+        if not any(byte in highest for byte in _MARKED[tables[0]]):  # the usual case: no value is that large
             continue
         both = int.from_bytes(highest.translate(tables[0]), "little")
         for place, table in enumerate(tables[1:], 2):

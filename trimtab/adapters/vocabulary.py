@@ -1,7 +1,8 @@
-"""Whether an adapter was trained with the model's tokenizer: the vocabularies of both folders' tokenizer.json are compared.
+"""Was an adapter trained with the model's tokenizer? The vocabularies of both folders' tokenizer.json are compared.
 
-Trainers leave a copy of the tokenizer in the adapter's folder. It may have more tokens than the model's, and other texts
-for some that were reserved; a tokenizer of another model gives nearly every id another text, also where it is as large.
+Trainers leave a copy of the tokenizer in the adapter's folder. It may have more tokens than the model's, and other
+texts for reserved ones. The tokenizer of another model gives nearly every id another text, even if both have the same
+size.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from trimtab.errors import AdapterError, CheckpointError
 from trimtab.process.json_file import JsonError, count, parse, read_bytes
 
 TOKENIZER, KIND = "tokenizer.json", "tokenizer"
-# Share of the ids of both that may have another text.
+# Largest share of common ids that may have another text.
 MOST_OTHER = 0.1
 
 
@@ -37,7 +38,7 @@ def check_vocabulary(adapter: str | Path, model: str | Path) -> None:
 
 
 def _stamp(file: Path) -> tuple[int, ...] | None:
-    """Return what a file shares with no other, nor with itself once it has changed; None if it is no file."""
+    """Return a stamp that identifies a file in its present state; None if it is no file."""
     try:
         stat = file.stat()
     except OSError:
@@ -45,9 +46,9 @@ def _stamp(file: Path) -> tuple[int, ...] | None:
     return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) if S_ISREG(stat.st_mode) else None
 
 
-@lru_cache(1024)  # a plan, and loading after it, ask again of each adapter; large vocabularies take a second to read
+@lru_cache(1024)  # a plan and the load after it both check each adapter; a large vocabulary takes a second to read
 def _problem(ours: Path, theirs: Path, stamps: tuple[object, ...]) -> str:
-    """Return what is wrong with an adapter's tokenizer beside the model's, "" for nothing. stamps: of both files."""
+    """Return why an adapter's tokenizer does not match the model's, "" if it does. stamps: of both files."""
     raw = [_raw(file) for file in (ours, theirs)]
     if raw[0] == raw[1]:
         return ""
@@ -66,14 +67,14 @@ def _problem(ours: Path, theirs: Path, stamps: tuple[object, ...]) -> str:
 def _raw(path: Path) -> bytes:
     try:
         return read_bytes(path, KIND)
-    except OSError:  # whoever loads the tokenizer reports that
+    except OSError:  # loading the tokenizer reports that
         return b""
     except JsonError as exc:
         raise CheckpointError(str(exc), path=path) from exc
 
 
 def _texts(path: Path, raw: bytes) -> dict[int, str]:
-    """Return id -> text of a tokenizer.json's vocabulary, empty if it has none: whoever loads the tokenizer reports that."""
+    """Return id -> text of a tokenizer.json's vocabulary, empty without one: loading the tokenizer reports that."""
     try:
         count(raw, KIND)
     except JsonError as exc:

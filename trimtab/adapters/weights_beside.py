@@ -1,7 +1,7 @@
-"""Files beside an adapter's own two: whether they hold trained weights that the adapter needs.
+"""Do the other files in an adapter's folder hold trained weights that the adapter needs?
 
-Trainers write a tower, a projector or new rows of an embedding that they trained whole into files of their own. trimtab applies
-`adapter_model.safetensors` alone, so such a file is a reason to refuse the folder. States of a training run, other forms of the
+Trainers write fully trained towers, projectors or new embedding rows into separate files. trimtab applies
+`adapter_model.safetensors` only, so such a file is a reason to refuse the folder. Training states, other forms of the
 same adapter and files without weights are not. Files are judged by their names; none is opened, so no pickle is read.
 Imports no torch.
 """
@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
-# Endings of files that hold tensors or other trained values.
+# Extensions of files with tensors or other trained values.
 WEIGHTS = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt|pkl|npz|npy|distcp|h5|msgpack|pth\.tar)", re.IGNORECASE)
-# Of these endings, a file of no known name is more often data than weights.
+# With these extensions, a file of unknown name is more often data than weights.
 DATA = re.compile(r".+\.(pkl|npz|npy)", re.IGNORECASE)
-MOST_FILES = 100_000  # of a folder are looked at
+MOST_FILES = 100_000  # the most files of a folder that are checked
 _SHOWN = 20
 
 # Names (in lower case) that change nothing, and why.
@@ -32,7 +32,7 @@ HARMLESS: Mapping[str, str] = {
         "resumes training (transformers, accelerate)",
     r"\w+_args\.(bin|pt|pkl)|train_args\.\w+|args\.\w+|hparams\.\w+|config\.pt": "options of the training run",
     r".*(_optim_states|_model_states)\.pt|zero_\w+\.\w+": "resumes training (DeepSpeed)",
-    r"pytorch_model_fsdp[\w.-]*": "resumes training (FSDP); the adapter was saved beside it",
+    r"pytorch_model_fsdp[\w.-]*": "resumes training (FSDP); the adapter was saved with it",
     r"latest[\w.-]*": "names the newest state (DeepSpeed)",
     r"tokenizer[\w.-]*\.bin|vocab\.\w+": "a tokenizer",
     r"openvino_\w+\.bin": "an export",
@@ -41,24 +41,24 @@ HARMLESS: Mapping[str, str] = {
     r"imatrix[\w.-]*": "statistics for quantization",
 }  # fmt: skip
 
-# Weights that no answer of a language model uses: told, not refused.
+# Weights that no answer of a language model uses: reported, not refused.
 TOLD: Mapping[str, str] = {
     r"(value_head|v_head|vhead\w*)\.(safetensors|bin|pt)": "the value head of a reward model or of PPO, which no answer uses",
     r"(model|pytorch_model|consolidated)([.-]\d+([.-]of[.-]\d+)?)?\.(safetensors|bin|pth)":
         "a whole model, which is not part of the adapter; name the folder as the model to use it",
 }  # fmt: skip
 
-# Weights that change the output, and whose they are.
+# Weights that change the output, and the part that they belong to.
 KNOWN: Mapping[str, str] = {
     r"vit\.safetensors": "a vision tower and projector that ms-swift trained whole",
-    r"(non_lora_trainables|non_lora_state_dict)\.\w+": "what LLaVA's and Qwen-VL's trainers trained beside LoRA",
+    r"(non_lora_trainables|non_lora_state_dict)\.\w+": "what LLaVA's and Qwen-VL's trainers trained in addition to LoRA",
     r"\w*(projector|aligner|connector|mlp1|resampler)[\w.-]*": "a trained projector",
     r"\w*(visual|vision|image|audio)[\w.-]*": "a trained tower",
     r"\w*embed(ding)?s?[\w.-]*": "trained rows of an embedding",
     r"\w*(lm_head|score|classifier)[\w.-]*": "a trained head",
     r"adapter_model[\w.-]+": "another part of the adapter, which PEFT does not read",
 }
-# Folders inside, by name, whose weights are part of the same model; all others are left alone.
+# Names of sub-folders whose weights are part of the same model; all others are ignored.
 INNER: Mapping[str, str] = {
     r"\d+_(?!transformer$)\w+": "a module of sentence-transformers behind the model",
     r"vit|\w*(visual|vision|audio)\w*": "a trained tower",
@@ -77,7 +77,8 @@ def _files(folder: Path | str) -> Iterator[os.DirEntry[str]]:
 
 
 def weights_beside(folder: Path) -> tuple[list[str], list[str]]:
-    """Return (problems, notes) of the weights beside an adapter: those that change the output, and those that do not.
+    """Return (problems, notes) about other weights in an adapter's folder: those that change the output, and those that
+    do not.
 
     Errors: OSError.
     """

@@ -1,1 +1,1 @@
-"""How fast is trimtab beside the stock stack?"""
+"""How fast is trimtab, compared with the stock stack?"""

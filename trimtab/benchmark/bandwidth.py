@@ -1,7 +1,7 @@
 """Memory bandwidth of this machine, measured now: one large copy on the device, in host memory, and over the link.
 
-A copy reads and writes every byte, so its rate counts both. The best of some repeats: others may use the machine too, and
-a limit is what nothing comes above. Needs torch alone.
+A copy reads and writes every byte, so its rate counts both. The best of several repeats counts, because other programs
+may use the machine too. Needs only torch.
 """
 
 from __future__ import annotations

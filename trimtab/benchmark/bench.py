@@ -1,8 +1,9 @@
-"""The benchmark: trimtab against the stock stack (or its own eager steps), one process per run, alternating, same inputs.
+"""The benchmark: trimtab against the stock stack (or its own eager steps), one process per run, alternating, same
+inputs.
 
-Ours, the other, ours, the other, ...: what else the machine does at the same time meets both. A side that fails is named and not
-started again; the other one is measured to the end. The plan's budgets are trimtab's alone: the stock stack takes what it
-needs, and its peak stands beside.
+Runs alternate, so that other load on the machine affects both sides. A side that fails is reported and not started
+again; the other side is measured to the end. The plan's budgets apply to trimtab only: the stock stack takes the memory
+that it needs, and its peak is reported too.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ Say = Callable[[str], None]
 AGAINST = ("stock", "eager")
 PREPARE, OWN, STOCK = "trimtab.benchmark.prepare", "trimtab.benchmark.run_trimtab", "trimtab.benchmark.run_stock"
 RUNS, NEW_TOKENS = 3, 64
-# The first answer of a process compiles, captures and fills caches: one is given before the clock starts.
+# The first answer of a process compiles, captures and fills caches, so one answer runs before the measurement.
 WARM_TOKENS = 4
 TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRequest:
-    """What to measure.
+    """The request of a measurement.
 
-    load: what to plan, or a plan as it is. adapter: the one that answers. against: "stock", transformers with
-    bitsandbytes and PEFT, or "eager", trimtab without captured steps. prompts: else one is made: of the pictures and
-    audio clips given, or of exactly prompt_tokens tokens. decode: as in LoadedModel. stock_cpu_path:
-    False takes bitsandbytes' fast path for CPUs with AVX512-BF16 from the stock side, to see what it is worth.
+    load: a request to plan, or a plan. adapter: the one that answers. against: "stock", transformers with bitsandbytes
+    and PEFT, or "eager", trimtab without captured steps. prompts: without any, one is made from the given images and
+    audio clips, or of exactly prompt_tokens tokens. decode: as in LoadedModel. stock_cpu_path: False disables
+    bitsandbytes' fast path for CPUs with AVX512-BF16 on the stock side, to measure its gain.
     Errors: RequestError for values without effect or out of range.
     """
 
@@ -85,10 +86,10 @@ class BenchRequest:
 
 
 def bench(request: BenchRequest, *, say: Say | None = None) -> Report:
-    """Return what was measured.
+    """Return the measurements.
 
-    Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError before a run is made. Once planned, what goes
-    wrong on a side is its `failure`.
+    Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError before a run is made. After planning, an error
+    of a side becomes its `failure`.
     """
     speak = say or (lambda text: None)
     if request.against == "stock":
@@ -154,7 +155,7 @@ def _run(
     lines, outcome = run_module(module, shared | own, name, isolated=True, timeout_s=TIMEOUT_S)
     row: dict[str, Any] = {"engine": name, "run": run}
     row |= {key: value for key, value in next(x for x in lines if x["event"] == "ran").items() if key != "event"}
-    # What a process cannot say of itself on this system is what was seen of it from outside.
+    # If a process cannot measure itself on this system, the values measured from outside are used.
     if not row["host_peak_bytes"] and outcome is not None:
         row["host_peak_bytes"] = outcome.peak_host_bytes
     if name == "stock" and plan.request.keep_unquantized:

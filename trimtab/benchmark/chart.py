@@ -1,6 +1,6 @@
 """The chart of a benchmark: a panel per figure, a bar per engine, its spread as a whisker, the limit as a line.
 
-Drawn from the same shapes as a plan: .svg, the same bytes for the same report.
+Drawn with the same shapes as a plan: .svg; the same report gives the same bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trimtab.report.charts import INK, LINE, MARGIN, OVER, PAPER, QUIET, WIDTH, 
 
 BAR_HEIGHT, BAR_GAP, PANEL_GAP = 24, 8, 30
 LEFT = MARGIN + 90
-# Beside the longest bar is room for its numbers.
+# Space for the numbers to the right of the longest bar.
 BAR_WIDTH = WIDTH - LEFT - MARGIN - 380
 COLORS = {OURS: "#2f6690", "stock": "#d98e32", "eager": "#9fc5e8"}
 WHISKER = 2.0
@@ -30,13 +30,13 @@ def check_picture_path(path: str) -> None:
 
 
 def draw(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write the picture of a report as .svg. Errors: RequestError for another ending or place."""
+    """Write the chart of a report as .svg. Errors: RequestError for another ending or a path that cannot be written."""
     charts.check_path(path, field="--picture")
     charts.write_shapes(*layout(report), path)
 
 
 def layout(report: Report) -> tuple[list[Shape], float]:
-    """Return the shapes of the picture and its height in pixels."""
+    """Return the shapes of the chart and its height in pixels."""
     request = report.plan.request
     shapes: list[Shape] = [
         Label(MARGIN, 40, f"{report.plan.model_class} on {report.plan.execution_device}", 20, INK, bold=True),
@@ -65,7 +65,8 @@ def _panel(name: str, unit: str, sides: tuple[Side, ...], top: float) -> tuple[l
     spreads = {side.name: side.spreads[name] for side in sides if name in side.spreads}
     limits = {s.name: s.limit.tok_s for s in sides if name == "decode_tok_s" and s.limit and s.name in spreads}
     largest = max(spread.most for spread in spreads.values())
-    # A limit far beyond every bar would make them all invisible: it is said, and drawn at the end of the panel.
+    # A limit far above every bar would make all bars invisible: it is written as text, and drawn at the end of the
+    # panel.
     reach = max([largest, *(limit for limit in limits.values() if limit <= 20 * largest)])
     scale = BAR_WIDTH / (reach or 1.0)
     shapes: list[Shape] = [Label(MARGIN, top + 12, f"{figures.NAMES[name]}, {unit}", 15, INK, bold=True)]

@@ -1,6 +1,6 @@
-"""Inputs of both engines: the plan, the prompts as model inputs, and the bytes that a token reads of each.
+"""Inputs of both engines: the plan, the prompts as model inputs, and the bytes that each engine reads per token.
 
-Runs in a process of its own, so that looking at the GPU leaves no memory taken there. Loads no weights.
+Runs in a separate process, so that reading the GPU leaves no memory allocated there. Loads no weights.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from trimtab.verification.routes.prompts import TOKENIZERS, Prompt
 PROMPT_TOKENS = 512
 SEED = 0
 MEDIA_QUESTION = "Describe what you are given."
-# Said over and over until the prompt is long enough: what it says does not change how long it takes.
+# Repeated until the prompt is long enough: the text does not change the time.
 TEXT = (
     "A model that does not fit the memory of a card is split: some of its blocks stay there, others wait in the memory of "
     "the host and are copied when their turn comes. Each token that is written asks for every block once, so what has to "
     "be copied for a token decides how long the token takes. "
 )
-# How transformers' configs name the number of experts that a token is sent to.
+# Fields of transformers' configs for the number of experts per token.
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_topk", "moe_k")
 
 
@@ -47,7 +47,7 @@ def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> 
     """Plan, and write every prompt's inputs into the folder `out`.
 
     request: plan or request (JSON of either), adapter, prompts (rows of Prompt, or None for one made here), images,
-    audios, prompt_tokens (None: PROMPT_TOKENS), new_tokens, out. Tells "prepared": plan, folder, items, context_tokens
+    audios, prompt_tokens (None: PROMPT_TOKENS), new_tokens, out. Emits "prepared": plan, folder, items, context_tokens
     (of the cache, on average over the answers), reads (of each engine).
     Errors: those of planning; RequestError for a prompt that the model refuses or that does not fit the context.
     """
@@ -71,7 +71,7 @@ def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> 
 
 
 def _media(request: Mapping[str, Any], given: Sequence[Prompt]) -> list[tuple[list[str], list[str]]]:
-    """Return (pictures, audio clips) of each prompt, all of them readable."""
+    """Return (images, audio clips) of each prompt, all of them readable."""
     if not given:
         pairs = [(list(request["images"]), list(request["audios"]))]
     else:
@@ -83,14 +83,14 @@ def _media(request: Mapping[str, Any], given: Sequence[Prompt]) -> list[tuple[li
 
 
 def _plan(values: Mapping[str, Any], media: Sequence[tuple[list[str], list[str]]]) -> Plan:
-    """Return the plan of a request with as many pictures and as much sound as the prompts have."""
+    """Return the plan of a request with as many images and as much audio as the prompts have."""
     sound_s = max(sum(len(read_audio(audio)) for audio in audios) / SAMPLE_RATE for _, audios in media)
     images = max(len(images) for images, _ in media)
     return plan_request(replace(LoadRequest.from_json(values), images=images, audio_s=sound_s))
 
 
 class _Asked:
-    """What `chat.prepare` needs of a model, without its weights."""
+    """The parts of a model that `chat.prepare` needs, without its weights."""
 
     def __init__(self, checkpoint: Checkpoint, plan: Plan) -> None:
         self.processor_folder = checkpoint.folder
@@ -112,7 +112,7 @@ class _Asked:
 
 
 def _tokens(stand_in: _Asked, count: int) -> list[int]:
-    """Return a prompt of exactly so many tokens: of a text where there is a tokenizer, drawn where there is none."""
+    """Return a prompt of exactly this many tokens: from a text with a tokenizer, else random."""
     if any((stand_in.processor_folder / name).is_file() for name in TOKENIZERS):
         try:
             tokenizer = getattr(stand_in.processor, "tokenizer", stand_in.processor)
@@ -121,7 +121,7 @@ def _tokens(stand_in: _Asked, count: int) -> list[int]:
         if tokenizer is not None:
             once = len(tokenizer(TEXT)["input_ids"])
             return [int(token) for token in tokenizer(TEXT * (count // max(once - 2, 1) + 2))["input_ids"][:count]]
-    # The first ids are special ones; the last of a multimodal vocabulary stand for images and audio.
+    # The first ids are special tokens; the last ids of a multimodal vocabulary are placeholders of images and audio.
     size = int(stand_in.text_config.vocab_size)
     draw = random.Random(SEED)
     low, high = min(8, size // 4), max(size // 4 + 1, size * 3 // 4)
@@ -154,7 +154,7 @@ def _reads(
     plan: Plan, checkpoint: Checkpoint, stand_in: _Asked, adapter: str | None, context: float
 ) -> dict[str, list[dict[str, Any]]]:
     anatomy = _anatomy(plan, checkpoint, plan.request.head)
-    # The stock stack knows no 8-bit head.
+    # The stock stack has no 8-bit head.
     theirs = anatomy if plan.request.head == "full" else _anatomy(plan, checkpoint, "full")
     spec = None if adapter is None else match_adapter(read_adapter(plan.request.adapters[adapter]), anatomy)
     values = (getattr(stand_in.text_config, name, None) for name in EXPERTS_PER_TOKEN)

@@ -25,8 +25,9 @@ OURS = "trimtab"
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One engine's part. name: "trimtab", "stock" or "eager". failure: why it did not run to the end; the runs before that
-    are kept. limit: None if no bandwidth was measured. reads: the bytes behind it."""
+    """One engine's part. name: "trimtab", "stock" or "eager". failure: why it stopped early; earlier runs are kept.
+    limit: None if no bandwidth was measured. reads: the bytes behind it.
+    """
 
     name: str
     rows: tuple[Mapping[str, Any], ...]
@@ -41,7 +42,7 @@ class Side:
 
     @property
     def fallbacks(self) -> list[dict[str, str]]:
-        """What ran the slower way in any run, each once."""
+        """The fallbacks of all runs, without duplicates."""
         rows: list[dict[str, str]] = []
         for row in self.rows:
             rows += [fallback for fallback in row["fallbacks"] if fallback not in rows]
@@ -71,7 +72,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Two engines on the same model, adapter and prompts. bandwidth: bytes per second, by what was copied, with spread."""
+    """Two engines on the same model, adapter and prompts. bandwidth: bytes per second, by kind of copy, with spread."""
 
     plan: Plan
     adapter: str | None
@@ -85,15 +86,15 @@ class Report:
     environment: Environment
 
     def ratio(self, name: str = "decode_tok_s") -> Spread | None:
-        """Return ours over the other's of one figure, pair by pair."""
+        """Return trimtab's value of one figure divided by the other engine's, pair by pair."""
         return figures.ratios(self.ours.rows, self.other.rows, name)
 
     def differences(self) -> list[dict[str, Any]]:
-        """Return whether both gave the same tokens, a prompt."""
+        """Return for each prompt whether both gave the same tokens."""
         return figures.differences(self.ours.rows, self.other.rows)
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as JSON-ready values; no folder of the machine is named."""
+        """Return everything as JSON-ready values, without folders of the machine."""
         plan, request = self.plan, self.plan.request
         tiers = list(plan.tiers().values())
         ratios = {name: self.ratio(name) for name, _, _ in figures.FIGURES}
@@ -115,11 +116,11 @@ class Report:
         }  # fmt: skip
 
     def rows_in_turn(self) -> list[Mapping[str, Any]]:
-        """Return every run in the order in which they were made."""
+        """Return all runs in the order in which they were made."""
         return sorted((*self.ours.rows, *self.other.rows), key=lambda row: (row["run"], row["engine"] != OURS))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the report as JSON, whole or not at all. Errors: RequestError if the place cannot be written."""
+        """Write the report as JSON, whole or not at all. Errors: RequestError if the path cannot be written."""
         text = json.dumps(self.to_json(), indent=1) + "\n"
         write_text(path, text, field="save")
 
@@ -175,7 +176,7 @@ def _spread_text(spread: Spread | None, unit: str) -> str:
 
 
 def number(value: float) -> str:
-    """Return a number with three or four digits that count."""
+    """Return a number with three or four significant digits."""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 

@@ -1,20 +1,20 @@
 """The upper limit of the decode speed: the bytes that one token reads, divided by the bandwidth.
 
-A decoding step of one row reads every weight of the decoder and the head once, whatever is computed with it, and the
-adapter's matrices and the keys and values of the tokens before. Nothing of a step can end before its bytes have arrived:
+A decode step of one row reads every weight of the decoder and the head once, the adapter's matrices, and the keys and
+values of the earlier tokens. No step can end before its bytes have arrived:
 
     token_s  =  max( device_bytes / device_Bps + host_bytes / host_Bps,  link_bytes / link_Bps,  disk_bytes / disk_Bps )
     limit    =  1 / token_s
 
-device_bytes: what the execution device reads from its own memory: decoder, head, adapter, keys and values, each as it is
-held (packed weights packed, LoRA matrices in float32); of an embedding or a gathered table one row; of fused experts those
-that a token is sent to. host_bytes: of blocks in the tier host, which the CPU reads while the device waits for it.
-link_bytes: of streamed blocks and gathered rows, copied while the device computes something else. disk_bytes: what of
-these comes from the disk tier's file or the checkpoint. On a CPU there is no link: its own memory holds the streamed
-blocks too, and they count as device_bytes.
+device_bytes: bytes that the execution device reads from its own memory: decoder, head, adapter, keys and values, each
+as stored (packed weights packed, LoRA matrices in float32); one row of an embedding or a gathered table; of fused
+experts, those of the token. host_bytes: of blocks in the tier host, which the CPU reads while the device waits for it.
+link_bytes: of streamed blocks and gathered rows, copied while the device computes. disk_bytes: the part of these from
+the disk tier's file or the checkpoint. On a CPU there is no link: its own memory holds the streamed blocks too, and
+they count as device_bytes.
 
-What is not counted: activations, writes, the towers (they run with the prompt). A model so small that it stays in a
-processor's cache can be faster than this limit, which is that of its memory. Pure arithmetic: imports no torch.
+Not counted: activations, writes, the towers (they run with the prompt). A model that fits a processor's cache can be
+faster than this limit, which is that of memory. Pure arithmetic: imports no torch.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from trimtab.planning.values.blocks import leaves_of, quant_of, tied_paths
 from trimtab.planning.values.byte_sizes import packed_bytes
 from trimtab.planning.values.kv_bytes import position_bytes
 
-# The parts of a model that a decoding step runs through.
+# The parts of a model that a decode step computes.
 STEP_PARTS = ("language", "head", "table")
 WAYS = ("device", "link", "disk", "host")
 ADAPTER_DTYPE = "float32"
-# tier -> the ways on which its bytes come; a gathered or disk-tier block whose home is a file takes "disk" as well.
+# tier -> the paths of its bytes; a gathered or disk-tier block whose home is a file also uses "disk".
 _WAYS_OF = {
     "resident": ("device",), "gather": ("link",), "stream": ("link", "device"), "disk": ("link", "disk", "device"),
     "host": ("host",),
@@ -43,7 +43,9 @@ _WAYS_OF = {
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """Bytes that one token reads on one way ("device", "link", "disk", "host"). what: "decoder", "head", "rows", ..."""
+    """Bytes that one token reads over one path ("device", "link", "disk", "host"). what: the reader, such as "decoder",
+    "head" or "rows".
+    """
 
     what: str
     way: str
@@ -68,7 +70,7 @@ class Bandwidth:
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """The most tokens a second that the bytes allow. seconds: by way. bound_by: the way that decides."""
+    """The most tokens per second that the bytes allow. seconds: by path. bound_by: the slowest path."""
 
     tok_s: float
     seconds: Mapping[str, float]
@@ -84,7 +86,7 @@ class Limit:
 
 
 def limit_of(reads: tuple[Read, ...], bandwidth: Bandwidth) -> Limit:
-    """Return the limit of a step that reads these bytes. Errors: ValueError for no bytes, or a link that is not there."""
+    """Return the limit of a step that reads these bytes. Errors: ValueError for no bytes, or a missing link."""
     total = {way: sum(read.nbytes for read in reads if read.way == way) for way in WAYS}
     if not any(total.values()):
         raise ValueError("a step that reads nothing has no limit")
@@ -101,14 +103,14 @@ def limit_of(reads: tuple[Read, ...], bandwidth: Bandwidth) -> Limit:
     return Limit(tok_s=1 / together[slowest], seconds=seconds, bound_by=bound_by, nbytes=sum(total.values()))
 
 
-# What a step reads ----------------------------------------------------------------------------------------------------
+# Reads of a step ------------------------------------------------------------------------------------------------------
 
 
 def plan_reads(
     plan: Plan, anatomy: Anatomy, *, context_tokens: float, adapter: AdapterSpec | None = None,
     experts_per_token: int | None = None,
 ) -> tuple[Read, ...]:  # fmt: skip
-    """Return what one token reads of a model placed as the plan says. context_tokens: in the cache, on average."""
+    """Return the reads of one token for a model placed by the plan. context_tokens: in the cache, on average."""
     homes = {row.block_path: (row.tier, row.home) for row in plan.placements}
     return _reads(
         anatomy, homes, plan.request.quant, plan.execution_device == "cpu", context_tokens, adapter, experts_per_token,
@@ -120,7 +122,7 @@ def resident_reads(
     plan: Plan, anatomy: Anatomy, *, context_tokens: float, adapter: AdapterSpec | None = None,
     experts_per_token: int | None = None,
 ) -> tuple[Read, ...]:  # fmt: skip
-    """Return what one token reads of the same model held whole on the device, as the stock stack holds it."""
+    """Return the reads of one token for the same model completely on the device, as in the stock stack."""
     is_cpu = plan.execution_device == "cpu"
     return _reads(anatomy, {}, plan.request.quant, is_cpu, context_tokens, adapter, experts_per_token)
 
@@ -145,7 +147,7 @@ def _reads(
         packed = {leaf.tensor_path: leaf.nbytes for leaf in leaves_of(row, quant, tied)}
         for tensor in row.tensors:
             moves = tensor.tensor_path in packed and tensor.tensor_path not in saved
-            # A table that is not gathered stays; beside linears it is no block of its own.
+            # A table that is not gathered stays; with linears it is no separate block.
             moves = moves and (row.kind != "embedding" or tier == "gather")
             nbytes = saved.get(tensor.tensor_path, packed.get(tensor.tensor_path, tensor.nbytes))
             share = _share(row, tensor, experts_per_token)
@@ -162,7 +164,7 @@ def _ways(tier: str, home: str, on_cpu: bool) -> tuple[str, ...]:
         ways = (*ways, "disk")
     if not on_cpu:
         return ways
-    # One memory: what would cross a link is read there once.
+    # One memory: bytes that would cross a link are read once.
     return tuple(dict.fromkeys("disk" if way == "disk" else "device" for way in ways))
 
 
@@ -173,7 +175,7 @@ def _what(row: ModuleRow) -> str:
 
 
 def _share(row: ModuleRow, tensor: TensorRow, experts_per_token: int | None) -> float:
-    """Return which share of a tensor a step of one row reads: a row of a table, some experts of many, else all."""
+    """Return the share of a tensor that a step of one row reads: one row of a table, some of the experts, else all."""
     if row.kind == "embedding" and len(tensor.shape) == 2:
         return 1 / tensor.shape[0]
     if row.kind == "experts" and len(tensor.shape) == 3 and experts_per_token is not None:
@@ -182,7 +184,7 @@ def _share(row: ModuleRow, tensor: TensorRow, experts_per_token: int | None) -> 
 
 
 def _saved(targets: list[AdapterTarget], dtype: str) -> dict[str, int]:
-    """Return tensor_path -> bytes of the parameters that an adapter replaces: read instead of the model's own."""
+    """Return tensor_path -> bytes of the parameters that an adapter replaces: read instead of the model's."""
     return {
         f"{target.module_path}.{parameter}": packed_bytes(entry.shape, "none", dtype)
         for target in targets if target.kind == "saved"
@@ -196,7 +198,7 @@ def _target_bytes(target: AdapterTarget) -> float:
     total: float = 0
     for role, entry in target.tensors.items():
         nbytes = packed_bytes(entry.shape, "none", ADAPTER_DTYPE)
-        # A of an embedding is [R, V]: one column, as of the table one row.
+        # A of an embedding is [R, V]: one column is read, like one row of the table.
         total += nbytes / entry.shape[-1] if target.kind == "embedding" and role == "A" else nbytes
     return total
 

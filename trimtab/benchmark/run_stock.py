@@ -1,7 +1,7 @@
 """One run of the stock stack: transformers, bitsandbytes and PEFT load the same model and answer the same prompts.
 
-Runs in a process of its own, everything on one device, as its users run it: also with bitsandbytes' fast path for CPUs
-with AVX512-BF16, which a comparison of answers leaves off because it loses bits (`verification/routes/stock_run.py`).
+Runs in a separate process, everything on one device, as its users run it: also with bitsandbytes' fast path for CPUs
+with AVX512-BF16, which a comparison of answers disables because it loses bits (`verification/routes/stock_run.py`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Emit = Callable[[dict[str, Any]], None]
 def main(request: Mapping[str, Any], emit: Emit) -> None:
     """Make one run.
 
-    request: folder, quant, dtype, device, adapters, adapter, items, out, new_tokens, warm_tokens,
-    own_cpu_path (False: 4-bit products without bitsandbytes' fast path for CPUs). Tells one line, "ran",
-    as `ours_inside.main` does; what the stack raises is an "upstream" line.
+    request: folder, quant, dtype, device, adapters, adapter, items, out, new_tokens, warm_tokens, own_cpu_path (False:
+    4-bit products without bitsandbytes' fast path for CPUs). Emits one line, "ran", as `run_trimtab.main` does; an
+    exception of the stack is an "upstream" line.
     """
     with stock_route.emit_if_raised(emit):
         _import_all(request)
@@ -63,7 +63,7 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
 
 
 def _import_all(request: Mapping[str, Any]) -> None:
-    """Import the libraries and the model's own module before the clock starts, as on the other side."""
+    """Import the libraries and the model's module before the measurement starts, as on the other side."""
     import transformers
 
     for name in ("bitsandbytes", *(["peft"] if request["adapters"] else [])):
@@ -73,7 +73,9 @@ def _import_all(request: Mapping[str, Any]) -> None:
 
 
 def with_own_cpu_path(model: Any) -> list[str]:
-    """Give 4-bit layers back what bitsandbytes itself chooses on this CPU; returns a note if that is the fast path."""
+    """Restore the path that bitsandbytes itself chooses for 4-bit layers on this CPU; return a note if it is the fast
+    path.
+    """
     from bitsandbytes import functional
 
     has_path = getattr(functional, "has_avx512bf16", lambda: False)()
@@ -86,7 +88,7 @@ def with_own_cpu_path(model: Any) -> list[str]:
 
 
 class _Streamer:
-    """Tells each token as transformers hands it out. The first call is the prompt's."""
+    """Reports each token when transformers returns it. The first call has the prompt."""
 
     def __init__(self, tick: Callable[[list[int]], None]) -> None:
         self._tick, self._prompt_seen = tick, False
@@ -115,7 +117,7 @@ Tick = Callable[[list[int]], None]
 
 @contextmanager
 def ready(model: Any, new_tokens: int) -> Iterator[Callable[[Mapping[str, Any], Tick], None]]:
-    """Yield what answers inputs greedily with exactly so many tokens, and tells each as it is there."""
+    """Yield a function that answers inputs greedily with exactly this many tokens and reports each when it is ready."""
     import transformers
 
     # No end token: every run decodes the same number of tokens.

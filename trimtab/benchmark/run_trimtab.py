@@ -27,7 +27,7 @@ Emit = Callable[[dict[str, Any]], None]
 def main(request: Mapping[str, Any], emit: Emit) -> None:
     """Make one run.
 
-    request: plan, adapter, items (id, file, prompt_tokens, has_media), new_tokens, warm_tokens, decode. Tells one line:
+    request: plan, adapter, items (id, file, prompt_tokens, has_media), new_tokens, warm_tokens, decode. Emits one line:
     "ran", with load_s, warm_s, answers, the peaks, how steps were computed, and the bandwidth measured afterwards.
     Errors: those of loading; DeviceError if memory runs out.
     """
@@ -35,7 +35,7 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
     _import_all(plan)
     device = torch.device(plan.execution_device)
     if device.type == "cuda":
-        torch.zeros(1, device=device)  # the driver's context is no part of loading, on either side
+        torch.zeros(1, device=device)  # the driver's context does not count as loading, on either side
     started = time.perf_counter()
     try:
         with load(plan, decode=request["decode"]) as model:
@@ -63,7 +63,7 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
 
 
 def _import_all(plan: Plan) -> None:
-    """Import the libraries and the model's own module before the clock starts, as on the other side."""
+    """Import the libraries and the model's module before the measurement starts, as on the other side."""
     import trimtab.engine.model  # noqa: F401
 
     checkpoint = read_checkpoint(plan.request.model)
@@ -71,13 +71,13 @@ def _import_all(plan: Plan) -> None:
 
 
 def answer_to_the_end(hf_model: Any) -> None:
-    """Let no token end an answer: every run decodes the same number of tokens."""
+    """Disable the end tokens: every run decodes the same number of tokens."""
     hf_model.generation_config.eos_token_id = None
     hf_model.config.get_text_config().eos_token_id = None
 
 
 def steps_of(model: Any) -> dict[str, Any]:
-    """Return how steps were computed: captured or not, and what capturing took."""
+    """Return how steps were computed: captured or not, and the cost of capturing."""
     rows = model.rows()
     if rows is None:
         return {"computed": "eager"}

@@ -1,6 +1,6 @@
 """Figures of runs: one run, medians with their spread over several, and the first difference of two answers.
 
-Pure arithmetic over what the processes told; imports no torch.
+Pure arithmetic over the processes' reports; imports no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of several runs, with the least and the most of them."""
+    """The median of several runs, with their minimum and maximum."""
 
     median: float
     least: float
@@ -44,7 +44,7 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the least value that at least this share of the values does not exceed (nearest rank)."""
+    """Return the percentile of the values by nearest rank."""
     ordered = sorted(values)
     return ordered[max(ceil(share * len(ordered)), 1) - 1]
 
@@ -68,20 +68,20 @@ def run_figures(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def spreads(rows: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:
-    """Return the spread of every figure over the runs of one engine; a figure that no run has is left out."""
+    """Return the spread of every figure over the runs of one engine; a figure that no run has is omitted."""
     by_name = {name: spread([row["figures"][name] for row in rows if name in row["figures"]]) for name, _, _ in FIGURES}
     return {name: value for name, value in by_name.items() if value is not None}
 
 
 def ratios(ours: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]], name: str) -> Spread | None:
-    """Return ours over the other of one figure, for every pair of runs that followed each other."""
+    """Return trimtab's value of one figure divided by the other engine's, for every pair of consecutive runs."""
     by_run = {row["run"]: row["figures"].get(name) for row in other}
     pairs = [(row["figures"].get(name), by_run.get(row["run"])) for row in ours]
     return spread([a / b for a, b in pairs if a and b])
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """Return the place (from 0) of the first token that differs, None for equal answers; the shorter one's end counts."""
+    """Return the index of the first token that differs, None for equal answers; the end of the shorter one counts."""
     for place, (one, other) in enumerate(zip(a, b, strict=False)):
         if one != other:
             return place
@@ -89,7 +89,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 def differences(rows: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return, a prompt, whether the first runs of two engines gave the same tokens, and where they part if not."""
+    """Return for each prompt whether the first runs of two engines gave the same tokens, else the first difference."""
     if not rows or not others:
         return []
     parted = []
@@ -102,7 +102,7 @@ def differences(rows: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str,
 
 
 def unsteady(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the prompts that later runs of the same engine answered with other tokens than the first."""
+    """Return the prompts for which later runs of the same engine gave other tokens than the first run."""
     tokens_of: Callable[[Mapping[str, Any]], dict[str, list[int]]] = lambda row: {  # noqa: E731
         answer["id"]: list(answer["token_ids"]) for answer in row["answers"]
     }

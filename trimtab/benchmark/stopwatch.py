@@ -10,7 +10,7 @@ import torch
 
 
 class Clock:
-    """Notes when each token of an answer was there. Made when the question is asked."""
+    """Records the time of each token of an answer. Created when the prompt is submitted."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -19,15 +19,16 @@ class Clock:
         self._started = time.perf_counter()
 
     def tick(self, token_ids: Iterable[int]) -> None:
-        """Note tokens that are there now."""
+        """Record tokens that are ready now."""
         for token in token_ids:
             self.token_ids.append(int(token))
             self._stamps.append(time.perf_counter())
             self._cpu.append(time.process_time())
 
     def told(self, prompt_id: str) -> dict[str, Any]:
-        """Return the answer as it is told: milliseconds to the first token, between the others, and of all threads' CPU
-        time from the first token to the last."""
+        """Return the timing of the answer: milliseconds to the first token, between the others, and of all threads' CPU
+        time from the first token to the last.
+        """
         gaps = [later - earlier for earlier, later in zip(self._stamps, self._stamps[1:], strict=False)]
         return {
             "id": prompt_id, "token_ids": self.token_ids, "first_ms": _ms(self._stamps[0] - self._started),
@@ -40,6 +41,6 @@ def _ms(seconds: float) -> float:
 
 
 def wait(device: torch.device) -> None:
-    """Wait until a GPU has done all that it was given."""
+    """Wait until a GPU has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

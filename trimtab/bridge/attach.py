@@ -1,8 +1,8 @@
-"""Attaching an adapter to a model whose modules stay in place: PEFT's own layers, filled from the file by trimtab.
+"""Attaches an adapter to a model without moving its modules: PEFT's layers, filled from the file by trimtab.
 
-PEFT injects its layers empty; each adapter tensor is then made on the device that its layer computes on, in the dtype
-that PEFT would give it, and filled from the file. `PeftModel.load_adapter`, which dispatches a split model a second
-time, is never called.
+PEFT injects its layers empty. trimtab then makes each adapter tensor on the device that its layer computes on, in
+PEFT's dtype, and fills it from the file. `PeftModel.load_adapter`, which dispatches a split model a second time, is
+never called.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HEAD = "base_model.model."
 
 
 def inject_first(base_model: Any, config: Any, adapter_name: str) -> Any:
-    """Return PEFT's model around the base, the adapter's layers in place and still without data."""
+    """Return PEFT's model around the base, with the adapter's layers injected and still without data."""
     import peft
 
     model_class = peft.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, peft.PeftModel)
@@ -39,7 +39,9 @@ def inject_next(peft_model: Any, config: Any, adapter_name: str) -> None:
 
 
 class _quiet(warnings.catch_warnings):  # noqa: N801 - a context manager
-    """PEFT warns of tied modules and of names that look like prefixes; what would change the output is checked here."""
+    """Suppresses PEFT's warnings about tied modules and names that look like prefixes; trimtab checks the cases that
+    change the output.
+    """
 
     def __enter__(self) -> Any:
         recorded = super().__enter__()
@@ -73,7 +75,7 @@ class Filler:
     def fill(self, *, autocast: bool) -> None:
         """Make every tensor of the adapter on its layer's device, and fill it from the file.
 
-        Errors: AdapterError with every tensor of the file that has no place, and every place that it does not fill.
+        Errors: AdapterError with every tensor of the file without a parameter, and every parameter without a tensor.
         """
         from safetensors import safe_open
 
@@ -96,7 +98,7 @@ class Filler:
             raise AdapterError(self.spec.file.folder, self.problems, hint="Load the base again: it is partly changed")
 
     def _layers(self) -> Iterator[Any]:
-        """Yield PEFT's layers that this adapter has a part in."""
+        """Yield PEFT's layers with tensors of this adapter."""
         for module in self.modules.values():
             if hasattr(module, "adapter_layer_names") and hasattr(module, "get_base_layer"):
                 if any(self.name in container for _, container in _containers(module)):
@@ -136,7 +138,7 @@ class Filler:
             self.problems.append(f"{target.module_path}: scale {scale} in PEFT, {target.scale} by the configuration")
 
     def _make_saved(self) -> None:
-        """Give PEFT's copies of saved modules memory of their own."""
+        """Give PEFT's copies of saved modules separate memory."""
         for wrapper in self.modules.values():
             copies = getattr(wrapper, "modules_to_save", None)
             if isinstance(copies, nn.ModuleDict) and self.name in copies:
@@ -161,7 +163,7 @@ class Filler:
                 )
 
     def _saved_copy(self, module_path: str) -> nn.Module | None:
-        """Return this adapter's copy of a module that modules_to_save names itself, or through what holds it."""
+        """Return this adapter's copy of a module that modules_to_save names, directly or through a parent."""
         segments = module_path.split(".")
         for count in range(len(segments), 0, -1):
             copies = getattr(self.modules.get(".".join(segments[:count])), "modules_to_save", None)
@@ -190,7 +192,7 @@ class Filler:
 
 
 def _containers(module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (attribute, what holds an item an adapter) of one of PEFT's modules."""
+    """Yield (attribute, container with one item per adapter) of one of PEFT's modules."""
     names = (*getattr(module, "adapter_layer_names", ()), *getattr(module, "other_param_names", ()))
     for name in dict.fromkeys(names):
         container = getattr(module, name, None)
@@ -199,7 +201,7 @@ def _containers(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def kept_value(module: nn.Module, name: str) -> Tensor | None:
-    """Return a tensor of a module, from where its offload hook keeps it if it is away; None if there is none."""
+    """Return a tensor of a module, from its offload hook's storage if it is offloaded; None if there is none."""
     value = getattr(module, name, None)
     if isinstance(value, Tensor) and value.device.type == "meta":
         hook = offload_hook(module)
@@ -208,7 +210,7 @@ def kept_value(module: nn.Module, name: str) -> Tensor | None:
 
 
 def _free_copy(copy: nn.Module, original: nn.Module) -> None:
-    """Give PEFT's copy of a saved module its own memory on the device where the original computes, and plain hooks."""
+    """Give PEFT's copy of a saved module separate memory on the device where the original computes, and plain hooks."""
     device = execution_device(original)
     hooks = hooks_of(original)
     for name in ("forward", "_old_forward", HOOK):
@@ -226,7 +228,8 @@ def _free_copy(copy: nn.Module, original: nn.Module) -> None:
 
 
 def keep_devices(peft_model: Any) -> None:
-    """Let PEFT make further adapters (`add_adapter`, `add_weighted_adapter`) where an offloaded layer computes.
+    """Make PEFT create further adapters (`add_adapter`, `add_weighted_adapter`) on the device where an offloaded layer
+    computes.
 
     PEFT moves new weights to the device of the base layer's weight, which is meta between forwards.
     """
@@ -241,17 +244,17 @@ def _move_to_execution_device(layer: Any, adapter_name: str, device: torch.devic
 
 
 def follow(module: nn.Module, hook: Any) -> None:
-    """Move a module's inputs to the device of a hook of another module; the module itself is not moved."""
+    """Move a module's inputs to the device of another module's hook; the module itself is not moved."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     add_hook_to_module(module, AlignDevicesHook(hook.execution_device, skip_keys=hook.skip_keys))
 
 
 def follow_leaf_entries(peft_model: Any, spec: AdapterSpec) -> None:
-    """Give PEFT's layers whose input may come from another device than they compute on a hook that brings it.
+    """Add a hook that moves the input to PEFT's layers whose input may come from another device.
 
-    Such a layer, or one beside it (whose output it may get), has an entry of its own in the device map. The base layer has
-    accelerate's hook; LoRA's input would stay where it was made.
+    Such a layer, or a sibling (whose output it may get), has its own entry in the device map. accelerate's hook moves
+    the base layer's input, but not LoRA's.
     """
     modules = dict(peft_model.base_model.model.named_modules())
     for path in dict.fromkeys(target.module_path for target in spec.targets if target.kind != "saved"):

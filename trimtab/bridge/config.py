@@ -1,7 +1,7 @@
 """The arguments of `load_peft`, and the copy of the adapter's configuration that PEFT receives.
 
-The copy names every module by its own path in the model and its own rank and alpha; the adapter's folder is only read.
-Arguments of `PeftModel.from_pretrained` that would place something again, or that do nothing, are refused by name.
+The copy names every module by its path in the model, with its rank and alpha; the adapter's folder is only read.
+Arguments of `PeftModel.from_pretrained` that would place modules again or have no effect are refused by name.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def check_kwargs(peft_kwargs: Mapping[str, Any]) -> None:
 
 
 def peft_config(spec: AdapterSpec, paths: Iterable[str], *, has_experts: bool, is_trainable: bool) -> Any:
-    """Return PEFT's own configuration object, which selects exactly the modules that the adapter has keys for.
+    """Return PEFT's configuration object, which selects exactly the modules that the adapter has keys for.
 
-    paths: of all modules of the model. The adapter's own target_modules and patterns stay if they select just those and
-    cost PEFT little; otherwise every module is named. has_experts: then PEFT would take MLP names for adapters on fused
-    experts. Errors: AdapterError with PEFT's reason if it does not accept the configuration.
+    paths: of all modules of the model. The adapter's target_modules and patterns are kept if they select exactly those
+    and are cheap for PEFT; otherwise every module is named. has_experts: then PEFT would take MLP names as adapters on
+    fused experts. Errors: AdapterError with PEFT's reason if it does not accept the configuration.
     """
     import peft
 
@@ -70,22 +70,22 @@ def peft_config(spec: AdapterSpec, paths: Iterable[str], *, has_experts: bool, i
     if selected != wanted or is_slow or has_experts or _has_other_rules(config):
         config.target_modules = wanted
         config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
-        # PEFT runs these as expressions, and replaces a module only by its plain name.
+        # PEFT matches these as regular expressions, and replaces a module only by its plain name.
         config.modules_to_save = [name for name in config.modules_to_save or () if is_plain(name)] or None
-    # How the weights were made before training; every one of them is read from the file, and some ways read the base.
+    # The initialization before training. Every weight is read from the file, and some initializations read the base.
     config.init_lora_weights = True
     _set_ranks(config, spec)
     return config
 
 
 def _has_other_rules(config: Any) -> bool:
-    """Return whether more than target_modules decides what PEFT adapts."""
+    """Return whether other fields than target_modules select PEFT's targets."""
     rules = (config.exclude_modules, config.layers_to_transform, config.layers_pattern, config.modules_to_save)
     return any(rule not in (None, "", [], set()) for rule in rules)
 
 
 def _set_ranks(config: Any, spec: AdapterSpec) -> None:
-    """Name ranks and alphas by full path where the adapter's patterns would say something else of the model's paths."""
+    """Set ranks and alphas by full path if the adapter's patterns would give other values for the model's paths."""
     targets = [target for target in spec.targets if target.kind != "saved"]
     fields = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
     stock = Rules(

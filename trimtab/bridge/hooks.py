@@ -1,8 +1,7 @@
-"""accelerate's hooks: the device on which they compute a module, and the place where they keep its weights.
+"""accelerate's hooks: the device on which they compute a module, and the storage of its weights.
 
-Read from the hook objects by their attributes, so that nothing of accelerate is imported: AlignDevicesHook
-(execution_device, offload, weights_map, original_devices) and SequentialHook (hooks). Source: accelerate 1.13.0 and
-1.15.0, hooks.py.
+Read from the hook objects by their attributes, so that accelerate is not imported: AlignDevicesHook (execution_device,
+offload, weights_map, original_devices) and SequentialHook (hooks). Source: accelerate 1.13.0 and 1.15.0, hooks.py.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ CPU, DISK = "cpu", "disk"
 
 
 def hooks_of(module: nn.Module) -> tuple[Any, ...]:
-    """Return the hooks of a module in the order they run, those of a SequentialHook one by one; () if it has none."""
+    """Return the hooks of a module in the order they run, those of a SequentialHook as single hooks; () if it has none."""
 
     def flat(hook: Any) -> Iterator[Any]:
         if hasattr(hook, "hooks"):
@@ -32,12 +31,12 @@ def hooks_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def is_sequential(module: nn.Module) -> bool:
-    """Return whether several hooks hang on the module as one SequentialHook."""
+    """Return whether the module has several hooks as one SequentialHook."""
     return hasattr(module.__dict__.get(HOOK), "hooks")
 
 
 def offload_hook(module: nn.Module) -> Any:
-    """Return the last hook that takes the module's weights away after its forward, None if there is none."""
+    """Return the last hook that offloads the module's weights after its forward, None if there is none."""
     return next((hook for hook in reversed(hooks_of(module)) if getattr(hook, "offload", False)), None)
 
 
@@ -53,7 +52,7 @@ def offloaded_to(module: nn.Module) -> str | None:
 
 
 def execution_device(module: nn.Module) -> torch.device | None:
-    """Return the device that a module computes on: its last hook's, or that of its own tensors; None if neither says."""
+    """Return the device that a module computes on: its last hook's, or that of its tensors; None if neither has one."""
     devices = [getattr(hook, "execution_device", None) for hook in hooks_of(module)]
     named = [device for device in devices if device is not None]
     if named:
@@ -64,10 +63,10 @@ def execution_device(module: nn.Module) -> torch.device | None:
 
 @contextmanager
 def hooks_aside(model: nn.Module) -> Iterator[None]:
-    """Take all hook objects off the modules for a while, without a call to them, so that no tensor moves.
+    """Remove all hook objects from the modules temporarily, without calling them, so that no tensor moves.
 
-    PEFT deep-copies modules while it injects (modules_to_save; 4-bit layers under DoRA). With its hook a copy would
-    bring the hook's maps along: every offloaded weight, and the tied word table.
+    PEFT deep-copies modules while it injects (modules_to_save; 4-bit layers under DoRA). With its hook, a copy would
+    include the hook's maps: every offloaded weight, and the tied embedding table.
     """
     held = [(module, module.__dict__.pop(HOOK)) for module in model.modules() if HOOK in module.__dict__]
     try:

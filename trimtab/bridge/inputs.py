@@ -1,4 +1,4 @@
-"""Inputs of a model that accelerate has split: they belong on the device of its token embedding."""
+"""Moves the inputs of a model that accelerate has split to the device of its token embedding."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from trimtab.errors import RequestError
 
 
 def place_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs with every tensor on the device where the token embedding computes; the given ones stay as they are.
+    """Return the inputs with every tensor on the device where the token embedding computes; the given ones are not
+    changed.
 
-    model: of transformers or PEFT, split by hooks or not. A weight that a hook keeps elsewhere is no reason to put the
-    inputs there: the hook says where the module computes. Errors: RequestError for a model without a token embedding, or
-    one whose embedding is on meta and has no hook.
+    model: of transformers or PEFT, split by hooks or not. The device of an offloaded weight does not matter: the hook
+    defines where the module computes. Errors: RequestError for a model without a token embedding, or one whose
+    embedding is on meta and has no hook.
     """
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     if embedding is None or getattr(embedding, "weight", None) is None:

@@ -21,9 +21,9 @@ from trimtab.errors import RequestError, gib
 class Scan:
     """The placement and the findings of one model.
 
-    classes: part -> class -> how many linears, embeddings, fused experts. devices: place -> bytes of weights ("cuda:0",
-    "offloaded to cpu", "offloaded to disk", "meta"). adapters: name -> modules, tensors by part, whether it is active.
-    targets: what an adapter that was asked about would change, None if none was.
+    classes: part -> class -> number of linears, embeddings, fused experts. devices: location -> bytes of weights
+    ("cuda:0", "offloaded to cpu", "offloaded to disk", "meta"). adapters: name -> modules, tensors by part, whether it
+    is active. targets: the modules that a given adapter would change, None without one.
     """
 
     model_class: str
@@ -38,7 +38,7 @@ class Scan:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many modules each kind of finding has."""
+        """The number of modules of each kind of finding."""
         counts: Counter[str] = Counter()
         for finding in self.findings:
             counts[finding.kind] += finding.count
@@ -49,7 +49,7 @@ class Scan:
         return tuple(finding for finding in self.findings if finding.kind in kinds)
 
     def class_counts(self) -> dict[str, int]:
-        """Return class -> how many, over all parts."""
+        """Return class -> number of modules, over all parts."""
         by_class: Counter[str] = Counter()
         for counts in self.classes.values():
             by_class.update(counts)
@@ -63,10 +63,10 @@ class Scan:
 
 
 def scan(model: Any, *, adapter: str | Path | None = None) -> Scan:
-    """Return what is where in a live model, and what is wrong with it.
+    """Return the placement and the problems of a live model.
 
-    adapter: a folder of PEFT, for what it would change in this model (counted, not loaded). Errors: RequestError for
-    something that is no torch model; AdapterError, CheckpointError if the adapter does not fit or cannot be read.
+    adapter: a PEFT folder; its targets in this model are counted, but it is not loaded. Errors: RequestError for an
+    object that is no torch model; AdapterError, CheckpointError if the adapter does not fit or cannot be read.
     """
     if not hasattr(model, "named_modules"):
         raise RequestError("is not a torch model", field="model", value=type(model).__name__)
@@ -79,7 +79,7 @@ def scan(model: Any, *, adapter: str | Path | None = None) -> Scan:
 
 
 def _targets(base: Any, adapter: str | Path) -> dict[str, Any]:
-    """Return the counts of an adapter on a model: tensors by part, modules by part and by the class that PEFT meets."""
+    """Return the counts of an adapter on a model: tensors by part, modules by part and by their class in PEFT."""
     from trimtab.adapters.adapter import match_adapter, read_adapter
     from trimtab.bridge.live import read_live
 

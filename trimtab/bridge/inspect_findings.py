@@ -11,8 +11,8 @@ from typing import Any
 class Kind:
     """One kind of finding.
 
-    breaks: what fails or is wrong because of it: "forward", "merge", "save", "answer" (a silent one), "" for nothing. bugs:
-    ids of the upstream catalogue. package: whose bug it is, first of all.
+    breaks: the operation that fails because of it: "forward", "merge", "save", "answer" (silently wrong), "" for none.
+    bugs: ids of the upstream catalogue. package: the main package with the bug.
     """
 
     name: str
@@ -77,7 +77,7 @@ BY_NAME: Mapping[str, Kind] = {kind.name: kind for kind in KINDS}
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that the scan saw. count: how many modules it stands for; module_path is the first, or what holds them."""
+    """One finding of the scan. count: number of modules; module_path: the first of them, or their parent."""
 
     kind: str
     module_path: str

@@ -1,6 +1,6 @@
 """The rules of a scan: one view of the model's modules, and one small function for each kind of finding.
 
-Modules of transformers, accelerate, PEFT and bitsandbytes are known by their attributes and class names, so that the
+Modules of transformers, accelerate, PEFT and bitsandbytes are recognized by their attributes and class names, so the
 rules run in any installation and import none of the four.
 """
 
@@ -25,7 +25,7 @@ from trimtab.errors import gib
 from trimtab.process.packages import versions_of
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
-# The first release in which keys and values of layers are shared by an object that hooks do not copy.
+# The first release in which layers share keys and values through an object that hooks do not copy.
 SHARES_SAFELY = (5, 23, 0)
 
 
@@ -36,7 +36,7 @@ def read_versions() -> dict[str, str]:
 
 def view(model: Any) -> View:
     """Return the view of a model; of a PeftModel, of the transformers model in it."""
-    # Not get_base_model(): a PeftModel whose last adapter was deleted cannot answer that.
+    # Not get_base_model(): it fails on a PeftModel whose last adapter was deleted.
     base = model.base_model.model if hasattr(model, "get_base_model") else model
     return View(model, base)
 
@@ -47,7 +47,7 @@ def own_name(path: str) -> str:
 
 
 class View:
-    """A model's modules under the names that they have without adapters; nothing of it is kept after the scan."""
+    """A model's modules under their names without adapters. Nothing is kept after the scan."""
 
     def __init__(self, model: Any, base: Any) -> None:
         self.model, self.base, self.model_class = model, base, type(base).__name__
@@ -62,7 +62,7 @@ class View:
                 self.modules[own_name(path)] = module
         self.map: Mapping[str, Any] = getattr(base, "hf_device_map", None) or {}
 
-    # What is where ----------------------------------------------------------------------------------------------------
+    # Placement --------------------------------------------------------------------------------------------------------
 
     def said_quantized(self) -> str:
         if getattr(self.base, "is_loaded_in_4bit", False):
@@ -115,7 +115,7 @@ class View:
         return adapters
 
     def _idle_keys(self, name: str) -> tuple[tuple[str, str], ...]:
-        """Return (key, reason) of what the adapter's file holds without effect, where the bridge loaded it."""
+        """Return (key, reason) of the keys without effect in an adapter that the bridge loaded."""
         spec = self.model.__dict__.get("_trimtab_specs", {}).get(name)
         return () if spec is None else tuple(spec.no_effect)
 
@@ -198,7 +198,7 @@ class View:
             for name in _adapter_names(layer):
                 tensors = list(_lora_tensors(layer, name))
                 if any(offload_hook(module) is not None for module in _lora_modules(layer, name)):
-                    busy[name] += 1  # accelerate brings it for each forward; its values are not looked at
+                    busy[name] += 1  # accelerate loads it for each forward; its values are not checked
                     continue
                 away = [label for label, tensor in tensors if tensor.device.type == "meta"]
                 if away:
@@ -279,7 +279,7 @@ class View:
                 yield Finding("experts-unquantized", path, type(module).__name__)
 
     def _is_kept(self, path: str) -> bool:
-        """Return whether transformers leaves the linear out on purpose (the head, tied weights, a skip list)."""
+        """Return whether transformers excludes the linear on purpose (the head, tied weights, a skip list)."""
         quantizer = getattr(self.base, "hf_quantizer", None)
         kept = list(getattr(quantizer, "modules_to_not_convert", None) or ())
         settings = getattr(getattr(self.base, "config", None), "quantization_config", None)
@@ -312,7 +312,7 @@ def _is_experts(module: nn.Module) -> bool:
 def _lost_scales(module: Any, *, has_hook: bool) -> Iterator[str]:
     """Yield the names of a quantized module's scales that hold no data."""
     if type(module).__name__ == "Linear8bitLt":
-        # An offload hook takes SCB along and brings it back; without one it must be here.
+        # An offload hook moves SCB with the weight; without a hook it must be on the device.
         scales = {"SCB": getattr(module.weight, "SCB", None), "state.SCB": getattr(module.state, "SCB", None)}
         tensors = {name: value for name, value in scales.items() if isinstance(value, Tensor)}
         if not has_hook:
@@ -367,7 +367,7 @@ def _device(value: Any) -> torch.device:
 
 
 def _differ(one: torch.device, two: torch.device | None) -> bool:
-    """Return whether two devices are not the same one; a device without a number is its kind's number 0."""
+    """Return whether two devices differ; a device without an index has index 0."""
     return two is not None and (one.type != two.type or (one.index or 0) != (two.index or 0))
 
 

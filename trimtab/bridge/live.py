@@ -1,7 +1,7 @@
-"""The anatomy of a live model: the rows that a checkpoint gives, read from a model that transformers has loaded.
+"""The anatomy of a live model: the same rows as from a checkpoint, read from a model that transformers has loaded.
 
-A quantized linear counts as a linear with the shape that it stands for. Weights may be anywhere, the meta device
-included. Not covered: a model that already holds adapters.
+A quantized linear counts as a linear with its unpacked shape. Weights may be on any device, including meta. Not
+covered: a model that already has adapters.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def read_live(model: Any) -> Anatomy:
 
 
 def _unpacked(row: ModuleRow, module: nn.Module, dtype: str) -> ModuleRow:
-    """Return the row with the shape and dtype that a packed weight stands for."""
+    """Return the row with the shape and dtype of the unpacked weight."""
     if type(module).__name__ not in QUANTIZED:
         return row
     weight = f"{row.module_path}.weight"

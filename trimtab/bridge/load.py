@@ -1,4 +1,4 @@
-"""Loading an adapter onto a live base, step by step, and further adapters the same way."""
+"""Loads the first adapter into a live base, and further adapters in the same way."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from trimtab.bridge.merging import keep_merges
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import RequestError, UpstreamError
 
-# With one of these the first forward fails or is wrong, with or without an adapter.
+# With one of these findings, the first forward fails or is wrong, with or without an adapter.
 BROKEN = (
     "quant-state-on-meta", "quantized-weight-offloaded", "weight-on-meta", "embedding-offloaded", "shared-kv-copied",
     "hooks-unknown", "wrong-scales",
 )  # fmt: skip
 LOG = logging.getLogger("trimtab.bridge")
-# The anatomy and the specs of what the bridge loaded; on the PeftModel, so that they live as long as it does.
+# The anatomy and the specs of the loaded adapters, stored on the PeftModel so that they exist as long as it does.
 ANATOMY, SPECS = "_trimtab_anatomy", "_trimtab_specs"
 
 
@@ -48,7 +48,7 @@ def load_first(base_model: Any, path: Path, adapter_name: str, peft_kwargs: Mapp
 def _load_next(
     peft_model: Any, model_id: str | Path, adapter_name: str, is_trainable: bool = False, **kwargs: Any
 ) -> Any:
-    """Load one more adapter as the first one was; it is not made active. Returns what PEFT does: no key is left over.
+    """Load one more adapter as the first one; it is not activated. Returns PEFT's result: no key is left over.
 
     Errors: as `trimtab.bridge.load_peft`.
     """
@@ -61,7 +61,7 @@ def _load_next(
         raise RequestError(
             "an adapter with this name is loaded; delete_adapter removes it", field="adapter_name", value=adapter_name
         )
-    # Not get_base_model(): without an adapter PEFT cannot answer that.
+    # Not get_base_model(): it fails without an adapter.
     anatomy, base = peft_model.__dict__[ANATOMY], peft_model.base_model.model
     spec = _match(Path(model_id), anatomy, base, adapter_name)
     inject_next(peft_model, _config(spec, anatomy, base, is_trainable=is_trainable), adapter_name)
@@ -104,7 +104,7 @@ def _check_name(adapter_name: str) -> None:
 
 
 def _check_base(base_model: Any) -> None:
-    """Return nothing. Errors: RequestError for what is no base model, UpstreamError for one that cannot answer."""
+    """Return nothing. Errors: RequestError if it is no base model, UpstreamError if its forward would fail."""
     if not hasattr(base_model, "named_modules") or getattr(base_model, "config", None) is None:
         raise RequestError("is not a transformers model", field="base_model", value=type(base_model).__name__)
     if any(hasattr(module, "base_layer") for module in base_model.modules()):

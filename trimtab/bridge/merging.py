@@ -1,10 +1,11 @@
-"""Merging into weights that a hook offloads: each layer's hook loads it, PEFT merges, and the result stays with the hook.
+"""Merges into weights that a hook offloads: each layer's hook loads the weights, PEFT merges, and the hook keeps the
+result.
 
-PEFT's `onload_layer` would do that for a plain hook, with four holes. A `""` entry in a device map leaves two hooks on a
-module, as one SequentialHook, which it does not know: it merges into a weight without data and says nothing. It is called
-on every module, the whole model first, and brings all that is offloaded below it to the GPU at once. For a layer on disk
-it reads everything that is offloaded, once for each layer, and fails with a KeyError if something is on the CPU too. So
-it is kept from seeing offload hooks while a merge runs. Source: PEFT 0.19.1 and 0.21.2, tuners/tuners_utils.py,
+PEFT's `onload_layer` does this for a plain hook, with four faults. A `""` entry in a device map leaves two hooks on a
+module, as one SequentialHook, which PEFT does not know: it silently merges into a weight without data. It is called on
+every module, the whole model first, and loads everything that is offloaded below it to the GPU at once. For a layer on
+disk, it reads all offloaded weights, once for each layer, and fails with a KeyError if some are on the CPU too. So
+offload hooks are hidden from it while a merge runs. Source: PEFT 0.19.1 and 0.21.2, tuners/tuners_utils.py,
 onload_layer and _unload_and_optionally_merge; accelerate 1.13.0 and 1.15.0, hooks.py and utils/offload.py.
 """
 
@@ -22,7 +23,7 @@ from trimtab.bridge.hooks import HOOK, offload_hook
 
 
 def keep_merges(peft_model: Any) -> None:
-    """Make every way to merge, unmerge and unload reach the weights of offloaded layers."""
+    """Make all methods that merge, unmerge and unload reach the weights of offloaded layers."""
     tuner, is_split = peft_model.base_model, False
     for layer in tuner.modules():
         base = getattr(layer, "base_layer", None)
@@ -68,7 +69,7 @@ def _unmerge_adapter(tuner: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Hidden:
-    """Stands where a hook hangs, so that PEFT sees none that it would use; holds the hook for `_brought`."""
+    """Replaces a hook, so that PEFT finds none that it would use; keeps the hook for `_brought`."""
 
     def __init__(self, hook: Any) -> None:
         self.hooks = (hook,)
@@ -76,7 +77,7 @@ class _Hidden:
 
 @contextmanager
 def _hidden(tuner: nn.Module) -> Iterator[None]:
-    """Keep offload hooks from PEFT's sight; the hook objects themselves come back unchanged."""
+    """Hide offload hooks from PEFT; the hook objects are restored unchanged."""
     held = [(module, module.__dict__[HOOK]) for module in tuner.modules() if offload_hook(module) is not None]
     for module, hook in held:
         module.__dict__[HOOK] = _Hidden(hook)
@@ -89,7 +90,7 @@ def _hidden(tuner: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _brought(base: nn.Module) -> Iterator[None]:
-    """Load a base layer's weights where it computes, and keep the result unless it failed."""
+    """Load a base layer's weights on its device, and keep the result unless the call failed."""
     hook = offload_hook(base)
     own = [*base.named_parameters(recurse=False)]
     if hook is None or not any(tensor.device.type == "meta" for _, tensor in own):

@@ -1,4 +1,4 @@
-"""4-bit layers on a CPU that bitsandbytes unpacks with scales of other blocks (I16 of the doctor's catalogue)."""
+"""4-bit layers on a CPU that bitsandbytes unpacks with the scales of wrong blocks (I16 in the doctor's catalogue)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import torch
 
 
 def wrong_scales(model: Any) -> list[str]:
-    """Return the paths of the layers of a live model that are unpacked so, without PEFT's wrappers."""
+    """Return the paths of such layers in a live model, without PEFT's wrappers."""
     found = layers_of(model.named_modules())
     # A wrapper of PEFT has its layer's weight too.
     return list(dict.fromkeys(path.removeprefix("base_model.model.").removesuffix(".base_layer") for path, _ in found))
 
 
 def layers_of(modules: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield the path and the shape of each layer that is unpacked so. A small weight with rows of the same length shows it.
-    Blocks of more than 1,024 values are unpacked another way. modules: (path, module)."""
+    """Yield the path and the shape of each such layer. A small weight with rows of the same length is enough for the
+    test. Blocks of more than 1,024 values use other code. modules: (path, module).
+    """
     known: dict[tuple[int, int, int], bool] = {}
     for path, module in modules:
         weight: Any = getattr(module, "weight", None)
@@ -37,7 +38,9 @@ def layers_of(modules: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, tuple[i
 
 
 def unpacks_wrong(rows: int, width: int, blocksize: int) -> bool:
-    """Return whether bitsandbytes unpacks a 4-bit weight [rows, width] on the CPU otherwise than the same values as one row."""
+    """Return whether bitsandbytes on the CPU unpacks a 4-bit weight [rows, width] differently from the same values as
+    one row.
+    """
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     weight = torch.randn(rows, width, generator=torch.Generator().manual_seed(0), device="cpu")

@@ -1,4 +1,4 @@
-"""What do the files of a model say, without its weights and without torch?"""
+"""What do the files of a model contain, read without weights and without torch?"""
 
 from trimtab.checkpoint.folder import Checkpoint, check_unchanged, read_checkpoint
 from trimtab.checkpoint.headers import Header, TensorEntry, read_header

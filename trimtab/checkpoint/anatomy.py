@@ -1,8 +1,7 @@
 """The anatomy: one row per module of the empty model, from config and headers only.
 
-The rows are plain data; building them (`engine/loader/transformers_model.py::read_anatomy`) uses transformers' own class on tensors
-that hold
-no data, so that any architecture works and names follow transformers' own conversion. Imports no torch.
+The rows are plain data. `engine/loader/transformers_model.py::read_anatomy` builds them with transformers' own class on
+tensors without data, so any architecture works and names follow transformers' own conversion. Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class TensorRow:
     """One parameter or buffer as the loaded model would hold it (before quantization).
 
     tensor_path: full path in the model. sources: the file tensors it is made of, empty when it is computed at load.
-    tied_to: path of the tensor whose storage it shares, None for an owner. copy_of: path of the tensor that it would share
-    but for being held in another form (an 8-bit head).
+    tied_to: path of the tensor whose storage it shares, None for an owner. copy_of: path of the tensor that it would
+    share if it had the same format (an 8-bit head).
     """
 
     tensor_path: str
@@ -51,7 +50,7 @@ class TensorRow:
         return self.numel * DTYPE_BYTES[self.dtype]
 
     def is_narrow(self, dtype: str) -> bool:
-        """Whether it is held in fewer bits than a model of this dtype computes with."""
+        """Whether it is stored in fewer bits than this compute dtype has."""
         return DTYPE_BYTES[self.dtype] < DTYPE_BYTES[dtype]
 
 
@@ -60,11 +59,11 @@ class ModuleRow:
     """One module of the model that owns tensors, or that wraps one which does.
 
     block: path of the placement block it belongs to (a decoder or tower layer, a table, the head, the rest of a part).
-    quantized: whether the request's quantization applies to its weight; otherwise why_unquantized says why not
-    (empty for modules that have nothing to quantize). wraps: path of the inner linear of a wrapper such as
-    Gemma4ClippableLinear. gather_only: an embedding whose table is only ever indexed, so rows can be fetched on demand.
-    is_head8: the output head, held in 8 bits (`--head int8`). is_router: a router of experts that multiplies with its weight as a
-    Linear does, which it was before transformers 5.
+    quantized: whether the request's quantization applies to its weight; otherwise why_unquantized says why not (empty
+    for modules that have nothing to quantize). wraps: path of the inner linear of a wrapper such as
+    Gemma4ClippableLinear. gather_only: an embedding whose table is only indexed, so rows can be fetched on demand.
+    is_head8: the output head in 8 bits (`--head int8`). is_router: a router of experts that multiplies with its weight
+    like a Linear; before transformers 5 it was one.
     """
 
     module_path: str
@@ -92,9 +91,9 @@ class ModuleRow:
 class KVLayer:
     """The cache of one decoder layer: shape [B, kv_heads, S, head_dim] for keys and the same for values.
 
-    window: tokens a sliding layer keeps, None for full attention. shares: the layer whose cache it reads instead of its
-    own, None when it stores. state_values: numbers a row that a linear-attention layer keeps instead, whatever the
-    length; its kv_heads is 0.
+    window: tokens a sliding layer keeps, None for full attention. shares: the layer whose cache it reads, None if it
+    has its own. state_values: numbers per row that a linear-attention layer keeps instead, independent of the length;
+    its kv_heads is 0.
     """
 
     layer: int
@@ -111,11 +110,11 @@ class Anatomy:
 
     missing_projections: paths of k/v projections that KV-shared layers do not have although their siblings do; an
     adapter key that aims at one has no effect. prequantized: the format of a checkpoint that is already packed.
-    tower_tokens: (part, soft tokens that one picture or sound becomes) where the config fixes them; else it is the
-    processor's choice. capture_unsupported, fused_unsupported: why decode steps of this family cannot be captured, or made of
-    our own kernels, prompts_unsupported: why its prompts cannot be captured; None if they can. images_look_ahead: whether an
-    image's tokens see later ones, so that a prompt is not cut inside it; True where that is not known. renames: what transformers
-    renames in checkpoints of this model, in order.
+    tower_tokens: (part, soft tokens of one image or audio clip) where the config fixes them; else the processor
+    decides. capture_unsupported, fused_unsupported: why decode steps of this family cannot be captured, or use the
+    fused kernels; prompts_unsupported: why its prompts cannot be captured; None if they can. images_look_ahead: whether
+    an image's tokens see later ones, so that a prompt is not cut inside it; True if unknown. renames: transformers'
+    renamings for checkpoints of this model, in order.
     """
 
     model_class: str
@@ -135,9 +134,10 @@ class Anatomy:
     renames: tuple[Rename, ...] = ()
 
     def __hash__(self) -> int:
-        """A hash of a few fields: what is computed from thousands of rows is kept by anatomy, and hashing all of them costs as
-        much as computing it again. A plan compares the two heads of one model: with equal hashes every look-up would compare
-        their rows."""
+        """A hash of a few fields. Results computed from thousands of rows are cached by anatomy, and hashing all rows
+        costs as much as computing them again. A plan compares the two heads of one model: with equal hashes every
+        look-up would compare their rows.
+        """
         return hash((self.model_class, self.dtype, len(self.rows), self.vocab_size, self.has_head8))
 
     def by_path(self) -> dict[str, ModuleRow]:
@@ -145,12 +145,12 @@ class Anatomy:
 
     @cached_property
     def head_rows(self) -> tuple[ModuleRow, ...]:
-        """The modules of the output head, which a search asks for at every placement."""
+        """The modules of the output head. A search reads them for every placement."""
         return tuple(row for row in self.rows if row.part == "head" and row.weight is not None)
 
     @cached_property
     def has_head8(self) -> bool:
-        """Whether the output head is held in 8 bits."""
+        """Whether the output head is in 8 bits."""
         return any(row.is_head8 for row in self.rows)
 
     @cached_property
@@ -165,6 +165,7 @@ _FIRST_KEPT = 8
 
 @lru_cache(maxsize=_FIRST_KEPT)
 def first_equal(anatomy: Anatomy) -> Anatomy:
-    """Return the first anatomy of those equal to this one. What is kept by anatomy is looked up a thousand times in one plan; equal
-    ones that are not the same are compared row by row each time, and here once."""
+    """Return the first anatomy of those equal to this one. One plan looks up cached results a thousand times. Equal
+    anatomies that are different objects are compared row by row at each look-up, and here only once.
+    """
     return anatomy

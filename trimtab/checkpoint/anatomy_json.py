@@ -14,7 +14,7 @@ FORM = 1
 
 
 def form() -> list[Any]:
-    """Return the names of the rows' fields, which a reader has to know; another release may have others."""
+    """Return the names of the rows' fields. A reader compares them, because another release may have others."""
     return [FORM, *([item.name for item in fields(kind)] for kind in (Anatomy, ModuleRow, TensorRow, KVLayer))]
 
 

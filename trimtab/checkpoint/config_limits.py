@@ -1,8 +1,10 @@
-"""Limits on the numbers of a config.json, before a class of transformers makes modules, lists or buffers of them.
+"""Limits on the numbers of a config.json, checked before a class of transformers makes modules, lists or buffers of
+them.
 
-A number is judged by the name of its field, wherever it stands: names are not listed one by one, because every family has its own.
-`check_config` knows the names that count modules or rows in every family; `check_declared` judges every number that the config's
-own class reads. Limits are several times what any default of transformers 5.23.0 and any released model has.
+A number is checked by the name of its field, at any depth: every family has its own names, so they are not listed one
+by one. `check_config` knows the names that count modules or rows in every family; `check_declared` checks every number
+that the config's class reads. Limits are several times the largest default of transformers 5.23.0 and the largest value
+of any released model.
 """
 
 from __future__ import annotations
@@ -14,16 +16,16 @@ from typing import Any
 
 from trimtab.errors import CheckpointError, RequestError
 
-# What holds no number of the model's own: labels are texts, quantization is trimtab's.
+# Entries without numbers of the model: labels are texts, and trimtab reads the quantization.
 NOT_FIELDS = ("quantization_config", "id2label", "label2id", "task_specific_params", "auto_map", "compression_config")
-# Numbers that make nothing: ids, factors, times, and lengths that no module has.
+# Numbers that no module is made of: ids, factors, times, and some lengths.
 NO_SIZE = re.compile(
     r"(^|_)(ids?|idx|index|indices|indexes|tokens?|seed|theta|temperature|period|base|value|val|scale|scaling|factor|alpha|beta|"
     r"eps|epsilon|clipping|rate|frequency|timescale|floor|version|steps?|offset|params|parameters|flos|limit|penalty|max_length|"
     r"min_length)$"
 )
 MODULES, LARGEST, OF_NO_SIZE = 512, 2**24, 2**63 - 1
-# (words of a name, the largest value): the first that is found decides.
+# (words of a name, the largest value): the first match decides.
 BY_NAME: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"label|classes"), 100_000),
     (re.compile(r"vocab|position|embeddings|ctx|seq|context"), 2**25),
@@ -46,14 +48,14 @@ _NOT_EVERYWHERE = (OF_NO_SIZE, LARGEST, BY_NAME[2][1])
 _LAYERS = re.compile(r"(^|_)(layers?|blocks|depths?)$")
 # Image patches that a tower can have: its position ids are real numbers of 8 bytes.
 MOST_PATCHES = 2**22
-# Modules of a model while it is built, beyond those that file tensors stand for: some seconds' work.
+# Modules of a model beyond those that have file tensors: some seconds of building.
 MOST_MODULES = 40_000
 # Buffers that a model computes while it is built, together: three times the masks of CodeGen and GPT-Neo, which have one a layer.
 MOST_BUFFER_BYTES = 384 * 2**20
 
 
 def check_config(config: Mapping[str, Any], path: Path) -> None:
-    """Raise CheckpointError, with the field, for a config whose architecture is no text or whose counts no model has."""
+    """Raise CheckpointError, with the field, if the architecture is no text or a count is larger than in any model."""
     problems = list(_wrong_types(config))
     problems += [one for one in _wrong_numbers(config) if _is_read(one[0]) and one[1] > largest(one[0])]
     _refuse(problems, path)
@@ -88,7 +90,8 @@ def check_layers(config: Mapping[str, Any], tensors: int, path: Path) -> None:
 
 
 def most_tensors(config: Mapping[str, Any]) -> int:
-    """Return how many tensors the files of a model of so many layers and experts can have: a multiple of what any has.
+    """Return the most tensors in the files of a model with this many layers and experts: a multiple of any real
+    model's.
 
     Reference: 280,000 of 60 layers with 256 experts each, three weights an expert, packed in six parts.
     """

@@ -1,8 +1,7 @@
-"""Whether a tokenizer's own end token is among the checkpoint's end tokens, read from its files alone: what `plan` says of it.
+"""Is a tokenizer's end token among the checkpoint's end tokens? Read from files alone; `plan` reports it.
 
-`engine/chat/turn_end.py` looks at what the chat template writes, which takes the tokenizer. Here it is enough that the template's
-text
-has the token, or `eos_token`. Pure.
+`engine/chat/turn_end.py` checks the text that the chat template writes, for which it needs the tokenizer. Here it is
+enough that the template's source contains the token or `eos_token`. Pure.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from trimtab.checkpoint.folder import CONFIG
 from trimtab.errors import CheckpointError
 from trimtab.process.json_file import FOREIGN_FILES, read_object
 
-# Of tokenizer.json: added tokens stand before the vocabulary (tokenizers 0.23, TokenizerImpl's serialization).
+# In tokenizer.json, added tokens come before the vocabulary (tokenizers 0.23, TokenizerImpl's serialization).
 HEAD_BYTES = 4 * 2**20
 _ADDED = '"added_tokens":'
 
@@ -34,7 +33,7 @@ def unlisted_end(folder: Path) -> str | None:
         if number is None or not (text in template or "eos_token" in template):
             return None
         chosen, config = _json(folder, "generation_config.json"), _json(folder, CONFIG)
-    except (CheckpointError, OSError, ValueError, RecursionError):  # whoever loads the tokenizer reports that
+    except (CheckpointError, OSError, ValueError, RecursionError):  # loading the tokenizer reports that
         return None
     inner = config.get("text_config")
     sources = (chosen, inner if isinstance(inner, Mapping) else {}, config)
@@ -58,7 +57,7 @@ def _template(folder: Path, tokenizer: Mapping[str, Any]) -> str:
 
 
 def _number(folder: Path, text: str) -> int | None:
-    """Return the id of an added token; None where the first part of tokenizer.json does not say it."""
+    """Return the id of an added token; None if the first part of tokenizer.json does not have it."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None

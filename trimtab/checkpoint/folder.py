@@ -2,8 +2,8 @@
 
 `read_checkpoint` takes a folder, a hub-cache folder or a hub id that is in the local cache; nothing is ever downloaded.
 Source of the file choice: transformers 5.6.2 and 5.23.0, modeling_utils.py, _get_resolved_checkpoint_files. Files are
-never chosen by pattern: some repositories carry the weights a second time under another name. What is not covered: the
-extra weight files that one class of 5.23.0 names in its code (`extra_files`), and variants ("fp16").
+never chosen by pattern: some repositories carry the weights a second time under another name. Not covered: the extra
+weight files that one class of 5.23.0 names in its code (`extra_files`), and variants ("fp16").
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trimtab.process.json_file import read_object
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 INDEX_SUFFIX = ".safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-# Pickles that a trainer leaves beside a checkpoint.
+# Pickles that a trainer leaves in a checkpoint's folder.
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "random_states")
 SHOWN_NAMES = 5
 
@@ -66,7 +66,7 @@ def read_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     config = read_object(config_file, "config.json")
     check_config(config, config_file)
     files, index = _weight_files(folder, config)
-    # Stamped before it is read: what changes in between is then seen as a change.
+    # Stamped before it is read, so a change during reading is detected.
     stamps = tuple(stamp_of(folder, file) for file in (config_file, *([index] if index else []), *files))
     tensors = _read_tensors(files, most_tensors(config))
     if files:
@@ -88,7 +88,7 @@ def read_loadable(model: str | os.PathLike[str]) -> Checkpoint:
 
 
 def check_unchanged(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if a file is no longer what it was when the checkpoint was read."""
+    """Raise CheckpointError if a file has changed since the checkpoint was read."""
     now = [stamp_of(checkpoint.folder, checkpoint.folder / name) for name, *_ in checkpoint.stamps]
     changed = [then[0] for then, new in zip(checkpoint.stamps, now, strict=True) if then != new]
     if changed:
@@ -99,7 +99,7 @@ def check_unchanged(checkpoint: Checkpoint) -> None:
 
 
 def stamp_of(folder: Path, file: Path) -> Stamp:
-    """Return (name, size, mtime in ns) of a file; -1 for both where it is not there."""
+    """Return (name, size, mtime in ns) of a file; -1 for both if it does not exist."""
     name = file.relative_to(folder).as_posix()
     try:
         stat = file.stat()
@@ -129,7 +129,7 @@ GGUF_HINT = (
 
 
 def _check_not_gguf(folder: Path) -> None:
-    """Raise CheckpointError for a folder of GGUF files without a checkpoint beside them."""
+    """Raise CheckpointError for a folder that has GGUF files but no checkpoint."""
     with suppress(OSError):
         names = os.listdir(folder)
         packed = sorted(name for name in names if name.lower().endswith(".gguf"))
@@ -147,7 +147,7 @@ def find_folder(model: str | os.PathLike[str]) -> Path:
     if not text:
         raise CheckpointError("the name is empty", path=text, hint="Give a folder or a hub id")
     path = Path(text)
-    if os.path.isdir(path):  # pathlib's own questions raise for a name that is too long
+    if os.path.isdir(path):  # pathlib raises for a name that is too long
         _check_not_gguf(path)
         is_cache = path.resolve().name.startswith("models--") and not (path / CONFIG).is_file()
         return _snapshot(path) if is_cache else path
@@ -185,7 +185,7 @@ def _expanded(text: str) -> Path:
 
 
 def _snapshot(cached: Path) -> Path:
-    """Return the snapshot that refs/main names, else the only one there is."""
+    """Return the snapshot that refs/main names, else the only snapshot."""
     main, snapshots = cached / "refs" / "main", cached / "snapshots"
     try:
         revisions = sorted(child.name for child in snapshots.iterdir() if child.is_dir()) if snapshots.is_dir() else []
@@ -213,7 +213,7 @@ def _snapshot(cached: Path) -> Path:
 
 
 def _weight_files(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[Path, ...], Path | None]:
-    """Return the weight files, sorted, and the index that named them, if one did."""
+    """Return the weight files, sorted, and the index that named them, if any."""
     named = config.get("transformers_weights")
     if named is not None:
         return _named_files(folder, named)
@@ -236,7 +236,7 @@ def _named_files(folder: Path, named: Any) -> tuple[tuple[Path, ...], Path | Non
 
 
 def _is_file(file: Path) -> bool:
-    """Return whether the file is there. Errors: CheckpointError for a link that leads nowhere (half of a hub cache)."""
+    """Return whether the file exists. Errors: CheckpointError for a broken link (an incomplete hub cache)."""
     if os.path.islink(file) and not os.path.exists(file):
         raise CheckpointError("is a broken link", path=file, hint="Copy or download the checkpoint again")
     return os.path.isfile(file)
@@ -245,7 +245,7 @@ def _is_file(file: Path) -> bool:
 def _inside(folder: Path, name: str, source: Path) -> Path:
     """Return folder / name for a plain relative name.
 
-    Where a symbolic link leads is not asked: hub caches are made of them.
+    Targets of symbolic links are not checked: hub caches consist of links.
     """
     pure, windows = PurePosixPath(name), PureWindowsPath(name)
     if not pure.parts or pure.is_absolute() or windows.drive or "\\" in name or ".." in pure.parts or "\0" in name:
@@ -277,7 +277,7 @@ def _indexed(folder: Path, index: Path) -> tuple[Path, ...]:
 
 
 def _read_tensors(files: tuple[Path, ...], most: int) -> dict[str, TensorEntry]:
-    """Return the tensors of all files. most: how many a model of this config can have."""
+    """Return the tensors of all files. most: the most tensors that a model of this config can have."""
     tensors: dict[str, TensorEntry] = {}
     for file in files:
         tensors_of_file = read_header(file, most_tensors=most - len(tensors)).tensors
@@ -310,7 +310,7 @@ def _others(names: list[str]) -> str:
     return f" (and {len(names)} more: {shown})"
 
 
-# What else lies there: asked only to say what is wrong ----------------------------------------------------------------
+# Other files in the folder: checked only for an error message ---------------------------------------------------------
 
 
 def _names(folder: Path) -> list[str]:
@@ -333,7 +333,7 @@ def _refuse_without_config(folder: Path) -> NoReturn:
 
 
 def _refuse_other_weights(folder: Path) -> None:
-    """Raise CheckpointError if the folder has weights, but none that would be read: it is no bare config."""
+    """Raise CheckpointError if the folder has weights, but none that would be read."""
     names = _names(folder)
     pickles = [name for name in names if name.endswith(PICKLES) and not name.startswith(NOT_WEIGHTS)]
     if pickles:

@@ -1,9 +1,9 @@
 """Safetensors headers: a strict reader that reads no weights.
 
 Format: 8 bytes little-endian header length N, N bytes of JSON `{"name": {"dtype", "shape", "data_offsets"}, ...}`, then
-the data. Source: safetensors README, "Format". Strict where a lie would cost memory or give wrong weights: names once,
-sizes exact, no overlap, no hole, the file exactly as long as it says. What it does not know: types of less than one
-byte per value, complex numbers and the float8 variants of other vendors, which no model here is loaded from.
+the data. Source: safetensors README, "Format". Strict where a false header would cost memory or give wrong weights:
+unique names, exact sizes, no overlap, no gap, the exact file length. Not supported: types of less than one byte per
+value, complex numbers, and the float8 variants of other vendors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DTYPES: dict[str, tuple[str, int]] = {
 
 _PICKLE = "is a pickle (a PyTorch file), which can run code when it is read, and is refused"
 _CONVERT = "Convert it to safetensors in a place you trust, with transformers' save_pretrained"
-# First bytes -> what the file really is, next step. Pickle protocols 2 to 5 start with 0x80 and their number.
+# First bytes -> the real format of the file, next step. Pickle protocols 2 to 5 start with 0x80 and their number.
 _OTHER_FORMATS: tuple[tuple[bytes, str, str], ...] = (
     (b"version ", "is a Git LFS pointer, not the weights", "Fetch the real file with `git lfs pull`"),
     (b"PK\x03\x04", _PICKLE, _CONVERT), (b"\x80\x02", _PICKLE, _CONVERT), (b"\x80\x03", _PICKLE, _CONVERT),
@@ -69,7 +69,9 @@ class Header:
 
 
 class _Doubled(dict[str, Any]):
-    """A JSON object with keys that were given twice, of which `json` alone keeps the last. Others are plain: there are many."""
+    """A JSON object with repeated keys, of which `json` keeps only the last. Objects without repeated keys are plain
+    dicts: there are many.
+    """
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -87,7 +89,7 @@ def _repeated(values: dict[str, Any]) -> list[str]:
 
 
 def read_header(path: str | os.PathLike[str], *, most_tensors: int | None = None) -> Header:
-    """Return the tensors of a safetensors file. most_tensors: a file with more is refused; None: it may have any number.
+    """Return the tensors of a safetensors file. most_tensors: the most tensors that are accepted; None: any number.
 
     Errors: CheckpointError with every wrong tensor, for a file that does not match its header exactly.
     """
@@ -114,7 +116,7 @@ def _refuse(file: Path, reason: str, tensor_name: str | None = None, hint: str =
 
 
 def _refuse_tensors(file: Path, problems: Sequence[tuple[str, str]], hint: str = "") -> None:
-    """Raise CheckpointError about the first tensor, naming the others, if there is any problem (name, reason)."""
+    """Raise CheckpointError if there is any problem (name, reason); it is about the first tensor and names the others."""
     if not problems:
         return
     name, reason = problems[0]
@@ -127,7 +129,7 @@ def _refuse_tensors(file: Path, problems: Sequence[tuple[str, str]], hint: str =
 
 def _header_length(file: Path, head: bytes, file_bytes: int) -> int:
     length = int.from_bytes(head, "little")
-    # Every other format's first bytes, read as a length, are far over the limit, so a real length is never mistaken.
+    # The first bytes of every other format, read as a length, are far over the limit, so no real length matches them.
     if len(head) < 8 or length > MAX_HEADER_BYTES:
         for magic, reason, hint in _OTHER_FORMATS:
             if head.startswith(magic):
@@ -149,7 +151,7 @@ def _no_constant(text: str) -> NoReturn:
 
 
 def _whole_number(text: str) -> int:
-    if text == "-0" or len(text) > 20:  # the library takes the first for a float; the second is no 64-bit number
+    if text == "-0" or len(text) > 20:  # the library reads the first as a float; the second has more than 64 bits
         raise ValueError(f"{brief(text)} is not a size")
     return int(text)
 
@@ -194,12 +196,12 @@ def _is_size(value: Any) -> bool:
 
 
 def _shown(name: str) -> str:
-    """Return the name as text that can be printed: JSON can spell half a surrogate pair, which no output accepts."""
+    """Return the name as printable text. JSON can encode half a surrogate pair, which no output accepts."""
     return name.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _entry(file: Path, name: str, item: Any, data_start: int) -> TensorEntry:
-    """Return one tensor of the header. A ValueError names what is wrong with it."""
+    """Return one tensor of the header. A ValueError gives the problem."""
     if _shown(name) != name:
         raise ValueError("the name is not valid Unicode")
     if not isinstance(item, dict) or item.keys() != ENTRY_KEYS or _repeated(item):
@@ -210,7 +212,7 @@ def _entry(file: Path, name: str, item: Any, data_start: int) -> TensorEntry:
     if not isinstance(shape, list) or not all(map(_is_size, shape)) or len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"bad shape {brief(shape)}")
     spelled, width = DTYPES[dtype]
-    if math.prod(size or 1 for size in shape) * width > MAX_INT:  # strides overflow even where a zero makes it empty
+    if math.prod(size or 1 for size in shape) * width > MAX_INT:  # strides overflow even if a zero makes it empty
         raise ValueError(f"shape {brief(shape)} is too large")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)) or offsets[0] > offsets[1]:
         raise ValueError(f"bad offsets {brief(offsets)}")

@@ -1,9 +1,10 @@
 """Downloads from a hub, on request only: config, tokenizer and safetensors of one revision, into the hub's cache.
 
-Nothing else is ever fetched: no pickle, no Python file, no file in a sub-folder. The weight files are those that the config and
-index name, as `checkpoint/folder.py` reads them. A lost connection is resumed inside a file. After a kill the next pull keeps whole
-files, and huggingface_hub 2 begins the file that was cut again: its temporary files belong to one process. The revision is the
-commit that the hub named when the pull began; the snapshot's folder is called after it.
+Nothing else is ever fetched: no pickle, no Python file, no file in a sub-folder. The weight files are those that the
+config and index name, as `checkpoint/folder.py` reads them. A lost connection is resumed inside a file. After a kill,
+the next pull keeps whole files. huggingface_hub 2 then restarts the interrupted file, because its temporary files
+belong to one process. The revision is the commit that the hub named when the pull began; the snapshot's folder has its
+name.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from trimtab.errors import CheckpointError, RequestError, gib
 from trimtab.process.json_file import read_json
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Whole names; a name with a folder in it matches none of them.
+# Whole names; a name with a folder matches none of them.
 _SMALL = re.compile(
     r"(config|generation_config|adapter_config|(?:video_|image_)?(?:pre)?processor_config|tokenizer|tokenizer_config|"
     r"special_tokens_map|added_tokens|vocab|chat_template|model\.safetensors\.index)\.json"
@@ -32,13 +33,13 @@ _SMALL = re.compile(
 )
 _SHARD = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# Config and index files larger than this are none.
+# Larger files are no config or index.
 MOST_JSON_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
 class Pulled:
-    """The downloaded snapshot. folder: its path. revision: its commit. license: as the hub states it, None where it does not.
+    """The downloaded snapshot. folder: its path. revision: its commit. license: from the hub, None without one.
 
     bytes: of all files; fetched_bytes: those that were not in the cache before.
     """
@@ -57,9 +58,9 @@ def pull(
 ) -> Pulled:
     """Fetch a model or adapter from a hub (HF_ENDPOINT, huggingface.co by default) into the local cache.
 
-    revision: a branch, tag or commit, "main" if None. say: told the license and each file. Errors: RequestError for a name that
-    is no hub id, where the hub is switched off (HF_HUB_OFFLINE) or cannot be reached, or the disk has too little room;
-    CheckpointError for a repository without safetensors.
+    revision: a branch, tag or commit, "main" if None. say: called with the license and with each file. Errors:
+    RequestError for a name that is no hub id, if the hub is switched off (HF_HUB_OFFLINE) or unreachable, or the disk
+    has too little free space; CheckpointError for a repository without safetensors.
     """
     emit = say or (lambda text: None)
     branch = revision or "main"
@@ -158,7 +159,7 @@ def _is_cached(model: str, name: str, commit: str) -> bool:
 
 
 def _check_room(model: str, needed: int) -> None:
-    """Raise RequestError if the disk of the cache has too little room."""
+    """Raise RequestError if the disk of the cache has too little free space."""
     folder = hub_cache()
     while not folder.exists():
         folder = folder.parent
@@ -180,7 +181,7 @@ def _record(model: str, name: str, commit: str) -> None:
 
 
 def _transport_error() -> type[Exception]:
-    """Return what a lost connection raises: huggingface_hub 1 uses httpx, 2 its successor httpx2."""
+    """Return the exception class of a lost connection: huggingface_hub 1 uses httpx, 2 its successor httpx2."""
     package = sys.modules[type(huggingface_hub.get_session()).__module__.partition(".")[0]]
     kind: type[Exception] = package.HTTPError
     return kind

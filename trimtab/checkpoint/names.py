@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
-# Beyond this many characters from its end a name is not compared: the cost grows with the square of the length.
+# Only this many characters at the end of a name are compared, because the cost grows with the square of the length.
 COMPARED_CHARS = 200
 MIN_SCORE = 0.5
 
-# What families call the same part. Source: the module names of transformers 5.23.0's multimodal models.
+# The names of the same part in different families. Source: the module names of transformers 5.23.0's multimodal models.
 SAME_PART: tuple[tuple[str, ...], ...] = (
     ("multi_modal_projector", "mm_projector", "embed_vision", "embed_audio", "merger", "connector", "aligner"),
     ("vision_tower", "vision_model", "visual", "vision_encoder"),
@@ -21,14 +21,14 @@ _PART_OF = {segment: group for group, segments in enumerate(SAME_PART) for segme
 
 
 def is_under(path: str, prefix: str) -> bool:
-    """Return whether path is prefix or lies below it at a dot; the empty prefix holds everything."""
+    """Return whether path is prefix or lies below it at a dot; every path is under the empty prefix."""
     return not prefix or path == prefix or path.startswith(prefix + ".")
 
 
 def matches(pattern: str, path: str) -> bool:
     """Return whether the pattern names the path or something above it.
 
-    `*` stands for any text, dots and the empty text included; every other character is itself. "a.b" names "a.b" and
+    `*` matches any text, including dots and the empty text; every other character matches itself. "a.b" names "a.b" and
     everything below, "layers.1" never "layers.11". The empty pattern names the empty path alone.
     """
     return _matches_whole(pattern, path) or _matches_whole(pattern + ".*", path)
@@ -42,7 +42,7 @@ def _matches_whole(pattern: str, path: str) -> bool:
     if not path.startswith(head):
         return False
     at = len(head)
-    for piece in middle:  # the leftmost place leaves the most for the pieces that follow
+    for piece in middle:  # the leftmost match leaves the most text for the next segments
         at = path.find(piece, at)
         if at < 0:
             return False
@@ -54,7 +54,7 @@ def near_names(name: str, choices: Iterable[str], count: int = 3) -> list[str]:
     """Return up to `count` of the choices that a mistyped name may have meant, best first; often empty.
 
     A choice is near when its text is alike, when it ends like the name and shares words with it, or when it is alike
-    once the part has the name that the choices' family gives it ("multi_modal_projector" is "embed_vision" elsewhere).
+    after its part gets the name from the choices' family ("multi_modal_projector" is "embed_vision" elsewhere).
     """
     comparison = _Comparison(name)
     scored = [(choice != name, -comparison.score(choice), choice) for choice in dict.fromkeys(choices)]
@@ -63,7 +63,9 @@ def near_names(name: str, choices: Iterable[str], count: int = 3) -> list[str]:
 
 
 class _Comparison:
-    """One name against many: what depends on the name, or on a last segment that many choices share, is done once."""
+    """Compares one name with many choices. Work that depends on the name, or on a last segment that many choices share,
+    is done once.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name[-COMPARED_CHARS:]
@@ -84,7 +86,7 @@ class _Comparison:
         best = max(best, self._ratio(self.name, choice))
         theirs = _parts(choice.split("."))
         if self.parts and theirs and not self.parts.keys() & theirs.keys():
-            return 0.8 * best  # a projection of another tower has the same name and was not meant
+            return 0.8 * best  # a projection of another tower has the same name
         if renamed := self._renamed(theirs):
             best = max(best, self._ratio(renamed, choice))
         return best
@@ -99,7 +101,7 @@ class _Comparison:
         return matcher.ratio()
 
     def _renamed(self, theirs: dict[int, list[str]]) -> str | None:
-        """Return the name with a part called as the choice calls it, None where both already agree or share no part."""
+        """Return the name with its part spelled as in the choice, None if both agree already or share no part."""
         for group, (mine, *_) in self.parts.items():
             if group in theirs and mine not in theirs[group]:
                 return ".".join(theirs[group][0] if segment == mine else segment for segment in self.segments)
@@ -107,7 +109,7 @@ class _Comparison:
 
 
 def _parts(segments: list[str]) -> dict[int, list[str]]:
-    """Return the segments that name a part, by the place of that part in SAME_PART."""
+    """Return the segments that name a part, by the index of that part in SAME_PART."""
     by_length: dict[int, list[str]] = {}
     for segment in segments:
         if segment in _PART_OF:

@@ -1,9 +1,9 @@
 """bitsandbytes checkpoints: packed weights grouped with their statistics, by the weight's name.
 
-4-bit: `X.weight` packed [n, 1], beside it `X.weight.absmax`, `.quant_map`, with double quantization `.nested_absmax`
-and `.nested_quant_map`, and `.quant_state.bitsandbytes__nf4` (or `__fp4`), a small JSON. int8: `X.weight`, `X.SCB` and
-`X.weight_format`. Source: bitsandbytes 0.49.2 to 0.50.2, functional.py QuantState.as_dict; modules.py Linear8bitLt.
-What is read of the weights: that JSON and the format byte, a few hundred bytes per tensor.
+4-bit: `X.weight` packed [n, 1], with `X.weight.absmax`, `.quant_map`, `.quant_state.bitsandbytes__nf4` (or `__fp4`), a
+small JSON, and for double quantization `.nested_absmax` and `.nested_quant_map`. int8: `X.weight`, `X.SCB` and
+`X.weight_format`. Source: bitsandbytes 0.49.2 to 0.50.2, functional.py QuantState.as_dict; modules.py Linear8bitLt. Of
+the weights, only that JSON and the format byte are read: a few hundred bytes per tensor.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 STORAGE_BYTES = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 LOGICAL_DTYPES = ("float16", "bfloat16", "float32")
 MAX_STATE_BYTES = 65536
-ROW_FORMAT = 0  # of bitsandbytes' LINEAR_8BIT_WEIGHTS_FORMAT_MAPPING the only one that it still reads
+ROW_FORMAT = 0  # the only entry of LINEAR_8BIT_WEIGHTS_FORMAT_MAPPING that bitsandbytes still reads
 SHOWN_PROBLEMS = 20
 
 
 @dataclass(frozen=True)
 class PackedEntry:
-    """One packed weight. shape, dtype: of the weight it stands for. parts: its file tensors. state: the 4-bit JSON."""
+    """One packed weight. shape, dtype: of the unpacked weight. parts: its file tensors. state: the 4-bit JSON."""
 
     tensor_name: str
     kind: str
@@ -47,7 +47,7 @@ class PackedEntry:
 
 @dataclass
 class _Group:
-    """The file tensors around one weight by their part, and the 4-bit types that its states name."""
+    """The file tensors of one weight by their part, and the 4-bit types that its states name."""
 
     tensor_name: str
     parts: dict[str, TensorEntry] = field(default_factory=dict)
@@ -64,7 +64,7 @@ def split_packed(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[s
     """Return (plain tensors, packed weights by name); side tensors are in neither.
 
     Errors: CheckpointError with every inconsistent group, for another quantization than bitsandbytes', and for a config
-    that says quantized over files that are not.
+    that declares quantization although the files are not quantized.
     """
     _check_method(checkpoint)
     plain, groups = _groups(checkpoint.tensors)
@@ -94,7 +94,7 @@ def _check_method(checkpoint: Checkpoint) -> None:
     method = quantization.get("quant_method")
     if method is None and (
         quantization.get("load_in_4bit") or quantization.get("load_in_8bit")
-    ):  # as old configs say it
+    ):  # the form of old configs
         method = "bitsandbytes"
     if method != "bitsandbytes":
         raise CheckpointError(
@@ -179,7 +179,7 @@ def _four_bit(group: _Group) -> PackedEntry | None:
 
 
 def _read_state(entry: TensorEntry) -> Any:
-    """Return the JSON of a quant_state. Errors: OSError and ValueError say why it cannot be read."""
+    """Return the JSON of a quant_state. Errors: OSError and ValueError with the reason why it cannot be read."""
     if entry.dtype != "uint8" or entry.nbytes > MAX_STATE_BYTES:
         raise ValueError(f"it is {entry.dtype} of {entry.nbytes} B, not a small uint8 tensor")
     with open(entry.file, "rb") as handle:
@@ -192,7 +192,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _check_state(group: _Group, state: Mapping[str, Any], kind: str, nested: bool) -> bool:
-    """Return whether the state's values can be used; what is wrong with them goes to the group's problems."""
+    """Return whether the state's values can be used; errors are added to the group's problems."""
     before = len(group.problems)
     keys = STATE_KEYS + (NESTED_KEYS if nested else ())
     unknown, absent = sorted(state.keys() - set(keys)), [key for key in keys if key not in state]
@@ -238,7 +238,7 @@ def _check_parts(group: _Group, numel: int, state: Mapping[str, Any], nested: bo
     if width is None:
         group.problems.append(f"{stored} (packed values are stored as {', '.join(STORAGE_BYTES)})")
         return
-    count = -(-numel // (2 * width))  # two values a byte, rounded up to whole values of the storage dtype
+    count = -(-numel // (2 * width))  # two values per byte, rounded up to whole values of the storage dtype
     group.want(weight.shape == (count, 1), f"{stored}, its quant_state needs [{count}, 1]")
 
 
@@ -262,14 +262,14 @@ def _eight_bit(group: _Group) -> PackedEntry | None:
         return None
     is_right = scale.dtype == "float32" and scale.shape == weight.shape[:1]
     group.want(is_right, f"SCB is {scale.dtype} {list(scale.shape)}, float32 [{weight.shape[0]}] is needed")
-    # float16: what bitsandbytes casts to before it quantizes (Int8Params._quantize).
+    # float16: bitsandbytes casts to it before it quantizes (Int8Params._quantize).
     return PackedEntry(
         group.tensor_name, "int8", weight.shape, "float16", None, False, {"weight": weight, "SCB": scale}, {}
     )
 
 
 def _format_of(entry: TensorEntry) -> int | str:
-    """Return the format number, or in words why there is none."""
+    """Return the format number, or the reason why there is none."""
     if entry.dtype != "uint8" or entry.nbytes != 1:
         return f"{entry.dtype} {list(entry.shape)}"
     try:

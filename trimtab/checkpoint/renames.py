@@ -1,7 +1,8 @@
-"""Former names of modules: transformers renames parts of models between releases, adapters keep the names of their training.
+"""Former names of modules: transformers renames parts of models between releases, but adapters keep the names of their
+training.
 
-The renames come from the installed release's own table for checkpoints (engine/loader/renames.py); they travel with the anatomy.
-Imports no torch.
+The renames come from the installed release's table for checkpoints (engine/loader/renames.py) and are part of the
+anatomy. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 class Rename(NamedTuple):
     """One renaming of tensor names: below `base.scope`, or `scope`, the first match of a pattern is replaced.
 
-    pattern: of transformers itself, for Python's `re`. target: the replacement; \\1 stands for the pattern's group.
+    pattern: from transformers, for Python's `re`. target: the replacement; \\1 is the pattern's group.
     """
 
     base: str
@@ -38,7 +39,7 @@ class Rename(NamedTuple):
 
 
 def renamed(path: str, renames: Iterable[Rename]) -> str:
-    """Return the present path of a module. The table speaks of tensors: the module's weight stands for it."""
+    """Return the present path of a module. The table has tensor names, so the name of the module's weight is used."""
     name = f"{path}.weight"
     for rename in renames:
         name = rename.apply(name)
@@ -46,7 +47,7 @@ def renamed(path: str, renames: Iterable[Rename]) -> str:
 
 
 def former_words(renames: Iterable[Rename], paths: Iterable[str]) -> frozenset[str]:
-    """Return the words of former names that no present path has."""
+    """Return the words of former names that occur in no present path."""
     words = {
         word
         for rename in renames

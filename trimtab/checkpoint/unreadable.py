@@ -1,4 +1,4 @@
-"""What the system refuses while a folder is read (permissions, a stale network mount, a bad disk) becomes the folder's error."""
+"""System errors while a folder is read (permissions, a stale network mount, a bad disk) become errors of that folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def adapter_refusal(path: str | os.PathLike[str], exc: OSError) -> TrimtabError:
 
 
 def check_reachable(path: str | os.PathLike[str]) -> None:
-    """Raise OSError for a path that may be there but cannot be looked at, because of a folder above it for example."""
+    """Raise OSError for a path that may exist but cannot be inspected, for example because of a folder above it."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -37,7 +37,7 @@ def check_reachable(path: str | os.PathLike[str]) -> None:
 
 
 def reading(refusal: Callable[[Any, OSError], TrimtabError]) -> Callable[[Reader], Reader]:
-    """Return a decorator for a function of a path: OSError becomes the refusal."""
+    """Return a decorator for a function of a path: OSError becomes the folder's error."""
 
     def decorate(function: Reader) -> Reader:
         @wraps(function)

@@ -1,7 +1,7 @@
-"""Writing a safetensors file: a header for tensors whose bytes come later, and writes at offsets.
+"""Writes a safetensors file: a header for tensors whose bytes come later, and writes at offsets.
 
-`lay_out` gives every tensor its place, `encode` the header's bytes. Format: see `headers.py`. Nothing here knows where
-the bytes come from, and no tensor is ever held: a file is made piece by piece. Imports no torch.
+`lay_out` gives every tensor its offset, `encode` the header's bytes. Format: see `headers.py`. This module does not
+know the source of the bytes and never holds a whole tensor. Imports no torch.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Layout:
 def lay_out(path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str], *, ordered: bool = True) -> Layout:
     """Return where each tensor goes in a file at `path`.
 
-    ordered: keep the given order of data. Otherwise wide types come first, then names, as the safetensors library does
-    it: readers that use the file's bytes in place need every value at a multiple of its size.
+    ordered: keep the given order of data. Otherwise wide types come first, then names, as in the safetensors library:
+    readers that use the file's bytes in place need every value at a multiple of its size.
     """
     if not ordered:
         tensors = sorted(tensors, key=lambda tensor: (-width_of(tensor.dtype), tensor.tensor_name))
@@ -80,7 +80,7 @@ def lay_out(path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str
 
 
 def same_layout(path: Path, head: bytes, entries: Iterable[TensorEntry]) -> Layout:
-    """Return the layout of a file that is laid out exactly as another one whose head and tensors are given."""
+    """Return the layout of a file with exactly the header and tensors of another one."""
     places = {
         entry.tensor_name: TensorEntry(entry.tensor_name, entry.dtype, entry.shape, path, entry.start, entry.nbytes)
         for entry in sorted(entries, key=lambda entry: entry.start)
@@ -90,10 +90,10 @@ def same_layout(path: Path, head: bytes, entries: Iterable[TensorEntry]) -> Layo
 
 
 class PositionedWriter:
-    """A new file, written at offsets by any number of threads and on the disk when `finish` returns.
+    """A new file that any number of threads write at offsets. It is on the disk when `finish` returns.
 
-    direct: open it a second time for `write_aligned`, past the system's cache where the system can do that.
-    Errors: OSError, as the system gives it. A file that is left without `finish` is removed.
+    direct: open it a second time for `write_aligned`, without the page cache if the system supports that.
+    Errors: OSError, unchanged. A file that is left without `finish` is removed.
     """
 
     def __init__(self, path: Path, *, direct: bool = False) -> None:
@@ -101,7 +101,7 @@ class PositionedWriter:
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by finish or __exit__
         self._direct: int | None = None
         if direct and hasattr(os, "O_DIRECT") and hasattr(os, "pwrite"):
-            with suppress(OSError):  # a file system in memory, for one, refuses it
+            with suppress(OSError):  # a file system in memory refuses it, for example
                 self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
         self._lock = threading.Lock()
         self._is_finished = False
@@ -134,7 +134,7 @@ class PositionedWriter:
             except OSError as exc:
                 if exc.errno != errno.EINVAL:
                     raise
-                self._close_direct()  # this file system wants another alignment, or took the flag without meaning it
+                self._close_direct()  # this file system needs another alignment, or accepts the flag without support
         if done < len(data):
             self.write(data[done:], start + done)
 
@@ -167,14 +167,14 @@ class PositionedWriter:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a small file and bring it to the disk."""
+    """Write a small file and flush it to the disk."""
     with PositionedWriter(path) as writer:
         writer.write(content, 0)
         writer.finish()
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's directory entries to the disk, where the system has a call for that."""
+    """Flush a folder's directory entries to the disk, if the system has a call for that."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)

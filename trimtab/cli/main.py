@@ -1,6 +1,6 @@
 """The command line: flags become a request, the request becomes one library call, and the result is printed.
 
-With the other files of `cli/` alone prints; alone exits and reads what the user's terminal is. Exit codes:
+Only the files of `cli/` print; only this one exits and inspects the user's terminal. Exit codes:
 
     0  success
     1  answers differ (verify, merge --check); a server's adapter is ignored or wrong
@@ -45,20 +45,20 @@ from trimtab.process import interrupts, threads
 from trimtab.process.exit_codes import exit_code, exit_codes_text
 from trimtab.process.packages import versions_of
 
-# File -> the commands that it adds, in the order of --help.
+# File -> its commands, in the order of --help.
 FILES = {
     "commands.plan_run": ("plan", "inspect", "run", "demo"), "chat.chat": ("chat",),
     "commands.models": ("models", "adapters", "completion"), "flags.pull": ("pull",),
     "commands.merge_verify": ("merge", "verify"), "commands.bench": ("bench",), "commands.tune": ("tune",),
     "commands.doctor": ("doctor",), "commands.serve": ("serve",),
 }  # fmt: skip
-# Commands that compute nothing, and those that outlive the load of the minute in which they start.
+# Commands that compute nothing, and long-running commands, for which the present load of the machine does not matter.
 WITHOUT_THREADS, LASTING = ("plan", "inspect", "models", "adapters", "completion", "pull"), ("serve",)
-# Commands that plan a model here, load it with `flags.opening.opened` and do nothing else.
+# Commands that only plan a model here and load it with `flags.opening.opened`.
 OPENING = ("plan", "run", "chat")
-# What a disk says that takes no more, also of standard output.
+# Errors of a full disk, also for standard output.
 FULL_DISK = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
-# What the system says of a file or folder that it does not let this process use.
+# Errors of a file or folder that this process may not use.
 REFUSED = tuple(
     getattr(errno, name) for name in
     ("EACCES", "EPERM", "EROFS", "ENOENT", "ENOTDIR", "EISDIR", "ELOOP", "ENAMETOOLONG", "EIO", "ESTALE", "EMFILE", "ENFILE")
@@ -70,7 +70,7 @@ STOPPED, READER_GONE = interrupts.STOPPED, 141
 
 
 class UsageError(RequestError):
-    """The command line cannot be read; `usage` says how it is written."""
+    """The command line cannot be parsed; `usage` shows its form."""
 
     def __init__(self, message: str, *, usage: str) -> None:
         self.usage = usage
@@ -92,8 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     finally:
         if interrupts.is_command():
-            gc.freeze()  # the interpreter looks for garbage among all modules as it ends: more than a second
-            with suppress(OSError, ValueError):  # a reader that went away; what is lost it did not want
+            gc.freeze()  # garbage collection at exit walks all modules: more than a second
+            with suppress(OSError, ValueError):  # the reader has closed the pipe; it does not need the lost output
                 sys.stdout.flush()
             interrupts.end_at_once()
             if code == STOPPED:
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _color_behind_command(given: list[str]) -> list[str]:
-    """Return the arguments with a --color that stands before the command after it, where each command has the flag."""
+    """Return the arguments with a --color before the command moved after it, where each command has the flag."""
     count = 2 if given[:1] == ["--color"] else int(bool(given) and given[0].startswith("--color="))
     color, rest = given[:count], given[count:]
     return [rest[0], *color, *rest[1:]] if color and rest and not rest[0].startswith("-") else given
@@ -153,7 +153,7 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def _refused(exc: OSError, as_json: bool, words: Words) -> int:
-    """Report a file that the system does not let this process use, whichever step asked for it. Returns the exit code."""
+    """Report a file that this process may not use, from any step. Returns the exit code."""
     name = exc.filename if isinstance(exc.filename, str) else os.fsdecode(exc.filename or b"")
     error = RequestError(f"cannot be read or written ({exc.strerror or exc})", field="file", value=name or None)
     _print_error(error, as_json, words)
@@ -161,12 +161,14 @@ def _refused(exc: OSError, as_json: bool, words: Words) -> int:
 
 
 def _close_output() -> None:
-    """Discard what stdout still holds: the interpreter flushes it again at exit, which must not fail a second time."""
+    """Discard the buffer of stdout: the interpreter flushes it again at exit, which must not fail a second time."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _prepare_terminal() -> None:
-    """Print a question mark for characters that a terminal cannot show, and hide upstream notes around the answer."""
+    """Print a question mark for characters that a terminal cannot show, and hide notes of other packages around the
+    answer.
+    """
     import logging
     import warnings
 
@@ -190,12 +192,12 @@ def _print_error(exc: BaseException, as_json: bool, words: Words) -> None:
 def _text(exc: BaseException, words: Words) -> str:
     text = str(exc).replace("(`problems` has all)", "(--json has all)") if isinstance(exc, AdapterError) else str(exc)
     if isinstance(exc, CheckpointError) and exc.path.endswith(".toml"):
-        return text  # it names the keys of that file
+        return text  # the message names the keys of that file
     return words.of(text, getattr(exc, "field", None)) or "stopped"
 
 
 def _check_readable(given: Sequence[str]) -> None:
-    """Raise RequestError for a word that is not UTF-8 and names no file: no tokenizer can read it."""
+    """Raise RequestError for an argument that is not UTF-8 and names no file: no tokenizer can read it."""
     for word in given:
         if any("\udc80" <= letter <= "\udcff" for letter in word) and not os.path.lexists(word.rpartition("=")[2]):
             raise RequestError("is not UTF-8 text", field="command line", value=ascii(word).strip("'"))
@@ -235,7 +237,7 @@ def versions() -> dict[str, str | None]:
 def parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Return the parser of every command; a command is the function in `command`.
 
-    named: the first word of a command line. Where it is a command, no other command's file is imported, nor is what that imports.
+    named: the first word of a command line. If it is a command, no other command's file is imported, nor its imports.
     """
     top = _Parser(
         prog="trimtab", allow_abbrev=False,
@@ -258,9 +260,7 @@ def parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
         made.set_defaults(command=function, parser=made, name_of_command=name)
         return made
 
-    wanted = [
-        file for file, names in FILES.items() if set(named) & {*names} - {"completion"}
-    ]  # which lists every command
+    wanted = [file for file, names in FILES.items() if set(named) & {*names} - {"completion"}]  # it lists every command
     for file in wanted or FILES:
         importlib.import_module(f"trimtab.cli.{file}").add(command)
     for name, each in commands.choices.items():

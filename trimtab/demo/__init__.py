@@ -1,12 +1,12 @@
-"""What does the demo bring and show?
+"""What does the demo contain and show?
 
     import trimtab.demo
 
     trimtab.demo.BASE                   the checkpoint
     trimtab.demo.ADAPTERS["style"]      an adapter for it; also "specialist" and "rslora-dora"
-    trimtab.demo.IMAGES, .SOUNDS        what it was trained to see and hear
+    trimtab.demo.IMAGES, .SOUNDS        the images and audio clips of its training
 
-`line.py` (`trimtab demo`) shows the whole line on them.
+`demo.py` (`trimtab demo`) runs everything from plan to answer on them.
 """
 
 from pathlib import Path

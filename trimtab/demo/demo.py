@@ -45,11 +45,11 @@ class Ask:
 
 
 def run(say: Say, placed: LoadRequest | None = None) -> dict[str, Any]:
-    """Return what was planned, answered and compared, after saying it step by step.
+    """Return the plan, the answers and the comparison, after printing them step by step.
 
-    placed: budgets of the split model, and dtype and device of both; a tight budget by default. Errors: ParityError if a logit of
-    the split model differs from the all-resident one's by more than noise; CheckpointError, with how to get it back, if a file of
-    the bundled model is missing or damaged.
+    placed: budgets of the split model, and dtype and device of both; a tight budget by default. Errors: ParityError if
+    a logit of the split model differs from the all-resident model's by more than noise; CheckpointError, with how to
+    get it back, if a file of the bundled model is missing or damaged.
     """
     check_files()
     try:
@@ -63,7 +63,7 @@ def run(say: Say, placed: LoadRequest | None = None) -> dict[str, Any]:
 
 
 def check_files() -> None:
-    """Raise CheckpointError if a file that the demo needs is not there."""
+    """Raise CheckpointError if a file of the demo is missing."""
     adapters = [f"adapters/{name}/adapter_model.safetensors" for name in ADAPTERS]
     needed = [
         "prompts.jsonl",
@@ -116,7 +116,9 @@ def _run(say: Say, placed: LoadRequest) -> dict[str, Any]:
 
 
 def check_changes(changes: Changes, expected: Changes) -> None:
-    """Raise ParityError if the split model has loaded another change than the resident one: sharper than any answer."""
+    """Raise ParityError if the split model has loaded another weight change than the resident one. This is more
+    sensitive than answers.
+    """
     from trimtab.verification.routes.loaded_changes import compare_changes
 
     compared = compare_changes(expected, changes)
@@ -128,7 +130,7 @@ def check_changes(changes: Changes, expected: Changes) -> None:
 
 
 def new_picture() -> Path:
-    """Return an empty file of this run alone, for the picture of its plan: other users and other runs have theirs."""
+    """Return a new empty file for the chart of this run's plan. Other users and other runs have their own files."""
     handle, path = tempfile.mkstemp(prefix="trimtab-demo-plan-", suffix=".svg")
     os.close(handle)
     return Path(path)
@@ -137,9 +139,10 @@ def new_picture() -> Path:
 def _judge(
     whole: trimtab.Plan, asks: Sequence[Ask], logits: Sequence[Any], expected: Sequence[Any], say: Say
 ) -> tuple[str, dict[str, Any]]:
-    """Return the verdict on logits that are not equal bit for bit, and the noise of the resident model that it rests on.
+    """Return the verdict on logits that are not equal bit for bit, and the resident model's noise on which it is based.
 
-    Another kernel for the same product gives other last bits. Errors: ParityError if a difference is more than that.
+    Another kernel for the same product gives different last bits. Errors: ParityError if a difference is more than
+    that.
     """
     places = [place for place, (a, b) in enumerate(zip(logits, expected, strict=True)) if not a.equal(b)]
     say("   not bit-equal: measuring the noise of the resident model")
@@ -148,7 +151,7 @@ def _judge(
 
 
 def judge(noise: Sequence[Noise], asks: Sequence[Ask], logits: Sequence[Any], expected: Sequence[Any]) -> NoiseFloor:
-    """Return the noise floor that the logits of all asks are within. noise: of each place that differs, by its number.
+    """Return the noise floor that bounds the differences of all asks. noise: of each position that differs, by index.
 
     Errors: ParityError if a difference is more than that.
     """
@@ -177,7 +180,7 @@ def _noise(plan: trimtab.Plan, asks: Mapping[str, Ask]) -> tuple[Noise, ...]:
 
 
 def ask_noise(model: trimtab.LoadedModel, name: str, ask: Ask) -> tuple[Noise, ...]:
-    """Return how far a model is from itself on one ask when each layer's roundings are drawn at random."""
+    """Return the differences of a model's logits on one ask if each layer's roundings are random."""
     from trimtab.verification.routes.compare import drawn_noise
     from trimtab.verification.routes.teacher_forcing import ONCE, rounded_layers
 
@@ -192,7 +195,7 @@ def ask_noise(model: trimtab.LoadedModel, name: str, ask: Ask) -> tuple[Noise, .
 
 
 def read_asks(adapters: Sequence[str]) -> list[Ask]:
-    """Return the first question of each kind, to the base and to every adapter that has an answer to it."""
+    """Return the first question of each kind, to the base and to every adapter with an answer to it."""
     first: dict[str, dict[str, Any]] = {}
     for line in (FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines():
         values = json.loads(line)
@@ -210,8 +213,9 @@ def read_asks(adapters: Sequence[str]) -> list[Ask]:
 
 
 def _split_plan(whole: trimtab.Plan, options: Mapping[str, Any], placed: LoadRequest) -> trimtab.Plan:
-    """Return the plan of a given budget, else one in which tables are gathered and blocks streamed, for a budget little above
-    the smallest one."""
+    """Return the plan of a given budget, else one with gathered tables and streamed blocks, for a budget slightly above
+    the smallest.
+    """
     options = {**options, "host_memory": placed.host_memory_bytes}
     if placed.gpu_memory_bytes is not None:
         return trimtab.plan(FOLDER / "base", gpu_memory=placed.gpu_memory_bytes, **options)
@@ -222,14 +226,16 @@ def _split_plan(whole: trimtab.Plan, options: Mapping[str, Any], placed: LoadReq
     split = trimtab.plan(FOLDER / "base", gpu_memory=tight_bytes, **options)
     if "stream" in split.tiers().values():
         return split
-    # A model can be smaller than what loading sets aside for one block that leaves: then the tiers are requested.
+    # A model can be smaller than the loading buffers of one block that leaves: then the tiers are requested.
     return trimtab.plan(FOLDER / "base", place={"*": "stream", "table": "gather"}, **options)
 
 
 def _answers(
     plan: trimtab.Plan, asks: Sequence[Ask], say: Say | None
 ) -> tuple[list[dict[str, Any]], list[Any], Changes]:
-    """Return the answers (none without say), the teacher-forced logits [S, V] of every question, and what was loaded."""
+    """Return the answers (none without say), the teacher-forced logits [S, V] of every question, and the loaded
+    changes.
+    """
     from trimtab.verification.routes.trimtab_run import own_changes
 
     with show.loading_bar(sys.stderr) as progress:
@@ -261,6 +267,6 @@ def compare(compared_logits: Sequence[Any], expected: Sequence[Any]) -> float:
     for one, other in zip(compared_logits, expected, strict=True):
         if not one.equal(other):
             difference = float((one - other).abs().max())
-            # Not a number is no measure of sameness, in one of them or in both.
+            # NaN in one or both is never equal.
             largest = max(largest, difference if difference > 0 else math.inf)
     return largest

@@ -1,7 +1,7 @@
 """The doctor's results on one page: environment, matrix, known bugs, memory, predictions, bisection and drafts.
 
-The page is one HTML file that loads nothing: its style and its few lines of script are in it, and its own policy forbids
-the rest. Whatever a record says is shown as text.
+The page is one HTML file that loads nothing: it contains its style and its few lines of script, and its policy forbids
+everything else. Records are shown as plain text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trimtab.process.files import write_text
 from trimtab.process.redact import clean_all
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
-# How a label is coloured, and the sign that says the same without colour.
+# The color of a label, and the sign that means the same without color.
 GOOD, SILENT, BAD, ENDED, NONE = "good", "silent", "bad", "ended", "none"
 SIGNS = {GOOD: "✓", SILENT: "!", BAD: "✗", ENDED: "■", NONE: "·"}
 MEANINGS = {
@@ -51,7 +51,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """The matrix: a column for each engine under each set of versions, a row for each case."""
+    """The matrix: one column for each engine under each set of versions, one row for each case."""
 
     columns: tuple[tuple[str, str], ...]
     rows: tuple[tuple[str, str, tuple[Cell | None, ...]], ...]
@@ -134,7 +134,7 @@ def machine_rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def package_rows(values: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return (package, version, how it was installed)."""
+    """Return (package, version, kind of installation)."""
     packages = values.get("packages") or {}
     return [
         (str(name), str(package.get("version") or "not installed"), str(package.get("installed") or ""))
@@ -147,7 +147,7 @@ def package_rows(values: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def kind_of(label: str) -> str:
-    """Return how a label is coloured."""
+    """Return the color class of a label."""
     if label in _GOOD:
         return GOOD
     if label in _NONE:
@@ -168,7 +168,7 @@ def grid_of(records: Sequence[Mapping[str, Any]]) -> Grid | None:
         columns[column] = None
         row = rows.setdefault(str(record.get("case")), (str(record.get("title") or ""), {}))
         row[1][column] = cell_of(record)
-    # Stock beside trimtab: by engine within one set of versions.
+    # Stock next to trimtab: by engine within one set of versions.
     order = sorted(columns, key=lambda column: column[0] != "stock")
     kinds = [cell.kind for _, cells in rows.values() for cell in cells.values()]
     return Grid(
@@ -184,7 +184,7 @@ def _versions(record: Mapping[str, Any]) -> str:
 
 
 def cell_of(record: Mapping[str, Any]) -> Cell:
-    """Return one record as it is shown."""
+    """Return the cell of one record."""
     label = str(record.get("label"))
     failure = record.get("exception") or {}
     rows = (
@@ -194,7 +194,7 @@ def cell_of(record: Mapping[str, Any]) -> Cell:
         ("exception", f"{failure.get('type')}: {failure.get('message')}" if failure else None),
         ("warnings", _counts(record.get("warnings"))), ("log", "; ".join(map(str, record.get("log_lines") or ()))),
     )  # fmt: skip
-    # A merge that generates the adapter's tokens from other logits has its own label, and is not right.
+    # A merge that generates the adapter's tokens from other logits has its own label and is not right.
     modes = (record.get("modes") or {}).values()
     is_other = any(isinstance(mode, Mapping) and mode.get("equals_reference") is False for mode in modes)
     kind = kind_of(label)
@@ -254,7 +254,7 @@ def _verdict(one: Any) -> dict[str, Any]:
 
 
 def _preflight(preflight: Any) -> dict[str, Any] | None:
-    """Return the findings as rows, and the whole with its arithmetic as text."""
+    """Return the findings as rows, and the whole report with its arithmetic as text."""
     if preflight is None:
         return None
     from trimtab.doctor.preflight.preflight import Preflight, preflight_text

@@ -15,7 +15,7 @@ KINDS = (("gpu_peak_bytes", "GPU"), ("host_peak_bytes", "host"))
 
 
 def memory_pictures(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return (title, SVG) for every kind of memory that was measured, the GPU's first."""
+    """Return (title, SVG) for every measured kind of memory, the GPU's first."""
     charts = []
     for field, name in KINDS:
         rows = [

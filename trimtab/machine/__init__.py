@@ -1,1 +1,1 @@
-"""What is this machine, and what did earlier processes learn about it?"""
+"""What is this machine, and what did earlier processes measure on it?"""

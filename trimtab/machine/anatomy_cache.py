@@ -1,9 +1,9 @@
 """The cache of anatomies from earlier processes, so that a plan needs neither torch nor transformers.
 
-An entry is found by everything that shapes the tree: the hash of config.json and of the other files that transformers reads for
-it, the tensors' names, types and shapes, what the request says of formats, and the releases of Python, torch, transformers,
-bitsandbytes and this package, this package's own files included. Where the loader compared stored values, the weight files must
-be the very same. Anything that cannot be read is as if it were not there.
+The key of an entry has everything that shapes the tree: the hashes of config.json and of the other files that
+transformers reads for it, the tensors' names, types and shapes, the request's formats, the releases of Python, torch,
+transformers, bitsandbytes and this package, and this package's files. If the loader compared stored values, the weight
+files must be the same files. An unreadable entry counts as missing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from trimtab.request import LoadRequest
 
 FOLDER = "anatomies"
 MOST_FILES, MOST_BYTES, MOST_FILE_BYTES = 64, 64 * 2**20, 16 * 2**20
-# What transformers reads of a checkpoint beside its weights when it makes the empty model (5.6.2 to 5.23.0).
+# Files other than weights that transformers reads when it makes the empty model (5.6.2 to 5.23.0).
 SHAPING_FILES = (CONFIG, "generation_config.json")
-# This package's files that make an anatomy: an installation that is edited in place keeps its version.
+# This package's files that make an anatomy: an editable installation keeps its version when they change.
 MAKERS = (
     "checkpoint/anatomy.py", "checkpoint/prequantized.py", "engine/loader/anatomy_builder.py",
     "engine/loader/transformers_model.py", "engine/loader/tracing.py", "engine/families/step.py", "engine/kv/kv_cache.py",
@@ -37,7 +37,7 @@ MAKERS = (
 
 
 def key_of(checkpoint: Checkpoint, request: LoadRequest, *, keeps_16bit: bool = False) -> str:
-    """Return what decides the anatomy of a checkpoint for a request, as text. request: its quant is not "auto"."""
+    """Return the cache key of a checkpoint's anatomy for a request, as text. request: its quant is not "auto"."""
     plain, packed = split_packed(checkpoint)
     tensors: list[tuple[Any, ...]] = [(name, entry.dtype, entry.shape) for name, entry in sorted(plain.items())]
     tensors += [
@@ -70,7 +70,9 @@ def _stamp(file: Path) -> tuple[int, int] | None:
 
 
 def find_anatomy(checkpoint: Checkpoint, request: LoadRequest, *, keeps_16bit: bool = False) -> Anatomy | None:
-    """Return the anatomy that an earlier process read of this checkpoint for a request like this, None if it was not kept."""
+    """Return the anatomy that an earlier process read of this checkpoint for the same kind of request, None if it was
+    not cached.
+    """
     key = key_of(checkpoint, request, keeps_16bit=keeps_16bit)
     with suppress(OSError, ValueError, KeyError, TypeError):
         path = own_folder(FOLDER) / hashed(key)
@@ -87,7 +89,7 @@ def find_anatomy(checkpoint: Checkpoint, request: LoadRequest, *, keeps_16bit: b
 def keep_anatomy(
     checkpoint: Checkpoint, request: LoadRequest, anatomy: Anatomy, *, compares_values: bool, keeps_16bit: bool = False
 ) -> None:
-    """Keep an anatomy for later processes. compares_values: whether stored values decided something of it."""
+    """Cache an anatomy for later processes. compares_values: whether it depends on stored values."""
     key = key_of(checkpoint, request, keeps_16bit=keeps_16bit)
     whole = {"values_of": _same_files(checkpoint) if compares_values else None, "anatomy": write_anatomy(anatomy)}
     contents = json.dumps(whole).encode()
@@ -101,7 +103,9 @@ def keep_anatomy(
 
 
 def find_refusal(checkpoint: Checkpoint, request: LoadRequest, *, keeps_16bit: bool = False) -> str | None:
-    """Return why an earlier process could make no anatomy of this checkpoint for a request like this, None if that is not known."""
+    """Return why an earlier process could make no anatomy of this checkpoint for the same kind of request, None if
+    unknown.
+    """
     key = key_of(checkpoint, request, keeps_16bit=keeps_16bit)
     with suppress(OSError, ValueError, KeyError, TypeError):
         text = read_own(own_folder(FOLDER) / hashed(key), key, limit_bytes=MOST_FILE_BYTES)
@@ -112,7 +116,7 @@ def find_refusal(checkpoint: Checkpoint, request: LoadRequest, *, keeps_16bit: b
 
 
 def keep_refusal(checkpoint: Checkpoint, request: LoadRequest, reason: str, *, keeps_16bit: bool = False) -> None:
-    """Keep why no anatomy could be made for a request."""
+    """Cache the reason why no anatomy could be made for a request."""
     key = key_of(checkpoint, request, keeps_16bit=keeps_16bit)
     with suppress(OSError):
         folder = own_folder(FOLDER)
@@ -121,6 +125,6 @@ def keep_refusal(checkpoint: Checkpoint, request: LoadRequest, reason: str, *, k
 
 
 def _same_files(checkpoint: Checkpoint) -> list[Any]:
-    """Return what tells weight files from others, as JSON gives it back."""
+    """Return values that identify the weight files, in the form that JSON reads back."""
     stamps: Iterable[tuple[str, int, int]] = checkpoint.stamps
     return [str(checkpoint.folder.absolute()), *([*stamp] for stamp in stamps)]

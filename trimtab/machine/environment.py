@@ -1,6 +1,7 @@
-"""The environment of an interpreter and its machine: versions, how each package was installed, GPUs, memory. No personal data.
+"""The environment of an interpreter and its machine: versions, how each package was installed, GPUs, memory. No
+personal data.
 
-`read_environment` asks any interpreter, in a process of its own; the machine itself is looked at here. Left out on
+`read_environment` inspects any interpreter in a separate process; this module inspects the machine. Excluded on
 purpose: user and host names, folders, addresses, serial numbers, environment variables.
 """
 
@@ -27,13 +28,13 @@ from trimtab.process.runner import run_inside
 
 FORMAT = 1
 TIMEOUT_S = 120.0
-# What decides which kernels torch and bitsandbytes take on a CPU (bitsandbytes repacks 4-bit weights with AVX512-BF16).
+# CPU flags that decide which kernels torch and bitsandbytes use (bitsandbytes repacks 4-bit weights with AVX512-BF16).
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "avx512_vnni", "asimd", "bf16", "sve", "i8mm")
 
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution: version None if it is not there; installed: the kind of installation, in words."""
+    """A distribution: version: None if it is not installed; installed: the kind of installation, as text."""
 
     version: str | None
     installed: str | None
@@ -41,7 +42,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as torch sees it."""
+    """One GPU as torch reports it."""
 
     index: int
     name: str
@@ -54,9 +55,9 @@ class Gpu:
 class Environment:
     """One interpreter on one machine, at one moment.
 
-    packages: by distribution name, missing ones included; "trimtab" is the copy that asks. torch_error: the class of the
-    exception that importing torch or asking it for GPUs raised, None if all is well. driver: of NVIDIA, None without one.
-    cuda, hip: what torch was built for. is_other: it is another interpreter than the one that asks.
+    packages: by distribution name, missing ones included; "trimtab" is the running copy. torch_error: the class of the
+    exception from importing torch or listing its GPUs, None without one. driver: of NVIDIA, None without one. cuda,
+    hip: what torch was built for. is_other: it is another interpreter than the running one.
     """
 
     python: str
@@ -79,13 +80,13 @@ class Environment:
     is_other: bool = False
 
     def version(self, package: str) -> str | None:
-        """Return a package's version, None if it is not there."""
+        """Return a package's version, None if it is not installed."""
         package_row = self.packages.get(package)
         return None if package_row is None else package_row.version
 
     @property
     def versions(self) -> dict[str, str]:
-        """The versions of the packages that are there."""
+        """The versions of the installed packages."""
         return {name: package.version for name, package in self.packages.items() if package.version is not None}
 
     def to_json(self) -> dict[str, Any]:
@@ -115,9 +116,10 @@ class Environment:
 
 
 def read_environment(python: str | os.PathLike[str] | None = None) -> Environment:
-    """Return what an interpreter (None: this one) and the machine are; takes a process and torch's import, a few seconds.
+    """Return the environment of an interpreter (None: this one) and of the machine. Takes a process and torch's import,
+    a few seconds.
 
-    Packages that are missing are told as missing. Errors: RequestError if the interpreter cannot be started or says
+    Missing packages are reported as missing. Errors: RequestError if the interpreter cannot be started or reports
     nothing.
     """
     outcome = run_inside("trimtab.machine.environment_child", {}, python=python, timeout_s=TIMEOUT_S)
@@ -129,7 +131,7 @@ def read_environment(python: str | os.PathLike[str] | None = None) -> Environmen
         raise RequestError(
             f"is not a Python interpreter that runs: {scrubbed(last)}", field="python", value=os.fspath(python or "")
         )
-    # Without the second line the interpreter ended while it imported torch or asked for GPUs.
+    # Without the second line, the interpreter ended while it imported torch or listed GPUs.
     torch = reply.get("torch") or {"error": f"process {outcome.ended}", "gpus": []}
     packages = {name: Package(**package) for name, package in reply["packages"].items()}
     packages["trimtab"] = Package(__version__, None)
@@ -153,7 +155,7 @@ def os_name() -> str:
         return f"Windows {platform.release()} ({platform.version()})"
     if sys.platform == "darwin":
         return f"macOS {platform.mac_ver()[0]}"
-    # Of the kernel's release only the number: whoever built it may have put a name behind it.
+    # Only the number of the kernel's release: its builder may have added a name.
     number = re.match(r"[\d.]+\d", platform.release())
     kernel = f"{platform.system()} {number.group() if number else ''}".strip()
     wsl = ", WSL" if "microsoft" in platform.release().lower() else ""
@@ -164,7 +166,7 @@ def os_name() -> str:
 
 
 def full_cpu_name() -> str:
-    """Return the processor's name, as far as the system tells it."""
+    """Return the processor's name, as far as the system reports it."""
     named = (
         read_cpuinfo("model name") or read_cpuinfo("Hardware") or _registry_cpu() or _sysctl("machdep.cpu.brand_string")
     )
@@ -172,7 +174,7 @@ def full_cpu_name() -> str:
 
 
 def cpu_flags() -> tuple[str, ...]:
-    """Return those of CPU_FLAGS that the processor has; only Linux tells them all."""
+    """Return those of CPU_FLAGS that the processor has; only Linux reports all of them."""
     known = (read_cpuinfo("flags") or read_cpuinfo("Features")).split()
     return tuple(flag for flag in CPU_FLAGS if flag in known)
 

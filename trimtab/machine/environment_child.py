@@ -1,8 +1,8 @@
 """The environment of one interpreter: its packages and how each was installed, its torch and that torch's GPUs.
 
-`main` runs in a process of its own (`process.py`), so that looking at a GPU leaves no CUDA context behind and any other
-interpreter can be asked. Needs the standard library alone: a package that is missing or broken is told as such. No path,
-address or name of a person leaves this file: of an installation only its kind is told.
+`main` runs in a separate process (`process/runner.py`), so that reading a GPU leaves no CUDA context and any other
+interpreter can be inspected. Needs only the standard library: a missing or broken package is reported as such. The
+report has no path, address or personal name: it has only the kind of an installation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> 
 
 
 def read_package(name: str) -> dict[str, Any]:
-    """Return {"version", "installed"} of a distribution; both None if there is none."""
+    """Return {"version", "installed"} of a distribution; both None if it is not installed."""
     for spelled in (name, *OTHER_NAMES.get(name, ())):
         try:
             distribution = metadata.distribution(spelled)
@@ -45,10 +45,9 @@ def read_package(name: str) -> dict[str, Any]:
 
 
 def how_installed(distribution: metadata.Distribution) -> str:
-    """Return the kind of an installation, in words.
+    """Return the kind of an installation, as text.
 
-    Source: PEP 610 (direct_url.json: written for everything that did not come by name from an index) and PEP 376
-    (INSTALLER).
+    Source: PEP 610 (direct_url.json: written for every installation not from an index by name) and PEP 376 (INSTALLER).
     """
     installer = (distribution.read_text("INSTALLER") or "").strip().split("\n")[0][:20] or "unknown installer"
     direct = distribution.read_text("direct_url.json")
@@ -69,10 +68,10 @@ def how_installed(distribution: metadata.Distribution) -> str:
 
 
 def read_torch() -> dict[str, Any]:
-    """Return what torch was built for and the GPUs that it sees."""
+    """Return torch's build and the GPUs that it reports."""
     try:
         torch: Any = importlib.import_module("torch")
-    except Exception as exc:  # a missing library, a wrong architecture: whatever its import raises
+    except Exception as exc:  # a missing library, a wrong architecture: its import can raise any exception
         return {"error": None if isinstance(exc, ModuleNotFoundError) else type(exc).__name__, "gpus": []}
     values: dict[str, Any] = {
         "error": None, "cuda": torch.version.cuda, "hip": getattr(torch.version, "hip", None),
@@ -80,7 +79,7 @@ def read_torch() -> dict[str, Any]:
     }  # fmt: skip
     try:
         return values | {"gpus": _gpus(torch)}
-    except Exception as exc:  # a driver that does not fit the build
+    except Exception as exc:  # a driver that does not match the build
         return values | {"error": type(exc).__name__, "gpus": []}
 
 

@@ -1,7 +1,7 @@
 """The driver's memory for this process on a GPU: context, code, graphs, workspaces and torch's allocator together.
 
-None where NVIDIA's management library, the device or the figure is not there: Windows' display driver model does not tell it, nor
-does a container whose process numbers are not the host's.
+None if NVIDIA's management library, the device or the figure is missing: Windows' display driver model does not report
+it, nor does a container whose process ids differ from the host's.
 
 Source: NVML API reference, nvmlDeviceGetComputeRunningProcesses_v3 (driver 510 and newer).
 """
@@ -27,7 +27,7 @@ class _Process(ctypes.Structure):
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | None:
-    """Return the library, initialized for the life of the process; None if there is none that works."""
+    """Return the library, initialized until the process ends; None if it is missing or fails."""
     try:
         library = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
         return None if library.nvmlInit_v2() else library
@@ -36,7 +36,9 @@ def _library() -> ctypes.CDLL | None:
 
 
 def process_bytes(uuid: str, pid: int | None = None) -> int | None:
-    """Return the bytes that the driver holds for a process (None: this one) on the GPU of a UUID; None where it does not tell."""
+    """Return the bytes that the driver holds for a process (None: this one) on the GPU of a UUID; None if it does not
+    report them.
+    """
     library, handle = _library(), ctypes.c_void_p()
     function = None if library is None else getattr(library, "nvmlDeviceGetComputeRunningProcesses_v3", None)
     if library is None or function is None:

@@ -21,7 +21,9 @@ _MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. free_bytes: of the device, before this process has a context there. driver: the CUDA release it knows."""
+    """One GPU. free_bytes: of the device, before this process has a context there. driver: the CUDA release that it
+    supports.
+    """
 
     name: str
     capability: tuple[int, int]
@@ -40,18 +42,20 @@ class _Utilization(ctypes.Structure):
 
 
 class _UnknownError(Exception):
-    """The driver's libraries do not answer."""
+    """The driver's libraries cannot be queried."""
 
 
 def read_gpus() -> tuple[Gpu, ...] | None:
-    """Return the GPUs in CUDA's order, empty without a driver or a GPU; None if the driver cannot be asked."""
+    """Return the GPUs in CUDA's order, empty without a driver or a GPU; None if the driver cannot be queried."""
     return _asked(
         lambda cuda, nvml: tuple(_gpu(cuda, nvml, index, _driver(cuda)) for index in range(_int(cuda.cuDeviceGetCount)))
     )
 
 
 def busy_percent(index: int) -> int | None:
-    """Return how much of the last second or so a GPU was computing, as NVML counts it; None if the driver does not say."""
+    """Return the utilization of a GPU in about the last second, as NVML counts it; None if the driver does not report
+    it.
+    """
 
     def ask(cuda: ctypes.CDLL, nvml: ctypes.CDLL) -> tuple[int, ...]:
         utilization = _Utilization()
@@ -63,7 +67,7 @@ def busy_percent(index: int) -> int | None:
 
 
 def _asked(ask: Callable[[ctypes.CDLL, ctypes.CDLL], tuple[Answer, ...]]) -> tuple[Answer, ...] | None:
-    """Return what the driver's libraries answer, empty without a driver or a GPU; None if they cannot be asked."""
+    """Return the GPUs from the driver's libraries, empty without a driver or a GPU; None if they cannot be queried."""
     if sys.platform == "darwin":
         return ()
     windows = sys.platform == "win32"
@@ -127,7 +131,7 @@ def _handle(cuda: ctypes.CDLL, nvml: ctypes.CDLL, device: ctypes.c_int) -> ctype
     raw = (ctypes.c_ubyte * 16)()
     _check(cuda.cuDeviceGetUuid_v2(ctypes.byref(raw), device))
     named, handle = uuid.UUID(bytes=bytes(raw)), ctypes.c_void_p()
-    # A slice of a card that is shared (MIG) has a UUID of its own.
+    # A slice of a shared card (MIG) has its own UUID.
     if nvml.nvmlDeviceGetHandleByUUID(f"GPU-{named}".encode(), ctypes.byref(handle)):
         _check(nvml.nvmlDeviceGetHandleByUUID(f"MIG-{named}".encode(), ctypes.byref(handle)))
     return handle

@@ -27,7 +27,7 @@ class TorchBuild:
 
 @cache
 def torch_build() -> TorchBuild | None:
-    """Return what torch was built for, from the file that its build wrote; None if that cannot be read."""
+    """Return torch's build from the file that the build wrote; None if it cannot be read."""
     folder = _folder("torch")
     try:
         text = "" if folder is None else (folder / "version.py").read_text(encoding="utf-8")
@@ -50,7 +50,9 @@ def _folder(package: str) -> Path | None:
 
 @cache
 def versions() -> dict[str, str]:
-    """Return what decides a module tree and a process's memory: releases, where they lie, and Python's own."""
+    """Return the values that decide a module tree and a process's memory: releases of packages, their folders, and
+    Python's release.
+    """
     values = {"python": platform.python_version(), "system": sys.platform, "trimtab": __version__}
     for package in PACKAGES:
         values[package] = version_of(package) or "missing"

@@ -1,9 +1,10 @@
 """A Machine and Rates that an earlier process measured through torch, so that a plan needs no torch; or None.
 
-Kept by installed releases and by what sets the number of threads: the host memory that the libraries take, and torch's thread
-count. Free memory is asked now, of the driver. Where torch is loaded already, it is asked instead (engine/memory/rates.py).
+Cached values: the host memory of the libraries, and torch's thread count. Their keys are the installed releases and the
+settings of the thread count. Free memory is read now, from the driver. If torch is loaded already, torch is queried
+instead (engine/memory/rates.py).
 
-What it does not know: memory that torch's allocator in another process keeps without using it.
+Not known: unused memory that torch's allocator in another process keeps.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.machine import Machine
 from trimtab.process.json_file import parse
 
-# Host memory that the first forward on a GPU adds for good: code of cuBLAS, cuDNN and bitsandbytes, and the driver's
+# Host memory that the first forward on a GPU adds permanently: code of cuBLAS, cuDNN and bitsandbytes, and the driver's
 # tables. 0.85 GiB with torch 2.11, CUDA 13 on an H200 (bench/results/memory.json: resident, host peak over base).
 FIRST_FORWARD_BYTES = 850 * 2**20
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
 MOST_BYTES = 4096
-# Torch takes more than the least; a figure beyond the most is not that of libraries.
+# Plausible host memory of torch's libraries: values outside these limits are not cached.
 LEAST_ADDED_BYTES, MOST_ADDED_BYTES, MOST_THREADS = 50 * 2**20, 2**35, 2**16
 
 
 def resolve(device: str, count: int) -> str:
-    """Return "cpu" or "cuda:N" on a machine with so many GPUs. Errors: RequestError if there is no such GPU."""
+    """Return "cpu" or "cuda:N" on a machine with this many GPUs. Errors: RequestError if there is no such GPU."""
     if device == "auto":
         return "cuda:0" if count else "cpu"
     if device == "cpu":
@@ -56,7 +57,7 @@ def cpu_machine(process: int) -> Machine:
 def gpu_machine(
     device: str, *, total_bytes: int, free_bytes: int, process: int, capability: tuple[int, int], multiprocessors: int
 ) -> Machine:
-    """Return a machine that computes on a GPU. free_bytes: beside this process's context."""
+    """Return a machine that computes on a GPU. free_bytes: without this process's context."""
     return Machine(
         execution_device=device, gpu_total_bytes=total_bytes, gpu_free_bytes=free_bytes,
         host_available_bytes=host_available_bytes(), context_bytes=context_bytes(multiprocessors),
@@ -79,7 +80,7 @@ def find_machine(device: str, bytes_before: int | None = None) -> tuple[Machine,
     if torch_is_loaded() or build is None or build.has_hip:
         return None
     cards = () if build.cuda is None else gpus.read_gpus()
-    # A driver that is older than what torch was built for: torch does not use it.
+    # The driver is older than torch's build needs: torch does not use it.
     if cards is None or any(card.driver[0] < (build.cuda or (0,))[0] for card in cards):
         return None
     resolved = resolve(device, len(cards))
@@ -101,9 +102,10 @@ def find_machine(device: str, bytes_before: int | None = None) -> tuple[Machine,
 
 
 def remember(machine: Machine, *, bytes_before: int, threads: int) -> None:
-    """Keep what `find_machine` needs, of a process that had `bytes_before` when it began to import torch and all the rest.
+    """Cache the values for `find_machine`, from a process that had `bytes_before` when it began to import torch and the
+    rest.
 
-    Without a folder that costs the next process time only.
+    Without a folder, the next process only takes longer.
     """
     taken = machine.process_bytes - (0 if machine.on_cpu else FIRST_FORWARD_BYTES)
     with suppress(OSError):

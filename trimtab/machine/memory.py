@@ -12,7 +12,7 @@ from platformdirs import user_cache_path
 
 from trimtab.errors import RequestError
 
-# Control groups, version 2 and 1: limit, use, and in memory.stat the page cache that is given back under pressure.
+# Control groups, version 2 and 1: limit, use, and in memory.stat the page cache that the kernel frees under pressure.
 CGROUP_FILES = (
     ("memory.max", "memory.current", ("inactive_file", "active_file")),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
@@ -34,7 +34,7 @@ def read_cpuinfo(field: str) -> str:
 
 
 def host_available_bytes() -> int:
-    """Return the host memory that can still be taken, within a container's limit where there is one."""
+    """Return the host memory that can still be allocated, within a container's limit if there is one."""
     available = int(psutil.virtual_memory().available)
     limited = cgroup_available_bytes()
     return available if limited is None else min(available, limited)
@@ -45,8 +45,8 @@ def cgroup_available_bytes(
 ) -> int | None:
     """Return the bytes that the control groups of this process still allow, None without a limit.
 
-    Every group up to the root counts. The kernel counts the page cache as used, but frees it under pressure. It is subtracted:
-    after a checkpoint was read, the weights' size would otherwise seem to be taken already.
+    Every group up to the root counts. The kernel counts the page cache as used, but frees it under pressure. It is
+    subtracted: otherwise the weights' size would count as used after a checkpoint was read.
     """
     limits = []
     for folder, (limit_name, used_name, cache_keys) in _cgroup_folders(membership, root):
@@ -66,7 +66,7 @@ def _cgroup_folders(membership: Path, root: Path) -> Iterator[tuple[Path, tuple[
         if controllers and "memory" not in controllers.split(","):
             continue
         base, files = (root / "memory", CGROUP_FILES[1]) if controllers else (root, CGROUP_FILES[0])
-        # Inside a container the path may be the outer machine's: folders that are not there have no limit to read.
+        # Inside a container, the path may be the host's: folders that do not exist have no limit.
         pieces = [piece for piece in path.split("/") if piece not in ("", "..")]
         for end in range(len(pieces), -1, -1):
             yield base.joinpath(*pieces[:end]), files
@@ -98,7 +98,7 @@ def peak_host_bytes() -> int:
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     if sys.platform == "linux":
-        # Not ru_maxrss: a process started by a large one inherits the large one's peak there.
+        # Not ru_maxrss: a child process inherits the peak of its parent there.
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
@@ -114,7 +114,7 @@ def spill_folder(offload_dir: str | None) -> Path:
 
 
 def disk_free_bytes(offload_dir: str | None) -> int:
-    """Return the free bytes of the disk that the spill folder is on. Errors: RequestError if there is no such disk."""
+    """Return the free bytes of the spill folder's disk. Errors: RequestError if there is no such disk."""
     folder = spill_folder(offload_dir).absolute()
     while not folder.exists():
         if folder == folder.parent:

@@ -1,7 +1,9 @@
-"""What a process that will load a model does while it makes the plan: imports, torch's libraries, a context on the GPU.
+"""Work that overlaps with planning in a process that will load a model: imports, torch's libraries, a context on the
+GPU.
 
-Finding the symbols of a gigabyte of libraries takes 0.6 s and making a context 0.3 s, both without Python's lock; importing torch
-then finds them there. Nothing depends on it: what fails here is done, or named, by whoever needs it. Imports no torch.
+Linking a gigabyte of libraries takes 0.6 s and making a context 0.3 s, both without the GIL; the import of torch then
+finds them loaded. All of it is optional: work that fails here is done, or reported, where it is needed. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from pathlib import Path
 # In the order in which torch loads them itself (torch/__init__.py, 2.6 to 2.13).
 LIBRARIES = (("libtorch_global_deps.so", ctypes.RTLD_GLOBAL), ("libtorch_python.so", ctypes.RTLD_LOCAL))
 
-# Imports make a million objects that stay: looking for garbage among them takes a tenth of a start.
+# Imports make a million permanent objects: garbage collection over them takes a tenth of the start.
 LOADING_COLLECT_AFTER, COLLECT_AFTER = (50_000, 20, 1000), gc.get_threshold()
 
 
@@ -44,15 +46,15 @@ def collect_again() -> None:
 
 
 def import_module(name: str) -> threading.Thread:
-    """Begin to import a module. What the process learns of the machine without torch, it must know before it imports torch."""
+    """Begin to import a module. Read the machine without torch before the import of torch begins."""
     return _begin("trimtab-imports", lambda: importlib.import_module(name))
 
 
 def load_libraries() -> threading.Thread | None:
-    """Begin to load torch's libraries on a thread; None where they are loaded already, or are not files of this form."""
+    """Begin to load torch's libraries on a thread; None if they are loaded already, or have other file names."""
     if not sys.platform.startswith("linux") or "torch" in sys.modules:
         return None
-    # As torch sets it before it asks the driver anything: kernels take memory of the GPU when they are first used.
+    # torch sets this before it queries the driver: kernels then take GPU memory when they are first used.
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
     spec = importlib.util.find_spec("torch")
     folder = None if spec is None or spec.origin is None else Path(spec.origin).parent / "lib"

@@ -1,6 +1,6 @@
 """The rates of this machine as an earlier process measured them, in the user's cache.
 
-Rates of a busy machine are kept for minutes only, so that processes that follow each other do not measure again and again.
+Rates of a busy machine are cached for minutes only. That spares consecutive processes a new measurement.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from trimtab.process.json_file import parse
 
 FOLDER = "machine"
 MOST_BYTES = 64 * 1024
-# Beside the rates: when they were measured, in seconds since 1970, if the machine was busy then.
+# Further key: the time of the measurement in seconds since 1970, if the machine was busy.
 BUSY, BUSY_S = "busy_at_s", 600
 
 
 def path_of(device_name: str, torch_version: str, threads: int) -> Path:
-    """Return the file of a device, a torch release and a thread count. Errors: OSError if there is no folder for it."""
+    """Return the file of a device, a torch release and a thread count. Errors: OSError if its folder cannot be made."""
     key = "-".join(_slug(part) for part in (device_name, f"torch{torch_version}"))
     return own_folder(FOLDER) / f"rates-{key[:150]}-{threads}threads"
 
@@ -33,7 +33,7 @@ def _slug(text: str) -> str:
 
 
 def read(device_name: str, torch_version: str, threads: int) -> Rates | None:
-    """Return the rates that were kept; None if there are none that can be used, or no longer."""
+    """Return the cached rates; None if there are none, or they are invalid or too old."""
     names = {item.name for item in fields(Rates)}
     try:
         path = path_of(device_name, torch_version, threads)
@@ -47,7 +47,9 @@ def read(device_name: str, torch_version: str, threads: int) -> Rates | None:
 
 
 def write(device_name: str, torch_version: str, threads: int, rates: Rates, *, is_busy: bool = False) -> None:
-    """Keep rates; a folder that cannot be written costs time only. is_busy: keep them for `BUSY_S` seconds."""
+    """Cache rates. A folder that cannot be written is ignored: the next process measures again. is_busy: keep them for
+    `BUSY_S` seconds.
+    """
     values = asdict(rates) | ({BUSY: time.time()} if is_busy else {})
     with suppress(OSError):
         path = path_of(device_name, torch_version, threads)

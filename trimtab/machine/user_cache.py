@@ -1,9 +1,10 @@
 """The user's cache files: private folders, checksums, and how the files are read and written.
 
-Compiled kernels are executable code and a cached module tree decides what is loaded: on systems with owners a folder that
-belongs to another user, that others may write, or that is a link is refused, and so is such a file. A file begins with the
-SHA-256 of its key and contents, so that a damaged one, or one under another's name, is as if it were not there. It is written
-beside its place and renamed: readers see the old one or the new one. Errors are OSError; without a folder everything works, slower.
+Compiled kernels are executable code, and a cached module tree decides what is loaded. On systems with file owners, a
+folder or file is therefore refused if another user owns it, if others may write it, or if it is a link. A file begins
+with the SHA-256 of its key and contents: a damaged or renamed file counts as missing. It is written under a temporary
+name and renamed: readers see the old one or the new one. Errors are OSError; without a folder everything works, but
+slower.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from trimtab.process.files import write_private
 DIGEST_BYTES = 64  # in hexadecimal
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _HAS_OWNERS = hasattr(os, "geteuid")
-# A pipe is refused as no plain file, instead of waiting for its writer.
+# A pipe is refused as not a regular file, instead of waiting for its writer.
 _READ_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
 
 
 class RefusedError(OSError):
-    """A folder or file that others can change."""
+    """Raised for a folder or file that others can change."""
 
 
 def own_folder(name: str) -> Path:
@@ -56,7 +57,7 @@ def _warn_once(refusal: str) -> None:
 def _check(path: Path, seen: os.stat_result, *, is_folder: bool) -> None:
     if not (stat.S_ISDIR if is_folder else stat.S_ISREG)(seen.st_mode):
         raise RefusedError(f"{path} is no plain {'folder' if is_folder else 'file'}")
-    if not _HAS_OWNERS:  # Windows: the user's own folder is private by its access list
+    if not _HAS_OWNERS:  # Windows: the access list keeps the user's folder private
         return
     if seen.st_uid != os.geteuid():
         raise RefusedError(f"{path} belongs to user {seen.st_uid}, not to {os.geteuid()}")
@@ -65,7 +66,7 @@ def _check(path: Path, seen: os.stat_result, *, is_folder: bool) -> None:
 
 
 def read_own(path: Path, key: str, *, limit_bytes: int) -> bytes | None:
-    """Return the contents that `write_own` wrote for this key; None if there are none, or not whole, or too many bytes."""
+    """Return the contents that `write_own` wrote for this key; None if they are missing, damaged or too large."""
     try:
         handle = os.open(path, _READ_FLAGS)
         with os.fdopen(handle, "rb") as file:
@@ -90,7 +91,7 @@ def _digest(key: str, contents: bytes) -> bytes:
 
 
 def hashed(key: str) -> str:
-    """Return a file name for a key."""
+    """Return the file name of a key."""
     return hashlib.sha256(key.encode()).hexdigest()[:40]
 
 

@@ -1,10 +1,10 @@
 """The check of written files: every change computed again in float64, everything else compared bit by bit.
 
-A changed value is right if it is the exact result rounded once to the file's dtype, give or take what the float32 sums
-before that rounding may lose (`check_exact.py`); the bound is computed for every value, none is chosen by hand. A right
-merge is within it on any machine, so the false-alarm rate is 0. A 4-bit value is right if it is the nearest level, under
-the scale that stands in the file, to a value within that bound. What is wrong is said as a slope: which share of the
-change that should be in the file is there.
+A changed value is right if it is the exact result rounded once to the file's dtype, within the possible error of the
+float32 sums before that rounding (`check_exact.py`). The bound is computed for every value; none is chosen by hand. A
+right merge is within it on any machine, so the false-alarm rate is 0. A 4-bit value is right if it is the nearest
+level, under the scale in the file, to a value within that bound. An error is reported as a slope: the share of the
+expected change that is in the file.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from trimtab.merging.report import CheckedTensor, MergeCheck
 if TYPE_CHECKING:
     from trimtab.merging.merge import Work
 
-# The fault whose visibility is reported: would a scale that is wrong by this share change any value of the file?
+# The report says whether a scale that is wrong by this share would change any value of the file.
 SCALE_FAULT = 0.01
-# Scales of 4-bit blocks are chosen by least squares; sums in another order may choose others that are as good.
+# Scales of 4-bit blocks are chosen by least squares; sums in another order may choose other, equally good scales.
 PACKED_ERROR_RATIO = 1.05
 
 
@@ -106,7 +106,7 @@ def _check_changed(out: Out, rows: Rows, sources: Sources, is_same: bool | None)
         off = rounded_once(due.wanted + SCALE_FAULT * (due.wanted - due.base), kind)
         visible += int((off != rounded).sum())
         error = (values - due.wanted).abs()
-        # Where terms cancel out, an ulp of the small result would measure the rounding of the large terms.
+        # If terms cancel, an ulp of the small result would measure the rounding of the large terms.
         shown = ulp(torch.maximum(due.wanted.abs(), due.size), kind)
         worst = max(worst, float((error / shown).max()) if error.numel() else 0.0)
         is_applied &= bool((error <= 0.5 * ulp(due.wanted.abs() + due.slack, kind) + due.slack).all())
@@ -114,9 +114,9 @@ def _check_changed(out: Out, rows: Rows, sources: Sources, is_same: bool | None)
 
 
 def _check_packed(out: Out, rows: PackedRows, sources: Sources, is_same: bool) -> CheckedTensor:
-    """Return what a packed weight holds. is_same: whether packing again gave every byte of it."""
+    """Return the check of a packed weight. is_same: whether packing again gave the same bytes."""
     exact = Exact(out, sources)
-    # What packing loses of the base itself is not lost of the change: the packed base is subtracted.
+    # The packed base is subtracted, because packing errors of the base are not errors of the change.
     packed_base, again = PackedBase(out, sources), PackedBase(out, sources, merged=True)
     kind = getattr(torch, out.dtype)
     is_applied, whole, on_file = True, _Slope(), _Slope()
@@ -151,5 +151,5 @@ class _Slope:
 
     @property
     def value(self) -> float | None:
-        """1.0: all of it; 0.0: nothing; None: nothing should be there."""
+        """1.0: the whole change; 0.0: nothing; None: no change is expected."""
         return self._along / self._length if self._length else None

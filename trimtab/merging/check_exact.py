@@ -1,8 +1,8 @@
 """The exact value of a changed tensor in float64, and the bound for float32 sums.
 
-The bound is a theorem, not a measurement: a float32 sum of n products is off by at most n roundings of its terms, in any
-order and on any number of threads (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1). Nothing here
-uses the code that wrote the file, but for the way back through a loader's stacks and cuts, which moves values only.
+The bound is a theorem, not a measurement: a float32 sum of n products is off by at most n roundings of its terms, in
+any order and on any number of threads (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1). Nothing
+here uses the code that wrote the file, except the inverse of a loader's stacks and splits, which only moves values.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from trimtab.merging.files.write import MergedRows, Sources
 FLOAT32_STEP = 2.0**-24
 # A norm of D squares in float32 is added up in vector lanes and pairwise: its error grows with log2(D), not with D.
 NORM_STEPS = 64
-# Roundings of a product's factors beside those of its sum: the scale, the product with it, the weight, the product with it.
+# Roundings of a product's factors in addition to those of its sum: the scale, the product with it, the weight, the
+# product with it.
 FACTOR_STEPS = 5
 
 
 class ExactRows(NamedTuple):
-    """Rows of one changed tensor. wanted, base: float64. slack: how far float32 may be off. size: of the terms."""
+    """Rows of one changed tensor. wanted, base: float64. slack: the largest error of float32. size: of the terms."""
 
     wanted: Tensor
     slack: Tensor
@@ -38,13 +39,15 @@ class ExactRows(NamedTuple):
 def ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the distance of neighbouring numbers of a dtype at each value, float64."""
     info = torch.finfo(dtype)
-    size = values.double().abs().clamp_min(info.tiny)  # zero has no exponent of its own
+    size = values.double().abs().clamp_min(info.tiny)  # zero has no exponent
     exponent = torch.frexp(size)[1] - 1
     return torch.ldexp(torch.full_like(size, info.eps), exponent)
 
 
 def rounded_once(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return float64 values rounded to the nearest number of a dtype, as float64: not to float32 on the way, as torch does."""
+    """Return float64 values rounded to the nearest number of a dtype, as float64. torch would round to float32 in
+    between.
+    """
     if dtype is torch.float64:
         return values
     step = ulp(values, dtype)
@@ -75,7 +78,7 @@ class Exact:
 
 
 class PackedBase:
-    """Rows of the base's own tensor as they would be after packing it alone; merged: after packing the merged one."""
+    """Rows of the base's tensor after packing it alone; merged: after packing the merged one."""
 
     def __init__(self, out: Out, sources: Sources, *, merged: bool = False) -> None:
         rows = MergedRows(out, sources) if merged else sources.rows(out.leaf)
@@ -96,9 +99,9 @@ class PackedBase:
 
 
 def packed_range(rows: ExactRows, scales: Tensor, first: int, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the least and the largest 4-bit value that each exact value may be packed to, under scales that are given.
+    """Return the smallest and the largest valid 4-bit value for each exact value, under the given scales.
 
-    scales: of the whole weight, a block each. first: the place of the first value. kind: the dtype that values are
+    scales: of the whole weight, one per block. first: the index of the first value. kind: the dtype that values are
     rounded to before they are packed. All steps are monotone, so a value within `slack` is packed to one in between.
     """
     table = pack.levels()[0]
@@ -115,7 +118,7 @@ def packed_range(rows: ExactRows, scales: Tensor, first: int, kind: torch.dtype)
 def _total(
     changes: list[Change], factors: list[Tensor | None], base: Tensor, start: int, stop: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (result of all adapters, what float32 may lose, size of the terms)."""
+    """Return (result of all adapters, largest float32 error, size of the terms)."""
     total, size = base.clone(), base.abs()
     slack = torch.zeros_like(base)
     for change, factor in zip(changes, factors, strict=True):
@@ -124,7 +127,8 @@ def _total(
             total += change.weight * (value - base)
             slack += abs(change.weight) * lost
         else:
-            # DoRA rescales what earlier adapters made: gain (base + change) + gain (total - base), and what they lost with it.
+            # DoRA rescales the result of earlier adapters: gain (base + change) + gain (total - base), and their errors
+            # too.
             moved = gain * (total - base)
             terms = terms + 2 * moved.abs()
             lost = lost + gain.abs() * slack + FLOAT32_STEP * (terms + (NORM_STEPS + FACTOR_STEPS) * moved.abs())
@@ -145,7 +149,7 @@ def _factor(change: Change, base: object, shape: tuple[int, ...]) -> Tensor | No
 
 
 def _sum(change: Change, base: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Return (base + change, size of the terms that were added up)."""
+    """Return (base + change, size of the summed terms)."""
     if change.saved is not None:
         base = change.saved(start, stop).double()
     if change.left is not None and change.right is not None:
@@ -161,9 +165,9 @@ def _sum(change: Change, base: Tensor, start: int, stop: int) -> tuple[Tensor, T
 def _value(
     change: Change, factor: Tensor | None, base: Tensor, start: int, stop: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return (result of one adapter at weight 1, what float32 may lose, size of its terms, what DoRA multiplies by)."""
+    """Return (result of one adapter at weight 1, largest float32 error, size of its terms, DoRA's factor)."""
     total, terms = _sum(change, base, start, stop)
-    # A sum of n products in float32 is off by n roundings of its terms at most.
+    # The error of a float32 sum of n products is at most n roundings of its terms.
     steps = FACTOR_STEPS + (change.left.shape[-1] if change.left is not None else 0)
     if change.magnitude is None:
         return total, steps * FLOAT32_STEP * terms, terms, None
@@ -173,7 +177,7 @@ def _value(
 
 
 def _laid_back(out: Out, sources: Sources) -> tuple[Tensor, Tensor]:
-    """Return (a file tensor whole, float64, what float32 may lose of it) that takes part in several parameters."""
+    """Return (a whole file tensor in float64, its largest float32 error) for one that several parameters use."""
 
     def read(leaf: str) -> Tensor:
         return sources.rows(leaf)(0, row_count(sources.shape(leaf))).float()

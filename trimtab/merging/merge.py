@@ -37,8 +37,8 @@ WEIGHT_ENDINGS = (
     ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".gguf", ".h5",
     ".msgpack", ".onnx", ".onnx_data", ".ot",
 )  # fmt: skip
-# A file at work keeps about four cores busy and holds some 40 MiB of pieces, one that is packed more. Of plain files two
-# are at work even on one core: while one waits for the disk, the other computes.
+# One file uses about four cores and about 40 MiB of chunks, a packed one more. Two plain files are written at once even
+# on one core: while one waits for the disk, the other computes.
 CORES_A_FILE, MIN_FILES_AT_ONCE, MAX_FILES_AT_ONCE = 4, 2, 4
 
 
@@ -73,7 +73,7 @@ def merge(
 
 
 def merge_request(request: MergeRequest, *, progress: Progress | None = None) -> MergeReport:
-    """Return the report of a merge asked for elsewhere (the command line)."""
+    """Return the report of a merge request (from the command line)."""
     started = time.monotonic()
     checkpoint = read_checkpoint(request.model)
     out = Path(request.out)
@@ -157,14 +157,14 @@ def _prepare(request: MergeRequest, checkpoint: Checkpoint, stack: ExitStack) ->
         replaced[index[0]] = index[1]
     notes = [note for spec in adapters.specs for note in spec.notes]
     notes += [
-        f"{path} no longer shares its owner's weight: the adapters do not change both alike, so it has a tensor of its own"
+        f"{path} no longer shares its owner's weight: the adapters do not change both equally, so it gets a separate tensor"
         for path in recipe.untied
     ]
     return Work(shards, sources, replaced, _key(request, checkpoint, hashes), hashes, tuple(notes), recipe.untied)
 
 
 def _unpacked(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint as if its packed weights were plain, to ask what stock would pack."""
+    """Return the checkpoint as if its packed weights were plain, to find out which weights stock would pack."""
     from trimtab.checkpoint.prequantized import split_packed
 
     plain, packed = split_packed(checkpoint)
@@ -184,7 +184,7 @@ def _hash_adapter(folder: Path) -> dict[str, str]:
 def _check_taking_out(
     checkpoint: Checkpoint, request: MergeRequest, specs: Sequence[AdapterSpec], hashes: Sequence[Mapping[str, str]]
 ) -> None:
-    """Raise AdapterError for an adapter with a negative weight that is in the base and cannot come out again."""
+    """Raise AdapterError for an adapter with a negative weight that cannot be removed from the base again."""
     merged = [own.get("files") for own in (_record_of(checkpoint) or {}).get("adapters", ())]
     for part, spec, own in zip(request.adapters, specs, hashes, strict=True):
         replaces = [word for word in ("use_dora", "modules_to_save") if spec.file.config.get(word)]
@@ -197,7 +197,7 @@ def _check_taking_out(
 
 
 def _key(request: MergeRequest, checkpoint: Checkpoint, hashes: tuple[dict[str, str], ...]) -> str:
-    """Return what makes a second run the same merge: the same files, weights, options and versions."""
+    """Return the key of a merge: files, weights, options and versions."""
     values = request.to_json()
     for part, own in zip(values["adapters"], hashes, strict=True):
         part["path"] = own
@@ -209,13 +209,13 @@ def _key(request: MergeRequest, checkpoint: Checkpoint, hashes: tuple[dict[str, 
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what computed the result."""
+    """Return the versions of the packages that computed the result."""
     own = {"trimtab": __version__, **versions_of(("torch", "transformers"))}
     return {**own, "python": platform.python_version()}
 
 
 def _small_files(checkpoint: Checkpoint, replaced: Mapping[str, bytes]) -> dict[str, Path | bytes]:
-    """Return what else lies in the base's folder, by its place: everything that is no weight file."""
+    """Return the other files of the base's folder, by relative path: all that are no weight files."""
     files: dict[str, Path | bytes] = {}
     indexes = {stamp[0] for stamp in checkpoint.stamps}
     for folder, inside, names in os.walk(checkpoint.folder):
@@ -241,7 +241,7 @@ def _size(source: Path | bytes) -> int:
 
 
 def _still_finished(place: Workplace, shards: tuple[Shard, ...]) -> dict[str, dict[str, Any]]:
-    """Return what an earlier run has finished and is still as it was noted; anything else is forgotten."""
+    """Return the finished files of an earlier run that still match their records; other records are dropped."""
     from trimtab.merging.files.write import hash_file
 
     kept: dict[str, dict[str, Any]] = {}
@@ -286,7 +286,7 @@ def _write_shards(
         path = place.folder / shard.name
         path.parent.mkdir(parents=True, exist_ok=True)
         written = write_shard(shard, path, work.sources, tick)
-        with noting:  # a lock of its own: it waits for the disk, and the others count on at the same time
+        with noting:  # a separate lock: it waits for the disk while the other threads continue to count
             if not written.problems:
                 place.note(shard.name, {"sha256": written.sha256, "base_sha256": written.base_sha256})
         return written
@@ -294,7 +294,7 @@ def _write_shards(
     cores = torch.get_num_threads()
     least = MIN_FILES_AT_ONCE if all(shard.is_plain for shard in work.shards) else 1
     at_once = min(len(work.shards), MAX_FILES_AT_ONCE, max(least, cores // CORES_A_FILE))
-    # The largest first: none of them is then left to the end, alone.
+    # The largest first, so that none of them runs alone at the end.
     order = sorted(work.shards, key=lambda shard: -shard.layout.file_bytes)
     try:
         with ThreadPoolExecutor(at_once, thread_name_prefix="trimtab-merge") as pool:
@@ -303,7 +303,7 @@ def _write_shards(
                 wait(futures.values(), return_when=FIRST_EXCEPTION)
                 for future in futures.values():
                     if future.done():
-                        future.result()  # raises what went wrong, and that alone: nothing was stopped before
+                        future.result()  # raises the original error: no other file was stopped before
             finally:
                 is_over.set()
                 for future in futures.values():
@@ -324,7 +324,7 @@ def _write_shards(
 
 
 class _StoppedError(Exception):
-    """A file is given up because another one failed, or the user stopped the merge."""
+    """A file is abandoned because another one failed or the user stopped the merge."""
 
 
 def _write_small(small: Mapping[str, Path | bytes], folder: Path) -> None:
@@ -344,7 +344,7 @@ def _json(value: Any) -> bytes:
 
 
 def _with_history(checkpoint: Checkpoint, record: dict[str, Any]) -> dict[str, Any]:
-    """Return the record with that of the base inside, if the base is a merged model itself."""
+    """Return the record, with the record of the base inside if the base is a merged model itself."""
     before = _record_of(checkpoint)
     return record if before is None else record | {"base_record": before}
 
@@ -356,28 +356,28 @@ def _record_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
         return None
 
 
-# Afterwards -----------------------------------------------------------------------------------------------------------
+# After writing --------------------------------------------------------------------------------------------------------
 
 
 def _check_loads(folder: Path, work: Work) -> None:
-    """Raise CheckpointError unless stock's loader can fill the model from the new files, untied where it has to be."""
+    """Raise CheckpointError unless stock's loader can fill the model from the new files, untied if necessary."""
     from trimtab.engine.loader import transformers_model as hf
     from trimtab.merging.files import layout as layouts
 
     checkpoint = read_checkpoint(folder)
     if not work.untied and _reads_as(checkpoint) == _reads_as(work.sources.checkpoint):
-        return  # the loader was asked about the base, and would be asked the same again
+        return  # the loader's answer for the base is valid for these files too
     probe = hf.probe(checkpoint, layouts.config_dtype(checkpoint.config))
     still = [path for path in work.untied if path in probe.ties]
     if still:
         raise CheckpointError(
-            f"transformers ties {', '.join(still)} whatever the config says, so a change of one of the two cannot be written",
+            f"transformers ties {', '.join(still)} regardless of the config, so a change of one of the two cannot be written",
             path=work.sources.checkpoint.folder, hint="Load the adapter unmerged",
         )  # fmt: skip
 
 
 def _reads_as(checkpoint: Checkpoint) -> Any:
-    """Return what a loader sees of a checkpoint before it reads a weight."""
+    """Return everything that a loader reads of a checkpoint before its weights."""
     tensors = {name: (entry.dtype, entry.shape, entry.file.name) for name, entry in checkpoint.tensors.items()}
     return checkpoint.config, tensors
 

@@ -10,13 +10,13 @@ from trimtab.errors import gib
 
 RECORD_NAME = "trimtab_merge.json"
 CRITERION = "every value is the float64 result rounded once, within the proven bound of float32 sums"
-# The bound holds for every order of summation, so a right merge cannot be outside it.
+# The bound is valid for every order of summation, so a right merge cannot be outside it.
 FALSE_ALARM_RATE = 0.0
 
 
 @dataclass(frozen=True)
 class MergedAdapter:
-    """One adapter as it went in. scales: scale -> how many modules; weight comes on top. files: name -> sha256."""
+    """One merged adapter. scales: scale -> number of modules; weight is a further factor. files: name -> sha256."""
 
     name: str
     folder: str
@@ -29,7 +29,7 @@ class MergedAdapter:
 
 @dataclass(frozen=True)
 class MergedFile:
-    """One weight file: bytes and sha256 as written, sha256 of the base's; is_resumed: an earlier run had written it."""
+    """One weight file: bytes and sha256 as written, sha256 of the base's; is_resumed: written by an earlier run."""
 
     name: str
     file_bytes: int
@@ -40,13 +40,13 @@ class MergedFile:
 
 @dataclass(frozen=True)
 class CheckedTensor:
-    """One changed tensor, computed again. error_ulps: largest distance from the exact result, in ulps of
-    its dtype at the larger of base and result.
+    """One changed tensor, computed again. error_ulps: largest distance from the exact result, in ulps of its dtype at
+    the larger of base and result.
 
-    survival: which share of the change is in the written file (1.0: all; 0.0: rounded away). is_applied: every value is
-    within rounding of what it should be. slope: which share is there of what the exact result, rounded once, leaves of
-    the change (1.0: right; 0.99: a scale 1 % too small; 2.0: merged twice); None if rounding leaves nothing. visible:
-    how many values a scale wrong by 1 % would change; where it is 0, the files with and without that fault are the same.
+    survival: share of the change in the written file (1.0: all; 0.0: rounded away). is_applied: every value is within
+    rounding of the expected one. slope: share of the change in the exact result, rounded once, that is in the file
+    (1.0: right; 0.99: a scale 1 % too small; 2.0: merged twice); None if rounding removes the whole change. visible:
+    how many values a scale wrong by 1 % would change; if it is 0, the files with and without that fault are the same.
     """
 
     tensor_name: str
@@ -91,7 +91,9 @@ class MergeCheck:
 
     @property
     def blind(self) -> tuple[str, ...]:
-        """The changed tensors in which a scale wrong by 1 % would change no value: there it cannot be told, nor matter."""
+        """The changed tensors in which a scale wrong by 1 % would change no value: there it cannot be detected and has
+        no effect.
+        """
         return tuple(tensor.tensor_name for tensor in self.changed if not tensor.visible)
 
     def to_json(self) -> dict[str, Any]:
@@ -105,7 +107,7 @@ class MergeCheck:
 
 @dataclass(frozen=True)
 class MergeReport:
-    """The report of a merge. changed: names of file tensors. parity: filled in by a caller who compared answers."""
+    """The report of a merge. changed: names of file tensors. parity: set by a caller that compared answers."""
 
     out: str
     base: str

@@ -1,7 +1,7 @@
-"""The execution and the output head that a plan chooses, and what other requests would give.
+"""The execution and the output head that a plan chooses, and the plans of changed requests.
 
-`choose_plan` makes a plan for every execution and head that the request leaves open, and takes the one with the least
-expected seconds. `options_of` makes plans of changed requests: a table of what would help.
+`choose_plan` makes a plan for every execution and head that the request allows, and takes the one with the least
+expected seconds. `options_of` makes plans of changed requests: a table of changes that help.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ from trimtab.request import LoadRequest
 
 # Modes of a decode step, the fastest first.
 FASTEST_FIRST = ("fused", "graph", "eager")
-# Mean KL of next-token distributions, full head against 8 bits, on the demo model: the largest of eight, without an adapter and
-# with each of three, in 4 bits and in bfloat16 (bench/results/head8.json; it is that of "specialist" in 4 bits).
+# Mean KL of next-token distributions, full head against 8 bits, on the demo model: the largest of eight measurements,
+# without an adapter and with each of three, in 4 bits and in bfloat16 (bench/results/head8.json; it is that of
+# "specialist" in 4 bits).
 HEAD8_KL = 1.4e-4
 # The shortest context that is offered.
 LEAST_CONTEXT = 256
-# How the error of an option begins that does not fit.
+# The start of the error of an option that does not fit.
 NEEDS = "needs "
-# How advice begins that names what fits.
+# The start of advice that names fitting changes.
 FITS = "This fits: "
 # How many options with more memory are listed.
 MOST_LARGER = 2
 # Parts that read images and audio, as `--place` names them.
 TOWERS = ("vision", "audio")
-# Sizes of cards that are sold.
+# Memory sizes of cards on the market.
 CARD_GIB = (4, 6, 8, 10, 12, 16, 24, 32, 48, 80)
 
-# What the hint of an error names where no single larger budget would do.
+# The hint of an error if no single larger budget is enough.
 BOTH_BUDGETS = "gpu_memory and host_memory"
 
 Planned = Callable[[Anatomy, str, str, str], Plan]
@@ -63,7 +64,7 @@ class WithChunks(Protocol):
 
 
 class ModeRefusedError(Exception):
-    """The user's placement excludes a mode. The message names the mode."""
+    """The user's placement excludes a decode mode. The message names the mode."""
 
 
 def choose_plan(
@@ -71,8 +72,9 @@ def choose_plan(
 ) -> Plan:
     """Return the plan with the least expected seconds among the heads and the executions that the request allows.
 
-    heads: "full" and "int8" -> the anatomy with that head; the first is taken unless the other keeps more of the decoder on the
-    device and its kernel runs there. planned: (anatomy, head, mode, reason) -> plan. Errors: as `make_plan`.
+    heads: "full" and "int8" -> the anatomy with that head; the first is chosen unless the other keeps more of the
+    decoder on the device and its kernel runs there. planned: (anatomy, head, mode, reason) -> plan. Errors: as
+    `make_plan`.
     """
     check_kv(request.kv, next(iter(heads.values())))
     no_kernel = "" if machine.on_cpu else why_no_kernel(next(iter(heads.values())).dtype, machine.capability)
@@ -111,20 +113,22 @@ def choose_chunks_of(
     least_tokens: int = 0,
     most_tokens: int = max(CHUNKS),
 ) -> Plan:
-    """Return the plan with the most sizes of captured chunks that keep the whole decoder on the device, else the one with the
-    least expected seconds: captured chunks beside copied layers may be faster than the whole decoder without them.
+    """Return the plan with the most sizes of captured chunks that keep the whole decoder on the device, else the one
+    with the least expected seconds: captured chunks with copied layers may be faster than the whole decoder without
+    them.
 
-    least_tokens: what the largest chunk has to hold. most_tokens: of a chunk, but for that.
-    with_chunks: makes the plan of some sizes, captured or not; () for transformers' own pass. only_whole: whether only a plan with
-    the whole decoder on the device is of use; any other may be refused then. explains: whether an error has to name the budget
-    that would do. has_room: whether graphs share the memory of other passes. Then they may stand beside decoder layers that are
-    copied in every step, and the seconds of a prompt and of an answer decide; else graphs would take the layers' room.
+    least_tokens: the smallest size of the largest chunk. most_tokens: the most tokens of a chunk, unless least_tokens
+    is larger. with_chunks: makes the plan of some sizes, captured or not; () is transformers' own pass. only_whole:
+    whether only a plan with the whole decoder on the device is useful; any other may be refused. explains: whether an
+    error has to name the sufficient budget. has_room: whether graphs share the memory of other passes. Then graphs are
+    possible together with layers that are copied in every step, and the seconds of a prompt and an answer decide.
+    Otherwise graphs would take memory from the layers.
     Errors: as `with_chunks` raises for the sizes that need the least.
     """
     if not is_captured:
         return with_chunks((), False, only_whole=False, explains=True)
     plans: list[Plan] = []
-    is_beside = False  # whether one of them has captured chunks beside copied layers
+    is_beside = False  # whether one of them has both captured chunks and copied layers
     refused: list[tuple[int, ...]] = [()]
     most = min(size for size in CHUNKS if size >= max(most_tokens, least_tokens))
     for captured, choices in ((True, CAPTURED_CHUNKS), (False, UNCAPTURED_CHUNKS)):
@@ -154,15 +158,16 @@ def choose_chunks_of(
 
 
 def _nearest(errors: Sequence[DoesNotFitError]) -> DoesNotFitError:
-    """Return the error of the plan that lacks the least memory: its budget is the smallest that would do. One that needs a larger
-    budget of two devices comes last."""
+    """Return the error of the plan that lacks the least memory: its budget is the smallest sufficient one. Plans that
+    need a larger budget of two devices come last.
+    """
     return min(errors, key=lambda error: (error.needs_both, error.needed_bytes - error.budget_bytes))
 
 
 def _fastest(request: LoadRequest, anatomy: Anatomy, head: str, machine: Any, planned: Planned) -> Plan:
     """Return the plan of the fastest mode that is supported and fits.
 
-    Where not all of the decoder stays on the device, eager steps may place it otherwise (the CPU computes some of it): then
+    If part of the decoder leaves the device, eager steps may place it differently (the CPU computes some of it): then
     the least expected seconds decide.
     """
     requested = request.decode if request.decode in MODES else None
@@ -171,7 +176,7 @@ def _fastest(request: LoadRequest, anatomy: Anatomy, head: str, machine: Any, pl
     errors: list[DoesNotFitError] = []
     plans: list[Plan] = []
     for mode in FASTEST_FIRST if requested is None else (requested,):
-        # On a CPU the plain counterpart of our own kernels can be requested, to compare with.
+        # On a CPU, the plain counterpart of the fused kernels can be requested for comparison.
         on_cpu = machine.on_cpu and not (requested == mode == "fused")
         quant = quant_of(anatomy, request.quant)
         why = unsupported_reason(mode, anatomy, quant=quant, on_cpu=on_cpu, capability=machine.capability)
@@ -217,14 +222,16 @@ def _mode_reason(
 
 
 def _cpu_may_pay(plan: Plan) -> bool:
-    """Return whether the CPU may compute a layer in less time than it takes to copy it to the device."""
+    """Return whether the CPU may compute a layer faster than the layer can be copied to the device."""
     return 2 * plan.rates.host_matmul_Bps > plan.rates.pinned_h2d_Bps
 
 
 def _chosen_head(
     request: LoadRequest, plans: Mapping[str, Plan], machine: Any, refused: str, no_kernel: str
 ) -> tuple[str, str]:
-    """Return which head is taken, and why. refused: why it must stay full; no_kernel: why the kernel of 8 bits cannot run."""
+    """Return the chosen head and the reason. refused: why it must stay full; no_kernel: why the 8-bit kernel cannot
+    run.
+    """
     first = next(iter(plans))
     if request.head != "auto":
         return first, "asked for"
@@ -252,13 +259,15 @@ def _cost() -> str:
     return f"mean KL up to {HEAD8_KL:.1e} on the demo model, head='full' gives the logits of transformers"
 
 
-# What would help -------------------------------------------------------------------------------------------------------
+# Changes that help ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One changed request. what: the argument that differs; needed_bytes: of the device, None where it does not fit; error:
-    why not. is_rate_estimate: whether the rate follows from what was never measured (a card's data sheet, `Phase.estimated_s`)."""
+    """One changed request. what: the argument that differs; needed_bytes: of the device, None if it does not fit;
+    error: why not. is_rate_estimate: whether the rate depends on unmeasured values (a card's data sheet,
+    `Phase.estimated_s`).
+    """
 
     what: str
     needed_bytes: int | None
@@ -273,11 +282,12 @@ def options_of(
     request: LoadRequest, plan: Callable[[LoadRequest], Plan], *, budget_bytes: int, on_cpu: bool = False,
     capability: tuple[int, int] | None = None, towers: Sequence[str] = TOWERS,
 ) -> list[Option]:  # fmt: skip
-    """Return the plan of the request, and the plan after each single change. plan: makes the plan of a request. budget_bytes:
-    of the execution device. on_cpu: whether that is the CPU, which no larger card and no tower in host memory would help.
-    capability: of the GPU. towers: those of TOWERS that the model has: media of others are in no plan. An 8-bit head that its
-    kernel cannot compute is listed only where the request does not fit without. Of pools of tokens the largest that fits is listed,
-    of more memory the next two sizes that do, and the next ones if none does."""
+    """Return the plan of the request, and the plan after each single change. plan: makes the plan of a request.
+    budget_bytes: of the execution device. on_cpu: whether that is the CPU, where a larger card or a tower in host
+    memory does not help. capability: of the GPU. towers: those of TOWERS that the model has; media of others are in no
+    plan. An 8-bit head without a usable kernel is listed only if the request does not fit otherwise. Of token pools,
+    the largest that fits is listed; of more memory, the next two sizes that fit, or the next ones if none does.
+    """
     options: list[Option] = []
 
     def tried(what: str, changed: LoadRequest) -> Option | None:
@@ -287,7 +297,7 @@ def options_of(
             return Option(what=what, needed_bytes=None, tokens_per_s=None, error=f"{NEEDS}{gib(exc.needed_bytes)}")
         except TrimtabError as exc:
             if changed.kv != request.kv and isinstance(exc, RequestError) and exc.field == "kv":
-                return None  # `check_kv`: this model cannot have it, whatever the memory
+                return None  # `check_kv`: this model does not support it, with any memory
             return Option(what=what, needed_bytes=None, tokens_per_s=None, error=str(exc).splitlines()[0])
         no_kernel = "" if on_cpu else why_no_kernel(made.request.dtype, capability)
         if changed.head == "int8" != request.head and no_kernel and options[0].needed_bytes is not None:
@@ -335,7 +345,7 @@ def _changes(request: LoadRequest, *, on_cpu: bool, towers: Sequence[str]) -> It
 
 
 def _pools(request: LoadRequest) -> list[tuple[str, LoadRequest]]:
-    """Return the request with fewer and fewer tokens that its rows hold together, down to one context."""
+    """Return the request with smaller and smaller token pools, down to one context."""
     sizes, tokens = [], request.kv_tokens or request.batch * request.context_tokens
     while request.batch > 1 and tokens > request.context_tokens:
         tokens = max(tokens // 2, request.context_tokens)
@@ -344,10 +354,10 @@ def _pools(request: LoadRequest) -> list[tuple[str, LoadRequest]]:
 
 
 def _larger(request: LoadRequest, budget_bytes: int) -> list[list[tuple[str, LoadRequest]]]:
-    """Return the request with more and more memory: of this card, and, in a plan for a card that is not here, on larger cards."""
+    """Return the request with more and more memory: of this card and, in a plan for an absent card, on larger cards."""
     card = None if request.card is None else find_card(request.card)
     if card is not None and request.gpu_memory_bytes is None:
-        budget_bytes = card.memory_bytes  # the driver's share is no reason to buy another one
+        budget_bytes = card.memory_bytes  # the driver's share alone is no reason for another card
     sizes = [size * 2**30 for size in CARD_GIB if size * 2**30 > budget_bytes * 1.02]
     if card is not None:
         sizes = [size for size in sizes if size <= card.memory_bytes]
@@ -361,8 +371,9 @@ def _larger(request: LoadRequest, budget_bytes: int) -> list[list[tuple[str, Loa
 def with_larger_card(
     error: DoesNotFitError, request: LoadRequest, plan: Callable[[LoadRequest], Plan]
 ) -> DoesNotFitError:
-    """Return the error of a request for a card, with the smallest larger card that it fits on; where a smaller budget was set than
-    the card has, and the whole card would do, with that. plan: makes a request's plan."""
+    """Return the error of a request for a card, with the smallest larger card that it fits on. If the budget is smaller
+    than the card, and the whole card is enough, the error names that instead. plan: makes a request's plan.
+    """
     card = find_card(request.card or "")
     hint = error.hint
     larger = [(f"card={title!r}", replace(request, card=title, gpu_memory_bytes=None)) for title in larger_cards(card)]
@@ -381,8 +392,9 @@ def with_larger_card(
 
 
 def fitting_changes(request: LoadRequest, anatomy: Anatomy, fits: Callable[[LoadRequest], bool]) -> list[str]:
-    """Return the changes of one thing each that make a request fit its budgets, the smallest of each kind; where there is none, all
-    of them together if that does. anatomy: of the model, which decides what it can have at all."""
+    """Return single changes that make a request fit its budgets, the smallest of each kind; if there is none, all of
+    them together if that fits. anatomy: of the model, which decides the supported changes.
+    """
     changes, least = [], request
     kinds = _smaller(request, anatomy)
     for tries in kinds:
@@ -406,14 +418,14 @@ def _differences(request: LoadRequest, changed: LoadRequest) -> dict[str, Any]:
 
 
 def _halved(count: int) -> Iterator[int]:
-    """Give a half of a count, a half of that, and so on, down to 0."""
+    """Yield half of a count, half of that, and so on, down to 0."""
     while count:
         count //= 2
         yield count
 
 
 def _smaller(request: LoadRequest, anatomy: Anatomy) -> list[list[tuple[str, LoadRequest]]]:
-    """Return what a request may ask less of: for each kind, from a little less to the least."""
+    """Return the reductions of a request: for each kind, from the smallest to the largest."""
     contexts = []
     tokens = request.context_tokens // 2
     while tokens >= LEAST_CONTEXT:
@@ -441,7 +453,7 @@ def _smaller(request: LoadRequest, anatomy: Anatomy) -> list[list[tuple[str, Loa
 
 
 def _with_rows(request: LoadRequest, rows: int) -> tuple[str, LoadRequest]:
-    """Return a request with so many rows, and what is asked with it: one row has no pool of tokens."""
+    """Return a request with this many rows, and its further changes: one row has no token pool."""
     if rows == 1 and request.kv_tokens is not None:
         return "batch=1 without kv_tokens", replace(request, batch=1, kv_tokens=None)
     return f"batch={rows}", replace(request, batch=rows)

@@ -1,10 +1,9 @@
 """The planner: the plan of one request on one machine.
 
-Everything stays on the execution device while that fits. When it does not, gathered tables leave first (fetching rows
-costs next to nothing), then blocks in the order of the seconds that each freed byte costs: towers and connectors run
-once per image or sound, decoder layers at every token. Host memory takes what leaves; what it has no room for goes to
-disk, and the rows of a table then stay in the checkpoint file. `search.py` finds the cheapest such placement within
-every budget.
+All blocks stay on the execution device if they fit. Otherwise gathered tables leave first, because fetching rows is
+very cheap, then blocks in the order of the seconds that each freed byte costs: towers and connectors run once per image
+or audio clip, decoder layers at every token. They move to host memory. Blocks that do not fit there go to disk; the
+rows of a table then stay in the checkpoint file. `search.py` finds the cheapest such placement within every budget.
 
 Pure: the same anatomy, request, machine and rates give the same plan.
 """
@@ -67,8 +66,8 @@ from trimtab.planning.values.pipeline import evened
 from trimtab.planning.values.rows import OUTSIDE_PEAK, Placement
 from trimtab.request import DEFAULT_QUANT, LoadRequest
 
-# A ring of page-locked pieces that file tensors pass through, tensors read ahead of use, and packed weights of a block
-# that wait on the device until the block is whole (engine/tiers/reader.py, engine/tiers/streaming.py).
+# A ring of page-locked buffers for file tensors, tensors that are read before they are used, and packed weights of a
+# block that wait on the device until the block is complete (engine/tiers/reader.py, engine/tiers/streaming.py).
 READ_BUFFER_BYTES = 128 * 2**20
 HELD_BYTES = 128 * 2**20
 UNLIMITED_BYTES = 2**62
@@ -94,11 +93,12 @@ def make_plan(
     """Return the placement and the execution with the least expected seconds within the request's budgets.
 
     adapters: name -> bytes on the execution device. disk_free_bytes: of the spill folder, None if not known. head8: the
-    anatomy with an 8-bit output head, for a request that leaves the head to the plan, and for advice; head_refused: why it must
-    stay full. is_advised: whether an error names the changes that would fit, which takes other plans to know. held_bytes: of
-    adapters that stay in host memory, as a server keeps them. media: host memory of a server's images and audio.
-    Errors: RequestError for placements that cannot be followed and executions that cannot be had, DoesNotFitError with the
-    smallest budget that would do.
+    anatomy with an 8-bit output head, for a request that leaves the head to the plan, and for advice; head_refused: why
+    it must stay full. is_advised: whether an error names the changes that would fit, which needs more plans.
+    held_bytes: of adapters that stay in host memory, as a server keeps them. media: host memory of a server's images
+    and audio.
+    Errors: RequestError for placements that cannot be followed and executions that are unavailable, DoesNotFitError
+    with the smallest sufficient budget.
     """
     anatomy, head8 = first_equal(anatomy), None if head8 is None else first_equal(head8)
     make = partial(
@@ -122,8 +122,9 @@ def _made(
     disk_free_bytes: int | None, chunk_tokens: int, head8: Anatomy | None, head_refused: str,
     known: _Known, is_explained: bool = True, held_bytes: int = 0, media: MediaMemory = NO_MEDIA,
 ) -> Plan:  # fmt: skip
-    """Return the plan without the stamps of its files. known: results of plans for other executions and requests. is_explained:
-    whether an error names the sufficient budget, which takes a further search."""
+    """Return the plan without the stamps of its files. known: results of plans for other executions and requests.
+    is_explained: whether an error names the sufficient budget, which needs a further search.
+    """
 
     def planned(one: Anatomy, head: str, mode: str, reason: str) -> Plan:
         def with_chunks(chunks: tuple[int, ...], captured: bool, *, only_whole: bool, explains: bool) -> Plan:
@@ -134,7 +135,7 @@ def _made(
 
         is_captured = mode in CAPTURED and not machine.on_cpu and one.prompts_unsupported is None
         has_wholes = bool(request.images) and "vision" in one.parts and one.images_look_ahead
-        least = patches_of(one.model_type)[1] if has_wholes else 0  # such an image goes through in one chunk
+        least = patches_of(one.model_type)[1] if has_wholes else 0  # such an image is computed in one chunk
         most = INVARIANT_CHUNK if request.batch_invariant else max(CHUNKS)
         return choose_chunks_of(
             with_chunks, is_captured=is_captured, has_room=has_room(request.batch, machine.budget_bytes(request.gpu_memory_bytes)),
@@ -149,8 +150,9 @@ def _made(
 
 @dataclass(frozen=True)
 class _Known:
-    """What plans of one machine share. blocks: of the anatomies, by their identity and format. items: what there is to choose from,
-    by use too, and by whether steps are captured."""
+    """Cached values of plans for one machine. blocks: of the anatomies, by their identity and format. items: the
+    choices, also by use and by whether steps are captured.
+    """
 
     blocks: dict[tuple[int, str], tuple[Block, ...]] = field(default_factory=dict)
     items: dict[tuple[int, str, Use, bool], list[Item]] = field(default_factory=dict)
@@ -205,7 +207,7 @@ class _Planner:
             raise self._disk_error()
         search = Search(self.items, self.limits)
         best = search.best() if search.may_fit() else None
-        if best is None and self.is_captured:  # two staging buffers may be what does not fit; an error counts one too
+        if best is None and self.is_captured:  # perhaps one staging buffer fits; an error counts one too
             self.limits = replace(self.limits, slots=1)
             search = Search(self.items, self.limits)
             best = search.best() if search.may_fit() else None
@@ -225,12 +227,13 @@ class _Planner:
         return any(block.part in ("language", "head") and choice.tier == "stream" for block, choice in pairs)
 
     def _with_best_buffers(self, chosen: list[Choice], totals: Totals) -> Plan:
-        """Return the plan of a captured step that copies blocks, with two staging buffers or with one: a second one hides more of
-        the copies, and takes the room of a block."""
+        """Return the plan of a captured step that copies blocks, with two staging buffers or with one: a second one
+        hides more of the copies, and takes the memory of a block.
+        """
         given, one = self.limits, replace(self.limits, slots=1)
         alone = (chosen, totals) if given == one else Search(self.items, one).best()
         if self.only_whole and (alone is None or self._copies(alone[0])):
-            raise self._unexplained()  # evened layers are copied as well
+            raise self._unexplained()  # evenly spread layers are copied as well
         candidates = [self._evened(chosen, totals)]
         self.limits = one
         candidates += [] if alone is None or given == one else [self._evened(*alone)]
@@ -244,8 +247,9 @@ class _Planner:
         return prompt_s + self.use.answer_tokens * self._step_s(chosen, slots)
 
     def _waits_s(self, chosen: Sequence[Choice], slots: int) -> float:
-        """Return what the passes of a prompt take longer with one staging buffer, which copies and computes in turn. Captured
-        passes through blocks of several pieces do not: the link goes on."""
+        """Return the seconds that one staging buffer adds to the passes of a prompt, because it alternates between
+        copying and computing. Captured passes through blocks of several pieces add none: the copies continue.
+        """
         staged = [block for block, choice in zip(self.blocks, chosen, strict=True) if choice.staged_bytes]
         if slots != 1 or len(staged) < 2:
             return 0.0
@@ -267,7 +271,7 @@ class _Planner:
         )  # fmt: skip
         return even, totals if even == chosen else totals_with(even)
 
-    # What there is to choose from -------------------------------------------------------------------------------------
+    # Choices ----------------------------------------------------------------------------------------------------------
 
     def _item(self, block: Block) -> Item:
         requested = self.asked.get(block.block_path)
@@ -318,11 +322,13 @@ class _Planner:
         )  # fmt: skip
 
     def _runs_in_mode(self, block: Block, tier: str) -> bool:
-        """Return whether a captured step can run with the block in this tier: what it reads every token stays off the CPU."""
+        """Return whether a captured step can run with the block in this tier: the CPU must compute nothing at every
+        token.
+        """
         return not (self.is_captured and block.part in ("language", "head") and tier in ("host", "disk"))
 
     def _execution_bytes(self) -> dict[str, int]:
-        """Return what prompts and steps take beside weights and caches, by item."""
+        """Return the bytes of prompts and steps without weights and caches, by item."""
         if self.machine.on_cpu:
             return {}
         counted = step_bytes(
@@ -334,13 +340,15 @@ class _Planner:
         elif self.is_captured and not self.captures_prompts:
             counted |= {"fragments": FRAGMENT_BYTES}
         if self.mode == "fused":
-            # Checked while nothing is answered: in the room of a prompt's activations, and beyond it.
+            # Kernels are checked while no request runs: in the memory of a prompt's activations, and beyond it.
             more = check_bytes(self.anatomy) - self.needs.activation_bytes - counted.get("logits", 0)
             counted |= {"checks": more} if more > 0 else {}
         return counted
 
     def _prompt_bytes(self) -> dict[str, int]:
-        """Return what prompts in chunks take beside weights and caches, by item: with one adapter graphs read it where it is."""
+        """Return the bytes of chunked prompts without weights and caches, by item. Graphs read a single adapter in
+        place.
+        """
         if not self.captures_prompts:
             return uncaptured_bytes(
                 self.anatomy, self.chunks, quant=self.request.quant, has_adapters=bool(self.adapter_sizes)
@@ -353,7 +361,7 @@ class _Planner:
         )  # fmt: skip
 
     def _fixed_bytes(self) -> int:
-        """Return what stays on the execution device whatever the plan, look-up tables of 4-bit formats included."""
+        """Return the bytes that stay on the execution device in every plan, including look-up tables of 4-bit formats."""
         quant, on_cpu = self.request.quant, self.machine.on_cpu
         tables = {"nf4-dq": tuple(CODE_BYTES), "nf4": ("code",), "fp4": ("code",)}.get(quant, ())
         codes = sum(CODE_BYTES[name] if on_cpu else allocated_bytes(CODE_BYTES[name]) for name in tables)
@@ -378,7 +386,7 @@ class _Planner:
             held_bytes=HELD_BYTES,
         )  # fmt: skip
 
-    # What was chosen --------------------------------------------------------------------------------------------------
+    # The result -------------------------------------------------------------------------------------------------------
 
     def _plan(self, chosen: list[Choice], totals: Totals) -> Plan:
         limits, request = self.limits, self.request
@@ -481,7 +489,7 @@ class _Planner:
             request_s=choice.request_s, token_s=choice.step_s, reason=reason,
         )  # fmt: skip
 
-    # What would fit ---------------------------------------------------------------------------------------------------
+    # Sufficient budgets -----------------------------------------------------------------------------------------------
 
     def _does_not_fit(self, search: Search) -> DoesNotFitError:
         limits = self.limits
@@ -503,7 +511,7 @@ class _Planner:
         return self._neither_fits()
 
     def _asked_limits(self) -> Limits:
-        """Return the budgets that the user named, without the bound of a memory that both devices share."""
+        """Return the budgets that the user set, without the limit of a memory that both devices share."""
         request = self.request
         return replace(
             self.limits,
@@ -513,7 +521,7 @@ class _Planner:
         )
 
     def _neither_fits(self) -> DoesNotFitError:
-        """Return the error for a request that no single larger budget would help."""
+        """Return the error for a request that needs more than one larger budget."""
         limits = self.limits
         open_host = replace(limits, host_budget_bytes=UNLIMITED_BYTES, total_budget_bytes=None)
         device_bytes = Search(self.items, open_host).smallest_device_bytes()
@@ -560,7 +568,7 @@ class _Planner:
         )  # fmt: skip
 
     def _host_taken(self) -> dict[str, int]:
-        """Return the bytes of host memory that are no blocks, by what takes them."""
+        """Return the host bytes other than blocks, by item."""
         return {
             "prefix cache": self.request.prefix_cache_bytes, "held adapters": self.held_bytes, "media": self.media.nbytes,
         }  # fmt: skip
@@ -582,7 +590,7 @@ class _Planner:
             is_fused=self.mode == "fused",
         )  # fmt: skip
         if self.asked_head == "full" and not self.machine.on_cpu:
-            # 8 bits for 16, and a table that the head is tied to may leave.
+            # 8 bits instead of 16, and a table that is tied to the head may leave.
             yield "head='int8'", head_bytes(self.anatomy) // 2
         if has_adapters:
             yield "no adapters", self.adapter_bytes
@@ -590,7 +598,7 @@ class _Planner:
             yield f"quant={DEFAULT_QUANT!r}", self._quant_saving()
 
     def _quant_saving(self) -> int:
-        """Return the bytes that the default format saves of the movable weights; without quantization, of all linears."""
+        """Return the bytes that the default format saves on the movable weights; without quantization, on all linears."""
         if self.request.quant != "none":
             packed = blocks_of(self.anatomy, DEFAULT_QUANT)
             return sum(block.movable_bytes for block in self.blocks) - sum(block.movable_bytes for block in packed)

@@ -1,7 +1,7 @@
 """The reason for each block's placement, as one sentence with bytes.
 
-Each sentence states a fact about this plan. Its numbers come from the totals that the search compares: the placement in which
-nothing leaves the device, and the one in which nothing goes further than host memory.
+Each sentence states a fact about this plan. Its numbers come from the totals that the search compares: the placement in
+which all blocks stay on the device, and the one in which no block goes to disk.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PAID = {
 
 
 class Reasons:
-    """The reasons of one plan; blocks that are placed for the same reason get the same sentence."""
+    """The reasons of one plan. Blocks with the same reason get the same sentence."""
 
     def __init__(
         self, blocks: Sequence[Block], items: Sequence[Item], chosen: Sequence[Choice], asked: Mapping[str, Asked],
@@ -40,7 +40,7 @@ class Reasons:
         self.far = _far(totals_of(all_near, limits), limits)
 
     def of(self, block: Block, choice: Choice) -> str:
-        """Return the reason of one block's place."""
+        """Return the reason of one block's placement."""
         requested = self.asked.get(block.block_path)
         if requested is not None:
             return f"requested: {requested.asked}"
@@ -57,12 +57,16 @@ class Reasons:
 
 
 def _nearest(item: Item, choice: Choice) -> Choice:
-    """Return where a block would be if the host had room: its own choice unless that is further away than the host."""
+    """Return where a block would be with enough host memory: its present choice unless that is further away than the
+    host.
+    """
     return item.leave(choice.staged_bytes, far=False) or choice if choice.is_far else choice
 
 
 def _too_much(all_stay: Totals, limits: Limits, device: str) -> str:
-    """Return which budget a placement in which nothing leaves would exceed, and by how much; "" if it would fit."""
+    """Return the budget that the placement with all blocks on the device would exceed, and by how much; "" if it would
+    fit.
+    """
     running, peak = limits.device_need(all_stay.run_bytes), limits.device_need(all_stay.peak_bytes)
     if running > limits.device_budget_bytes:
         return f"{gib(running - limits.device_budget_bytes)} over the budget of {device}"
@@ -72,7 +76,7 @@ def _too_much(all_stay: Totals, limits: Limits, device: str) -> str:
 
 
 def _far(all_near: Totals, limits: Limits) -> str:
-    """Return which budget keeps blocks off the host, as the end of a sentence; "" if none does."""
+    """Return the budget that keeps blocks off the host, as the end of a sentence; "" if none does."""
     if not limits.allows_host(all_near):
         return f"; the host budget is {gib(limits.host_budget_bytes)}"
     return "" if limits.allows_total(all_near) else f"; {_shared(all_near, limits)}"

@@ -1,15 +1,16 @@
 """The search: the cheapest placement that keeps every budget.
 
-The family does not depend on the budgets, so more memory never gives a slower plan. Its members are *prefixes*: blocks
-in the order in which they should leave (tables first, since fetching rows costs next to nothing, then the fewest
-seconds a byte), cut off anywhere, each also with one block more or one less; for every size of the staging buffers,
-because a single large streamed block makes two buffers of its size necessary. What leaves goes to host memory; what the
-host has no room for goes to disk, again as prefixes (the fewest seconds a byte) with one block more.
+The candidates do not depend on the budgets, so more memory never gives a slower plan. They are *prefixes* of an order
+in which blocks leave the device: tables first, since fetching rows is very cheap, then the fewest seconds per byte.
+Each prefix is also tried with one block more or one less. All this is tried for every size of the staging buffers,
+because one large streamed block makes two buffers of its size necessary. Blocks that leave go to host memory. Blocks
+that do not fit there go to disk, again as prefixes (the fewest seconds per byte) with one block more.
 
-Tests compare with every placement there is: with one block more of memory a search is never slower than the best.
-Where device and host are both full to the last block, it may miss a placement that fits exactly.
+Tests compare with every possible placement: with one block more of memory, a search is never slower than the best. If
+device and host are both full to the last block, it may miss a placement that fits exactly.
 
-Identical blocks (the same choices) form groups, so that a search sees ten kinds of blocks rather than hundreds of them.
+Identical blocks (with the same choices) form groups, so a search handles ten kinds of blocks instead of hundreds of
+blocks.
 """
 
 from __future__ import annotations
@@ -23,14 +24,13 @@ from trimtab.planning.values.budget import Choice, Item, Limits, Placed, Totals,
 
 # Sizes of staging buffers that are tried: the distinct block sizes, thinned when a model has more kinds than this.
 MOST_CAPS = 10
-# Placements whose seconds differ by less than this share are equal: which of ten like layers leaves is not worth a
-# look.
+# Placements whose seconds differ by less than this share are equal: ten identical layers need no comparison.
 TIE = 1e-9
-# Families kept: plans of one request differ in their limits, and ask for the same few.
+# Cached families: plans of one request differ in their limits and need the same few families.
 KEPT = 8
 
 Counts = tuple[int, ...]
-# The operator's own annotation returns Any; one for whole numbers and one for seconds keeps the sums typed.
+# The annotation of `operator` returns Any; one function for integers and one for seconds keeps the sums typed.
 _times: Callable[[int, int], int] = _mul
 _weigh: Callable[[int, float], float] = _mul
 
@@ -43,9 +43,10 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Prefix:
-    """How many of each group leave: the first blocks of an order. has_neighbours: whether no table is left to leave first.
-    least_s, least_device_bytes: lower bounds for the prefix and all its neighbours, of the seconds without the cost of a short
-    host, and of the blocks on the device without any buffer."""
+    """How many blocks of each group leave: the first blocks of an order. has_neighbours: whether all tables have left.
+    least_s, least_device_bytes: lower bounds for the prefix and all its neighbours: of the seconds without the cost of
+    scarce host memory, and of the blocks on the device without any buffer.
+    """
 
     leaving: Counts
     order: tuple[int, ...]
@@ -55,8 +56,9 @@ class _Prefix:
 
 
 class _Destinations:
-    """The tier of each group within a staging cap, with the bytes that it frees and its cost. Never changed once made: searches
-    within other limits share it."""
+    """The tier of each group within a staging cap, with the bytes that it frees and its cost. Never changed after it is
+    made: searches within other limits share it.
+    """
 
     def __init__(self, groups: Sequence[_Group], cap: int) -> None:
         self.groups, self.cap = groups, cap
@@ -93,11 +95,11 @@ class _Destinations:
         return sorted(keyed, key=lambda entry: (entry[0], entry[2]))
 
     def least_s(self, leaving: Counts) -> float:
-        """Return a lower bound of the seconds, without the cost of a short host."""
+        """Return a lower bound of the seconds, without the cost of scarce host memory."""
         return self.all_stay_s + sum(map(_weigh, leaving, self.more_s))
 
     def least_run_bytes(self, leaving: Counts, limits: Limits) -> int:
-        """Return a lower bound of the device's running peak: exact unless near and far stage different sizes."""
+        """Return a lower bound of the device's running peak: exact unless host and disk blocks stage different sizes."""
         staged = blocks = 0
         for count, size in zip(leaving, self.leave_staged, strict=True):
             if count and size:
@@ -115,7 +117,9 @@ class _Destinations:
         return host
 
     def least_far_s(self, leaving: Counts, limits: Limits, host_budget_bytes: int) -> float:
-        """Return a lower bound of the seconds that a short host adds: fractions of blocks to disk, without buffers."""
+        """Return a lower bound of the seconds that scarce host memory adds: fractions of blocks to disk, without
+        buffers.
+        """
         short = self.least_host_bytes(leaving, -1, limits) - host_budget_bytes
         more_s = 0.0
         for rate, freed, number in self.far_order:
@@ -126,7 +130,7 @@ class _Destinations:
         return more_s
 
     def _orders(self) -> list[list[int]]:
-        """Return the groups that may leave, in order: tables, then seconds a byte; by either destination."""
+        """Return the groups that may leave, in order: tables, then by seconds per byte; for either destination."""
         by_near, by_far = self._order(self.near, self.far), self._order(self.far, self.near)
         return [by_near] if by_far == by_near else [by_near, by_far]
 
@@ -156,7 +160,7 @@ class _Destinations:
         return _Prefix(leaving, tuple(order), not table_waits, least_s, self.all_stay_bytes - freed)
 
     def around(self, prefix: _Prefix) -> Iterator[Counts]:
-        """Yield a prefix and its neighbours: one block more leaves, or one less."""
+        """Yield a prefix and its neighbours: one block more or one less leaves."""
         leaving = prefix.leaving
         yield leaving
         for number in prefix.order if prefix.has_neighbours else ():
@@ -174,8 +178,8 @@ class _Destinations:
     ) -> Iterator[tuple[Counts, bool]]:
         """Yield how many of each group go to disk, and whether it is a plain prefix of the disk order.
 
-        Prefixes come cheapest first, before each the previous one with one other block more; those that leave the host short
-        whatever else is true of them are passed over.
+        Prefixes come cheapest first; before each comes the previous one with another block added. Those that certainly
+        exceed the host's budget are skipped.
         """
         order = [(n, freed) for _, freed, n in self.far_order if leaving[n] and _staged(self.far[n]) <= disk_cap]
         counts = list(self.far_must(leaving))
@@ -220,8 +224,9 @@ def _staged(choice: Choice | None) -> int:
 
 @dataclass(frozen=True)
 class _Family:
-    """What can be placed, whatever the limits. caps: sizes of staging buffers, ascending; destinations: for each cap in which
-    every block has a place."""
+    """All candidate placements, for any limits. caps: sizes of staging buffers, ascending; destinations: for each cap
+    within which every block can be placed.
+    """
 
     caps: tuple[int, ...]
     destinations: tuple[_Destinations, ...]
@@ -239,7 +244,7 @@ def _family(items: tuple[Item, ...]) -> _Family:
 
 
 class Search:
-    """The family of placements of one request; `best` and the three `smallest` questions walk it."""
+    """The family of placements of one request; `best` and the three `smallest` methods search it."""
 
     def __init__(self, items: Sequence[Item], limits: Limits) -> None:
         self.items, self.limits = tuple(items), limits
@@ -247,8 +252,9 @@ class Search:
         self.caps, self.destinations = family.caps, family.destinations
 
     def may_fit(self) -> bool:
-        """Return False where the device's budget is too small even for what stays when all that may leave has left, and where the
-        host's is too small without any block."""
+        """Return False if the device's budget is too small for the blocks that cannot leave, or the host's is too small
+        without any block.
+        """
         if not self._may_hold_on_host():
             return False
         for to in self.destinations:
@@ -272,7 +278,7 @@ class Search:
             if not self._may_hold(run_bytes):
                 continue
             host_budget_bytes = self.limits.host_budget_bytes
-            if self.limits.total_budget_bytes is not None:  # what the device leaves of a memory that both share
+            if self.limits.total_budget_bytes is not None:  # the rest of a memory that device and host share
                 left_bytes = self.limits.total_budget_bytes - self.limits.device_need(run_bytes)
                 host_budget_bytes = min(host_budget_bytes, left_bytes)
             if is_hopeless(to.least_s(leaving) + to.least_far_s(leaving, self.limits, host_budget_bytes)):
@@ -316,7 +322,7 @@ class Search:
         )  # fmt: skip
 
     def smallest_total_bytes(self) -> int | None:
-        """Return the smallest sum of both, where device and host are one memory."""
+        """Return the smallest sum of both, if device and host are one memory."""
         return self._smallest_far(
             lambda budget_bytes: replace(self.limits, total_budget_bytes=budget_bytes), self.limits.total_need,
             lambda totals: self.limits.allows_device(totals) and self.limits.allows_host(totals),
@@ -325,8 +331,9 @@ class Search:
     def _smallest_far(
         self, within: Callable[[int], Limits], measure: Callable[[Totals], int], is_allowed: Callable[[Totals], bool]
     ) -> int | None:
-        """Return the smallest budget with a placement. within: the limits with this budget; measure: what a placement takes of it;
-        is_allowed: whether the other budgets hold, but for the disk's."""
+        """Return the smallest budget with a placement. within: the limits with this budget; measure: a placement's use
+        of it; is_allowed: whether the other budgets except the disk's are kept.
+        """
         # Each size of disk buffers needs least host memory when everything up to that size is on disk.
         best: int | None = None
         is_disk_short = False
@@ -344,7 +351,7 @@ class Search:
                         best = measure(totals)
                     else:
                         is_disk_short = True
-        while best is not None and is_disk_short:  # some of what may go there
+        while best is not None and is_disk_short:  # some of the blocks that may go there
             less = Search(self.items, within(best - 1)).best()
             best, is_disk_short = (best, False) if less is None else (measure(less[1]), True)
         return best
@@ -352,8 +359,9 @@ class Search:
     def _leavings(
         self, is_hopeless: Callable[[float], bool] = lambda least_s: False
     ) -> Iterator[tuple[_Destinations, Counts]]:
-        """Yield (destinations, how many of each group leave), each once: prefixes and their neighbours, but for prefixes around
-        which nothing is within the device's budget."""
+        """Yield (destinations, how many of each group leave), each once: prefixes and their neighbours, without those
+        that cannot be within the device's budget.
+        """
         for to in self.destinations:
             seen: set[Counts] = set()
             for walk in to.walks:
@@ -376,8 +384,9 @@ class Search:
     def _filled(
         self, to: _Destinations, leaving: Counts, host_budget_bytes: int
     ) -> Iterator[tuple[list[Placed], Totals]]:
-        """Yield placements of what leaves: all of it near, then, while the host is short, more and more on disk. Those that take
-        more of the host than its budget, whatever else is true of them, are passed over."""
+        """Yield placements of the blocks that leave: all in host memory, then, while it is exceeded, more and more on
+        disk. Those that certainly exceed the host's budget are skipped.
+        """
         if to.least_host_bytes(leaving, self.caps[-1], self.limits) > host_budget_bytes:
             return
         if to.least_host_bytes(leaving, -1, self.limits) <= host_budget_bytes:
@@ -403,7 +412,7 @@ class Search:
         return self.limits.allows_host(totals) and self.limits.allows_total(totals)
 
     def _spread(self, placed: Sequence[Placed]) -> list[Choice]:
-        """Return one choice an item: of identical blocks the first ones stay, then come near ones, the last are far."""
+        """Return one choice per item: of identical blocks the first stay, the next go to the host, the last to disk."""
         waiting: dict[Item, list[Choice]] = {}
         for choice, item, count in reversed(placed):
             waiting.setdefault(item, []).extend([choice] * count)

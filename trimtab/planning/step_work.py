@@ -14,7 +14,7 @@ from trimtab.planning.values.execution import BlockWork, StepWork, head_bytes, h
 
 
 def works_of(use: Use) -> dict[Paid, Work]:
-    """Return the work of a block in a request, by what its time is paid for."""
+    """Return the work of a block in a request, by kind."""
     prompt_rows = use.prompt_tokens * use.batch
     return {
         "token": Work(passes=use.passes, prompt_rows=prompt_rows, step_rows=use.batch),
@@ -27,11 +27,12 @@ def works_of(use: Use) -> dict[Paid, Work]:
 def step_work(
     anatomy: Anatomy, blocks: Sequence[Block], chosen: Sequence[Choice], *, rows: int, slots: int = STAGING_SLOTS
 ) -> StepWork:
-    """Return what one decode step of `rows` rows does with the blocks in their places, a choice for each block. slots: staging
-    buffers."""
+    """Return the work of one decode step of `rows` rows with the blocks in their placements, a choice for each block.
+    slots: staging buffers.
+    """
     device = link = linears = layers = 0
     other_s = 0.0
-    first: list[BlockWork] = []  # what a family computes beside its layers comes before them
+    first: list[BlockWork] = []  # modules outside the layers come before them
     after: list[BlockWork] = []
     for block, choice in zip(blocks, chosen, strict=True):
         if block.paid != "token":
@@ -52,7 +53,7 @@ def step_work(
     head = head_bytes(anatomy)
     tied = {path for row in head_rows(anatomy) for path in [row.weight and row.weight.tied_to] if path}
     head += sum(widened_bytes(row, anatomy.dtype) for row in head_rows(anatomy))
-    device += head if tied else 0  # what a head shares with a table is no block of its own
+    device += head if tied else 0  # a weight that the head shares with a table is no separate block
     return StepWork(
         device_bytes=device, link_bytes=link, other_s=other_s, tail_bytes=head, layers=layers, linears=linears, rows=rows,
         blocks=(*first, *after), slots=max(slots, 1),
@@ -60,9 +61,10 @@ def step_work(
 
 
 def prompt_linears(anatomy: Anatomy, blocks: Sequence[Block], use: Use, *, is_cut: bool) -> tuple[int, int, int]:
-    """Return the linears of the decoder, those of its layers that only the last pass of a prompt enters, and those of towers that
-    run. is_cut: whether prompts go through in chunks of still shapes: layers that read the keys of earlier ones see the last token
-    alone then (engine/passes/chunk_forward.py)."""
+    """Return the number of linears of the decoder, of its layers that only the last pass of a prompt enters, and of
+    towers that run. is_cut: whether prompts are computed in chunks of fixed shapes: layers that read the keys of
+    earlier ones then see only the last token (engine/passes/chunk_forward.py).
+    """
     shared = {str(layer.layer) for layer in anatomy.kv_layers if layer.shares is not None and is_cut}
     whole = skipped = towers = 0
     for block in blocks:

@@ -1,1 +1,1 @@
-"""How does one process of ours run: its files, threads, signals and children, and what may its texts say?"""
+"""How does trimtab run one of its processes: files, threads, signals, children, and private data in texts?"""

@@ -1,13 +1,14 @@
-"""How a module of this package runs in a separate process, also under an interpreter without trimtab.
+"""Runs a module of this package in a separate process, also under an interpreter without trimtab.
 
     EXE .../trimtab/process/child.py MODULE [REQUEST.json LINES.jsonl [held]]
 
-imports MODULE (a dotted name below `trimtab`) and calls its `main(request, emit)`: request is the JSON object of the first
-file, every `emit(dict)` becomes one line of the second, flushed at once, so that a killed process leaves what it had said. With
-`held` the process ends when its standard input does: whoever held the other end is gone.
-Without the files it calls `main()`, which reads standard input.
-The other interpreter needs only what MODULE itself imports. It runs as a plain script: nothing of trimtab is imported
-before the search path is right, and only the standard library above that line.
+imports MODULE (a dotted name below `trimtab`) and calls its `main(request, emit)`. request is the JSON object of the
+first file. Every `emit(dict)` becomes one line of the second file. Each line is flushed at once, so a killed process
+leaves the lines that it emitted.
+With `held`, the process ends when its standard input closes, because its parent has ended.
+Without the files, it calls `main()`, which reads standard input.
+The other interpreter needs only what MODULE itself imports. This file runs as a plain script: it imports nothing of
+trimtab before the search path is right, and only the standard library until then.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import os
 import sys
 
-# A script's own folder comes first on the search path: our file names would hide other packages' modules of the same name.
+# A script's folder comes first on the search path, so our files would hide other packages' modules of the same name.
 if __name__ == "__main__" and sys.path and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
     del sys.path[0]
 
@@ -32,7 +33,9 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class _OnlyTrimtab(importlib.abc.MetaPathFinder):
-    """Finds `trimtab` beside this file and nothing else: the folder above may be a site-packages of other versions."""
+    """Finds `trimtab` in the folder of this file and nothing else, because the folder above may be a site-packages with
+    other versions.
+    """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname != "trimtab":
@@ -49,7 +52,7 @@ def prepare_path() -> None:
 
 def end_with_parent() -> None:
     """End this process once its standard input ends, and give it an empty one."""
-    pipe = os.dup(0)  # not inherited by processes that are started here
+    pipe = os.dup(0)  # child processes do not inherit it
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
@@ -88,5 +91,5 @@ def main(arguments: list[str]) -> int:
 if __name__ == "__main__":
     prepare_path()
     code = main(sys.argv[1:])
-    gc.freeze()  # the interpreter looks for garbage among all modules as it ends: more than a second
+    gc.freeze()  # garbage collection at exit walks all modules: more than a second
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""With which code a command ends after each kind of error, and what every code means."""
+"""The exit code of a command after each kind of error, and the meaning of every code."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ EXIT_CODES: tuple[tuple[type[TrimtabError], int], ...] = (
     (ParityError, 7),
     (UpstreamError, 8),
 )
-# Of a model or adapter that is not there, or is none.
+# For a path that does not exist, or is no model or adapter.
 MISSING = 3
-# Of a later step that could not be done: the earlier one's result stands and was reported.
+# For a later step that failed: the earlier step's result is valid and was reported.
 UNFINISHED = 10
 # What each exit code means, for --help; docs/command-line.md has the same table.
 EXIT_TEXTS = {
@@ -55,7 +55,9 @@ def exit_codes_text() -> str:
 
 
 def exit_code(error: TrimtabError) -> int:
-    """Return the exit code of an error; what is no adapter, or not there, has the code of what is no model."""
+    """Return the exit code of an error; a path that is no adapter, or does not exist, has the code of a path that is no
+    model.
+    """
     if isinstance(error, AdapterError) and not _is_adapter(error.path):
         return MISSING
     return next(code for kind, code in EXIT_CODES if isinstance(error, kind))

@@ -1,4 +1,4 @@
-"""Writing a file or a folder as a whole: a temporary sibling, then a rename.
+"""Writes a file or a folder as a whole: a temporary sibling, then a rename.
 
 Readers see the old one or the new one, never a part.
 """
@@ -19,7 +19,7 @@ from trimtab.errors import RequestError
 def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object], *, field: str) -> None:
     """Write a temporary file with `write`, then rename it.
 
-    Errors: RequestError if the place cannot be written; nothing is left behind.
+    Errors: RequestError if the path cannot be written; no temporary file remains.
     """
     target = Path(path)
     sibling = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -29,17 +29,17 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object], *
     except OSError as exc:
         raise RequestError(f"cannot be written ({exc.strerror})", field=field, value=str(path)) from exc
     finally:
-        with suppress(OSError):  # a parent that is a file has no sibling to remove either
+        with suppress(OSError):  # if the parent is a file, there is no sibling to remove
             sibling.unlink(missing_ok=True)
 
 
 def write_text(path: str | os.PathLike[str], text: str, *, field: str, newline: str | None = "\n") -> None:
-    """Write a text as a whole, in UTF-8. newline: None ends lines as the system does. Errors: as `write_whole`."""
+    """Write a text as a whole, in UTF-8. newline: None uses the system's line ends. Errors: as `write_whole`."""
     write_whole(path, lambda sibling: sibling.write_text(text, encoding="utf-8", newline=newline), field=field)
 
 
 def write_private(path: Path, contents: bytes) -> None:
-    """Write bytes as a whole, readable by this user alone. Errors: OSError; nothing is left behind."""
+    """Write bytes as a whole, readable by this user alone. Errors: OSError; no temporary file remains."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
     try:
         with os.fdopen(handle, "wb") as file:
@@ -52,7 +52,9 @@ def write_private(path: Path, contents: bytes) -> None:
 
 
 def lock(handle: int) -> None:
-    """Take the lock of an open file, which ends with the handle or the process. Errors: OSError if another one holds it."""
+    """Lock an open file until its handle is closed or the process ends. Errors: OSError if another process holds the
+    lock.
+    """
     if sys.platform == "win32":
         import msvcrt
 
@@ -65,9 +67,10 @@ def lock(handle: int) -> None:
 
 @contextmanager
 def whole_folder(folder: Path, *, field: str, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a new folder beside `folder`, and rename it to `folder` at the end. overwrite: an existing one is replaced.
+    """Yield a new sibling folder of `folder`, and rename it to `folder` at the end. overwrite: an existing one is
+    replaced.
 
-    Errors: RequestError if it cannot be written; nothing is left behind, and an existing folder stays as it was.
+    Errors: RequestError if it cannot be written; no temporary folder remains, and an existing folder is unchanged.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +93,7 @@ def whole_folder(folder: Path, *, field: str, overwrite: bool = False) -> Iterat
     except OSError as exc:
         raise _refused(folder, exc, field) from exc
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # renamed, if all is well
+        shutil.rmtree(partial, ignore_errors=True)  # already renamed on success
 
 
 def _refused(folder: Path, exc: OSError, field: str) -> RequestError:

@@ -1,12 +1,12 @@
-"""How Ctrl-C is handled while no command can do it: during imports, and at the very end.
+"""Handles Ctrl-C outside a running command: during imports, and after the command has ended.
 
-Python raises KeyboardInterrupt wherever it is, and an import that is cut short ends in a traceback. A command ends in its
-own way at the first Ctrl-C, at once at the second. From the first line of
-`trimtab/__init__.py` until a command begins, and again once it has ended, Ctrl-C ends the process with exit code 130. In a
-program that imports trimtab nothing of this happens.
+Python raises KeyboardInterrupt at any line, and an interrupted import ends in a traceback. A running command handles
+the first Ctrl-C itself and ends at once at the second. From the first line of `trimtab/__init__.py` until a command
+begins, and again once it has ended, Ctrl-C ends the process with exit code 130. A program that imports trimtab is not
+affected.
 
-SIGTERM, and SIGHUP where it is not ignored (`nohup`), stop a running command as Ctrl-C does: processes that it started are
-killed, temporary folders removed. The exit code is the one that shells give to the signal.
+SIGTERM, and SIGHUP unless it is ignored (`nohup`), stop a running command as Ctrl-C does: the processes that it started
+are killed, temporary folders are removed. The exit code is the one that shells give to the signal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 STOPPED = 130
 
 
-# Signal -> exit code. The servers take both in their own way.
+# Signal -> exit code. The servers install their own handlers for both.
 ENDING = {number: 128 + number for name in ("SIGHUP", "SIGTERM") if (number := getattr(signal, name, None)) is not None}
 
 
@@ -45,7 +45,7 @@ def raise_again() -> None:
 
 
 def raise_at_end() -> None:
-    """Make SIGTERM and SIGHUP raise KeyboardInterrupt in a running command, unless somebody else handles or ignores them."""
+    """Make SIGTERM and SIGHUP raise KeyboardInterrupt in a running command, unless they are already handled or ignored."""
     if is_command():
         for number in ENDING:
             if signal.getsignal(number) == signal.SIG_DFL:
@@ -58,16 +58,17 @@ def stopped_code() -> int:
 
 
 def was_raised() -> bool:
-    """Return whether a running command got its first Ctrl-C: other packages turn it into errors of their own (transformers 5.23
-    says of a config class that its requirements are not there)."""
+    """Return whether a running command got its first Ctrl-C: other packages turn it into their own errors (transformers
+    5.23 reports missing requirements of a config class).
+    """
     return is_command() and any(signal.getsignal(number) is _end_second for number in (signal.SIGINT, *ENDING))
 
 
 def leave_stopped(code: int = STOPPED) -> None:
-    """End the process with an exit code, after what was registered for its end.
+    """End the process with an exit code, after the functions that were registered with atexit.
 
-    Not by returning: Python ends itself by a signal if the interrupt was raised in code that a C module was running
-    (CPython 3.11, pythonrun.c, run_eval_code_obj), however it was answered.
+    A return is not enough: if the interrupt was raised in code that a C module ran, Python ends itself by a signal,
+    even if the exception was handled (CPython 3.11, pythonrun.c, run_eval_code_obj).
     """
     try:
         atexit._run_exitfuncs()
@@ -77,16 +78,17 @@ def leave_stopped(code: int = STOPPED) -> None:
 
 
 def _raise(number: int, frame: object) -> None:
-    # An exception in the middle of torch's import goes through C++ that aborts the process: nothing is there to put away yet.
+    # An exception during torch's import passes through C++ code that aborts the process. There is nothing to clean up
+    # yet.
     if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
         _end(number, frame)
-    # Python loses an exception that is raised in a destructor or callback: whoever waits presses once more.
+    # Python discards an exception that is raised in a destructor or callback: the user has to press Ctrl-C again.
     signal.signal(number, _end_second)
     raise KeyboardInterrupt
 
 
 def _end_second(number: int, frame: object) -> None:
-    """End as `_end` does; another function, so that it is known whether a command got a first Ctrl-C."""
+    """End as `_end` does. A separate function shows that a command got a first Ctrl-C."""
     _end(number, frame)
 
 

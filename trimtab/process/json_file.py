@@ -1,8 +1,8 @@
-"""The one reader of JSON files: bytes, values and depth are counted before anything is parsed, by the kind of the file.
+"""The one reader of JSON files: it counts bytes, values and depth before it parses, with limits for each kind of file.
 
-A megabyte of `{}`s becomes a hundred megabytes of objects: the file's size bounds neither memory nor time. What the reader
-refuses is JsonError, which callers turn into their own error. Files that transformers and tokenizers open themselves are
-held to the same limits before they do (`check_files`).
+A megabyte of `{}`s becomes a hundred megabytes of objects: the file's size bounds neither memory nor time. The reader
+refuses with JsonError, which callers turn into their own error. `check_files` applies the same limits to files that
+transformers and tokenizers open themselves.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MiB = 2**20
 
 @dataclass(frozen=True)
 class Limits:
-    """What a file of one kind may have at most. values: objects, lists and everything in them; None: the file is text.
+    """Limits for files of one kind. values: objects, lists and everything in them; None: the file is text.
 
-    depth: of nesting; None where the parser's own end (some hundred levels) is enough, because nothing walks through the file.
-    object_bytes: what an object takes at least in a sound file; None: nothing is known of that. is_finite: NaN, Infinity and
-    numbers that become infinite are refused. once: a key that is given twice is refused. may_be_pipe: a user names the file on
-    the command line, where `<(...)` makes one.
+    depth: of nesting; None where the parser's own limit (some hundred levels) is enough, because no code walks the
+    nesting. object_bytes: the fewest bytes of one object in a valid file; None: unknown. is_finite: NaN, Infinity and
+    numbers that become infinite are refused. once: a repeated key is refused. may_be_pipe: a user names the file on the
+    command line, where `<(...)` makes a pipe.
     """
 
     nbytes: int
@@ -69,8 +69,8 @@ KINDS: dict[str, Limits] = {
     "report": Limits(256 * MiB, 4_000_000),
 }  # fmt: skip
 
-# What transformers 5.6.2 to 5.23.0 may open of a folder by itself, beside weights: name -> kind. Source: utils/__init__.py
-# and the VOCAB_FILES_NAMES of its tokenizers.
+# Files other than weights that transformers 5.6.2 to 5.23.0 may open in a folder: name -> kind. Source:
+# utils/__init__.py and the VOCAB_FILES_NAMES of its tokenizers.
 FOREIGN_FILES: dict[str, str] = {
     **dict.fromkeys(("config.json",), "config.json"),
     **dict.fromkeys(("generation_config.json",), "generation_config.json"),
@@ -95,16 +95,16 @@ TEMPLATES = "additional_chat_templates"
 _TO_BRACES = bytes.maketrans(b"[]", b"{}")
 _NO_BRACKETS = bytes(sorted(set(range(256)) - set(b"{}[]")))
 FEW_BYTES = 4096
-MOST_DIGITS = 4300  # of Python's int; a release or a setting without this end would take minutes for a million digits
+MOST_DIGITS = 4300  # Python's int limit; without it, a million digits take minutes
 _TOO_LONG = re.compile(rb"[0-9]{%d}" % (MOST_DIGITS + 1))
 
 
 class JsonError(ValueError):
-    """Why a file cannot be read, in words that follow its name."""
+    """The reason why a file cannot be read, as text that follows its name."""
 
 
 def read_json(path: str | os.PathLike[str], kind: str) -> Any:
-    """Return what a JSON file holds. kind: one of KINDS. Errors: JsonError; OSError if it cannot be opened."""
+    """Return the value in a JSON file. kind: one of KINDS. Errors: JsonError; OSError if it cannot be opened."""
     return parse(read_bytes(path, kind), kind)
 
 
@@ -119,7 +119,7 @@ def read_object(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
 def check_files(folder: Path, *, without: Iterable[str] = ()) -> None:
     """Raise CheckpointError for a file of a folder that transformers would open and that is over its limits.
 
-    Nothing is parsed: whoever opens the file says what else is wrong with it. without: names that are not opened.
+    Nothing is parsed: other errors are reported by the code that opens the file. without: names that are not opened.
     """
     templates = folder / TEMPLATES
     names = [(folder / name, kind) for name, kind in FOREIGN_FILES.items() if name not in set(without)]
@@ -158,7 +158,9 @@ def _own(path: str | os.PathLike[str], read: Callable[..., Any], kind: str) -> A
 
 
 def read_bytes(path: str | os.PathLike[str], kind: str) -> bytes:
-    """Return a file's bytes. Errors: JsonError for one that is too large or no plain file; OSError if it cannot be opened."""
+    """Return a file's bytes. Errors: JsonError if it is too large or not a regular file; OSError if it cannot be
+    opened.
+    """
     limits = KINDS[kind]
     with os.fdopen(_opened(path, limits), "rb") as file:
         raw = file.read(limits.nbytes + 1)
@@ -168,7 +170,7 @@ def read_bytes(path: str | os.PathLike[str], kind: str) -> bytes:
 
 
 def _opened(path: str | os.PathLike[str], limits: Limits) -> int:
-    """Return the handle of a file whose size is within the limit. A pipe without a writer would wait for ever."""
+    """Return the handle of a file whose size is within the limit. Opening a pipe without a writer would block forever."""
     flags = os.O_RDONLY | getattr(os, "O_BINARY", 0)
     try:
         handle = os.open(path, flags | (0 if limits.may_be_pipe else getattr(os, "O_NONBLOCK", 0)))
@@ -199,8 +201,8 @@ def _too_large(most: int) -> JsonError:
 def count(raw: bytes, kind: str) -> None:
     """Raise JsonError for JSON with more values or levels than its kind may have. It is not parsed.
 
-    Every value follows a comma or the beginning of a list or object. What stands in strings is counted too, until that is too
-    much: taking the strings out costs ten times as much.
+    Every value follows a comma or the beginning of a list or object. Characters inside strings are counted too at
+    first. Only a count above the limit removes the strings, which costs ten times as much.
     """
     limits = KINDS[kind]
     assert limits.values is not None
@@ -226,7 +228,7 @@ def _count_structure(raw: bytes, most: int, depth: int | None) -> bytes:
     too_many = JsonError(f"has more than {most} values, too many for a file of its kind")
     if b"\\" in raw:
         raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
-    if raw.count(b'"') > 4 * most:  # a key and a text each: no JSON of fewer values has so many strings
+    if raw.count(b'"') > 4 * most:  # a key and a text for each value: more strings mean more values
         raise too_many
     structure = _without_strings(raw)
     if sum(structure.count(sign) for sign in (b",", b"{", b"[")) >= most:
@@ -234,7 +236,7 @@ def _count_structure(raw: bytes, most: int, depth: int | None) -> bytes:
     if depth is None:
         return structure
     braces = structure.translate(_TO_BRACES, _NO_BRACKETS)
-    for _ in range(depth):  # each round takes the innermost level away
+    for _ in range(depth):  # each pass removes the innermost level
         braces = braces.replace(b"{}", b"")
         if not braces:
             return structure
@@ -244,7 +246,7 @@ def _count_structure(raw: bytes, most: int, depth: int | None) -> bytes:
 
 
 def _without_strings(raw: bytes) -> bytes:
-    """Return JSON without the text between its quotes. A megabyte at a time: each piece is an object of its own."""
+    """Return JSON without the text between its quotes. Works in megabytes, because each fragment is a separate object."""
     kept, is_inside = [], 0
     for start in range(0, len(raw), MiB):
         pieces = raw[start : start + MiB].split(b'"')
@@ -254,7 +256,9 @@ def _without_strings(raw: bytes) -> bytes:
 
 
 def parse(raw: bytes, kind: str, **hooks: Any) -> Any:
-    """Return the values of JSON text in UTF-8, within the limits of its kind. hooks: as of `json.loads`. Errors: JsonError."""
+    """Return the values of JSON text in UTF-8, within the limits of its kind. hooks: arguments of `json.loads`. Errors:
+    JsonError.
+    """
     limits = KINDS[kind]
     count(raw, kind)
     if limits.is_finite:

@@ -1,4 +1,4 @@
-"""Installed packages: an error names each missing package on one line, with the command that installs it."""
+"""Which packages are installed? An error names each missing package on one line, with the command that installs it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from importlib.util import find_spec
 
 from trimtab.errors import RequestError
 
-# What the stock stack is made of, beside torch and transformers, without which this package does not start.
+# Packages of the stock stack other than torch and transformers, which this package always needs.
 STOCK = ("accelerate", "bitsandbytes", "peft")
-# What decides the answers of a comparison.
+# Packages whose versions can change the answers of a comparison.
 STACK = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "safetensors")
 
 
@@ -36,7 +36,7 @@ def stack_versions() -> dict[str, str]:
 
 
 def missing(names: Sequence[str]) -> tuple[str, ...]:
-    """Return those that cannot be imported; nothing is imported to find out."""
+    """Return the packages that cannot be imported. Nothing is imported."""
     return tuple(name for name in names if not _is_installed(name))
 
 
@@ -51,7 +51,7 @@ def check_installed(names: Sequence[str], *, field: str, value: str) -> None:
 
 
 def install_command(names: Sequence[str]) -> str:
-    """Return the command that installs packages beside this one."""
+    """Return the command that installs packages in the environment of this package."""
     return f"pip install {' '.join(names)}"
 
 

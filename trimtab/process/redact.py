@@ -1,13 +1,13 @@
-"""Private data out of texts: paths, names of users and machines, addresses, tokens.
+"""Removes private data from texts: paths, names of users and machines, addresses, tokens.
 
-Who reads the text decides what is removed and what stands in its place:
+The reader of the text decides what is removed and what replaces it:
 
     without_paths         clients of the server     every absolute path -> "[path]", addresses of objects -> "[object]"
     scrubbed              reports from this machine its own folders -> "...", its user and host names -> USER, HOST
-    clean, clean_all      drafts for the public     paths, names, addresses and tokens of any machine; `check_clean` refuses
+    clean, clean_all      drafts for the public     paths, names, addresses and tokens of any machine (`check_clean`)
     Cleaner               records of a run          folders that the caller names, the home and the temporary folder
 
-Imports nothing outside the standard library but `errors`.
+Imports only the standard library and `errors`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LIBRARIES = (
     "accelerate", "bitsandbytes", "huggingface_hub", "numpy", "peft", "safetensors", "tokenizers", "torch", "transformers",
     "trimtab",
 )  # fmt: skip
-# In a draft, a name shorter than this, or one of these, is also an ordinary word of a trace: removing it would hide the trace.
+# In a draft, shorter names and these names are also ordinary words of a trace, so they are kept.
 SHORTEST_NAME = 4
 ORDINARY = frozenset(
     {"root", "user", "users", "home", "model", "base", "main", "local", "localhost", "test", "admin", *LIBRARIES}
@@ -61,32 +61,33 @@ def _map_texts(value: Any, change: Callable[[str], str], *, keys: bool) -> Any:
 
 # Clients of the server ------------------------------------------------------------------------------------------------
 
-# What may follow a known folder; a name with a space in it ends there, so that a sentence goes on.
+# Characters that may follow a known folder. A space ends the name, because the rest may be the sentence.
 _BELOW = r"""(?:[\\/][^\s'"`,;()<>|:]*)?(?![\w-])"""
-# What Python writes for an object that has no text of its own.
+# Python's default text of an object.
 _ADDRESS = re.compile(r"<[\w.]+(?: [\w.]+)* at 0x[0-9a-fA-F]+>")
-# An absolute path of POSIX or Windows: two parts at least, so that "/v1" and "and/or" stay.
+# An absolute path of POSIX or Windows: at least two parts, so that "/v1" and "and/or" are kept.
 _PATH = re.compile(r"""(?<![\w.:/\\-])(?:[A-Za-z]:[\\/]|\\\\|/)[^\s'"`,;()<>|/\\]+[\\/][^\s'"`,;()<>|]*""")
 
 
 def own_folders(paths: Iterable[str | Path | None]) -> tuple[str, ...]:
     """Return every spelling of the server's folders that a message could contain, longest first.
 
-    paths: those from the command line; the working directory is added. A path with spaces can only be recognized this way,
-    because nothing in a sentence marks its end. Names that do not exist on this machine, such as hub ids, are not paths.
+    paths: those from the command line; the working directory is added. A path with spaces can only be recognized from
+    this list, because a sentence does not mark its end. Names that do not exist on this machine, such as hub ids, are
+    not paths.
     """
     existing = [Path(path) for path in paths if path is not None and Path(path).exists()]
     around = [Path.cwd(), Path(sys.prefix), Path(tempfile.gettempdir()), Path(os.path.expanduser("~"))]
     folders = set()
     for path in [*existing, *around]:
         for one in (Path(os.path.abspath(path)), path.resolve()):
-            if one != one.parent:  # the root alone would be every slash
+            if one != one.parent:  # "/" alone would match every slash
                 folders |= {str(one), one.as_posix(), str(one).replace("\\", "\\\\")}
     return tuple(sorted(folders, key=lambda text: (-len(text), text)))
 
 
 def without_paths(value: Any, *known: str, folders: Sequence[str] = ()) -> Any:
-    """Return plain values with every path of this machine taken out of their texts. known: paths to look for first.
+    """Return plain values with every path of this machine removed from their texts. known: paths to look for first.
 
     folders: as `own_folders` gives them.
     """
@@ -125,12 +126,12 @@ def scrubbed(text: str) -> str:
 
 # Records of a run -----------------------------------------------------------------------------------------------------
 
-# Where an interpreter keeps its packages says whose machine it is.
+# The folder of an interpreter's packages can identify the machine.
 _PACKAGES = re.compile(r"(?<![^\s\"'(])[^\s\"'(]*[\\/](site|dist)-packages[\\/]")
 
 
 class Cleaner:
-    """Replaces the machine's own paths in a text by what they are. names: path -> what it is."""
+    """Replaces this machine's paths in a text by descriptions. names: path -> description."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         replacements = {**names, str(Path.home()): "~", tempfile.gettempdir(): "<tmp>"}
@@ -147,7 +148,7 @@ class Cleaner:
 # Drafts for the public ------------------------------------------------------------------------------------------------
 
 _PART = r"[\w.@+~%$#-]+"
-# A path of one name ("/base") tells nothing, unless it is where people's folders are.
+# A path of one name ("/base") is not private, unless users' home folders are there.
 _POSIX = re.compile(rf"(?<![\w.:/<>\\*)\]-])/(?:{_PART}(?:/{_PART})+|(?:home|root|Users|tmp|mnt)\b)/?")
 _POSIX_QUOTED = re.compile(r"""(?<=["'])/[^"'\n/]+(?:/[^"'\n/]+)+(?=["'])""")
 _DRIVE = r"(?:(?<![\w\\])[A-Za-z]:[\\/]{1,2}|(?<![\w\\])\\\\[\w.-]+\\)"
@@ -193,7 +194,7 @@ def _short(match: re.Match[str]) -> str:
         return re.sub(r"[\\/]+", "/", min(inside, key=re.Match.start)[1])
     ending = path[-1] if path[-1] in "." else ""
     last = re.split(r"[\\/]+", path.rstrip("\\/."))[-1]
-    # The last name of a folder may be a user's; a file's name says which file it was.
+    # The last part of a folder's path may be a user's name. A file's name is kept: it identifies the file.
     return f"<path>/{last}{ending}" if "." in last[1:] else f"<path>{ending}"
 
 

@@ -1,9 +1,9 @@
-"""Work in a separate process, with limits on time and memory and the output that it wrote before it ended.
+"""Runs work in a separate process with limits on time and memory, and returns the output that it wrote before it ended.
 
 The work is a module of trimtab with `main(request, emit)` (see `child.py`), run by this interpreter or another one. The
-process is a fresh one (never a fork: a CUDA context does not survive that), watched with psutil together with its
-children, and killed as a tree. It ends by itself once this process is gone, however that ended: its
-standard input is a pipe that this process holds (`child.py`).
+process is started fresh, because a CUDA context does not survive a fork. psutil watches the process and its children,
+and the whole tree is killed. The process ends by itself when its parent ends: its standard input is a pipe that the
+parent holds (`child.py`).
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from trimtab.process.work_folder import work_folder
 INSIDE = Path(__file__).with_name("child.py")
 POLL_S = 0.05
 DONE, FAILED, TIMEOUT, OOM_HOST, CRASHED = "done", "failed", "timeout", "oom-host", "crashed"
-# A process that hangs uses less processor time than this share of one core, whatever its other threads do.
+# A process that hangs uses less CPU time than this share of one core, including all its threads.
 IDLE_SHARE = 0.05
 
 
 @dataclass(frozen=True)
 class Activity:
-    """What a process has done since its start. reads: bytes, and pages that were read because they were not in memory."""
+    """Resource use of a process since its start. reads: bytes read, and major page faults."""
 
     cpu_s: float
     reads: int = 0
 
     def is_more(self, before: Activity, seconds: float) -> bool:
-        """Whether it did something in the seconds in between."""
+        """Whether the process was active in the seconds between two measurements."""
         return self.cpu_s - before.cpu_s > IDLE_SHARE * seconds or self.reads > before.reads
 
 
 def activity_of(pid: int | None) -> Activity | None:
-    """Return what a process has done, None if it is stopped or cannot be asked."""
+    """Return the activity of a process, None if it is stopped or cannot be inspected."""
     try:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_STOPPED:
@@ -56,7 +56,7 @@ def activity_of(pid: int | None) -> Activity | None:
         with suppress(AttributeError, psutil.Error):  # macOS has no such counters
             reads = int(process.io_counters().read_bytes)
         if sys.platform == "linux":
-            # Field 12, of those behind the name in brackets, which may have spaces.
+            # Field 12, counted after the name in brackets, which may contain spaces.
             reads += int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[9])
         return Activity(float(times.user + times.system), reads)
     except (psutil.Error, OSError, ValueError, IndexError):
@@ -67,10 +67,10 @@ def activity_of(pid: int | None) -> Activity | None:
 class Outcome:
     """The result of the work.
 
-    ended: "done" (it said all), "failed" (an exception left `main`), "timeout" and "oom-host" (killed by us at the limit,
-    or by the system's own killer), "crashed" (a signal or an exit inside native code). lines: the values given to `emit`, in
-    order. peak_host_bytes: the largest resident size of the process and its children that was seen (every 50 ms).
-    stdout, stderr: their last 20,000 characters.
+    ended: "done" (`main` returned), "failed" (an exception left `main`), "timeout" and "oom-host" (killed at the limit,
+    by this process or by the system's out-of-memory killer), "crashed" (a signal or an exit inside native code). lines:
+    the values given to `emit`, in order. peak_host_bytes: the largest resident size of the process and its children,
+    sampled every 50 ms. stdout, stderr: their last 20,000 characters.
     """
 
     ended: str
@@ -128,7 +128,7 @@ def run_inside(
 def check_python(python: str | os.PathLike[str]) -> None:
     """Raise RequestError if there is no such interpreter. Starts nothing."""
     name = os.fspath(python)
-    if shutil.which(name) is None and shutil.which(f"{name}.exe") is None:  # Windows starts it without its ending
+    if shutil.which(name) is None and shutil.which(f"{name}.exe") is None:  # Windows adds ".exe"
         raise RequestError("cannot be started (no such program)", field="python", value=name)
 
 
@@ -147,7 +147,7 @@ def _start(command: list[str], out: Any, err: Any, environment: Mapping[str, str
 
 
 class _Lines:
-    """Reads the lines of a growing file; a half-written last line waits for its end."""
+    """Reads the lines of a growing file. An incomplete last line is read once it is complete."""
 
     def __init__(self, path: Path, on_event: Callable[[dict[str, Any]], None] | None) -> None:
         self._path, self._on_event, self._at, self._rest = path, on_event, 0, b""
@@ -182,21 +182,21 @@ def _watch(process: Any, reader: _Lines, deadline: float, memory_bytes: int | No
 
 
 def resident_bytes(pid: int | None) -> int:
-    """Return the resident bytes of one process now; 0 if it is gone."""
+    """Return the resident bytes of one process now; 0 if it has ended."""
     with suppress(psutil.Error):
         return int(psutil.Process(pid).memory_info().rss) if pid is not None else 0
     return 0
 
 
 def leave_cores(pid: int, nice: int) -> None:
-    """Lower the priority of a process for good. nice: of POSIX; below normal on Windows."""
+    """Lower the priority of a process permanently. nice: the POSIX value; Windows uses "below normal"."""
     with suppress(psutil.Error, OSError):
         lower = nice if os.name == "posix" else getattr(psutil, "BELOW_NORMAL_PRIORITY_CLASS", None)
         psutil.Process(pid).nice(lower)
 
 
 def tree_bytes(pid: int) -> int:
-    """Return the resident bytes of a process and its children now; 0 if it is gone."""
+    """Return the resident bytes of a process and its children now; 0 if it has ended."""
     total = 0
     with suppress(psutil.Error):
         root = psutil.Process(pid)
@@ -220,7 +220,7 @@ def kill_tree(process: Any) -> None:
 def _ending(exit_code: int, lines: tuple[dict[str, Any], ...]) -> str:
     if exit_code == 0 and lines and lines[-1].get("event") == "end":
         return DONE
-    # SIGKILL that we did not send: the system's out-of-memory killer (a person's own kill looks the same).
+    # SIGKILL that this process did not send: the system's out-of-memory killer (a user's `kill -9` looks the same).
     if hasattr(signal, "SIGKILL") and exit_code == -signal.SIGKILL:
         return OOM_HOST
     return FAILED if exit_code == 1 else CRASHED

@@ -1,4 +1,4 @@
-"""Tables of a screen: rows of texts become lines of aligned columns."""
+"""Tables for a screen: rows of texts become lines of aligned columns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trimtab.printable import printable
 
 
 def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), indent: str = "") -> list[str]:
-    """Return one line for each row, without spaces at its end. right: the columns whose cells end at the same place.
+    """Return one line for each row, without trailing spaces. right: right-aligned columns.
 
     Errors: ValueError if the rows are not of one length.
     """

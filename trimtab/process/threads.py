@@ -1,8 +1,8 @@
-"""The number of CPU threads: as many as this process really gets, chosen before torch is imported.
+"""The number of CPU threads: as many as this process can really use, chosen before torch is imported.
 
-torch takes one thread a core and lets them spin while they wait for each other. In a container with a quota, or beside
-other work, threads without a core of their own hold up the rest at every one of the thousand small products of a token.
-Environment variables carry the choice to the processes that a command starts.
+torch starts one thread per core, and the threads spin while they wait for each other. In a container with a quota, or
+next to other work, threads without a core delay every one of the thousand small products of a token. Environment
+variables pass the number to child processes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from trimtab.errors import RequestError
 
 VARIABLE = "TRIMTAB_THREADS"
-# What OpenMP, and with it torch, reads when it is loaded.
+# OpenMP, and so torch, reads this variable when it is loaded.
 OPENMP = "OMP_NUM_THREADS"
 MOST = 1024
 CGROUP = Path("/sys/fs/cgroup")
@@ -26,8 +26,8 @@ def use(
 ) -> None:
     """Set the number of torch's threads, in this process and in its children.
 
-    requested: a flag's value; None takes TRIMTAB_THREADS, else what the user has set for OpenMP, else `choose`. beside_others:
-    leave out the cores that other programs keep busy now. Errors: RequestError.
+    requested: a flag's value; None takes TRIMTAB_THREADS, else the user's OpenMP setting, else `choose`. beside_others:
+    exclude the cores that other programs use now. Errors: RequestError.
     """
     if requested is None and environ.get(VARIABLE):
         count: int | None = parse(environ[VARIABLE], field=VARIABLE)
@@ -39,7 +39,7 @@ def use(
         return
     environ[OPENMP] = str(count)
     torch = sys.modules.get("torch")
-    if torch is not None:  # too late for the variable
+    if torch is not None:  # the variable has no effect any more
         torch.set_num_threads(count)
 
 
@@ -52,7 +52,7 @@ def parse(value: int | str, *, field: str) -> int:
 
 
 def choose(*, beside_others: bool) -> int | None:
-    """Return how many threads have a core of their own, None where every core is free: torch's own choice is right then."""
+    """Return how many threads get a core each. None if every core is free: torch's default is right then."""
     cores = _cores()
     free = min(cores, quota_cores() or cores)
     if beside_others:
@@ -67,7 +67,7 @@ def _cores() -> int:
 
 
 def _busy_cores() -> int:
-    """Return how many processes wanted a core in the last minute, on average; 0 where the system does not count them."""
+    """Return the system's load average of the last minute; 0 where the system has none."""
     try:
         return int(os.getloadavg()[0])
     except (AttributeError, OSError):
@@ -75,7 +75,7 @@ def _busy_cores() -> int:
 
 
 def quota_cores(root: Path = CGROUP, member: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Return how many whole cores the control groups of this process allow, at least 1; None without a quota.
+    """Return the number of whole cores that this process's control groups allow, at least 1; None without a quota.
 
     Format: cgroups v2 `cpu.max` ("200000 100000": quota and period in microseconds) of the group and those above it; v1
     `cpu.cfs_quota_us` and `cpu.cfs_period_us`. Source: docs.kernel.org, admin-guide/cgroup-v2 and scheduler/sched-bwc.

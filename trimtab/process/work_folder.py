@@ -1,9 +1,10 @@
-"""Folders of a running command in the temporary directory: gone at its end, or with the next command once their process is gone.
+"""Temporary folders of a running command. They are removed when the command ends, or by a later command if it was
+killed.
 
-A process that is killed leaves its folders. A folder's owner holds a lock on a file in it, which the system takes back when the
-owner is gone, however that ended; a number of a process would be another one's some day, or one of another container. The first
-folder that a process makes removes those whose lock is free. Folders of other users, and those without such a file, stay.
-Imports nothing outside the standard library and trimtab.
+The owner of a folder holds a lock on a file in it, and the system releases the lock when the owner ends. A process id
+would not do: ids are reused, and differ between containers. When a process makes its first folder, it removes the
+folders whose lock is free. Folders of other users, and folders without a lock file, are kept.
+Imports only the standard library and trimtab.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ from pathlib import Path
 from trimtab.process.files import lock
 
 PREFIX, LOCK_NAME = "trimtab-", ".owner"
-MOST_ENTRIES = 100_000  # of the temporary directory are looked at
+MOST_ENTRIES = 100_000  # entries of the temporary directory that are checked
 
 
 @contextmanager
 def work_folder(kind: str) -> Iterator[Path]:
-    """Yield an empty folder (but for its lock) that is gone afterwards. kind: a word of its name. Errors: OSError."""
+    """Yield a folder that holds only its lock file, and remove it afterwards. kind: a word in its name. Errors:
+    OSError.
+    """
     _remove_left(tempfile.gettempdir())
     folder, handle = _owned(kind)
     try:
         yield folder
     finally:
-        os.close(handle)  # Windows removes no open file
+        os.close(handle)  # Windows cannot remove an open file
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -46,10 +49,10 @@ def _owned(kind: str) -> tuple[Path, int]:
             raise
         try:
             lock(handle)
-        except (BlockingIOError, PermissionError):  # another process removes it, as nobody had its lock
+        except (BlockingIOError, PermissionError):  # another process removed it before it was locked
             os.close(handle)
             continue
-        except OSError:  # a file system without locks: nobody else gets one either
+        except OSError:  # a file system without locks: no other process gets one either
             return folder, handle
         if (folder / LOCK_NAME).exists():
             return folder, handle
@@ -58,7 +61,7 @@ def _owned(kind: str) -> tuple[Path, int]:
 
 @cache
 def _remove_left(root: str) -> None:
-    """Remove the folders of processes that are gone, once in the life of this one."""
+    """Remove the folders of ended processes. Runs once in each process."""
     with suppress(OSError), os.scandir(root) as entries:
         for entry in islice(entries, MOST_ENTRIES):
             if entry.name.startswith(PREFIX):

@@ -20,7 +20,7 @@ def yes(value: bool | None) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, indent: str = "") -> list[str]:
-    """Return lines of aligned columns; what does not fit WIDTH follows below, beside the first column again."""
+    """Return lines of aligned columns; columns that do not fit WIDTH follow below, with the first column repeated."""
     rows = [head, *rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     parts, taken = [[0]], len(indent) + widths[0]
@@ -43,6 +43,6 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[s
 
 
 def markdown_cell(text: str) -> str:
-    """Return text that stays inside its cell."""
+    """Return the text with bars and line ends escaped."""
     escaped = text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("`", "\\`")
     return " ".join(escaped.split())

@@ -1,7 +1,7 @@
-"""Charts as SVG: shapes laid out in pixels from the top left corner, and the parts of a picture inside a page.
+"""Charts as SVG: shapes laid out in pixels from the top left corner, in a file or inside a page.
 
-`write_shapes` writes a file, the same bytes for the same shapes. `text` and `inline_svg` make pictures that take their colours from
-the page around them.
+`write_shapes` writes a file; the same shapes give the same bytes. `text` and `inline_svg` make charts that take their
+colors from the page around them.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Label:
 Shape = Box | Stroke | Label
 
 
-# A picture of its own -------------------------------------------------------------------------------------------------
+# A separate file ------------------------------------------------------------------------------------------------------
 
 
 def check_path(path: str | os.PathLike[str], *, field: str = "picture") -> None:
-    """Raise RequestError unless a chart can have this ending."""
+    """Raise RequestError unless charts are written in the format of this file ending."""
     if Path(path).suffix.lower() != ".svg":
         raise RequestError("a chart is an .svg file", field=field, value=str(path), allowed=(".svg",))
 
@@ -89,7 +89,7 @@ def svg(shapes: Sequence[Shape], height: float) -> str:
     return "\n".join([*lines, "</svg>", ""])
 
 
-# A picture inside a page -----------------------------------------------------------------------------------------------
+# Inside a page --------------------------------------------------------------------------------------------------------
 
 
 def text(left: float, base: float, words: str, *, anchor: str = "start") -> str:
@@ -98,5 +98,5 @@ def text(left: float, base: float, words: str, *, anchor: str = "start") -> str:
 
 
 def inline_svg(parts: Sequence[str], width: int, height: int, label: str, *, more: str = "") -> str:
-    """Return the parts as one picture. label: for readers who hear the page. more: further attributes."""
+    """Return the parts as one SVG element. label: for screen readers. more: further attributes."""
     return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}"{more}>{"".join(parts)}</svg>'

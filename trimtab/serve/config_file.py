@@ -7,14 +7,15 @@
     [limits]                       # --limit NAME=N
     image_pixels = 4000000
 
-    [keys.alice]                   # an API key with limits of its own
+    [keys.alice]                   # an API key with its limits
     key_file = "alice.key"
     requests_per_minute = 60
 
     [models.gemma]                 # as in a registry file
     path = "models/gemma-4-E4B-it"
 
-A key is a flag's name with underscores. A flag beside the file wins. Relative paths are relative to the file.
+A key is a flag's name with underscores. A flag on the command line overrides the file. Relative paths are relative to
+the file.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from trimtab.process.json_file import JsonError, read_bytes
 from trimtab.serve.contract.quotas import KeyLimits
 from trimtab.serve.contract.settings import Limits
 
-# What a file holds that is no flag.
+# Keys of a file that are no flags.
 TABLES = ("models", "limits", "keys", "adapters")
-# What makes no sense in a file, or is written in a table of its own.
+# Flags that make no sense in a file, or have a separate table.
 NOT_HERE = ("help", "config", "json", "limit", "adapter", "print_config")
 KEY_FIELDS = ("key", "key_file", "concurrent", "requests_per_minute", "tokens_per_day")
-# Paths as they stand.
+# Values that are paths.
 PATHS = ("api_key_file", "admin_key_file", "adapter_root", "offload_dir", "device_map", "plan")
-# What may be a path too: a hub id, or budgets as JSON.
+# Values that may be a path; else a hub id, or budgets as JSON.
 NAMES = ("model", "max_memory")
 
 
@@ -102,9 +103,9 @@ def apply_config(options: argparse.Namespace, parser: argparse.ArgumentParser) -
 
 
 def keys_of(options: argparse.Namespace) -> dict[str, str]:
-    """Return flag -> key of the file of --config, MODEL included, for every flag that was not given on the command line.
+    """Return flag -> key of the --config file, including MODEL, for every flag that is not on the command line.
 
-    None of a command that has no such file, or was given none.
+    Empty for a command without such a file.
     """
     if getattr(options, "config", None) is None:
         return {}
@@ -124,7 +125,7 @@ class _Wrong:
 
 
 def _value(action: argparse.Action, value: Any, folder: Path) -> Any:
-    """Return a flag's value as the command line would give it, or what is wrong."""
+    """Return a flag's value as from the command line, or the problem."""
     if action.nargs == 0:
         return value if isinstance(value, bool) else _Wrong("must be true or false")
     if type(action).__name__ == "_AppendAction":
@@ -173,7 +174,7 @@ def _adapters(made: argparse.Namespace, options: argparse.Namespace, table: Any,
 
 
 def _beside(table: Mapping[str, Any], flags: Sequence[str] | None) -> list[str] | None:
-    """Return NAME=VALUE of a table, without the names that a flag has given, and the flags."""
+    """Return NAME=VALUE of a table, without names that a flag sets, followed by the flags."""
     flag_names = {flag.partition("=")[0] for flag in flags or ()}
     return [*(f"{name}={one}" for name, one in table.items() if name not in flag_names), *(flags or ())] or None
 
@@ -183,7 +184,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _keys(tables: Any, folder: Path) -> tuple[dict[str, KeyLimits], list[str]]:
-    """Return key -> what it may use, and everything that is wrong; a key itself is never repeated."""
+    """Return key -> limits, and all problems; a message never contains a key."""
     if not isinstance(tables, Mapping):
         return {}, ["keys: must be tables, as [keys.NAME]"]
     keys: dict[str, KeyLimits] = {}

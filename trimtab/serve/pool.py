@@ -1,11 +1,11 @@
 """The models behind the routes: one supervised worker each; models that do not fit together are swapped.
 
-A model is started when it is first asked for and stopped after its idle time. `together` workers live at once. When
-another model is wanted, one that has nothing to do gives its place up at once; one that is busy keeps it for `turn_s` from
-its start, then takes nothing new, finishes what it has, and changes places with whoever has waited longest. So nobody
-starves, and a model is not loaded for one request when more of its own are waiting.
+A model is started on its first request and stopped after its idle time. At most `together` workers exist at once. When
+another model is requested, an idle one is stopped at once. A busy one keeps its slot for `turn_s` from its start, then
+accepts no new requests, finishes its running ones, and is replaced by the model that has waited longest. So no model
+starves, and a model is not loaded for each single request.
 
-Only the keeper, one task, starts and stops workers; requests wait for what it does.
+Only the keeper, one task, starts and stops workers; requests wait for it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from trimtab.serve.worker.supervisor import ModelFailedError, Supervisor
 
 TICK_S = 0.5
 NUMBERS_AFTER_S = 10.0
-# A model that could not be loaded is not tried again for each of its requests.
+# A model that could not be loaded is not tried again for each request.
 FAILED_S = 30.0
-# The worker keeps the deadline of what it has; this is for what never reaches it.
+# The worker enforces the deadline of its jobs; this is for jobs that never reach it.
 DEADLINE_SLACK_S = 1.0
 SEPARATOR = ":"
 LIVING = ("loading", "ready", "unresponsive", "restarting")
@@ -45,7 +45,9 @@ log = logging.getLogger("trimtab.serve")
 
 @dataclass(eq=False)
 class _Member:
-    """One model. in_flight: requests that have entered. waiting: those that want to. wanted_since: since when any does."""
+    """One model. in_flight: requests that have entered. waiting: those that wait to enter. wanted_since: the time since
+    which any waits.
+    """
 
     served: ServedModel
     supervisor: Supervisor
@@ -58,7 +60,7 @@ class _Member:
     is_leaving: bool = False
     failed_at: float | None = None
     numbers: Future[Any] | None = None
-    # The plan that was shown last, and how: whoever asks a hundred times a second does not have it made each time.
+    # The last shown plan and its values, cached for frequent status requests.
     _shown: tuple[Mapping[str, Any] | None, dict[str, Any] | None] = (None, None)
 
     def shown_plan(self) -> dict[str, Any] | None:
@@ -73,7 +75,7 @@ class _Member:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it could not be loaded, and that was not long ago."""
+        """Whether it could not be loaded recently."""
         if self.supervisor.state != "failed":
             self.failed_at = None
             return False
@@ -82,8 +84,9 @@ class _Member:
 
 
 class Pool:
-    """Every model of a server, by name. together: how many workers may live at once. turn_s: how long a model may keep its
-    place while another one waits. All methods belong to one event loop."""
+    """Every model of a server, by name. together: the most workers at once. turn_s: how long a model may keep its slot
+    while another one waits. All methods belong to one event loop.
+    """
 
     def __init__(
         self, models: Sequence[ServedModel], settings: Settings, *, together: int = 1, turn_s: float = 30.0,
@@ -95,7 +98,7 @@ class Pool:
             raise RequestError(f"must be between 1 and {len(models)}", field="together", value=together)
         check_sharing(models, settings)
         self.settings, self._together, self._turn_s = settings, together, turn_s
-        # What no answer may name.
+        # Paths that no answer may contain.
         self.folders = folders_of(models, settings)
         self._members: dict[str, _Member] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -111,11 +114,11 @@ class Pool:
     # Names ------------------------------------------------------------------------------------------------------------
 
     def resolve(self, model_id: str, *, field: str = "model") -> tuple[str, str | None]:
-        """Return (model, adapter) of an id: a model's name, "model:adapter", or an adapter's name that only one model has. In an
-        adapter's place a mix may stand, such as "a:0.7+b:0.3". field: of the id in a request, for errors.
+        """Return (model, adapter) of an id: a model's name, "model:adapter", or an adapter's name that only one model
+        has. Instead of an adapter, a mix is accepted, such as "a:0.7+b:0.3". field: of the id in a request, for errors.
 
-        An adapter that was given a weight with its path answers with that weight where the id says none. Errors:
-        UnknownModelError; RequestError for a mix that is none.
+        An adapter with a configured weight uses that weight if the id has none. Errors: UnknownModelError; RequestError
+        for an invalid mix.
         """
         if model_id in self._members:
             return model_id, None
@@ -142,7 +145,7 @@ class Pool:
         return ("text", *self._members[model].served.supports)
 
     def models(self) -> list[dict[str, Any]]:
-        """Return every model and adapter as /v1/models shows it."""
+        """Return every model and adapter in the form of /v1/models."""
         entries = []
         is_one = len(self._members) == 1
         for name, member in self._members.items():
@@ -150,7 +153,7 @@ class Pool:
                 "object": "model", "created": self._created, "owned_by": "trimtab",
                 "max_model_len": self.context_tokens(name),
             }  # fmt: skip
-            # Where the plan chose the head, answers may differ from those of another card.
+            # If the plan chose the head, answers may differ from those of another card.
             plan = member.supervisor.plan or {}
             if "execution" in plan:
                 head["output_head"] = plan["execution"]["head"]
@@ -171,10 +174,12 @@ class Pool:
             raise UnknownModelError(model, list(self._members))
         return self._members[model]
 
-    # Life -------------------------------------------------------------------------------------------------------------
+    # Start and end ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start the workers of the first models, as many as may live together. It needs no loop; a second call does nothing."""
+        """Start the workers of the first models, as many as may run at once. Needs no event loop; a second call does
+        nothing.
+        """
         if self._has_begun:
             return
         self._has_begun = True
@@ -182,7 +187,7 @@ class Pool:
             self._start(member)
 
     async def start(self) -> None:
-        """Start the first models if they have not begun, without waiting for them, and give places to those that wait."""
+        """Start the first models if they are not started, without waiting for them, and give slots to waiting models."""
         self._loop = asyncio.get_running_loop()
         self.begin()
         self._keeper = asyncio.create_task(self._keep())
@@ -193,7 +198,7 @@ class Pool:
         self._emit_all()
 
     def refuse_new(self) -> None:
-        """Take no new request from now on, those that wait for their model's turn included."""
+        """Accept no new request from now on, including those that wait for their model's turn."""
         self._is_stopping = True
         self._emit_all()
 
@@ -203,7 +208,7 @@ class Pool:
         return sum(member.in_flight for member in self._members.values())
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, let running answers end within a time, then stop every worker."""
+        """Refuse new requests, let running answers end within a time limit, then stop every worker."""
         self.refuse_new()
         if self._keeper is not None:
             self._keeper.cancel()
@@ -213,13 +218,13 @@ class Pool:
         )
 
     def stop(self) -> None:
-        """Stop every worker now, from any thread: the last resort of a server that is told to end twice."""
+        """Stop every worker now, from any thread: used when a server is requested to end twice."""
         for member in self._members.values():
             member.supervisor.stop()
 
     @property
     def failure(self) -> Mapping[str, Any] | None:
-        """The error of a server that can answer nothing: no model could be loaded even once. None for any other."""
+        """The error of a server without any usable model: none could ever be loaded. None for any other server."""
         supervisors = [member.supervisor for member in self._members.values()]
         if not supervisors or any(one.state != "failed" or one.plan is not None for one in supervisors):
             return None
@@ -227,7 +232,7 @@ class Pool:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a model answers now, or would after being started (one that gave its place up)."""
+        """Whether a model answers now, or would after a start (one that was swapped out)."""
         return not self._is_stopping and any(
             member.supervisor.state == "ready"
             or (member.supervisor.state == "stopped" and member.supervisor.plan is not None)
@@ -235,21 +240,22 @@ class Pool:
         )
 
     def _on_change(self, state: str) -> None:
-        """Hear a supervisor's news, on any of its threads."""
+        """Handle a supervisor's change of state, on any of its threads."""
         if self._loop is not None:
-            with suppress(RuntimeError):  # the loop has ended: nobody waits any more
+            with suppress(RuntimeError):  # the loop has ended: nothing waits any more
                 self._loop.call_soon_threadsafe(self._emit_all)
 
     def _emit_all(self) -> None:
-        """Wake everyone who waits for a change, the keeper too."""
+        """Wake all waiters for a change, including the keeper."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     # The keeper -------------------------------------------------------------------------------------------------------
 
     async def _keep(self) -> None:
-        """Give places to those who wait, stop what is idle, and ask for numbers now and then."""
-        # Before Python 3.12 `wait_for` swallows a cancellation that meets its result, so the end is requested twice.
+        """Give slots to waiting models, stop idle ones, and request metrics regularly."""
+        # Before Python 3.12, `wait_for` loses a cancellation that arrives together with its result, so the end is
+        # requested twice.
         while not self._is_stopping:
             changed = self._changed
             try:
@@ -258,7 +264,7 @@ class Pool:
                 self._ask_numbers()
             except Exception:
                 log.exception("internal error while models were swapped")
-                # What failed has changed a state, which would wake this loop at once.
+                # A failure has changed a state, which would wake this loop at once.
                 await asyncio.sleep(TICK_S)
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(changed.wait(), TICK_S)
@@ -270,7 +276,7 @@ class Pool:
         for member in sorted(wanting, key=lambda m: m.wanted_since or 0.0):
             living = [other for other in self._members.values() if other.is_living]
             if len(living) >= self._together:
-                # One that has nothing to do, or whose turn is over and whose work is done.
+                # An idle one, or one whose turn is over and whose work is done.
                 free = [m for m in living if not m.in_flight and (not m.waiting or self._is_turn_over(m))]
                 if not free:
                     return
@@ -286,7 +292,7 @@ class Pool:
                 await self._stop(member)
 
     async def _stop(self, member: _Member) -> None:
-        member.is_leaving = True  # nobody enters from here on
+        member.is_leaving = True  # no request enters from here on
         try:
             await asyncio.to_thread(member.supervisor.stop)
         finally:
@@ -301,10 +307,12 @@ class Pool:
             if member.supervisor.state == "ready" and is_busy and not is_asked:
                 member.numbers = member.supervisor.call("numbers")
 
-    # Coming and going -------------------------------------------------------------------------------------------------
+    # Entering and leaving ---------------------------------------------------------------------------------------------
 
     async def _enter(self, member: _Member) -> None:
-        """Wait for a model's place and count one more request. Errors: StoppingError; QueueFullError; why it cannot load."""
+        """Wait for a model's slot and count one more request. Errors: StoppingError; QueueFullError; the error of its
+        load.
+        """
         if member.in_flight + member.waiting >= member.served.expected_rows + self.settings.queue_limit:
             raise QueueFullError(
                 member.in_flight + member.waiting - member.served.expected_rows, _retry_after_s(member)
@@ -330,7 +338,7 @@ class Pool:
         return member.is_living and not self._is_turn_over(member)
 
     def _is_turn_over(self, member: _Member) -> bool:
-        """Whether a living model takes nothing more: it has had its time, and another one waits for a place."""
+        """Whether a running model accepts no more requests: its time is over, and another one waits for a slot."""
         waits = any(
             other.wanted_since is not None and not other.is_living
             for other in self._members.values() if other is not member
@@ -349,7 +357,7 @@ class Pool:
     ) -> AsyncIterator[Event]:
         """Yield the events of a job until it is done. Closing the iterator early cancels the job. Errors: TrimtabError.
 
-        on_dropped: called later with what was computed for a job that was cancelled.
+        on_dropped: called later with the computed tokens of a cancelled job.
         """
         member, clock = self._members[model], Clock(job.deadline_s)
         await clock.limit(self._enter(member), "it waited for its model", slack_s=0.0)
@@ -363,7 +371,7 @@ class Pool:
                 on_dropped(event.usage)
 
         def emit(event: Event) -> None:
-            with suppress(RuntimeError):  # the loop has ended: nobody listens any more
+            with suppress(RuntimeError):  # the loop has ended: nothing reads events any more
                 loop.call_soon_threadsafe(take, event)
 
         is_over = False
@@ -379,7 +387,7 @@ class Pool:
             self._leave(member)
 
     async def load_adapter(self, model: str | None, name: str, path: str) -> None:
-        """Load an adapter of a client, from below the server's adapter folder. Errors: those of the worker."""
+        """Load an adapter for a client, from below the server's adapter folder. Errors: those of the worker."""
         root = self.settings.adapter_root
         await self._load(model, name, path, None if root is None else str(root.resolve()))
 
@@ -413,10 +421,10 @@ class Pool:
         return tuple(self._members)
 
     async def use(self, served: ServedModel) -> dict[str, list[str]]:
-        """Load and unload adapters until a model has those that its file names now. What clients have loaded stays.
+        """Load and unload adapters until a model has those in its present file. Adapters that clients loaded stay.
 
-        Returns "model:adapter" under "changed" (another weight), "loaded" and "unloaded", names under "needs_restart" for what
-        else differs, and under "problems" why an adapter stays as it is.
+        Returns "model:adapter" under "changed" (another weight), "loaded" and "unloaded", under "needs_restart" names
+        of other differences, and under "problems" why an adapter is not changed.
         """
         report: dict[str, list[str]] = {
             "changed": [],
@@ -448,7 +456,7 @@ class Pool:
                         del named[name]
                         weights.pop(name, None)
                         report["unloaded"].append(shown)
-                    elif name in named:  # the one from before could not be unloaded: its problem is told
+                    elif name in named:  # the earlier one could not be unloaded: its problem is reported
                         continue
                     elif name in member.adapters:
                         raise RequestError("an adapter of this name is loaded", field="adapters", value=name)
@@ -497,12 +505,12 @@ class Pool:
 
 
 def _names_adapter(text: str, adapters: Mapping[str, str]) -> bool:
-    """Whether a text that is no adapter's name begins with one, as a mix does."""
+    """Whether a text that is no adapter name begins with one, like a mix."""
     return is_mix(text) and re.split(r"[:+]", text, maxsplit=1)[0].strip() in adapters
 
 
 def _adapter_of(member: _Member, text: str, field: str) -> str:
-    """Return the adapter or mix that a text names, with weights that were given with their paths."""
+    """Return the adapter or mix in a text, with the configured weights."""
     weights = parse_mix(text, field=field, weights=member.served.weights)
     for name in weights:
         if name not in member.adapters:
@@ -511,12 +519,12 @@ def _adapter_of(member: _Member, text: str, field: str) -> str:
 
 
 def _fixed(served: ServedModel) -> ServedModel:
-    """Return what of a model no reload changes."""
+    """Return the settings of a model that no reload changes."""
     return replace(served, adapters={}, kept=(), weights={})
 
 
 def _keeps_others(served: ServedModel, before: ServedModel) -> bool:
-    """Whether a model's file names other adapters to keep on the model than before, those apart that it no longer has."""
+    """Whether a model's file pins other adapters than before, apart from removed adapters."""
     return set(served.kept) != {name for name in before.kept if name in served.adapters}
 
 
@@ -527,7 +535,7 @@ def folders_of(models: Sequence[ServedModel], settings: Settings) -> tuple[str, 
 
 
 def _retry_after_s(member: _Member) -> float:
-    """Return when a place is likely to be free: a typical answer's steps, or a load."""
+    """Return the seconds until a slot is probably free: a typical answer's steps, or a load."""
     counts = member.supervisor.numbers.get("counts") or {}
     if member.supervisor.state != "ready" or not counts.get("steps"):
         return 5.0
@@ -542,8 +550,9 @@ COUNTED = ("gpu_bytes", "host_bytes", "disk_bytes")
 
 
 def shown_plan(plan: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the values of a plan's picture, None without a plan: bytes by modality and tier, budgets, and how it was
-    requested. Folders and rates of this machine are not included."""
+    """Return the values of a plan's chart, None without a plan: bytes by modality and tier, budgets, and the request.
+    Folders and rates of this machine are not included.
+    """
     if not plan:
         return None
     placed: dict[tuple[str, str], dict[str, Any]] = {}
@@ -561,7 +570,7 @@ def shown_plan(plan: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _tier_bytes(plan: Mapping[str, Any] | None, *, is_loaded: bool) -> dict[str, int]:
-    """Return the bytes of each tier's blocks, wherever they lie: zero for a model that is not loaded."""
+    """Return the bytes of each tier's blocks on all devices: zero for a model that is not loaded."""
     by_tier: dict[str, int] = {}
     for block in (plan or {}).get("placements", ()):
         count = sum(block[name] for name in COUNTED)

@@ -1,4 +1,4 @@
-"""Running the server: uvicorn on a listening socket, and a shutdown that lets answers finish."""
+"""Runs the server: uvicorn on a listening socket, and a shutdown that lets answers finish."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from trimtab.serve.observe.metrics import Metrics
 from trimtab.serve.pool import Pool
 from trimtab.serve.worker.registry import ServedModel
 
-# How many waiting connections are accepted before the others have their turn.
+# How many waiting connections are accepted before other work of the event loop.
 ACCEPT_AT_ONCE = 16
-# File descriptors for what is no connection: files of bodies, pipes, the worker's.
+# File descriptors that are not connections: files of bodies, pipes, the worker's.
 OTHER_FILES = 128
 TICK_S = 0.05
-# Between two threads of this process. At Python's 5 ms each of the event loop's reads and writes waits so long while a thread reads
-# a large body, and a few hundred connections wait for seconds.
+# GIL switch interval of this process. With Python's 5 ms, each read and write of the event loop waits that long while a
+# thread reads a large body, and a few hundred connections wait for seconds.
 SWITCH_S = 0.0002
-# Python's collector: new objects, and how often it looks at older ones.
+# Garbage collection thresholds: new objects, and the frequency for older ones.
 COLLECT_AFTER = (700, 5, 500)
 
 log = logging.getLogger("trimtab.serve")
@@ -54,13 +54,13 @@ def serve(
     """Answer until SIGTERM or Ctrl-C. Then refuse new requests and let running ones end within `settings.grace_s`.
 
     Returns whether Ctrl-C ended the server. reread: returns the new models and settings when SIGHUP or an administrator
-    requests a reload. pool: of these models, where their workers load already; listener: of the settings' address. Whoever made
-    them stops and closes them if this raises. A second Ctrl-C ends at once. Errors: RequestError if the address is in use or not
-    an address of this machine; that of the only model if it cannot be loaded.
+    requests a reload. pool: of these models, if their workers are already loading; listener: of the settings' address.
+    If this raises, the caller stops and closes both. A second Ctrl-C ends at once. Errors: RequestError if the address
+    is in use or not an address of this machine; that of the only model if it cannot be loaded.
     """
     journal.keep_streams()
     sys.setswitchinterval(SWITCH_S)
-    # Streams would be cut by sse-starlette as soon as a signal comes; here they have their grace time.
+    # sse-starlette would cut streams at a signal; here they have their grace time.
     AppStatus.disable_automatic_graceful_drain()
     spans = tracing.from_environment() if settings.otel else None
     pool = pool or Pool(models, settings, together=together)
@@ -89,9 +89,9 @@ def serve(
 
 
 def room_for_connections(requested: int, say: Callable[[str], None]) -> int:
-    """Return how many connections may be open: as many as wanted, or as the limit of open files leaves.
+    """Return how many connections may be open: the requested number, or the rest of the limit of open files.
 
-    The soft limit is raised where the hard one allows it. Errors: RequestError if it leaves room for none.
+    The soft limit is raised if the hard one allows it. Errors: RequestError if none is left.
     """
     if os.name != "posix":
         return requested
@@ -150,7 +150,7 @@ class _Server(uvicorn.Server):
         self._announcing = asyncio.create_task(self._announce())
         if hasattr(signal, "SIGHUP"):
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
-        for listener in sockets or ():  # asyncio has made the system's queue as short as what it accepts in one turn
+        for listener in sockets or ():  # asyncio has limited the queue to its accepts per turn
             listener.listen(BACKLOG)
 
     def _reload(self) -> None:
@@ -159,7 +159,7 @@ class _Server(uvicorn.Server):
         task.add_done_callback(self._reloading.discard)
 
     async def _announce(self) -> None:
-        """Write one line when a model answers for the first time; end the server if none ever can."""
+        """Log one line when a model answers for the first time; end the server if none ever can."""
         while not self._pool.is_ready:
             self.failure = self._pool.failure
             if self.failure is not None:
@@ -177,9 +177,9 @@ class _Server(uvicorn.Server):
         end = time.monotonic() + self._grace_s
         while self._pool.in_flight and time.monotonic() < end and not self.force_exit:
             await asyncio.sleep(TICK_S)
-        if self._pool.in_flight:  # they are told so; else their connections would only break
+        if self._pool.in_flight:  # they get this status; otherwise their connections would only break
             await asyncio.to_thread(self._pool.stop)
-        # What was answered in time is still on its way to its client.
+        # Answers that were complete in time may still be sent.
         left_s = 0.0 if self.force_exit else end - time.monotonic()
         self.config.timeout_graceful_shutdown = max(1, math.ceil(left_s))
         await super().shutdown(sockets)
@@ -188,14 +188,15 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         with super().capture_signals():
             yield
-            # uvicorn would raise them once more, and end the process in the midst of its own end.
+            # uvicorn would raise them again, and end the process during its shutdown.
             self.was_interrupted = signal.SIGINT in self._captured_signals
             self._captured_signals.clear()
 
 
 def keep_for_good() -> None:
-    """Take what lives now out of the collector's sight: modules and classes live as long as the process, and looking through all of
-    them stops it for 30 to 180 ms each time. What hundreds of connections hold is looked through less often."""
+    """Exclude the present objects from garbage collection: modules and classes exist as long as the process, and a
+    collection over all of them stops it for 30 to 180 ms. Objects of connections are collected less often.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECT_AFTER)

@@ -1,1 +1,1 @@
-"""Do two routes agree?"""
+"""Do two routes give the same answers?"""

@@ -34,7 +34,7 @@ PLANNED_AUDIO_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One comparison: the reference route, the route that is compared with it, and the adapters."""
+    """One comparison: the reference route, the route compared with it, and the adapters."""
 
     against: str
     model: str
@@ -51,7 +51,9 @@ def case_of(
     plan: Plan | None, request: LoadRequest, checkpoint: Checkpoint, against: str | Path,
     adapter: str | None, given: Sequence[Prompt], python: str | Path | None,
 ) -> Case:  # fmt: skip
-    """Return the two routes of a comparison. Errors: RequestError for one that is unknown, or has nothing to compare."""
+    """Return the two routes of a comparison. Errors: RequestError for an unknown comparison, or one with nothing to
+    compare.
+    """
     word = str(against)
     folder = None if word in AGAINST else _merged_folder(word, checkpoint)
     name = None if word == "alone" else _adapter(request, adapter)
@@ -84,7 +86,7 @@ def _adapter(request: LoadRequest, adapter: str | None) -> str | None:
 
 
 def _sized(request: LoadRequest, prompts: Sequence[Prompt]) -> LoadRequest:
-    """Return the request with room for what the prompts hold."""
+    """Return the request with the context and media that the prompts need."""
     return replace(
         request, images=max(int(any(prompt.image for prompt in prompts)), 0),
         audio_s=PLANNED_AUDIO_S if any(prompt.audio for prompt in prompts) else 0.0,
@@ -215,7 +217,8 @@ def _folder_case(
 def _merged_folder(word: str, checkpoint: Checkpoint) -> Path:
     """Return the folder of a merged model.
 
-    Errors: RequestError if it is no word and no path, or a model of another architecture; CheckpointError for a path without one.
+    Errors: RequestError for an unknown word, for no path, or for a model of another architecture; CheckpointError for a
+    path without a model.
     """
     path = Path(word)
     is_path = path.exists() or path.is_absolute() or word.startswith(("./", "../"))

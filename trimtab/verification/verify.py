@@ -1,7 +1,8 @@
-"""`trimtab.verify`: whether two routes to the same answer agree, as one report.
+"""`trimtab.verify`: do two routes to the same answer agree? One report.
 
-Each route runs in a process of its own. The reference answers the prompts first and measures its own noise; the other is
-asked about the same tokens. What is compared with what is one word, `against` (see AGAINST), or a merged model's folder.
+Each route runs in a separate process. The reference answers the prompts first and measures its own noise; the other
+route then computes logits for the same tokens. One word, `against` (see AGAINST), or a merged model's folder, defines
+the comparison.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ def verify(
 ) -> ParityReport:  # fmt: skip
     """Return a report on two routes to the answers of every prompt.
 
-    plan_or_model: a plan, compared as it is, a request to plan, or a checkpoint that is planned with `adapters`, `head` and
-    `quant` (default: none for a comparison with a merged folder, else the checkpoint's own or nf4-dq). adapter: the one
-    that answers; the only one by default. prompts: a JSONL file, prompts, or None for the built-in set. against: a word of
-    AGAINST or a merged model's folder. python: an interpreter with the stock stack for that side. new_tokens: length of the
-    greedy answers. lanes: run the merge lanes as well. isolated False: everything in this process (faster, without peaks of
-    host memory). say: called with a line of text for each step.
-    Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError before a route runs; UpstreamError if stock fails;
-    DeviceError if a process dies. `report.check()` raises ParityError.
+    plan_or_model: a plan, compared unchanged, a request to plan, or a checkpoint that is planned with `adapters`,
+    `head` and `quant` (default: none for a comparison with a merged folder, else the checkpoint's own or nf4-dq).
+    adapter: the active one; the only one by default. prompts: a JSONL file, prompts, or None for the built-in set.
+    against: a word of AGAINST or a merged model's folder. python: an interpreter with the stock stack for that side.
+    new_tokens: length of the greedy answers. lanes: also run the merge lanes. isolated False: everything in this
+    process (faster, without peaks of host memory). say: called with a line of text for each step.
+    Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError before a route runs; UpstreamError if stock
+    fails; DeviceError if a process dies. `report.check()` raises ParityError.
     """
     speak = say or (lambda text: None)
     if not isinstance(new_tokens, int) or new_tokens < 1:
@@ -90,7 +91,7 @@ def verify(
         if lanes:
             try:
                 report = _with_lanes(report, case, request, given, rows, work, new_tokens, python, isolated, speak)
-            except TrimtabError as exc:  # the comparison is done, and stands
+            except TrimtabError as exc:  # the comparison is finished and valid
                 why = f"the merge lanes could not be run: {exc}"
                 report = replace(report, unfinished=why, findings=(*report.findings, why))
     return report
@@ -121,7 +122,7 @@ def _prompts(prompts: Any) -> tuple[Prompt, ...] | None:
 
 
 def check_adapters(checkpoint: Checkpoint, adapters: Mapping[str, str]) -> None:
-    """Raise AdapterError if an adapter is not this model's. Reads headers, no weights."""
+    """Raise AdapterError if an adapter does not match this model. Reads headers, no weights."""
     from trimtab.adapters.adapter import match_adapter, read_adapter
     from trimtab.engine.loader import transformers_model as hf
 
@@ -156,7 +157,7 @@ def _compare(
     items = _items(case, given, rows)
     count = len(items)
     first = items
-    if case.merged is not None:  # the base's answers too: a merge of an adapter that does nothing proves nothing
+    if case.merged is not None:  # the base's answers too: a merge of an adapter without effect proves nothing
         first = items + tuple(replace(item, adapter=None, follows=at) for at, item in enumerate(items))
     noise: bool | str = "without batches" if case.subject.batched else True
     hidden = not (case.subject.batched or case.subject.decode)
@@ -244,7 +245,7 @@ def _largest_by_layer(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
 
 
 def _packed(case: Case) -> dict[str, str]:
-    """Return which modules of the merged model are packed, and how: rounding to 4 bits is no fault of a merge."""
+    """Return the packed modules of the merged model and their forms: rounding to 4 bits is no fault of a merge."""
     if case.merged is None or not split_packed(read_checkpoint(case.merged))[1]:
         return {}
     from trimtab.verification.merges.retention_files import packed_modules
@@ -253,12 +254,12 @@ def _packed(case: Case) -> dict[str, str]:
 
 
 def _weights(case: Case, speak: Say) -> tuple[tuple[Any, ...], MergedWeights | None]:
-    """Return which share of the change is in the merged weights, and the test of these weights."""
+    """Return the share of the change in the merged weights, and the test of these weights."""
     if case.merged is None or case.adapter is None:
         return (), None
     from trimtab.verification.merges.retention_files import read_merge
     from trimtab.verification.merges.weights import (
-        merged_weights,  # imports transformers: what is missing is named before
+        merged_weights,  # imports transformers: missing packages are reported before
     )
 
     speak("reading which share of the adapter's change is in the merged weights")
@@ -268,7 +269,7 @@ def _weights(case: Case, speak: Say) -> tuple[tuple[Any, ...], MergedWeights | N
 
 
 def _changes(case: Case, reference: Ran, subject: Ran) -> LoadedChanges | None:
-    """Return whether both routes loaded the same changes, None where one is to have none of them."""
+    """Return whether both routes loaded the same changes, None if one must have none."""
     if case.merged is not None or case.against == "base":
         return None
     first, second = (dict(ran.loaded.get("changes") or {}) for ran in (reference, subject))

@@ -76,7 +76,7 @@ def run_chat(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace, decode: str) -> tuple[Plan, Any]:
-    """Return the plan, and the adapter or mix that answers first: with several and no weights, the base."""
+    """Return the plan, and the first active adapter or mix: with several and no weights, the base."""
     is_default, is_off = options.prefix_cache is None, options.prefix_cache == "off"
     counted = {} if options.images is not None else {"images": CHAT_IMAGES}
     if is_off:

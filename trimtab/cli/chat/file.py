@@ -35,7 +35,7 @@ def save(chat: Conversation, request: LoadRequest, path: Path) -> None:
 def load(chat: Conversation, path: str) -> None:
     """Replace a conversation's turns and system message by those of a file that `save` wrote.
 
-    Errors: RequestError(field="/load", or what names the message); then the conversation does not change.
+    Errors: RequestError(field="/load", or the field of the message); then the conversation does not change.
     """
     text = read_text(path, "/load")
     if not text.lstrip().startswith("{"):

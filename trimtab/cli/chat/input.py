@@ -13,18 +13,18 @@ from trimtab.errors import RequestError
 from trimtab.machine.user_cache import own_folder
 
 HISTORY_LINES, HISTORY_FILE = 1000, "lines"
-# A line longer than this is refused: no context holds it, and a terminal would redraw it for every key.
+# A longer line is refused: it fits no context, and a terminal would redraw it for every key.
 LONGEST_LINE = 1_000_000
 QUOTES = '"""'
 
 
 class Reader(Protocol):
-    """Reads what the user sends next. Errors: EOFError at the end, KeyboardInterrupt for Ctrl-C."""
+    """Reads the user's next message. Errors: EOFError at the end, KeyboardInterrupt for Ctrl-C."""
 
     def __call__(self, prompt: str) -> str: ...
 
 
-# (words that may stand there, whether file paths may) for a line that is being typed.
+# (possible words, whether file paths are possible) for a line that is being typed.
 Completions = Callable[[str], "tuple[list[str], bool]"]
 
 
@@ -40,7 +40,8 @@ def line_reader(stream: TextIO) -> Reader:
 def _with_quotes(text: str, next_line: Callable[[], str]) -> str:
     """Return a line, or all lines of a message that triple quotes enclose.
 
-    Errors: RequestError for a message that is too long, once its last line is read: no line of it is taken for another message.
+    Errors: RequestError for a message that is too long, after its last line is read, so that none of its lines becomes
+    another message.
     """
     if not text.lstrip().startswith(QUOTES):
         return text
@@ -60,7 +61,7 @@ def _with_quotes(text: str, next_line: Callable[[], str]) -> str:
 def _line(stream: TextIO) -> str:
     try:
         text = stream.readline(LONGEST_LINE + 1)
-        text.encode()  # some locales read other bytes as halves of surrogate pairs
+        text.encode()  # some locales decode invalid bytes to halves of surrogate pairs
     except UnicodeError as exc:
         raise RequestError("is not UTF-8 text", field="prompt") from exc
     if not text:
@@ -75,7 +76,7 @@ def _line(stream: TextIO) -> str:
 def terminal_reader(
     completions: Completions, *, keep_history: bool, source: Any = None, output: Any = None
 ) -> Reader:  # fmt: skip
-    """Return a reader that edits lines, with prompt_toolkit; without that package a plain one, which is said on stderr.
+    """Return a reader that edits lines, with prompt_toolkit; without that package a plain one, with a note on stderr.
 
     Enter sends, Alt-Enter starts a line, triple quotes enclose several. source, output: prompt_toolkit's, for tests.
     """
@@ -138,7 +139,7 @@ def _plain_terminal(prompt: str) -> str:
 
 
 def _history_file() -> Path:
-    """Return the user's own file of typed lines, made if it is missing, cut to its last lines. Errors: OSError."""
+    """Return the user's history file, created if it is missing, shortened to its last lines. Errors: OSError."""
     path = own_folder("chat") / HISTORY_FILE
     path.touch(mode=0o600)
     entries = path.read_text(encoding="utf-8", errors="replace").split("\n# ")

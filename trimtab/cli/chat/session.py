@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trimtab.engine.model import LoadedModel
 
 BASE_NAMES = (BASE, "none")
-# What ends a chat, and the commands that a text after them would not change.
+# Commands that end a chat, and commands that take no text.
 LEAVING, ALONE = ("/quit", "/exit", "/bye"), ("clear", "help", "memory")
 LEAVE = "/quit or Ctrl-D leaves; /help lists the commands"
 HELP = (
@@ -55,7 +55,7 @@ KEYS = (
 
 
 class Session:
-    """A conversation on a terminal, or over plain lines. completions: of the line that is being typed (`chat_input`)."""
+    """A conversation on a terminal, or over plain lines. completions: of the line that is being typed (`input.py`)."""
 
     def __init__(self, chat: Conversation, model: LoadedModel, *, as_json: bool, is_terminal: bool) -> None:
         self.chat, self.model = chat, model
@@ -63,7 +63,7 @@ class Session:
         self.style = Style(is_terminal, has_color(sys.stdout) and not as_json)
         self._images: list[str] = []
         self._audios: list[str] = []
-        self._own_files: set[Path] = set()  # that this chat has saved or loaded
+        self._own_files: set[Path] = set()  # saved or loaded by this chat
         self._commands: dict[str, Callable[[str], None]] = {
             "adapter": self._adapter, "again": self._again, "audio": self._audio, "clear": self._clear,
             "compare": self._compare, "help": self._help, "image": self._image, "memory": self._memory,
@@ -72,7 +72,7 @@ class Session:
         }  # fmt: skip
 
     def run(self, read: Reader) -> int:
-        """Answer until the end of the input. Returns the exit code. Errors: TrimtabError if no user can try again."""
+        """Answer until the end of the input. Returns the exit code. Errors: TrimtabError if the user cannot retry."""
         if self.is_terminal:
             self._say(f"{self.model.plan.request.model}, adapters: {', '.join(self.model.adapters) or 'none'}\n{LEAVE}")
         while True:
@@ -110,7 +110,7 @@ class Session:
         return name in LEAVING
 
     def completions(self, line: str) -> tuple[list[str], bool]:
-        """Return the words that may stand at the end of a line, and whether a file may."""
+        """Return the possible words at the end of a line, and whether a file is possible."""
         words = line.split(" ")
         if len(words) == 1:
             return ([f"/{name}" for name in (*self._commands, "quit")] if line.startswith("/") else []), False
@@ -167,7 +167,7 @@ class Session:
             self._say(f"the context is full: the oldest {self.chat.left_out} messages are no longer part of the prompt")
 
     def _show(self, pieces: Iterator[str], adapter: Any) -> str:
-        """Print an answer as it comes. Returns its text."""
+        """Print an answer as it is generated. Returns its text."""
         texts: list[str] = []
         try:
             with closing(pieces) as chunks:  # type: ignore[type-var]

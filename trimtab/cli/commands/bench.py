@@ -76,11 +76,11 @@ def _request(options: argparse.Namespace) -> Any:
         prompts=read_prompts(options.prompts) if options.prompts else None, images=tuple(options.image),
         audios=tuple(options.audio), decode=options.decode,
     )  # fmt: skip
-    if options.new_tokens is not None and isinstance(load, LoadRequest):  # checked by now
+    if options.new_tokens is not None and isinstance(load, LoadRequest):  # already checked
         timed = replace(timed, load=replace(load, answer_tokens=options.new_tokens))
     if options.image or options.audio:
         check_media(options.image, options.audio)
-    find_folder(request.model)  # before a process is started that needs them
+    find_folder(request.model)  # before a process that needs them is started
     for name, path in request.adapters.items():
         read_adapter(path, log_name=name)
     return timed

@@ -31,7 +31,7 @@ from trimtab.process.packages import STOCK, install_command, missing
 from trimtab.request import DTYPES, QUANTS, check_choice, full_dtype, parse_bytes
 
 STOPPED = 130
-# What each flag needs beside it to have an effect.
+# The other flags that each flag needs to have an effect.
 _NEEDS: Mapping[str, tuple[str, ...]] = {
     "adapter": ("model", "report"), "device_map": ("model", "report"),
     "quant": ("model",), "dtype": ("model",), "gpu_memory": ("model",), "host_memory": ("model",), "max_memory": ("model",),
@@ -124,7 +124,7 @@ def _only_adapter(given: list[str]) -> tuple[str, str]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise what is wrong before anything runs, in the order of all commands: arguments, files, the model, the adapter."""
+    """Raise all errors before anything runs, in the order of all commands: arguments, files, the model, the adapter."""
     for name, needed in _NEEDS.items():
         is_given = getattr(options, name) not in (None, False)
         if is_given and not any(getattr(options, other) for other in needed):
@@ -189,7 +189,7 @@ def _examine(options: argparse.Namespace) -> dict[str, Any]:
         from trimtab.doctor.cases.runner import read_runs
 
         report["runs"] = tuple(read_runs(options.runs)["runs"])
-    # After Ctrl-C nothing that takes long: --runs makes drafts of what was saved.
+    # After Ctrl-C, no slow work: --runs makes drafts from the saved runs.
     is_other_work = options.bisect or options.matrix or options.runs or report["preflight"] is not None
     if not report["stopped"] and (not is_other_work or options.probe or options.drafts or options.html):
         report["verdicts"] = _probes(options)
@@ -246,7 +246,7 @@ def _preflight(options: argparse.Namespace, environment: Any) -> Any:
 
 
 def _matrix(options: argparse.Namespace, environment: Any) -> tuple[tuple[Any, ...], bool | None]:
-    """Return the runs that were made, and True if Ctrl-C ended them early."""
+    """Return the finished runs, and True if Ctrl-C ended them early."""
     from trimtab.doctor.cases.runner import run_matrix, saving
 
     arguments: dict[str, Any] = {
@@ -292,7 +292,7 @@ def _json(value: Any) -> Any:
 
 
 def _texts(report: Mapping[str, Any]) -> list[str]:
-    """Return what a person reads, part by part."""
+    """Return the text for people, part by part."""
     from trimtab.machine.environment import environment_text
 
     texts = [environment_text(report["environment"])]

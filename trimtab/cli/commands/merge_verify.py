@@ -28,7 +28,7 @@ from trimtab.process.exit_codes import UNFINISHED
 from trimtab.request import LoadRequest
 
 DIFFERS = 1
-# What --check alone uses, and the dtype's other spellings among verify's routes.
+# Flags that only --check uses, and the dtype's other spellings among verify's routes.
 CHECK_FLAGS = ("gpu_memory", "host_memory", "max_memory", "device")
 SHORT_ROUTES = {"bfloat16": "bf16"}
 
@@ -88,7 +88,7 @@ def run_merge(options: argparse.Namespace) -> int:
     with show.loading_bar(sys.stderr, "writing") as progress:
         report = merge_request(request, progress=progress)
     if not options.json:
-        print_text(merge_text(report), flush=True)  # the files are written, whatever happens to the comparison
+        print_text(merge_text(report), flush=True)  # the files are written, with any result of the comparison
     parity, problem = None, None
     if compared is not None:
         adapter = request.adapters[0].name
@@ -112,7 +112,9 @@ def run_merge(options: argparse.Namespace) -> int:
 
 
 def _to_compare(options: argparse.Namespace, request: Any) -> LoadRequest | None:
-    """Return what to load for comparing answers if there is one adapter with weight 1; None otherwise. Errors: RequestError."""
+    """Return the request for comparing answers if there is one adapter with weight 1; None otherwise. Errors:
+    RequestError.
+    """
     budgets = {name: value for name, value in vars(options).items() if name in CHECK_FLAGS}
     adapters = [f"{part.name}={part.path}:1" for part in request.adapters if part.weight == 1.0]
     compared = load_request(argparse.Namespace(model=options.model, adapter=adapters, **budgets))
@@ -126,7 +128,7 @@ def _new_tokens(options: argparse.Namespace) -> int:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    """Return 0 the same, 1 not; of a server 0 alive, 1 ignored or wrong, 9 it cannot be told."""
+    """Return 0 the same, 1 not; for a server 0 alive, 1 ignored or wrong, 9 cannot tell."""
     from trimtab.verification.render.report import check_save_path
     from trimtab.verification.routes.prompts import read_prompts
 

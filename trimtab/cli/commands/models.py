@@ -1,4 +1,4 @@
-"""`trimtab models`, `adapters` and `completion`: lists of local files, with what fits this machine."""
+"""`trimtab models`, `adapters` and `completion`: lists of local files, with the models that fit this machine."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from trimtab.request import DECODE_MODES, HEAD_CHOICES, KV_FORMS, QUANTS, SHORT_
 
 SHELLS = ("bash", "zsh", "fish")
 ADAPTER_CONFIG = "adapter_config.json"
-# How deep below DIR a model or adapter may lie, and how many folders are looked into: a home folder is not searched whole.
+# Limits of the search for models and adapters: depth below DIR, and number of folders. A home folder is not searched
+# completely.
 DEPTH, MOST_FOLDERS = 3, 10_000
 # The flags of `models` that decide its plans.
 PLACED = ("gpu_memory", "host_memory", "max_memory", "dtype", "device")
-# By metavar, what a shell completes.
+# Completions of a shell by metavar.
 _FILES = {"FILE": shtab.FILE, **dict.fromkeys(("FOLDER", "MODEL", "ADAPTER", "DIR", "OUT"), shtab.DIRECTORY)}
-# NAME=PATH: the folders after the equals sign. bash makes it a word of its own, which its default completion finishes.
+# NAME=PATH: the folders after the equals sign. bash treats it as a separate word, which its default completion handles.
 _NAMED_FOLDER: dict[str, str | dict[str, str]] = {
     "zsh": "{compset -P '*='; _files -/}",
     "fish": "(__fish_complete_directories (commandline -ct | string replace -r '^[^=]*=' '') | "
     "string replace -r '^' (commandline -ct | string match -r '^[^=]*=|^'))",
 }
-# By flag, the values that a shell offers; what else a flag accepts is said by the flag itself.
+# Completed values by flag; the help of a flag lists the other accepted values.
 _VALUES = {
     "--quant": QUANTS, "--head": HEAD_CHOICES, "--dtype": SHORT_DTYPES, "--decode": DECODE_MODES,
     "--device": ("auto", "cpu", "cuda"), "--kv": KV_FORMS, "--log-format": ("text", "json"),
     "--log-level": ("debug", "info", "warning", "error"), "--requantize": ("nf4", "nf4-dq"),
 }  # fmt: skip
-# shtab's script for zsh tells `eval` from a folder of functions; a script that is sourced is a third case.
+# shtab's script for zsh distinguishes `eval` and a folder of functions; a sourced script is a third case.
 _ZSH_EVAL, _ZSH_EVAL_OR_SOURCE = "$zsh_eval_context[-1] == eval", "$zsh_eval_context[-1] == (eval|file)"
 
 
@@ -93,7 +94,7 @@ def run_models(options: argparse.Namespace) -> int:
 
 
 def _model_names(folder: Path) -> list[str]:
-    """Return the checkpoints of a folder, hub ids where it is the hub's cache."""
+    """Return the checkpoints of a folder, hub ids if it is the hub's cache."""
     cached = [path for path in _sorted(folder) if path.name.startswith("models--")]
     if cached:
         is_default = folder.resolve() == hub_cache().resolve()

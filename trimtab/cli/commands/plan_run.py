@@ -53,7 +53,7 @@ from trimtab.request import LoadRequest
 if TYPE_CHECKING:
     from trimtab.engine.batch.generate import Answer
 
-# Of an adapter that no command takes: the code of AdapterError (`exit_codes.EXIT_CODES`).
+# For an unusable adapter: the code of AdapterError (`exit_codes.EXIT_CODES`).
 SPOILED = 5
 
 
@@ -202,7 +202,7 @@ def _spelled(option: Option) -> Option:
 
 
 def _as_flags(change: str) -> str:
-    """Return a changed argument as it is written on the command line."""
+    """Return a changed argument in its command-line form."""
     if change.startswith("place="):
         return " ".join(f"--place {part}={tier}" for part, tier in ast.literal_eval(change[6:]).items())
     if change.startswith("card="):
@@ -214,7 +214,7 @@ def _as_flags(change: str) -> str:
 def run_inspect(options: argparse.Namespace) -> int:
     if options.patched is not None and options.model is None:
         raise RequestError("has no effect without --model", field="--patched", value=options.patched)
-    if not os.path.exists(options.adapter):  # pathlib's raises for a folder that cannot be entered
+    if not os.path.exists(options.adapter):  # pathlib raises for a folder that cannot be entered
         options.adapter = next(iter(parse_unweighted([options.adapter], field="ADAPTER").values()))
     report = trimtab.inspect(options.adapter, model=options.model)
     if options.patched is not None:
@@ -276,7 +276,7 @@ def run_run(options: argparse.Namespace) -> int:
 
 
 def _stream(model: trimtab.LoadedModel, prompt: str, question: Mapping[str, Any]) -> Answer:
-    """Print an answer as it comes, and return it."""
+    """Print an answer as it is generated, and return it."""
     from trimtab.engine.batch.generate import Timed
 
     style = Style(sys.stdout.isatty())
@@ -307,10 +307,10 @@ def prompt_of(options: argparse.Namespace) -> str:
 
 
 def _plan_to_run(options: argparse.Namespace, decode: str) -> tuple[trimtab.Plan, Any]:
-    """Return the plan, and the adapter or mix that answers."""
+    """Return the plan, and the active adapter or mix."""
     from trimtab.api import plan_request
 
-    # Arguments first: a file is not opened for a request that cannot be made.
+    # Arguments first: a file is not opened for an invalid request.
     counted = {"images": len(options.image), "head": "auto", "dtype": "auto", "decode": decode}
     counted |= answer_length(options.max_new_tokens)
     source = plan_or_request(options, **counted, audio_s=0.0)

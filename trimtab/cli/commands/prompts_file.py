@@ -1,10 +1,10 @@
-"""The files of `trimtab run --prompts`: one prompt per input line, one answer per output line, whole lines only.
+"""The files of `trimtab run --prompts`: one prompt per input line, one answer per output line, complete lines only.
 
-A line of the prompts is a JSON object: `prompt` (or `messages`, as a chat), and as far as they are given `id`, `image`, `audio`
-(files beside the prompts' file), `system`, `adapter`, and sampling options. The first line of the answers names the model, the
-adapters and the options, with their hash: a run goes on where it stopped only if they are the same. Every other line is one
-answer or one error, with the number of its prompt and a hash of its line. The next run removes the errors and tries their lines
-again, so a wrong line can be corrected.
+A prompt line is a JSON object: `prompt` (or `messages`, as a chat), and optionally `id`, `image`, `audio` (files
+relative to the prompts' file), `system`, `adapter`, and sampling options. The first line of the answers has the model,
+the adapters and the options, with their hash: a run resumes only if they are the same. Every other line is one answer
+or one error, with the number of its prompt and a hash of its line. The next run removes the errors and tries their
+lines again, so a wrong line can be corrected.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trimtab.request import GenerateRequest
 
 LONGEST_LINE_BYTES, MOST_LINES = 4 * 2**20, 1_000_000
 FIELDS = ("id", "prompt", "messages", "image", "audio", "system", "adapter")
-# What other tools keep beside a prompt.
+# Keys of other tools in a prompt line.
 UNUSED = ("expected", "answers", "kind", "metadata")
 # The first bytes of every file of answers.
 BEGUN = b'{"trimtab": '
@@ -38,7 +38,7 @@ OPTIONS = tuple(item.name for item in fields(GenerateRequest))
 
 @dataclass(frozen=True)
 class PromptLine:
-    """One line. number: from 1 on. digest: of its bytes. request: as `LoadedModel.batch` takes it, or what is wrong with it."""
+    """One line. number: from 1 on. digest: of its bytes. request: for `LoadedModel.batch`, or its error."""
 
     number: int
     digest: str
@@ -47,12 +47,12 @@ class PromptLine:
 
     @property
     def images(self) -> int:
-        """How many images it has, those in messages left out."""
+        """The number of its images, except those in messages."""
         return 0 if isinstance(self.request, RequestError) else len(self.request.get("image", ()))
 
 
 def read_prompts(path: str) -> Iterator[PromptLine]:
-    """Yield the prompts of a file; empty lines are left out, a wrong line holds its error.
+    """Yield the prompts of a file; empty lines are skipped, an invalid line has its error.
 
     Errors: RequestError if the file cannot be read, has a line that is too long, or too many of them.
     """
@@ -96,7 +96,7 @@ def _request(values: Mapping[str, Any], name: str, folder: Path) -> dict[str, An
         raise RequestError("must have either a prompt or messages", field=name)
     request = {key: values[key] for key in (*OPTIONS, "system") if values.get(key) is not None}
     if "adapter" in values:
-        request["adapter"] = values["adapter"]  # null is the base, whatever --use says
+        request["adapter"] = values["adapter"]  # null is the base, even with --use
     request["prompt"] = values["prompt"] if "prompt" in values else values["messages"]
     if "stop" in request:
         request["stop"] = tuple(request["stop"]) if isinstance(request["stop"], list) else request["stop"]
@@ -123,9 +123,10 @@ class AnswersFile:
         self._handle: int | None = None
 
     def open(self) -> None:
-        """Open the file, begun or new, and read what is answered. Errors and a part of a line that a kill left are removed.
+        """Open the file, new or existing, and read its answers. Errors, and an incomplete line after a kill, are
+        removed.
 
-        Errors: RequestError if it is another run's, no such file, or being written by another process.
+        Errors: RequestError if it is another run's, another kind of file, or locked by another process.
         """
         try:
             self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -156,7 +157,7 @@ class AnswersFile:
         return RequestError("another process is writing it", field="--out", value=str(self.path))
 
     def _remove_errors(self) -> None:
-        """Replace the file by one without its errors, which another process cannot open in between. Errors: OSError."""
+        """Replace the file with one without its errors, which another process cannot open in between. Errors: OSError."""
         assert self._handle is not None
         before, is_windows = self._handle, sys.platform == "win32"
         if is_windows:
@@ -165,7 +166,7 @@ class AnswersFile:
         self._handle = os.open(self.path, os.O_RDWR | os.O_APPEND)
         self._lock()
         if not is_windows:
-            os.close(before)  # only now: who opened the old file finds it locked until it is replaced
+            os.close(before)  # only now: the old file stays locked until it is replaced
 
     def _write_answers(self, sibling: Path) -> None:
         with self.path.open("rb") as old, sibling.open("wb") as new:
@@ -177,12 +178,12 @@ class AnswersFile:
             os.fsync(new.fileno())
 
     def _read(self, file: Any) -> tuple[int, int]:
-        """Take up what is answered. Returns the bytes of whole lines, and how many of them are errors."""
+        """Read the answers. Returns the bytes of complete lines, and the number of errors among them."""
         whole = errors = 0
         file.seek(0)
         for count, line in enumerate(file):
             if not line.endswith(b"\n"):
-                if count == 0 and line[: len(BEGUN)] != BEGUN[: len(line)]:  # a kill leaves a part of our own line
+                if count == 0 and line[: len(BEGUN)] != BEGUN[: len(line)]:  # a kill leaves an incomplete line
                     raise self._foreign(1)
                 break
             values = self._values(line, count + 1)
@@ -249,7 +250,7 @@ class AnswersFile:
             while data:
                 data = data[os.write(self._handle, data) :]
         except OSError as exc:
-            os.ftruncate(self._handle, whole_bytes)  # a part of a line is no answer
+            os.ftruncate(self._handle, whole_bytes)  # an incomplete line is no answer
             raise RequestError(f"cannot be written ({exc.strerror})", field="--out", value=str(self.path)) from exc
 
     def close(self) -> None:

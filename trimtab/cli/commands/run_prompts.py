@@ -29,7 +29,7 @@ ROWS = 4
 
 
 def run_many(options: argparse.Namespace) -> int:
-    """Answer a file of prompts. Returns the exit code: that of a wrong question if a prompt could not be answered."""
+    """Answer a file of prompts. Returns the exit code: that of RequestError if a prompt could not be answered."""
     answering, decode, system = sampling_options(options), decode_of(options), system_of(options)
     for flag, value in (("PROMPT", options.prompt), ("--prompt-file", options.prompt_file), ("--image", options.image),
                         ("--audio", options.audio)):  # fmt: skip
@@ -39,7 +39,7 @@ def run_many(options: argparse.Namespace) -> int:
         raise RequestError("--prompts needs a file for the answers", field="--out")
     check_folder_of(options.out, "--out")
     lines = images = 0
-    has_unnamed = False  # a prompt without an adapter of its own
+    has_unnamed = False  # a prompt without its own adapter
     for line in read_prompts(options.prompts):
         lines, images = lines + 1, max(images, line.images)
         has_unnamed = has_unnamed or not (isinstance(line.request, RequestError) or "adapter" in line.request)
@@ -64,10 +64,10 @@ def run_many(options: argparse.Namespace) -> int:
             try:
                 _answer(options, plan, decode, defaults, answers, waiting, summary)
             except TrimtabError:
-                if summary["answered"] and not options.json:  # these stand, and the next run goes on behind them
+                if summary["answered"] and not options.json:  # these are valid, and the next run continues after them
                     print_text(_text(summary), file=sys.stderr)
                 raise
-        elif left:  # errors alone need no model
+        elif left:  # errors need no model
             for line in read_prompts(options.prompts):
                 if isinstance(line.request, RequestError):
                     _add(answers, summary, line, line.request)
@@ -79,7 +79,9 @@ def run_many(options: argparse.Namespace) -> int:
 
 
 def _header(plan: Plan, defaults: Mapping[str, Any], decode: str, stop_at_turn_end: bool | None) -> dict[str, Any]:
-    """Return what decides the answers. Budgets, rows and places are left out: they change no answer but by rounding."""
+    """Return the settings that decide the answers. Budgets, rows and placements are omitted: they change answers only
+    by rounding.
+    """
     request = plan.request
     return {
         "model": request.model, "model_files": [list(stamp) for stamp in plan.checkpoint_stamps],
@@ -95,7 +97,7 @@ def _answer(
     options: argparse.Namespace, plan: Plan, decode: str, defaults: Mapping[str, Any], answers: AnswersFile,
     waiting: int, summary: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Answer what is not answered yet, and count it."""
+    """Answer the unanswered prompts, and count them."""
     lines: list[PromptLine] = []
     sampling = {name: value for name, value in defaults.items() if name not in ("system", "adapter")}
     question = {name: value for name, value in defaults.items() if name in ("system", "adapter") and value is not None}

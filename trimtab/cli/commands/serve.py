@@ -38,18 +38,18 @@ if TYPE_CHECKING:
     from trimtab.serve.http.live import Reread
     from trimtab.serve.worker.registry import ServedModel
 
-# What says something about copies; none of it has an effect on one server.
+# Flags about copies; they have no effect on a single server.
 RAY_FLAGS = {
     "replicas": "--replicas", "ray_address": "--ray-address", "gpus_per_replica": "--gpus-per-replica",
     "cpus_per_replica": "--cpus-per-replica", "print_config": "--print-config",
 }  # fmt: skip
-# Not argparse's own defaults: a flag that says the same as one of these still overrides the file of --config.
+# Not argparse's defaults: a flag with one of these values still overrides the --config file.
 DEFAULTS = {
     "host": "127.0.0.1", "port": 8000, "queue": 64, "grace": 30.0, "log_format": "text", "log_level": "info",
 }  # fmt: skip
-# What is read once, at the start: a reload names those of them that the file has changed.
+# Settings that are read once, at the start: a reload names those that the file has changed.
 READ_ONCE = ("together", "log_format", "log_level", "threads", "color", "pull", "revision", "ray")
-# Stands in where a key is required and the file must not hold one.
+# Placeholder if a key is required and the file must not contain one.
 NO_KEY = "from-the-environment"
 
 
@@ -200,7 +200,7 @@ def run_serve(options: argparse.Namespace) -> int:
 
     def reread() -> tuple[Sequence[Any], Any, Sequence[str]]:
         now = configured(command_line)
-        if now.model == asked_model:  # a pulled revision is looked up once
+        if now.model == asked_model:  # a pulled revision is resolved once
             now.model = options.model
             _name_as_asked(now, asked_model)
         waiting = [name for name in READ_ONCE if getattr(now, name) != getattr(options, name)]
@@ -210,14 +210,14 @@ def run_serve(options: argparse.Namespace) -> int:
 
     settings = settings_of(options)  # keys and limits are read before the models' files
     if _serve(served_models(options), settings, 1 if options.together is None else options.together, say, reread):
-        raise KeyboardInterrupt  # answers had their time; the exit code says what ended the command
+        raise KeyboardInterrupt  # answers had their grace time; the exit code shows what ended the command
     return 0
 
 
 def _serve(
     models: Sequence[ServedModel], settings: Settings, together: int, say: Callable[[str], None], reread: Reread
 ) -> bool:
-    """Take the address, start the workers, then import what answers over HTTP: the last two take processor time, in two processes.
+    """Bind the address, start the workers, then import the HTTP modules: the last two take CPU time in two processes.
 
     Clients that connect early wait until the server accepts them. As `serve`.
     """
@@ -232,17 +232,17 @@ def _serve(
 
             return serve(models, settings, together=together, say=say, reread=reread, pool=pool, listener=listener)
         finally:
-            pool.stop()  # nothing waits at exit for a worker that still loads
+            pool.stop()  # exit does not wait for a worker that is still loading
 
 
 def _name_as_asked(options: argparse.Namespace, asked_model: str) -> None:
-    """Call a model whose revision was pulled as it was asked for: its folder's name is a commit."""
+    """Give a model with a pulled revision the requested name, because its folder's name is a commit."""
     if options.model != asked_model and options.name is None:
         options.name = asked_model
 
 
 def configured(options: argparse.Namespace) -> argparse.Namespace:
-    """Return the options with the values of the --config file and, where neither sets one, the defaults.
+    """Return the options with the values of the --config file, and with the defaults for unset ones.
 
     Errors: RequestError, CheckpointError.
     """
@@ -262,7 +262,7 @@ def _run_ray(options: argparse.Namespace, say: Callable[[str], None]) -> int:
 
     check_ray()
     if options.together is not None:
-        raise RequestError("has no effect with --ray: every model has copies of its own", field="--together")
+        raise RequestError("has no effect with --ray: every model has separate copies", field="--together")
     replicas = read_replicas("1" if options.replicas is None else options.replicas)
     cpus = 1.0 if options.cpus_per_replica is None else options.cpus_per_replica
     models, settings = served_models(options), settings_of(options)
@@ -310,7 +310,7 @@ def served_models(options: argparse.Namespace) -> Sequence[Any]:
         return models
     request, adapters = _request(options)
     if _is_here(options):
-        find_folder(request.model)  # before a name for clients is made of what is no folder
+        find_folder(request.model)  # before a name for clients is made from a missing folder
     served = ServedModel(
         name=options.name or _name(options), request=request, adapters=adapters, kept=tuple(options.keep or ()),
         rows=options.rows, resident_limit=options.resident_adapters,
@@ -323,18 +323,18 @@ def served_models(options: argparse.Namespace) -> Sequence[Any]:
 
 
 def weights_of(options: argparse.Namespace) -> dict[str, float]:
-    """Return the weights of `--adapter NAME=PATH:0.7`, of adapters that have another one than 1."""
+    """Return the weights in `--adapter NAME=PATH:0.7` that differ from 1."""
     adapters = parse_adapters(options.adapter or (), field="--adapter")
     return {one.name: one.weight for one in adapters if one.weight != 1}
 
 
 def _is_here(options: argparse.Namespace) -> bool:
-    """Whether models are loaded on this machine, so that their folders have to be here."""
+    """Whether models are loaded on this machine, so that their folders must be here."""
     return options.print_config is None and options.ray_address is None and not options.ray
 
 
 def _name(options: argparse.Namespace) -> str:
-    """Return what clients call a model without --name: its folder's or plan's name; a hub id as it is."""
+    """Return the clients' name of a model without --name: its folder's or plan's name; a hub id unchanged."""
     path = Path(options.model)
     if is_saved_plan(options):
         return path.stem
@@ -380,7 +380,7 @@ def _keys(options: argparse.Namespace, kind: str, variable: str) -> list[str]:
                 raise RequestError(
                     "cannot be used with --print-config: keys are not written into a file", field=name, hint=hint
                 )
-        return [NO_KEY] if kind == "api" else []  # `config` leaves it out
+        return [NO_KEY] if kind == "api" else []  # `config` omits it
     keys = list(keys_given or ())
     if os.environ.get(variable):
         keys.append(os.environ[variable])

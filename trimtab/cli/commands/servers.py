@@ -7,12 +7,14 @@ import argparse
 from trimtab.cli.flags.output import print_json, print_text
 from trimtab.errors import RequestError
 
-# Everything else that the command takes is about this machine and a model's files.
+# All other flags of the command concern this machine and a model's files.
 _TAKEN = ("api_key_env", "json", "name", "command", "model")
 
 
 def is_asked(options: argparse.Namespace) -> bool:
-    """Return whether MODEL is a server's address. Errors: RequestError for a flag without effect beside it, or without it."""
+    """Return whether MODEL is a server's address. Errors: RequestError for a flag without effect with an address, or
+    without one.
+    """
     is_server = options.model is not None and options.model.startswith(("http://", "https://"))
     if not is_server:
         if options.api_key_env is not None:
@@ -25,7 +27,7 @@ def is_asked(options: argparse.Namespace) -> bool:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print which server answers and what is known of it."""
+    """Print the kind of server and the known facts about it."""
     from trimtab.doctor.servers.report import examine
     from trimtab.verification.server.client import read_key
 

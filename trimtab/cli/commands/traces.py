@@ -12,7 +12,7 @@ from trimtab.cli.flags.output import print_json, print_text
 from trimtab.errors import RequestError
 from trimtab.process.files import write_whole
 
-# Flags of the doctor that go with neither.
+# Flags of the doctor that cannot be combined with these.
 _OTHERS = (
     "matrix",
     "bisect",
@@ -34,7 +34,7 @@ _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (code
 
 
 def run_trace(options: argparse.Namespace) -> int:
-    """Print what a pasted error is; FILE or - (stdin)."""
+    """Print the diagnosis of a pasted error; FILE or - (stdin)."""
     _check_alone(options, "--trace", ("model", "adapter", "device_map", "python", "report", *_OTHERS))
     from trimtab.doctor.traces.answer import diagnose, diagnosis_text
 
@@ -61,7 +61,7 @@ def run_report(options: argparse.Namespace) -> int:
 
 
 def run_lanes(options: argparse.Namespace) -> int:
-    """Write the issue on a merge that a saved report of lanes carries, or print why it carries none."""
+    """Write the issue on a merge from a saved report of lanes, or print why it supports none."""
     _check_alone(options, "--lanes", ("model", "adapter", "device_map", "matrix", "bisect", "runs", "html", "probe"))
     from trimtab.doctor.issues.draft import check_folder
     from trimtab.doctor.issues.merge_parity import FILE, merge_parity, read_lanes
@@ -84,7 +84,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def check_model(model: str | None) -> None:
-    """Raise RequestError for a file where a model's folder belongs, with what takes such a file."""
+    """Raise RequestError for a file instead of a model's folder, with the flag for such a file."""
     if model is not None and Path(model).is_file() and Path(model).suffix.lower() != ".gguf":
         raise RequestError("is a file, not a model", field="MODEL", value=model, hint=TAKES)
 

@@ -11,7 +11,7 @@ from trimtab.cli.flags.output import Command, print_json, print_text
 from trimtab.errors import RequestError
 from trimtab.planning import Plan
 
-# The 4-bit kernels decode each weight once for up to so many rows (engine/cuda/launch_config.py).
+# The 4-bit kernels decode each weight once for up to this many rows (engine/cuda/launch_config.py).
 MOST_ROWS = 8
 
 

@@ -12,7 +12,7 @@ from trimtab.errors import RequestError
 if TYPE_CHECKING:
     from trimtab.verification.server.report import RemoteReport
 
-# Flags of `verify` that say how our own routes are compared; a server has none of them.
+# Flags of `verify` for comparisons of trimtab's routes; they do not apply to a server.
 _NO_EFFECT = ("head", "kv", "python", "lanes", "context", "images", "audio_s", "batch")
 _FLAGS = ("remote_model", "remote_base", "api_key_env", "send_prompts", "deadline")
 
@@ -32,7 +32,7 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def is_server(options: argparse.Namespace) -> bool:
-    """Return whether a server is asked. Errors: RequestError for a flag of a server without one."""
+    """Return whether a server is verified. Errors: RequestError for a server's flag without a server."""
     if options.against.startswith(("http://", "https://", "ollama:")):
         return True
     for name in _FLAGS:

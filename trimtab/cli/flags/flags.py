@@ -31,10 +31,11 @@ def add_placement(
     command: argparse.ArgumentParser, *, model_help: str, weights: bool = False, takes_plan: bool = True,
     compares: bool = False, prefix_cache: str = "no cache",
 ) -> None:  # fmt: skip
-    """Add the flags that decide a plan. Every default is None, so that given flags are known; LoadRequest has the defaults.
+    """Add the flags that decide a plan. Every default is None, so that set flags can be detected; LoadRequest has the
+    defaults.
 
-    takes_plan: whether a saved plan may replace all of them. compares: whether the command compares with another computation, so
-    that head and dtype are never chosen by the plan. prefix_cache: its default, for people.
+    takes_plan: whether a saved plan may replace all of them. compares: whether the command compares with another
+    computation, so that the plan never chooses head and dtype. prefix_cache: its default, as text.
     """
     model = command.add_argument("model", metavar="MODEL", help=model_help)
     if takes_plan:
@@ -96,21 +97,21 @@ def group_of(command: argparse.ArgumentParser, title: str) -> Any:
 
 
 def add_budgets(group: Any, what: str = "budget") -> None:
-    """Add the flags of how much memory may be taken, the same on every command."""
+    """Add the memory budget flags, the same on every command."""
     group.add_argument("--gpu-memory", metavar="SIZE", help=f"{what}, such as 4GiB or 4G (default: the free memory)")
     group.add_argument("--host-memory", metavar="SIZE", help=f"{what}, such as 16GiB (default: the available memory)")
     group.add_argument("--max-memory", metavar="FILE|JSON", help=f"both budgets in transformers' form: {MAX_MEMORY}")
 
 
 def add_dtype(group: Any, default: str) -> None:
-    """Add --dtype. default: what is computed in without it, for people."""
+    """Add --dtype. default: the dtype without it, as text."""
     group.add_argument(
         "--dtype", metavar="DTYPE", help=f"bfloat16, float16, float32, or bf16, fp16, fp32 (default: {default})"
     )
 
 
 def add_answer_tokens(group: Any) -> None:
-    """Add the answer length that a plan is made for, where a command does not know it otherwise."""
+    """Add the answer length of a plan, for commands without another source of it."""
     group.add_argument(
         "--answer-tokens", type=int, metavar="N",
         help=f"tokens of an expected answer: the fastest placement for it is taken (default: {DEFAULT_NEW_TOKENS})",
@@ -118,7 +119,7 @@ def add_answer_tokens(group: Any) -> None:
 
 
 def add_device(group: Any, what: str = "") -> None:
-    """Add --device. what: what it decides, where that is not the whole command."""
+    """Add --device. what: its subject if it is not the whole command."""
     group.add_argument("--device", metavar="DEVICE", help=f"{what}auto, cpu, cuda or cuda:N (default: auto)")
 
 
@@ -130,7 +131,7 @@ def add_adapters(group: Any, what: str, *, weights: bool = False, **options: Any
 
 
 def add_sampling(command: argparse.ArgumentParser, *, longest: str = "256, or what the context leaves") -> None:
-    """Add how tokens are sampled. longest: the default of the longest answer, for people."""
+    """Add the sampling flags. longest: the default of the longest answer, as text."""
     group = group_of(command, "sampling")
     group.add_argument(
         "--max-new-tokens", type=int, metavar="N", help=f"most tokens of the answer (default: {longest})"
@@ -148,7 +149,7 @@ def add_sampling(command: argparse.ArgumentParser, *, longest: str = "256, or wh
 
 
 def add_stop_at_turn_end(group: Any) -> None:
-    """Add whether answers end where the chat template ends a turn."""
+    """Add the flag for ending answers at the chat template's end-of-turn token."""
     group.add_argument(
         "--stop-at-turn-end", action=argparse.BooleanOptionalAction,
         help="end answers where the chat template ends a turn, also if the checkpoint's end tokens lack that token (default: if "
@@ -157,7 +158,7 @@ def add_stop_at_turn_end(group: Any) -> None:
 
 
 def add_decode(command: argparse.ArgumentParser, *, eager: bool = True) -> None:
-    """Add how decode steps run. eager: whether --eager says it too."""
+    """Add the decode mode. eager: whether the command also has --eager."""
     group = group_of(command, "execution")
     group.add_argument(
         "--decode", metavar="HOW", help=f"how decode steps run: {', '.join(DECODE_MODES)} (default: auto)"
@@ -181,10 +182,10 @@ def decode_of(options: argparse.Namespace) -> str:
 
 
 class InPlaceOf(argparse.Action):
-    """A flag that takes the place of a positional argument: with it, that one may be missing.
+    """A flag that replaces a positional argument, which may then be missing.
 
-    `IN_PLACE` of the options holds the positional arguments that flags stand for. shifts: the command, where what is given takes
-    the places from the first on, so that none is known to be missing before `give_model` has seen them.
+    `IN_PLACE` of the options has the positional arguments that flags replace. shifts: the command, if given words fill
+    the positional arguments from the first, so that a missing one is only known in `give_model`.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class InPlaceOf(argparse.Action):
         self._other, self._shifts = other, shifts
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        # Not nargs="?": before Python 3.13 that takes nothing where a flag stands between MODEL and PROMPT.
+        # Not nargs="?": before Python 3.13 that matches nothing if a flag is between MODEL and PROMPT.
         for action in (self._other,) if self._shifts is None else self._shifts._actions:
             if not action.option_strings:
                 action.required = False
@@ -208,7 +209,7 @@ IN_PLACE = "in_place"
 def give_model(options: argparse.Namespace) -> None:
     """Use the file of --plan as MODEL, and shift the positional arguments by one.
 
-    Errors: RequestError if a model is given too; CheckpointError if the file is not there.
+    Errors: RequestError if a model is given too; CheckpointError if the file does not exist.
     """
     path = getattr(options, "plan", None)
     if path is None:
@@ -231,7 +232,8 @@ def give_model(options: argparse.Namespace) -> None:
         setattr(options, action.dest, value)
 
 
-# What a flag of the placement group fills in LoadRequest. `run` counts pictures and sound itself, and knows the answer length.
+# Flags of the placement group -> fields of LoadRequest. `run` counts images and audio itself, and knows the answer
+# length.
 PLACEMENT = {
     "gpu_memory": "gpu_memory_bytes", "host_memory": "host_memory_bytes", "quant": "quant", "dtype": "dtype",
     "context": "context_tokens", "batch": "batch", "images": "images", "audio_s": "audio_s", "device": "device",
@@ -244,7 +246,7 @@ PLACEMENT = {
 
 
 def answer_length(new_tokens: int | None) -> dict[str, int]:
-    """Return the field of LoadRequest for the longest answer of a command, where the user gave one."""
+    """Return the field of LoadRequest for the longest answer of a command, if the user set one."""
     return {} if new_tokens is None else {"answer_tokens": new_tokens}
 
 
@@ -253,7 +255,7 @@ def given_flags(options: argparse.Namespace) -> list[str]:
 
 
 def load_request(options: argparse.Namespace, **counted: Any) -> LoadRequest:
-    """Return the request that the flags ask. counted: fields that a command knows without a flag."""
+    """Return the request of the flags. counted: fields that a command knows without a flag."""
     values: dict[str, Any] = {"model": options.model, **counted}
     for name in given_flags(options):
         value = getattr(options, name)
@@ -279,9 +281,9 @@ def load_request(options: argparse.Namespace, **counted: Any) -> LoadRequest:
 
 
 def plan_or_request(options: argparse.Namespace, **counted: Any) -> Plan | LoadRequest:
-    """Return the plan that `trimtab plan --save` wrote, or what MODEL and the flags ask to plan.
+    """Return the plan that `trimtab plan --save` wrote, or the request of MODEL and the flags.
 
-    counted: as in `load_request`. Errors: RequestError for a flag beside a saved plan, which it would not change.
+    counted: as in `load_request`. Errors: RequestError for a flag with a saved plan, which it would not change.
     """
     if not is_saved_plan(options):
         return load_request(options, **counted)
@@ -292,7 +294,7 @@ def plan_or_request(options: argparse.Namespace, **counted: Any) -> Plan | LoadR
 
 
 def adapter_to_use(use: str | None, names: Sequence[str], *, also: Sequence[str] = ()) -> str | None:
-    """Return the adapter that answers, the only one without --use. also: what else the command accepts. Errors: RequestError."""
+    """Return the active adapter, the only one without --use. also: other accepted values. Errors: RequestError."""
     allowed = (*names, *also)
     if use is None and len(names) > 1:
         raise RequestError("several adapters are given; name the one that answers", field="--use", allowed=allowed)
@@ -308,7 +310,7 @@ def check_folder_of(path: str | None, flag: str) -> None:
 
 
 def check_media(images: Sequence[str], audios: Sequence[str]) -> float:
-    """Return how many seconds the audio clips last. Errors: RequestError for a file that is no image or no sound."""
+    """Return how many seconds the audio clips last. Errors: RequestError for a file that is no image or no audio."""
     from trimtab.engine.chat.media import SAMPLE_RATE, read_audio, read_image
 
     for path in images:
@@ -354,7 +356,9 @@ def read_device_map(path: str) -> dict[str, int | str]:
 
 
 def read_json_object(source: str, flag: str, example: str) -> dict[str, Any]:
-    """Return the JSON object that a flag holds itself or names a file with. Errors: RequestError, for a key given twice too."""
+    """Return the JSON object in a flag's value or in the file that it names. Errors: RequestError, also for a repeated
+    key.
+    """
     text = source.strip()
 
     def once(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -374,7 +378,7 @@ def read_json_object(source: str, flag: str, example: str) -> dict[str, Any]:
     return value
 
 
-# The largest file of a prompt or system message: more than any context holds.
+# The largest file of a prompt or system message: longer than any context.
 TEXT_FILE_BYTES = 16 * 2**20
 
 
@@ -390,7 +394,7 @@ def read_text(path: str, flag: str) -> str:
 
 
 def as_text(raw: bytes, flag: str, path: str) -> str:
-    """Return what was read as text. Errors: RequestError."""
+    """Return bytes as text. Errors: RequestError."""
     if len(raw) > TEXT_FILE_BYTES:
         raise RequestError(f"has more than {TEXT_FILE_BYTES} bytes", field=flag, value=path)
     try:
@@ -401,7 +405,7 @@ def as_text(raw: bytes, flag: str, path: str) -> str:
 
 
 def system_of(options: argparse.Namespace) -> str | None:
-    """Return the system message that --system or --system-file gives. Errors: RequestError if both do."""
+    """Return the system message from --system or --system-file. Errors: RequestError if both do."""
     if options.system_file is None:
         return None if options.system is None else str(options.system)
     if options.system is not None:
@@ -415,7 +419,7 @@ def system_of(options: argparse.Namespace) -> str | None:
 
 
 def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the sampling options that were given, checked before anything is read or loaded."""
+    """Return the set sampling options, checked before anything is read or loaded."""
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
     sampling = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if "stop" in sampling:

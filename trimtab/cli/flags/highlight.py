@@ -1,4 +1,4 @@
-"""Two answers side by side with the differing words marked, and text that is safe for a terminal."""
+"""Two answers with the differing words marked, and text that is safe for a terminal."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 @dataclass(frozen=True)
 class Style:
-    """How text is set off. is_terminal: whether it obeys control characters. has_color: whether it may be set off, as on a
-    terminal if None; else marks are plain characters."""
+    """The style of marks. is_terminal: whether the output obeys control characters. has_color: whether marks are colors
+    (None: on a terminal); else marks are plain characters.
+    """
 
     is_terminal: bool
     has_color: bool | None = None
@@ -33,12 +34,12 @@ class Style:
         return f"\x1b[1;4m{text}\x1b[0m" if self._sets_off else f"[{text}]"
 
     def printable(self, text: str) -> str:
-        """Return a model's text as a terminal may show it; where it is not a terminal, as it is."""
+        """Return a model's text in a safe form for a terminal; unchanged for other outputs."""
         return _CONTROL.sub("\ufffd", text.replace("\r\n", "\n")) if self.is_terminal else text
 
 
 def marked(first: str, second: str, *, names: Sequence[str], style: Style) -> str:
-    """Return two answers with the words marked in which they differ, and how many do."""
+    """Return two answers with the differing words marked, and their number."""
     if first == second:
         return f"{names[0]} and {names[1]} give the same answer"
     left, right = (style.printable(text).split() for text in (first, second))

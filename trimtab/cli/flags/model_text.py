@@ -22,7 +22,7 @@ SHOWN_PATHS = 5
 
 
 def adapter_text(report: Mapping[str, Any]) -> str:
-    """Return the report of `trimtab inspect` for people: a table of parts, then what a model would make of it."""
+    """Return the report of `trimtab inspect` for people: a table of parts, then its effect on a model."""
     dtypes = ", ".join(f"{count} in {dtype}" for dtype, count in report["dtypes"].items())
     lines = [
         f"adapter   {report['path']}",
@@ -85,8 +85,9 @@ def _some(names: Sequence[str]) -> list[str]:
 def answer_json(
     answer: Answer, plan: Plan, memory: Mapping[str, int], adapter: str | None, fallbacks: Sequence[Fallback] = ()
 ) -> dict[str, Any]:
-    """Return what `trimtab run --json` prints: the answer, its timings, the peaks beside what was planned, and what ran
-    the slower way."""
+    """Return the output of `trimtab run --json`: the answer, its timings, measured and planned peaks, and the
+    fallbacks.
+    """
     return {
         "text": answer.text, "token_ids": list(answer.token_ids), "finish_reason": answer.finish_reason,
         "max_new_tokens": answer.max_new_tokens,
@@ -102,7 +103,7 @@ def answer_json(
 
 
 class LoadingBar:
-    """A bar of bytes, or of things done; called with (done, of) as every `progress` is."""
+    """A bar of bytes or of finished items; called with (done, of) like every `progress`."""
 
     def __init__(self, stream: TextIO, text: str = "loading", *, is_bytes: bool = True) -> None:
         from rich.console import Console
@@ -124,7 +125,7 @@ class LoadingBar:
 
 @contextmanager
 def loading_bar(stream: TextIO, text: str = "loading", *, is_bytes: bool = True) -> Iterator[LoadingBar | None]:
-    """Yield a bar on a terminal, None on anything else; the bar is gone afterwards."""
+    """Yield a bar on a terminal, else None; the bar is removed afterwards."""
     if not stream.isatty():
         yield None
         return
@@ -137,7 +138,7 @@ def loading_bar(stream: TextIO, text: str = "loading", *, is_bytes: bool = True)
 
 @contextmanager
 def bar_when_needed(stream: TextIO, text: str) -> Iterator[Progress | None]:
-    """Yield a `progress` that shows a bar from its first call until (n, of n); None on anything but a terminal."""
+    """Yield a `progress` that shows a bar from its first call until (n, of n); None without a terminal."""
     if not stream.isatty():
         yield None
         return

@@ -1,4 +1,4 @@
-"""Loading a planned model for a command: the tokenizer first, a bar while weights are read, a note on slower fallbacks."""
+"""Loads a planned model for a command: the tokenizer first, a bar while weights are read, a note on slower fallbacks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ STOPPED_AT_ONCE = "the answer is empty: it ended immediately, by a stop text or 
 def opened(
     plan: trimtab.Plan, decode: str, *, stop_at_turn_end: bool | None = None, is_told: bool = True
 ) -> Iterator[trimtab.LoadedModel]:
-    """Yield the model of a plan, loaded. decode: "auto" is the plan's own way. stop_at_turn_end: as
-    `turn_end.stop_at_turn_end`. is_told: whether it is said on stderr that answers go on. Errors: of `trimtab.load`."""
+    """Yield the model of a plan, loaded. decode: "auto" is the plan's mode. stop_at_turn_end: as for
+    `turn_end.stop_at_turn_end`. is_told: whether to print a note if answers continue after a turn. Errors: of
+    `trimtab.load`.
+    """
     from trimtab.engine.chat import turn_end
     from trimtab.engine.loader.processor import load_processor
 
-    # A folder without a tokenizer is found before minutes are spent on its weights.
+    # A folder without a tokenizer is detected before its weights are loaded for minutes.
     processor = load_processor(find_folder(plan.request.model))
     with show.loading_bar(sys.stderr) as progress:
         model = trimtab.load(plan, progress=progress, decode=None if decode == "auto" else decode)
@@ -45,20 +47,22 @@ def opened(
 
 
 def say_beside(adapters: Mapping[str, str]) -> None:
-    """Say on stderr which weights beside the adapters nothing uses. adapters: name -> folder, which were read."""
+    """Print on stderr which other weights in the adapters' folders are unused. adapters: name -> folder of the read
+    adapters.
+    """
     for name, path in adapters.items():
         for note in weights_beside(Path(path))[1]:
             print_text(f"adapter {name}: {note}", file=sys.stderr)
 
 
 def say_fallbacks(model: trimtab.LoadedModel) -> None:
-    """Say on stderr what runs slower than it could."""
+    """Print the slower fallbacks on stderr."""
     for one in model.fallbacks:
         print_text(f"slower than it could be: {one.what}: {one.why}", file=sys.stderr)
 
 
 def end_text(answer: Answer, context_tokens: int, *, has_stop_texts: bool) -> str | None:
-    """Return what to say of an answer that has no text or was cut, None for any other."""
+    """Return the note on an empty or shortened answer, None for any other."""
     tokens = len(answer.token_ids)
     if answer.text.strip():
         if answer.finish_reason != "length":

@@ -13,7 +13,7 @@ from trimtab.printable import printable
 
 
 class Command(Protocol):
-    """Adds a command: its name, what runs it, one line of help; gives back its parser."""
+    """Adds a command: its name, its function, one line of help; returns its parser."""
 
     def __call__(
         self, name: str, function: Callable[[argparse.Namespace], int], text: str
@@ -46,7 +46,7 @@ class Report(Protocol):
 
 
 def give_report(report: Report, options: argparse.Namespace, *, draw: Callable[[Any, str], None] | None = None) -> None:
-    """Print a report, as JSON with --json. Write it to --save and draw it into --picture first, if the command has them."""
+    """Print a report, as JSON with --json. First write it to --save and draw it to --picture, if the command has them."""
     picture = None if draw is None else options.picture
     if options.save:
         report.save(options.save)
@@ -65,7 +65,7 @@ COLORS = ("auto", "always", "never")
 
 
 def use_color(choice: str | None) -> None:
-    """Let --color decide for this process and those that it starts; "auto" leaves the environment as it is.
+    """Let --color decide for this process and those that it starts; "auto" does not change the environment.
 
     Source: https://no-color.org and https://force-color.org; rich and Python's own messages read the same variables.
     """
@@ -78,7 +78,7 @@ def use_color(choice: str | None) -> None:
 
 
 def has_color(stream: TextIO) -> bool:
-    """Return whether text on a stream may be set off."""
+    """Return whether text on a stream may have colors."""
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")

@@ -34,7 +34,7 @@ def run_pull(options: argparse.Namespace) -> int:
 
 
 def pull(model: str, *, revision: str | None, as_json: bool) -> Any:
-    """Fetch a model with bars on a terminal. Returns a `download.Pulled`."""
+    """Fetch a model with bars on a terminal. Returns a `hub.Pulled`."""
     if as_json or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when huggingface_hub is imported
     from trimtab.checkpoint import hub as download
@@ -51,7 +51,7 @@ def add_pull(command: argparse.ArgumentParser) -> None:
 
 
 def pull_if_asked(options: argparse.Namespace) -> None:
-    """Fetch MODEL if --pull says so and it is not here; a revision is always looked up, and its folder becomes MODEL.
+    """Fetch MODEL if --pull is set and it is missing; a revision is always resolved, and its folder becomes MODEL.
 
     Errors: RequestError.
     """

@@ -17,10 +17,10 @@ BASE = "base"
 
 
 def chosen(options: argparse.Namespace, source: Plan | LoadRequest, *, base_of_several: bool = False) -> Any:
-    """Return the adapter that answers: a name, name -> weight, or None for the base.
+    """Return the active adapter: a name, name -> weight, or None for the base.
 
-    With a weight on any of them and no --use, all adapters answer together. base_of_several: whether several without a weight
-    leave the choice open. `base` is none of them, if no adapter has that name. Errors: RequestError.
+    With a weight on any of them and no --use, all adapters are combined. base_of_several: whether several adapters
+    without a weight select the base. `base` means no adapter, unless an adapter has that name. Errors: RequestError.
     """
     weights = {one.name: one.weight for one in parse_adapters(options.adapter or (), field="--adapter")}
     request = source.request if isinstance(source, Plan) else source
@@ -48,7 +48,7 @@ def chosen(options: argparse.Namespace, source: Plan | LoadRequest, *, base_of_s
 
 
 def mix_text(adapter: Any) -> str:
-    """Return an adapter, or a mix of several, as it is written."""
+    """Return the text form of an adapter or a mix."""
     if isinstance(adapter, Mapping):
         return "+".join(f"{name}:{weight:g}" for name, weight in adapter.items())
     return BASE if adapter is None else str(adapter)

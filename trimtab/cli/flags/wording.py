@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# Arguments and fields whose flag is called otherwise; the first one that the command has.
+# Arguments and fields whose flag has another name; the first one that the command has is used.
 _OTHERWISE = {
     "context_tokens": ("--context",), "gpu_memory_bytes": ("--gpu-memory",), "host_memory_bytes": ("--host-memory",),
     "adapters": ("--adapter",), "adapter": ("--use", "--adapter"), "new_tokens": ("--new-tokens", "--max-new-tokens"),
@@ -20,19 +20,19 @@ _BUDGETS = ("--gpu-memory", "--host-memory")
 
 @dataclass(frozen=True)
 class Words:
-    """What a command's user calls its arguments. flags: argument -> flag. keys: flag -> key of the TOML file `file`."""
+    """The user's names of a command's arguments. flags: argument -> flag. keys: flag -> key of the TOML file `file`."""
 
     flags: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     file: str = ""
 
     def of(self, text: str, field: object) -> str:
-        """Return an error's text in these words. field: the error's own, which begins the text; None: it does not."""
+        """Return an error's text with these names. field: the error's, which begins the text; None: it does not."""
         return in_keys(in_flags(text, field, self.flags), self.keys, self.file)
 
 
 def words_of(options: argparse.Namespace) -> Words:
-    """Return the words of a command line that was read."""
+    """Return the names for a parsed command line."""
     flags = flags_of(options.parser)
     if getattr(options, "config", None) is None:
         return Words(flags)
@@ -55,16 +55,16 @@ def flags_of(command: argparse.ArgumentParser) -> dict[str, str]:
 
 
 def as_typed(text: str) -> str:
-    """Return an error's text with the flag, or the command of a chat, that begins it as users type it: `/save x.txt`."""
+    """Return an error's text with its leading flag, or chat command, in the form that users type: `/save x.txt`."""
     named = r"\A(--[a-z][a-z-]*)\['([^'\n]+)'\]='([^'\n]*)'(?=:)"  # one value of a table: --place v=host
     given = r"\A((?:--|/)[a-z][a-z-]*|[A-Z]+)=(?:\['([^'\n]+)'\](?=:)|'([^'\n]+)'(?=:)|\"([^\"\n]+)\"(?=:)|(-?\d[\d.]*)(?=:))"
     return re.sub(given, r"\1 \2\3\4\5", re.sub(named, r"\1 \2=\3", text))
 
 
 def in_keys(text: str, keys: Mapping[str, str], file: str) -> str:
-    """Return a text of `in_flags` for who wrote a file: `--gpu-memory 4: ...` becomes `FILE: gpu_memory = 4: ...`.
+    """Return a text of `in_flags` for the author of a file: `--gpu-memory 4: ...` becomes `FILE: gpu_memory = 4: ...`.
 
-    keys: flag -> key of the file, of those that were not given as flags.
+    keys: flag -> key of the file, for values that were not set by flags.
     """
     first = re.match(r"(--[a-z][a-z-]*|MODEL)(?=[ =:])", text)
     if first and first[1] in keys:
@@ -76,9 +76,10 @@ def in_keys(text: str, keys: Mapping[str, str], file: str) -> str:
 
 
 def in_flags(text: str, field: object, flags: Mapping[str, str]) -> str:
-    """Return an error's text with its arguments as flags: `quant='nf5'` becomes `--quant nf5`, `gpu_memory` `--gpu-memory`.
+    """Return an error's text with its arguments as flags: `quant='nf5'` becomes `--quant nf5`, `gpu_memory`
+    `--gpu-memory`.
 
-    field: the error's own, which begins the text. Plain words become flags only there or before "=".
+    field: the error's, which begins the text. Plain words become flags only there or before "=".
     """
     if not flags:
         return text

@@ -1,1 +1,1 @@
-"""Which release broke it?"""
+"""Which release introduced a failure?"""

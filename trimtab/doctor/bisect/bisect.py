@@ -1,7 +1,7 @@
 """Bisection over releases: one environment per release, the case run in as few of them as needed.
 
-`search.py` says which release is next, `environments.py` makes its interpreter, the matrix runs the case
-there. A release that cannot be installed or run is said and skipped; Ctrl-C keeps what was found.
+`search.py` selects the next release, `environments.py` makes its interpreter, the matrix runs the case there. A release
+that cannot be installed or run is reported and skipped; Ctrl-C keeps the results so far.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Row:
-    """One release: its label, or None and the reason why it was skipped; how often the case was run."""
+    """One release: its label, or None and the reason why it was skipped; the number of runs."""
 
     version: str
     label: Label | None
@@ -57,8 +57,8 @@ class Row:
 class Bisection:
     """The result of the search.
 
-    rows: every release that was tried, the oldest first. changes: all that were found, the oldest first. releases: how
-    many there are in the range. others: the versions that all environments share. stopped: by Ctrl-C.
+    rows: every release that was tried, the oldest first. changes: all detected changes, the oldest first. releases:
+    their number in the range. others: the versions that all environments share. stopped: by Ctrl-C.
     """
 
     range: Range
@@ -72,12 +72,12 @@ class Bisection:
 
     @property
     def first(self) -> str | None:
-        """The first release with another label than the oldest one's, as far as is known."""
+        """The first tested release with another label than the oldest one's."""
         return self.changes[0].after if self.changes else None
 
     @property
     def is_monotone(self) -> bool:
-        """Whether the tested releases change their label once at most."""
+        """Whether the tested releases change their label at most once."""
         labels = [row.label for row in self.rows if row.label is not None]
         return sum(a != b for a, b in zip(labels, labels[1:])) <= 1
 
@@ -95,8 +95,9 @@ class Bisection:
 
 
 def parse_range(text: str) -> Range:
-    """Return the range of "PACKAGE=LOW..HIGH". Errors: RequestError for other text, an unknown package (with similar names), an
-    invalid version, and an empty range."""
+    """Return the range in "PACKAGE=LOW..HIGH". Errors: RequestError for other text, an unknown package (with similar
+    names), an invalid version, and an empty range.
+    """
     package, equals, versions = text.partition("=")
     low, dots, high = versions.partition("..")
     if not equals or not dots:
@@ -105,7 +106,7 @@ def parse_range(text: str) -> Range:
 
 
 def check_range(package_range: Range) -> Range:
-    """Return the range with the package's name as it is known. Errors: as of `parse_range`."""
+    """Return the range with the package's known name. Errors: as of `parse_range`."""
     name = package_range.package.lower().replace("-", "_")
     if name not in PACKAGES:
         near = difflib.get_close_matches(name, PACKAGES) or PACKAGES
@@ -130,7 +131,7 @@ def _version(text: str) -> Version:
 
 
 def releases_between(package_range: Range, known: Sequence[str]) -> tuple[str, ...]:
-    """Return the known releases of a range. Errors: RequestError if an end of it is not known, with the nearest ones."""
+    """Return the known releases of a range. Errors: RequestError if an end of it is unknown, with the nearest ones."""
     versions = [Version(text) for text in known]
     for end in (package_range.low, package_range.high):
         if Version(end) not in versions:
@@ -159,18 +160,18 @@ def bisect(
     folder: Path | None = None, keep: bool = True, confirm: bool = False, environments: Environments | None = None,
     on_row: Callable[[Row], None] | None = None,
 ) -> Bisection:  # fmt: skip
-    """Return between which releases of a package the case's label changes.
+    """Return the releases of a package between which the case's label changes.
 
     case: of the matrix, or the id of a catalogue entry, whose probe then runs. others: package -> version for all
-    environments; those not named are as `python` (None: this interpreter) has them.
-    model, adapter: None is the bundled demo. run_case: (interpreter, case name) -> record. folder: of the environments.
-    keep: leave them there. confirm: run both sides of every change once more. on_row: called after each release.
-    Ctrl-C ends the search; what was found is returned, with stopped=True.
-    Errors: RequestError for an unknown package, release or case, an empty range, and an index that cannot be asked while
-    no environment is kept from before. CheckpointError, AdapterError for folders that are not a model or an adapter.
+    environments; all others are the versions of `python` (None: this interpreter). model, adapter: None is the bundled
+    demo. run_case: (interpreter, case name) -> record. folder: of the environments. keep: leave them there. confirm:
+    run both sides of every change once more. on_row: called after each release. Ctrl-C ends the search; the results so
+    far are returned, with stopped=True.
+    Errors: RequestError for an unknown package, release or case, an empty range, and an unreachable index without kept
+    environments. CheckpointError, AdapterError for folders that are not a model or an adapter.
     """
     checked = check_range(Range(package, low, high))
-    # What is wrong with the folders themselves is said before anything is made.
+    # Errors of the folders themselves are reported before anything is made.
     if model is not None:
         read_checkpoint(model)
     if adapter is not None:
@@ -185,7 +186,7 @@ def bisect(
 
 
 def bisect_each(ranges: Sequence[Range], *, case: str, **options: Any) -> tuple[Bisection, ...]:
-    """Return the bisections of several packages one after the other, each with the others as they are; see `bisect`."""
+    """Return the bisections of several packages one after the other, each with the others unchanged; see `bisect`."""
     bisections: list[Bisection] = []
     for wanted in [check_range(wanted) for wanted in ranges]:
         bisections.append(bisect(wanted.package, wanted.low, wanted.high, case=case, **options))
@@ -195,7 +196,8 @@ def bisect_each(ranges: Sequence[Range], *, case: str, **options: Any) -> tuple[
 
 
 def runner_for(case: str, model: str | Path | None, adapter: str | Path | None) -> Run:
-    """Return what runs a case of the matrix on the stock stack of an interpreter, or a probe of the catalogue ("B4").
+    """Return a function that runs a case of the matrix on the stock stack of an interpreter, or a probe of the
+    catalogue ("B4").
 
     A probe's label is its state; it needs no model and no processor. Errors: RequestError for a name that is neither.
     """
@@ -273,7 +275,7 @@ class _Bisecting:
             return None
         try:
             label = label_of(self.run_case(python, self.case))
-        except TrimtabError as exc:  # with this version the model or the question cannot even be made
+        except TrimtabError as exc:  # with this version, not even the model or the prompt can be made
             self._keep(Row(version, None, f"cannot be run: {scrubbed(str(exc))}"))
             return None
         finally:
@@ -301,7 +303,7 @@ class _Bisecting:
 
 
 def _seen(versions: Sequence[str], rows: Mapping[str, Row]) -> tuple[Change, ...]:
-    """Return the changes between neighbours among the rows there are: bounds, where the search was not ended."""
+    """Return the changes between neighbouring rows: only bounds if the search was stopped."""
     have = [(version, label) for version in versions if version in rows and (label := rows[version].label) is not None]
     return tuple(
         Change(a, b, before, after, tuple(versions[versions.index(a) + 1 : versions.index(b)]))

@@ -1,10 +1,9 @@
 """Environments for bisection: created with venv and pip from the user's own index, below the user's cache folder.
 
-Every environment sees the packages of the interpreter it is made from (a .pth file adds its folders behind its own), so
-that torch is not installed again, and holds only what has to differ: the version asked for and what that version pulls
-in. The other packages are pinned to the given set, or to what that interpreter has. pip is the user's, with the user's
-configuration; no index is named here. What it does not do: build a torch of its own; wheels only, so that no release's
-build script is run.
+Every environment can import the packages of its base interpreter (a .pth file adds their folders after its own), so
+torch is not installed again. It contains only the requested version and its new dependencies. The other packages are
+pinned to the given set, or to the base's versions. pip is the user's, with the user's configuration; no index is named
+here. Not done: building torch. Only wheels are used, so no release's build script is run.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from trimtab.errors import CheckpointError, RequestError
 from trimtab.process.json_file import read_object
 from trimtab.process.redact import scrubbed
 
-# What a case's run depends on, and so is pinned.
+# Packages that a case's run depends on; they are pinned.
 PINNED = ("transformers", "peft", "accelerate", "bitsandbytes", "torch")
 PACKAGES = ("transformers", "peft", "accelerate", "bitsandbytes", "safetensors", "huggingface_hub", "tokenizers")
 READY = "ready.json"
@@ -57,13 +56,13 @@ class InstallError(Exception):
 
 
 def bisect_folder() -> Path:
-    """Return where environments are kept."""
+    """Return the folder of kept environments."""
     return user_cache_path("trimtab") / "bisect"
 
 
 @dataclass(frozen=True)
 class Base:
-    """The interpreter that environments are made from: its packages are theirs unless they have their own."""
+    """The base interpreter of environments: they use its packages unless they have their own."""
 
     python: Path
     versions: Mapping[str, str]
@@ -72,7 +71,7 @@ class Base:
 
     @classmethod
     def read(cls, python: str | os.PathLike[str] | None) -> Base:
-        """Errors: RequestError if the interpreter cannot be asked."""
+        """Read the base interpreter. Errors: RequestError if it cannot be started."""
         exe = os.fspath(python or sys.executable)
         try:
             done = subprocess.run(
@@ -93,8 +92,8 @@ class Base:
 class Environments:
     """Makes interpreters and keeps them.
 
-    others: package -> version that every environment has (missing ones as the base has them). index: of pip, None for
-    the configured one. keep: leave them on disk. runner: runs one command, (command, seconds) -> (exit code, output).
+    others: package -> version in every environment (all others as in the base). index: of pip, None for the configured
+    one. keep: leave them on disk. runner: runs one command, (command, seconds) -> (exit code, output).
     """
 
     base: Base
@@ -108,7 +107,7 @@ class Environments:
     def releases(self, package: str) -> tuple[str, ...]:
         """Return the versions that the index offers, the oldest first.
 
-        Errors: RequestError if pip is missing, InstallError if the index cannot be asked or has no such package.
+        Errors: RequestError if pip is missing, InstallError if the index is unreachable or has no such package.
         """
         code, output = self.runner([*self._pip(), "index", "versions", package, *self._index()], 120.0)
         listed = re.search(r"^Available versions: (.+)$", output, re.MULTILINE)
@@ -122,7 +121,7 @@ class Environments:
         return sorted_versions(text.strip() for text in listed.group(1).split(","))
 
     def kept_versions(self, package: str) -> tuple[str, ...]:
-        """Return the versions of a package for which an environment with these pins is ready."""
+        """Return the versions of a package with a ready environment with these pins."""
         versions = []
         for marker in self.folder.glob(f"*/{READY}"):
             pins = _read_json(marker).get("pins", {})
@@ -136,12 +135,14 @@ class Environments:
         return {**pinned, **self.others, package: version}
 
     def python_for(self, package: str, version: str) -> Path:
-        """Return the interpreter of a version, made now or kept from before. Errors: InstallError with the reason."""
+        """Return the interpreter of a version, made now or kept from an earlier run. Errors: InstallError with the
+        reason.
+        """
         home = self._home(package, version)
         python = home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
         if (home / READY).is_file() and python.exists():
             return python
-        shutil.rmtree(home, ignore_errors=True)  # half made
+        shutil.rmtree(home, ignore_errors=True)  # incomplete
         started = time.monotonic()
         self.say(f"{package} {version}: creating an environment")
         try:
@@ -153,7 +154,7 @@ class Environments:
         return python
 
     def download(self, package: str, versions: Iterable[str]) -> None:
-        """Fetch the wheels of several versions side by side; a failure shows when the version is installed."""
+        """Fetch the wheels of several versions in parallel; a failure is reported when the version is installed."""
         missing = [version for version in versions if not (self._home(package, version) / READY).is_file()]
         with ThreadPoolExecutor(DOWNLOADS) as pool:
             list(pool.map(lambda version: self._download(package, version), missing))
@@ -163,7 +164,7 @@ class Environments:
         if not self.keep:
             shutil.rmtree(self._home(package, version), ignore_errors=True)
 
-    # How it is made ---------------------------------------------------------------------------------------------------
+    # Making an environment --------------------------------------------------------------------------------------------
 
     def _make(self, home: Path, python: Path, package: str, version: str) -> None:
         pins = self.pins(package, version)
@@ -186,7 +187,7 @@ class Environments:
         code, output = self.runner([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], 60.0)
         if code != 0:
             raise InstallError(f"the environment does not start: {reason_of(output)}")
-        # addsitedir, not a bare path: .pth files of the base (editable installs) count too.
+        # addsitedir, not a bare path, so that .pth files of the base (editable installs) are read too.
         lines = [f"import site; site.addsitedir({folder!r})" for folder in self.base.folders]
         Path(output.strip().splitlines()[-1], "base-packages.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -232,8 +233,8 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def run_command(command: Sequence[str], timeout_s: float) -> tuple[int, str]:
-    """Return (exit code, output and errors together) of a command; 124 if it ran past its time."""
-    # pip of an environment must not look at packages that the caller's path adds.
+    """Return (exit code, output and errors together) of a command; 124 if it exceeded its time."""
+    # pip of an environment must not find packages that the caller's path adds.
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     try:
         done = subprocess.run(
@@ -256,7 +257,7 @@ def reason_of(output: str) -> str:
 
 
 def sorted_versions(texts: Iterable[str]) -> tuple[str, ...]:
-    """Return final releases in their order, each once; what is no version is left out."""
+    """Return final releases in order, without duplicates and invalid versions."""
     by_version: dict[Version, str] = {}
     for text in texts:
         try:

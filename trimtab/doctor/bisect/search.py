@@ -1,8 +1,8 @@
-"""The search for changes of a label along a list of releases, with few evaluations. Pure: knows no package and no case.
+"""Searches a list of releases for changes of a label, with few evaluations. Pure: knows no package and no case.
 
-The range is halved where two labels differ; releases that cannot be run are gone round; both halves are followed where a
-third label turns up. At ends with equal labels the middle alone is looked at, so a change that is undone between two
-asked releases is not seen.
+The range is halved if the labels at its ends differ; releases that cannot be run are skipped; both halves are searched
+if a third label appears. If the labels at both ends are equal, only the middle is tested, so a change that is undone
+between two tested releases is not found.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ Label = str
 
 @dataclass(frozen=True)
 class Change:
-    """A change between two releases that were run. between: releases in between that could not be. confirmed: both gave
-    their label a second time, None if that was not asked."""
+    """A change between two releases that were run. between: releases in between that could not be run. confirmed: both
+    gave their label a second time, None if not requested.
+    """
 
     before: str
     after: str
@@ -33,8 +34,9 @@ def find_changes(
 ) -> tuple[Change, ...]:
     """Return the changes of the label along the versions, with few evaluations.
 
-    label_of: None for a version that cannot be run; called at most once per version. upcoming: called with the versions that
-    may be next. The result has the changes that the search meets; if there is one change in all, it is exactly that one.
+    label_of: None for a version that cannot be run; called at most once per version. upcoming: called with the versions
+    that may be next. The result has the changes that the search finds; if there is only one change, the result is
+    exactly that one.
     """
     search = _Search(versions, label_of, upcoming or (lambda found: None))
     return tuple(search.changes())

@@ -18,9 +18,9 @@ VARIANTS = ("patched", "broad", "narrow")
 def write_variants(adapter: Path, out: Path) -> dict[str, str]:
     """Return the folder of every variant ("original" is the adapter itself), written below out.
 
-    "patched" targets exactly the modules that the adapter has keys for: what stock PEFT can load where the config names
-    wrappers. "broad" names the projections alone. "narrow" is "patched" without towers and connectors.
-    Errors: AdapterError, CheckpointError of a folder that is no adapter.
+    "patched" targets exactly the modules that the adapter has keys for: stock PEFT can load it even if the config names
+    wrappers. "broad" names only the projections. "narrow" is "patched" without towers and connectors.
+    Errors: AdapterError, CheckpointError for a folder that is no adapter.
     """
     file = read_adapter(str(adapter))
     paths = list(dict.fromkeys(match["path"] for match in map(_PATH.match, file.tensors) if match))
@@ -41,5 +41,7 @@ def write_variants(adapter: Path, out: Path) -> dict[str, str]:
 
 
 def _pattern(paths: list[str]) -> str:
-    """Return a regular expression of exactly these paths. PEFT shortens a list of names to suffixes, never a pattern."""
+    """Return a regular expression for exactly these paths. PEFT shortens a list of names to suffixes, but never a
+    pattern.
+    """
     return "|".join(re.escape(path) for path in paths)

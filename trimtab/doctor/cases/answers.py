@@ -11,7 +11,7 @@ from typing import Any
 
 from trimtab.doctor.cases.inputs import NEW_TOKENS, read_text
 
-# Half of what separates two neighbouring answers would be too much; a tenth of the adapter's own effect is not.
+# Tolerance: a tenth of the adapter's own effect, which is well below half the distance of two answers.
 EFFECT_SHARE = 0.1
 # Two roundings of the largest logit: bf16 keeps 8 bits.
 ROUNDING = 2.0**-7
@@ -19,7 +19,7 @@ ADAPTER, BASE = "adapter", "base"
 
 
 class References:
-    """The answers of the model that is all on one device, by mode, with the adapter and without."""
+    """The answers of the model completely on one device, by mode, with the adapter and without."""
 
     def __init__(self, path: Path | None) -> None:
         self.tensors: dict[str, Any] = {}
@@ -29,18 +29,17 @@ class References:
             self.tensors = load_file(path)
 
     def compare(self, mode: str, logits: Any, ids: list[int] | None, *, to: str) -> dict[str, Any]:
-        """Return what an answer of a mode is to the references; `to` is the one that it ought to equal.
+        """Compare an answer of a mode with the references; `to` is the expected one.
 
-        equals_reference, equals_base: None where there is nothing to compare with. max_abs: largest difference of a
-        logit from the one it ought to equal. matches: whose tokens were generated, "adapter", "base", "both" or
-        "neither".
+        equals_reference, equals_base: None without a reference. max_abs: largest difference of a logit from the
+        expected one. matches: whose tokens were generated, "adapter", "base", "both" or "neither".
         """
         own, base = self.tensors.get(f"{mode}.{to}.logits"), self.tensors.get(f"{mode}.{BASE}.logits")
         compared: dict[str, Any] = {"equals_reference": None, "equals_base": None, "max_abs": None, "matches": None}
         if own is not None:
             tolerance = self._tolerance(mode, to)
             compared["max_abs"] = float((logits - own).abs().max())
-            # Not a number is not within a tolerance.
+            # NaN is not within any tolerance.
             compared["equals_reference"] = compared["max_abs"] <= tolerance and self._same(mode, to, ids)
             if base is not None and to == ADAPTER and float((own - base).abs().max()) > tolerance:
                 compared["equals_base"] = float((logits - base).abs().max()) <= tolerance
@@ -68,7 +67,7 @@ def no_answer(failure: dict[str, Any], stage: str) -> dict[str, Any]:
 
 
 def sees(model: Any, inputs: Mapping[str, Any]) -> bool:
-    """Return whether another picture changes the answer (a tower quantized by an old release sees one constant)."""
+    """Return whether another image changes the answer (a tower quantized by an old release returns a constant)."""
     darker = {**inputs, "pixel_values": inputs["pixel_values"] * 0.5}
     return not forward(model, inputs).equal(forward(model, darker))
 
@@ -82,7 +81,7 @@ def forward(model: Any, inputs: Mapping[str, Any]) -> Any:
 
 
 def generate(model: Any, inputs: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    """Return the greedily generated tokens and the shape of what `generate` returned."""
+    """Return the greedily generated tokens and the shape of the result of `generate`."""
     import torch
 
     with torch.no_grad():
@@ -94,7 +93,7 @@ def ask(
     model: Any, mode: str, inputs: Mapping[str, Any], references: References, *, to: str, folder: Path,
     enter: Callable[[str], None],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return one mode's entry of a record; enter is called with the stage. Errors: whatever the stack raises."""
+    """Return one mode's entry of a record; enter is called with the stage. Errors: any exception of the stack."""
     enter("first forward")
     logits = forward(model, inputs)
     enter("generate")

@@ -15,7 +15,7 @@ from trimtab.errors import RequestError
 
 MODES = ("text", "image", "audio")
 BROAD_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# What target_modules of an adapter's copies name, in words: a record's.
+# Descriptions of the target_modules of an adapter's copies, for records.
 TARGETS = {
     "patched": "exactly the modules that it has weights for", "broad": ", ".join(BROAD_TARGETS),
     "narrow": "the language model's modules alone, though it has weights for the towers", "original": "as they were saved",
@@ -28,9 +28,9 @@ Place = int | str
 class Parts:
     """The modules of one model that a map can name, by module path.
 
-    children: what lies directly below the root, the head included. towers: those of them that see or hear. language: the
-    language model, the root itself in a model that only reads. language_children: what lies directly below it. layers:
-    path of the list of decoder layers, "" if there is none.
+    children: direct children of the root, including the head. towers: those for images or audio. language: the language
+    model; the root itself in a text-only model. language_children: its direct children. layers: path of the list of
+    decoder layers, "" if there is none.
     """
 
     children: tuple[str, ...]
@@ -43,16 +43,16 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One case. Everything a run needs that does not depend on the model.
+    """One case: everything that a run needs and that does not depend on the model.
 
     quant: "none", "nf4" (no double quant), "nf4-dq" or "int8", bf16 compute, offload to the CPU allowed. keep: "towers"
     leaves towers and connectors unquantized with a skip list. base_map: a name that `device_map` knows. gpu_share: for
-    "auto", the share of the model that max_memory grants the GPU. load: more arguments of from_pretrained; a folder among
-    them lies below the run's own. adapter: "patched" (a copy whose target_modules name exactly what its keys name),
-    "broad" (a copy whose target_modules are BROAD_TARGETS), "narrow" (a copy that targets the language model alone) or
-    "original". call: how the adapter gets on. peft: arguments of PeftModel.from_pretrained;
-    `peft_map` names its device_map. then: what follows before the model is asked. pressure: share of an imitated card
-    that the loaded base fills. shows: catalogue ids that it can hit. lane: a merge lane's or target lane's name.
+    "auto", the share of the model that max_memory grants the GPU. load: more arguments of from_pretrained; a folder
+    among them lies below the run's own. adapter: "patched" (a copy whose target_modules name exactly what its keys
+    name), "broad" (a copy whose target_modules are BROAD_TARGETS), "narrow" (a copy that targets the language model
+    alone) or "original". call: how the adapter is attached. peft: arguments of PeftModel.from_pretrained; `peft_map`
+    names its device_map. then: steps before the model is run. pressure: share of an imitated card that the loaded base
+    fills. shows: catalogue ids that it can trigger. lane: a merge lane's or target lane's name.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Case:
 
     @property
     def line_reference(self) -> str:
-        """The same for trimtab: it quantizes wherever a weight is, and merges from the original checkpoint."""
+        """The same for trimtab: it quantizes weights on every device, and merges from the original checkpoint."""
         if self.then and self.lane != "direct-4bit-merge":
             return "none"
         return self.quant if self.base_map == "cpu" else self.reference
@@ -112,7 +112,7 @@ class Case:
 
 _OFFLOAD = {"offload_dir": "offload", "offload_buffers": True, "ephemeral_gpu_offload": True, "torch_device": 0}
 
-# 0.45: the share that the field's E2B took of its 14.6 GiB card. What is free then holds some layers and not all.
+# 0.45: the share of a 14.6 GiB card that E2B took in a user's report. The rest has space for some layers, not all.
 CASES: tuple[Case, ...] = (
     Case(
         name="FIRST_REPORT", title="the first report's own script: its map, attention, loading and offload arguments",
@@ -281,9 +281,9 @@ CASE_NAMES: tuple[str, ...] = tuple(case.name for case in CASES)
 
 
 def find_cases(names: Sequence[str | Case] | None) -> tuple[Case, ...]:
-    """Return the cases of these names in the table's order (None: all); a Case is taken as it is.
+    """Return the cases of these names in the table's order (None: all); a Case is used unchanged.
 
-    Errors: RequestError with the near names for the first name that is no case's.
+    Errors: RequestError with the near names for the first unknown name.
     """
     if names is None:
         return CASES
@@ -318,7 +318,7 @@ def find_parts(paths: Sequence[str]) -> Parts:
     return Parts((*children, *heads), tuple(towers), language, tuple(language_children), layers, count)
 
 
-# Gemma 4 as the tiny models of the scripts have it.
+# Gemma 4 as in the tiny models of the scripts.
 GEMMA4 = Parts(
     (
         "model.language_model", "model.vision_tower", "model.embed_vision", "model.audio_tower", "model.embed_audio",
@@ -334,7 +334,7 @@ GEMMA4 = Parts(
 
 
 def device_map(name: str, parts: Parts) -> dict[str, Place] | str:
-    """Return the device map of a name for a model's parts, 0 for the GPU; "auto" stays a word."""
+    """Return the device map of a name for a model's parts, 0 for the GPU; "auto" is returned as text."""
     if name.startswith("prefixed:"):
         base_map = device_map(name.removeprefix("prefixed:"), parts)
         assert isinstance(base_map, dict)

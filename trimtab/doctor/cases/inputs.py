@@ -1,7 +1,8 @@
 """Inputs of the cases: one text, one image, one audio clip, as tensors, made once for every route.
 
-With a processor the bundled demo's first questions are asked; without one (a checkpoint of random weights) tokens and
-media are drawn from the config. Floats are bf16: an image processor's float32 would change what the tower computes in.
+With a processor, the inputs are the bundled demo's first questions; without one (a checkpoint of random weights),
+random tokens and media are made from the config. Floats are bf16: an image processor's float32 would change what the
+tower computes in.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Inputs = dict[str, dict[str, Any]]
 
 
 def make_inputs(folder: Path) -> tuple[Inputs, str]:
-    """Return the forward arguments of each mode that the model has, and where they are from: "processor" or "drawn"."""
+    """Return the forward arguments of each mode that the model has, and their source: "processor" or "drawn"."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
@@ -121,7 +122,7 @@ def _drawn(config: Any, mode: str) -> dict[str, Any] | None:
         ids = text.unsqueeze(0)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if config.model_type != "gemma4":
-        return None  # other families' media are not drawn: their processors decide too much
+        return None  # media of other families are not generated: their format depends on the processor
     if mode == "image":
         vision = config.vision_config
         columns, rows = 4 * vision.pooling_kernel_size, 3 * vision.pooling_kernel_size

@@ -1,8 +1,8 @@
 """Labels of runs: the known failure that a run shows, by exception signatures and by silent faults. Data, pure.
 
-A failure that no signature (traces/signatures.py) knows is UNKNOWN, never the nearest one. What ended without an
-exception is judged by facts of the record: nothing quantized first (another arithmetic altogether), then a wrong
-answer, an ignored picture or key, and last the placement.
+A failure without a matching signature (traces/signatures.py) is UNKNOWN, never the nearest one. A run without an
+exception is judged by the facts of its record: first whether nothing was quantized (other arithmetic), then a wrong
+answer, an ignored image or key, and last the placement.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REFUSED_BY_NAME = "REFUSED_BY_NAME"
 OF_ENDINGS = {"timeout": "TIMEOUT", "oom-host": "OOM_HOST", "crashed": "CRASHED"}
 
 
-# What a run that ended without an exception can be; the catalogue id of each, and what it means.
+# Labels of runs without an exception: the catalogue id and the meaning of each.
 SILENT: Mapping[str, tuple[str, str]] = {
     PASS: ("", "the right answer, with the requested placement"),
     "PASS_BUT_MERGE_DROPPED_OFFLOADED": ("C2", "the merge skipped the adapters of offloaded modules"),
@@ -55,7 +55,9 @@ _MERGE_LABELS = {"direct-4bit-merge": "DIRECT_4BIT_MERGED_MATCHES_", "fresh-bf16
 
 
 def label_of(record: Mapping[str, Any], *, lane: str = "", adapter: str = "") -> str:
-    """Return the label of a run. lane, adapter: those of its case. A partly failing run has its first failure's."""
+    """Return the label of a run. lane, adapter: those of its case. A partly failing run has the label of its first
+    failure.
+    """
     failure = record.get("exception")
     if failure is not None:
         signature = signature_of(failure, str(record.get("stage")), record.get("configuration"))
@@ -71,7 +73,7 @@ def label_of(record: Mapping[str, Any], *, lane: str = "", adapter: str = "") ->
 def signature_of(
     failure: Mapping[str, Any], stage: str, configuration: Mapping[str, Any] | None = None
 ) -> Signature | None:
-    """Return the first signature that an exception has, None for an unknown one. configuration: of its run."""
+    """Return the first signature that matches an exception, None for an unknown one. configuration: of its run."""
     frames = [f"{frame['file']}:{frame['function']}" for frame in failure.get("frames", ())]
     settings = json.dumps(configuration or {}, default=str)
     signature = match(failure["type"], failure["message"], frames, stage=stage, settings=settings)
@@ -119,7 +121,7 @@ def _merged(modes: list[Mapping[str, Any]], lane: str) -> str:
 
 
 def lane_of(label: str, record: Mapping[str, Any], lane: str) -> str | None:
-    """Return the lane's verdict, None for a case that is no lane or a run that says nothing about it.
+    """Return the lane's verdict, None for a case that is no lane or a run that does not test it.
 
     A direct 4-bit merge diverges when a prompt's tokens or its logits (beyond rounding) are not the adapter's.
     """
@@ -144,6 +146,6 @@ def catalogue_of(record: Mapping[str, Any]) -> str:
 
 
 def meaning_of(label: str) -> str:
-    """Return a label in words. Errors: KeyError for what is no label."""
+    """Return the meaning of a label. Errors: KeyError for an unknown label."""
     meaning = next((signature.meaning for signature in SIGNATURES if signature.label == label), None)
     return meaning if meaning is not None else SILENT[label][1]

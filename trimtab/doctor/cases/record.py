@@ -19,7 +19,7 @@ LINE_CHARS, MESSAGE_CHARS, TAIL_CHARS, MOST_LINES = 300, 2000, 4000, 60
 
 @dataclass
 class LogEvents:
-    """Warnings by first line with their counts, and log lines, in order and each once."""
+    """Warnings by first line with their counts, and log lines, in order without duplicates."""
 
     warnings: Counter[str] = field(default_factory=Counter)
     log_lines: dict[str, None] = field(default_factory=dict)
@@ -43,7 +43,9 @@ class _Handler(logging.Handler):
 
 @contextmanager
 def listening() -> Iterator[LogEvents]:
-    """Yield the log events of the libraries from now on, accelerate's INFO lines included: they name what does not fit."""
+    """Yield the log events of the libraries from now on, including accelerate's INFO lines, which name modules that do
+    not fit.
+    """
     import transformers
 
     log = LogEvents()
@@ -74,7 +76,7 @@ def _line(text: str) -> str:
 
 
 def exception_json(error: BaseException, clean: Cleaner) -> dict[str, Any]:
-    """Return an exception as the record keeps it; `fields` only for errors of our own tree."""
+    """Return an exception for the record; `fields` only for trimtab's errors."""
     from trimtab.doctor.facts.probe_kit import frames
 
     message = clean(str(error))[:MESSAGE_CHARS]

@@ -1,6 +1,6 @@
 """The reference answer of a case: the same base, in the same formats, on one device, with stock PEFT.
 
-One process a quantization. A mode that fails here has no reference (an upstream bug hits the unsplit model too).
+One process per quantization. A mode that fails here has no reference (an upstream bug affects the unsplit model too).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from trimtab.process.redact import Cleaner
 def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
     """Write the references of one name into a file.
 
-    request: name ("none", "nf4+towers", ...), model, adapter (a patched copy, or null), inputs (a file, made here if it is
-    not there), save, device.
+    request: name ("none", "nf4+towers", ...), model, adapter (a patched copy, or null), inputs (a file, made here if it
+    does not exist), save, device.
     """
     from safetensors.torch import save_file
 
@@ -60,10 +60,10 @@ def _answers(model: Any, inputs: Mapping[str, Any], voice: str) -> dict[str, Any
 
     answers: dict[str, Any] = {}
     for mode, tensors in inputs.items():
-        # Whatever the stack raises here, the case itself raises too, and records it.
+        # An exception of the stack here also occurs in the case itself, which records it.
         with suppress(Exception):
             if mode == "image" and not case_answers.sees(model, tensors):
-                continue  # what a blind model says is no reference
+                continue  # the answer of a model that ignores images is no reference
             answers[f"{mode}.{voice}.logits"] = case_answers.forward(model, tensors).contiguous()
             answers[f"{mode}.{voice}.ids"] = torch.tensor(case_answers.generate(model, tensors)[0])
     return answers

@@ -1,7 +1,7 @@
 """The matrix of cases: each in a separate process, on the stock stack and on trimtab, as records.
 
-A case that hangs, is killed for its memory or crashes is a record like any other; what is finished is handed on at once
-(`on_record`), so that Ctrl-C keeps it.
+A case that hangs, is killed for its memory or crashes is a record like any other. Finished records are passed to
+`on_record` at once, so that Ctrl-C keeps them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ LEGEND = (
     "t i a: text, image, audio. = the reference's answer, ~ another one, + an answer without a reference, x an exception, "
     ". not asked. GiB: peak of the GPU's memory, of the process's where the CPU stands for the GPU"
 )
-TAIL_LINES = 4  # of a trace below the table
-REFERENCE_SHARE = 2  # a reference asks twice, with the adapter and without
+TAIL_LINES = 4  # lines of a trace below the table
+REFERENCE_SHARE = 2  # a reference answers twice, with the adapter and without
 Record = dict[str, Any]
 
 
@@ -60,10 +60,10 @@ def run_matrix(
 ) -> tuple[Record, ...]:
     """Return the records of the cases, in the table's order, stock before trimtab.
 
-    python: the interpreter whose stock stack is looked at (trimtab itself always runs in this one). model, adapter: None
-    is the bundled demo. device: "auto", "cpu" (the GPU is imitated) or "cuda". pressure: share of the card that the loaded
-    base fills, instead of the cases' own. timeout_s, memory_bytes: a case's. on_record: called after each.
-    Errors: RequestError for what cannot be asked (an unknown case, an interpreter without the packages, a model without
+    python: the interpreter of the stock stack (trimtab itself always runs in this one). model, adapter: None is the
+    bundled demo. device: "auto", "cpu" (the GPU is imitated) or "cuda". pressure: share of the card that the loaded
+    base fills, instead of the cases' own. timeout_s, memory_bytes: limits of one case. on_record: called after each.
+    Errors: RequestError for an invalid request (an unknown case, an interpreter without the packages, a model without
     an adapter), CheckpointError, AdapterError.
     """
     chosen = find_cases(cases)
@@ -115,7 +115,7 @@ class _Matrix:
         self.outcomes: dict[Any, Outcome] = {}
 
     def run(self, case: Case, engine: str) -> Record:
-        """Return one record; only Ctrl-C leaves without one."""
+        """Return one record; only Ctrl-C ends without one."""
         python = self.python if engine == "stock" else None
         record: Record = {
             "case": case.name, "title": case.title, "engine": engine, "label": labels.UNKNOWN, "lane": None,
@@ -128,7 +128,7 @@ class _Matrix:
             return record | {"label": labels.NOT_APPLICABLE, "versions": self.packages[python]["versions"]}
         reference = self.reference(case.reference if engine == "stock" else case.line_reference, python)
         if not self._inputs(python).is_file():
-            # Not even the questions could be made: the case ended where they did.
+            # Not even the inputs could be made: the case ended at that stage.
             return _finish(record, case, self.outcomes[python], Cleaner(self.names))
         folder = self.work / f"{case.name}-{engine}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ class _Matrix:
         return self.work / f"inputs-{list(self.packages).index(python)}.safetensors"
 
     def reference(self, name: str, python: Any) -> Path | None:
-        """Return the file of a reference, made once an interpreter; None where it could not be made."""
+        """Return the file of a reference, made once per interpreter; None if it could not be made."""
         key = (python, name)
         if key not in self.references:
             save = self.work / f"reference-{list(self.packages).index(python)}-{name}.safetensors"
@@ -183,7 +183,7 @@ def _variants(adapter: str | Path | None, cases: Sequence[Case], work: Path) -> 
 
 
 def _packages(python: str | os.PathLike[str] | None) -> dict[str, Any]:
-    """Return what an interpreter has. Errors: RequestError that names the missing packages."""
+    """Return the packages of an interpreter. Errors: RequestError that names the missing packages."""
     outcome = run_inside("trimtab.doctor.cases.packages", {}, python=python, timeout_s=60)
     if outcome.ended != DONE or not outcome.lines:
         raise RequestError(
@@ -223,7 +223,7 @@ def _finish(record: Record, case: Case, outcome: Outcome, clean: Cleaner) -> Rec
             name, _, message = last.partition(": ")
             record["exception"] = {"type": name, "message": message, "frames": [], "tail": last, "ours": False}
     record["label"] = labels.label_of(record, lane=case.lane, adapter=case.adapter)
-    # A lane's verdict is about the stock stack.
+    # A lane's verdict is about the stock stack only.
     record["lane"] = labels.lane_of(record["label"], record, case.lane) if record["engine"] == "stock" else None
     record["catalogue"] = labels.catalogue_of(record)
     return record
@@ -240,7 +240,7 @@ def _last_line(outcome: Outcome) -> str:
 def save_runs(path: str | Path, environment: Any, runs: Sequence[Mapping[str, Any]]) -> None:
     """Write the runs file, whole or not at all. environment: its JSON value, or an object with `to_json`.
 
-    Errors: RequestError for a place that cannot be written to.
+    Errors: RequestError for a path that cannot be written.
     """
     target = Path(path)
     if target.is_dir():
@@ -258,7 +258,7 @@ def save_runs(path: str | Path, environment: Any, runs: Sequence[Mapping[str, An
 def saving(path: str | Path, environment: Any) -> Callable[[Record], None]:
     """Return an `on_record` that writes the runs file again after every record.
 
-    It is written without a run first, so that a place that cannot be written to is known before the first case.
+    It is first written without a run, so that a path that cannot be written is reported before the first case.
     Errors: RequestError.
     """
     runs: list[Record] = []
@@ -287,8 +287,9 @@ def read_runs(path: str | Path) -> dict[str, Any]:
 
 
 def matrix_text(records: Sequence[Mapping[str, Any]], *, width: int = 180) -> str:
-    """Return the records as one table, a case a row, stock and trimtab side by side, and how trimtab does it; then, once a
-    label, the end of the traces."""
+    """Return the records as one table, one row per case, with stock, trimtab and trimtab's placement; then, once per
+    label, the end of the traces.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -300,15 +301,16 @@ def matrix_text(records: Sequence[Mapping[str, Any]], *, width: int = 180) -> st
         stock, line = rows.get("stock"), rows.get("trimtab")
         cells = [cell(row) for row in (stock, line) for cell in (_label_cell, _modes_cell, _peak_cell)]
         table.add_row(name, *cells, _cut(str((line or {}).get("how") or "")))
-    # Brackets of a message are no markup.
+    # Brackets in a message are not markup.
     console = Console(width=width, record=True, file=io.StringIO(), color_system=None, markup=False, emoji=False)
     console.print(table)
     return console.export_text() + _failures_text(records)
 
 
 def _failures_text(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return each label that has a trace once, refusals and unknown failures once an error: its meaning, the cases, the last
-    lines of the first one's trace."""
+    """Return each label with a trace once, refusals and unknown failures once per error: its meaning, the cases, the
+    last lines of the first trace.
+    """
     alike: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for record in records:
         if record.get("exception") is not None:
@@ -321,7 +323,7 @@ def _failures_text(records: Sequence[Mapping[str, Any]]) -> str:
         known = f" ({same_failure[0]['catalogue']})" if same_failure[0].get("catalogue") else ""
         lines += ["", f"{label}{known} by {engine}: {labels.meaning_of(label)}"]
         lines.append(f"  in {', '.join(dict.fromkeys(str(record['case']) for record in same_failure))}")
-        # torch's own frames say what was done, not who did it.
+        # torch's frames show the operation, not its caller.
         tail = [line for line in str(same_failure[0]["exception"].get("tail") or "").splitlines() if line.strip()]
         tail = [line for line in tail if not line.startswith("torch/")]
         lines += [f"  {_cut(line)}" for line in tail[-TAIL_LINES:]]
@@ -341,7 +343,7 @@ def _label_cell(record: Mapping[str, Any] | None) -> str:
 
 
 def _peak_cell(record: Mapping[str, Any] | None) -> str:
-    """Return the peak in GiB, of the GPU where one was measured."""
+    """Return the peak in GiB, of the GPU if it was measured."""
     memory = (record or {}).get("memory") or {}
     count = memory.get("gpu_peak_bytes")
     count = memory.get("host_peak_bytes") if count is None else count
@@ -349,7 +351,7 @@ def _peak_cell(record: Mapping[str, Any] | None) -> str:
 
 
 def _modes_cell(record: Mapping[str, Any] | None) -> str:
-    """Return one sign a mode, text, image, audio, as the legend has them."""
+    """Return one sign per mode (text, image, audio), as in the legend."""
     modes = (record or {}).get("modes") or {}
     signs = {True: "=", False: "~", None: "+"}
     return " ".join(

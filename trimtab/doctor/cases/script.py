@@ -1,8 +1,8 @@
 """A script that reproduces a case on a tiny model with the stock stack only, and prints the result.
 
-It builds a small Gemma 4 and an adapter with transformers and PEFT, needs no download and imports nothing of ours. Without
-a GPU it lets `torch.device("cpu")` play one. It ends with a line that begins "RESULT: ", after the exception if there is
-one. Pure: only text is made here.
+It builds a small Gemma 4 and an adapter with transformers and PEFT, needs no download and does not import trimtab.
+Without a GPU, `torch.device("cpu")` imitates one. It ends with a line that begins "RESULT: ", after the exception if
+there is one. Pure: only text is made here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TOWERS = (
     r"|model\.audio_tower\.layers\.\d+\.self_attn\.(q|k|v)_proj\.linear"
 )
 
-# A small Gemma 4 with every part of the real ones.
+# A small Gemma 4 with all parts of a real one.
 CONFIG = """\
 config = Gemma4Config(
     text_config=dict(
@@ -135,7 +135,7 @@ else:
 
 
 def script_of(case: Case) -> str:
-    """Return the script of a case. The bridge's cases show the stock call in its place."""
+    """Return the script of a case. The bridge's cases show the stock call instead."""
     parts = [HEAD.format(name=case.name, title=case.title)]
     if case.needs_adapter:
         parts.append(ADAPTER.format(targets=f"{LANGUAGE}|{TOWERS}"))
@@ -217,7 +217,7 @@ def _then(case: Case) -> list[str]:
 
 
 def _map(device_map: Any) -> str:
-    """Return a map as Python text in which 0 is the name of the device that plays the GPU; one entry per line if it is long."""
+    """Return a map as Python text in which 0 is the name of the imitated GPU; one entry per line if it is long."""
     if isinstance(device_map, str):
         return repr(device_map)
     entries = [f"{key!r}: {'gpu' if place == 0 else repr(place)}" for key, place in device_map.items()]

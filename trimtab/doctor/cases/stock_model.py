@@ -1,10 +1,10 @@
 """A case on the stock stack: the model, the map, the imitated GPU, the memory pressure, and the final placement.
 
-Runs in any interpreter with torch, transformers, accelerate, peft and bitsandbytes. On a machine without a GPU
-`torch.device("cpu")` plays it and the string "cpu" is offload: accelerate compares devices by value and takes its real
-offload path. Three functions of the stack are told about the imitated card: what memory it has free
-(`get_max_memory`, which asks `torch.cuda.mem_get_info`), and that safetensors may read onto it. All arithmetic on those
-numbers is the stack's own.
+Runs in any interpreter with torch, transformers, accelerate, peft and bitsandbytes. On a machine without a GPU,
+`torch.device("cpu")` imitates it and the string "cpu" is offload: accelerate compares devices by value and uses its
+real offload path. Three functions of the stack are patched for the imitated card: its free memory (`get_max_memory`,
+which calls `torch.cuda.mem_get_info`), and that safetensors may read onto it. The stack does all arithmetic on these
+numbers.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from trimtab.doctor.cases.cases import Case, Parts, device_map, find_parts, skip
 
 ROOMY_BYTES = 64 * 2**30
 HOST_BYTES = 256 * 2**30
-# With less a card has no room for cuBLAS' workspace: a forward pass would fail for a reason that is not the case's.
+# With less, cuBLAS' workspace does not fit the card, and a forward pass would fail for another reason than the case's.
 SMALLEST_FREE_BYTES = 512 * 2**20
-GRAIN_BYTES = 2 * 2**20  # what the driver hands out
+GRAIN_BYTES = 2 * 2**20  # granularity of the driver's allocations
 
 
 class Card:
-    """The execution device of a run: a real GPU, or the CPU in its part.
+    """The execution device of a run: a real GPU, or the CPU that imitates one.
 
-    main: what a 0 in a map becomes. total_bytes: of the imitated card; None on a GPU.
+    main: the device for a 0 in a map. total_bytes: of the imitated card; None on a GPU.
     """
 
     def __init__(self, device: str) -> None:
@@ -48,13 +48,13 @@ class Card:
         return torch.cuda.get_device_name(0) if self.is_gpu else "CPU (the GPU is imitated)"
 
     def place(self, placement: Mapping[str, Any] | str) -> Any:
-        """Return a map for this card: 0 becomes the device that plays the GPU."""
+        """Return a map for this card: 0 becomes the device that imitates the GPU."""
         if isinstance(placement, str):
             return placement
         return {key: self.main if place == 0 else place for key, place in placement.items()}
 
     def press(self, model: Any, share: float | None) -> str | None:
-        """Fill the card as if the loaded model took this share of it. Returns a description."""
+        """Fill the card as if the loaded model used this share of it. Returns a description."""
         self.used_bytes = sum(tensor.nbytes for tensor in model.parameters() if tensor.device.type == self.device.type)
         if share is None:
             return None
@@ -75,7 +75,7 @@ class Card:
         return f"ballast of {ballast_bytes} bytes, {torch.cuda.mem_get_info(0)[0]} free after it"
 
     def memory(self) -> dict[str, int | None]:
-        """Return the GPU's numbers; nothing but None on the CPU. The ballast is not counted."""
+        """Return the GPU's memory figures; only None on the CPU. The ballast is not counted."""
         names = ("gpu_allocated_bytes", "gpu_reserved_bytes", "gpu_peak_bytes", "gpu_free_bytes", "gpu_total_bytes")
         if not self.is_gpu:
             return dict.fromkeys(names)
@@ -93,7 +93,7 @@ class Card:
 def _imitate(card: Card) -> None:
     import accelerate.utils.offload
 
-    # 0.9: what get_balanced_memory leaves of a card that is numbered; it does not see ours as one.
+    # 0.9: the share that get_balanced_memory leaves of a numbered card; it does not recognize the imitated card as one.
     _tell_accelerate(
         lambda: {card.main: int(0.9 * (card.total_bytes - card.used_bytes)), "cpu": HOST_BYTES}, main=card.main
     )
@@ -106,7 +106,7 @@ def _imitate(card: Card) -> None:
 
 
 def _tell_accelerate(read: Callable[[], dict[Any, int]], *, main: Any = 0) -> None:
-    """Make accelerate read the free memory from `read`; a user's max_memory is kept, with 0 as the main device."""
+    """Make accelerate read the free memory from `read`. A user's max_memory is kept, with 0 as the main device."""
     import accelerate.utils.modeling
     import transformers.integrations.accelerate as of_transformers
 
@@ -210,7 +210,7 @@ def load_base(folder: Path, arguments: Mapping[str, Any], card: Card) -> Any:
 
 
 def steady(model: Any) -> Any:
-    """Return the model without bitsandbytes' AVX512 path, which repacks weights in place and then answers otherwise (A8)."""
+    """Return the model without bitsandbytes' AVX512 path, which repacks weights in place and then changes answers (A8)."""
     from trimtab.doctor.facts.probe_kit import without_repacking
 
     return without_repacking(model)
@@ -246,5 +246,5 @@ def map_json(device_map: Mapping[str, Any] | None) -> dict[str, int | str] | Non
 
 
 def sequential_hooks(model: Any) -> int:
-    """Return how many modules carry two hooks in a row (what a catch-all entry leaves behind)."""
+    """Return how many modules have two hooks in a row (from a catch-all entry)."""
     return sum(type(getattr(module, "_hf_hook", None)).__name__ == "SequentialHook" for module in model.modules())

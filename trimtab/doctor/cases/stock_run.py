@@ -1,7 +1,7 @@
-"""One case on the stock stack: how far it gets, the final placement, and whether the answer is right.
+"""One case on the stock stack: the last stage that it reaches, the final placement, and whether the answer is right.
 
-Runs in a process of its own, in any interpreter. Every fact is told as soon as it is known, so that a process that is
-killed leaves its stage and what it had seen: `emit({"stage": ...})`, `emit({"facts": {...}})`.
+Runs in a separate process, in any interpreter. Every fact is emitted as soon as it is known, so that a killed process
+leaves its stage and its facts: `emit({"stage": ...})`, `emit({"facts": {...}})`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
     """Run one case and report its record's fields.
 
     request: case (Case.to_json), model, adapters (variant -> folder), inputs, reference (a file or null), work, device,
-    pressure (null: the case's own), names (path -> how a text of the record calls it).
+    pressure (null: the case's), names (path -> its name in texts of the record).
     """
     emit({"stage": "import"})
     from trimtab.doctor.cases import packages as case_packages
@@ -111,7 +111,7 @@ class _Run:
         return arguments
 
     def adapt(self, model: Any) -> Any:
-        """Return the model with the adapter on it, by the case's call."""
+        """Return the model with the adapter attached by the case's call."""
         from trimtab.doctor.cases.stock_model import steady
 
         call = self.case.call
@@ -148,7 +148,7 @@ class _Run:
         shared = [path for path in self.before if path in after]
         kept = all(self.before[path] == after[path] for path in shared)
         if self.case.call == "dispatch":
-            kept = True  # the new map is what was requested
+            kept = True  # the new map was requested
         self.facts(
             map_after=case_model.map_json(getattr(model, "hf_device_map", None)), placement_kept=kept,
             offloaded={"before": sum(self.before.values()), "after": sum(after.values()), "of": len(shared)},
@@ -166,7 +166,7 @@ class _Run:
         return model
 
     def ask(self, model: Any) -> None:
-        """Ask the model in every mode; a mode that fails does not keep the others from their turn."""
+        """Run the model in every mode; a failing mode does not stop the others."""
         from trimtab.doctor.cases import answers as case_answers
         from trimtab.doctor.cases import inputs as case_inputs
         from trimtab.doctor.cases.record import exception_json
@@ -199,8 +199,8 @@ class _Run:
         self.enter(self.failed_stage or stage)
 
     def end(self) -> None:
-        """Report the memory, even of a failed run."""
-        with suppress(Exception):  # a CUDA error leaves nothing to ask
+        """Report the memory, also of a failed run."""
+        with suppress(Exception):  # after a CUDA error nothing can be read
             self.facts(memory=self.card.memory())
 
 

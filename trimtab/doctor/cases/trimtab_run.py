@@ -1,7 +1,8 @@
 """A case on trimtab: the same placement, quantization, adapter and prompts, through plan and load.
 
-Runs in a process of its own, with this interpreter. The user's map goes to the plan as it is; on a machine without a GPU,
-where the execution device is the CPU, its entries are requested by tier. A refusal by one of our own errors is an answer.
+Runs in a separate process, with this interpreter. The plan gets the user's map unchanged; on a machine without a GPU,
+where the execution device is the CPU, its entries are requested by tier. A refusal by one of trimtab's errors is an
+answer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ CPU_TIERS = {"cpu": "stream", "disk": "disk"}
 
 
 def main(request: Mapping[str, Any], emit: Emit) -> None:
-    """Run one case on trimtab and report its record's fields. request: as `stock_case.main`."""
+    """Run one case on trimtab and report its record's fields. request: as for `stock_run.main`."""
     emit({"stage": "import"})
     from trimtab.doctor.cases import packages as case_packages
     from trimtab.doctor.cases.record import exception_json, listening
@@ -94,11 +95,11 @@ class _Run:
         if self.on_gpu:
             return {**options, "device_map": requested}
         off = {key: CPU_TIERS[place] for key, place in requested.items() if isinstance(place, str) and key}
-        # {"": "cpu"} on a machine without a GPU is where everything is anyway.
+        # {"": "cpu"} on a machine without a GPU changes nothing.
         return {**options, "place": {"*": "resident", **off}}
 
     def budget(self, model: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options with the GPU budget that the case's card would leave."""
+        """Return the options with the GPU budget that remains on the case's card."""
         from trimtab import api
 
         share = self.pressure if self.case.gpu_share is None else self.case.gpu_share
@@ -107,7 +108,7 @@ class _Run:
         if self.case.gpu_share is not None:
             return {**options, "gpu_memory": _smaller(model, options, share)}
         base = api.plan(model, **{key: value for key, value in options.items() if key != "adapters"})
-        # The stock stack's process has its share of the driver before its card is filled; a budget has to hold it.
+        # The stock stack's process has its driver memory before the card is filled; a budget must include it.
         beside = base.gpu_needed_bytes - base.gpu_peak_bytes
         return {**options, "gpu_memory": int(base.gpu_peak_bytes / share) + beside}
 
@@ -117,7 +118,7 @@ class _Run:
 
         out = Path(self.request["work"]) / "merged"
         direct = self.case.lane == "direct-4bit-merge"
-        # The formats of the result are the case's: 4 bits again, or bf16 where the case leaves the quantized base.
+        # The result has the case's formats: 4 bits again, or bf16 if the case leaves the quantized base.
         merge(model, out, adapters=options["adapters"], dtype="bfloat16")
         kept = {key: value for key, value in options.items() if key not in ("adapters", "keep_unquantized")}
         if direct:
@@ -127,7 +128,7 @@ class _Run:
     def look(self, plan: Any, model: Any, requested: Mapping[str, Any] | str) -> None:
         """Report the placement: the number of blocks per tier, and whether the requested modules are off the GPU.
 
-        A catch-all entry requests it for everything that can leave. For the rest the plan has the reasons.
+        A catch-all entry requests this for all modules that can leave; the plan has the reasons for the others.
         """
         tiers = plan.tiers()
         fixed = {row.block_path for row in plan.placements if not row.reason.startswith("requested: ")}
@@ -156,7 +157,7 @@ class _Run:
         )
 
     def ask(self, model: Any, adapter: str | None) -> None:
-        """Ask in every mode, as the stock run does."""
+        """Run every mode, as the stock run does."""
         from trimtab.doctor.cases import answers as case_answers
         from trimtab.doctor.cases import inputs as case_inputs
         from trimtab.doctor.cases.record import exception_json
@@ -196,7 +197,7 @@ class _Run:
 
 
 def _smaller(model: str, options: Mapping[str, Any], share: float) -> int:
-    """Return this share of the whole model's GPU memory as the budget, or the smallest budget with a placement."""
+    """Return this share of the whole model's GPU memory as the budget, or the smallest possible budget."""
     from trimtab import api
     from trimtab.errors import DoesNotFitError
 

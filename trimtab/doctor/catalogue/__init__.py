@@ -1,4 +1,4 @@
-"""Which bugs of other packages are known, one file each?"""
+"""Which bugs of other packages are known? One file each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-# In the order in which people read it. A file that is not named here is found by a test.
+# In reading order. A test finds files that are missing here.
 FILES: tuple[str, ...] = (
     "a1_meta_item",
     "a2_4bit_meta_copy",
@@ -78,7 +78,7 @@ FILES: tuple[str, ...] = (
 
 
 def read_entry(path: Path) -> ModuleType:
-    """Return the module of one file of a catalogue: its `BUG` and its `probe`."""
+    """Return the module of one catalogue file: its `BUG` and its `probe`."""
     spec = importlib.util.spec_from_file_location(f"trimtab.doctor.catalogue.{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

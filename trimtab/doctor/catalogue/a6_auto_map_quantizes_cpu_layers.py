@@ -29,7 +29,7 @@ BUG = Bug(
 
 
 def probe(kit: Kit) -> Seen:
-    """Load with "auto" where the map that transformers infers puts one of two decoder layers on the CPU."""
+    """Load with "auto" such that the inferred map puts one of two decoder layers on the CPU."""
     patched = "transformers.integrations.accelerate.infer_auto_device_map"
     with mock.patch(patched, return_value=on_cpu(LLAMA_SPLIT)), without_marks():
         model = unmark(kit.load(kit.checkpoint("llama"), quant="nf4", device_map="auto"))
@@ -43,7 +43,7 @@ def probe(kit: Kit) -> Seen:
 
 @contextmanager
 def without_marks() -> Iterator[None]:
-    """Take transformers' mark off before its dispatch, which would end as A3 in older releases."""
+    """Remove transformers' mark before its dispatch, which would fail as A3 in older releases."""
     import transformers.modeling_utils as loading
 
     name = "accelerate_dispatch"

@@ -1,4 +1,4 @@
-"""A7: taking accelerate's hooks off an offloaded 8-bit layer loses its scales."""
+"""A7: removing accelerate's hooks from an offloaded 8-bit layer loses its scales."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BUG = Bug(
 
 
 def probe(kit: Kit) -> Seen:
-    """Offload one of two 8-bit decoder layers, take the hooks off, and compare with the answer before."""
+    """Offload one of two 8-bit decoder layers, remove the hooks, and compare with the earlier answer."""
     from accelerate import dispatch_model
     from accelerate.hooks import remove_hook_from_submodules
 

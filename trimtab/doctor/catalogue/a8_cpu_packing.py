@@ -52,5 +52,5 @@ def probe(kit: Kit) -> Seen:
     evidence = (
         f"error of the dequantized weight: fresh {fresh:.3f}, after a forward {ran:.3f}, after state_dict() {saved:.3f}"
     )
-    # What packing may cost is the rounding of scales to bfloat16, 2^-9 of the weight.
+    # Packing may round scales to bfloat16, 2^-9 of the weight.
     return Seen(PRESENT if max(ran, saved) > fresh + 0.01 else FIXED, evidence)

@@ -26,7 +26,7 @@ BUG = Bug(
 
 
 def probe(kit: Kit) -> Seen:
-    """Load an adapter on a base with its towers on the CPU, and look at the map and at a tower's hook."""
+    """Load an adapter on a base with its towers on the CPU, and check the map and a tower's hook."""
     base = kit.checkpoint()
     adapter = kit.adapter(base, targets=EVERYWHERE)
     model = kit.load(base, device_map=TOWERS_OFF)

@@ -29,7 +29,7 @@ BUG = Bug(
 
 
 def probe(kit: Kit) -> Seen:
-    """Give PEFT's plan what a GPU of 1.5 times the base has free with the base on it, and see where it puts layers."""
+    """Give PEFT's plan the free memory of a GPU of 1.5 times the base with the base on it, and check the placement."""
     base = kit.checkpoint()
     adapter = kit.adapter(base, targets=EVERYWHERE)
     model = kit.load(base, device_map=TOWERS_OFF)
@@ -53,7 +53,7 @@ def probe(kit: Kit) -> Seen:
 
 
 class _PlannedError(Exception):
-    """Ends the load where the plan is known, before PEFT moves anything to a GPU that is not there."""
+    """Ends the load when the plan is known, before PEFT moves anything to a missing GPU."""
 
     def __init__(self, device_map: dict[str, Any]) -> None:
         self.device_map = device_map

@@ -30,7 +30,7 @@ BUG = Bug(
 
 
 def probe(kit: Kit) -> Seen:
-    """Load an adapter on a base with its towers on disk from an empty current folder, and look what is in it then."""
+    """Load an adapter on a base with its towers on disk from an empty current folder, and list its files afterwards."""
     base = kit.checkpoint()
     adapter = kit.adapter(base, targets=EVERYWHERE)
     on_disk = {key: "disk" if place == "cpu" else place for key, place in TOWERS_OFF.items()}

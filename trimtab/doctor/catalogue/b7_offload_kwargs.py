@@ -33,7 +33,7 @@ BUG = Bug(
 
 
 def probe(kit: Kit) -> Seen:
-    """Give PEFT offload_buffers and watch what reaches accelerate; then a plan with "disk" and no folder."""
+    """Give PEFT offload_buffers and record accelerate's arguments; then a plan with "disk" and no folder."""
     import peft.peft_model
 
     base = kit.checkpoint()

@@ -35,7 +35,7 @@ NEEDS_GPU = True
 
 
 def probe(kit: Kit) -> Seen:
-    """Run a LoRA layer on the GPU with its matrices on the CPU; without a GPU, with tensors that only play one."""
+    """Run a LoRA layer on the GPU with its matrices on the CPU; without a GPU, with tensors that imitate one."""
     import torch
     from peft import LoraConfig, get_peft_model
 

@@ -1,4 +1,4 @@
-"""C2: merging leaves out the adapters of offloaded modules when the map has an empty key."""
+"""C2: merging omits the adapters of offloaded modules when the map has an empty key."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BUG = Bug(
 
 
 def probe(kit: Kit) -> Seen:
-    """Merge an adapter on two layers, one of them offloaded, and see which weights changed."""
+    """Merge an adapter on two layers, one of them offloaded, and list the changed weights."""
     path = kit.checkpoint("llama")
     adapter = kit.adapter(path, targets=["q_proj"])
     split = {"base_model.model.model.layers.1": "cpu", "": 0}
@@ -47,7 +47,7 @@ def probe(kit: Kit) -> Seen:
 
 
 def _weight(layer: Any) -> Any:
-    """Return a layer's weight, from the store of its offload hook if the layer itself holds no data."""
+    """Return a layer's weight, from the storage of its offload hook if the layer itself has no data."""
     if not layer.weight.is_meta:
         return layer.weight.detach()
     hook = layer._hf_hook

@@ -1,4 +1,4 @@
-"""C8: accelerate's own automatic map of Gemma 4 forgets buffers."""
+"""C8: accelerate's automatic map of Gemma 4 omits buffers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BUG = Bug(
 
 
 def probe(kit: Kit) -> Seen:
-    """Let accelerate plan an empty Gemma 4 within half of its size and look for tensors that the map forgets."""
+    """Let accelerate plan an empty Gemma 4 within half of its size and look for tensors that the map omits."""
     import transformers
     from accelerate import infer_auto_device_map, init_empty_weights
     from accelerate.utils import compute_module_sizes

@@ -33,7 +33,7 @@ BUG = Bug(
 
 
 def probe(kit: Kit) -> Seen:
-    """Ask PEFT for adapters on every q_proj of a tiny Gemma 4 with towers."""
+    """Create PEFT adapters on every q_proj of a tiny Gemma 4 with towers."""
     from peft import LoraConfig, get_peft_model
 
     try:

@@ -25,7 +25,7 @@ BUG = Bug(
 
 
 def probe(kit: Kit) -> Seen:
-    """Let a 4-bit Gemma 4 hear an audio clip."""
+    """Run a 4-bit Gemma 4 with an audio clip."""
     try:
         kit.forward(kit.load(kit.checkpoint(), quant="nf4", device_map={"": 0}), "audio")
     except TypeError as error:

@@ -26,7 +26,7 @@ BUG = Bug(
 
 
 def probe(kit: Kit) -> Seen:
-    """Run a text through a Gemma 4 whose word table, and the head tied to it, are offloaded."""
+    """Run a text through a Gemma 4 whose embedding table, and the head tied to it, are offloaded."""
     language = "model.language_model"
     resident = ["layers", "norm", "rotary_emb", "per_layer_model_projection", "per_layer_projection_norm"]
     places: dict[str, int | str] = {f"{language}.{name}": 0 for name in (*resident, "embed_tokens_per_layer")}

@@ -31,7 +31,7 @@ PROJECTIONS = ("per_layer_model_projection", "per_layer_projection_norm")
 
 
 def probe(kit: Kit) -> Seen:
-    """Run text, picture and sound through a Gemma 4 with towers, then with decoder layers, on the CPU."""
+    """Run text, image and audio through a Gemma 4 with towers, then with decoder layers, on the CPU."""
     import torch
 
     if not torch.cuda.is_available():

@@ -28,7 +28,7 @@ BUG = Bug(
 
 
 def probe(kit: Kit) -> Seen:
-    """Measure what comes to the execution device when the table is offloaded and one short text is run."""
+    """Measure the bytes copied to the execution device when the table is offloaded and one short text is run."""
     language = "model.language_model"
     resident = (
         "embed_tokens",

@@ -33,7 +33,7 @@ BUG = Bug(
 
 
 def probe(kit: Kit) -> Seen:
-    """Load a file with weights for q_proj and v_proj under a configuration that names q_proj alone."""
+    """Load a file with weights for q_proj and v_proj under a configuration that names only q_proj."""
     path = kit.checkpoint("llama")
     narrow = kit.folder / "e3"
     if not narrow.exists():

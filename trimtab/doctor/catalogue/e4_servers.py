@@ -31,6 +31,6 @@ BUG = Bug(
 
 
 def probe(kit: Kit) -> Seen:
-    """Say which server is installed: only a running server shows whether its adapters act."""
+    """Report the installed server: only a running server shows whether its adapters have an effect."""
     text = "only answers of the running server, with and without the adapter, can tell"
     return Seen(UNKNOWN, f"vllm {kit.version('vllm')} is installed; {text}")

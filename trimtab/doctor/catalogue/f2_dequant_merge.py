@@ -24,7 +24,7 @@ BUG = Bug(
 
 
 def probe(kit: Kit) -> Seen:
-    """Dequantize a 4-bit model that carries an adapter, then merge."""
+    """Dequantize a 4-bit model that has an adapter, then merge."""
     path = kit.checkpoint("llama")
     adapter = kit.adapter(path, targets=["q_proj"])
     model = kit.peft(kit.load(path, quant="nf4", device_map={"": 0}), adapter)

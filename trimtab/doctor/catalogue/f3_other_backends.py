@@ -35,7 +35,7 @@ BACKENDS = (
 
 
 def probe(kit: Kit) -> Seen:
-    """Read in the installed packages what those of the backends that are installed refuse."""
+    """Read the refusals of the installed backends in their packages."""
     installed = [row for row in BACKENDS if kit.version(row[0]) is not None]
     if not installed:
         return Seen(NOT_APPLICABLE, f"none of {', '.join(row[0] for row in BACKENDS)} is installed")

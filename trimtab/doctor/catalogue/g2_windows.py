@@ -1,4 +1,4 @@
-"""G2: Windows has the same bugs, and one of its own in how PEFT joins paths."""
+"""G2: Windows has the same bugs, and another one in PEFT's joining of paths."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BUG = Bug(
 
 
 def probe(kit: Kit) -> Seen:
-    """On Windows, look for the line of PEFT that loses a path's root."""
+    """On Windows, look for PEFT's line that loses a path's root."""
     if os.name != "nt":
         return Seen(NOT_APPLICABLE, f"this is {platform.system()}")
     place = installed_source("peft.peft_model", "fname.split(os.sep)")

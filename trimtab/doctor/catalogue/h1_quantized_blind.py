@@ -29,7 +29,7 @@ BUG = Bug(
 
 
 def probe(kit: Kit) -> Seen:
-    """Show a 4-bit Gemma 4 an image, and the same one at half brightness."""
+    """Run a 4-bit Gemma 4 with an image, and with the same image at half brightness."""
     import torch
 
     model = kit.load(kit.checkpoint(), quant="nf4", device_map={"": 0})

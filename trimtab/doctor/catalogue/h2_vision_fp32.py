@@ -27,7 +27,7 @@ BUG = Bug(
 
 
 def probe(kit: Kit) -> Seen:
-    """Look at the dtype that the first layer of a 4-bit vision tower gets."""
+    """Check the dtype of the input to the first layer of a 4-bit vision tower."""
     model = kit.load(kit.checkpoint(), quant="nf4", device_map={"": 0})
     dtypes = []
 

@@ -28,7 +28,7 @@ BUG = Bug(
 
 
 def probe(kit: Kit) -> Seen:
-    """Load a tiny Mixtral in 4-bit and look at its experts."""
+    """Load a tiny Mixtral in 4-bit and check its experts."""
     model = kit.load(kit.checkpoint("mixtral"), quant="nf4", device_map={"": 0})
     experts = [parameter for name, parameter in model.named_parameters() if ".experts." in name]
     plain = [parameter for parameter in experts if parameter.is_floating_point() and parameter.element_size() > 1]

@@ -27,7 +27,7 @@ BUG = Bug(
 
 
 def probe(kit: Kit) -> Seen:
-    """Ask the same embedded text before and after a request with an image."""
+    """Run the same embedded text before and after a request with an image."""
     import torch
 
     model = kit.load(kit.checkpoint("qwen2_5_vl"))

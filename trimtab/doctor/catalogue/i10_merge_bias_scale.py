@@ -25,7 +25,7 @@ BUG = Bug(
 
 
 def probe(kit: Kit) -> Seen:
-    """Merge an adapter whose bias is 1 and whose scale is 2, and look at the bias that comes out."""
+    """Merge an adapter with bias 1 and scale 2, and check the resulting bias."""
     import torch
 
     path = kit.checkpoint("llama", attention_bias=True)

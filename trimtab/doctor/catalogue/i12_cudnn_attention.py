@@ -27,12 +27,12 @@ BUG = Bug(
 
 NEEDS_GPU = True
 LENGTHS = range(40, 40 + 24 * 8, 8)
-# Less than this may be anything of the driver's. An assumption: this probe has not run on such a card.
+# Less than this may be other memory of the driver. An assumption: this probe has not run on such a card.
 LEAST_GROWTH_BYTES = 4 * 2**20
 
 
 def probe(kit: Kit) -> Seen:
-    """Attend at 24 new lengths on the GPU, and read how much memory left outside torch."""
+    """Attend at 24 new lengths on the GPU, and measure the memory taken outside torch."""
     import torch
 
     if not torch.cuda.is_available():

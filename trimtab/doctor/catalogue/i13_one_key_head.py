@@ -1,4 +1,4 @@
-"""I13: attention with one head of keys computes other heads for a last block of one query."""
+"""I13: attention with one key head computes wrong heads for a last block of one query."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MOST = 0.1
 
 
 def probe(kit: Kit) -> Seen:
-    """Attend with a head of keys that is repeated as a view, and once with the same keys in memory."""
+    """Attend with a key head that is repeated as a view, and with the same keys copied in memory."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""I14: the last token's product over a frozen bfloat16 weight takes the slow way on a CPU."""
+"""I14: the last token's product with a frozen bfloat16 weight is slow on a CPU."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ BUG = Bug(
 )  # fmt: skip
 
 WIDTH, OUTPUTS, TOKENS, TRIES = 1024, 8192, 64, 7
-# 36 was measured; the two are one product, and equal within a third where it is not slow.
+# A factor of 36 was measured; without the bug, both times are equal within a third.
 LEAST_RATIO = 5.0
 
 
 def probe(kit: Kit) -> Seen:
-    """Multiply the last of 64 positions as a view with three dimensions and as a matrix, in turn."""
+    """Multiply the last of 64 positions alternately as a view with three dimensions and as a matrix."""
     import torch
 
     supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)

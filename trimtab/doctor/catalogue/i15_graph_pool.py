@@ -1,4 +1,4 @@
-"""I15: a memory pool whose CUDA graphs are all gone takes no other graph."""
+"""I15: a memory pool whose CUDA graphs are all deleted accepts no new graph."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NEEDS_GPU = True
 
 
 def probe(kit: Kit) -> Seen:
-    """Capture a graph into a pool that is held, delete it, and capture another one."""
+    """Capture a graph into a pool that is kept alive, delete it, and capture another one."""
     import torch
 
     if not torch.cuda.is_available():

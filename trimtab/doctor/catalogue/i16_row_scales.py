@@ -1,4 +1,4 @@
-"""I16: on CPUs with AVX512 a 4-bit weight whose rows are not whole blocks is unpacked with scales of other blocks."""
+"""I16: on CPUs with AVX512, a 4-bit weight whose rows are not whole blocks is unpacked with scales of wrong blocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MOST = 0.01
 
 
 def probe(kit: Kit) -> Seen:
-    """Unpack 24 rows of 80 values as they are and as one row, and compare both with code * absmax."""
+    """Unpack 24 rows of 80 values as rows and as one row, and compare both with code * absmax."""
     import torch
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 

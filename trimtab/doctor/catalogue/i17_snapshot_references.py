@@ -32,18 +32,18 @@ NEEDS_GPU = True
 
 
 def probe(kit: Kit) -> Seen:
-    """Ask for a snapshot of a pool that does not exist, and count the references to its number."""
+    """Request a snapshot of a pool that does not exist, and count the references to its id."""
     import torch
 
     ask: Any = getattr(torch._C, "_cuda_memorySnapshot", None)
     if ask is None or not torch.cuda.is_available():
         return Seen(NOT_APPLICABLE, "no GPU that torch can use")
-    number = int("1000003")  # an object of its own, above what Python keeps
-    held = [number] * 8  # it stays alive, whatever is released
+    number = int("1000003")  # a separate object, outside Python's cached integers
+    held = [number] * 8  # it stays alive after any release
     before = sys.getrefcount(number)
     try:
         ask((0, number, False))
-    except (RuntimeError, TypeError):  # releases that take two numbers, or none
+    except (RuntimeError, TypeError):  # releases that need two numbers, or none
         try:
             ask((0, number))
         except (RuntimeError, TypeError):
@@ -56,7 +56,7 @@ def probe(kit: Kit) -> Seen:
 
 
 def _give_back(number: int, count: int) -> None:
-    """Add references to an object that has lost some."""
+    """Restore the references of an object that has lost some."""
     import ctypes
 
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""I2: no adapter loads on a mixture with an older PEFT and transformers 5."""
+"""I2: with an older PEFT and transformers 5, no adapter loads on a mixture of experts."""
 
 from __future__ import annotations
 

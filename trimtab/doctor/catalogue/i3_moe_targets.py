@@ -28,7 +28,7 @@ BUG = Bug(
 
 
 def probe(kit: Kit) -> Seen:
-    """Ask PEFT for DoRA on the MLP of a tiny Qwen3-MoE."""
+    """Create a PEFT DoRA adapter on the MLP of a tiny Qwen3-MoE."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=4, target_modules=["gate_proj", "up_proj", "down_proj"], use_dora=True)

@@ -1,4 +1,4 @@
-"""I6: modules_to_save takes every module whose name ends like the word."""
+"""I6: modules_to_save includes every module whose name ends with the entry."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BUG = Bug(
 
 
 def probe(kit: Kit) -> Seen:
-    """Ask PEFT to save the final norm of a tiny Llama."""
+    """Save the final norm of a tiny Llama with PEFT."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm"])

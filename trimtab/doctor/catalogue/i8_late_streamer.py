@@ -27,7 +27,7 @@ BUG = Bug(
 
 
 def probe(kit: Kit) -> Seen:
-    """Ask for which devices the stop check is deferred, and count the steps before each token on the CPU."""
+    """Read the devices with a deferred stop check, and count the steps before each token on the CPU."""
     import torch
     from transformers.generation import utils
 
@@ -48,7 +48,7 @@ def probe(kit: Kit) -> Seen:
 
 
 def _steps_late(kit: Kit) -> int:
-    """Return how many forward passes too many the model had made when the first token arrived."""
+    """Return the number of extra forward passes before the first token arrived."""
     model = kit.load(kit.checkpoint("llama"))
     passes: list[int] = []
     arrived: list[int] = []

@@ -1,1 +1,1 @@
-"""What is known of a bug?"""
+"""What is known of a bug, and of the runs that show it?"""

@@ -1,7 +1,7 @@
 """Groups of failures for the drafts: which failures share an issue, and the questions to its owner. Data.
 
-Facts are not here: a `Point` is stated only with the recorded runs that carry it, titles are those of runs with these
-labels, and everything else is a wish or a question.
+This module has no facts: a `Point` is stated only with the recorded runs that support it, titles belong to runs with
+these labels, and everything else is a wish or a question.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ def _any(run: Run) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """One issue. name: of its file. labels: of the runs it gathers, those that `only` takes. bug: catalogue id. title: of
-    the issue. kinds: GitHub labels to suggest. state: before "fixed" and "deferred" are decided. script: of draft_scripts.
-    shows: (exception type, text) that the reproducer must end in. pair: the cases, failing and passing, that make the plainest
-    contrast where both were recorded. expected: alternatives. beside: buckets to link."""
+    """One issue. name: of its file. labels: of its runs, filtered by `only`. bug: catalogue id. title: of the issue.
+    kinds: GitHub labels to suggest. state: before "fixed" and "deferred" are decided. script: name in scripts.py.
+    shows: (exception type, text) that must end the reproducer. pair: the failing and the passing case with the clearest
+    contrast, if both were recorded. expected: alternatives. beside: buckets to link.
+    """
 
     name: str
     labels: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""One bug of another package: the known facts, and what a probe observed here."""
+"""One bug of another package: the known facts, and a probe's observation here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ OWNERS = ("accelerate", "bitsandbytes", "peft", "transformers", "safetensors", "
 
 @dataclass(frozen=True)
 class Affected:
-    """One package of a bug: first version that has it (None: as far back as is known), first one that has not (None: none)."""
+    """One package of a bug: first version with it (None: all earlier known versions), first version without it (None:
+    none).
+    """
 
     package: str
     since: str | None = None
@@ -22,12 +24,12 @@ class Affected:
 class Bug:
     """One entry of the catalogue.
 
-    id: letter and number ("A1"). name: short, with hyphens. title: one line, what a user sees. symptom: the message or the
-    silent effect. trigger: whom it hits, the configuration that calls it. cause: file and function upstream. affected: the
-    packages; several mean that any fixed one cures it unless `versions` says otherwise. versions: in words, with how each
-    is known. way_round: what a user does today. owner: whose repository a report belongs to, first where several meet.
-    trackers: "owner/repository#number" with its state in words. trimtab: how trimtab itself avoids it.
-    evidence: how we know: "run" (shown live), "source" (read in the installed files), "tracker" (reported by others).
+    id: letter and number ("A1"). name: short, with hyphens. title: one line, what a user sees. symptom: the message or
+    the silent effect. trigger: the affected configuration. cause: file and function upstream. affected: the packages;
+    with several, any fixed one is enough unless `versions` says otherwise. versions: as text, with the evidence for
+    each. way_round: the workaround for users. owner: the repository for a report, the main one first. trackers:
+    "owner/repository#number" with its state as text. trimtab: how trimtab itself avoids it. evidence: "run"
+    (reproduced), "source" (read in the installed files), "tracker" (reported by others).
     """
 
     id: str
@@ -47,7 +49,7 @@ class Bug:
 
 @dataclass(frozen=True)
 class Seen:
-    """The result of a probe: state is one of STATES, evidence the fact behind it (numbers, a message, file and line)."""
+    """The result of a probe: state is one of STATES, evidence: numbers, a message, file and line."""
 
     state: str
     evidence: str

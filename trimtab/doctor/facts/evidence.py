@@ -1,7 +1,7 @@
-"""Evidence of a draft: statements that carry the recorded run that they come from, and nothing else.
+"""Evidence of a draft: statements that name the recorded run behind them, and nothing else.
 
-A `Run` is made from a record of the matrix alone, a `Shown` from a reproducer that was run; a `Statement` without one of
-the two cannot be made. Everything that comes out of them is free of paths, user and host names.
+A `Run` is made only from a record of the matrix, a `Shown` from a reproducer that was run; a `Statement` without one of
+the two cannot be made. All output is free of paths, user and host names.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from trimtab.process.redact import clean, clean_all
 PACKAGES = ("transformers", "accelerate", "peft", "bitsandbytes", "torch")
 OFFLOAD = ("cpu", "disk")
 REQUIRED: tuple[tuple[str, type], ...] = (("case", str), ("engine", str), ("label", str), ("versions", dict))
-# A merge that says what it should is no plain PASS, and a model too big for a reference is not compared.
+# Labels that count as passed other than PASS: a right merge, and a model that is too large for a reference.
 PASSING = ("PASS", "PASS_NOT_COMPARED", "BF16_MERGED_MATCHES_BF16_ADAPTER", "DIRECT_4BIT_MERGED_MATCHES_ADAPTER")
 NO_ADAPTER = ("none", "dispatch")
-# A folder below a run's own is the same setting in every run.
+# A folder below a run's work folder is the same setting in every run.
 _RUN_FOLDER = re.compile(r"^<work>[\\/][\w-]+[\\/]")
 
 
 @dataclass(frozen=True)
 class Run:
-    """One recorded run. mark: how a sentence names it ("r3"). record: its JSON object, cleaned."""
+    """One recorded run. mark: its name in a sentence ("r3"). record: its JSON object, cleaned."""
 
     mark: str
     record: Mapping[str, Any] = field(repr=False, compare=False)
@@ -67,17 +67,17 @@ class Run:
 
     @property
     def call(self) -> str:
-        """How the adapter got on; "" if the run ended before that was known."""
+        """How the adapter was attached; "" if the run ended before."""
         return str(self.configuration.get("call") or "")
 
     @property
     def is_stock(self) -> bool:
-        """Whether nothing of trimtab took part: only then it says something about other packages."""
+        """Whether the run did not use trimtab: only then it is evidence about other packages."""
         return self.engine == "stock" and self.call != "bridge"
 
     @property
     def passed(self) -> bool:
-        """Whether it ended well and kept the placement; a pass that undid the placement is none."""
+        """Whether it succeeded and kept the placement."""
         return self.label in PASSING and self.record.get("placement_kept") is not False
 
     @property
@@ -123,23 +123,23 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The leaves of its configuration by dotted name, with what was done beside it."""
+        """The leaves of its configuration by dotted name, with the calls."""
         beside = {"then": "merge"} if self.merges and "then" not in self.configuration else {}
         pressed = self.record.get("pressure")
         return dict(_leaves(self.configuration)) | beside | ({"GPU full": pressed} if pressed is not None else {})
 
     @property
     def merges(self) -> bool:
-        """Whether the adapter was merged, or the run ended in that."""
+        """Whether the adapter was merged, or the run failed in the merge."""
         return bool(self.record.get("merged")) or self.stage == "merge"
 
     @property
     def adapter(self) -> bool:
-        """Whether an adapter was part of it."""
+        """Whether it had an adapter."""
         return bool(self.call) and self.call not in NO_ADAPTER
 
     def device_kind(self) -> str:
-        """Return "gpu" or "cpu": runs on both say the same in other words."""
+        """Return "gpu" or "cpu": their messages differ for the same failure."""
         return "cpu" if self.device.upper().startswith("CPU") else "gpu"
 
     def ended(self) -> str:
@@ -152,7 +152,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Shown:
-    """A reproducer that was run and showed its failure: the text that ran, what it printed, under which versions."""
+    """A reproducer that was run and showed its failure: its text, its output, and the versions."""
 
     text: str
     output: str
@@ -178,7 +178,7 @@ class Probed:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that the runs were made on, as the environment was read: for the system information alone."""
+    """The machine of the runs, from the environment: only for the system information."""
 
     values: Mapping[str, Any]
     mark: str = "environment"
@@ -194,7 +194,7 @@ Source = Run | Shown | Probed | Machine
 
 @dataclass(frozen=True)
 class Statement:
-    """One sentence with a fact, and where it was seen. Errors: RequestError if it was seen nowhere."""
+    """One sentence with a fact and its runs. Errors: RequestError if it has none."""
 
     text: str
     sources: tuple[Source, ...]
@@ -215,13 +215,13 @@ class Statement:
 
 @dataclass(frozen=True)
 class Point:
-    """A sentence written beforehand, with the test that a run must meet to carry it."""
+    """A prepared sentence, with the test that a run must pass to support it."""
 
     text: str
     carried_by: Callable[[Run], bool]
 
     def stated(self, runs: Iterable[Run], *, at_most: int = 3) -> Statement | None:
-        """Return it with the first runs that carry it, None if none does."""
+        """Return it with the first runs that support it, None if none does."""
         carrying = tuple(run for run in runs if self.carried_by(run))[:at_most]
         return Statement(self.text, carrying) if carrying else None
 
@@ -229,7 +229,7 @@ class Point:
 def evidence_of(records: Sequence[Mapping[str, Any]]) -> tuple[Run, ...]:
     """Return the records as evidence, marked r1, r2, ... in their order, cleaned.
 
-    Errors: RequestError that names every record which is none.
+    Errors: RequestError that names every invalid record.
     """
     problems = [
         f"run {place}: {'; '.join(faults)}"
@@ -242,7 +242,7 @@ def evidence_of(records: Sequence[Mapping[str, Any]]) -> tuple[Run, ...]:
 
 
 def record_problems(record: Any) -> list[str]:
-    """Return what keeps a value from being the record of a run."""
+    """Return the reasons why a value is no record of a run."""
     if not isinstance(record, Mapping):
         return [f"a {type(record).__name__}, not an object"]
     return [
@@ -263,8 +263,8 @@ def _leaves(value: Any, head: str = "") -> Iterable[tuple[str, Any]]:
 def nearest_pass(run: Run, runs: Sequence[Run]) -> Run | None:
     """Return the passing run of the stock stack that differs in the fewest settings, under the same versions and model.
 
-    Each single setting counts: double quantization is beside double quantization. Of equally near ones that with the same
-    call: a contrast in the placement says more than one in the adapter.
+    Each single setting counts. Of equally near runs, the one with the same call is returned: a contrast in the
+    placement is more useful than one in the adapter.
     """
     passing = [
         other for other in runs
@@ -281,7 +281,7 @@ def _distance(run: Run, other: Run) -> tuple[int, int, bool]:
 
 
 def setting_groups(run: Run, other: Run) -> int:
-    """Return in how many settings two runs differ, a whole map or quantization counted as one."""
+    """Return the number of settings in which two runs differ; a whole map or quantization counts as one."""
     return len({".".join(name.split(".")[:2]) for name in differences(run, other)})
 
 
@@ -312,7 +312,7 @@ def raised_in(output: str) -> tuple[str, str, tuple[str, ...]]:
 
 
 def without_numbers(text: str) -> str:
-    """Return the first line with every number as N: the same failure on another size of model reads the same."""
+    """Return the first line with every number as N: the same failure gives the same text for another model size."""
     first = clean(text).splitlines()[0] if text else ""
     return re.sub(r"0x[0-9a-f]+|\d+", "N", first)[:200]
 

@@ -2,8 +2,8 @@
 
 It runs in any interpreter: it imports the standard library, and torch, transformers and peft inside functions.
 
-A GPU is imitated on the CPU: accelerate compares devices by value, so `torch.device("cpu")` plays the GPU and the string
-"cpu" is offload, by the same code path as on a real one. Errors of tensors on different devices cannot show that way.
+A GPU is imitated on the CPU: accelerate compares devices by value, so `torch.device("cpu")` is the GPU and the string
+"cpu" is offload, with the same code path as on a real one. This cannot show errors of tensors on different devices.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ LLAMA_SPLIT: Mapping[str, int | str] = {
 
 
 class Kit:
-    """Builds what a probe needs, in one folder; what it wrote once is used again by the next probe."""
+    """Builds the files of a probe in one folder; later probes reuse them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def version(self, package: str) -> str | None:
-        """Return the installed version, None if it is not there."""
+        """Return the installed version, None if it is not installed."""
         return version_of(package)
 
     def has(self, package: str) -> bool:
-        """Return whether the package is installed and can be found for import."""
+        """Return whether the package is installed and importable."""
         return self.version(package) is not None and importlib.util.find_spec(package) is not None
 
     def checkpoint(self, name: str = "gemma4", **text: Any) -> Path:
@@ -70,7 +70,7 @@ class Kit:
 
         quant: "none", "nf4", "nf4-dq" or "int8", all with `llm_int8_enable_fp32_cpu_offload`; a `quantization_config`
         among kwargs replaces it. device_map: 0 is the imitated GPU, "cpu" and "disk" are offload, a string such as
-        "auto" is passed on. repack: leave bitsandbytes' AVX512 path on, which repacks weights in place (A8).
+        "auto" is passed unchanged. repack: keep bitsandbytes' AVX512 path, which repacks weights in place (A8).
         """
         import transformers
 
@@ -148,10 +148,10 @@ def quantization(quant: str) -> Any:
 
 
 def on_cpu(device_map: Any) -> Any:
-    """Return a device map with every number turned into the imitated GPU; other maps as they are.
+    """Return a device map with every number turned into the imitated GPU; other maps unchanged.
 
-    With "disk" and no "cpu" in the map the imitation is the string "cpu": accelerate then has nothing else to offload to,
-    and hands no device object to safetensors (C7).
+    With "disk" and no "cpu" in the map the imitation is the string "cpu": accelerate then has no other offload device,
+    and passes no device object to safetensors (C7).
     """
     import torch
 
@@ -176,14 +176,14 @@ def without_repacking(model: Any) -> Any:
 
 
 def unmark(model: Any) -> Any:
-    """Return the model without transformers' mark on its parameters, which keeps A3 from hiding what comes after it."""
+    """Return the model without transformers' mark on its parameters, so that A3 does not hide later failures."""
     for parameter in model.parameters():
         parameter.__dict__.pop("_is_hf_initialized", None)
     return model
 
 
 def quantized(model: Any) -> dict[str, int]:
-    """Return how many modules there are of each of "Linear4bit", "Linear8bitLt" and plain "Linear"."""
+    """Return the number of modules of each of "Linear4bit", "Linear8bitLt" and plain "Linear"."""
     counts = {"Linear4bit": 0, "Linear8bitLt": 0, "Linear": 0}
     for module in model.modules():
         if type(module).__name__ in counts:
@@ -192,9 +192,9 @@ def quantized(model: Any) -> dict[str, int]:
 
 
 def frames(error: BaseException) -> list[dict[str, Any]]:
-    """Return the frames of an error that lie in installed libraries, outermost first.
+    """Return the frames of an error in installed libraries, outermost first.
 
-    Each is {"library", "file", "line", "function"}; files are named from the package on ("peft/peft_model.py").
+    Each is {"library", "file", "line", "function"}; file paths begin with the package ("peft/peft_model.py").
     """
     rows = []
     trace: TracebackType | None = error.__traceback__
@@ -217,7 +217,9 @@ def failure(error: BaseException) -> str:
 
 
 def installed_source(module: str, needle: str) -> tuple[str, int] | None:
-    """Return the file (from the package on) and the line where an installed module's text holds needle, None if nowhere."""
+    """Return the file (path from the package) and the line where an installed module's text has needle, None if
+    nowhere.
+    """
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:
@@ -232,11 +234,11 @@ def installed_source(module: str, needle: str) -> tuple[str, int] | None:
 
 
 def from_package(filename: str, library: str) -> str:
-    """Return a file's path from the library's folder on, without private folders."""
+    """Return a file's path from the library's folder, without private folders."""
     parts = Path(filename).parts
     places = [index for index, part in enumerate(parts[:-1]) if part == library]
     installed = [index for index in places if index and parts[index - 1] in ("site-packages", "dist-packages")]
-    # A user's own folder may bear the library's name: the one in site-packages counts, else the innermost.
+    # A user's folder may have the library's name: the one in site-packages counts, else the innermost.
     return "/".join(parts[(installed or places)[-1] :]) if places else parts[-1]
 
 
@@ -251,7 +253,7 @@ class _Said(logging.Handler):
 
 @contextmanager
 def quiet() -> Iterator[list[str]]:
-    """Keep warnings and log lines of the stack off the terminal; yields the list that they are collected in."""
+    """Hide warnings and log lines of the stack from the terminal; yield the list that collects them."""
     warned: list[str] = []
     handler = _Said(warned)
     loggers = [logging.getLogger(), *(logging.getLogger(name) for name in LIBRARIES)]
@@ -261,10 +263,10 @@ def quiet() -> Iterator[list[str]]:
         warnings.simplefilter("always")
         warnings.showwarning = lambda message, *_, **__: warned.append(str(message))
         for logger in loggers:
-            # A library that passes its lines on to the root is heard there.
+            # Lines of a library that propagates to the root logger are collected there.
             logger.handlers = [handler] if logger.parent is None or not logger.propagate else []
             if logger.getEffectiveLevel() > logging.WARNING:
-                logger.setLevel(logging.WARNING)  # a program that silenced a library would silence the evidence
+                logger.setLevel(logging.WARNING)  # a program that silenced a library would hide the evidence
         try:
             yield warned
         finally:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 WIDTH, HEAD, VOCABULARY = 64, 32, 320
-# The last ids of the vocabulary are placeholders: picture, sound, begin and end of an image, film.
+# The last ids of the vocabulary are placeholders: image, audio, begin and end of an image, video.
 IMAGE, AUDIO, BEGIN, END, VIDEO = 319, 318, 317, 316, 315
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
@@ -165,7 +165,7 @@ def _value(path: str, tensor: Any, generator: Any) -> Any:
 def inputs(config: Any, kind: str) -> dict[str, Any]:
     """Return forward arguments of one row for a model's config.
 
-    kind: "text", "image" or "audio". Pixels are float32, as image processors give them.
+    kind: "text", "image" or "audio". Pixels are float32, as from image processors.
     Shapes: input_ids [1, S].
     """
     import torch

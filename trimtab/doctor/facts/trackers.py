@@ -1,7 +1,7 @@
 """The threads about a bug, and their known state. Pure.
 
-A state is what the catalogue says in words; no network is used. A thread whose state is not known may be open: look there
-before filing anything.
+A state comes from the catalogue's text; no network is used. A thread of unknown state may be open: check it before
+filing an issue.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TRACKER = re.compile(r"^(?P<repository>[\w.-]+/[\w.-]+)#(?P<number>\d+)\s*(?:\(
 
 @dataclass(frozen=True)
 class Tracker:
-    """A known thread. state: in the catalogue's words, "" if it says none."""
+    """A known thread. state: from the catalogue, "" if it gives none."""
 
     repository: str
     number: int
@@ -27,24 +27,24 @@ class Tracker:
 
     @property
     def is_pull_request(self) -> bool:
-        """Whether it is a change and no issue: evidence does not belong there."""
+        """Whether it is a pull request and no issue: evidence does not belong there."""
         return bool(re.search(r"pull request|\bmerged\b|\bpatch\b", self.state))
 
     @property
     def known_state(self) -> str:
-        """OPEN, CLOSED, or UNSAID if the catalogue's words say neither."""
+        """OPEN, CLOSED, or UNSAID if the catalogue gives neither."""
         if re.search(r"\bopen\b", self.state):
             return OPEN
         return CLOSED if re.search(r"\b(closed|merged|fixed)\b", self.state) else UNSAID
 
     @property
     def is_open(self) -> bool:
-        """Whether it is an issue that was open when it was last seen."""
+        """Whether it is an issue that was open at the last check."""
         return self.known_state == OPEN and not self.is_pull_request
 
     @property
     def may_be_open(self) -> bool:
-        """Whether it is an issue that is not known to be closed: the place to look before a new one is filed."""
+        """Whether it is an issue that is not known to be closed: check it before a new one is filed."""
         return self.known_state != CLOSED and not self.is_pull_request
 
     @property
@@ -57,7 +57,7 @@ class Tracker:
 
 
 def known_trackers(bug: Bug | None, message: str = "") -> tuple[Tracker, ...]:
-    """Return the threads that the catalogue knows, entries in another form left out, and those that an error's text names."""
+    """Return the catalogue's threads, without entries in another form, and the threads in an error's text."""
     matches = (_TRACKER.match(text) for text in (bug.trackers if bug else ()))
     known = [Tracker(one["repository"], int(one["number"]), one["state"] or "") for one in matches if one]
     names = {one.name for one in known}
@@ -69,5 +69,5 @@ def known_trackers(bug: Bug | None, message: str = "") -> tuple[Tracker, ...]:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version, to compare: "1.14.0.dev0" counts as 1.14.0."""
+    """Return the numbers of a version for comparisons: "1.14.0.dev0" counts as 1.14.0."""
     return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])

@@ -1,7 +1,7 @@
-"""Claims that the recorded runs do not support, and that are not to be filed, each with the test that decides it.
+"""Claims that the recorded runs do not support and that are not to be filed, each with its test.
 
-A claim is general, a run is one case: runs can refute a claim and can never prove it. What no run refutes is still wider
-than its evidence, and says so.
+A claim is general and a run is one case, so runs can refute a claim and never prove it. A claim that no run refutes is
+still wider than its evidence, and its text says so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REFUTED, WIDER, NOT_TESTED = "refuted", "wider than the evidence", "not tested"
 
 @dataclass(frozen=True)
 class Claim:
-    """One sentence that people want to file. tests: a run that says something about it. against: one that refutes it."""
+    """One sentence that users want to file. tests: whether a run tests it. against: whether a run refutes it."""
 
     text: str
     tests: Callable[[Run], bool]
@@ -109,7 +109,7 @@ def _single_quant(run: Run) -> bool:
 
 
 def decide_claims(runs: Sequence[Run]) -> tuple[Decision, ...]:
-    """Return what the runs on the stock stack say about every claim, in the table's order."""
+    """Return the decision of the runs on the stock stack for every claim, in the table's order."""
     stock = [run for run in runs if run.is_stock]
     return tuple(_decide(claim, stock) for claim in CLAIMS)
 
@@ -122,7 +122,7 @@ def _decide(claim: Claim, runs: Sequence[Run]) -> Decision:
 
 
 def keys_without_module(runs: Sequence[Run]) -> dict[str, tuple[Run, ...]]:
-    """Return the keys of maps that name no module of the model, with the runs that show it."""
+    """Return the keys of maps that name no module of the model, with their runs."""
     runs_by_key: dict[str, list[Run]] = {}
     for run in runs:
         for key in run.record.get("map_keys_without_module") or ():

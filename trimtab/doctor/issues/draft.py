@@ -1,7 +1,7 @@
 """Drafts of issues: one per failure, from recorded runs, and a list of what the runs do not support.
 
-A draft is written only when its failure has a trace or a wrong result of its own on the stock stack and its reproducer,
-which is run first, shows the same failure under the same versions. Everything else goes to NOT_TO_FILE.md with the
+A draft is written only if its failure has a trace or a wrong result on the stock stack, and if its reproducer, which is
+run first, shows the same failure under the same versions. All other failures are listed in NOT_TO_FILE.md with the
 reason.
 """
 
@@ -43,7 +43,7 @@ LANE_WITHHELD = (
     "the merged model generated the adapter's tokens and only its logits differ beyond rounding: no answer shows it. Try "
     "more prompts (trimtab verify --lanes), and draft from those (trimtab doctor --lanes)"
 )
-# What a run can end in that is nobody's bug.
+# Endings of a run that are no bug.
 NO_FAILURE = ("PASS", "PASS_NOT_COMPARED", "NOT_APPLICABLE", "REFUSED_BY_NAME")
 
 
@@ -72,7 +72,7 @@ class Draft:
         return facts_of(self)
 
     def markdown(self) -> str:
-        """Return the file's text. Errors: RequestError if something personal would get into it."""
+        """Return the file's text. Errors: RequestError if it would contain personal data."""
         text = issue_markdown(self)
         check_clean(text, what=self.file_name)
         return text
@@ -127,12 +127,12 @@ def write_drafts(
     overwrite: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> Drafts:
-    """Write one Markdown file per failure and NOT_TO_FILE.md; return what was written. The folder appears whole or not at all.
+    """Write one Markdown file per failure and NOT_TO_FILE.md; return them. The folder appears whole or not at all.
 
     runs: records of the matrix, of one or more interpreters. environment: an Environment or its JSON. verdicts: of the
-    catalogue's probes in the runs' interpreter; other_verdicts: those of others, by what to call them. python: the
-    interpreter of the runs, in which the reproducers are run. overwrite: replace drafts that were written before.
-    Errors: RequestError for a folder with other content, for no runs, or for a value that is no record.
+    catalogue's probes in the runs' interpreter; other_verdicts: those of other interpreters, by name. python: the
+    interpreter of the runs, in which the reproducers are run. overwrite: replace earlier drafts.
+    Errors: RequestError for a folder with other content, for no runs, or for an invalid record.
     """
     target = Path(folder)
     check_folder(target, overwrite=overwrite)
@@ -199,7 +199,7 @@ def _others(verdicts: Mapping[str, Sequence[Any]] | None) -> list[Probed]:
 
 
 class _Maker:
-    """Sorts the failing runs into buckets and makes each a draft or a reason why there is none."""
+    """Sorts the failing runs into buckets and makes of each a draft, or a reason why there is none."""
 
     def __init__(
         self, runs: tuple[Run, ...], bugs: Mapping[str, Bug], reproduce: RunScript, probed: tuple[Probed, ...],
@@ -226,11 +226,11 @@ class _Maker:
             bucket = next((bucket for bucket in BUCKETS if bucket.takes(run)), None) or self._generic(run)
             if bucket is not None:
                 buckets.setdefault(bucket.name, (bucket, []))[1].append(run)
-        # Runs of one bucket under several version sets: the first set is the draft's, the others are told beside it.
+        # Runs of one bucket under several version sets: the first set is the draft's; the others are listed in it.
         return [(bucket, self._plainest_first(bucket, runs)) for bucket, runs in buckets.values()]
 
     def _passing(self, bucket: Bucket, run: Run) -> Run | None:
-        """Return the run that works beside a failing one: the other of the bucket's pair, else the nearest."""
+        """Return the passing run to compare with a failing one: the other of the bucket's pair, else the nearest."""
         if run.case == bucket.pair[0]:
             beside = [other for other in self.runs if other.case == bucket.pair[1]]
             if pair := nearest_pass(run, beside):
@@ -238,13 +238,14 @@ class _Maker:
         return nearest_pass(run, self.runs)
 
     def _plainest_first(self, bucket: Bucket, runs: list[Run]) -> tuple[Run, ...]:
-        """Return the runs with the one first that the draft is about: it was run under the environment's versions, so that
-        the reproducer can be, and it is the bucket's own case or nearest to a case that works."""
+        """Return the runs with the draft's run first: it used the environment's versions, like the reproducer, and is
+        the bucket's case or the nearest to a passing case.
+        """
 
         def order(run: Run) -> tuple[bool, bool, bool, int]:
             passing = self._passing(bucket, run)
             is_pair = passing is not None and (run.case, passing.case) == bucket.pair
-            # A map that is written out can be read; an automatic one depends on the card.
+            # An explicit map is readable; an automatic one depends on the card.
             is_automatic = isinstance((run.configuration.get("base") or {}).get("device_map"), str)
             far = 1000 if passing is None else setting_groups(run, passing)
             return not self.machine.has(run.versions), not is_pair, is_automatic, far
@@ -253,13 +254,13 @@ class _Maker:
         return (first, *(run for run in runs if run is not first))
 
     def _generic(self, run: Run) -> Bucket | None:
-        """Return a bucket for a run of the catalogue that has no bucket of its own; None, with the reason kept, if it cannot."""
+        """Return a bucket for a catalogue run without a bucket; None, with the reason recorded, if it is impossible."""
         bug = self.bugs.get(str(run.record.get("catalogue") or ""))
         if bug is None:
             self._withhold(run.label.lower().replace("_", "-"), _why_unknown(run), (run,))
             return None
         if run.exception is None:
-            # A script of a silent failure says what it found in words of its own: nothing here can hold it to them.
+            # The script of a silent failure prints its own text, which cannot be checked here.
             self._withhold(bug.name, "no exception was raised and no minimal reproducer is known for it", (run,))
             return None
         return Bucket(
@@ -306,7 +307,7 @@ def _why_unknown(run: Run) -> str:
 
 
 def show(text: str, bucket: Bucket, run: Run, result: Mapping[str, Any]) -> tuple[Shown | None, str]:
-    """Return a reproducer's run as evidence, or None and why it is none: it must fail as the recorded run failed."""
+    """Return a reproducer's run as evidence, or None and the reason: it must fail as the recorded run failed."""
     versions = {name: value for name, value in dict(result.get("versions") or {}).items() if name in run.versions}
     differing = [name for name in run.versions if versions.get(name) != run.versions[name]]
     if differing:
@@ -340,7 +341,7 @@ def _same_place(run: Run, files: tuple[str, ...]) -> bool:
 
 
 def check_folder(folder: Path, *, overwrite: bool = False) -> None:
-    """Raise RequestError unless the folder is absent, empty or, with overwrite, holds drafts and nothing else."""
+    """Raise RequestError unless the folder is absent, empty or, with overwrite, contains only drafts."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -367,7 +368,7 @@ def _write_folder(target: Path, texts: Mapping[str, str], *, overwrite: bool) ->
 
 
 def drafts_text(drafts: Drafts) -> str:
-    """Return what was written, for people."""
+    """Return a summary of the written files, for people."""
     lines = [f"{len(drafts.drafts)} drafts" + (f" in {drafts.folder}" if drafts.folder else "")]
     wide = max((len(draft.file_name) for draft in drafts.drafts), default=0)
     lines += [f"  {draft.file_name:{wide}}  {draft.state:13}  {draft.bucket.title}" for draft in drafts.drafts]

@@ -1,4 +1,4 @@
-"""The facts of one issue, each with its recorded runs; `issue.md.j2` has the text around them."""
+"""The facts of one issue, each with its recorded runs; the template `issue.md.j2` has the other text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DOCUMENTATION_OF = {
 
 @dataclass(frozen=True)
 class Recorded:
-    """A text, or the rows of a table, shown as recorded, with the runs that it comes from."""
+    """A text, or the rows of a table, shown as recorded, with its runs."""
 
     value: Any
     sources: tuple[Source, ...]
@@ -52,7 +52,7 @@ Fact = Statement | Recorded
 
 
 def issue_markdown(draft: Draft) -> str:
-    """Return the whole file: what the filer must know above the line, the issue's text below it."""
+    """Return the whole file: notes for the filer above the line, the issue's text below it."""
     first = draft.failing[0]
     repository = REPOSITORIES.get(draft.owner, draft.owner)
     known = trackers_of(draft.bug, first)
@@ -70,7 +70,7 @@ def issue_markdown(draft: Draft) -> str:
 
 
 def facts_of(draft: Draft) -> dict[str, tuple[Fact, ...]]:
-    """Return all that an issue states, by its name in the template: nothing in it is without a source."""
+    """Return all facts of an issue by their names in the template. Each has a source."""
     first, passing, shown = draft.failing[0], draft.passing, draft.shown
     tail = str((first.exception or {}).get("tail") or "")
     facts: dict[str, tuple[Fact, ...]] = {
@@ -91,7 +91,7 @@ def facts_of(draft: Draft) -> dict[str, tuple[Fact, ...]]:
         "actual": tuple(_actual(draft)), "specific": tuple(_points(draft, draft.bucket.specific)),
         "related": tuple(_related(draft)),
     }  # fmt: skip
-    # Every run that a sentence names stands in the table, so that its reader can look it up.
+    # Every run that a sentence names is in the table, so that its reader can look it up.
     return facts | {
         "results": (_results(draft, [source for group in facts.values() for fact in group for source in fact.sources]),)
     }
@@ -119,7 +119,7 @@ def _adapter(run: Run) -> str:
 
 
 def _setting(run: Run) -> list[str]:
-    """Return what a reader needs to judge the runs: which model, and how a GPU was played."""
+    """Return the setting of the runs: the model, and how a GPU was imitated."""
     sentences = []
     if run.record.get("model") == DEMO:
         sentences.append("The recorded runs are on the bundled demo model, which is small, not on a released one.")
@@ -147,7 +147,7 @@ def _machine_rows(machine: Machine) -> list[tuple[str, str]]:
 
 
 def _short_maps(value: Any) -> Any:
-    """Return a configuration in which a long list or map is cut, with how much was left out."""
+    """Return a configuration with long lists and maps shortened, and the number of omitted entries."""
     if isinstance(value, dict):
         items = list(value.items())
         kept = {name: _short_maps(inner) for name, inner in items[:MAP_ENTRIES]}
@@ -205,7 +205,7 @@ def _versions(run: Run) -> str:
 
 
 def _moved(run: Run) -> str:
-    """Return what became of the placement, as a sentence; "" if it was kept or is not known."""
+    """Return the change of the placement as a sentence; "" if it was kept or is unknown."""
     moved = run.record.get("offloaded") or {}
     if run.record.get("placement_kept") is not False or not {"before", "after", "of"} <= set(moved):
         return ""
@@ -213,7 +213,9 @@ def _moved(run: Run) -> str:
 
 
 def _differing(run: Run) -> str:
-    """Return which answers are not those of the unsplit model with the adapter, as a sentence; "" if none is known to differ."""
+    """Return a sentence on the answers that differ from those of the unsplit model with the adapter; "" if none is
+    known to differ.
+    """
     modes = (run.record.get("modes") or {}).items()
     differing = [
         f"{name} (a logit differs by {mode['max_abs']:.3g})"
@@ -224,7 +226,7 @@ def _differing(run: Run) -> str:
 
 
 def _actual(draft: Draft) -> list[Statement]:
-    """Return what happened, one claim a sentence, runs of which the same is said in one."""
+    """Return the observed behaviour, one claim per sentence; runs with the same claim share a sentence."""
     alike: dict[str, list[Run]] = {}
     for run in draft.failing:
         alike.setdefault(f"{ended(run)}{failing_frame(run)}.", []).append(run)
@@ -266,7 +268,7 @@ def _related(draft: Draft) -> list[Statement]:
 
 
 def _scanned(run: Run) -> list[str]:
-    """Return what a scan of the live model counted: its linears by class, and what it noticed by kind."""
+    """Return the counts of a scan of the live model: its linears by class, and its findings by kind."""
     linears = {name: count for name, count in (run.record.get("quantized") or {}).items() if count}
     kinds: dict[str, int] = {}
     for one in run.record.get("scan") or ():
@@ -280,7 +282,7 @@ def _scanned(run: Run) -> list[str]:
 
 
 def _elsewhere(draft: Draft) -> list[Statement]:
-    """Return what the same cases did under other versions."""
+    """Return the results of the same cases under other versions."""
     cases = {run.case for run in draft.failing}
     others = [run for run in draft.runs if run.is_stock and run.case in cases and run not in draft.failing]
     return [

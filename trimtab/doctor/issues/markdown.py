@@ -1,4 +1,4 @@
-"""Rendering of issues: jinja templates, and Markdown that survives pasting, fences inside fences included."""
+"""Rendering of issues: jinja templates, and Markdown that can be pasted anywhere, including fences inside fences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parent
 
 
 def render(template: str, **values: Any) -> str:
-    """Return a template of this folder filled with values. Errors: jinja2's, for a value that the template misses."""
+    """Return a template of this folder filled with values. Errors: jinja2's, for a missing value."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER), undefined=jinja2.StrictUndefined, autoescape=False,
         trim_blocks=True, lstrip_blocks=True,
@@ -26,7 +26,7 @@ def fence(text: str, language: str = "") -> str:
     """Return the text in a fence that is longer than every run of backticks in it, so that it can hold other fences."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     bar = "`" * max(3, longest + 1)
-    # A line break of another kind would end a line for Markdown and not for us.
+    # Another kind of line break would end a line in Markdown, but not here.
     body = "\n".join(re.split(r"\r\n|\r", text)).rstrip("\n")
     return f"{bar}{language}\n{body}\n{bar}"
 
@@ -43,15 +43,15 @@ def inline(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Return recorded text as Markdown that shows it and does nothing else: no markup, no mention, no link to a thread."""
+    """Return recorded text as plain Markdown text: no markup, no mention, no link to a thread."""
     flat = " ".join(text.split())
     escaped = re.sub(r"([\\`*_{}\[\]<>|~])", r"\\\1", flat)
-    # GitHub makes "@name" a mention and "#12" a link; a zero-width space keeps both as they read.
+    # GitHub makes "@name" a mention and "#12" a link; a zero-width space prevents both and is invisible.
     return re.sub(r"([@#])(?=\w)", "\\1\u200b", escaped)
 
 
 def cell(text: str) -> str:
-    """Return text for a table cell: a code span keeps its bars only when they are escaped."""
+    """Return text for a table cell, with escaped bars, also in code spans."""
     return " ".join(text.split()).replace("|", r"\|") if "`" in text else plain(text)
 
 
@@ -67,7 +67,7 @@ def bullets(texts: Iterable[Any]) -> str:
 
 
 def marks(sources: Sequence[Any], most: int | None = None) -> str:
-    """Return how a sentence names its runs: "[r1] [r2]", and how many more there are beyond `most`."""
+    """Return the marks of a sentence's runs: "[r1] [r2]", and the number of further runs beyond `most`."""
     named = list(dict.fromkeys(source.mark for source in sources))
     more = f" and {len(named) - most} more" if most is not None and len(named) > most else ""
     return " ".join(f"[{mark}]" for mark in named[:most]) + more

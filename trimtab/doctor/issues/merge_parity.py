@@ -1,7 +1,8 @@
-"""An issue on a direct merge into 4-bit weights, from a saved `trimtab verify --lanes`: prompt table, warnings, control.
+"""An issue on a direct merge into 4-bit weights, from a saved `trimtab verify --lanes`: prompt table, warnings,
+control.
 
-It is written only if the prompts carry it: the adapter has an effect, the merge on the 4-bit base answers otherwise on some
-prompt, and the merge on the bf16 base answers as the adapter on all. Else the reason is said.
+It is written only if the prompts support it: the adapter has an effect, the merge on the 4-bit base gives another
+answer on some prompt, and the merge on the bf16 base answers as the adapter on all. Otherwise the reason is reported.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ TEMPLATE = "merge_parity.md.j2"
 
 
 def read_lanes(path: str) -> dict[str, Any]:
-    """Return the lanes of a report that `trimtab verify --lanes --save FILE` or `--json` wrote, with model and versions.
+    """Return the lanes of a report that `trimtab verify --lanes --save FILE` or `--json` wrote, with model and
+    versions.
 
-    Errors: RequestError for a file that cannot be read; CheckpointError for one that holds no lanes.
+    Errors: RequestError for a file that cannot be read; CheckpointError for one without lanes.
     """
     try:
         values = read_json(path, "report")
@@ -58,7 +60,7 @@ def merge_parity(report: Mapping[str, Any]) -> tuple[str | None, str]:
 
 
 def _why_not(direct: Mapping[str, Any] | None, control: Mapping[str, Any] | None) -> str:
-    """Return why the lanes carry no issue, "" if they do."""
+    """Return why the lanes support no issue, "" if they do."""
     if direct is None or control is None:
         missing = [name for name, lane in ((DIRECT, direct), (CONTROL, control)) if lane is None]
         return f"the lane {' and '.join(missing)} was not run"
@@ -84,5 +86,5 @@ def _lane(lane: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name(value: Any) -> str:
-    """Return a model's or adapter's hub id, of a folder its last name alone."""
+    """Return a model's or adapter's hub id; for a folder only its last name."""
     return clean(str(value or "not said"))

@@ -30,7 +30,7 @@ def not_to_file(
     keys: Mapping[str, Sequence[Run]],
     runs: Sequence[Run],
 ) -> str:
-    """Return the file's text. runs: all that were recorded, so that its marks can be looked up."""
+    """Return the file's text. runs: all recorded runs, so that its marks can be looked up."""
     return render(
         "not_to_file.md.j2", decisions=decisions, refuted=REFUTED, not_tested=NOT_TESTED, keys=keys, most_marks=MOST_MARKS,
         withheld=[_failure(one) for one in withheld], threads=_threads(drafts),

@@ -1,6 +1,6 @@
 """The owner of a failure and where to file it: a new issue or an open thread, labels, a release with the fix.
 
-Here the catalogue may speak too, and is named as what it is; the text of an issue rests on runs alone.
+This module also uses the catalogue, and names it as the source; the text of an issue uses only runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trimtab.doctor.issues.markdown import inline
 if TYPE_CHECKING:
     from trimtab.doctor.issues.draft import Draft
 
-# Who owns what happens in a layer of the stack. Where several meet, the first of these whose code is in the trace.
+# Owners of the stack's layers. If several are involved, the first of these whose code is in the trace.
 LAYERS = {
     "bitsandbytes": "quantized weights and their state", "accelerate": "hooks and dispatch",
     "peft": "the adapter's layers and its new dispatch", "transformers": "model code and the quantizer's integration",
@@ -25,14 +25,14 @@ LAYERS = {
 
 
 def trackers_of(bug: Bug | None, run: Run | None = None) -> tuple[Tracker, ...]:
-    """Return the threads that the catalogue knows and those that a run's error names."""
+    """Return the catalogue's threads and those in a run's error."""
     return known_trackers(bug, run.message if run is not None else "")
 
 
 def owner_of(bug: Bug | None, run: Run) -> tuple[str, str]:
-    """Return (package, why) of whose the failure is: by the catalogue, else by the layers of the trace.
+    """Return (package, reason) of the failure's owner: by the catalogue, else by the layers of the trace.
 
-    By layers: the library of the innermost frame, as long as one of the four has code there; transformers where none has.
+    By layers: the library of the innermost frame if it is one of the four; transformers if none is.
     """
     layer, trigger = layers_of(run)
     where = f"fails in {layer} ({LAYERS[layer]})" if layer else "a wrong result without an exception"
@@ -49,7 +49,7 @@ def layers_of(run: Run) -> tuple[str, str]:
 
 
 def fixed_here(bug: Bug, run: Run) -> bool:
-    """Whether a release fixes the bug and the run had none of those: any one fixed package cures."""
+    """Whether a release fixes the bug and the run did not use it: one fixed package is enough."""
     fixes = [one for one in bug.affected if one.fixed_in is not None]
     return bool(fixes) and not any(_has_fix(one.package, str(one.fixed_in), run) for one in fixes)
 
@@ -68,7 +68,7 @@ def _has_fix(package: str, fixed_in: str, run: Run) -> bool:
 
 
 def labels_of(draft: Draft) -> list[str]:
-    """Return labels to suggest: the kind of issue, then what the recorded failure has to do with."""
+    """Return labels to suggest: the kind of issue, then the areas of the recorded failure."""
     first = draft.failing[0]
     quantized = bool((first.configuration.get("base") or {}).get("quantization_config"))
     about = (
@@ -81,7 +81,7 @@ def labels_of(draft: Draft) -> list[str]:
 
 
 def action_for(state: str, known: Sequence[Tracker], repository: str) -> str:
-    """Return what to do there: a thread that is open or may be open comes before a new issue."""
+    """Return the next step there: a thread that is open or may be open comes before a new issue."""
     here = [one for one in known if one.repository == repository]
     is_open = [one for one in here if one.is_open]
     if is_open:
@@ -98,6 +98,6 @@ def action_for(state: str, known: Sequence[Tracker], repository: str) -> str:
 
 
 def cross_links(draft: Draft, repository: str) -> list[str]:
-    """Return the other repositories that the catalogue names, and the drafts written beside this one."""
+    """Return the other repositories that the catalogue names, and the other drafts."""
     others = [REPOSITORIES[name] for name in (draft.bug.owner if draft.bug else ()) if name in REPOSITORIES]
     return [*(inline(name) for name in dict.fromkeys(others) if name != repository), *draft.beside]

@@ -1,7 +1,7 @@
-"""Running a reproducer: as a plain script, in an empty folder, in the given interpreter.
+"""Runs a reproducer as a plain script, in an empty folder, in the given interpreter.
 
-`run_script` is called by the drafts; `main` runs inside that interpreter's process and starts the script as a child, so that
-its output is what a maintainer would see.
+The drafts call `run_script`; `main` runs inside that interpreter's process and starts the script as a child, so that
+its output is the one that a maintainer would see.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PACKAGES = ("transformers", "accelerate", "peft", "bitsandbytes", "torch")
 TIMEOUT_S = 300.0
 MEMORY_BYTES = 12 * 2**30
 MOST_LINES = 2000
-# Progress bars and notes that have nothing to do with what is shown.
+# Progress bars and notes that do not concern the failure.
 _NOISE = re.compile(r"(\d%\|)|FutureWarning|^\s+torch\._check_is_size|^\s+warnings\.warn\(|kernels-community")
 
 
@@ -28,7 +28,7 @@ def run_script(
     text: str, *, python: str | os.PathLike[str] | None = None, timeout_s: float = TIMEOUT_S,
     memory_bytes: int | None = MEMORY_BYTES,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what came of a script: ended, exit_code, output (stdout and stderr in order), versions, seconds.
+    """Return the result of a script: ended, exit_code, output (stdout and stderr in order), versions, seconds.
 
     Errors: RequestError if the interpreter cannot be started.
     """
@@ -45,7 +45,7 @@ def run_script(
 
 
 def readable(output: str) -> str:
-    """Return an output without progress bars and with at most MOST_LINES lines, of which the last are kept."""
+    """Return an output without progress bars, shortened to its last MOST_LINES lines."""
     lines = [part.rpartition("\r")[2].rstrip() for part in output.splitlines()]
     kept = [line for line in lines if line and not _NOISE.search(line)]
     return "\n".join(kept if len(kept) <= MOST_LINES else ["...", *kept[-MOST_LINES:]])
@@ -56,7 +56,7 @@ def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> 
     emit({"versions": versions_of(PACKAGES)})
     with work_folder("reproducer") as folder:
         (folder / "reproducer.py").write_text(request["text"], encoding="utf-8")
-        # What the script makes in the temporary folder goes with this one.
+        # Temporary files of the script are removed with this folder.
         places = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))
         done = subprocess.run(
             [sys.executable, "reproducer.py"], cwd=folder, env={**os.environ, **places}, stdin=subprocess.DEVNULL,

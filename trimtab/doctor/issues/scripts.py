@@ -1,9 +1,9 @@
-"""Minimal reproducers: a script per failure that needs only the stock stack and first runs a similar case that passes.
+"""Minimal reproducers: one script per failure. It needs only the stock stack and first runs a similar case that passes.
 
 A script is a body of a few lines after the shared parts that it uses: a tiny random Gemma 4, its loader, a LoRA for its
-language model. Failures that do not depend on Gemma 4 are shown on a tiny Llama, without an adapter. A script
-prints "works: ..." for the similar case, then raises what a user meets; a silent failure ends in an AssertionError that says
-what was found.
+language model. Failures that do not depend on Gemma 4 are shown on a tiny Llama, without an adapter. A script prints
+"works: ..." for the similar case, then raises the user's exception; a silent failure ends in an AssertionError that
+reports it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def explicit(offloaded, prefix="base_model.model."):
     return {prefix + name: "cpu" if name in offloaded else gpu for name in names}
 '''
 
-# By the name that asks for it, in the order of a script.
+# By the name that needs it, in the order of a script.
 PIECES = (
     ("gpu", GPU), ("folder", GEMMA4),
     ("LANGUAGE", 'LANGUAGE = r".*language_model\\.layers\\.\\d+\\.(self_attn|mlp)\\.(q|k|v|o|gate|up|down)_proj"\n'),
@@ -327,26 +327,26 @@ model.merge_and_unload()
 
 
 def script(name: str) -> str:
-    """Return the whole text of one reproducer: its imports, the pieces that it uses, its body."""
+    """Return the whole text of one reproducer: its imports, the shared parts that it uses, its body."""
     body = SCRIPTS[name].strip("\n") + "\n"
     own_imports, body = _split_imports(body)
     is_plain = len(_uses("load", body)) == body.count("quantize=False")
     if is_plain:
         body = body.replace(", quantize=False", "")
     pieces: list[str] = []
-    # From the last one on: a piece may ask for those before it.
+    # In reverse order: a part may need earlier ones.
     for needed, text in reversed(PIECES):
         is_made = re.search(rf"^({needed} = |def {needed}\()", body, re.M) is not None
         if not is_made and _uses(needed, "".join((*pieces, body))):
             pieces.insert(0, LOAD_PLAIN if is_plain and text is LOAD else text)
     whole = "".join(pieces).rstrip("\n")
-    # A definition at either side of the seam wants two empty lines.
+    # A definition before or after the boundary needs two empty lines.
     is_wide = body.startswith(("def ", "class ")) or whole.rpartition("\n")[2].startswith(" ")
     return f"{_imports(own_imports, whole + body)}\n{whole}\n{chr(10) * (2 if is_wide else 1)}{body}"
 
 
 def _uses(name: str, text: str) -> list[str]:
-    """Return where a text uses a piece: a function's calls, a constant's name; never an attribute of that name."""
+    """Return where a text uses a shared part: a function's calls, a constant's name; never an attribute of that name."""
     end = r"\(" if any(f"def {name}(" in piece for _, piece in PIECES) else r"\b"
     return re.findall(rf"(?<![.\w\"]){name}{end}", text)
 
@@ -360,7 +360,7 @@ def _split_imports(body: str) -> tuple[list[str], str]:
 
 
 def _imports(own: list[str], text: str) -> str:
-    """Return the import lines of a script: those of its body and those of what its text names."""
+    """Return the import lines of a script: those of its body and those for the names in its text."""
     standard = sorted({*(line for line in own if line.startswith("import ")), "import tempfile"})
     kept = [line for line in own if line.startswith("from ")]
     for package, names in IMPORTED.items():

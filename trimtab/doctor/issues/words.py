@@ -1,4 +1,4 @@
-"""A recorded run in words, from its own configuration: what was loaded, its placement, the calls."""
+"""A recorded run as text, from its configuration: the loaded model, its placement, the calls."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from trimtab.doctor.issues.markdown import inline
 
 MOST_NAMES = 3
 LINE_CHARS = 300
-SPARE_CHARS = 100  # less than this is not worth a cut
-# Notes that every run has, whatever it shows.
+SPARE_CHARS = 100  # shorter texts are not shortened
+# Notes that every run has.
 _NOISE = re.compile(
     r"deprecat|kernels-community|Failed to load CPU|torch\.jit|FutureWarning|will be removed|for class LoraConfig"
     r"|Some parameters are on the meta device because they were offloaded",
@@ -67,7 +67,7 @@ def _extras(base: Mapping[str, Any]) -> list[str]:
 
 
 def _then(run: Run) -> list[str]:
-    """Return what was done to the model before it was asked."""
+    """Return the steps between loading and running the model."""
     then = str(run.configuration.get("then") or ("merge" if run.merges else ""))
     words = {"dequantize": "`model.dequantize()`", "merge": "`merge_and_unload()`"}
     return [words.get(step, inline(step)) for step in then.split(", ") if step]
@@ -83,13 +83,13 @@ def _call(run: Run) -> str:
     }  # fmt: skip
     pressed = f", GPU {run.record['pressure']:.0%} full" if isinstance(run.record.get("pressure"), int | float) else ""
     targets = run.configuration.get("targets")
-    # The ordinary ones are left out: they would stand in every row.
+    # The default ones are omitted: they would be in every row.
     named = f" (`target_modules`: {targets})" if targets not in (None, TARGETS["patched"]) else ""
     return words.get(run.call, run.call) + named + pressed
 
 
 def telling_lines(run: Run) -> list[tuple[str, int]]:
-    """Return the run's log lines and warnings that have to do with placement, adapters or formats, with their counts.
+    """Return the run's log lines and warnings about placement, adapters or formats, with their counts.
 
     Lines that differ only in the module that they name count as the first of them.
     """
@@ -104,7 +104,7 @@ def telling_lines(run: Run) -> list[tuple[str, int]]:
 
 
 def ended(run: Run) -> str:
-    """Return how a run ended, in words and by its label."""
+    """Return how a run ended, as text and by its label."""
     from trimtab.doctor.cases.labels import LABELS, meaning_of
 
     if run.exception is not None:
@@ -121,7 +121,7 @@ def failing_frame(run: Run) -> str:
 
 
 def trace_text(tail: str, most_lines: int) -> str:
-    """Return a trace without torch's two frames of every module call, repeated lines told once and counted."""
+    """Return a trace without torch's two frames of every module call; repeated lines are shown once with their count."""
     lines: list[tuple[str, int]] = []
     for line in tail.splitlines():
         if _CALL.search(line):
@@ -135,7 +135,7 @@ def trace_text(tail: str, most_lines: int) -> str:
 
 
 def cut(line: str) -> str:
-    """Return a line with its end left out if it is long, and how much that was."""
+    """Return a line, shortened at its end if it is long, with the number of omitted characters."""
     if len(line) <= LINE_CHARS + SPARE_CHARS:
         return line
     kept = line[:LINE_CHARS].rpartition(" ")[0] or line[:LINE_CHARS]
@@ -143,7 +143,9 @@ def cut(line: str) -> str:
 
 
 def whole_sentences(text: str) -> str:
-    """Return recorded prose without its last sentences if it is long; of a single long one the first words and "..."."""
+    """Return recorded prose without its last sentences if it is long; a single long sentence is shortened to its first
+    words and "...".
+    """
     if len(text) <= LINE_CHARS + SPARE_CHARS:
         return text
     end = max(text.rfind(mark, 0, LINE_CHARS) for mark in (". ", "! ", "? "))
@@ -151,9 +153,9 @@ def whole_sentences(text: str) -> str:
 
 
 def shortened(output: str, *, first: int = 15, last: int = 45) -> str:
-    """Return an output with the ends of long lines left out, and its middle if it is long, and how much that was.
+    """Return an output with long lines shortened, and its middle if it is long, with the omitted amount.
 
-    Python's marks below a line of a trace go: they double its length.
+    Python's marks below a line of a trace are removed: they double its length.
     """
     lines = [cut(line) for line in output.splitlines() if not _MARKS.match(line)]
     if len(lines) <= first + last:

@@ -1,9 +1,9 @@
 """An adapter in the stock stack: the targets that it refuses, the keys that it drops, the layers that it never fills.
 
-PEFT decides from `target_modules` alone which modules get a LoRA layer, then fills what the file has keys for: keys of
-other modules are dropped silently, modules without keys stay at zero after a warning. Not asked: `exclude_modules`,
-`layers_to_transform` and `target_parameters`. Source: PEFT 0.19.1 and 0.21.2, tuners/tuners_utils.py,
-check_target_module_exists; utils/save_and_load.py. Imports no torch.
+PEFT decides only from `target_modules` which modules get a LoRA layer, then fills those with keys in the file: keys of
+other modules are dropped silently, modules without keys stay at zero after a warning. Not considered:
+`exclude_modules`, `layers_to_transform` and `target_parameters`. Source: PEFT 0.19.1 and 0.21.2,
+tuners/tuners_utils.py, check_target_module_exists; utils/save_and_load.py. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from trimtab.adapters.rules import Rules
 from trimtab.doctor.preflight.shape import ModelShape
 from trimtab.errors import AdapterError
 
-# PEFT's own choice for an adapter without target_modules: language projections only (utils/constants.py, 0.19.0 on).
+# PEFT's default for an adapter without target_modules: language projections only (utils/constants.py, 0.19.0 on).
 _DEFAULTS = {"gemma4": r".*language_model\..*\.(q_proj|v_proj)"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterReading:
-    """The adapter as the stock stack takes it.
+    """The adapter as the stock stack interprets it.
 
-    path: its folder. spec: as trimtab matches it, None if it does not (then `problems` says why). wrappers: modules that
-    target_modules names and that are wrappers, so that PEFT refuses the whole adapter. dropped: module paths with keys
-    that target_modules does not name. unfilled: modules that it names without keys in the file. no_effect: keys of k/v
-    projections that KV-shared layers do not have. plain_targets: a regular expression that names exactly the modules
-    that have keys, inner paths included.
+    path: its folder. spec: trimtab's match, None if it does not match (then `problems` has the reasons). wrappers:
+    modules that target_modules names and that are wrappers, so that PEFT refuses the whole adapter. dropped: module
+    paths with keys that target_modules does not name. unfilled: modules that it names without keys in the file.
+    no_effect: keys of k/v projections that KV-shared layers do not have. plain_targets: a regular expression that names
+    exactly the modules that have keys, inner paths included.
     """
 
     path: str
@@ -45,16 +45,16 @@ class AdapterReading:
 
 
 def read_adapter_for(path: str | os.PathLike[str], shape: ModelShape) -> AdapterReading:
-    """Return what the stock stack would do with the adapter in a folder.
+    """Return the stock stack's reading of the adapter in a folder.
 
-    Errors: AdapterError if the folder is no adapter or of a kind that nothing here applies. An adapter of another model
-    is no error: its problems are told.
+    Errors: AdapterError if the folder is no adapter or of an unsupported kind. An adapter of another model is no error:
+    its problems are reported.
     """
     file = read_adapter(os.fspath(path))
     config = dict(file.config)
     if config.get("target_modules") is None:
         config["target_modules"] = _DEFAULTS.get(shape.anatomy.model_type, [])
-    # "all-linear" takes what is a Linear, never a wrapper, and a saved adapter has it spelled out anyway.
+    # "all-linear" selects Linear modules, never a wrapper, and a saved adapter lists them anyway.
     rows = () if config["target_modules"] == "all-linear" else shape.anatomy.rows
     rules = Rules(file.folder, config, (row.module_path for row in rows))
     wrappers = tuple(row.module_path for row in rows if row.wraps and row.module_path in rules.named)

@@ -1,8 +1,8 @@
 """The call that works on this machine: the whole model on the GPU, towers off it, or a split plan.
 
-The order is that of a person in a hurry: everything on the GPU if it fits; else the towers off it, with one map and no
-second plan; else a plan of trimtab's that streams or gathers; else how much is missing. Whether a placement fits is asked
-of the planner, so weights, adapter, cache, activations and the driver's share are counted.
+The simplest way comes first: everything on the GPU if it fits; else the towers off it, with one map and no second plan;
+else a plan of trimtab that streams or gathers; else the missing memory. The planner decides whether a placement fits,
+so weights, adapter, cache, activations and the driver's share are counted.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Answer:
     """The answer for one machine.
 
     kind: one of KINDS, the simplest that works. reason: the numbers behind it. stock: Python with the stock objects, ""
-    where no stock call works. python, command: the same with trimtab, "" if nothing fits. plan: trimtab's plan, None if
-    nothing fits. needed_bytes: of the GPU (or host) for what was refused, 0 if nothing was.
+    if no stock call works. python, command: the same with trimtab, "" if nothing fits. plan: trimtab's plan, None if
+    nothing fits. needed_bytes: of the GPU (or host) for a refused request, else 0.
     """
 
     kind: str
@@ -62,9 +62,9 @@ class Answer:
 class Asking:
     """All that the answer depends on.
 
-    given: what the user said about memory, as flag -> text. towers_dense: the installed stock stack computes wrongly, or
-    fails, with quantized towers (H1, D2 of the catalogue), so that its call has to keep them out. python: the interpreter whose
-    stack is asked about, None for this one.
+    given: the user's memory flags -> text. towers_dense: the installed stock stack computes wrongly, or fails, with
+    quantized towers (H1, D2 of the catalogue), so that its call has to keep them out. python: the interpreter of the
+    stack, None for this one.
     """
 
     checkpoint: Checkpoint
@@ -79,7 +79,7 @@ class Asking:
 
 
 def answer_for(asking: Asking) -> Answer:
-    """Return what works for the request on the machine."""
+    """Return the call that works for the request on the machine."""
     machine = asking.machine
     if machine.on_cpu:
         return _by_trimtab(asking, ON_CPU, "torch can use no GPU here; trimtab computes on the CPU")
@@ -116,7 +116,7 @@ def _by_trimtab(asking: Asking, kind: str, reason: str) -> Answer:
 
 
 def _what_would_fit(asking: Asking) -> str:
-    """Return what would fit, with figures: other settings, and the smaller model of the family."""
+    """Return fitting alternatives, with figures: other settings, and the smaller model of the family."""
     smaller = _smaller_model(asking)
     fits = _fitting_ways(asking)
     if fits:
@@ -126,14 +126,15 @@ def _what_would_fit(asking: Asking) -> str:
 
 
 def _smaller_model(asking: Asking) -> list[str]:
-    """Return the smaller model of the family with its memory, nothing if there is none or if it does not fit either. An adapter
-    counts with the bytes of the given one, because one for the smaller model is not larger."""
+    """Return the smaller model of the family with its memory, nothing if there is none or if it does not fit either.
+    The adapter counts with the bytes of the given one, because an adapter of the smaller model is not larger.
+    """
     if not has_smaller(asking.checkpoint.config):
         return []
     try:
         shape = smaller_shape(quant=asking.shape.quant, dtype=asking.request.dtype, python=asking.python)
         plan = _try(replace(asking, shape=shape), asking.request)
-    except TrimtabError:  # a transformers that cannot build it
+    except TrimtabError:  # this transformers cannot build it
         return []
     if isinstance(plan, Plan):
         return [
@@ -144,7 +145,7 @@ def _smaller_model(asking: Asking) -> list[str]:
 
 
 def _fitting_ways(asking: Asking) -> list[str]:
-    """Return the settings that would fit, each with its memory, the smallest change first."""
+    """Return the settings that fit, each with its memory, the smallest change first."""
     request = asking.request
     fewer = {
         f"--context {tokens}": {"context_tokens": tokens} for tokens in CONTEXTS if tokens < request.context_tokens
@@ -157,7 +158,7 @@ def _fitting_ways(asking: Asking) -> list[str]:
     for words, changed in ways.items():
         try:
             plan = _try(asking, replace(request, **changed))
-        except TrimtabError:  # a head that cannot be in 8 bits
+        except TrimtabError:  # the head cannot be in 8 bits
             continue
         if isinstance(plan, Plan):
             fits.append(f"{words} ({gib(plan.gpu_needed_bytes)})")
@@ -165,8 +166,9 @@ def _fitting_ways(asking: Asking) -> list[str]:
 
 
 def _try(asking: Asking, request: LoadRequest, *, is_advised: bool = False) -> Plan | DoesNotFitError:
-    """Return the plan of a request, or why there is none. is_advised: whether the error names what would fit, which takes a dozen
-    other plans to know."""
+    """Return the plan of a request, or why there is none. is_advised: whether the error names fitting changes, which
+    needs a dozen more plans.
+    """
     spec = None if asking.adapter is None else asking.adapter.spec
     adapters = {} if spec is None else {next(iter(request.adapters), "adapter"): spec.nbytes("float32")}
     try:
@@ -179,7 +181,7 @@ def _try(asking: Asking, request: LoadRequest, *, is_advised: bool = False) -> P
 
 
 def _dense_towers_bytes(asking: Asking) -> int:
-    """Return what the towers take beyond their quantized size when they stay in full precision."""
+    """Return the additional bytes of the towers in full precision, compared with their quantized size."""
     shape = asking.shape
     packed = stock_bytes(shape, quantized_paths(shape, stock_kept(shape, takes_map=False)))
     dense = stock_bytes(shape, frozenset())
@@ -224,7 +226,9 @@ def towers_map(shape: ModelShape) -> dict[str, int | str] | None:
 
 
 def _towers_off(asking: Asking, whole: DoesNotFitError) -> tuple[dict[str, int | str], str] | None:
-    """Return (map, why) if the stock stack fits with towers on the CPU: they are dense there, copied layer by layer."""
+    """Return (map, why) if the stock stack fits with towers on the CPU: they are unquantized there, and copied layer by
+    layer.
+    """
     device_map = towers_map(asking.shape)
     if device_map is None or whole.device == "host":
         return None
@@ -250,7 +254,7 @@ def _towers_off(asking: Asking, whole: DoesNotFitError) -> tuple[dict[str, int |
 
 
 def stock_call(asking: Asking, device_map: Mapping[str, int | str]) -> str:
-    """Return Python that loads base and adapter with stock objects, for this map."""
+    """Return Python code that loads base and adapter with stock objects, for this map."""
     anatomy, quant = asking.shape.anatomy, asking.shape.quant
     split = any(device == "cpu" for device in device_map.values())
     reader = "AutoProcessor" if set(anatomy.parts) & set(TOWERS) else "AutoTokenizer"
@@ -289,7 +293,7 @@ def _quantization(asking: Asking, split: bool) -> str:
 
 
 def _skip_list(shape: ModelShape) -> str:
-    """Return the towers with what stock keeps out by itself: a list of the caller's replaces the default (H4)."""
+    """Return the towers with stock's default skip list, because the caller's list replaces the default (H4)."""
     own = list(stock_kept(shape, takes_map=False))
     towers = [key for key, device in (towers_map(shape) or {}).items() if device == "cpu"]
     return "[" + ", ".join(f'"{path}"' for path in (*own, *towers)) + "]"
@@ -299,7 +303,7 @@ def _adapter_lines(adapter: AdapterReading | None, split: bool) -> list[str]:
     if adapter is None or adapter.spec is None:
         return []
     if split:
-        # A second plan of PEFT's would undo the map.
+        # PEFT's second plan would undo the map.
         return ["", "import trimtab.bridge", f"model = trimtab.bridge.load_peft(base, {adapter.path!r})"]
     if not (adapter.wrappers or adapter.dropped):
         return ["", "from peft import PeftModel", f"model = PeftModel.from_pretrained(base, {adapter.path!r})"]
@@ -312,7 +316,7 @@ def _adapter_lines(adapter: AdapterReading | None, split: bool) -> list[str]:
 
 
 def adapter_name(path: str | os.PathLike[str]) -> str:
-    """Return a name for an adapter from its folder's, with characters that a name may have."""
+    """Return an adapter name from its folder's, with only valid characters."""
     text = "".join(char if char.isascii() and (char.isalnum() or char in "._-") else "-" for char in Path(path).name)
     return text.lstrip("._-")[:64] or "adapter"
 

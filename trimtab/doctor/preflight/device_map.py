@@ -1,7 +1,7 @@
-"""A device map in the stock stack: keys that match nothing or too much, what stays unquantized, and the cost.
+"""A device map in the stock stack: keys that match nothing or too much, modules that stay unquantized, and the cost.
 
-Works on the shape of the model (`shape.py`); the two rules that differ between transformers releases are read
-there. Imports no torch.
+Works on the shape of the model (`shape.py`), which also reads the two rules that differ between transformers releases.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OFF = ("cpu", "disk")
 
 @dataclass(frozen=True)
 class KeptOut:
-    """A linear that the stock stack leaves in full precision: its bytes there, and what they would be quantized."""
+    """A linear that the stock stack leaves in full precision: its bytes there, and its quantized bytes."""
 
     module_path: str
     part: str
@@ -40,7 +40,9 @@ class UnknownKey:
 
 @dataclass(frozen=True)
 class Collision:
-    """A key that also matches modules whose names only begin like it: their device, the device in the map, an example."""
+    """A key that also matches modules whose names only have it as a prefix: their device, the device in the map, an
+    example.
+    """
 
     key: str
     tensors: int
@@ -51,12 +53,12 @@ class Collision:
 
 @dataclass(frozen=True, kw_only=True)
 class MapReading:
-    """The map as the stock stack takes it.
+    """The map as the stock stack interprets it.
 
     devices: key -> device as text; main: the device that computes. kept: linears that stay unquantized. map_cost_bytes:
-    what those of them cost that only the map keeps out, against the format asked for. uncovered: tensors that no key is
-    above. object_keys: keys whose value is neither a number nor text. bytes_on: device -> bytes of the loaded base.
-    tensor_devices: tensor_path -> device, after collisions.
+    additional bytes of those that stay unquantized only because of the map, compared with the requested format.
+    uncovered: tensors without a key. object_keys: keys whose value is neither a number nor text. bytes_on: device ->
+    bytes of the loaded base. tensor_devices: tensor_path -> device, after collisions.
     """
 
     devices: dict[str, str]
@@ -73,7 +75,7 @@ class MapReading:
 
     @property
     def is_split(self) -> bool:
-        """Whether anything of the base is on the CPU or disk: the condition on which PEFT plans again."""
+        """Whether anything of the base is on the CPU or disk: the condition for PEFT's second plan."""
         return any(device in OFF for device in self.devices.values())
 
     def keys_on(self, *devices: str) -> list[str]:
@@ -97,7 +99,7 @@ def check_map(device_map: Any) -> dict[str, Any]:
 
 
 def device_text(value: Any) -> str:
-    """Return a device of a map as text: a GPU by its number, "cpu" and "disk" as they are; "" if it is no device."""
+    """Return a device of a map as text: a GPU by its number, "cpu" and "disk" unchanged; "" if it is no device."""
     text = str(value)
     if text.startswith("cuda"):
         text = text.partition(":")[2] or "0"
@@ -105,7 +107,7 @@ def device_text(value: Any) -> str:
 
 
 def read_map(shape: ModelShape, device_map: Mapping[str, Any]) -> MapReading:
-    """Return what the stock stack does with the map (empty: everything on GPU 0)."""
+    """Return the stock stack's reading of the map (empty: everything on GPU 0)."""
     entries = dict(device_map) or {"": 0}
     devices = {key: device_text(value) for key, value in entries.items()}
     kept = stock_kept(shape, takes_map=bool(device_map))

@@ -1,7 +1,7 @@
 """Known failures that will occur: the map, the adapter, the versions and PEFT's second plan, judged by the catalogue.
 
-Each finding names the entry of the catalogue (`upstream/`) that it rests on; whether the installed versions have it is
-that entry's to say. What is foreseen is what the stock stack does, from its source; it is not a run of it.
+Each finding names its entry of the catalogue (`doctor/catalogue/`), which decides whether the installed versions have
+the bug. A finding predicts the stock stack's behaviour from its source, not from a run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Foreseen:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that is judged."""
+    """The inputs of all rules."""
 
     shape: ModelShape
     map: MapReading
@@ -51,7 +51,7 @@ class Facts:
 
 
 def foresee(facts: Facts) -> tuple[Foreseen, ...]:
-    """Return what lies ahead, the gravest first, in the order in which it would show."""
+    """Return the expected failures, the most severe first, in the order in which they would occur."""
     findings = [*_map_keys(facts), *_base(facts), *_model(facts), *_adapter(facts), *_second(facts)]
     met = [one for one in findings if not one.bug or is_met(one.bug, facts.versions)]
     return tuple(sorted(met, key=lambda one: SEVERITIES.index(one.severity)))
@@ -66,9 +66,9 @@ def find_bug(bug_id: str) -> Bug | None:
 
 
 def is_met(bug_id: str, versions: Mapping[str, str]) -> bool:
-    """Return whether these versions have the bug: no package that it belongs to is too old or repaired.
+    """Return whether these versions have the bug: none of its packages is too old or fixed.
 
-    Versions that are missing or unreadable decide nothing.
+    Missing or unreadable versions are ignored.
     """
     bug = find_bug(bug_id)
     for affected in bug.affected if bug is not None else ():
@@ -296,7 +296,7 @@ def _second(facts: Facts) -> Iterator[Foreseen]:
             f"ValueError: We need an `offload_dir` to dispatch this model ({_some(second.disk_keys)}): {gib(second.free_bytes)} "
             "seem free on the GPU, and the host has no room for the rest",
         )  # fmt: skip
-        return  # with the folder it would go on to what follows
+        return  # with the folder it would continue to the following failures
     yield from _offloaded(facts, second)
     reader = next((layer for layer in facts.shape.anatomy.kv_layers if layer.shares is not None), None)
     if second.is_split and reader is not None:
@@ -308,7 +308,7 @@ def _second(facts: Facts) -> Iterator[Foreseen]:
 
 
 def _offloaded(facts: Facts, second: SecondPlan) -> Iterator[Foreseen]:
-    """Judge what accelerate's hooks do to quantized weights that the second plan takes off the main device."""
+    """Check the effect of accelerate's hooks on quantized weights that the second plan moves off the main device."""
     if second.all_on_cpu:
         yield Foreseen(
             FAILS, "B2", "first forward", "the second plan puts the whole model on the CPU",

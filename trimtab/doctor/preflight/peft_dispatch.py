@@ -1,10 +1,10 @@
 """The device map that the installed PEFT makes for an adapter on a base that is partly on the CPU or disk.
 
-PEFT's own `from_pretrained` runs on a base without data: meta tensors that have the sizes of the packed weights. It runs
-until it has called accelerate's `infer_auto_device_map`; nothing is dispatched and nothing is written. Two things are
-given instead of read: the free memory, because the base is not really loaded, and the existence of the GPUs. Runs in a
-process of its own (`second_plan.py` starts it), which needs torch, transformers, accelerate, PEFT and safetensors.
-What is not known: `max_memory` and a `device_map` that the caller gives to PEFT.
+PEFT's `from_pretrained` runs on a base without data: meta tensors with the sizes of the packed weights. It runs until
+it has called accelerate's `infer_auto_device_map`; nothing is dispatched and nothing is written. The free memory and
+the GPUs are inputs, because the base is not really loaded. Runs in a separate process (`second_plan.py` starts it),
+which needs torch, transformers, accelerate, PEFT and safetensors. Not known: `max_memory` and a `device_map` that the
+caller passes to PEFT.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PACKED = "_trimtab_packed_bytes"
 
 
 class _Planned(BaseException):
-    """PEFT has its map: the rest of the load is not run."""
+    """Raised when PEFT has its map; the rest of the load is not run."""
 
 
 def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
@@ -43,15 +43,16 @@ def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> 
 def plan_of(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return PEFT's plan as JSON-ready values.
 
-    request: model (folder), dtype, adapter (folder), config (changes of its configuration), device_map (key -> device as
-    text), quantized (module paths), quant (format), free ([device, bytes] pairs, GPUs first).
-    Returns {"runs": False, "why": text} if PEFT makes no plan, else map, budgets and required as [device or path, value]
-    pairs, total_bytes, largest ([path, bytes] of the layer that accelerate keeps room for), steps (accelerate's own lines).
+    request: model (folder), dtype, adapter (folder), config (changes of its configuration), device_map (key -> device
+    as text), quantized (module paths), quant (format), free ([device, bytes] pairs, GPUs first). Returns {"runs":
+    False, "why": text} if PEFT makes no plan, else map, budgets and required as [device or path, value] pairs,
+    total_bytes, largest ([path, bytes] of the layer for which accelerate reserves memory), steps (accelerate's own
+    lines).
     """
     base = empty_base(request["model"], request["dtype"])
     for path in request["quantized"]:
         weight = base.get_submodule(path).weight
-        # A packed weight has one byte for a number in 8 bits and for two numbers in 4 bits; its scales are no parameters.
+        # A packed weight has one byte per 8-bit value or per two 4-bit values; its scales are no parameters.
         numel = weight.numel()
         setattr(base.get_submodule(path), _PACKED, numel if request["quant"] == "int8" else (numel + 1) // 2)
     base.hf_device_map = {key: int(text) if text.isdecimal() else text for key, text in request["device_map"].items()}
@@ -66,7 +67,7 @@ def plan_of(request: Mapping[str, Any]) -> dict[str, Any]:
             PeftModel.from_pretrained(base, request["adapter"], config=config, torch_device="cpu")
         except _Planned:
             pass
-        except Exception as exc:  # whatever PEFT raises for this adapter
+        except Exception as exc:  # any exception of PEFT for this adapter
             plan["why"] = f"PEFT stops before its plan: {type(exc).__name__}: {str(exc).splitlines()[0][:300]}"
     return plan
 
@@ -90,7 +91,9 @@ def empty_base(folder: str, dtype: str) -> Any:
 
 
 def _pack(model: Any) -> None:
-    """Give the marked linears weights of the packed size. PEFT computes with weights of the plain shape before (DoRA)."""
+    """Give the marked linears weights of the packed size. Before that, PEFT computes with weights of the plain shape
+    (DoRA).
+    """
     for module in model.modules():
         nbytes = module.__dict__.pop(_PACKED, None)
         if nbytes is not None:
@@ -100,7 +103,7 @@ def _pack(model: Any) -> None:
 
 @contextlib.contextmanager
 def _peft_stops_at_its_map(plan: dict[str, Any]) -> Iterator[None]:
-    """PEFT's calls of accelerate go to accelerate, are recorded in `plan`, and the second one ends the load."""
+    """Record PEFT's calls of accelerate in `plan`, and end the load at the second one."""
     if not hasattr(peft_model, "infer_auto_device_map") or not hasattr(peft_model, "get_balanced_memory"):
         plan["why"] = "this PEFT release does not call accelerate for a map"
         yield
@@ -130,7 +133,7 @@ def _peft_stops_at_its_map(plan: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-# What accelerate is given ---------------------------------------------------------------------------------------------
+# Inputs of accelerate -------------------------------------------------------------------------------------------------
 
 
 class _TorchWithGpus(types.ModuleType):
@@ -160,11 +163,11 @@ def _accelerate_sees(free: Mapping[int | str, int]) -> Iterator[None]:
         yield
 
 
-# What accelerate says -------------------------------------------------------------------------------------------------
+# Output of accelerate -------------------------------------------------------------------------------------------------
 
 
 class _Messages(logging.Handler):
-    """The texts that accelerate logs while this is open."""
+    """Collects the texts that accelerate logs inside the block."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -188,7 +191,7 @@ class _Messages(logging.Handler):
 
 
 class _Largest:
-    """The layer that accelerate keeps room for at the start: what its own function returns first."""
+    """The layer for which accelerate reserves memory at the start: the first result of its function."""
 
     first: list[Any] | None = None
 

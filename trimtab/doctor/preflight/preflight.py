@@ -1,9 +1,10 @@
-"""Predictions before a weight is read: what the stock stack would do with this model, map and adapter, and what works.
+"""Predictions before a weight is read: the stock stack's behaviour with this model, map and adapter, and the calls that
+work.
 
-`preflight` reads config and headers alone. It says which modules stay unquantized and what that costs, which keys of the
-map name nothing, what PEFT's second plan would make of the map (its arithmetic in full), what becomes of the adapter's
-keys, which entries of the catalogue (`upstream/`) lie ahead, and ends with the calls that work on this machine. What is
-not known before a run: what other programs take at the same time, and failures that nobody has reported.
+`preflight` reads only config and headers. It reports which modules stay unquantized and the cost, which keys of the map
+name nothing, PEFT's second plan for the map (with all arithmetic), the fate of the adapter's keys, and which entries of
+the catalogue (`doctor/catalogue/`) apply. It ends with the calls that work on this machine. Not known before a run: the
+memory of other programs, and failures that were never reported.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """The whole judgement.
+    """The whole prediction.
 
-    versions: of the packages that it is about. free: device -> bytes that were free. findings: the gravest first.
+    versions: of the packages concerned. free: device -> free bytes. findings: the most severe first.
     """
 
     model: str
@@ -53,11 +54,11 @@ class Preflight:
 
     @property
     def worst(self) -> str | None:
-        """The gravest severity, None if nothing lies ahead."""
+        """The highest severity, None without a finding."""
         return self.findings[0].severity if self.findings else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the judgement as JSON-ready values; the steps of the second plan included."""
+        """Return the prediction as JSON-ready values, including the steps of the second plan."""
         return {
             "format": FORMAT, "model": self.model, "model_class": self.model_class, "quant": self.quant,
             "device_map": dict(self.device_map), "versions": dict(self.versions),
@@ -75,13 +76,12 @@ def preflight(
     max_memory: Mapping[Any, Any] | None = None, python: str | os.PathLike[str] | None = None,
     machine: Machine | None = None, environment: Environment | None = None, called: str | None = None,
 ) -> Preflight:  # fmt: skip
-    """Return what lies ahead of the stock stack with these arguments, and what works instead.
+    """Return the expected failures of the stock stack with these arguments, and the calls that work instead.
 
-    device_map: as transformers takes it, None is everything on GPU 0. quant: "auto" is the checkpoint's own format, else
-    nf4-dq. gpu_memory, host_memory: to be judged as if so much were free; max_memory: both in
-    transformers' form. python: the interpreter whose packages are
-    asked (None: this one). machine, environment: given where they are known already. called: the adapter's name in the suggested
-    calls (None: its folder's).
+    device_map: in transformers' form, None is everything on GPU 0. quant: "auto" is the checkpoint's own format, else
+    nf4-dq. gpu_memory, host_memory: assumed free memory; max_memory: both in transformers' form. python: the
+    interpreter of the packages (None: this one). machine, environment: if already known. called: the adapter's name in
+    the suggested calls (None: its folder's).
     Errors: CheckpointError, AdapterError for folders that are not a model or an adapter; RequestError.
     """
     gpu_bytes = parse_bytes(gpu_memory, field_name="gpu_memory")
@@ -95,7 +95,7 @@ def preflight(
         device, disk_bytes = budgets["device"], budgets["disk_memory_bytes"]
     checkpoint = read_checkpoint(model)
     if adapter is not None:
-        read_adapter(os.fspath(adapter))  # before anything that takes long
+        read_adapter(os.fspath(adapter))  # before any slow work
     environment = environment or read_environment(python)
     machine = machine or _machine(gpu_bytes, host_bytes, device)
     shape = read_shape(model, asked_map, quant=quant, dtype=dtype, python=python)
@@ -128,7 +128,7 @@ def preflight(
 
 
 def _machine(gpu_bytes: int | None, host_bytes: int | None, device: str = "auto") -> Machine:
-    """Return this machine, or one like it with other memory; the driver's context comes out of what is free."""
+    """Return this machine, or one like it with other memory. The driver's context is part of the free memory."""
     import trimtab.engine.model  # noqa: F401  # so that the process has what loading imports (`read_machine`)
     from trimtab.engine.memory import rates as devices
 
@@ -144,7 +144,7 @@ def _machine(gpu_bytes: int | None, host_bytes: int | None, device: str = "auto"
 
 
 def _free(machine: Machine, environment: Environment) -> dict[Device, int]:
-    """Return what accelerate would find free: the GPUs by number, then the CPU."""
+    """Return the free memory that accelerate would find: the GPUs by number, then the CPU."""
     free: dict[Device, int] = {} if machine.on_cpu else {0: machine.gpu_free_bytes}
     free |= {gpu.index: gpu.free_bytes for gpu in environment.gpus if gpu.index > 0 and not machine.on_cpu}
     return {**free, "cpu": machine.host_available_bytes}
@@ -167,7 +167,7 @@ def _rates(machine: Machine) -> Rates:
 
     from trimtab.engine.memory import rates as devices
 
-    # Another machine's rates are not known: an old consumer machine's serve to compare placements.
+    # Another machine's rates are unknown: those of an old consumer machine are enough to compare placements.
     is_here = machine.on_cpu or torch.cuda.is_available()
     return devices.measure_rates(machine.execution_device) if is_here else Rates()
 
@@ -204,7 +204,7 @@ def _second_json(second: SecondPlan) -> dict[str, Any]:
 
 
 def preflight_text(result: Preflight) -> str:
-    """Return the judgement as lines for people: what lies ahead, why, and the call that works."""
+    """Return the prediction as lines for people: the expected failures, the reasons, and the call that works."""
     lines = [f"{result.model_class} ({result.model}), {result.quant}, stock stack: {_stack(result.versions)}"]
     lines.append(f"device map: {_shown_map(result.device_map)}")
     lines += ["", *_unquantized(result.map, result.quant)]

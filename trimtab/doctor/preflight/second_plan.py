@@ -1,9 +1,9 @@
 """PEFT's second plan for a map: whether it is made, the memory that it assumes, and its result.
 
-The map is that of the installed PEFT and accelerate (`peft_dispatch.py`, in a process of its own). The free memory that
-they would see is calculated here, line by line: what is free now, less the base and the adapter that are on the device by
-then. It is an upper bound: torch's cache (a map with "" moves the whole model through the GPU) and other programs take
-from it. Imports no torch.
+The map comes from the installed PEFT and accelerate (`peft_dispatch.py`, in a separate process). The free memory that
+they would see is calculated here, line by line: the present free memory minus the base and the adapter on the device.
+It is an upper bound: torch's cache (a map with "" moves the whole model through the GPU) and other programs reduce it.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class SecondPlan:
-    """PEFT's own plan.
+    """PEFT's plan.
 
-    runs: whether it is made at all; why: the condition, or why there is none. steps: what accelerate prints while it
-    plans. device_map: the result, in the wrapped model's names. required: what accelerate's log line says for a device
-    that took nothing. free_bytes: of the first GPU as the plan would see it. moved_to_main_bytes, moved_off_bytes: what
-    changes sides against the user's map. offloaded_quantized: quantized linears that it takes off the accelerator.
-    all_on_cpu: everything is on the CPU. disk_keys: what it puts on disk, in the wrapped model's names.
+    runs: whether it is made at all; why: the condition, or why there is none. steps: accelerate's output during
+    planning. device_map: the result, in the wrapped model's names. required: the figure of accelerate's log line for an
+    unused device. free_bytes: of the first GPU as the plan would see it. moved_to_main_bytes, moved_off_bytes: bytes
+    that move, compared with the user's map. offloaded_quantized: quantized linears that it moves off the accelerator.
+    all_on_cpu: everything is on the CPU. disk_keys: keys on disk, in the wrapped model's names.
     """
 
     runs: bool
@@ -127,7 +127,9 @@ def second_plan(
 
 
 def config_changes(adapter: AdapterReading) -> dict[str, Any]:
-    """Return what PEFT's configuration needs so that it takes the adapter: no wrapper as a target. {} for one that does not fit."""
+    """Return the changes of PEFT's configuration for an adapter with wrappers as targets. {} for an adapter that does
+    not match.
+    """
     if adapter.spec is None:
         return {}
     config = adapter.spec.file.config
@@ -167,7 +169,7 @@ def _free_then(
         if own:
             lines.append(Line("less the adapter beside its layers, in float32", -own))
         lines.append(Line("= what PEFT finds free", left[device]))
-    # accelerate asks the driver, which cannot report less than nothing: by then the load has already failed.
+    # accelerate queries the driver, which reports no negative value: the load would have failed before.
     return lines, {device: max(nbytes, 0) for device, nbytes in left.items()}
 
 
@@ -197,7 +199,7 @@ def _budget_lines(inferred: _Inferred, left: Mapping[Device, int], gpus: list[in
 
 
 def _required(inferred: _Inferred, device: Device) -> str:
-    """Return what the number of accelerate's log line is made of: the first thing that it tried and the largest layer."""
+    """Return the parts of the number in accelerate's log line: the first module that it tried and the largest layer."""
     nbytes = int(inferred.required[device])
     refused = [
         match.groups() for match in map(_NO_ROOM.match, inferred.steps) if match and match.group(1) == str(device)
@@ -207,7 +209,7 @@ def _required(inferred: _Inferred, device: Device) -> str:
     path = refused[-1][1]
     size = max(
         int(nbytes) for _, path_refused, nbytes in refused if path_refused == path
-    )  # with what is tied to it, if anything is
+    )  # with the modules that are tied to it
     rest, share = nbytes - size, 100 * (nbytes - size) / nbytes if nbytes else 0.0
     kept = f"{rest} for the largest layer ({_own(inferred.largest[0])}, {share:.1f} %)" if rest else "nothing kept back"
     return (
@@ -221,7 +223,7 @@ def _own(path: str) -> str:
 
 
 def _devices_after(reading: MapReading, inferred: _Inferred, spec: AdapterSpec | None) -> dict[str, str]:
-    """Return tensor_path -> device by the second plan; tensors that it forgets stay where they are (not dispatched)."""
+    """Return tensor_path -> device by the second plan; tensors that it omits are not moved."""
     lora = {target.module_path for target in spec.targets if target.kind != "saved"} if spec is not None else set()
     after = {}
     for tensor in reading.tensor_devices:

@@ -1,8 +1,8 @@
 """The model as an interpreter's stock stack builds it before it loads a weight: modules, dtypes, skip rules.
 
-`read_shape` asks this interpreter or another one (in a process of its own): the empty model is built by the transformers
-that is installed there, and what a device map's keys hit is decided by that release's own functions, so that a rule that
-changed between releases is not guessed. The other interpreter needs torch, transformers and safetensors.
+`read_shape` uses this interpreter or another one (in a separate process). The transformers that is installed there
+builds the empty model, and its own functions decide which modules a device map's keys match, so rules that changed
+between releases are not guessed. The other interpreter needs torch, transformers and safetensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class OwnTensor:
-    """A parameter or buffer that a module owns, in the unquantized model. tied_to: the tensor_path that comes first."""
+    """A parameter or buffer that a module owns, in the unquantized model. tied_to: the first tensor_path of its tied
+    group.
+    """
 
     name: str
     numel: int
@@ -36,7 +38,7 @@ class OwnTensor:
 
 @dataclass(frozen=True)
 class ModuleShape:
-    """A module of the empty model, tensors or none, in the order of `named_modules`."""
+    """A module of the empty model, with or without tensors, in the order of `named_modules`."""
 
     module_path: str
     class_name: str
@@ -45,11 +47,11 @@ class ModuleShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model as the stock stack sees it.
+    """A model as the stock stack builds it.
 
-    no_split: classes that accelerate does not split. quant: the format asked for, resolved. skipped_by_key: module_path
-    of a linear -> the map's key that keeps it from being quantized, by the installed rule. loaded_to: tensor_path ->
-    device of those that loading puts elsewhere than the longest key above them says (keys match as prefixes there).
+    no_split: classes that accelerate does not split. quant: the requested format, resolved. skipped_by_key: module_path
+    of a linear -> the map's key that prevents its quantization, by the installed rule. loaded_to: tensor_path ->
+    device, for tensors that loading places differently from their longest key (keys match as prefixes there).
     takes_sdpa: whether every sub-model takes attn_implementation="sdpa".
     """
 
@@ -96,7 +98,7 @@ def _row(values: Mapping[str, Any]) -> ModuleRow:
     return ModuleRow(**{**values, "tensors": tensors})
 
 
-# Asking ---------------------------------------------------------------------------------------------------------------
+# Reading in a process -------------------------------------------------------------------------------------------------
 
 
 def read_shape(
@@ -111,7 +113,7 @@ def read_shape(
     devices = {key: str(value) for key, value in device_map.items()}
     if python is None:
         return shape_of(os.fspath(model), devices, quant, dtype)
-    read_checkpoint(model)  # what is wrong with the folder is found and said here
+    read_checkpoint(model)  # errors of the folder are found and reported here
     request = {"model": os.fspath(Path(model).absolute()) if os.path.isdir(model) else os.fspath(model)}
     request |= {"device_map": devices, "quant": quant, "dtype": dtype}  # type: ignore[dict-item]
     outcome = run_inside("trimtab.doctor.preflight.shape", request, python=python, timeout_s=TIMEOUT_S)
@@ -134,7 +136,7 @@ def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> 
     emit({"shape": shape.to_json()})
 
 
-# Reading, in the interpreter whose stack is asked about ---------------------------------------------------------------
+# Reading, in the interpreter of the stack -----------------------------------------------------------------------------
 
 
 def shape_of(model: str, device_map: Mapping[str, str], quant: str, dtype: str) -> ModelShape:
@@ -176,10 +178,10 @@ def _modules(model: Any, ties: Mapping[str, str]) -> list[ModuleShape]:
 
 
 def _skipped(linears: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
-    """Return linear -> the first key that stock's rule takes as a reason not to quantize it."""
+    """Return linear -> the first key that excludes it from quantization by stock's rule."""
     try:
         from transformers.quantizers.quantizers_utils import should_convert_module
-    except ImportError:  # moved or renamed in a release that this file does not know
+    except ImportError:  # moved or renamed in another release
 
         def should_convert_module(full_name: str, patterns: list[str]) -> bool:
             return not any(re.match(key, full_name) or full_name.endswith(key) for key in patterns)

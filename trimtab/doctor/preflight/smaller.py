@@ -1,4 +1,4 @@
-"""The smaller model of a family, by its config only: what would fit where the requested one does not.
+"""The smaller model of a family, by its config only: an alternative if the requested one does not fit.
 
 Only Gemma 4 E4B has one here: E2B, in the sizes of the released model.
 """
@@ -14,7 +14,7 @@ from trimtab.doctor.preflight.shape import ModelShape, read_shape
 from trimtab.process.work_folder import work_folder
 
 SMALLER_NAME = "E2B"
-# What tells E4B: the text model's type, width and layers.
+# E4B is recognized by the text model's type, width and layers.
 _E4B = ("gemma4_text", 2560, 42)
 _LAYERS, _FULL_EVERY = 35, 5
 E2B: Mapping[str, Any] = {

@@ -1,6 +1,7 @@
 """The linears that the stock stack leaves unquantized, and the bytes of each tensor of the loaded model.
 
-The bytes are real ones, scales included; accelerate's own count of the same model is in `peft_dispatch.py`. Imports no torch.
+The bytes are exact, including scales; accelerate's own count of the same model is in `peft_dispatch.py`. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def stock_kept(shape: ModelShape, *, takes_map: bool) -> dict[str, str]:
     if shape.quant == "none":
         return {}
     reasons = {row.module_path: row.why_unquantized for row in shape.anatomy.rows if row.why_unquantized}
-    # A checkpoint that is already packed stays packed where it is packed, whatever the map says.
+    # In a packed checkpoint, packed weights stay packed with any map.
     if takes_map and shape.anatomy.prequantized is None:
         for path, key in shape.skipped_by_key.items():
             reasons.setdefault(path, f"the map's key {key!r} is on the CPU or disk")
@@ -33,13 +34,13 @@ def quantized_paths(shape: ModelShape, kept: Mapping[str, str]) -> frozenset[str
 
 
 def weight_bytes(row: ModuleRow, kind: str) -> int:
-    """Return the bytes of a linear's weight in a format, scales included."""
+    """Return the bytes of a linear's weight in a format, including scales."""
     weight = row.weight
     return 0 if weight is None else packed_bytes(weight.shape, kind, weight.dtype)
 
 
 def stock_bytes(shape: ModelShape, quantized: frozenset[str]) -> dict[str, int]:
-    """Return tensor_path -> the bytes it really takes in the loaded stock model, scales included; no tied copies."""
+    """Return tensor_path -> its exact bytes in the loaded stock model, including scales; without tied copies."""
     rows, sizes = shape.anatomy.by_path(), {}
     for module in shape.modules:
         for own in module.tensors:

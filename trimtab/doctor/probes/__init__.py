@@ -1,1 +1,1 @@
-"""Is a known bug here?"""
+"""Does the installed stack have a known bug?"""

@@ -1,6 +1,6 @@
 """The process that runs probes: one after the other, each result reported immediately.
 
-It runs in any interpreter. A probe that hangs is ended by the interpreter's own watchdog, which also ends native code.
+It runs in any interpreter. The interpreter's watchdog ends a probe that hangs, also in native code.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ STACK = ("torch", "transformers", "accelerate", "bitsandbytes", "peft")
 
 
 def main(request: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
-    """Tell {"event": "start", "id"} and {"event": "seen", "id", "state", "evidence", "seconds"} for every file.
+    """Emit {"event": "start", "id"} and {"event": "seen", "id", "state", "evidence", "seconds"} for every file.
 
     request: files (paths of catalogue entries), folder (where probes may write), timeout_s (for one probe), gpu_hidden:
-    whether an entry that wants a GPU is left for a process that may see it, which a torch without one makes needless.
+    whether entries that need a GPU are left for a process that may see it; ignored if torch has no GPU.
     """
     kit = Kit(Path(request["folder"]))
     modules = [read_entry(Path(file)) for file in request["files"]]
@@ -50,14 +50,14 @@ def main(request: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> Non
 
 
 def _import_stack(kit: Kit, packages: set[str]) -> None:
-    """Import what probes need, before the first one's clock starts; a broken package shows in its own probes."""
+    """Import the packages of the probes before the first measurement; a broken package fails in its own probes."""
     for package in STACK:
         if package in packages and kit.has(package):
             try:
                 importlib.import_module(package)
             except Exception as error:
                 print(failure(error), file=sys.stderr)
-    # The million objects of the stack stay: without them a collection after each probe is quick.
+    # The stack's million objects are permanent: without them, a garbage collection after each probe is fast.
     gc.collect()
     gc.freeze()
 
@@ -71,7 +71,7 @@ def _is_built_for_gpu(kit: Kit) -> bool:
 
 
 def _seen(module: ModuleType, kit: Kit) -> Seen:
-    """Return what the probe saw; any error that it did not expect is "unknown" with that error."""
+    """Return the probe's result; an unexpected error is "unknown" with that error."""
     for affected in module.BUG.affected:
         if not kit.has(affected.package):
             return Seen(NOT_APPLICABLE, f"{affected.package} is not installed")

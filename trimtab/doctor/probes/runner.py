@@ -1,7 +1,7 @@
 """Known bugs in the installed packages, of this interpreter or another one.
 
-One process runs all probes. A probe that crashes the process or hangs becomes "unknown" with the way it ended, and a
-fresh process goes on with the next one.
+One process runs all probes. A probe that crashes the process or hangs becomes "unknown" with the kind of its end, and a
+new process continues with the next one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trimtab.process.runner import DONE, Outcome, run_inside
 from trimtab.process.work_folder import work_folder
 
 FOLDER = Path(__file__).resolve().parents[1] / "catalogue"
-IMPORTS_S = 240.0  # what importing the stack may take on a cold disk, apart from every probe's own limit
+IMPORTS_S = 240.0  # time limit for importing the stack from a cold disk, separate from every probe's limit
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,9 @@ class Verdict:
 
 
 def read_catalogue(folder: Path | None = None) -> tuple[Entry, ...]:
-    """Return every entry in the order of the catalogue; folder: another one than the package's, in order of its names."""
+    """Return every entry in the order of the catalogue; folder: another one than the package's, in order of its file
+    names.
+    """
     return _own() if folder is None else tuple(map(_entry, sorted(folder.glob("[a-z]*.py"))))
 
 
@@ -80,14 +82,16 @@ def run_probes(
     entries = _chosen(read_catalogue(catalogue), ids)
     run = _Run(_absolute(python), timeout_s, len(entries), progress)
     with work_folder("probes") as folder:
-        # A GPU in sight would get what the probes place on the imitated one, so those that want it come last.
+        # A visible GPU would receive the tensors for the imitated one, so probes that need the real one come last.
         run.all(entries, folder, gpu_hidden=True)
         run.all(entries, folder, gpu_hidden=False)
     return tuple(run.verdicts[entry.bug.id] for entry in entries)
 
 
 def _absolute(python: str | os.PathLike[str] | None) -> str | None:
-    """Return the interpreter's path for a process that runs in another folder; a link stays one, it marks its packages."""
+    """Return the interpreter's path for a process that runs in another folder; a link is not resolved, because it
+    identifies the environment.
+    """
     if python is None:
         return None
     resolved = shutil.which(os.fspath(python))
@@ -128,8 +132,8 @@ class _Run:
             )  # fmt: skip
             left = self._left(entries)
             if outcome.ended == DONE:
-                return  # what is left waits for a process that may see the GPU
-            # If it ended before the first probe, nothing of the catalogue is to blame, and a new process would do the same.
+                return  # the remaining probes wait for a process that may see the GPU
+            # If it ended before the first probe, no probe is the cause, and a new process would end in the same way.
             for entry in [entry for entry in left if entry.bug.id == self._started] or left:
                 self._set(Verdict(entry.bug, Seen(UNKNOWN, _ending(outcome)), outcome.seconds))
 
@@ -152,7 +156,7 @@ _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_N
 
 
 def _ending(outcome: Outcome) -> str:
-    """Return how the process of a probe ended, in one line: of a hang also where it hung."""
+    """Return how the process of a probe ended, in one line; for a hang also its location."""
     lines = [line.strip() for line in outcome.stderr.splitlines() if line.strip()]
     if any(line.startswith("Timeout (") for line in lines):
         # Every thread is listed, the main one last.
@@ -170,7 +174,7 @@ def _without_folders(line: str) -> str:
 
 
 def probes_text(verdicts: Sequence[Verdict], *, width: int = 120) -> str:
-    """Return the verdicts for people: a table, then how many there are of each state. width: in characters."""
+    """Return the verdicts for people: a table, then the count of each state. width: in characters."""
     from rich.console import Console
     from rich.table import Table
 

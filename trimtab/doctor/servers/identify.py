@@ -16,7 +16,7 @@ TRIMTAB, VLLM, SGLANG, LLAMA_CPP, OLLAMA, TRANSFORMERS = (
     "Ollama",
     "transformers",
 )
-# What "owned_by" says in a list of models.
+# Values of "owned_by" in a list of models.
 _OWNERS = {
     "vllm": VLLM, "sglang": SGLANG, "llamacpp": LLAMA_CPP, "trimtab": TRIMTAB, "library": OLLAMA, "me": LLAMA_CPP,
 }  # fmt: skip
@@ -25,7 +25,7 @@ MAX_MODELS = 200
 
 @dataclass(frozen=True)
 class Identity:
-    """The identified server. kind: "" if unknown. why: the evidence. models: as the server lists them."""
+    """The identified server. kind: "" if unknown. why: the evidence. models: the server's list."""
 
     kind: str
     version: str | None
@@ -35,7 +35,7 @@ class Identity:
 
 
 def identify(client: Client) -> Identity:
-    """Return what answers. client: of the address without /v1. Errors: RequestError if nothing does."""
+    """Return the kind of server. client: of the address without /v1. Errors: RequestError if nothing answers."""
     listed = client.get("/v1/models")
     models, owners, adapters = _models(listed)
     for kind, path, field in (
@@ -65,7 +65,7 @@ def _models(reply: Reply) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, 
     entries: Sequence[Any] = rows[:MAX_MODELS] if isinstance(rows, list) else ()
     named = [row for row in entries if isinstance(row, Mapping) and isinstance(row.get("id"), str)]
     owners = [row["owned_by"] for row in named if isinstance(row.get("owned_by"), str)]
-    # vLLM and trimtab say of an adapter which base it belongs to.
+    # vLLM and trimtab report the base of an adapter.
     adapters = [plain(row["id"], 120) for row in named if isinstance(row.get("parent"), str) and row["parent"]]
     return tuple(plain(row["id"], 120) for row in named), tuple(dict.fromkeys(owners)), tuple(adapters)
 

@@ -1,4 +1,4 @@
-"""The known facts about one bug of a server: the releases, the effect, the threads, and what to check."""
+"""The known facts about one bug of a server: the releases, the effect, the threads, and the check."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 APPLIES, MAY_APPLY, FIXED = "applies", "may apply", "fixed"
 MERGED, LATER = "fixed upstream, release not known", "came later"
 STANDINGS = (APPLIES, MAY_APPLY, MERGED, FIXED, LATER)
-# What `verify --against` calls the fault, where it is one of those that it tries.
+# The fault's name in `verify --against`, if it is one that it tries.
 FAULTS = (
     "ignored", "scale", "alpha_pattern ignored", "rank_pattern ignored", "DoRA ignored", "tower parts dropped",
     "connector part dropped",
@@ -20,10 +20,11 @@ FAULTS = (
 class ServerBug:
     """One entry.
 
-    id: letter and number. title: what a user sees, in one line. when: whom it hits. fault: what `verify --against` calls it, ""
-    for one that is refused or answers wrongly from time to time. seen: the release it was reported with ("" if not said). since:
-    the first release with it, fixed_in: the first without, where known. merged: the fix is merged, its release not known.
-    evidence: what since and fixed_in rest on. way_round: what helps today. sources: the threads. state: theirs, as read on `read`.
+    id: letter and number. title: what a user sees, in one line. when: the affected configuration. fault: its name in
+    `verify --against`, "" for a refusal or an occasional wrong answer. seen: the release of the report ("" if not
+    given). since: the first release with it, fixed_in: the first without it, if known. merged: the fix is merged, its
+    release is unknown. evidence: the source of since and fixed_in. way_round: the workaround. sources: the threads.
+    state: theirs, as read on `read`.
     """
 
     id: str
@@ -43,7 +44,7 @@ class ServerBug:
     def standing(self, version: str | None) -> str:
         """Return whether it applies to a release: one of STANDINGS.
 
-        "applies" from `since` on; where that is not known, for the release that it was seen with (its patches included).
+        "applies" from `since` on; if that is unknown, for the release of the report, including its patches.
         """
         here = numbers(version)
         if here is not None and self.fixed_in is not None and here >= (numbers(self.fixed_in) or ()):
@@ -60,7 +61,7 @@ class ServerBug:
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """One kind of server: its entries, and what to check first with any release."""
+    """One kind of server: its entries, and the first checks for any release."""
 
     name: str
     bugs: tuple[ServerBug, ...]

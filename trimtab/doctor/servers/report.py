@@ -1,4 +1,4 @@
-"""The report of `trimtab doctor http://...`: the server, the known adapter bugs that apply to it, what to check first."""
+"""The report of `trimtab doctor http://...`: the server, the known adapter bugs that apply to it, the first checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GENERAL = (
 
 @dataclass(frozen=True)
 class ServerReport:
-    """Which server answers at an address, and what is known of it."""
+    """The server at an address, and the known facts about it."""
 
     url: str
     identity: Identity

@@ -1,1 +1,1 @@
-"""Whose error is this text?"""
+"""Which known failure is in a pasted text, and whose is it?"""

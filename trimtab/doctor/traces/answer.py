@@ -1,6 +1,6 @@
-"""The answer to a pasted error: owner, trackers, workaround, what to ask next, and the confidence.
+"""The answer to a pasted error: owner, trackers, workaround, the next questions, and the confidence.
 
-Everything about a bug comes from the catalogue, states of threads as last known there. Imports no torch.
+All facts about a bug come from the catalogue, including the last known states of threads. Imports no torch.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ ASK_UNKNOWN = (
 class Answer:
     """The known facts about one exception of a paste.
 
-    label: its name, UNKNOWN for none. meaning: in a line. exception: as pasted, its first line. rests_on: by what it was
-    recognized. bug: the entry of the catalogue, None without one. bucket: the issue that it belongs into. owner: whose
-    repository. trackers: known threads. fix: whether a release has the fix, in a sentence. way_round: what works today.
-    ask: what to ask next. times: how often the text has it.
+    label: its name, UNKNOWN for none. meaning: one line. exception: its first line as pasted. rests_on: the evidence
+    for the match. bug: the entry of the catalogue, None without one. bucket: its issue. owner: of the repository.
+    trackers: known threads. fix: a sentence on releases with the fix. way_round: the workaround. ask: the next
+    questions. times: number of occurrences in the text.
     """
 
     label: str
@@ -68,7 +68,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The diagnosis of a pasted text. answers: known failures first, most certain first. versions: that the text says."""
+    """The diagnosis of a pasted text. answers: known failures first, most certain first. versions: from the text."""
 
     answers: tuple[Answer, ...]
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Diagnosis:
 
 
 def diagnose(text: str) -> Diagnosis:
-    """Return the answer to a pasted text. Errors: RequestError for one without words or beyond the limits."""
+    """Return the answer to a pasted text. Errors: RequestError for a text without words or beyond the limits."""
     paste, findings = classify(text)
     return Diagnosis(tuple(_answer(finding, paste) for finding in findings), paste.versions)
 
@@ -133,7 +133,7 @@ def _bucket(label: str) -> str:
 
 
 def _fix(bug: Bug | None, versions: Mapping[str, str]) -> str:
-    """Return whether a release has the fix, and on which side of it the versions of the text are."""
+    """Return whether a release has the fix, and whether the text's versions are before or after it."""
     if bug is None:
         return "nothing to fix upstream"
     fixes = [(one.package, one.fixed_in) for one in bug.affected if one.fixed_in]
@@ -148,7 +148,7 @@ def _fix(bug: Bug | None, versions: Mapping[str, str]) -> str:
 
 
 def _ask(finding: Finding, bug: Bug | None, versions: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what to ask next of who pasted it."""
+    """Return the next questions to the author of the text."""
     asks = []
     signature = finding.match.signature if finding.match else None
     if finding.confidence != "high" and signature is not None and signature.ask:
@@ -189,7 +189,7 @@ def _answer_lines(answer: Answer) -> list[str]:
 
 
 def _short_lines(answer: Answer) -> list[str]:
-    """Return four lines: the failure, where the paste has it, whose it is and the workaround."""
+    """Return four lines: the failure, its location in the text, its owner and the workaround."""
     bug = f", known bug {answer.bug.id}" if answer.bug else ""
     rows = (
         ("pasted", f"line {answer.line}: {answer.exception}" if answer.exception else "without its exception"),

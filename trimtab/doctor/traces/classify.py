@@ -1,7 +1,7 @@
-"""Known failures in a pasted text, and what identifies each. Pure.
+"""Known failures in a pasted text, and the marks that identify each. Pure.
 
-The first match is by exception, message and frames. A paste that lost its exception line is searched as a whole, and only
-for what identifies a failure there. What several causes share stays UNKNOWN, with what to ask for.
+The first match is by exception, message and frames. A text without an exception line is searched as a whole, and only
+for unique marks of a failure. A message that several causes share is UNKNOWN, with the missing information.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HIGH, MEDIUM, NONE = "high", "medium", "none"
 
 @dataclass(frozen=True)
 class Finding:
-    """The classification of one exception of a paste. match: None for UNKNOWN. asks: information that would decide it."""
+    """The classification of one exception in a text. match: None for UNKNOWN. asks: information that would decide it."""
 
     trace: Trace | None
     match: Match | None
@@ -34,7 +34,7 @@ class Finding:
 
     @property
     def confidence(self) -> str:
-        """HIGH: type and message, and a frame or a message of its own. MEDIUM: a source line for the frame, or no type."""
+        """HIGH: type and message, and a frame or a unique message. MEDIUM: a source line for the frame, or no type."""
         if self.match is None:
             return NONE
         has_type = any(one.startswith("exception type") for one in self.rests_on)
@@ -43,7 +43,9 @@ class Finding:
 
 
 def classify(text: str) -> tuple[Paste, tuple[Finding, ...]]:
-    """Return the contents of a text and the diagnosis of each exception, the surest known one first. Errors: as `read_paste`."""
+    """Return the contents of a text and the diagnosis of each exception, the most certain known one first. Errors: as
+    `read_paste`.
+    """
     paste = read_paste(text)
     findings = [_of_trace(trace, paste) for trace in paste.traces]
     if not any(finding.match for finding in findings):
@@ -72,7 +74,7 @@ def _of_trace(trace: Trace, paste: Paste) -> Finding:
 
 
 def _of_whole(paste: Paste) -> Match | None:
-    """Return the match of a text without an exception line; None for a long log, in which unrelated lines stand together."""
+    """Return the match of a text without an exception line; None for a long log, whose lines may be unrelated."""
     if paste.text.count("\n") >= PASTE_LINES:
         return None
     frames = tuple(frame for trace in paste.traces for frame in trace.frames) or paste.mentions
@@ -80,7 +82,7 @@ def _of_whole(paste: Paste) -> Match | None:
 
 
 def _asks(kind: str, message: str) -> tuple[str, ...]:
-    """Return the missing information: what each signature with this message also needs."""
+    """Return the missing information: the other conditions of each signature with this message."""
     plain = plain_message(message)
     return tuple(dict.fromkeys(
         signature.ask for signature in SIGNATURES

@@ -1,7 +1,7 @@
 """Exceptions and frames in a pasted text: Python's form, notebooks, rich boxes, arrows, logs, one line. Pure.
 
-A forum puts curly quotes, joins lines and eats slashes; a box wraps paths; a launcher writes its rank before each line.
-What is lost stays lost: a frame that cannot be read is not guessed.
+Forums change quotes, join lines and remove slashes; boxes wrap paths; a launcher writes its rank before each line. Lost
+information is not guessed: an unreadable frame is skipped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST_LINES = 50_000
 MOST_LINE_CHARS = 50_000
 MOST_TRACES = 50
 MOST_FRAMES = 400
-# A paste of so many lines is one conversation: what stands anywhere in it may be the setting of its failure.
+# A text of at most this many lines is one conversation: its settings may be in any line.
 PASTE_LINES = 200
 MESSAGE_LINES = 6
 _GOES_ON = ("(", ",", ":")
@@ -35,14 +35,14 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PREFIX = re.compile(
     r"^(?:[ \t]*(?:>[ \t]?|E {2,}|\(\w+(?:\s+pid=\d+)?[^)\n]{0,40}pid=\d+\)|\[rank\d+\]:))+", re.MULTILINE
 )
-# A run of spaces or bars is looked at from its beginning alone: a text may be one long run.
+# A run of spaces or bars is matched only from its beginning: a text may be one long run.
 _BOX_START = re.compile(r"^[ \t]*│+[ \t]?")
 _INNER_BAR = re.compile(r"(?:(?<![ \t])[ \t]+)?│[ \t]*")
 _CORNERS = "╭╮╰╯┌┐└┘├┤"
 _CORNER, _RULE = re.compile(f"[{_CORNERS}]"), re.compile(f"[{_CORNERS}─━═]{{2,}}")
 _TRACEBACK = re.compile(r"Traceback(?:\s*\(most recent call last\))?:?")
 
-# A frame is read from its ".py" on: what follows says which form it has, the path is what stands before.
+# A frame is read from its ".py": the text after it shows the form, the text before it is the path.
 _FILE = re.compile(r"\.py(?=[\"'`:\]]| in )")
 _AFTER_PYTHON = re.compile(
     r"\.py[\"'`]\s{0,4},?\s{0,4}line\s{1,4}\d+\s{0,4},?\s{0,4}in\s{1,4}(?P<function>[\w<>\\.]{1,200})"
@@ -57,7 +57,7 @@ _EXCEPTION = re.compile(
 )  # fmt: skip
 _RAISED = re.compile(r"(?:\braise\s+|\bexcept\s+\(?[\w., ]*)$")
 _KEY = re.compile(r"^\(?(?P<key>'[^'\n]*'|\"[^\"\n]*\"|\d+)")
-_LOG_LINE = re.compile(r"\s\d{4}-\d\d-\d\d[ T]\d\d:\d\d")  # a forum put the log's next line behind it
+_LOG_LINE = re.compile(r"\s\d{4}-\d\d-\d\d[ T]\d\d:\d\d")  # a forum joined the log's next line to it
 _VERSION = re.compile(
     r"\b(?P<package>transformers|accelerate|peft|bitsandbytes|bitsandbyte|torch|bitandbytes)\b[`'\"]?"
     r"(?:\s+version)?(?:\s*(?:==|[:=|])\s*|\s+|\s*:\s*`\s*)[`'\"v]{0,2}(?P<version>\d+\.\d+(?:\.\w+)*)", re.IGNORECASE,
@@ -67,8 +67,9 @@ _SPELLINGS = {"bitsandbyte": "bitsandbytes", "bitandbytes": "bitsandbytes"}
 
 @dataclass(frozen=True)
 class Trace:
-    """One exception of a paste. kind: its class, "" if it is not said. frames: "file:function", outermost first. around:
-    the text it stands in. line: where it ends. times: how often it is in the text."""
+    """One exception in a text. kind: its class, "" if missing. frames: "file:function", outermost first. around: the
+    surrounding text. line: its last line. times: number of occurrences.
+    """
 
     kind: str
     message: str
@@ -114,7 +115,7 @@ def check_size(text: str) -> None:
 
 
 def plain_text(text: str) -> str:
-    """Return a text with straight quotes, without boxes, colours, quote marks and launchers' prefixes; wrapped paths joined."""
+    """Return a text with straight quotes and joined paths, without boxes, colors, quote marks and launchers' prefixes."""
     text = _ANSI.sub("", html.unescape(text).replace("\r\n", "\n").replace("\\_", "_")).translate(_QUOTES)
     text = _PREFIX.sub("", text)
     if "│" in text:
@@ -155,13 +156,13 @@ def _without_sides(line: str) -> str:
 
 
 def _joined(text: str) -> str:
-    """Return the text of a box with a path or function's name that the box had wrapped on one line."""
+    """Return the text of a box with wrapped paths and function names joined into one line."""
     text = re.sub(r"(?P<head>[/\\][\w.+-]+)[ \t]*\n[ \t]*(?P<tail>[\w/\\.-]*\.py:\d+ in\b)", r"\g<head>\g<tail>", text)
     return re.sub(r"(\.py:\d+ in)[ \t]*\n[ \t]*(?=[\w<])", r"\1 ", text)
 
 
 def _traces(text: str) -> Iterator[Trace]:
-    """Yield every exception with the frames before it; frames that follow a first line without any belong to it."""
+    """Yield every exception with the frames before it. If it has none, the frames that follow it belong to it."""
     kept: dict[tuple[str, str, tuple[str, ...]], Trace] = {}
     frames: list[str] = []
     start, pending = 0, None
@@ -221,7 +222,7 @@ def _events(text: str) -> list[tuple[int, str, str | tuple[str, str, int]]]:
 
 
 def _frame_at(text: str, place: int) -> str:
-    """Return the frame whose file's ".py" stands there, as "file:function"; "" if no form of a frame follows it."""
+    """Return the frame whose file's ".py" is at this position, as "file:function"; "" if no form of a frame follows."""
     after, before = text[place : place + _AFTER_CHARS], text[max(0, place - _PATH_CHARS) : place]
     for pattern, ends in ((_AFTER_PYTHON, r"[\"'`\n]"), (_AFTER_NUMBER, r"[\s\[\"'`(]"), (_AFTER_NAME, r"[\s\[]")):
         match = pattern.match(after)
@@ -231,12 +232,12 @@ def _frame_at(text: str, place: int) -> str:
 
 
 def _name(function: str) -> str:
-    """Return a function's own name: notebooks and Python 3.11 write its class before it."""
+    """Return a function's name without its class, which notebooks and Python 3.11 write before it."""
     return function.replace("\\", "").rstrip(".").rpartition(".")[2]
 
 
 def _message(text: str, match: re.Match[str]) -> str:
-    """Return an exception's message with the lines that belong to it; of a KeyError the key alone."""
+    """Return an exception's message with the lines that belong to it; of a KeyError only the key."""
     if match["called"] is not None:
         return str(match["called"])
     first = _LOG_LINE.split((match["message"] or "").strip().rstrip("`"))[0].rstrip()
@@ -258,7 +259,7 @@ def _message(text: str, match: re.Match[str]) -> str:
 
 
 def in_library(path: str) -> str:
-    """Return a file's path from its package on, with slashes; a path outside the known packages as it is."""
+    """Return a file's path from its package, with slashes; a path outside the known packages unchanged."""
     path = re.sub(r"[\\/]+", "/", path.strip())
     installed = re.split(r"(?:site|dist)-packages/", path)
     if len(installed) > 1:
@@ -268,7 +269,7 @@ def in_library(path: str) -> str:
 
 
 def _versions(text: str) -> dict[str, str]:
-    """Return the packages' versions that the text says, the first of each."""
+    """Return the versions of packages in the text, the first of each."""
     versions: dict[str, str] = {}
     for match in _VERSION.finditer(text):
         package = match["package"].lower()

@@ -1,7 +1,7 @@
 """A block to paste into a question or an issue: versions, memory, model, map, adapter; no path, user or host name.
 
-It states what is on this machine and what was given, and judges nothing. Imports no torch; the interpreter's packages are
-asked in a process of its own.
+It lists facts about this machine and the arguments, without a verdict. Imports no torch; a separate process reads the
+interpreter's packages.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ PACKAGES = (
 )
 MOST_KEYS = 40
 MOST_CHARS = 600
-# What of a config.json says which model it is; the rest is sizes.
+# Fields of a config.json that identify the model; the others are sizes.
 CONFIG_FIELDS = ("model_type", "architectures", "num_hidden_layers", "tie_word_embeddings", "quantization_config")
-# What a reader of a report asks for next, and only the one who has the live model can say.
+# Information that a reader of a report needs next, and that only the live model has.
 TO_ADD = (
     "`print(model.hf_device_map)`, before and after the adapter was loaded",
     "the call of from_pretrained, and of PEFT's, with all arguments",
@@ -44,8 +44,9 @@ def report_block(
     environment: Environment, *, model: str | None = None, adapter: str | None = None,
     device_map: Mapping[str, Any] | None = None,
 ) -> str:  # fmt: skip
-    """Return the block as Markdown. Errors: CheckpointError, AdapterError for what cannot be read; RequestError if something
-    personal would get into it."""
+    """Return the block as Markdown. Errors: CheckpointError, AdapterError for unreadable files; RequestError if it
+    would contain personal data.
+    """
     parts = [("System", _system(environment)), ("Memory", _memory(environment))]
     if model is not None:
         parts.append(("Model", _model(model)))

@@ -1,8 +1,8 @@
 """Signatures of known failures: exception type, message, frames, source lines, settings. Data, pure.
 
-Every signature has a message of its own or needs a frame. "A message of its own" means that one function of one package
-writes it, so that it identifies the failure without a trace. What no signature matches is UNKNOWN, never the nearest one:
-tests/data/traces/corpus.json holds the messages that several causes share.
+Every signature has a unique message or needs a frame. A unique message is written by one function of one package, so
+that it identifies the failure without a trace. A failure without a matching signature is UNKNOWN, never the nearest
+one: tests/data/traces/corpus.json has the messages that several causes share.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """One failure. label: its name. catalogue: its id, "" for what is no bug. owner: whose it is.
+    """One failure. label: its name. catalogue: its id, "" if it is no bug. owner: of the failure.
 
-    type: the exception's class name. message: searched for in what `plain_message` returns. frame: searched for in the frames, one
-    a line, as "file:function", outermost first; "" needs none. innermost: frame must be that of the last frame outside
-    torch. code: a source line or arrow that says the same as the frame, for a paste that lost its frames. beside_frames: it
-    counts beside other frames too, which a shortened trace is left with. settings: what the configuration of a run, or the
-    text around a paste, must name as well. foreign: frames of another project that does the same on its own. stages: where
-    a recorded run shows it, () is anywhere. ask: what to ask for when the rest is missing. meaning: one line for people.
+    type: the exception's class name. message: pattern for the result of `plain_message`. frame: pattern for the frames,
+    one per line, as "file:function", outermost first; "" needs none. innermost: frame must match the last frame outside
+    torch. code: a source line or arrow that replaces the frame in a text without frames. beside_frames: it also counts
+    with other frames, as in a shortened trace. settings: pattern that the configuration of a run, or the text around a
+    trace, must also match. foreign: frames of another project with the same failure. stages: stages of a recorded run,
+    () is any. ask: the information to request if the rest is missing. meaning: one line for people.
     """
 
     label: str
@@ -47,7 +47,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class Match:
-    """A signature that fits, and what was seen of it, in words: "exception type", "message", "frame ...", ..."""
+    """A matching signature, and the matched evidence as text: "exception type", "message", "frame ...", ..."""
 
     signature: Signature
     rests_on: tuple[str, ...]
@@ -60,7 +60,7 @@ _BNB = r"bitsandbytes/(functional|_ops|nn/|autograd/|backends/)"
 _GEMMA = r"transformers/models/gemma(4|3n)\w*/modeling_gemma(4|3n)\w*\.py"
 _SAME_DEVICE = r"Expected all tensors to be on the same device"
 _COPY_OF_META = r"Cannot copy out of meta tensor; no data"
-# A list, or a variable that holds one: a printed default (null, None) replaces nothing.
+# A list, or a variable with one: a printed default (null, None) replaces nothing.
 _SKIP_LIST = r"\bllm_int8_skip_modules\W{0,3}[:=]\s{0,4}(?!\s|null\b|None\b)"
 _TIED_HEAD = "a skip list replaced the default one and the tied head was quantized"
 
@@ -246,18 +246,18 @@ _QUOTE = re.compile('["`´′″‘’‚‛“”„‟‹›«»＂＇]')
 
 
 def plain_message(message: str) -> str:
-    """Return a message as the patterns expect it: spaces made one, every quote an apostrophe."""
+    """Return a message in the patterns' form: single spaces, every quote an apostrophe."""
     return _QUOTE.sub("'", " ".join(message[:MESSAGE_CHARS].split()))
 
 
 def match(
     kind: str, message: str, frames: Sequence[str], *, stage: str | None = None, settings: str = "", code: str = ""
 ) -> Match | None:
-    """Return the first signature that fits, None for none.
+    """Return the first matching signature, None for none.
 
-    kind: the exception's class name, "" if it is not known. message: its text. frames: as "file:function", outermost
-    first. stage: of a recorded run, None for a paste. settings: the configuration, or the text around a paste. code: source
-    lines of a paste that may stand for frames.
+    kind: the exception's class name, "" if unknown. message: its text. frames: as "file:function", outermost first.
+    stage: of a recorded run, None for a pasted text. settings: the configuration, or the text around the trace. code:
+    source lines of a pasted text that may replace frames.
     """
     plain = plain_message(message)
     for signature in SIGNATURES:
@@ -270,7 +270,7 @@ def match(
 def _seen(
     signature: Signature, kind: str, message: str, frames: Sequence[str], stage: str | None, settings: str, code: str
 ) -> tuple[str, ...] | None:
-    """Return what of a signature was seen, None unless all that it needs was."""
+    """Return the matched evidence of a signature, None unless all that it needs is present."""
     seen: list[str] = []
     if kind:
         if not re.fullmatch(signature.type, kind):
@@ -298,7 +298,7 @@ def _seen(
 
 
 def _where(signature: Signature, frames: Sequence[str], code: str) -> str:
-    """Return the frame, or the source line in its place, in words; "" for neither."""
+    """Return the frame, or the source line instead, as text; "" for neither."""
     outside = [frame for frame in frames if not frame.startswith("torch/")]
     looked_at = outside[-1:] if signature.innermost else list(frames)
     match = re.search(signature.frame, "\n".join(looked_at), re.MULTILINE)
@@ -307,6 +307,6 @@ def _where(signature: Signature, frames: Sequence[str], code: str) -> str:
         whole = next((frame for frame in reversed(looked_at) if last in frame), last)
         return f"frame {whole.rstrip(':')}"
     if not signature.beside_frames and any(not frame.endswith(":") for frame in outside):
-        return ""  # the frames say that it failed elsewhere; a file that prose mentions ("file:") says nothing
+        return ""  # the frames show another place of failure; a file that prose mentions ("file:") does not count
     line = re.search(signature.code, code, re.IGNORECASE) if signature.code else None
     return f"source line {' '.join(line.group(0).split())[:60]!r}" if line else ""

@@ -1,8 +1,8 @@
 """The weight change of an adapter: PEFT's merge in float32, a few rows at a time.
 
-A `Change` is what one adapter does to one parameter of the model; `merged` puts the changes of all adapters on rows of
-the base, in the order of the request. LoRA adds to what is there. DoRA rescales what the adapters before it made, by norms of
-the base and its own change alone, as PEFT 0.21.2 does with several active adapters (earlier releases took other norms).
+A `Change` is one adapter's change of one parameter; `merged` applies the changes of all adapters to rows of the base,
+in the order of the request. LoRA adds to the current rows. DoRA rescales the result of earlier adapters by norms of
+only the base and its own change, as PEFT 0.21.2 does with several active adapters (earlier releases used other norms).
 Source: PEFT 0.19.1 and 0.21.2, lora/layer.py (Linear.merge, Embedding.merge, ParamWrapper.get_delta_weight),
 lora/variants.py (DoraLinearVariant.merge_unsafe, DoraEmbeddingVariant.merge_unsafe).
 """
@@ -19,13 +19,13 @@ from torch import Tensor
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.tiers.reader import PositionedFile, bytes_of
 
-# Rows are taken in pieces of about this many values: 4 MiB in float32.
+# Rows are processed in chunks of about this many values: 4 MiB in float32.
 PIECE_VALUES = 2**20
 Rows = Callable[[int, int], Tensor]
 
 
 def row_count(shape: Sequence[int]) -> int:
-    """Return how many rows a tensor has along its first dimension; a scalar counts as one."""
+    """Return the size of a tensor's first dimension; a scalar has one row."""
     return shape[0] if shape else 1
 
 
@@ -63,8 +63,8 @@ class Change:
     """The change of one parameter by one adapter.
 
     left [rows, R] and right [R, D]: their product times `scale` is added; for a stack of experts left [E, rows, R] and
-    right [E, R, D]. add: added as it is times `scale` (lora_bias). magnitude: DoRA's, [rows] for a linear layer; [D] for a
-    table, whose norms run over all rows (`prepare`). saved: rows that replace the base's. weight: of the adapter.
+    right [E, R, D]. add: added as it is times `scale` (lora_bias). magnitude: DoRA's, [rows] for a linear layer; [D]
+    for a table, whose norms run over all rows (`prepare`). saved: rows that replace the base's. weight: of the adapter.
     """
 
     adapter: str
@@ -84,7 +84,7 @@ class Change:
         return self.saved is None and self.magnitude is None
 
     def prepare(self, base: Rows, shape: Sequence[int]) -> None:
-        """Compute what needs the whole parameter: the norms of a table with DoRA."""
+        """Compute the values that need the whole parameter: the norms of a table with DoRA."""
         if self.magnitude is None or not self.is_table or self._factor is not None:
             return
         squares = torch.zeros(shape[1], dtype=torch.float64)
@@ -93,7 +93,7 @@ class Change:
         self._factor = self.magnitude / squares.sqrt().float()
 
     def delta(self, start: int, stop: int) -> Tensor | None:
-        """Return what is added to rows start to stop, float32; None if the adapter only replaces."""
+        """Return the update of rows start to stop, float32; None if the adapter only replaces values."""
         if self.left is not None and self.right is not None:
             # As PEFT: the product first, the scale on it afterwards.
             product = self.left[start:stop] @ (self.right if self.right.dim() == 2 else self.right[start:stop])
@@ -107,12 +107,12 @@ class Change:
         return base if delta is None else delta.add_(base)
 
     def value(self, base: Tensor, start: int, stop: int) -> Tensor:
-        """Return rows start to stop as this adapter alone, at weight 1, makes them of the base's (float32)."""
+        """Return rows start to stop of the base with only this adapter, at weight 1 (float32)."""
         total = self._sum(base, start, stop)
         return total if self.magnitude is None else self._gain(total, start, stop) * total
 
     def _gain(self, total: Tensor, start: int, stop: int) -> Tensor:
-        """Return what DoRA multiplies the rows by. total: base + change."""
+        """Return DoRA's factor of the rows. total: base + change."""
         assert self.magnitude is not None
         if self.is_table:
             assert self._factor is not None
@@ -128,8 +128,10 @@ class Change:
         return (self.value(base, start, stop) - base).mul_(self.weight)
 
     def put_on(self, current: Tensor, base: Tensor, start: int, stop: int) -> Tensor:
-        """Return rows start to stop, float32, with this adapter on what others made of the base's. current: may be overwritten."""
-        if self.magnitude is None or self.saved is not None:  # what replaces a parameter is alone on it (plan.py)
+        """Return rows start to stop, float32, with this adapter applied after others. current: their result, may be
+        overwritten.
+        """
+        if self.magnitude is None or self.saved is not None:  # nothing else changes a replaced one (plan.py)
             return current.add_(self.difference(base, start, stop))
         gain = self._gain(self._sum(base, start, stop), start, stop)
         delta = self.delta(start, stop)
@@ -138,7 +140,7 @@ class Change:
         return new if self.weight == 1 else current.add_((new - current).mul_(self.weight))
 
     def fingerprint(self) -> str:
-        """Return a hash that two changes share only if they do the same to a parameter."""
+        """Return a hash that is equal only for equal changes of a parameter."""
         digest = hashlib.sha256(f"{self.adapter} {self.weight} {self.scale}".encode())
         for name in ("left", "right", "add", "magnitude"):
             tensor = getattr(self, name)
@@ -154,7 +156,7 @@ class Change:
 
 
 def merged(base: Tensor, start: int, stop: int, changes: Sequence[Change]) -> Tensor:
-    """Return rows start to stop with every change on them, float32. base: the same rows, float32, may be overwritten."""
+    """Return rows start to stop with every change applied, float32. base: the same rows, float32, may be overwritten."""
     if len(changes) == 1 and changes[0].weight == 1:
         return changes[0].value(base, start, stop)
     if any(change.magnitude is not None for change in changes):

@@ -1,9 +1,9 @@
 """Dequantizing a packed weight to float32, a few rows at a time.
 
-4-bit: two values a byte, the first in the high half; value = code[index] x the block's scale. Double quantization keeps
-the scales as 8-bit codes of a second table, less their mean. int8: row-wise, value = integer x row maximum / 127. Source:
-bitsandbytes 0.49.2 and 0.50.2, functional.py, dequantize_4bit and int8_vectorwise_dequant; the products are float32 there
-too, so the values are the same bit for bit.
+4-bit: two values per byte, the first in the high half; value = code[index] x the block's scale. Double quantization
+keeps the scales as 8-bit codes of a second table, less their mean. int8: row-wise, value = integer x row maximum / 127.
+Source: bitsandbytes 0.49.2 and 0.50.2, functional.py, dequantize_4bit and int8_vectorwise_dequant; the products are
+float32 there too, so the values are the same bit for bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OpenFile = Callable[[TensorEntry], PositionedFile]
 
 
 class PackedRows:
-    """Rows of a packed weight, float32. The scales are held, the packed values are read when they are requested."""
+    """Rows of a packed weight, float32. The scales are kept in memory; packed values are read on request."""
 
     def __init__(self, entry: PackedEntry, open_file: OpenFile) -> None:
         self.entry, self.shape = entry, entry.shape

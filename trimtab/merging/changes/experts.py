@@ -1,9 +1,10 @@
 """Adapters on stacked experts, which only a merge can apply: PEFT's target_parameters, and older per-expert keys.
 
 A stack is one parameter [E, out, in] of the model, and one tensor or many in the files. PEFT keeps one pair for a whole
-stack: A [R E, in] in expert order, B [out, R E] with the expert as the fastest index; which dimension of the stack is `in`
-depends on the release (adapters/stack_layout.py). Of a module with several adapted parameters the first one's keys lie
-deepest under `base_layer`. Adapters made before transformers 5 name one linear layer an expert, as the files still do.
+stack: A [R E, in] in expert order, B [out, R E] with the expert as the fastest index; which dimension of the stack is
+`in` depends on the release (adapters/stack_layout.py). If several parameters of a module are adapted, the first one's
+keys are deepest under `base_layer`. Adapters made before transformers 5 name one linear layer per expert, as the files
+still do.
 Source: PEFT 0.17.0 to 0.21.2, lora/layer.py, ParamWrapper (update_layer, get_delta_weight); tuners/tuners_utils.py,
 _inject_parameters.
 """
@@ -32,7 +33,7 @@ _KEY = re.compile(r"(?P<path>.+?)(?<!\.base_layer)(?P<wraps>(\.base_layer)*)\.lo
 
 @dataclass(frozen=True)
 class Slice:
-    """Which part of a stack one file tensor is: an expert, and rows and columns of its matrix."""
+    """The part of a stack in one file tensor: an expert, and rows and columns of its matrix."""
 
     expert: int
     rows: tuple[int, int]
@@ -80,7 +81,7 @@ class Stacks:
 
 
 def read_with_stacks(path: str, probe: Probe, tensors: Mapping[str, TensorEntry]) -> tuple[AdapterFile, Stacks]:
-    """Return the adapter without its keys for experts, and what those do.
+    """Return the adapter without its keys for experts, and the changes of these keys.
 
     tensors: of the base's files. Errors: AdapterError, also for every key of a stack that does not fit.
     """
@@ -97,7 +98,7 @@ def read_with_stacks(path: str, probe: Probe, tensors: Mapping[str, TensorEntry]
     return replace(file, config=config, tensors=rest), Stacks(stacked, by_leaf, notes)
 
 
-# One pair a stack -----------------------------------------------------------------------------------------------------
+# One pair per stack ---------------------------------------------------------------------------------------------------
 
 
 def _take_stacks(
@@ -129,7 +130,9 @@ def _take_stacks(
 
 @dataclass(frozen=True)
 class _Found:
-    """A pair whose shapes fit its stack in one layout or both (a square one). path: of the module as the adapter spells it."""
+    """A pair whose shapes fit its stack in one layout, or in both if it is square. path: of the module as the adapter
+    spells it.
+    """
 
     path: str
     tensor_path: str
@@ -200,7 +203,9 @@ def _stack_pair(
     B: TensorEntry,
     module: Any,
 ) -> _Found | str:
-    """Return the pair of a parameter, or why it has none. names: the module in the adapter and in the model, the parameter."""
+    """Return the pair of a parameter, or the reason why it has none. names: the module in the adapter and in the model,
+    the parameter.
+    """
     own, spelled, name = names
     key = f"{own}.{name}"
     rank, scale, words = rules.rank_and_scale((key,))
@@ -208,7 +213,7 @@ def _stack_pair(
         return "; ".join(words) or f"{key} is {list(shape)}, only 2 and 3 dimensions are known"
     experts = shape[0] if len(shape) == 3 else 1
     is_transposed = len(shape) == 3 and bool(getattr(module, "is_transposed", False))
-    # Of one matrix PEFT adds B A as it is, in every release.
+    # For a single matrix, PEFT adds B A without a transposition in every release.
     layouts: tuple[Layout, ...] = ("last",)
     if experts > 1:
         layouts = ("before", "last") if is_transposed else ("last", "before")
@@ -224,13 +229,13 @@ def _stack_pair(
     return _Found(path, f"{spelled}.{name}", pair, fitting, is_transposed)
 
 
-# One pair an expert ---------------------------------------------------------------------------------------------------
+# One pair per expert --------------------------------------------------------------------------------------------------
 
 
 def _take_experts(
     file: AdapterFile, keys: Mapping[str, TensorEntry], probe: Probe, tensors: Mapping[str, TensorEntry]
 ) -> tuple[dict[str, StackPair], dict[str, TensorEntry]]:
-    """Take the pairs that name one expert's linear layer as the files do; any other key is left for the other rules."""
+    """Take the pairs that name one expert's linear layer as the files do. The other rules handle all other keys."""
     leaves = {
         leaf for path, expression in probe.sources.items() if not expression.is_leaf for leaf in expression.leaves
     }
@@ -262,13 +267,13 @@ def _take_experts(
     return pairs, rest
 
 
-# Which part of a stack a file tensor is -------------------------------------------------------------------------------
+# The part of a stack in a file tensor ---------------------------------------------------------------------------------
 
 
 def slices(expression: Expression, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Slice] | None:
-    """Return which part of a stack each file tensor is, None if the stack is made in any other way.
+    """Return the part of a stack in each file tensor, None if the stack is made in any other way.
 
-    Known: matrices stacked by expert, and such stacks side by side along rows or columns.
+    Known: matrices stacked by expert, and such stacks joined along rows or columns.
     """
     name = name_of(expression)
     dim = expression.kwargs.get("dim", expression.args[1] if len(expression.args) > 1 else 0)

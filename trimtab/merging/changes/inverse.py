@@ -1,8 +1,10 @@
-"""The inverse of loading: a changed parameter goes back into its files where the loader renames, stacks or splits tensors.
+"""The inverse of loading: a changed parameter is written back to its file tensors if the loader renames, stacks or
+splits them.
 
-`probe.py` records how stock makes a parameter of file tensors. Read backwards, a stack becomes a selection, a
-concatenation a part, a transposition its inverse; what cuts a file tensor into several parameters is done forwards, as a
-view into the file tensor that is written over. Anything else is refused by name: a guess would write a wrong weight.
+`engine/loader/tracing.py` records how stock makes a parameter from file tensors. In reverse, a stack becomes a
+selection, a concatenation a part, a transposition its inverse. If the loader splits a file tensor into several
+parameters, the split is repeated as a view into the file tensor, which is overwritten. Any other operation is refused
+by name: a guess would write a wrong weight.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _CUTS = ("chunk", "split", "tensor_split", "narrow", "select", "__getitem__", "u
 
 
 class CannotLayBackError(Exception):
-    """A parameter is made from its files by an operation that has no way back."""
+    """A parameter is made from its files by an operation without an inverse."""
 
 
 def name_of(expression: Expression) -> str:
@@ -33,7 +35,7 @@ def name_of(expression: Expression) -> str:
 
 
 def is_cast(expression: Expression) -> bool:
-    """Return whether a parameter is one file tensor as it is, but for its dtype."""
+    """Return whether a parameter is one unchanged file tensor, apart from its dtype."""
     while not expression.is_leaf:
         if name_of(expression) not in _SAME_VALUES or not isinstance(expression.args[0], Expression):
             return False
@@ -42,7 +44,7 @@ def is_cast(expression: Expression) -> bool:
 
 
 def without_casts(expression: Expression, fetch: Fetch) -> Tensor:
-    """Return the parameter in float32, made of float32 file tensors; casts that the loader would make are left out."""
+    """Return the parameter in float32, made from float32 file tensors, without the loader's casts."""
 
     def made(value: Any) -> Any:
         if isinstance(value, Expression):
@@ -61,9 +63,9 @@ def without_casts(expression: Expression, fetch: Fetch) -> Tensor:
 
 
 def lay_back(expression: Expression, leaf: str, parameter: Tensor, into: Tensor, shapes: Mapping[str, Any]) -> None:
-    """Write the parameter's values into one of the file tensors that it is made of.
+    """Write the parameter's values into one of its file tensors.
 
-    parameter: whole, float32. into: the file tensor, float32, whole; what the parameter does not hold of it stays.
+    parameter: whole, float32. into: the file tensor, float32, whole; values outside the parameter do not change.
     shapes: of every file tensor. Errors: CannotLayBackError.
     """
     if expression.leaf is not None:
@@ -92,7 +94,7 @@ def lay_back(expression: Expression, leaf: str, parameter: Tensor, into: Tensor,
 
 
 def _part(expression: Expression, leaf: str, parameter: Tensor, shapes: Mapping[str, Any]) -> tuple[Expression, Tensor]:
-    """Return the operand of a stack or concatenation that holds the leaf, and its part of the parameter."""
+    """Return the operand of a stack or concatenation that contains the leaf, and its part of the parameter."""
     pieces = expression.args[0]
     dim = int(expression.kwargs.get("dim", expression.args[1] if len(expression.args) > 1 else 0))
     holders = [place for place, piece in enumerate(pieces) if leaf in piece.leaves]
@@ -111,7 +113,7 @@ def _shape(expression: Expression, shapes: Mapping[str, Any]) -> tuple[int, ...]
 
 
 def _write_over(expression: Expression, leaf: str, parameter: Tensor, into: Tensor) -> None:
-    """Write through the view of the file tensor that the recorded cuts give."""
+    """Write through the view of the file tensor that the recorded splits give."""
     if set(expression.leaves) != {leaf}:
         raise CannotLayBackError(f"{name_of(expression)} of several tensors")
     view = without_casts(expression, lambda _: into)

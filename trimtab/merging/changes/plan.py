@@ -1,8 +1,8 @@
 """The file tensors that a merge changes, and how: adapters matched to the model, then traced back to the files.
 
-A parameter that is one file tensor is changed by rows; one that the loader makes of several goes back the way it came
-(`inverse.py`). Tied parameters stay tied only if every adapter does the same to all of them; otherwise the partner gets
-a tensor of its own, because a merged head must not say what only the embedding learned.
+A parameter that is one file tensor is changed by rows; for one that the loader makes from several, `inverse.py` writes
+it back. Tied parameters stay tied only if every adapter changes all of them equally. Otherwise the partner gets a
+separate tensor, because a change of the embedding must not change the head.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Edit:
-    """One parameter that changes. tensor_path: in the model. expression: how stock makes it of file tensors."""
+    """One parameter that changes. tensor_path: in the model. expression: how stock makes it from file tensors."""
 
     tensor_path: str
     expression: Expression
@@ -62,9 +62,9 @@ class Edit:
 class Recipe:
     """The changes of a merge to the files.
 
-    edits: by file tensor, what changes in it; several only where a loader cuts it up. copies: file tensor -> (the file
-    tensor that its values come from, edit): a tied partner that is stored too, or gets a tensor of its own (`added`).
-    untied: paths of parameters that no longer share their owner's weight.
+    edits: changes by file tensor; several only if a loader splits it. copies: file tensor -> (the file tensor with its
+    values, edit): a tied partner that is stored too, or gets a separate tensor (`added`). untied: paths of parameters
+    that no longer share their owner's weight.
     """
 
     edits: dict[str, list[Edit]] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Adapters:
         return self.rows(place, entry).all().float()
 
     def change(self, ask: Ask) -> Change:
-        """Return the change that an ask stands for, its tensors read; saved rows are read when they are used."""
+        """Return the change of an ask, with its tensors read. Saved rows are read when they are used."""
         part = self.parts[ask.place]
         change = Change(part.name, part.weight)
         if ask.saved is not None:
@@ -118,7 +118,7 @@ def open_adapters(
 ) -> Adapters:
     """Return the adapters, matched to the model and open; `stack` closes them.
 
-    Errors: AdapterError with every problem of every adapter: what does not match, and values that are not finite.
+    Errors: AdapterError with every problem of every adapter: mismatches, and values that are not finite.
     """
     specs, stacks, files = [], [], []
     problems: list[tuple[Path, str]] = []
@@ -126,7 +126,7 @@ def open_adapters(
         try:
             file, pairs = experts.read_with_stacks(part.path, probe, checkpoint.tensors)
             check_vocabulary(part.path, checkpoint.folder)
-            # An adapter on experts alone leaves nothing for the other rules.
+            # An adapter with only experts has no keys for the other rules.
             spec = match_adapter(file, anatomy) if file.tensors else AdapterSpec(file, (), (), "")
             spec = replace(spec, notes=(*spec.notes, *pairs.notes))
             opened = PositionedFile(file.file)
@@ -154,13 +154,13 @@ def _without_bias(spec: AdapterSpec, probe: Probe) -> Iterator[str]:
             )
 
 
-# Following parameters back to files -----------------------------------------------------------------------------------
+# From parameters back to files ----------------------------------------------------------------------------------------
 
 
 def make_recipe(adapters: Adapters, checkpoint: Checkpoint, probe: Probe, base: Callable[[str], Rows]) -> Recipe:
-    """Return what changes in which file tensor.
+    """Return the changes of each file tensor.
 
-    base: the rows of a file tensor. Errors: AdapterError with every parameter whose way back to the files is not known.
+    base: the rows of a file tensor. Errors: AdapterError with every parameter that cannot be traced back to the files.
     """
     asks = _without_copies(_asks(adapters), adapters, probe, base)
     _check_alone(asks, adapters)
@@ -197,14 +197,14 @@ def make_recipe(adapters: Adapters, checkpoint: Checkpoint, probe: Probe, base: 
 
 
 def _check_alone(asks: Mapping[str, tuple[Ask, ...]], adapters: Adapters) -> None:
-    """Raise AdapterError for parameters that one adapter replaces and another changes too: PEFT has no such result."""
+    """Raise AdapterError for parameters that one adapter replaces and another changes: PEFT has no such result."""
     names, problems = [part.name for part in adapters.parts], []
     for path, found in asks.items():
         replacing = next((ask for ask in found if ask.saved is not None), None)
         if replacing is not None and len(found) > 1:
             others = [names[ask.place] for ask in found if ask is not replacing]
             problems.append(f"adapter {names[replacing.place]} replaces {path}, which {', '.join(others)} changes too")
-        # PEFT's DoRA rescales what an earlier adapter adds to a bias, but not in its own merge.
+        # PEFT's DoRA rescales an earlier adapter's change of a bias at run time, but not in PEFT's merge.
         biased = [ask.place for ask in found if ask.is_bias]
         weights = asks.get(f"{path.removesuffix('.bias')}.weight", ())
         after = [ask.place for ask in weights if ask.lora is not None and ask.lora.use_dora and biased]
@@ -219,7 +219,7 @@ def _check_alone(asks: Mapping[str, tuple[Ask, ...]], adapters: Adapters) -> Non
 
 
 def _by_expert(path: str, asks: tuple[Ask, ...], recipe: Recipe, probe: Probe, checkpoint: Checkpoint) -> bool:
-    """Return whether a stack of experts could be taken apart: each file tensor then changes by its own rows."""
+    """Return whether a stack of experts could be split: each file tensor then changes by its own rows."""
     shapes = {name: entry.shape for name, entry in checkpoint.tensors.items()}
     expression = probe.sources[path]
     if expression.is_leaf or path in probe.ties or not all(ask.stack is not None for ask in asks):
@@ -264,7 +264,7 @@ def _asks(adapters: Adapters) -> dict[str, tuple[Ask, ...]]:
 def _without_copies(
     asks: dict[str, tuple[Ask, ...]], adapters: Adapters, probe: Probe, base: Callable[[str], Rows]
 ) -> dict[str, tuple[Ask, ...]]:
-    """Return the asks without full weights that are the base's own: PEFT writes embeddings and heads beside LoRA."""
+    """Return the asks without full weights that equal the base's: PEFT also writes unchanged embeddings and heads."""
     kept: dict[str, tuple[Ask, ...]] = {}
     for path, found_asks in asks.items():
         left = []
@@ -283,7 +283,7 @@ def _without_copies(
 
 
 def _leaving(adapters: Adapters, group: Sequence[str], asks: Mapping[str, tuple[Ask, ...]]) -> list[str]:
-    """Return the members of a tied group to which not the same is done as to its owner."""
+    """Return the members of a tied group whose changes differ from the owner's."""
     if len(group) == 1:
         return []
     prints = {
@@ -326,7 +326,7 @@ def _check_shared(
     owner: str, group: Sequence[str], asks: Mapping[str, tuple[Ask, ...]], probe: Probe, users: Mapping[str, list[str]],
     problems: list[str],
 ) -> None:  # fmt: skip
-    """Add a problem if a file tensor also makes a parameter outside the group which would change with it."""
+    """Add a problem if a parameter outside the group is made from the same file tensor and would change too."""
     if owner not in asks:
         return
     for leaf in probe.sources[owner].leaves:
@@ -346,7 +346,7 @@ def _cuts(expression: Expression) -> bool:
 
 
 def _check_shapes(recipe: Recipe, checkpoint: Checkpoint, problems: list[str]) -> None:
-    """Try every way back on tensors without data, so that none fails when half of the files are written."""
+    """Try every inverse on tensors without data, so that none fails when half of the files are written."""
     shapes = {name: entry.shape for name, entry in checkpoint.tensors.items()}
     for leaf, edits in recipe.edits.items():
         for edit in edits:

@@ -31,7 +31,7 @@ Part = NamedAdapter
 class MergeRequest:
     """A merge: adapters, their base and the output.
 
-    dtype: of every floating-point tensor that is written; None keeps what the files have (a packed base becomes the
+    dtype: of every floating-point tensor that is written; None keeps the dtypes of the files (a packed base gets the
     dtype of its config). requantize: None, "nf4" or "nf4-dq". Errors: RequestError.
     """
 

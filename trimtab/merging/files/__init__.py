@@ -1,1 +1,1 @@
-"""Which files does a merge write them to?"""
+"""Which files does a merge write?"""

@@ -26,9 +26,9 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 @dataclass(frozen=True)
 class Out:
-    """One tensor of the merged model. tensor_name: as written. leaf: the file tensor that its values come from.
+    """One tensor of the merged model. tensor_name: as written. leaf: the file tensor with its values.
 
-    dtype, shape: of the values. edits: what changes them. pack: "nf4" or "nf4-dq" if it is written packed.
+    dtype, shape: of the values. edits: their changes. pack: "nf4" or "nf4-dq" if it is written packed.
     """
 
     tensor_name: str
@@ -39,7 +39,7 @@ class Out:
     pack: str | None = None
 
     def tensors(self) -> list[NewTensor]:
-        """Return the file tensors that it becomes."""
+        """Return its file tensors."""
         if self.pack is None:
             return [NewTensor(self.tensor_name, self.dtype, self.shape)]
         return packed_tensors(self.tensor_name, self.shape, self.dtype, nested=self.pack == "nf4-dq")
@@ -49,7 +49,7 @@ class Out:
 class Shard:
     """One weight file. file: the base's. outs: in the order of the base's data. is_plain: laid out as the base's file.
 
-    A plain file is copied front to back with changed rows on the way; any other is written tensor by tensor.
+    A plain file is copied front to back, and its changed rows are replaced; any other is written tensor by tensor.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Shard:
 
 
 def state_json(shape: tuple[int, ...], dtype: str, *, offset: float | None) -> bytes:
-    """Return bitsandbytes' quant_state, for double quantization padded to one length whatever the offset is.
+    """Return bitsandbytes' quant_state, for double quantization padded to one length for every offset.
 
     Source: bitsandbytes 0.50.2, functional.py QuantState.as_dict: these keys in this order.
     """
@@ -110,7 +110,7 @@ def plan_shards(
         for entry in entries:
             name = entry.tensor_name
             if name not in plain and name not in packed:
-                continue  # statistics of a packed weight: they go where the weight goes
+                continue  # statistics of a packed weight: in the same file as the weight
             shape = packed[name].shape if name in packed else entry.shape
             leaf, edits = name, tuple(recipe.edits.get(name, ()))
             if name in recipe.copies:
@@ -142,7 +142,7 @@ def _shard(folder: Path, file: Path, outs: list[Out], entries: list[TensorEntry]
 
 
 class _Dtypes:
-    """Which dtype each tensor is written in."""
+    """The dtype in which each tensor is written."""
 
     def __init__(
         self, checkpoint: Checkpoint, probe: Probe, dtype: str | None, packed: Mapping[str, PackedEntry]
@@ -160,7 +160,7 @@ class _Dtypes:
             return self.model.get(leaf, self.asked or self.base) if self.asked else self.base
         if self.asked is None or entry.dtype not in FLOATS:
             return entry.dtype
-        # What the architecture keeps in float32 is kept in float32, as stock would.
+        # Tensors that the architecture keeps in float32 stay in float32, as in stock.
         return self.model.get(leaf, self.asked)
 
 
@@ -177,7 +177,8 @@ def config_dtype(config: Mapping[str, Any]) -> str:
 def leaves_to_pack(anatomy: Anatomy, probe: Probe, checkpoint: Checkpoint) -> set[str]:
     """Return the file tensors that stock would quantize when it loads the model.
 
-    Errors: CheckpointError for a linear layer that stock makes of several file tensors: packed ones cannot be joined.
+    Errors: CheckpointError for a linear layer that stock makes from several file tensors: packed tensors cannot be
+    joined.
     """
     leaves, lost = set(), []
     for row in anatomy.rows:
@@ -200,7 +201,7 @@ def leaves_to_pack(anatomy: Anatomy, probe: Probe, checkpoint: Checkpoint) -> se
 
 
 def new_config(checkpoint: Checkpoint, *, dtype: str | None, pack: str | None, untie: bool) -> bytes | None:
-    """Return the config.json of the merged model, None where the base's own is right as it is."""
+    """Return the config.json of the merged model, None if the base's is right unchanged."""
     config = read_object(checkpoint.folder / CONFIG, CONFIG)
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     before = json.dumps(config)
@@ -225,7 +226,9 @@ def new_config(checkpoint: Checkpoint, *, dtype: str | None, pack: str | None, u
 
 
 def quantization_config(pack: str, compute_dtype: str) -> dict[str, Any]:
-    """Return what transformers' BitsAndBytesConfig writes for these weights. Source: quantization_config.py, to_dict."""
+    """Return the config that transformers' BitsAndBytesConfig writes for these weights. Source: quantization_config.py,
+    to_dict.
+    """
     return {
         "_load_in_4bit": True, "_load_in_8bit": False, "bnb_4bit_compute_dtype": compute_dtype,
         "bnb_4bit_quant_storage": "uint8", "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": pack == "nf4-dq",
@@ -235,7 +238,7 @@ def quantization_config(pack: str, compute_dtype: str) -> dict[str, Any]:
 
 
 def new_index(checkpoint: Checkpoint, shards: tuple[Shard, ...]) -> tuple[str, bytes] | None:
-    """Return (name, content) of the index, None if the base has none or its own is right as it is."""
+    """Return (name, content) of the index, None if the base has none or the base's is right unchanged."""
     named = checkpoint.config.get("transformers_weights")
     name = named if isinstance(named, str) and named.endswith(INDEX_SUFFIX) else "model.safetensors.index.json"
     stamped = {stamp[0] for stamp in checkpoint.stamps}

@@ -1,7 +1,7 @@
-"""The output folder of a merge: a hidden folder beside OUT while it is written, and one rename at the end.
+"""The output folder of a merge: a hidden sibling of OUT while it is written, and one rename at the end.
 
-A crash, a kill or a full disk leaves that folder, never half a model at OUT; the next run of the same merge takes over
-the files that were finished, by their hashes. A run that fails for a reason of its own removes it.
+A crash, a kill or a full disk leaves that folder, never half a model at OUT. The next run of the same merge reuses the
+finished files, checked by their hashes. A run that fails because of its input removes the folder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT if hasattr(errno, "EDQUOT") else errno.ENOSP
 
 
 def check_place(out: Path, model: Path, adapters: Mapping[str, Path], *, overwrite: bool) -> None:
-    """Raise RequestError unless OUT can be made without touching what the merge reads."""
+    """Raise RequestError unless OUT can be made without changing the merge's inputs."""
     here = Path(os.path.realpath(out))
     for what, folder in (("the model", model), *((f"the adapter {name}", path) for name, path in adapters.items())):
         there = Path(os.path.realpath(folder))
@@ -46,7 +46,7 @@ def check_place(out: Path, model: Path, adapters: Mapping[str, Path], *, overwri
         raise RequestError("is a file", field="out", value=str(out))
     if (here / CONFIG_NAME).exists():
         raise RequestError(
-            "is an adapter; the merged checkpoint needs a folder of its own", field="out", value=str(out),
+            "is an adapter; the merged checkpoint needs a separate folder", field="out", value=str(out),
             hint="Give the adapter as adapters= and another folder",
         )  # fmt: skip
     if here.is_dir() and any(here.iterdir()) and not overwrite:
@@ -56,7 +56,7 @@ def check_place(out: Path, model: Path, adapters: Mapping[str, Path], *, overwri
 
 
 def check_room(out: Path, needed_bytes: int) -> None:
-    """Raise DoesNotFitError if the disk has not that much free."""
+    """Raise DoesNotFitError if the disk has too little free space."""
     free = shutil.disk_usage(out.parent).free
     if needed_bytes > free:
         raise DoesNotFitError(
@@ -66,10 +66,10 @@ def check_room(out: Path, needed_bytes: int) -> None:
 
 
 class Workplace:
-    """The folder in which a merge is made. key: what makes two runs the same merge.
+    """The folder in which a merge is made. key: equal for runs of the same merge.
 
-    finished: file -> what was noted of it by this run or one before. As a context manager: it is removed on errors of the
-    merge itself; when the machine failed or the user stopped it, it is kept if there is a finished file to go on from.
+    finished: file -> record of it by this or an earlier run. As a context manager: the folder is removed on errors of
+    the merge itself. If the machine failed or the user stopped the merge, it is kept if it has a finished file.
     """
 
     def __init__(self, out: Path, key: str) -> None:
@@ -86,7 +86,7 @@ class Workplace:
             self.folder.mkdir(exist_ok=True)
             self._lock = _lock(self.folder / LOCK_NAME)
         except OSError as exc:
-            with suppress(OSError):  # kept if there is something in it
+            with suppress(OSError):  # kept if it is not empty
                 self.folder.rmdir()
             raise _refused(self.out, exc) from exc
         state = self._read_state()
@@ -128,7 +128,7 @@ class Workplace:
                 shutil.rmtree(child) if child.is_dir() else child.unlink()
 
     def note(self, name: str, facts: dict[str, Any]) -> None:
-        """Remember a file as finished, once it is on the disk."""
+        """Record a file as finished, once it is on the disk."""
         self.finished[name] = facts
         content = json.dumps({"key": self.key, "finished": self.finished}, indent=1).encode()
         temporary = self.folder / f"{STATE_NAME}.new"
@@ -139,7 +139,7 @@ class Workplace:
         self.finished.pop(name, None)
 
     def publish(self, *, overwrite: bool) -> None:
-        """Give the folder its name: the last step, after which OUT is whole."""
+        """Rename the folder to OUT: the last step, after which OUT is complete."""
         for name in (STATE_NAME, f"{STATE_NAME}.new"):
             (self.folder / name).unlink(missing_ok=True)
         _unlock(self._lock)
@@ -167,7 +167,7 @@ class Workplace:
         if _exchange(self.folder, self.out):
             shutil.rmtree(self.folder, ignore_errors=True)
             return
-        # Two renames: a crash between them is put right by the next run (`_recover`).
+        # Two renames: the next run repairs a crash between them (`_recover`).
         os.rename(self.out, self._old())
         os.rename(self.folder, self.out)
         shutil.rmtree(self._old(), ignore_errors=True)
@@ -178,7 +178,7 @@ def _refused(out: Path, exc: OSError) -> RequestError:
 
 
 def disk_error(exc: OSError, out: Path, *, needed_bytes: int, is_resumable: bool) -> DoesNotFitError | RequestError:
-    """Return our error for a write that the system refused. is_resumable: whether finished files are kept."""
+    """Return trimtab's error for a write that the system refused. is_resumable: whether finished files are kept."""
     if exc.errno in _FULL:
         kept = "finished files are kept, and the same command resumes" if is_resumable else "nothing is left"
         free = 0
@@ -192,7 +192,7 @@ def disk_error(exc: OSError, out: Path, *, needed_bytes: int, is_resumable: bool
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Return whether two names were swapped in one step; Linux alone can (renameat2)."""
+    """Return whether two names were swapped in one step; only Linux can (renameat2)."""
     if not sys.platform.startswith("linux"):
         return False
     try:

@@ -1,9 +1,9 @@
 """Quantizing a weight to NF4 with scales fitted to the error instead of the largest value.
 
-Stock takes the largest magnitude of a block of 64 as its scale, which spends a level on one value. Here each block tries
-a few smaller scales and refits each to its own codes by least squares, and keeps what leaves the smallest squared error
-of base plus change. With double quantization the scales are packed first and the codes chosen for the scales that will
-be read back. Format: `checkpoint/prequantized.py`; the levels are bitsandbytes' own tables.
+Stock uses the largest magnitude of a block of 64 as its scale, which spends a level on one value. Here each block tries
+a few smaller scales, refits each to its codes by least squares, and keeps the scale with the smallest squared error of
+base plus change. With double quantization the scales are packed first and the codes chosen for the scales that will be
+read back. Format: `checkpoint/prequantized.py`; the levels are bitsandbytes' tables.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trimtab.merging.changes.delta import Rows, row_pieces
 from trimtab.merging.files.layout import BLOCKSIZE, NESTED_BLOCKSIZE, state_json
 from trimtab.process.json_file import parse
 
-# Shares of a block's largest magnitude that are tried as its scale.
+# Candidate scales, as shares of a block's largest magnitude.
 SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
 PIECE_VALUES = 2**20
 GRID_STEPS = 2**16
@@ -42,20 +42,20 @@ def nearest(values: Tensor, table: Tensor) -> Tensor:
 
 @cache
 def _grid() -> Tensor:
-    """Return the nearest NF4 level of each of 65536 steps from -1 to 1: a search by branches takes ten times as long."""
+    """Return the nearest NF4 level of each of 65536 steps from -1 to 1. A search with branches takes ten times as long."""
     table = levels()[0]
     return table[nearest(torch.linspace(-1, 1, GRID_STEPS), table)]
 
 
 def _units(blocks: Tensor, scale: Tensor) -> Tensor:
-    """Return the levels of blocks over their scales; on the step next to a boundary perhaps the second nearest."""
+    """Return the levels of blocks over their scales; next to a boundary perhaps the second nearest."""
     half = (GRID_STEPS - 1) / 2
     steps = (blocks * (half / _divisor(scale))).add_(half + 0.5).clamp_(0, GRID_STEPS - 1).to(torch.int32)
     return _grid().index_select(0, steps.view(-1)).view(blocks.shape)
 
 
 def choose_scales(blocks: Tensor, shares: tuple[float, ...] | None = None) -> Tensor:
-    """Return the scale of each block [N, 64] that leaves the least squared error; [N] float32."""
+    """Return the scale of each block [N, 64] with the least squared error; [N] float32."""
     largest = blocks.abs().amax(1)
     best, least = largest, torch.full_like(largest, torch.inf)
     for share in SHARES if shares is None else shares:
@@ -65,7 +65,7 @@ def choose_scales(blocks: Tensor, shares: tuple[float, ...] | None = None) -> Te
             error = (blocks - units * scale.unsqueeze(1)).square_().sum(1)
             better = error < least
             least, best = torch.where(better, error, least), torch.where(better, scale, best)
-            # The scale that fits these codes best; it is tried with codes of its own.
+            # The scale that fits these codes best; it is tried with its own codes.
             scale = (blocks * units).sum(1) / units.square().sum(1).clamp_min(1e-30)
     return best
 
@@ -93,7 +93,7 @@ def pack_scales(scales: Tensor) -> tuple[Tensor, Tensor, float, Tensor]:
 
 
 def read_scales(parts: Mapping[str, bytearray], name: str = "w") -> Tensor:
-    """Return the block scales that the parts of one packed weight stand for, float32."""
+    """Return the block scales in the parts of one packed weight, float32."""
     if f"{name}.nested_absmax" not in parts:
         return torch.frombuffer(parts[f"{name}.absmax"], dtype=torch.float32)
     codes = torch.frombuffer(parts[f"{name}.absmax"], dtype=torch.uint8)
@@ -111,7 +111,7 @@ def _blocks(rows: Tensor) -> Tensor:
 
 
 def _pieces(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Yield row ranges of whole blocks; a width that is no multiple of the block is taken in one piece."""
+    """Yield row ranges of whole blocks; if the width is no multiple of the block, one range has all rows."""
     if shape[1] % BLOCKSIZE:
         yield 0, shape[0]
     else:
@@ -121,9 +121,9 @@ def _pieces(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 def packed_parts(
     name: str, rows: Rows, shape: tuple[int, ...], dtype: str, *, nested: bool, shares: tuple[float, ...] | None = None
 ) -> Iterator[tuple[str, int, memoryview]]:
-    """Yield (file tensor, byte offset in it, bytes) of a packed weight, its rows taken twice.
+    """Yield (file tensor, byte offset in it, bytes) of a packed weight; its rows are read twice.
 
-    dtype: what the state says the weight is read back as; the values are rounded to it first, as a loader would.
+    dtype: of the unpacked weight according to the state; the values are rounded to it first, as a loader would.
     """
     table, scale_table = levels()
     kind = getattr(torch, dtype)
@@ -147,7 +147,7 @@ def packed_parts(
         blocks = rounded(*piece)
         own = scales[block : block + blocks.shape[0]]
         index = nearest(blocks / _divisor(own), table).to(torch.uint8).view(-1)
-        # A width that fills no whole block leaves padding behind the last value.
+        # If the last block is not full, padding follows the last value.
         values = (piece[1] - piece[0]) * shape[1]
         index = index[: values + values % 2]
         data = bytes_of((index[0::2] << 4) | index[1::2])

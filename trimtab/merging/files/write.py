@@ -1,9 +1,10 @@
-"""Writing one weight file of a merge: read ahead, changed by rows, hashed and written behind, in fixed memory.
+"""Writes one weight file of a merge: reading ahead, changing rows, hashing and writing in the background, in fixed
+memory.
 
-A plain file goes front to back: unchanged bytes in large pieces, changed tensors row by row, both hashes on the way, so
-that every byte is read once and written once. Any other file is written tensor by tensor at its place; the base is hashed
-at the same time, the new file afterwards. What is written goes on to the disk from time to time, so that little is left to do at
-the end.
+A plain file is written front to back: unchanged bytes in large chunks, changed tensors row by row, both hashes at the
+same time, so that every byte is read once and written once. Any other file is written tensor by tensor at its offset;
+the base is hashed at the same time, the new file afterwards. Written bytes are flushed to the disk regularly, so that
+little is left to do at the end.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from trimtab.merging.files.layout import Out, Shard
 
 COPY_BYTES = 4 * 2**20
 HASH_BYTES = 4 * 2**20
-# What one file at work holds for its other threads, beside the piece that is being made.
+# Bytes of one open file for its other threads, in addition to the current chunk.
 BEHIND_BYTES = 16 * 2**20
 FLUSH_BYTES = 256 * 2**20
 ALIGNED_BYTES = 4 * 2**20
@@ -47,7 +48,7 @@ ALIGNED_BYTES = 4 * 2**20
 class Sources:
     """The inputs of a merge: the base's files and the adapters. Files are opened once, by any thread.
 
-    whole: held by the one thread that holds tensors whole, so that no two of them take memory at a time.
+    whole: lock of the thread that computes whole tensors, so that only one whole tensor is in memory.
     """
 
     checkpoint: Checkpoint
@@ -67,14 +68,14 @@ class Sources:
         return self._files[path]
 
     def rows(self, leaf: str) -> Rows:
-        """Return the rows of a base tensor: as stored, or float32 of a packed one."""
+        """Return the rows of a base tensor: as stored, or in float32 if it is packed."""
         if leaf in self.packed:
             return PackedRows(self.packed[leaf], lambda entry: self._files[entry.file])
         entry = self.checkpoint.tensors[leaf]
         return EntryRows(self._files[entry.file], entry)
 
     def room(self, out: Out) -> AbstractContextManager[Any]:
-        """Return the bytes that are held while a tensor of the merged model is computed."""
+        """Return the memory in bytes while a tensor of the merged model is computed."""
         is_whole = any(edit.asks for edit in out.edits) and not all(edit.by_rows for edit in out.edits)
         return self.whole if is_whole else nullcontext()
 
@@ -84,7 +85,7 @@ class Sources:
 
 
 class MergedRows:
-    """Rows of one tensor of the merged model, float32 where it changes, and as stored where it does not."""
+    """Rows of one tensor of the merged model: float32 if it changes, else as stored."""
 
     def __init__(self, out: Out, sources: Sources) -> None:
         self.out, self.shape = out, out.shape
@@ -102,7 +103,7 @@ class MergedRows:
             self._whole = _laid_back(out, sources)
 
     def __call__(self, start: int, stop: int, stored: Tensor | None = None) -> Tensor:
-        """Return rows start to stop. stored: the base's, if the caller has read them; they stay as they are."""
+        """Return rows start to stop. stored: the base's, if the caller has read them; they are not changed."""
         if self._whole is not None:
             return self._whole[start:stop]
         if not self._changes:
@@ -112,7 +113,7 @@ class MergedRows:
 
 
 def _laid_back(out: Out, sources: Sources) -> Tensor:
-    """Return a file tensor whole, float32, with the changes of the parameters that it takes part in."""
+    """Return a whole file tensor, float32, with the changes of all parameters that use it."""
 
     def read(leaf: str) -> Tensor:
         return sources.rows(leaf)(0, row_count(sources.shape(leaf))).float()
@@ -134,7 +135,7 @@ def _changed(edit: Edit, parameter: Tensor, sources: Sources) -> Tensor:
 
 
 class _Behind:
-    """Runs work behind the caller, each kind in its order, with a bound on the bytes that wait."""
+    """Runs work in the background, each kind in order, with a limit on the waiting bytes."""
 
     QUEUES = ("old", "new", "write", "flush")
 
@@ -146,11 +147,11 @@ class _Behind:
         self._pending_bytes = 0
 
     def start(self, queue: str, call: Callable[[], Any]) -> Future[Any]:
-        """Start work on the thread of a queue, after what was given to it before."""
+        """Start work on the thread of a queue, after its earlier work."""
         return self._threads[queue].submit(call)
 
     def piece(self, byte_count: int, **work: Callable[[], Any]) -> None:
-        """Start the work of a piece that holds byte_count; `work` names its queues. Errors: what earlier pieces raised."""
+        """Start the work of a chunk of byte_count bytes; `work` names its queues. Errors: exceptions of earlier chunks."""
         self._pending.append((byte_count, [self.start(queue, call) for queue, call in work.items()]))
         self._pending_bytes += byte_count
         while self._pending_bytes > BEHIND_BYTES:
@@ -179,15 +180,15 @@ class _Behind:
 
 
 class _Aligned:
-    """Writes a file front to back in pieces that may go around the system's cache: `write` gathers them.
+    """Writes a file front to back in chunks that may bypass the page cache: `write` gathers them.
 
-    Copying into the cache costs more than everything else in a merge, most of all where a virtual machine has to be given
-    the memory for it first; and the base, the adapters and other programs keep what they have in it.
+    Copying into the page cache costs more than the rest of a merge, most of all if a virtual machine has to allocate
+    its memory first. Without it, cached pages of the base, the adapters and other programs are kept.
     """
 
     def __init__(self, writer: PositionedWriter) -> None:
         self._writer = writer
-        self._memory = mmap.mmap(-1, ALIGNED_BYTES)  # begins on a page
+        self._memory = mmap.mmap(-1, ALIGNED_BYTES)  # starts at a page boundary
         self._buffer = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._held = self._start = 0
 
@@ -205,7 +206,7 @@ class _Aligned:
                 self._start, self._held = self._start + self._held, 0
 
     def check(self) -> None:
-        """Write what is left. Errors: OSError."""
+        """Write the remaining bytes. Errors: OSError."""
         if self._held:
             self._writer.write(memoryview(self._memory)[: self._held], self._start)
             self._start, self._held = self._start + self._held, 0
@@ -229,7 +230,7 @@ class _Flushed:
             self._last = self._behind.start("flush", self._writer.flush)
 
     def check(self) -> None:
-        """Wait for the flush that is under way, if one is.
+        """Wait for the running flush, if any.
 
         Errors: OSError if it failed; the next one could pass although bytes were lost.
         """
@@ -239,7 +240,7 @@ class _Flushed:
 
 @dataclass
 class Written:
-    """The result of one file: sha256 of the base's and of the new one, and the problem of each tensor."""
+    """The result of one file: sha256 of the base's and of the new file, and the problem of each tensor."""
 
     base_sha256: str
     sha256: str
@@ -357,7 +358,7 @@ def _check_finite(out: Out, new: Tensor, old: Tensor | Callable[[], Tensor], pro
 
 
 def _is_finite(values: Tensor) -> bool:
-    """Return whether no value is NaN or infinite. A sum shows that in a fiftieth of the time, unless it overflows."""
+    """Return whether no value is NaN or infinite. A sum shows this in a fiftieth of the time, unless it overflows."""
     if values.dtype in (torch.bfloat16, torch.float32, torch.float64) and bool(values.sum().isfinite()):
         return True
     return bool(values.isfinite().all())
@@ -368,7 +369,7 @@ def use_threads(count: int) -> int:
 
     Other threads keep their number, except those that first use torch later: they copy the last number.
     """
-    before = torch.get_num_threads()  # a thread takes the process's number at its first call: have that behind us
+    before = torch.get_num_threads()  # a thread copies the process's number at its first call: make that call now
     torch.set_num_threads(count)
     return before
 

@@ -1,1 +1,1 @@
-"""How many bytes are needed besides the weights?"""
+"""How many bytes are needed in addition to the weights?"""

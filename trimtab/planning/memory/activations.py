@@ -1,7 +1,7 @@
 """Device memory of a running request: the KV cache, and the largest set of live intermediate tensors.
 
 The forward of the model is read as a few *moments*, each a sum of tensors that are alive together; a phase needs its
-worst moment, a request its worst phase: pictures, sound, the prompt, one decoding step, preparing an adapter. The sizes
+worst moment, a request its worst phase: images, audio, the prompt, one decode step, preparing an adapter. The sizes
 come from the linears of the anatomy, the multiples from COEFFICIENTS, which a maintainer calibrates against
 torch.cuda.max_memory_allocated.
 
@@ -23,7 +23,7 @@ from trimtab.planning.values.kv_bytes import copy_bytes, paged_copy_bytes, posit
 from trimtab.planning.values.kv_pool import FIRST, PAGE_TOKENS, pages_of, pool_tokens
 from trimtab.request import DEFAULT_NEW_TOKENS, LoadRequest
 
-# The prompt goes through the model in pieces of this many tokens; a piece holds every picture and sound of its prompt.
+# A prompt is computed in chunks of this many tokens; one chunk has all images and audio of its prompt.
 PREFILL_CHUNK_TOKENS = 1024
 # Tokens of a chat template around images and audio.
 TEMPLATE_TOKENS = 64
@@ -31,7 +31,8 @@ TEMPLATE_TOKENS = 64
 FLOAT32_BYTES = 4
 # Phases that share the memory of captured prompts.
 IN_ROOM = ("prompt", "pictures", "sound")
-# Results kept of functions that go through every row of an anatomy: a search asks for the same ones a thousand times.
+# Cached results of functions that read every row of an anatomy: a search calls them a thousand times with the same
+# arguments.
 KEPT = 256
 
 # name: (multiple, where it comes from). "x d" means in units of the model's dtype, "x f" in float32.
@@ -73,8 +74,8 @@ COEFFICIENTS: Mapping[str, tuple[float, str]] = MappingProxyType(
     }
 )  # fmt: skip
 
-# Patches of one picture and soft tokens they become, by model type; families that scale pictures by size: the largest
-# that their processor makes by default.
+# Patches of one image and their soft tokens, by model type. For families that scale images by size: the largest that
+# their processor makes by default.
 PATCHES: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
         "gemma4": (2520, 280),
@@ -94,7 +95,7 @@ FRAMES_PER_S, BANDS, SOUND_TOKENS_PER_S = 100, 128, 25
 
 
 def patches_of(model_type: str) -> tuple[int, int]:
-    """Return (patches, soft tokens) of one picture for the longest known model type that the given one starts with."""
+    """Return (patches, soft tokens) of one image for the longest known model type that is a prefix of the given one."""
     best = max((known for known in PATCHES if model_type.startswith(known)), key=len)
     return PATCHES[best]
 
@@ -128,8 +129,9 @@ class Use:
 
 
 def answer_tokens_of(request: LoadRequest) -> int:
-    """Return the answer length that weighs the seconds of a plan: the requested one, at most context - 1. The default length is
-    at most half the context."""
+    """Return the answer length that weights the seconds of a plan: the requested one, at most context - 1. The default
+    length is at most half the context.
+    """
     is_default = request.answer_tokens == DEFAULT_NEW_TOKENS
     most = request.context_tokens // 2 if is_default else request.context_tokens - 1
     return max(1, min(request.answer_tokens, most))
@@ -139,8 +141,9 @@ def use_of(
     request: LoadRequest, anatomy: Anatomy, *, answer_tokens: int | None = None,
     chunk_tokens: int = PREFILL_CHUNK_TOKENS,
 ) -> Use:  # fmt: skip
-    """Return the use of a request, with images and audio only if the model has a tower for them. answer_tokens: None is the
-    answer length that the request is planned for."""
+    """Return the use of a request, with images and audio only if the model has a tower for them. answer_tokens: None is
+    the request's planned answer length.
+    """
     answer_tokens = answer_tokens_of(request) if answer_tokens is None else answer_tokens
     patches, soft = patches_of(anatomy.model_type)
     images = request.images if "vision" in anatomy.parts else 0
@@ -159,8 +162,9 @@ def use_of(
 def repeated_tokens(new_tokens: int, all_tokens: int, *, in_place: bool) -> int:
     """Return the tokens whose keys and values are counted as repeated to every query head in a pass of a prompt.
 
-    in_place: for one sequence within a small budget, where cuDNN's attention is left out and torch's memory-efficient kernel reads
-    them in place (engine/passes/attention.py). A pass's own tokens are counted there: a first chunk without a mask may repeat them.
+    in_place: for one sequence within a small budget, cuDNN's attention is disabled and torch's memory-efficient kernel
+    reads them in place (engine/passes/attention.py). The pass's new tokens are then counted: a first chunk without a
+    mask may repeat them.
     """
     return min(new_tokens, all_tokens) if in_place else all_tokens
 
@@ -170,8 +174,9 @@ def kv_cache_bytes(
 ) -> int:  # fmt: skip
     """Return the most that transformers' DynamicCache holds while `new_tokens` are added to reach `tokens`.
 
-    Full layers hold every token; a sliding layer keeps a view of window - 1 tokens whose storage is the whole piece
-    until the next call. Growing is torch.cat, so the old keys of the largest layer live beside the new ones.
+    Full layers hold every token; a sliding layer keeps a view of window - 1 tokens whose storage is the whole chunk
+    until the next call. The cache grows by torch.cat, so the old keys of the largest layer exist together with the new
+    ones.
     Source: transformers 5.23.0 cache_utils.py, DynamicLayer.update and DynamicSlidingWindowLayer.update.
     """
     total, copied = 0, 0
@@ -205,8 +210,10 @@ def prompts_kv_bytes(
 def row_cache_bytes(
     layers: tuple[KVLayer, ...], dtype: str, *, rows: int, context_tokens: int, pool: int | None = None, kv: str = "full"
 ) -> int:  # fmt: skip
-    """Return the bytes of the fixed key and value buffers of `rows` sequences: every position of a full layer, or the `pool` of
-    tokens that the rows share (engine/kv/pages.py), and a window of a sliding one (engine/kv/kv_cache.py)."""
+    """Return the bytes of the fixed key and value buffers of `rows` sequences: every position of a full layer, or the
+    `pool` of tokens that the rows share (engine/kv/pages.py), and the window of a sliding layer
+    (engine/kv/kv_cache.py).
+    """
     total = 0
     for layer in layers:
         if layer.shares is None:
@@ -230,7 +237,9 @@ class Widths:
 
 @lru_cache(maxsize=KEPT)
 def widths_of(anatomy: Anatomy, part: Part, *, quant: str) -> Widths:
-    """Return the widest linears of a part: attention by "attn" or "attention" in the path, everything else as MLP."""
+    """Return the widest linears of a part: linears with "attn" or "attention" in the path are attention, all others
+    MLP.
+    """
     hidden = query = mlp = dequantized = expert = 0
     for row in anatomy.rows:
         if row.part != part:
@@ -257,10 +266,10 @@ def _is_layer(row: ModuleRow) -> bool:
 
 @dataclass(frozen=True)
 class Needs:
-    """The worst phase of a request: its name, KV cache bytes and the bytes of everything else alive then.
+    """The worst phase of a request: its name, its KV cache bytes, and the bytes of all other live tensors.
 
-    phases: every phase's (kv, activations), for the picture and for advice. room_bytes: of `activation_bytes`, what prompts and
-    towers have to themselves (engine/memory/shared_pool.py); 0 where prompts are not captured.
+    phases: every phase's (kv, activations), for the chart and for advice. room_bytes: the part of `activation_bytes`
+    that only prompts and towers use (engine/memory/shared_pool.py); 0 if prompts are not captured.
     """
 
     phase: str
@@ -284,7 +293,7 @@ def needs_of(
     in_place: bool = False,
     has_room: bool = False,
 ) -> Needs:
-    """Return what a request needs beside weights, at its worst.
+    """Return the most memory of a request in addition to weights.
 
     has_rows: whether steps are captured: then every sequence has fixed buffers for its keys and values, as it has where several
     are decoded together. A prompt goes through by itself, with a cache of its own beside them; in captured chunks of
@@ -313,7 +322,7 @@ def needs_of(
     prompt_copies = paged + copy_bytes(
         layers, dtype, kv, rows=1, context_tokens=context, new_tokens=min(piece, context)
     )
-    # Of captured steps they are in the graphs' memory for good, and counted there (execution.step_bytes).
+    # For captured steps they are permanently in the graphs' memory, and counted there (execution.step_bytes).
     step_copies = 0 if is_captured else step_copy_bytes(
         layers, dtype, kv, rows=use.batch, context_tokens=context, is_paged=pool is not None, is_fused=is_fused
     )  # fmt: skip
@@ -343,9 +352,9 @@ def needs_of(
 
 @lru_cache(maxsize=KEPT)
 def adapter_piece_bytes(anatomy: Anatomy) -> int:
-    """Return what a server takes between two steps to prepare an adapter: one piece of its largest weight.
+    """Return the bytes that a server needs between two steps to prepare an adapter: one chunk of its largest weight.
 
-    Prompts keep their keys and values meanwhile; activations of prompts and steps are not alive then.
+    Prompts keep their keys and values during this; activations of prompts and steps are not alive then.
     """
     weights = (row.weight for row in anatomy.rows if row.kind in ("linear", "embedding"))
     largest = max((weight.numel for weight in weights if weight is not None), default=0)
@@ -355,7 +364,9 @@ def adapter_piece_bytes(anatomy: Anatomy) -> int:
 def smaller_needs(
     anatomy: Anatomy, use: Use, *, quant: str, has_adapters: bool, has_rows: bool = False, is_fused: bool = False
 ) -> Iterator[tuple[str, int]]:
-    """Yield (what to ask less of, bytes it saves), for the advice in an error. has_rows, is_fused: as in `needs_of`."""
+    """Yield (the quantity to reduce, bytes that this saves), for the advice in an error. has_rows, is_fused: as in
+    `needs_of`.
+    """
 
     def taken(one: Use) -> int:
         needs = needs_of(anatomy, one, quant=quant, has_adapters=has_adapters, has_rows=has_rows, is_fused=is_fused)
@@ -381,9 +392,10 @@ def smaller_needs(
 
 @dataclass(frozen=True)
 class _Scanned:
-    """What the sums need of an anatomy's rows. head8, ple_projection, narrow: numbers of the largest such weight (narrow: held in
-    fewer bits than it is computed with); ple: width of the tables
-    of every layer; convolutions: (channels, spatial dimensions) of the audio tower's, outside the repeated layers."""
+    """Sizes from an anatomy's rows. head8, ple_projection, narrow: numbers of the largest such weight (narrow: stored
+    in fewer bits than the compute dtype); ple: width of the tables of every layer; convolutions: (channels, spatial
+    dimensions) of the audio tower's, outside the repeated layers.
+    """
 
     head8: int
     ple: int
@@ -424,7 +436,7 @@ class _Counter:
         self.int8 = quant == "int8"
         scanned = _scanned(anatomy)
         self.head8 = self.f("head8.chunk", min(HEAD_CHUNK_VALUES, scanned.head8))
-        # The product of a piece, too, before it is written into the output.
+        # Also the product of a chunk, before it is written into the output.
         self.widened = self.f("widened.chunk", min(HEAD_CHUNK_VALUES, scanned.narrow))
         self.widths = {part: widths_of(anatomy, part, quant=quant) for part in ("language", "vision", "audio")}
         self.ple = scanned.ple
@@ -440,13 +452,12 @@ class _Counter:
         return COEFFICIENTS[name][0] * width * FLOAT32_BYTES
 
     def extra(self, in_features: int, out_features: int) -> float:
-        """Return what adapters or int8 add a row to one linear."""
+        """Return the bytes that adapters or int8 add to one linear per row."""
         added = 0.0
         if self.has_adapters:
-            # An adapter inside its layer's product (engine/batched_lora/columns.py) takes less: its extended input has at most
-            # twice
-            # the values of the input, in bfloat16, which is no more than the float32 copy; its sums in float32 are fewer values
-            # than the update.
+            # An adapter inside its layer's product (engine/batched_lora/columns.py) needs less: its extended input has
+            # at most twice the values of the input, in bfloat16, which is no more than the float32 copy. Its float32
+            # sums have fewer values than the update.
             added += (
                 self.f("lora.input", in_features)
                 + self.f("lora.output", out_features)
@@ -457,7 +468,7 @@ class _Counter:
         return added
 
     def layer(self, wide: Widths, rows: int, pairs: int, *, masked: bool, repeated: int) -> float:
-        """Return the worst moment of one attention + MLP layer, without what lives through all layers.
+        """Return the worst moment of one attention + MLP layer, without tensors that are alive in all layers.
 
         rows: tokens in it. pairs: query-key pairs of a full mask. repeated: tokens whose keys and values are repeated.
         """
@@ -484,7 +495,7 @@ class _Counter:
         )
 
     def text(self, new_tokens: int, all_tokens: int) -> int:
-        """Return the activations of adding new tokens to a context, a row each of the batch."""
+        """Return the activations of adding new tokens to a context, for every row of the batch."""
         rows, hidden, dtype_bytes = new_tokens * self.use.batch, self.anatomy.hidden_size, self.dtype_bytes
         wide = replace(self.widths["language"], hidden=hidden)
         wide = replace(wide, dequantized=0) if self.is_unpacked_elsewhere else wide
@@ -509,7 +520,7 @@ class _Counter:
         return ceil(max(fixed + layer, fixed + first, fixed + gemm, head))
 
     def pictures(self) -> int:
-        """Return the activations of every picture of a batch in one pass of the vision tower."""
+        """Return the activations of all images of a batch in one pass of the vision tower."""
         wide, batch = self.widths["vision"], self.use.batch
         rows = self.use.patches * batch
         pairs = batch * self.use.patches * patches_of(self.anatomy.model_type)[0]
@@ -521,7 +532,7 @@ class _Counter:
         return ceil(max(fixed + layer, fixed + pool, rows * pixels) + self._embedded())
 
     def sound(self) -> int:
-        """Return the activations of every sound of a batch in one pass of the audio tower."""
+        """Return the activations of all audio clips of a batch in one pass of the audio tower."""
         wide, batch = self.widths["audio"], self.use.batch
         frames = ceil(self.use.sound_s * FRAMES_PER_S) * batch
         worst, time, bands, before = 0.0, float(frames), float(BANDS), frames * BANDS * self.dtype_bytes

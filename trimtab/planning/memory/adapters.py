@@ -1,7 +1,7 @@
-"""Adapters in a plan besides their own bytes: whether one changes the output head, and scratch memory.
+"""Memory for adapters in a plan other than their own bytes: a changed output head, and scratch memory.
 
-A plan without adapters counts no scratch memory for them. Before the first adapter is loaded later, that memory is subtracted
-from what the budget leaves.
+A plan without adapters counts no scratch memory for them. When the first adapter is loaded later, that memory is
+subtracted from the free budget.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from trimtab.planning.plan.plan import Plan
 from trimtab.planning.values.byte_sizes import HELD_OBJECT_BYTES
 from trimtab.planning.values.execution import CAPTURED, step_bytes
 
-# Captured prompts read adapters of one layout from one place; so many places are kept.
+# Captured prompts read adapters of one layout from one buffer; this many buffers are kept.
 MOST_LAYOUTS = 2
 
 
 def head_change(specs: Mapping[str, AdapterSpec], anatomy: Anatomy) -> str:
-    """Return which adapter changes the output head, so that it has to stay as it is; "" if none does."""
+    """Return the adapter that changes the output head, which must then stay full; "" if none does."""
     heads = {row.module_path for row in anatomy.rows if row.part == "head"}
     weights = {row.weight.tensor_path: row.weight for row in anatomy.rows if row.part == "head" and row.weight}
     owners = {weight.tied_to or weight.copy_of for weight in weights.values()}
@@ -48,18 +48,20 @@ def refuses_head_change(plan: Plan) -> bool:
 
 
 def held_bytes(folders: Iterable[str | os.PathLike[str]]) -> int:
-    """Return what the adapters of these folders take in host memory at most, where a server keeps them; one folder counts once."""
+    """Return the most host memory of the adapters of these folders in a server; one folder counts once."""
     files = {os.path.realpath(Path(folder) / TENSORS_NAME) for folder in folders}
     return sum(os.stat(file).st_size + HELD_OBJECT_BYTES for file in files)
 
 
 def copies_bytes(sizes: Iterable[int]) -> int:
-    """Return what captured prompts take for copies of adapters of these sizes; those of one size mostly share a layout."""
+    """Return the bytes of captured prompts' copies of adapters of these sizes; adapters of one size mostly share a
+    layout.
+    """
     return sum(sorted(set(sizes))[-MOST_LAYOUTS:])
 
 
 def first_adapter_bytes(plan: Plan, anatomy: Anatomy) -> int:
-    """Return what adapters take on the device beside themselves where a plan was made without any; 0 where it counts them."""
+    """Return the device bytes that adapters need in addition to their own, if the plan has none; 0 if it counts them."""
     request, step = plan.request, plan.execution.step
     if request.adapters:
         return 0

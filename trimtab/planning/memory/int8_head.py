@@ -1,10 +1,9 @@
-"""Whether a GPU can run the kernel of an 8-bit output head, and the seconds of a step where it cannot.
+"""Whether a GPU can run the kernel of an 8-bit output head, and the seconds of a step if it cannot.
 
-The kernel (engine/formats/int8_head.py) computes up to KERNEL_ROWS rows in bfloat16 from compute capability 8.0. Everything else
-goes through
-torch, which makes float32 values of the 8 bits, a piece at a time. That takes longer than the full head does.
+The kernel (engine/formats/int8_head.py) computes up to KERNEL_ROWS rows in bfloat16 from compute capability 8.0. torch
+computes all other cases: it converts the 8 bits to float32, one chunk at a time, which takes longer than the full head.
 
-What is not covered: heads that the kernel refuses for their width or bias, which only loading knows.
+Not covered: heads that the kernel refuses for their width or bias, which only loading knows.
 
 Pure: sizes of the model and of the plan.
 """
@@ -36,7 +35,7 @@ def why_no_kernel(dtype: str, capability: tuple[int, int] | None) -> str:
 
 
 def torch_head_s(anatomy: Anatomy, rates: Rates, *, rows: int) -> float:
-    """Return the predicted seconds of one step's 8-bit head in torch, beyond reading its bytes once."""
+    """Return the predicted seconds of one step's 8-bit head in torch, in addition to reading its bytes once."""
     weights = [row.weight for row in head_rows(anatomy) if row.weight is not None]
     full_bytes = sum(prod(weight.shape) * DTYPE_BYTES[KERNEL_DTYPE] for weight in weights)
     small_bytes = sum(packed_bytes(weight.shape, HEAD8, weight.dtype) for weight in weights)
@@ -45,8 +44,9 @@ def torch_head_s(anatomy: Anatomy, rates: Rates, *, rows: int) -> float:
 
 
 def with_head_cost(plan: Plan, anatomy: Anatomy, *, capability: tuple[int, int] | None) -> Plan:
-    """Return the plan of an 8-bit head on a GPU with the seconds that torch adds where the kernel does not run: to every step, and
-    to a prompt, whose last token alone enters the head."""
+    """Return the plan of an 8-bit head on a GPU with the seconds that torch adds if the kernel does not run: to every
+    step, and to a prompt, of which only the last token enters the head.
+    """
     step, prompt = plan.execution.step, plan.execution.prompt
     no_kernel, rows = why_no_kernel(anatomy.dtype, capability), plan.request.batch
     if no_kernel or rows > KERNEL_ROWS:

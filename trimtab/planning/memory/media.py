@@ -1,8 +1,8 @@
-"""Host memory of the images and audio of a server's requests: what their decoding takes, and the files as they were received.
+"""Host memory of the images and audio of a server's requests: for decoding, and for the received files.
 
-A server decodes images and audio on threads of its own, beside the model. `MEDIA` is the budget of these threads: it holds from the
-start of a decoding until the prompt is computed, and is never below what one allowed request needs. `FILES` are the received files
-of all requests that are not answered yet. Pure: limits and counts.
+A server decodes images and audio on separate threads. `MEDIA` is the budget of these threads: it is taken from the
+start of a decoding until the prompt is computed, and is never below the need of one allowed request. `FILES` are the
+received files of all unanswered requests. Pure: limits and counts.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from trimtab.planning.memory.activations import FLOAT32_BYTES, patches_of
 from trimtab.request import LoadRequest
 
 MEDIA, FILES = "media", "media_files"
-# Bytes per pixel that an image takes at most until it is patches. 4 are the RGB picture in Pillow; its conversion and an image
-# processor of transformers take up to 13.8 more (measured with Gemma 4's: 17.8 in all for a rotated PNG with transparency or a
-# rotated progressive JPEG in four colors). libwebp keeps two frames beside Pillow's copies: 20.4 measured.
+# The most bytes per pixel of an image before it becomes patches. 4 are the RGB image in Pillow; its conversion and an
+# image processor of transformers add up to 13.8 (measured with Gemma 4's: 17.8 in all for a rotated PNG with
+# transparency or a rotated progressive JPEG in four colors). libwebp keeps two frames in addition to Pillow's copies:
+# 20.4 measured.
 PREPARED_PIXEL_BYTES, WEBP_PIXEL_BYTES = 18, 21
-# Of a decoded image that waits for the others of its request.
+# Bytes per pixel of a decoded image that waits for the others of its request.
 HELD_PIXEL_BYTES = 4
-# Values of a patch (Qwen's: 2 frames of 14 x 14 pixels; others have fewer), and how many copies of all patches exist at once while
-# a processor stacks those of several images: 2.8 measured with Pixtral's, 2.0 with Gemma 4's and Qwen's.
+# Values of a patch (Qwen's: 2 frames of 14 x 14 pixels; others have fewer), and how many copies of all patches exist
+# while a processor stacks those of several images: 2.8 measured with Pixtral's, 2.0 with Gemma 4's and Qwen's.
 PATCH_VALUES, PATCH_COPIES = 1176, 3
 # Bytes per frame of an audio clip in its own rate (mono float32, twice while its blocks are joined), and bytes per
-# second of what a feature extractor makes of it (measured with Gemma 4's).
+# second of a feature extractor's output (measured with Gemma 4's).
 FRAME_BYTES, FEATURE_BYTES_PER_S = 8, 1_300_000
 MOST_RATE = 768_000
-# Several usual requests are decoded at once, however small the limits are.
+# Several ordinary requests are decoded at once, even with small limits.
 LEAST_BUDGET_BYTES = 256 * 2**20
 # Base64 takes four characters for three bytes.
 FILE_SHARE = 3 / 4
@@ -36,10 +37,10 @@ FILE_SHARE = 3 / 4
 
 @dataclass(frozen=True, kw_only=True)
 class ServedMedia:
-    """What the requests of a server may hold.
+    """The media that requests of a server may contain.
 
-    kinds: of "image" and "audio", those that clients may send. request_pixels, request_audio_s: all images and all audio of one
-    request. all_body_bytes: the bodies of all requests together.
+    kinds: "image", "audio" or both, as clients may send. request_pixels, request_audio_s: all images and all audio of
+    one request. all_body_bytes: the bodies of all requests together.
     """
 
     kinds: tuple[str, ...]
@@ -50,7 +51,7 @@ class ServedMedia:
 
 @dataclass(frozen=True, kw_only=True)
 class MediaMemory:
-    """Host memory of media, by item; the reason names the limits that it follows from. Empty for a model that takes text only."""
+    """Host memory of media, by item; the reason names the limits behind it. Empty for a model that takes text only."""
 
     by_item: dict[str, int] = field(default_factory=dict)
     reason: str = ""
@@ -64,26 +65,30 @@ NO_MEDIA = MediaMemory()
 
 
 def sound_bytes(seconds: float, rate: int) -> int:
-    """Return the bytes that audio of a length and a rate takes at most until it is features. Channels are mixed block by block."""
+    """Return the most bytes of audio of a length and a rate before it becomes features. Channels are mixed block by
+    block.
+    """
     return int(seconds * (rate * FRAME_BYTES + FEATURE_BYTES_PER_S))
 
 
 def patch_bytes(images: int, model_type: str) -> int:
-    """Return the bytes of image patches while a processor makes them, for images of the largest size that it makes by default.
+    """Return the bytes of image patches while a processor makes them, for images of the processor's largest default
+    size.
 
-    Not covered: families with tiles that `PATCHES` does not name make up to twice as many.
+    Not covered: families with tiles that `PATCHES` does not list make up to twice as many.
     """
     return images * patches_of(model_type)[0] * PATCH_VALUES * FLOAT32_BYTES * PATCH_COPIES
 
 
 def request_bytes(image_bytes: int, pixels: int, audio_bytes: int) -> int:
-    """Return what one request takes. image_bytes: of its decoded images and their patches. Images are decoded first, and wait in
-    `HELD_PIXEL_BYTES` while its audio is decoded."""
+    """Return the bytes of one request. image_bytes: of its decoded images and their patches. Images are decoded first,
+    and wait in `HELD_PIXEL_BYTES` while its audio is decoded.
+    """
     return max(image_bytes, HELD_PIXEL_BYTES * pixels + audio_bytes)
 
 
 def media_memory(request: LoadRequest, anatomy: Anatomy, served: ServedMedia | None) -> MediaMemory:
-    """Return the host memory of a server's media. served: None where nothing is served."""
+    """Return the host memory of a server's media. served: None without a server."""
     if served is None:
         return NO_MEDIA
     images = request.images if "image" in served.kinds and "vision" in anatomy.parts else 0

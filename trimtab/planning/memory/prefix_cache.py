@@ -1,7 +1,9 @@
-"""Memory of the prefix cache: the host memory that the request sets, what of a model fits in it, and a copy buffer on the device.
+"""Memory of the prefix cache: the requested host memory, its capacity in tokens of a model, and a copy buffer on the
+device.
 
-Host memory, because device memory is what a plan is short of and a copy is cheap beside a prompt: 2,000 tokens of an 8B model
-are 290 MB, 12 ms on a link of 25 GB/s, where the prompt takes hundreds. On a CPU both are the same memory.
+The cache is in host memory because device memory is scarce and a copy is cheap compared with a prompt: 2,000 tokens of
+an 8B model are 290 MB, 12 ms on a link of 25 GB/s, while the prompt takes hundreds of ms. On a CPU both are the same
+memory.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ from trimtab.errors import RequestError, gib
 from trimtab.planning.values.kv_bytes import position_bytes
 from trimtab.request import LoadRequest
 
-# Tokens of a block: what two prompts share is found in steps of so many.
+# Tokens of a block: common prefixes of prompts are found in multiples of it.
 BLOCK_TOKENS = 32
-# Blocks and snapshots are gathered here, so that a copy over the link is one of many layers.
+# Blocks and snapshots are gathered here, so that one copy over the link has many layers.
 STAGING_BYTES = 32 * 2**20
-# Where the keys or values of a layer begin in a page or snapshot, and the smallest page: its index takes a few hundred bytes.
+# The alignment of a layer's keys or values in a page or snapshot, and the smallest page: its index takes a few hundred
+# bytes.
 ALIGNED, LEAST_PAGE_BYTES = 16, 4096
 
 
@@ -31,11 +34,11 @@ class PrefixPages:
     snapshot_pages: int
 
     def bytes_of(self, tokens: int) -> int:
-        """Return what a prompt takes from which another one can resume: its whole blocks, and a snapshot."""
+        """Return the bytes of a prompt from which another can resume: its whole blocks, and a snapshot."""
         return (max(tokens // BLOCK_TOKENS, 1) + self.snapshot_pages) * self.page_bytes
 
     def tokens_in(self, capacity_bytes: int) -> int:
-        """Return how many tokens the longest such prompt has that fits."""
+        """Return the tokens of the longest such prompt that fits."""
         return max(capacity_bytes // self.page_bytes - self.snapshot_pages, 0) * BLOCK_TOKENS
 
 
@@ -52,13 +55,14 @@ def pages_of(layers: Sequence[KVLayer], dtype: str, kv: str, *, context_tokens: 
 
 
 def prefix_reason(request: LoadRequest, anatomy: Anatomy, capacity_bytes: int | None = None) -> str:
-    """Return what a plan says of a prefix cache that holds less than one prompt of the context, "" of others. capacity_bytes: its
-    size, where it is not the request's. Errors: RequestError for one that no prompt could resume from."""
+    """Return the plan's note on a prefix cache that holds less than one prompt of the context, "" for others.
+    capacity_bytes: its size if it is not the request's. Errors: RequestError for one that no prompt could resume from.
+    """
     capacity = request.prefix_cache_bytes if capacity_bytes is None else capacity_bytes
     layers = anatomy.kv_layers
     if (not capacity and capacity_bytes is None) or any(
         layer.state_values for layer in layers
-    ):  # loading names such a family
+    ):  # loading reports such a family
         return ""
     pages = pages_of(layers, anatomy.dtype, request.kv, context_tokens=request.context_tokens)
     least, whole = pages.bytes_of(BLOCK_TOKENS), pages.bytes_of(request.context_tokens)
@@ -77,7 +81,9 @@ def prefix_reason(request: LoadRequest, anatomy: Anatomy, capacity_bytes: int | 
 
 
 def staging_bytes(layers: Sequence[KVLayer], dtype: str, *, context_tokens: int) -> int:
-    """Return the bytes of the buffer on the device: one block of all full layers and one sliding layer's window fit at least."""
+    """Return the bytes of the buffer on the device: at least one block of all full layers, and one sliding layer's
+    window.
+    """
     block = largest = 0
     for layer in layers:
         if layer.shares is not None:
@@ -91,5 +97,5 @@ def staging_bytes(layers: Sequence[KVLayer], dtype: str, *, context_tokens: int)
 
 
 def prefix_bytes(layers: Sequence[KVLayer], dtype: str, *, context_tokens: int, is_kept: bool) -> dict[str, int]:
-    """Return what the prefix cache takes on the device, by item."""
+    """Return the device bytes of the prefix cache by item."""
     return {"prefix_staging": staging_bytes(layers, dtype, context_tokens=context_tokens)} if is_kept else {}

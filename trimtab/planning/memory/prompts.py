@@ -1,6 +1,6 @@
 """Device memory of chunked prompts: their graphs, the buffers between passes, their inputs.
 
-Pure: sizes of the model, of the request and of the chunks. What runs them is `engine/prefill/prefill.py`.
+Pure: sizes of the model, of the request and of the chunks. `engine/prefill/prefill.py` runs them.
 """
 
 from __future__ import annotations
@@ -17,39 +17,42 @@ from trimtab.planning.values.execution import CAPTURED, SMALL_BUDGET_BYTES
 from trimtab.planning.values.kv_bytes import LAYER_KERNELS as KV8_KERNELS
 from trimtab.planning.values.kv_bytes import NODE_BYTES, copy_bytes
 
-# Allocator slack: what the pool of graphs that have one of their own (towers) holds beyond its tensors, in segments that torch
-# never joins, as a share of each kernel in them. No run that measures it is recorded.
+# Allocator slack of a separate graph pool (towers): bytes beyond its tensors, in segments that torch never joins, per
+# captured kernel. No run that measures it is recorded.
 POOL_SLACK_BYTES = 3 * 2**10
-# What a plan counts for a kernel in a captured tower: its node, which is in the driver's memory, and its share of the slack, which
-# is in torch's.
+# Planned bytes of a kernel in a captured tower: its node in the driver's memory, and its slack in torch's.
 KERNEL_BYTES = NODE_BYTES + POOL_SLACK_BYTES
-# Beyond the tensors of a pass at its worst: holes between them in the room's segment.
+# Bytes beyond the live tensors of a pass: holes between them in the shared segment.
 ROOM_SLACK_BYTES = 24 * 2**20
-# Beside that segment: segments of 2 MiB for small tensors (12 MiB with E4B), and copies of what outlives a pass.
+# Outside that segment: segments of 2 MiB for small tensors (12 MiB with E4B), and copies of tensors that outlive a
+# pass.
 BESIDE_ROOM_BYTES = 16 * 2**20
-# A prompt of 512 tokens in smaller chunks than this takes as long as one that is not captured: a chunk unpacks every weight.
+# With smaller chunks, a prompt of 512 tokens takes as long as without capture, because every chunk unpacks every
+# weight.
 LEAST_LARGEST = 128
-# Kernels of one pass: for a 4-bit weight two of its scales, one of the weight, the product; for an adapter the input in
-# float32, two products, scaling and sum; for everything else of a layer (norms, rotation, attention, gates), and around layers.
+# Kernels of one pass: for a 4-bit weight two for its scales, one for the weight, one for the product; for an adapter
+# the input in float32, two products, scaling and sum; for everything else of a layer (norms, rotation, attention,
+# gates), and around layers.
 QUANTIZED_KERNELS, PLAIN_KERNELS, ADAPTER_KERNELS, LAYER_KERNELS, OTHER_KERNELS = 4, 1, 5, 40, 120
 # Graphs of one chunk size: a prompt of one chunk, and, for the largest size, a first and a later chunk of a longer prompt.
 GRAPHS_OF_LONG_PROMPTS = 3
 # Parts of a model whose 4-bit weights are unpacked by the kernels of prompts.
 UNPACKED_PARTS = ("language", "vision", "audio", "connector")
-# Embeddings of tokens that are given, and what up to three layers add to them.
+# Embeddings of the input tokens, and the additions of up to three layers.
 EMBEDDINGS = 4
 INDEX_BYTES = 8
-# Columns behind each row of an unpacked weight, for adapters (engine/batched_lora/columns.py): three for each rank of up to three
-# layers of rank 32, filled up to a multiple of 64.
+# Columns after each row of an unpacked weight, for adapters (engine/batched_lora/columns.py): three for each rank of up
+# to three layers of rank 32, filled up to a multiple of 64.
 ADAPTER_COLUMNS = 352
 
 
 def prompt_graph_bytes(
     anatomy: Anatomy, use: Use, chunks: Sequence[int], *, quant: str, has_adapters: bool, adapter_bytes: int = 0
 ) -> int:
-    """Return what prompts captured in chunks of these sizes take on the device, beside keys and values, in a pool of their own.
+    """Return the device bytes of prompts captured in chunks of these sizes, without keys and values, in a separate
+    pool.
 
-    adapter_bytes: of the largest adapter; captured passes read it from a place of their own. 0 without chunks.
+    adapter_bytes: of the largest adapter; captured passes read it from a separate buffer. 0 without chunks.
     """
     counted = prompt_bytes(
         anatomy, use, chunks, quant=quant, has_adapters=has_adapters, adapter_copy_bytes=adapter_bytes, has_room=False
@@ -58,13 +61,15 @@ def prompt_graph_bytes(
 
 
 def planned_graphs(chunks: Sequence[int], context_tokens: int) -> int:
-    """Return how many graphs are counted; the runtime keeps so many and drops the one used longest ago."""
+    """Return how many graphs are planned; the runtime keeps this many and drops the least recently used."""
     return len(chunks) + (GRAPHS_OF_LONG_PROMPTS if context_tokens > max(chunks) else 0)
 
 
 def has_room(batch: int, budget_bytes: int) -> bool:
-    """Whether captured prompts share the memory of passes without a graph (engine/memory/shared_pool.py): for one answer at a time,
-    within a small budget. With several rows a process ended by a segmentation fault, whose cause was not found."""
+    """Whether captured prompts share the memory of passes without a graph (engine/memory/shared_pool.py): for one
+    answer at a time, within a small budget. With several rows, a process ended with a segmentation fault of unknown
+    cause.
+    """
     return batch == 1 and budget_bytes < SMALL_BUDGET_BYTES
 
 
@@ -72,11 +77,11 @@ def prompt_bytes(
     anatomy: Anatomy, use: Use, chunks: Sequence[int], *, quant: str, has_adapters: bool, adapter_copy_bytes: int = 0,
     has_room: bool,
 ) -> dict[str, int]:  # fmt: skip
-    """Return the bytes of captured prompts by item: the nodes of their graphs, in the driver's memory; inputs and the room that the
-    largest 4-bit weight is unpacked into. Without a room the pool of the graphs too: the activations of one chunk of the largest
-    size, and slack. With one, activations are those of `activations.needs_of`.
+    """Return the bytes of captured prompts by item: the nodes of their graphs, in the driver's memory; inputs, and the
+    buffer for the largest unpacked 4-bit weight. Without shared memory also the pool of the graphs: the activations of
+    one chunk of the largest size, and slack. With shared memory, `activations.needs_of` has the activations.
 
-    adapter_copy_bytes: 0 where graphs read adapters where they are.
+    adapter_copy_bytes: 0 if graphs read adapters in place.
     """
     if not chunks:
         return {}
@@ -89,8 +94,8 @@ def prompt_bytes(
         needs = needs_of(
             anatomy, one, quant=quant, has_adapters=has_adapters, chunk_tokens=piece, is_unpacked_elsewhere=True
         )
-        # Of 8-bit keys and values: chunks that read more and more places are captured one after the other. What a smaller copy lay
-        # in holds no larger one, and each is half of the next.
+        # For 8-bit keys and values: chunks that read more and more positions are captured one after the other. The
+        # memory of a smaller copy is too small for a larger one, and each is half of the next.
         copies = copy_bytes(
             anatomy.kv_layers, anatomy.dtype, use.kv, rows=1, context_tokens=use.context_tokens, new_tokens=piece
         )
@@ -107,14 +112,15 @@ def room_bytes(plan: Plan, anatomy: Anatomy) -> int:
         has_room=True,
     )  # fmt: skip
     towers = plan.execution.towers
-    if towers is not None and towers.mode in CAPTURED:  # they have memory of their own
+    if towers is not None and towers.mode in CAPTURED:  # they have separate memory
         return needs.phases["prompt"][1] + ROOM_SLACK_BYTES
     return needs.room_bytes + ROOM_SLACK_BYTES
 
 
 def uncaptured_bytes(anatomy: Anatomy, chunks: Sequence[int], *, quant: str, has_adapters: bool) -> dict[str, int]:
-    """Return the bytes of prompts whose chunks are not captured, by item: inputs, and the room that the largest 4-bit weight is
-    unpacked into, which stay while towers run. A chunk's activations are in `activations.needs_of`."""
+    """Return the bytes of prompts whose chunks are not captured, by item: inputs, and the buffer for the largest
+    unpacked 4-bit weight, which stay allocated while towers run. `activations.needs_of` has a chunk's activations.
+    """
     if not chunks:
         return {}
     unpacked = _unpacked_bytes(anatomy, quant, has_adapters=has_adapters)
@@ -122,10 +128,11 @@ def uncaptured_bytes(anatomy: Anatomy, chunks: Sequence[int], *, quant: str, has
 
 
 def choose_chunks(sizes: Sequence[int], bytes_of: Callable[[Sequence[int]], int], left: int) -> tuple[int, ...]:
-    """Return the sizes of chunks that fit into `left` bytes: the largest that does, and of the smaller ones as many as do.
+    """Return the sizes of chunks that fit into `left` bytes: the largest that fits, and as many smaller ones as fit.
 
-    sizes: ascending, what the request has use for. The largest counts most: a prompt of several chunks reads every weight as
-    often, while padding costs only arithmetic. Empty where no size of LEAST_LARGEST or more fits, unless none is requested.
+    sizes: ascending, those that the request can use. The largest counts most: a prompt of several chunks reads every
+    weight as often, while padding costs only arithmetic. Empty if no size of LEAST_LARGEST or more fits, unless none is
+    requested.
     """
     least = min(LEAST_LARGEST, max(sizes, default=0))
     largest = next((size for size in reversed(sizes) if size >= least and bytes_of((size,)) <= left), None)
@@ -140,7 +147,7 @@ def choose_chunks(sizes: Sequence[int], bytes_of: Callable[[Sequence[int]], int]
 
 @lru_cache(maxsize=KEPT)
 def kernels_of(anatomy: Anatomy, *, has_adapters: bool, kv: str = "full") -> int:
-    """Return about how many kernels a pass through the decoder launches."""
+    """Return the approximate number of kernels of a pass through the decoder."""
     layers, total = set(), OTHER_KERNELS
     for row in anatomy.rows:
         if row.part != "language" or row.kind != "linear":
@@ -153,8 +160,9 @@ def kernels_of(anatomy: Anatomy, *, has_adapters: bool, kv: str = "full") -> int
 
 
 def _unpacked_bytes(anatomy: Anatomy, quant: str, *, has_adapters: bool) -> int:
-    """Return the room that the largest 4-bit weight is unpacked into, of the decoder and of the towers: all share it. The decoder's
-    have the columns of adapters in bfloat16."""
+    """Return the bytes of the largest unpacked 4-bit weight of the decoder and of the towers, which share the buffer.
+    The decoder's weights have the columns of adapters in bfloat16.
+    """
     columns = ADAPTER_COLUMNS if has_adapters and anatomy.dtype == "bfloat16" else 0
     is_packed = quant_of(anatomy, quant) in ("nf4", "nf4-dq", "fp4")
     return _largest_weight(anatomy, columns) * DTYPE_BYTES[anatomy.dtype] if is_packed else 0

@@ -1,9 +1,10 @@
 """Whether the towers of a plan run as CUDA graphs, and the device memory that this takes.
 
-A captured tower needs graph nodes, buffers for the inputs and outputs of its layers, and the activations of one layer in a
-separate memory pool (`engine/towers/graphs.py`). The decoder comes first: towers are captured if all of their layers are on the
-device and the budget leaves room. The constants are estimates from the kernels of E4B's layers; the bytes of a kernel (node
-and slack of the pool) are those of captured prompts (prompts.py). Pure: sizes of the model and of the plan.
+A captured tower needs graph nodes, buffers for the inputs and outputs of its layers, and the activations of one layer
+in a separate memory pool (`engine/towers/graphs.py`). The decoder comes first: towers are captured if all of their
+layers are on the device and enough of the budget is left. The constants are estimates from the kernels of E4B's layers;
+the bytes of a kernel (node and slack of the pool) are those of captured prompts (prompts.py). Pure: sizes of the model
+and of the plan.
 """
 
 from __future__ import annotations
@@ -20,19 +21,22 @@ GRAPHS, BUFFERS, POOL = "tower_graphs", "tower_buffers", "tower_activations"
 PARTS = ("vision", "audio", "connector")
 # Shapes of each tower whose graphs are kept.
 SHAPES = 4
-# Kernels of a layer beside its linears: norms, rotation, attention, convolutions, gates; two for each linear that is clipped.
+# Kernels of a layer in addition to its linears: norms, rotation, attention, convolutions, gates; two for each linear
+# that is clipped.
 LAYER_KERNELS, CLIP_KERNELS = 60, 2
-# Copies of what goes in and out around each layer.
+# Copies of the inputs and outputs of each layer.
 COPY_KERNELS = 2
-# What a layer is given beside its hidden states, in float32 and for each position: rotations of the largest heads.
+# Further inputs of a layer, in float32 and for each position: rotary embeddings of the largest heads.
 ROTATION_VALUES = 256
-# Of what a plan leaves over: the rest is for adapters that come later and for what nobody has counted.
+# Share of the unused budget: the rest is for later adapters and for memory that the plan does not count.
 MOST_SHARE = 0.5
 
 
 def tower_bytes(anatomy: Anatomy, use: Use, *, quant: str, has_adapters: bool) -> dict[str, int]:
-    """Return what captured towers take on the device, by item. The activations are those of a whole pass: of one layer, in the pool
-    of the graphs, and what lies between two layers. None of it is in the room of the prompts, whose graphs may write there."""
+    """Return the device bytes of captured towers by item. The activations are those of a whole pass: of one layer, in
+    the pool of the graphs, and the tensors between two layers. None of them is in the prompts' shared memory, where
+    their graphs may write.
+    """
     needs = needs_of(anatomy, use, quant=quant, has_adapters=has_adapters).phases
     pool = max((needs[name][1] for name in ("pictures", "sound") if name in needs), default=0)
     return {
@@ -42,7 +46,7 @@ def tower_bytes(anatomy: Anatomy, use: Use, *, quant: str, has_adapters: bool) -
 
 
 def kernels_of(anatomy: Anatomy, *, has_adapters: bool) -> int:
-    """Return about how many kernels a pass through the layers of all towers launches."""
+    """Return the approximate number of kernels of a pass through the layers of all towers."""
     layers, total = set(), 0
     for row in anatomy.rows:
         if row.part not in ("vision", "audio") or not row.block.rpartition(".")[2].isdecimal():
@@ -63,13 +67,13 @@ def _buffer_bytes(anatomy: Anatomy, use: Use, quant: str) -> int:
         total += use.patches * (2 * hidden * width + ROTATION_VALUES * FLOAT32_BYTES) + mask
     if use.sound_s:
         hidden = widths_of(anatomy, "audio", quant=quant).hidden
-        # Padded to half more at most; a mask of a few neighbours beside it.
+        # Padded by at most half; plus a mask of a few neighbours.
         total += 3 * use.sound_tokens * (2 * hidden * width + ROTATION_VALUES * FLOAT32_BYTES) // 2
     return total
 
 
 def with_towers(plan: Plan, anatomy: Anatomy) -> Plan:
-    """Return the plan that says how its towers run, their bytes counted; as it is on a CPU and for a request without media."""
+    """Return the plan with the mode and bytes of its towers; unchanged on a CPU and for a request without media."""
     if plan.execution_device == "cpu":
         return plan
     use = use_of(plan.request, anatomy, answer_tokens=plan.answer_tokens)

@@ -1,13 +1,13 @@
 """Whether a plan keeps the decoder's 4-bit weights unpacked as well as packed, and the bytes of that.
 
-A step of one row reads the packed weights: fewer bytes, so faster. A chunk of a prompt, and a step of more rows than the
-matrix-vector kernels take, multiply with weights in the model's own type, which are unpacked in every pass: on an H200 that is 2.2
-of the 16.5 ms of a prompt of 512 tokens, and most of a step of 32 rows (bench/results/many_rows.json). Where the budget leaves
-room, the plan keeps that form, the same bits, for good: for many rows of half of what is left, for few rows, whose prompts alone
-gain, of a quarter.
+A step of one row reads the packed weights: fewer bytes, so faster. A prompt chunk, and a step of more rows than the
+matrix-vector kernels support, multiply with weights in the model's dtype, which every pass unpacks. On an H200 that is
+2.2 of the 16.5 ms of a prompt of 512 tokens, and most of a step of 32 rows (bench/results/many_rows.json). If enough of
+the budget is left, the plan keeps the unpacked form permanently; the bits are the same. It may use half of the rest for
+many rows, and a quarter for few rows, where only prompts become faster.
 
-On a CPU the packed weights are never faster: bitsandbytes unpacks a weight in every pass, a step of one row included, writes it
-to memory and reads it again. There the plan keeps that form for one row too.
+On a CPU the packed weights are never faster: in every pass, even of one row, bitsandbytes unpacks a weight, writes it
+to memory and reads it again. There the plan keeps the unpacked form for one row too.
 
 Pure: sizes of the model and of the plan.
 """
@@ -22,39 +22,44 @@ from trimtab.planning.plan.plan import Plan
 from trimtab.planning.values.execution import CAPTURED, FUSED_DTYPES, FUSED_QUANTS, KERNEL_ROWS
 
 ITEM = "unpacked_weights"
-# Behind each row, for the adapter of a prompt (engine/batched_lora/unpacked_columns.py): three for each rank of the layers over one
-# input.
-# Queries, keys and values of rank 16 take 144, and rows stay multiples of 128 bytes.
+# Columns after each row for a prompt's adapter (engine/batched_lora/unpacked_columns.py): three for each rank of the
+# layers over one input. Queries, keys and values of rank 16 take 144, and rows stay multiples of 128 bytes.
 COLUMNS = 192
-# Of what a plan leaves over: the rest is for adapters that come later and for what nobody has counted.
+# Share of the unused budget: the rest is for later adapters and for memory that the plan does not count.
 MOST_SHARE = 0.5
-# The same for few rows on a GPU: only prompts are faster.
+# The same for few rows on a GPU, where only prompts become faster.
 FEW_ROWS_SHARE = 0.25
 
 
 def unpacked_bytes(anatomy: Anatomy, columns: int = 0) -> int:
-    """Return the bytes of all 4-bit linear layers of the decoder in the model's own type, each row with so many columns more."""
+    """Return the bytes of all 4-bit linear layers of the decoder in the model's dtype, each row with this many more
+    columns.
+    """
     weights = [row.weight for row in anatomy.rows if row.part == "language" and row.kind == "linear" and row.quantized]
     values = [prod(one.shape) + prod(one.shape[:-1]) * columns for one in weights if one is not None]
     return sum(map(aligned, values)) * DTYPE_BYTES[anatomy.dtype]
 
 
 def columns_of(plan: Plan) -> int:
-    """Return the columns behind each row of a plan's unpacked weights: for adapters, where chunks of prompts have products of the
-    layers over one input."""
+    """Return the columns after each row of a plan's unpacked weights: for adapters, if prompt chunks compute the layers
+    over one input in one product.
+    """
     has_products = plan.execution.step.mode == "fused" and plan.execution_device != "cpu"
     return COLUMNS if has_products and plan.request.adapters and plan.request.dtype == "bfloat16" else 0
 
 
 def aligned(count: int) -> int:
-    """Return the values of a weight's place in the memory that all share: whole 64, so that each place starts on 64 bytes."""
+    """Return the number of values reserved for a weight in the shared memory: a multiple of 64, so that each weight
+    starts at a multiple of 64 bytes.
+    """
     return -(-count // 64) * 64
 
 
 def with_unpacked(plan: Plan, anatomy: Anatomy, *, shared_bytes: int | None = None) -> Plan:
-    """Return the plan with unpacked weights counted where they pay and fit, else as it is.
+    """Return the plan with unpacked weights counted if they help and fit, else unchanged.
 
-    shared_bytes: of the memory that device and host share on a CPU, None on a GPU."""
+    shared_bytes: of the memory that device and host share on a CPU, None on a GPU.
+    """
     share = _share_on_gpu(plan) if shared_bytes is None else MOST_SHARE
     if (
         not share or plan.request.quant not in FUSED_QUANTS
@@ -74,7 +79,7 @@ def with_unpacked(plan: Plan, anatomy: Anatomy, *, shared_bytes: int | None = No
 
 
 def _share_on_gpu(plan: Plan) -> float:
-    """Return how much of what is left the copy may take: 0 where nothing would read it."""
+    """Return the share of the unused budget that the copy may take: 0 if nothing would read it."""
     request = plan.request
     if plan.execution.step.mode not in CAPTURED or request.dtype not in FUSED_DTYPES:
         return 0.0

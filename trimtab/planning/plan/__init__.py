@@ -1,1 +1,1 @@
-"""What is a plan, and how do people see it?"""
+"""What is a plan, and how is it shown?"""

@@ -1,6 +1,7 @@
 """The chart of a plan: one bar per device, with the budget as its load line.
 
-`draw` writes .svg, the same bytes for the same plan. The shapes are laid out once, in pixels from the top left corner.
+`draw` writes .svg; the same plan gives the same bytes. The shapes are laid out once, in pixels from the top left
+corner.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ BAR_HEIGHT = 46
 BAR_WIDTH = WIDTH - 2 * MARGIN
 LEGEND_COLUMNS, LEGEND_ROW = 3, 20
 
-# A hue a part; a lighter shade for what only passes through or waits.
+# One hue per part; a lighter shade for memory that is only temporary.
 PART_COLORS = {
     "language": "#2f6690", "table": "#3a9188", "head": "#5b6c9e", "vision": "#d98e32", "audio": "#b0587f",
     "connector": "#8a7a4f",
@@ -66,7 +67,7 @@ TIER_TINT = {"resident": 0.0, "gather": 0.25, "stream": 0.35, "host": 0.5, "disk
 
 @dataclass(frozen=True)
 class Segment:
-    """One piece of a bar."""
+    """One segment of a bar."""
 
     name: str
     nbytes: int
@@ -75,7 +76,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Bar:
-    """One device: what it holds and the budget it may hold, None for a disk of unknown size."""
+    """One device: its bytes and its budget, None for a disk of unknown size."""
 
     name: str
     segments: tuple[Segment, ...]
@@ -88,7 +89,7 @@ class Bar:
 
 
 def bars_of(plan: Plan) -> list[Bar]:
-    """Return the bars of a plan; the segments of a device sum to what its budget is checked against."""
+    """Return the bars of a plan; the segments of a device add up to the bytes that are checked against its budget."""
     gpu, host = plan.gpu, plan.host
     placed = {device: _by_part_and_tier(plan, device) for device in ("gpu", "host", "disk")}
     named = {"weights", "fixed"}
@@ -112,7 +113,7 @@ def _by_part_and_tier(plan: Plan, device: str) -> list[Segment]:
     by_tier: dict[tuple[str, str], int] = {}
     for row in plan.placements:
         nbytes = getattr(row, f"{device}_bytes")
-        # What cannot leave the device stays there whatever the block's tier: it is resident.
+        # Tensors that cannot leave the device are resident in every tier of the block.
         tier = "resident" if device == "gpu" else row.tier
         if nbytes:
             by_tier[row.part, tier] = by_tier.get((row.part, tier), 0) + nbytes
@@ -138,7 +139,7 @@ def _tinted(color: str, share: float) -> str:
 
 
 def layout(plan: Plan) -> tuple[list[Shape], float]:
-    """Return the shapes of the picture and its height in pixels."""
+    """Return the shapes of the chart and its height in pixels."""
     request = plan.request
     shapes: list[Shape] = [
         Label(MARGIN, 40, plan.model_class, 20, INK, bold=True),
@@ -225,6 +226,6 @@ def _is_dark(color: str) -> bool:
 
 
 def draw(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the picture of a plan as .svg. Errors: RequestError for another ending or place."""
+    """Write the chart of a plan as .svg. Errors: RequestError for another ending or a path that cannot be written."""
     check_path(path)
     write_shapes(*layout(plan), path)

@@ -1,8 +1,7 @@
 """The frozen Plan and its file format.
 
-For each block a plan records the tier, the bytes on every device and the reason. It prints as a table
-(`planning/plan/table.py`), and
-its JSON is read back equal. Bytes are integers everywhere.
+For each block, a plan records the tier, the bytes on every device and the reason. It prints as a table
+(`planning/plan/table.py`), and its JSON is read back equal. Bytes are integers everywhere.
 """
 
 from __future__ import annotations
@@ -40,20 +39,20 @@ Stamps = tuple[tuple[str, int, int], ...]
 class Plan:
     """The placement of every block and the execution, with bytes and reasons.
 
-    request: what was planned. model_class, execution_device: the transformers class and the device that computes.
+    request: of the plan. model_class, execution_device: the transformers class and the device that computes.
     placements: one row per block. gpu, host: item -> bytes of the execution device and of the host. gpu_peak_bytes: the
     peak of tensors while a request runs, as torch.cuda.max_memory_allocated counts it; peak_phase: when it is reached.
     gpu_load_peak_bytes: the same while loading. The driver's context and torch's reserve are added and compared with
     gpu_budget_bytes. host_peak_bytes, host_budget_bytes: the same for host memory. disk_bytes: size of the spill file.
-    staging_slots: number of staging buffers. prefill_tokens: the chunks in which a prompt is computed. answer_tokens: the
-    answer length that weighs the seconds. unquantized: weights that stay in full precision, with reasons.
+    staging_slots: number of staging buffers. prefill_tokens: the chunks in which a prompt is computed. answer_tokens:
+    the answer length that weights the seconds. unquantized: weights that stay in full precision, with reasons.
     checkpoint_stamps: (file, size, mtime in ns) of the planned files. rates: bytes per second of this machine or card.
     execution: how prompts and steps run, and the output head. adapter_bytes: name -> bytes on the execution device.
-    adapter_stamps: name -> the stamps of its files. card: the profile that all figures were estimated from, None for this
-    machine's own. dtype_reason: why the dtype was chosen, or what a requested one costs; "" for a usual one. media_reason:
-    what the host memory of a server's images and audio follows from; "" where none is counted. prefix_reason: how many tokens a
-    prefix cache holds that is smaller than one prompt of the context; "" for others. version: of the file format.
-    module_tree: what planning may leave to the first load; no part of the plan's value, not compared, not saved.
+    adapter_stamps: name -> the stamps of its files. card: the profile behind all figures, None for this machine's card.
+    dtype_reason: why the dtype was chosen, or the cost of a requested one; "" for a usual one. media_reason: the limits
+    behind the host memory of a server's images and audio; "" if none is counted. prefix_reason: the capacity in tokens
+    of a prefix cache that is smaller than one prompt of the context; "" for others. version: of the file format.
+    module_tree: from planning to the first load; not part of the plan's value, not compared, not saved.
     """
 
     request: LoadRequest
@@ -89,12 +88,12 @@ class Plan:
         return table(self) if self.card is None else marked(table(self), self.card)
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """Draw the plan as .svg. Errors: RequestError for another ending, or a place that cannot be written."""
+        """Draw the plan as .svg. Errors: RequestError for another ending, or a path that cannot be written."""
         charts.check_path(path, field="path")
         picture.draw(self, path)
 
     def _repr_html_(self) -> str:
-        """Return the picture and the table, for notebooks."""
+        """Return the chart and the table, for notebooks."""
         return f"<div>{charts.svg(*picture.layout(self))}<pre>{html.escape(str(self))}</pre></div>"
 
     def tier_of(self, block_path: str) -> str:
@@ -107,18 +106,18 @@ class Plan:
 
     @property
     def made_of(self) -> tuple[Any, ...]:
-        """What decides which module tree is this plan's: the checkpoint's files and the dtype."""
+        """The key of this plan's module tree: the checkpoint's files and the dtype."""
         return self.request.model, self.checkpoint_stamps, self.request.dtype
 
     @property
     def pool_tokens(self) -> int | None:
-        """How many tokens all rows hold together in pages; None where every row has its whole context."""
+        """How many tokens all rows hold together in pages; None if every row has its whole context."""
         request = self.request
         return pool_tokens(request.kv_tokens, rows=request.batch, context_tokens=request.context_tokens)
 
     @property
     def blocks_off_device(self) -> int:
-        """How many blocks that every token reads are not resident."""
+        """The number of blocks that every token reads and that are not resident."""
         return sum(row.part in ("language", "head") and row.tier != "resident" for row in self.placements)
 
     @property
@@ -133,18 +132,17 @@ class Plan:
 
     @property
     def expected_s(self) -> float:
-        """Expected seconds of a request and its whole answer: what the placement was chosen by."""
+        """Expected seconds of a request and its whole answer, by which the placement was chosen."""
         return self.request_s + self.answer_tokens * self.token_s
 
     @property
     def gpu_needed_bytes(self) -> int:
-        """The device budget that this placement asks for: peaks, context and reserve."""
+        """The device budget that this placement needs: peaks, context and reserve."""
         return max(self.gpu_peak_bytes, self.gpu_load_peak_bytes) + sum(self.gpu.get(name, 0) for name in OUTSIDE_PEAK)
 
     @property
     def held_adapters_limit_bytes(self) -> int:
-        """The most bytes that adapters may take in host memory, where a server keeps them: those counted and what the budget
-        leaves."""
+        """The most host memory of a server's adapters: the planned bytes and the unused budget."""
         on_host = self.host_peak_bytes + (self.gpu_needed_bytes if self.execution_device == "cpu" else 0)
         return max(0, self.host_budget_bytes - on_host + self.host.get("held_adapters", 0))
 
@@ -193,7 +191,7 @@ class Plan:
         return plan
 
     def _check(self) -> None:
-        """Raise RequestError for values of the right type that no plan has."""
+        """Raise RequestError for values of the right type that are impossible in a plan."""
         execution = self.execution
         choices = [
             ("execution.head", execution.head, HEADS), ("request.head", self.request.head, HEADS),
@@ -228,7 +226,7 @@ class Plan:
                 )  # fmt: skip
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON, whole or not at all. Errors: RequestError if the place cannot be written."""
+        """Write the plan as JSON, whole or not at all. Errors: RequestError if the path cannot be written."""
         text = json.dumps(self.to_json(), indent=1) + "\n"
         write_text(path, text, field="save")
 
@@ -236,7 +234,7 @@ class Plan:
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Return the plan that `save` wrote.
 
-        Errors: CheckpointError if the file cannot be read; also if it holds no plan of this version, with its field.
+        Errors: CheckpointError if the file cannot be read, or with the field if it is no plan of this version.
         """
         try:
             values = read_json(path, "plan")

@@ -122,7 +122,7 @@ def _devices(plan: Plan) -> list[str]:
 
 
 def held_limit(plan: Plan) -> str:
-    """Return what adapters in host memory may take, and what a server would keep there if the plan was not made for one."""
+    """Return the most host memory of adapters, and a server's use of it if the plan was not made for a server."""
     limit = gib(plan.held_adapters_limit_bytes)
     if plan.host.get("held_adapters"):
         return f" of {limit} for adapters"
@@ -160,7 +160,7 @@ def _execution(plan: Plan) -> list[str]:
 
 
 def keys_and_values(plan: Plan) -> list[tuple[str, ...]]:
-    """Return how keys and values are kept, where it is not in full with a context for each row."""
+    """Return how keys and values are kept, unless in full precision with a whole context for each row."""
     request, pool = plan.request, plan.pool_tokens
     why, added_s = [], plan.execution.step.estimated_s
     if pool is not None:
@@ -183,7 +183,7 @@ def _towers(towers: Phase | None) -> list[tuple[str, ...]]:
 
 
 def estimate_mark(phase: Phase) -> str:
-    """Return the mark of seconds and rates that follow from something that was never measured: "~", or nothing."""
+    """Return the mark of seconds and rates that depend on unmeasured values: "~", or nothing."""
     return "~" if phase.estimated_s else ""
 
 

@@ -1,7 +1,8 @@
 """The Machine and Rates of a card that is not in this machine, estimated from its profile.
 
-Memory is the card's total less what its driver keeps; a card that drives a display has less. Bandwidth, link and arithmetic are
-the data sheet's, times the share that programs reach. The host's memory is this machine's, its rates those assumed of any host.
+Memory is the card's total minus the driver's share; a card that drives a display has less. Bandwidth, link and
+arithmetic are the data sheet's values times the share that programs reach. The host's memory is this machine's; the
+host's rates are assumptions.
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.cards import MIB, Card
 from trimtab.planning.values.machine import Machine
 
-# What the driver keeps of an idle card.
+# The driver's share of an idle card.
 DRIVER_BYTES = 256 * MIB
-# A bare context grows with the multiprocessors: 524 MiB with 132 of them (H200, driver 580), of which half is the stack of every
-# thread that may run, 1 KiB each; with stacks of 512 bytes, which this process asks for, 391 MiB. Kernels are counted by the plan
-# (planning/values/execution.py).
+# A bare context grows with the multiprocessors: 524 MiB with 132 of them (H200, driver 580), half of it for the stacks
+# of all possible threads, 1 KiB each; with stacks of 512 bytes, as this process requests, 391 MiB. Kernels are counted
+# by the plan (planning/values/execution.py).
 THREAD_STACK_BYTES = 512
 CONTEXT_BASE_BYTES, CONTEXT_BYTES_EACH = 131 * MIB, 2 * MIB
-# The share of a data sheet's figure that copies and products reach: an H200 copies 4.2 of 4.8 TB/s. Of products nothing was
-# measured on small cards: what is left beside their power limits is assumed.
+# The share of a data sheet's figure that copies and products reach: an H200 copies 4.2 of 4.8 TB/s. Products were not
+# measured on small cards: the share within their power limits is assumed.
 MEMORY_SHARE, FLOPS_SHARE = 0.87, 0.6
-# Host memory that a process has before any weight, and what its first forward on a GPU adds (engine/memory/rates.py).
+# Host memory of a process before any weight, and the addition of its first forward on a GPU (engine/memory/rates.py).
 PROCESS_BYTES = (1024 + 850) * MIB
 
 
 def context_bytes(multiprocessors: int) -> int:
-    """Return about how much of a card a bare CUDA context takes."""
+    """Return the approximate bytes of a bare CUDA context on a card."""
     return CONTEXT_BASE_BYTES + CONTEXT_BYTES_EACH * multiprocessors
 
 
@@ -49,7 +50,7 @@ def rates_of(card: Card) -> Rates:
     return replace(
         assumed,
         pinned_h2d_Bps=card.link_Bps,
-        # A pageable copy goes through the driver's own page-locked buffer: the host copies every byte once more.
+        # A pageable copy uses the driver's page-locked buffer: the host copies every byte once more.
         pageable_h2d_Bps=1 / (1 / card.link_Bps + 1 / assumed.host_Bps),
         device_Bps=card.bandwidth_GBps * 1e9 * MEMORY_SHARE,
         device_flops=card.tflops * 1e12 * FLOPS_SHARE,

@@ -1,24 +1,26 @@
 """The floating-point type in which a model computes on a card, and the reason.
 
-Compute capability below 8.0 (GTX 16, RTX 20, T4) emulates bfloat16. There float16 is taken where a family's activations stay within
-it, which is measured while loading (`engine/float16_check.py`); float32 where they are known not to. There weights that are not
-quantized stay in the 16 bits of their file, and are cast where they are computed with: the same values, half the memory.
+Compute capability below 8.0 (GTX 16, RTX 20, T4) emulates bfloat16. There float16 is used if a family's activations
+stay within its range, which is measured while loading (`engine/float16_check.py`); float32 if they are known to exceed
+it. With float32, unquantized weights stay in the 16 bits of their file and are cast at each use: the same values, half
+the memory.
 
-Gemma exceeds float16 (65,504): Gemma 3 in its norms (github.com/huggingface/transformers/issues/36822), Gemma 4 in the first
-layers' MLP (github.com/unslothai/unsloth/pull/5092) and in its vision tower (github.com/huggingface/transformers/pull/46277).
+Gemma exceeds float16 (65,504): Gemma 3 in its norms (github.com/huggingface/transformers/issues/36822), Gemma 4 in the
+first layers' MLP (github.com/unslothai/unsloth/pull/5092) and in its vision tower
+(github.com/huggingface/transformers/pull/46277).
 
-What is not known: other families that were released in bfloat16 and exceed float16; the check while loading finds them.
+Not known: other families that were released in bfloat16 and exceed float16. The check while loading detects them.
 """
 
 from __future__ import annotations
 
 # bf16 arithmetic begins with compute capability 8.0 (CUDA C++ Programming Guide, arithmetic instructions).
 LEAST_BF16 = (8, 0)
-# model_type begins so.
+# Prefixes of model_type.
 BEYOND_FLOAT16 = ("gemma",)
 
 
-# How the reason of a requested type begins.
+# The start of the reason of a requested type.
 ASKED = "asked for"
 
 
@@ -32,13 +34,14 @@ def reason_of(dtype: str, capability: tuple[int, int] | None, model_type: str) -
 
 
 def was_chosen(dtype_reason: str) -> bool:
-    """Whether the plan chose the type for this reason, and nobody asked for it."""
+    """Whether the plan chose the type for this reason, without a request."""
     return bool(dtype_reason) and not dtype_reason.startswith(ASKED)
 
 
 def keeps_16bit(dtype: str, dtype_reason: str) -> bool:
-    """Whether unquantized weights stay in 16 bits in memory while the model computes in float32: where the plan chose float32.
-    Whoever requests float32 gets float32 weights, which take twice the memory and are not cast at each use."""
+    """Whether unquantized weights stay in 16 bits in memory while the model computes in float32: only if the plan chose
+    float32. A request for float32 gets float32 weights, which take twice the memory and need no cast at each use.
+    """
     return dtype == "float32" and was_chosen(dtype_reason)
 
 

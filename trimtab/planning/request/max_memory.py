@@ -1,7 +1,7 @@
 """Budgets from a `max_memory` in transformers' form: {0: "4GiB", "cpu": "16GiB", "disk": "64GiB"}.
 
-Without a GPU's entry the CPU computes. Host memory and disk without one are used as far as they are free, as with trimtab's own
-budgets. Pure: no file, no torch.
+Without an entry for a GPU, the CPU computes. Without an entry for host memory or disk, all free bytes may be used, as
+with trimtab's own budgets. Pure: no file, no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BITS = re.compile(r"\s*[\d.]+\s*[KMGkmg][iI]?b\s*")
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBudgets:
-    """The budgets of a max_memory. device: "cuda:N" or "cpu"; None bytes are what the machine has free."""
+    """The budgets of a max_memory. device: "cuda:N" or "cpu"; None is the machine's free memory."""
 
     device: str
     gpu_memory_bytes: int | None = None
@@ -35,8 +35,7 @@ class MemoryBudgets:
 def read_max_memory(max_memory: Any) -> MemoryBudgets:
     """Return the budgets of a max_memory in transformers' form.
 
-    Errors: RequestError for what is no such mapping, unknown devices, several GPUs, one device named twice, and sizes that are
-    none.
+    Errors: RequestError for another type, unknown devices, several GPUs, a repeated device, and invalid sizes.
     """
     if not isinstance(max_memory, Mapping) or not max_memory:
         raise RequestError(
@@ -69,10 +68,10 @@ def read_max_memory(max_memory: Any) -> MemoryBudgets:
 def merged_budgets(
     max_memory: Any, *, gpu_memory_bytes: int | None, host_memory_bytes: int | None, device: str, card: str | None = None
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what a max_memory gives of LoadRequest's fields, with those that were given by themselves where it has no entry.
+    """Return the fields of LoadRequest that a max_memory sets, and the separately given ones where it has no entry.
 
-    card: the name of the card that the plan is for. Errors: RequestError as `read_max_memory`, for a budget or device that is given
-    twice, and for more memory than the card has.
+    card: the name of the card that the plan is for. Errors: RequestError as `read_max_memory`, for a budget or device
+    that is set twice, and for more memory than the card has.
     """
     budgets = read_max_memory(max_memory)
     if card is not None:
@@ -127,5 +126,5 @@ def _size(key: Any, value: Any) -> int:
         hint = "Omit a GPU that is not used" if _device(key).startswith("cuda") else ""
         raise RequestError("a size must be above zero", field=where, value=value, hint=hint)
     size = parse_bytes(value, field_name=where)
-    assert size is not None  # only None gives None
+    assert size is not None  # None only for None
     return size

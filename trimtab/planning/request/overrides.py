@@ -1,7 +1,7 @@
 """The user's placement: `place` patterns and device maps in transformers' form, as one decision per block.
 
-Both are read strictly: a key that names nothing, that cannot be followed or that changes nothing is an error, because a
-placement that silently differs from the one asked for is what this package is there to avoid.
+Both are read strictly: a key that names nothing, that cannot be followed or that changes nothing is an error. A
+placement must not differ silently from the requested one.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from trimtab.errors import RequestError
 from trimtab.planning.values.blocks import Block, tied_paths, why_fixed
 
 CATCH_ALL = "*"
-# Where a GPU is named and none can be used.
+# The error if a GPU is named and none can be used.
 NO_GPU = "No GPU can be used here; card='RTX 4060 8GB', for example, plans for one that is not in this machine"
-# A device of a map -> the tier and, for tables, where the rows are. "cpu" keeps weights in host memory, "disk" on disk.
+# A device of a map -> the tier and, for tables, the location of the rows. "cpu" keeps weights in host memory, "disk" on
+# disk.
 _MAPPED = {
     "cpu": (("stream", None), ("gather", "host")),
     "disk": (("disk", None), ("gather", "file")),
@@ -28,7 +29,9 @@ _MAPPED = {
 
 @dataclass(frozen=True)
 class Asked:
-    """A tier that the user decided for one block. home: where a gathered table must be, None if the plan may choose."""
+    """A tier that the user decided for one block. home: the required location of a gathered table, None if the plan may
+    choose.
+    """
 
     tier: str
     home: str | None
@@ -40,7 +43,7 @@ def _has_tensors(anatomy: Anatomy) -> list[ModuleRow]:
 
 
 def _names_of(anatomy: Anatomy, blocks: Sequence[Block]) -> list[str]:
-    """Return every name that a pattern may hit: parts, blocks, modules and what they lie under."""
+    """Return every name that a pattern may match: parts, blocks, modules and their parents."""
     names: dict[str, None] = dict.fromkeys(anatomy.parts)
     names.update(dict.fromkeys(block.block_path for block in blocks))
     for row in anatomy.rows:
@@ -50,11 +53,11 @@ def _names_of(anatomy: Anatomy, blocks: Sequence[Block]) -> list[str]:
 
 
 def resolve_place(place: Mapping[str, str], blocks: Sequence[Block], anatomy: Anatomy) -> dict[str, Asked]:
-    """Return block_path -> what `place` asks for it; blocks that no pattern decides are absent.
+    """Return block_path -> the request of `place` for it; blocks that no pattern decides are absent.
 
     A pattern names blocks, modules (their block is placed whole) or a part; the last one that applies wins. A pattern
-    over several blocks leaves those alone that do not allow its tier.
-    Errors: RequestError for a pattern that names nothing, that no block it names allows, or that later ones undo.
+    over several blocks skips those that do not allow its tier.
+    Errors: RequestError for a pattern that names nothing, that none of its blocks allows, or that later patterns undo.
     """
     decided: dict[str, tuple[str, str]] = {}
     for pattern, tier in place.items():
@@ -96,7 +99,9 @@ def _hit(pattern: str, blocks: Sequence[Block], anatomy: Anatomy) -> list[Block]
 
 
 def _moves(pattern: str, tier: str, block: Block, anatomy: Anatomy) -> bool:
-    """Return whether the pattern means something of this block that can be in the tier, not only what must stay."""
+    """Return whether the pattern covers a weight of this block that can be in the tier, not only weights that must
+    stay.
+    """
     if tier == "resident" or pattern == CATCH_ALL or pattern in PARTS or matches(pattern, block.block_path):
         return True
     return any(matches(pattern, leaf) for leaf in block.leaves) or any(
@@ -107,7 +112,7 @@ def _moves(pattern: str, tier: str, block: Block, anatomy: Anatomy) -> bool:
 
 
 def _why_not(pattern: str, tier: str, hit: Sequence[Block], anatomy: Anatomy) -> str:
-    """Return the reasons, each once, why none of the blocks may be in the tier."""
+    """Return the reasons why none of the blocks may be in the tier, without duplicates."""
     reasons = dict.fromkeys(block.refused[tier] for block in hit if tier in block.refused)
     if not reasons:
         tied = tied_paths(anatomy)
@@ -123,13 +128,14 @@ def _tiers_of(blocks: Iterable[Block]) -> tuple[str, ...]:
 def resolve_device_map(
     device_map: Mapping[str, Any], blocks: Sequence[Block], anatomy: Anatomy, *, execution_device: str
 ) -> dict[str, Asked]:
-    """Return block_path -> what the map asks for it.
+    """Return block_path -> the request of the map for it.
 
-    The longest key that a module lies under decides ("" is everything else); devices are int, text or anything whose
-    str() is one. The execution device means resident, "cpu" stream (tables: gather from host memory), "disk" disk
-    (tables: rows stay in the checkpoint file). On a machine whose execution device is the CPU, "cpu" is resident.
-    Errors: RequestError for keys that name nothing, other devices, modules that the map forgets, blocks cut in two, and
-    keys that ask something to leave that cannot.
+    The longest key that is a prefix of a module's path decides ("" is everything else); devices are int, text or any
+    object whose str() is a device. The execution device means resident, "cpu" stream (tables: gather from host memory),
+    "disk" disk (tables: rows stay in the checkpoint file). On a machine whose execution device is the CPU, "cpu" is
+    resident.
+    Errors: RequestError for keys that name nothing, other devices, modules that the map omits, blocks split over
+    devices, and keys that move weights which cannot move.
     """
     devices = {key: _device(key, value, execution_device) for key, value in device_map.items()}
     _check_keys(devices, blocks, anatomy)
@@ -207,14 +213,14 @@ def _check_keys(devices: Mapping[str, str], blocks: Sequence[Block], anatomy: An
 
 
 def _check_followed(devices: Mapping[str, str], followed: set[str], anatomy: Anatomy) -> None:
-    """Raise RequestError for keys that send away what cannot leave, or that decide nothing at all."""
+    """Raise RequestError for keys that move weights which cannot leave, or that decide nothing."""
     tied, problems = tied_paths(anatomy), []
     for key, device in devices.items():
         if key in followed or not key:
             continue
         rows = [row for row in _has_tensors(anatomy) if _longest(row.module_path, devices) == key]
         if not rows and device == "resident":
-            continue  # maps made by accelerate list every tensor that stays
+            continue  # maps from accelerate list every tensor that stays
         if not rows:
             problems.append(f"{key!r} has no effect: it names a tensor, or longer keys decide every module under it")
         elif device != "resident":

@@ -30,7 +30,7 @@ from trimtab.request import DEFAULT_QUANT, QUANTS, TIERS
 Paid = Literal["token", "image", "audio", "request"]
 LINEAR_TIERS = ("resident", "stream", "disk", "host")
 TABLE_TIERS = ("resident", "gather")
-# Anatomies whose blocks are kept: both heads of a model in two formats.
+# Anatomies whose blocks are cached: both heads of a model in two formats.
 KEPT = 4
 
 
@@ -38,9 +38,9 @@ KEPT = 4
 class Leaf:
     """One movable weight: bytes by part as stored, and bytes at full precision.
 
-    packs: whether loading packs it (quantized by us, not already packed in the file). load_transient_bytes: what the
-    execution device holds while that happens: the whole weight, its packed form and, for int8, its float16 copy; an 8-bit
-    head is made piece by piece in the place where it stays.
+    packs: whether loading packs it (quantized by us, not already packed in the file). load_transient_bytes: bytes on
+    the execution device while that happens: the whole weight, its packed form and, for int8, its float16 copy; an 8-bit
+    head is made in chunks, directly in its final memory.
     """
 
     tensor_path: str
@@ -76,12 +76,12 @@ class Block:
 
     movable_bytes, fixed_bytes: exact. movable_allocated_bytes, fixed_allocated_bytes: the same as torch's CUDA
     allocator counts them when resident. buffer_bytes: the packed weights as one aligned buffer. leaves: module paths of
-    what moves. refused: tier -> why it is not allowed. largest_leaf_bytes: the largest weight as stored.
-    load_transient_bytes: the most that loading one weight takes at once. dense_bytes: what is read of the weights that
-    loading packs. flops_per_token: multiply-adds a row. row_bytes: one row of a table, 0 for other blocks. is_in_file:
-    whether a table is one tensor of the checkpoint, whose rows can be read from there. pieces: the leaves of each piece that is
-    copied by itself in a captured pass; piece_bytes: of each, in the buffer. widened_bytes: what a pass writes and reads again of
-    weights that are held in 16 bits and computed with in float32.
+    the movable weights. refused: tier -> why it is not allowed. largest_leaf_bytes: the largest weight as stored.
+    load_transient_bytes: the most that loading one weight takes at once. dense_bytes: file bytes of the weights that
+    loading packs. flops_per_token: multiply-adds per row. row_bytes: one row of a table, 0 for other blocks.
+    is_in_file: whether a table is one tensor of the checkpoint, whose rows can be read from there. pieces: the leaves
+    of each piece that a captured pass copies separately; piece_bytes: of each, in the buffer. widened_bytes: bytes that
+    a pass writes and reads again for weights that are stored in 16 bits and used in float32.
     """
 
     block_path: str
@@ -122,7 +122,7 @@ def quant_of(anatomy: Anatomy, quant: str) -> str:
 
 
 def tied_paths(anatomy: Anatomy) -> dict[str, str]:
-    """Return tensor_path -> the tensor it shares storage with, both ways round."""
+    """Return tensor_path -> the tensor it shares storage with, in both directions."""
     shared: dict[str, str] = {}
     for row in anatomy.rows:
         for tensor in row.tensors:
@@ -133,7 +133,7 @@ def tied_paths(anatomy: Anatomy) -> dict[str, str]:
 
 
 def leaves_of(row: ModuleRow, quant: str, tied: Mapping[str, str], *, prequantized: bool = False) -> tuple[Leaf, ...]:
-    """Return what can move of one module: a linear's weight, the 3-D weights of fused experts, a gathered table."""
+    """Return the movable weights of one module: a linear's weight, the 3-D weights of fused experts, a gathered table."""
     if row.kind == "linear" or (row.kind == "embedding" and row.gather_only):
         tensors = [row.weight] if row.weight is not None else []
     elif row.kind == "experts":
@@ -164,7 +164,7 @@ def blocks_of(anatomy: Anatomy, quant: str) -> tuple[Block, ...]:
 
 def _block(path: str, rows: list[ModuleRow], anatomy: Anatomy, quant: str, tied: Mapping[str, str]) -> Block:
     packed_file = anatomy.prequantized is not None
-    # A table moves only as a block of its own; beside linears it is one of the things that stay.
+    # A table moves only as a separate block; in a block with linears it stays.
     is_mixed = any(row.kind in ("linear", "experts") for row in rows)
     leaves = [
         leaf
@@ -203,7 +203,9 @@ def _block(path: str, rows: list[ModuleRow], anatomy: Anatomy, quant: str, tied:
 
 
 def widened_bytes(row: ModuleRow, dtype: str) -> int:
-    """Return what a product writes and reads again of a linear's weight that is held in fewer bits than it computes with."""
+    """Return the bytes that a product writes and reads again if a linear's weight is stored in fewer bits than the
+    compute dtype.
+    """
     weight = row.weight
     if weight is None or row.kind != "linear" or row.quantized or row.is_head8 or not weight.is_narrow(dtype):
         return 0
@@ -240,7 +242,7 @@ def _tiers(
 
 
 def why_fixed(row: ModuleRow, anatomy: Anatomy, tied: Mapping[str, str] | None = None) -> str:
-    """Return why a module (of which nothing moves) stays on the execution device."""
+    """Return why a module without movable weights stays on the execution device."""
     tied = tied_paths(anatomy) if tied is None else tied
     weight = row.weight
     partner = tied.get(weight.tensor_path) if weight is not None else None
@@ -277,7 +279,7 @@ def places_of(block: Block) -> list[tuple[str, str]]:
 
 
 def unquantized_of(anatomy: Anatomy, quant: str) -> tuple[Unquantized, ...]:
-    """Return the linears and experts that stay in full precision, with the reason; none where no format was chosen."""
+    """Return the linears and experts that stay in full precision, with the reason; none if no format was chosen."""
     if quant == "none" and anatomy.prequantized is None:
         return ()
     tied = tied_paths(anatomy)

@@ -1,7 +1,7 @@
 """The memory of a placement on every device, while running and while loading, against the budgets.
 
-A `Choice` is one way to place a block, an `Item` a block with its choices, `Limits` the budgets with everything that is
-taken whatever the placement, `Totals` the sum.
+A `Choice` is one way to place a block, an `Item` a block with its choices, `Limits` the budgets with the bytes that are
+taken in every placement, `Totals` the sum.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ DISK_BUFFERS = 2
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to place a block: bytes on each device, of the staging buffer it needs, seconds of a whole request."""
+    """One way to place a block: bytes on each device, bytes of its staging buffer, seconds of a whole request."""
 
     tier: str
     home: str
@@ -29,7 +29,7 @@ class Choice:
 
     @property
     def is_far(self) -> bool:
-        """Whether it is kept off the host as well: spilled to disk, or left in the checkpoint file."""
+        """Whether it is outside host memory too: spilled to disk, or left in the checkpoint file."""
         return self.home in ("disk", "file")
 
 
@@ -46,7 +46,7 @@ class Item:
         return next((choice for choice in self.choices if choice.tier == "resident"), None)
 
     def leave(self, cap: int, *, far: bool) -> Choice | None:
-        """Return the fastest choice off the device, to the host or far from it, within a staging buffer of cap."""
+        """Return the fastest choice off the device, to the host or to disk, within a staging buffer of cap."""
         fitting = [
             choice
             for choice in self.choices
@@ -82,12 +82,13 @@ class Totals:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Budgets, and what is taken whatever the placement.
+    """Budgets, and the bytes that are taken in every placement.
 
     total_budget_bytes: device and host together, on a machine where both are the same memory. run_bytes, load_bytes: on
-    the device beside the blocks, while running and while loading. host_bytes: base of the process. context_bytes: the
-    driver's share. reserve: peak -> what the allocator holds beyond it. While loading: host_load_bytes of read buffers,
-    held_bytes of a block's packed weights held on the device until it is whole. slots: staging buffers, at most.
+    the device in addition to the blocks, while running and while loading. host_bytes: base of the process.
+    context_bytes: the driver's share. reserve: peak -> bytes that the allocator holds beyond it. While loading:
+    host_load_bytes of read buffers, held_bytes of a block's packed weights on the device until the block is complete.
+    slots: staging buffers, at most.
     """
 
     device_budget_bytes: int
@@ -104,7 +105,7 @@ class Limits:
     slots: int = STAGING_SLOTS
 
     def device_need(self, peak_bytes: int) -> int:
-        """Return the device budget that a peak asks for."""
+        """Return the device budget that a peak needs."""
         return peak_bytes + self.reserve(peak_bytes) + self.context_bytes
 
     def allows_device(self, totals: Totals) -> bool:
@@ -132,12 +133,12 @@ class Limits:
 
 
 def slots_of(chosen: Iterable[Choice], limits: Limits) -> int:
-    """Return how many staging buffers the blocks of a placement need: the `slots` of its totals, by themselves."""
+    """Return how many staging buffers the blocks of a placement need: only the `slots` of its totals."""
     return min(sum(choice.staged_bytes > 0 for choice in chosen), limits.slots)
 
 
 def totals_of(placed: Iterable[Placed], limits: Limits) -> Totals:
-    """Return what a placement takes; placed: (choice, item, how many identical blocks)."""
+    """Return the totals of a placement; placed: (choice, item, how many identical blocks)."""
     resident = host = disk = staged_blocks = staged = spilled_blocks = spilled = 0
     transient = leaving_transient = 0
     cost_s = 0.0
@@ -158,8 +159,8 @@ def totals_of(placed: Iterable[Placed], limits: Limits) -> Totals:
     slots = min(staged_blocks, limits.slots)
     buffers = min(spilled_blocks, DISK_BUFFERS) * spilled
     running = resident + slots * staged
-    # Loading: what leaves is packed first, while nothing is resident; then what stays. Weights to be packed come through
-    # two places of the largest one's size, held for the whole load.
+    # Loading: blocks that leave are packed first, while nothing is resident; then blocks that stay. Weights to pack
+    # pass through two buffers of the largest one's size, allocated for the whole load.
     places = 2 * max(transient, leaving_transient)
     filling = resident + places
     packing = places + min(limits.held_bytes, staged) if leaving_transient else 0

@@ -1,8 +1,8 @@
 """Bytes of a weight in each format and location, and seconds of a block in each tier.
 
 Bytes of weights are exact: they follow bitsandbytes' formats and torch's CUDA allocator. Seconds come from measured
-rates and serve to compare placements, not to promise a speed: copies of neighbouring blocks are taken to queue on one
-link, and the overlap of one block's copy with another's computation is counted only within the block itself.
+rates. They compare placements and do not predict a speed: copies of neighbouring blocks are assumed to queue on one
+link, and the overlap of copies with computation is counted only within one block.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ WEIGHT_BLOCK = 64
 NESTED_BLOCK = 256
 # Look-up tables are shared by all weights of one model: 16 and 256 float32 entries.
 CODE_BYTES = {"code": 64, "nested_code": 1024}
-# An 8-bit head (engine/formats/int8_head.py) is made from pieces of so many weights, and computed with so many at a time in
-# float32.
-# Making a piece holds it as read (4 bytes a weight at most), twice in float32 and once in 8 bits.
+# An 8-bit head (engine/formats/int8_head.py) is made in chunks of this many weights, and used in float32 in chunks of
+# this many. A chunk being made exists as read (at most 4 bytes per weight), twice in float32 and once in 8 bits.
 HEAD8 = "head8"
 HEAD_PIECE_VALUES = 2 * 2**20
 HEAD_PIECE_BYTES = 13 * HEAD_PIECE_VALUES
 HEAD_CHUNK_VALUES = 4 * 2**20
-# Preparing an adapter computes with so many values of a weight at a time (engine/lora/base_values.py).
+# Preparing an adapter uses this many values of a weight at a time (engine/lora/base_values.py).
 ADAPTER_PIECE_VALUES = 2 * 2**20
-# What an adapter in host memory takes beside its tensors: names, shapes and where each goes. Measured: 0.12 MiB for 74 modules.
+# Host memory of an adapter in addition to its tensors: names, shapes and targets. Measured: 0.12 MiB for 74 modules.
 HELD_OBJECT_BYTES = 2**17
-# One warp reads 128 bytes at a time and bitsandbytes loads 16-byte vectors: parts of a block buffer start at multiples.
+# One warp reads 128 bytes at a time and bitsandbytes loads 16-byte vectors: parts of a block buffer start at multiples
+# of it.
 ALIGN_BYTES = 256
 
 # torch c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize, kSmallSize, kMinLargeAlloc, kRoundLarge.
@@ -39,9 +39,10 @@ ALLOCATION_BYTES = 512
 SMALL_BYTES = 2**20
 LARGE_BYTES = 10 * 2**20
 SEGMENT_BYTES = 2 * 2**20
-# Memory that torch reserves beyond what it has handed out (segments of 2 and 20 MiB, holes between live tensors): a T4 with
-# E2B NF4 reserved 6.693 GiB for 6.507 GiB in use, 2.9 % more. A captured model has 80 MiB and more of it after loading, on several
-# streams, whatever its size (H100, E4B on 4 GiB: `shares_mib` in bench/results/cards.json). `fragments` counts what is beyond.
+# Memory that torch reserves beyond what it has handed out (segments of 2 and 20 MiB, holes between live tensors): a T4
+# with E2B NF4 reserved 6.693 GiB for 6.507 GiB in use, 2.9 % more. A captured model has 80 MiB and more of it after
+# loading, on several streams, for every size (H100, E4B on 4 GiB: `shares_mib` in bench/results/cards.json).
+# `fragments` counts the rest.
 RESERVE_MIN_BYTES = 64 * 2**20
 RESERVE_PERCENT = 3
 
@@ -79,15 +80,15 @@ def packed_bytes(shape: Sequence[int], kind: str, dtype: str) -> int:
 
 
 def buffer_bytes(parts: Mapping[str, int]) -> int:
-    """Return what the parts take inside the contiguous buffer of a streamed block."""
+    """Return the bytes of the parts inside the contiguous buffer of a streamed block."""
     return sum(round_up(nbytes, ALIGN_BYTES) for nbytes in parts.values())
 
 
 def allocated_bytes(byte_count: int) -> int:
-    """Return what torch's CUDA allocator counts for one tensor (torch.cuda.memory_allocated).
+    """Return the bytes that torch's CUDA allocator counts for one tensor (torch.cuda.memory_allocated).
 
-    Sizes are rounded to 512 B; from 10 MiB on a tensor gets a segment of its own in steps of 2 MiB, whose rest is split
-    off only when it exceeds 1 MiB. A rest inside a shared 20 MiB segment depends on the order of calls: not modelled.
+    Sizes are rounded to 512 B; from 10 MiB on a tensor gets its own segment in steps of 2 MiB, whose rest is split off
+    only if it exceeds 1 MiB. The rest of a shared 20 MiB segment depends on the order of calls and is not modelled.
     """
     if byte_count <= 0:
         return 0
@@ -99,7 +100,7 @@ def allocated_bytes(byte_count: int) -> int:
 
 
 def allocator_reserve_bytes(peak_bytes: int) -> int:
-    """Return what torch reserves from the driver beyond the peak in use; part of the budget, not of the peak."""
+    """Return the bytes that torch reserves beyond the peak in use; part of the budget, not of the peak."""
     return max(RESERVE_MIN_BYTES, peak_bytes * RESERVE_PERCENT // 100)
 
 
@@ -108,10 +109,9 @@ class Rates:
     """How fast the machine moves and computes, measured (`engine/memory/rates.py`) or assumed.
 
     *_Bps: bytes per second: pinned and pageable host memory to the execution device, its own memory read, host memory
-    copied, the spill disk read, packed weights that a one-row matrix product on the CPU gets through. *_flops: multiply
-    and add operations a second of a product with many rows. launch_s: one kernel; transfer_s: one copy started and
-    waited for; disk_access_s: one small read. The defaults are an old consumer machine (PCIe 3 x16, SATA SSD, T4-class
-    card).
+    copied, the spill disk read, packed weights of a one-row matrix product on the CPU. *_flops: multiply and add
+    operations per second of a product with many rows. launch_s: one kernel; transfer_s: one copy started and waited
+    for; disk_access_s: one small read. The defaults are an old consumer machine (PCIe 3 x16, SATA SSD, T4-class card).
     """
 
     pinned_h2d_Bps: float = 12e9
@@ -142,7 +142,7 @@ class Rates:
 class Work:
     """The work of one block in a request: its rows in the prompt phase and in one decode step.
 
-    passes: how often its weights are needed in the prompt phase (pieces of the prompt, or one for a tower).
+    passes: how often its weights are needed in the prompt phase (chunks of the prompt, or one for a tower).
     """
 
     passes: int
@@ -152,8 +152,9 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """The inputs of a block's time: packed bytes, multiply-adds per row, kernels per pass; row bytes of a table; bytes written and
-    read again where weights are widened to be computed with."""
+    """The inputs of a block's time: packed bytes, multiply-adds per row, kernels per pass; row bytes of a table; bytes
+    written and read again if weights are converted to a wider dtype.
+    """
 
     nbytes: int
     flops: int
@@ -166,10 +167,10 @@ def seconds(
     tier: str, home: str, weights: Weights, work: Work, rates: Rates, *, pinned: bool, on_cpu: bool,
     step_launch_s: float | None = None,
 ) -> tuple[float, float]:  # fmt: skip
-    """Return (seconds per request, seconds a decoding step) that a block costs in a tier.
+    """Return (seconds per request, seconds per decode step) that a block costs in a tier.
 
-    A copied block costs the longer of its copy and its computation; a gathered table costs the rows asked for.
-    step_launch_s: of one kernel of a decoding step, where that is not the rates' own (a captured step).
+    A copied block costs the longer of its copy and its computation; a gathered table costs the requested rows.
+    step_launch_s: of one kernel of a decode step, if it differs from the rates (a captured step).
     """
     copy_Bps = rates.copy_Bps(pinned=pinned, on_cpu=on_cpu)
     if weights.row_bytes:
@@ -182,8 +183,9 @@ def seconds(
 
 
 def unhidden_s(weights: Weights, work: Work, rates: Rates, *, pinned: bool) -> float:
-    """Return the seconds that a block copied to a GPU adds to a prompt if nothing is copied while it is computed: the shorter of
-    both, in each pass."""
+    """Return the seconds that a block copied to a GPU adds to a prompt if copies and computing do not overlap: the
+    shorter of both, in each pass.
+    """
     if not work.passes:
         return 0.0
     device_s = _pass_s("resident", weights, ceil(work.prompt_rows / work.passes), rates, 1.0)

@@ -1,10 +1,10 @@
 """GPU profiles, for plans for cards that are not in this machine.
 
-Profiles are in cards.json, with their sources; `card_machine.py` makes a Machine and Rates from one. All of it is an estimate:
-nothing was measured.
+Profiles are in cards.json, with their sources; `card_machine.py` makes a Machine and Rates from one. All values are
+estimates; nothing was measured.
 
-What it does not know: lanes that a laptop's maker left out, an older slot ("pcie 3.0 x8" after the card's name says so), power
-limits, and what else runs on the card.
+Not known: fewer lanes in a laptop, an older slot (add "pcie 3.0 x8" to the card's name), power limits, and other
+programs on the card.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from trimtab.request import parse_bytes
 
 MIB = 2**20
 UNKNOWN = "unknown"
-# The share of its lanes' bandwidth that a page-locked copy of 64 MiB reaches: 12 of 15.75 GB/s over PCIe 3.0 x16 (T4).
+# The share of the lanes' bandwidth that a page-locked copy of 64 MiB reaches: 12 of 15.75 GB/s over PCIe 3.0 x16 (T4).
 LINK_SHARE = 0.76
-# Bytes a second of one lane: 8, 16 and 32 GT/s with 128 of 130 bits used.
+# Bytes per second of one lane: 8, 16 and 32 GT/s with 128 of 130 bits used.
 LANE_BPS = {generation: rate * 1e9 * 128 / 130 / 8 for generation, rate in (("3.0", 8), ("4.0", 16), ("5.0", 32))}
 LANES = (4, 8, 16)
-# What is written on the boxes, in GB; a driver counts up to 7 % less where error correction takes a share.
+# The advertised size in GB; a driver counts up to 7 % less if error correction takes a share.
 BOX_GB = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 80, 94, 96, 141, 180)
 BOX_SHARE = 0.93
-# Two cards of one name are the same one if their memory differs by less.
+# Two cards of one name are the same card if their memory differs by less.
 MEMORY_TOLERANCE = 0.1
 
 _LINK = re.compile(r"[,;]?\s*\bpcie?\s*(\d)(?:\.0)?\s*x\s*(\d+)\s*$", re.IGNORECASE)
@@ -65,8 +65,8 @@ _SAME_WORD = {"mobile": _LAPTOP, "notebook": _LAPTOP, "max": _LAPTOP, "s": "supe
 class Card:
     """A GPU as its maker describes it. memory_mib: as its driver counts it. pcie: generation and lanes, "4.0 x8".
 
-    tflops: dense products of 16-bit values with float32 sums. source: a key of `sources()`. estimated: figures made from it are
-    estimates, always.
+    tflops: dense products of 16-bit values with float32 sums. source: a key of `sources()`. estimated: always true for
+    figures from a profile.
     """
 
     name: str
@@ -85,14 +85,14 @@ class Card:
 
     @property
     def title(self) -> str:
-        """The card's name with its memory, as `--card` takes it."""
+        """The card's name with its memory, as for `--card`."""
         if self.source == UNKNOWN:
             return self.name
         return f"{self.name} {_box_gb(self.memory_mib)}GB"
 
     @property
     def link_Bps(self) -> float:
-        """Bytes a second that a page-locked copy to the card reaches, about."""
+        """Approximate bytes per second of a page-locked copy to the card."""
         generation, _, lanes = self.pcie.partition(" x")
         return LANE_BPS[generation] * int(lanes) * LINK_SHARE
 
@@ -137,10 +137,10 @@ def sources() -> dict[str, str]:
 
 
 def find_card(text: str) -> Card:
-    """Return the profile that a name means: "RTX 4060 8GB", "rtx4060 laptop", "T4, pcie 3.0 x8", or a bare size such as "8GiB".
+    """Return the profile of a name: "RTX 4060 8GB", "rtx4060 laptop", "T4, pcie 3.0 x8", or a bare size such as "8GiB".
 
-    Case, "NVIDIA" and "GeForce" do not matter; the memory is needed where a card was made with several sizes. A bare size is an
-    unknown card with that much memory. Errors: RequestError with near names for a card that has no profile.
+    Case, "NVIDIA" and "GeForce" do not matter; the memory is needed if a card exists in several sizes. A bare size is
+    an unknown card with that much memory. Errors: RequestError with near names for a card that has no profile.
     """
     if not isinstance(text, str) or not text.strip() or len(text) > 200:
         raise RequestError("is not a card name", field="card", value=str(text)[:200], allowed=("RTX 4060 8GB", "8GiB"))
@@ -190,8 +190,9 @@ def _named(text: str) -> Card:
 
 
 def larger_cards(card: Card) -> list[str]:
-    """Return names, as `find_card` takes them, of cards with more memory, the smallest first: no older ones, laptops for a laptop;
-    of each size the one that is nearest in bandwidth. An unknown card has unknown ones."""
+    """Return names, as `find_card` takes them, of cards with more memory, the smallest first: no older cards, laptop
+    cards for a laptop; of each size the nearest in bandwidth. For an unknown card, unknown cards.
+    """
 
     def is_alike(one: Card) -> bool:
         is_newer = _number(one.capability) >= _number(card.capability)
@@ -216,7 +217,7 @@ def _number(capability: str) -> tuple[int, ...]:
 
 
 def _box_gb(memory_mib: int) -> int:
-    """Return the size that is written on a card's box."""
+    """Return the advertised size of a card."""
     size = memory_mib / 1024
     return next((box for box in BOX_GB if box + 0.1 >= size), round(size))
 
@@ -225,12 +226,12 @@ _HINT = 'Only NVIDIA cards have profiles. A bare size, such as "8GiB", plans for
 
 
 def _is_in_box(card: Card, box_gb: float) -> bool:
-    """Whether a card has the memory that is written on a box."""
+    """Whether a card has the memory of an advertised size."""
     return BOX_SHARE * box_gb <= card.memory_mib / 1024 <= box_gb + 0.1
 
 
 def _near(text: str, words: frozenset[str]) -> list[str]:
-    """Return the titles nearest to a name: those that share its number first, then those that are written alike."""
+    """Return the titles nearest to a name: those with the same number first, then those with similar spelling."""
     numbers = {word for word in words if any(char.isdigit() for char in word)}
     shared = [card.title for card in known_cards() if numbers & _words(card.name)]
     titles: dict[str, list[str]] = {}
@@ -241,7 +242,7 @@ def _near(text: str, words: frozenset[str]) -> list[str]:
 
 
 def _words(name: str) -> frozenset[str]:
-    """Return what distinguishes a card's name, in the words of `--card` and of the driver alike."""
+    """Return the distinguishing words of a card's name, the same for the spellings of `--card` and of the driver."""
     spaced = re.sub(r"(?<=\d)(?=(?:ti|super|laptop|mobile|ada)\b)|(?<=tx)(?=\d)", " ", _SIZE.sub(" ", name.lower()))
     words = (_SAME_WORD.get(word, word) for word in re.findall(r"[a-z0-9]+", spaced))
     return frozenset(word for word in words if word not in _DROPPED)
@@ -251,7 +252,7 @@ def _words(name: str) -> frozenset[str]:
 
 
 def check_here(card: Card, device_names: Iterable[tuple[str, int]], device: str) -> None:
-    """Raise DeviceError unless the GPU that a plan runs on is the card that it was made for, with as much memory.
+    """Raise DeviceError unless the plan's GPU is the card that the plan was made for, with as much memory.
 
     device_names: of all GPUs, (name, total bytes). device: "cuda:N", the plan's own.
     """

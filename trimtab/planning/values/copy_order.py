@@ -1,9 +1,9 @@
 """The pieces of a block that is copied in every step, and the order in which a known pass copies them.
 
-A buffer holds a block at a time. A piece of the next block is copied as soon as the weights that lie in its place have been used,
-so the link goes on while the rest of the block is computed with: one buffer hides nearly as much of the copies as two.
+A buffer holds one block at a time. A piece of the next block is copied as soon as the weights in its memory have been
+used, so copies continue while the rest of the block is computed: one buffer hides nearly as much of the copies as two.
 
-Pure: sizes, and objects that stand for blocks.
+Pure: sizes, and objects that represent blocks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 
 class Movable(Protocol):
-    """One weight that moves, as `pieces_of` sees it."""
+    """One movable weight, as `pieces_of` needs it."""
 
     @property
     def module_path(self) -> str: ...
@@ -27,11 +27,11 @@ class Movable(Protocol):
 
 
 def pieces_of(leaves: Sequence[Movable]) -> tuple[tuple[str, ...], ...]:
-    """Return the module paths of each piece of a block, about in the order of computing.
+    """Return the module paths of each piece of a block, approximately in the order of computing.
 
-    What reads one input is never cut apart, because one kernel may read it all: the linears of one parent with the same D_in
-    (queries, keys and values; gate and up), and the weights of one module. These come in the order of the modules. Small neighbours
-    are joined, up to the size of the largest.
+    Weights that read one input are never separated, because one kernel may read them all: the linears of one parent
+    with the same D_in (queries, keys and values; gate and up), and the weights of one module. They are in the order of
+    the modules. Small neighbours are joined, up to the size of the largest.
     """
     units: dict[tuple[str, int | str], list[Movable]] = {}
     for leaf in leaves:
@@ -76,7 +76,7 @@ class Piece:
 
 
 def blocks_in(order: Sequence[Piece]) -> list[Any]:
-    """Return the blocks that a pass enters, in order; pieces of one block side by side are entering it once."""
+    """Return the blocks that a pass enters, in order; adjacent pieces of one block enter it once."""
     blocks: list[Any] = []
     for piece in order:
         if not blocks or blocks[-1] is not piece.block:
@@ -85,12 +85,13 @@ def blocks_in(order: Sequence[Piece]) -> list[Any]:
 
 
 class CopyOrder:
-    """When a pass copies what. `due[place]` are the copies that may begin once the step at that place has been used.
+    """The copies of a pass and their time. `due[place]` are the copies that may begin once the step at that index has
+    been used.
 
-    order: the pieces in the order in which the pass enters them, those of a block side by side. The first blocks are in the
-    `slots` buffers when the pass begins, and again when it ends; block k uses buffer k modulo `slots`. steps: what is copied, in
-    the order of use: each piece, but a block as a whole of which the pass does not enter every piece once. place: of each piece
-    that is entered, its step. last: of each block, its last step.
+    order: the pieces in the order in which the pass enters them, those of a block adjacent. The first blocks are in the
+    `slots` buffers when the pass begins, and again when it ends; block k uses buffer k modulo `slots`. steps: the
+    copies in the order of use: single pieces, or a whole block if the pass does not enter every piece exactly once.
+    place: entered piece -> its step. last: block -> its last step.
     """
 
     def __init__(self, order: Sequence[Piece], slots: int) -> None:
@@ -119,7 +120,7 @@ class CopyOrder:
                     )
 
     def _queue(self, used: range, coming: range) -> None:
-        """Queue the copies of the block that takes a buffer over, each behind all that lies in its place."""
+        """Queue the copies of the next block of a buffer, each after all uses of the memory that it overwrites."""
         after = used.start
         for copy in (self.steps[number] for number in coming):
             over = (n for n in used if self.steps[n].start < copy.end and copy.start < self.steps[n].end)

@@ -1,13 +1,13 @@
 """How prompts and decode steps run, the device memory that this takes, and the time of a step.
 
 A decode step runs in one of three modes. "eager": transformers' modules, one kernel after the other. "graph": the same
-modules, captured as one CUDA graph. "fused": our own kernels, captured. Captured modes keep keys and values of every
-sequence at fixed addresses beside the prompt's own cache, logits of every graph, and the graphs' nodes.
+modules, captured as one CUDA graph. "fused": trimtab's own kernels, captured. Captured modes need keys and values of
+every sequence at fixed addresses in addition to the prompt's cache, logits of every graph, and the graphs' nodes.
 
-Constants are measured (bench/results/cards.json, decode.json: NVIDIA H200, driver 580, torch 2.11, CUDA 13.0); other cards
-take them as an upper bound for bytes and as an estimate for seconds.
+Constants are measured (bench/results/cards.json, decode.json: NVIDIA H200, driver 580, torch 2.11, CUDA 13.0); for
+other cards they are an upper bound of bytes and an estimate of seconds.
 
-What is not covered: graphs of several GPUs; the driver's own memory for a kernel that spills registers on another card.
+Not covered: graphs of several GPUs; the driver's memory for a kernel that spills registers on another card.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ from trimtab.planning.values.pipeline import Stage, pipeline_s
 MIB = 2**20
 MODES = ("eager", "graph", "fused")
 CAPTURED = ("graph", "fused")
-# Steps are captured for so many rows at a time; fewer rows are padded.
+# Steps are captured for these numbers of rows; fewer rows are padded.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 # Graphs that one batch keeps (engine/decode/decode_step.py).
 MOST_GRAPHS = 16
-# Attention of a captured step through the modules reads so many positions, doubled until the longest row fits.
+# Attention of a captured step through the modules reads this many positions, doubled until the longest row fits.
 SMALLEST_POSITIONS = 256
-# Rows of the largest launch of our own kernels.
+# Rows of the largest launch of the fused kernels.
 KERNEL_ROWS = 8
-# Numbers of rows whose matrix-vector products have launch configurations of their own; more rows take another kernel.
+# Numbers of rows with separate launch configurations of matrix-vector products; more rows use another kernel.
 PRODUCT_ROWS = tuple(size for size in BUCKETS if size <= KERNEL_ROWS)
 LEAST_CAPABILITY = (8, 0)
 FUSED_QUANTS = ("nf4", "nf4-dq", "fp4")
 FUSED_DTYPES = ("bfloat16", "float16")
 
-# Device code and tables of torch, cuBLAS and bitsandbytes that a process holds once prompts, steps and media went through:
-# 175 MiB after loading and capturing, 24 more after prompts and media, our own kernels and two graphs included.
+# Device code and tables of torch, cuBLAS and bitsandbytes after prompts, steps and media have run: 175 MiB after
+# loading and capturing, 24 more after prompts and media, including the fused kernels and two graphs.
 LIBRARY_BYTES = 168 * MIB
-# Our own modules, each small; one for every shape of a product. Captured modules of transformers call more of torch's and cuBLAS'
-# kernels than a fused step: a process took 29 MiB more than planned with 4 MiB here (Qwen3-8B on 5 GiB, H100).
+# trimtab's kernel modules, each small; one for every shape of a product. Captured modules of transformers call more of
+# torch's and cuBLAS' kernels than a fused step: a process took 29 MiB more than planned with 4 MiB here (Qwen3-8B on 5
+# GiB, H100).
 KERNEL_BYTES = {"eager": 0, "graph": 40 * MIB, "fused": 16 * MIB}
-# A graph's nodes in the driver's memory. The first graph also loads what launches graphs.
+# A graph's nodes in the driver's memory. The first graph also loads the code that launches graphs.
 GRAPH_BYTES = {"graph": 4 * MIB, "fused": 2 * MIB}
 FIRST_GRAPH_BYTES = 16 * MIB
 # Scratch of products and adapters, and the buffers between the kernels of a step: 10 MiB for one row.
@@ -53,41 +54,42 @@ SCRATCH_BYTES = {"graph": 12 * MIB, "fused": 12 * MIB}
 # The same for each row of a graph of more than KERNEL_ROWS rows: parts of attention and of products. An estimate from E4B's shapes
 # (8 heads of 512, 32 parts: 0.5 MiB; 3 parts of 20,480 outputs: 0.2 MiB), not measured.
 ROW_SCRATCH_BYTES = MIB
-# cuBLAS: one workspace for each stream that computes, and one of its own (torch 2.11, CUDABlas.cpp: 8.1 MiB, 32 MiB on
-# compute capability 9.0). Within budgets below 16 GiB they are bounded to the smaller one on every card (engine/memory/rates.py).
+# cuBLAS: one workspace for each computing stream, and one internal workspace (torch 2.11, CUDABlas.cpp: 8.1 MiB, 32 MiB
+# on compute capability 9.0). Within budgets below 16 GiB they are bounded to the smaller one on every card
+# (engine/memory/rates.py).
 WORKSPACE_BYTES = 8519680
 # Below such a budget memory is saved where that costs little: these workspaces, cuDNN's attention, one segment for prompts.
 SMALL_BUDGET_BYTES = 16 * 2**30
-# A margin for prompts that are not captured, whose caches grow and leave holes in torch's allocator. Not measured by itself: with
-# 36 MiB the process of one streamed model took 4 MiB more than its plan (bench/results/cards.json, run 3, E4B in 3.5 GiB). With
-# chunks 31 MiB (E2B on 2 GiB) to 100 MiB of torch's room stayed unused with it (runs 4 and 5).
+# A margin for uncaptured prompts, whose caches grow and leave holes in torch's allocator. Not measured separately: with
+# 36 MiB the process of one streamed model took 4 MiB more than its plan (bench/results/cards.json, run 3, E4B in 3.5
+# GiB). With chunks 31 MiB (E2B on 2 GiB) to 100 MiB of torch's memory stayed unused with it (runs 4 and 5).
 FRAGMENT_BYTES = 48 * MIB
-# What choosing kernels takes for a while, for products and for both ends of a step (E4B's size: 23 MiB).
+# Temporary bytes while kernels are chosen, for products and for both ends of a step (E4B's size: 23 MiB).
 CHECK_BYTES = 64 * MIB
 CHECKED_POSITIONS = 1100
 CHECK_PIECE_VALUES = 2**20
 
-# Seconds that a step takes beyond reading its bytes: for every decoder layer of a fused step, for every linear of captured
-# modules, for every kernel of an eager step. With adapters, then without.
+# Seconds of a step beyond reading its bytes: per decoder layer of a fused step, per linear of captured modules, per
+# kernel of an eager step. With adapters, then without.
 FUSED_LAYER_S = (39e-6, 36e-6)
 FUSED_ROW_SHARE = 0.055
 GRAPH_LINEAR_S = (24e-6, 21e-6)
 # bitsandbytes' one-row product reads memory at this share of the rate.
 GRAPH_RATE_SHARE = 0.75
 EAGER_KERNELS = (19, 14)
-# Seconds of a captured chunk beyond its arithmetic, for every linear of the decoder: unpacking, adapters, and what lies between.
-# From one figure (E4B, 512 tokens with an adapter: 21.8 ms on the GPU).
+# Seconds of a captured chunk beyond its arithmetic, per linear of the decoder: unpacking, adapters, and the kernels
+# between. From one measurement (E4B, 512 tokens with an adapter: 21.8 ms on the GPU).
 CHUNK_LINEAR_S = 45e-6
-# The same of a pass that is not captured, with adapters and without: Python launches 2,329 kernels for E4B's 343 linears, which
-# takes longer than all that they compute. With adapters from E4B, E2B and Qwen3-8B with streamed layers (bench/results/cards.json,
-# runs 4 and 5: 0.42 to 0.61 ms for 512 and for 4,080 tokens), on one machine; without adapters in proportion to EAGER_KERNELS, not
-# measured.
+# The same for an uncaptured pass, with adapters and without: Python launches 2,329 kernels for E4B's 343 linears, which
+# takes longer than their computing. With adapters from E4B, E2B and Qwen3-8B with streamed layers
+# (bench/results/cards.json, runs 4 and 5: 0.42 to 0.61 ms for 512 and for 4,080 tokens), on one machine; without
+# adapters in proportion to EAGER_KERNELS, not measured.
 UNCAPTURED_LINEAR_S = (0.48e-3, 0.35e-3)
-# Sizes of chunks, and the choices among them: all, a few, one. Where chunks are not captured a size costs its inputs only.
+# Sizes of chunks, and the choices among them: all, a few, one. Without capture, a size costs only its inputs.
 CHUNKS = (16, 64, 128, 256, 512, 1024)
 CAPTURED_CHUNKS = (CHUNKS, (128, 512), (256,))
 UNCAPTURED_CHUNKS = ((128, 512), (64, 256))
-# The largest chunk where answers have the same bits alone and beside others: chunks are not cut to what a step leaves time for.
+# The largest chunk of batch-invariant answers, whose chunks are not fitted to the time between steps.
 INVARIANT_CHUNK = 512
 # A streamed step's copies run at this share of the link's rate.
 LINK_SHARE = 0.97
@@ -97,11 +99,11 @@ LINK_SHARE = 0.97
 class Phase:
     """How prompts, or decode steps, run.
 
-    mode: one of MODES. bytes: what this takes on the device, by item. reason: why this mode. seconds: predicted, of a prompt
-    before its first token or of one step. is_asked: whether the mode was requested by name: then it is never exchanged. chunks:
-    the sizes in tokens of the pieces of a prompt whose keys and values are written straight into a row's buffers, captured
-    unless the mode is eager; () where a prompt has a cache of its own. estimated_s: the part of `seconds` that follows from
-    assumptions that were never measured (kv_bytes.py), 0 where there is none.
+    mode: one of MODES. bytes: device bytes by item. reason: why this mode. seconds: predicted, of a prompt before its
+    first token or of one step. is_asked: whether the mode was explicitly requested: then it is never replaced. chunks:
+    sizes in tokens of prompt chunks whose keys and values are written directly into a row's buffers, captured unless
+    the mode is eager; () if a prompt has a separate cache. estimated_s: the part of `seconds` that depends on
+    unmeasured assumptions (kv_bytes.py), or 0.
     """
 
     mode: str
@@ -115,8 +117,9 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How a model runs. head: "full" or "int8"; head_reason: why; is_head_asked: whether the request named it; else
-    the plan chose. towers: how those of images and audio run, None on a CPU and for a request without media."""
+    """How a model runs. head: "full" or "int8"; head_reason: why; is_head_asked: whether the request set it; else the
+    plan chose it. towers: the phase of image and audio towers, None on a CPU and for a request without media.
+    """
 
     prompt: Phase
     step: Phase
@@ -139,7 +142,7 @@ class Execution:
         return values
 
 
-# What can be had -------------------------------------------------------------------------------------------------------
+# Supported modes ------------------------------------------------------------------------------------------------------
 
 
 def unsupported_reason(
@@ -184,12 +187,14 @@ def graph_count(mode: str, *, rows: int, context_tokens: int, has_adapters: bool
 
 
 def graph_bytes(mode: str, anatomy: Anatomy, *, kv: str = "full") -> int:
-    """Return what the nodes of one graph of a step take in the driver's memory."""
+    """Return the driver's memory for the nodes of one graph of a step."""
     return GRAPH_BYTES[mode] + added_node_bytes(anatomy.kv_layers, kv)
 
 
 def check_bytes(anatomy: Anatomy, *, rows: int = KERNEL_ROWS) -> int:
-    """Return what choosing kernels takes for a while: two pairs of caches for each kind of attention, one in float32."""
+    """Return the temporary bytes while kernels are chosen: two pairs of caches for each kind of attention, one in
+    float32.
+    """
     kinds = {(layer.kv_heads, layer.head_dim) for layer in anatomy.kv_layers if layer.kv_heads}
     values = max((rows * heads * CHECKED_POSITIONS * width for heads, width in kinds), default=0)
     return max(CHECK_BYTES, values * (4 * DTYPE_BYTES[anatomy.dtype] + 4) + 4 * CHECK_PIECE_VALUES * 8)
@@ -199,10 +204,11 @@ def step_bytes(
     mode: str, anatomy: Anatomy, *, rows: int, context_tokens: int, has_adapters: bool, kv: str = "full",
     is_paged: bool = False,
 ) -> dict[str, int]:  # fmt: skip
-    """Return what steps take on the device, by item, without keys and values.
+    """Return the device bytes of steps by item, without keys and values.
 
-    "kernels" and "graphs" are in the driver's memory, the others in torch's. "kv_copies": what attention of captured steps reads in
-    place of 8 bits or pages; the graphs keep it. is_paged: whether rows share a pool of pages.
+    "kernels" and "graphs" are in the driver's memory, the others in torch's. "kv_copies": keys and values that
+    attention of captured steps reads instead of 8 bits or pages; the graphs keep them. is_paged: whether rows share a
+    pool of pages.
     """
     counted = {"kernels": LIBRARY_BYTES + KERNEL_BYTES[mode], "workspaces": WORKSPACE_BYTES}
     if mode == "eager":
@@ -228,8 +234,9 @@ def step_bytes(
 
 @dataclass(frozen=True)
 class BlockWork:
-    """Reads, copies and launches of one block in a step. is_layer: whether it is a decoder layer. pieces: bytes of each piece that
-    is copied by itself."""
+    """Reads, copies and launches of one block in a step. is_layer: whether it is a decoder layer. pieces: bytes of each
+    separately copied piece.
+    """
 
     device_bytes: int
     link_bytes: int
@@ -240,9 +247,10 @@ class BlockWork:
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """Reads and launches of one step. device_bytes: weights that the device reads; link_bytes: those of them that are copied
-    to it first; other_s: what the CPU or a disk adds; tail_bytes: weights read after the last copied ones (the head). blocks: in
-    the order of computing, () where that is not known. slots: staging buffers."""
+    """Reads and launches of one step. device_bytes: weights that the device reads; link_bytes: those of them that are
+    copied to it first; other_s: seconds of the CPU or a disk; tail_bytes: weights read after the last copied ones (the
+    head). blocks: in the order of computing, () if unknown. slots: staging buffers.
+    """
 
     device_bytes: int
     link_bytes: int
@@ -258,8 +266,8 @@ class StepWork:
 def step_s(mode: str, work: StepWork, rates: Rates, *, link_Bps: float, has_adapters: bool) -> float:
     """Return the predicted seconds of one step: the longer of computing and copying.
 
-    Where copies take longer, computing hides behind them but for what follows the last copied layer; where the order of the blocks
-    is known, also but for what the staging buffers cannot work ahead of.
+    If copies take longer, they hide all computing except that after the last copied layer. If the order of the blocks
+    is known, computing that the staging buffers cannot overlap is also added.
     """
     which = 0 if has_adapters else 1
     read_s = work.device_bytes / rates.device_Bps
@@ -287,7 +295,7 @@ def step_s(mode: str, work: StepWork, rates: Rates, *, link_Bps: float, has_adap
         ]  # fmt: skip
         rest_s = (
             read_s + overhead_s - sum(stage.seconds for stage in stages)
-        )  # the head that is a table of another block
+        )  # the head if it is a table of another block
         stages.append(Stage(max(rest_s, 0.0)))
         return pipeline_s(stages, link_Bps=link_Bps * LINK_SHARE, slots=work.slots) + work.other_s
     link_s = work.link_bytes / (link_Bps * LINK_SHARE)
@@ -298,11 +306,11 @@ def step_s(mode: str, work: StepWork, rates: Rates, *, link_Bps: float, has_adap
 def prompt_launch_s(
     linears: int, skipped: int, towers: int, *, passes: int, is_captured: bool, has_adapters: bool, launch_s: float
 ) -> float:  # fmt: skip
-    """Return the seconds of a prompt's passes: beyond arithmetic and copies where they are captured, else what Python takes to
-    launch them, behind which the device computes and copies.
+    """Return the seconds of a prompt's passes: if captured, beyond arithmetic and copies; else Python's launch time,
+    which hides computing and copies.
 
-    linears: of the decoder; skipped: those of them that only the last pass enters; towers: of towers that run for this prompt.
-    launch_s: one kernel of this machine.
+    linears: of the decoder; skipped: those that only the last pass enters; towers: linears of towers that run for this
+    prompt. launch_s: one kernel of this machine.
     """
     which = 0 if has_adapters else 1
     plain_s = max(UNCAPTURED_LINEAR_S[which], EAGER_KERNELS[which] * launch_s)

@@ -1,10 +1,11 @@
-"""What keys and values take, in full or in 8 bits: bytes, the time that 8 bits add to a step, and which families can have them.
+"""The bytes of keys and values, in full or in 8 bits, the time that 8 bits add to a step, and the families that support
+them.
 
-In 8 bits a head of D values has D bytes and a scale of its own in float32 (engine/kv/int8.py). Attention reads them in the
-model's dtype: each layer's are brought there for its own turn, which takes room for a while, and for longer where later layers
-read the same keys and values.
+In 8 bits, a head of D values has D bytes and its own float32 scale (engine/kv/int8.py). Attention reads them in the
+model's dtype: each layer's are converted just before use, which needs temporary memory, for longer if later layers read
+the same keys and values.
 
-What is not covered: attention that reads 8 bits itself; the time that 8 bits add to prompts.
+Not covered: attention that reads 8 bits directly; the time that 8 bits add to prompts.
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ if TYPE_CHECKING:
     from trimtab.checkpoint.anatomy import Anatomy
     from trimtab.planning.values.byte_sizes import Rates
 
-# Of one token's keys or values of one head: its scale, float32.
+# Bytes of the scale of one token's keys or values of one head, float32.
 SCALE_BYTES = 4
 # Mean KL of next-token distributions, 8 bits against full keys and values, over the demo's prompts, the largest of its adapters and
 # formats (bench/results/kv8.json).
 KV8_KL = 6.3e-4
-# Kernels of one layer's step: magnitudes, scale, division, rounding and joining of keys and of values, writing them, and bringing
-# both back. An assumption: counted in the code, each as long as a small kernel in a graph. Neither was measured, and what a plan
-# says of it is marked as an estimate (`Phase.estimated_s`).
+# Kernels of one layer's step: magnitudes, scale, division, rounding and joining of keys and of values, writing them,
+# and converting both back. An assumption: counted in the code, each as long as a small kernel in a graph. Neither was
+# measured, so a plan marks it as an estimate (`Phase.estimated_s`).
 LAYER_KERNELS = 24
 KERNEL_S = 1.5e-6
-# A node of a graph in the driver's memory, with its arguments and, the first time, its code: six graphs of E4B's prompts took
-# 42 MiB, 1.46 KiB for each kernel that is counted (`captured` in bench/results/cards.json, run 9). Not measured for those here.
+# A node of a graph in the driver's memory, with its arguments and, the first time, its code: six graphs of E4B's
+# prompts took 42 MiB, 1.46 KiB for each counted kernel (`captured` in bench/results/cards.json, run 9). Not measured
+# for those here.
 NODE_BYTES = 3 * 2**9
-# While a chunk's keys are rounded: their values in float32, divided, and rounded.
+# Temporary copies while a chunk's keys are rounded: their values in float32, divided, and rounded.
 ROUNDING_BYTES = 12
 
 
@@ -45,8 +47,9 @@ def position_bytes(layer: KVLayer, dtype: str, kv: str) -> int:
 def copy_bytes(
     layers: Sequence[KVLayer], dtype: str, kv: str, *, rows: int, context_tokens: int, new_tokens: int
 ) -> int:
-    """Return what reading 8-bit keys and values takes for a while: those of one layer in the model's dtype, those that later layers
-    read too, and what rounding `new_tokens` of each row takes; 0 for full ones."""
+    """Return the temporary bytes of reading 8-bit keys and values: those of one layer in the model's dtype, those that
+    later layers read too, and the rounding of `new_tokens` of each row; 0 for full ones.
+    """
     if kv != "int8":
         return 0
     kept = {layer.shares for layer in layers if layer.shares is not None}
@@ -55,7 +58,7 @@ def copy_bytes(
         if layer.shares is not None:
             continue
         places = context_tokens if layer.window is None else min(layer.window, context_tokens)
-        # A chunk reads the ring and itself beside it.
+        # A chunk reads the sliding-window buffer and its own keys.
         read_places = places if layer.window is None or new_tokens == 1 else places + new_tokens
         read = 2 * rows * read_places * position_bytes(layer, dtype, "full")
         rounded = max(rounded, rows * new_tokens * layer.kv_heads * layer.head_dim * ROUNDING_BYTES)
@@ -69,8 +72,9 @@ def copy_bytes(
 def paged_copy_bytes(
     layers: Sequence[KVLayer], dtype: str, *, rows: int, context_tokens: int, kv: str = "full"
 ) -> int:  # fmt: skip
-    """Return what reading a layer's pages in one piece takes for a while, where attention is torch's own: keys and values of all
-    positions of `rows` rows."""
+    """Return the temporary bytes of a contiguous copy of a layer's pages, for torch's attention: keys and values of all
+    positions of `rows` rows.
+    """
     full = [position_bytes(layer, dtype, kv) for layer in layers if layer.shares is None and layer.window is None]
     return 2 * rows * context_tokens * max(full, default=0)
 
@@ -78,21 +82,23 @@ def paged_copy_bytes(
 def step_copy_bytes(
     layers: Sequence[KVLayer], dtype: str, kv: str, *, rows: int, context_tokens: int, is_paged: bool, is_fused: bool
 ) -> int:  # fmt: skip
-    """Return what a step of rows with full contexts copies keys and values to: pages in one piece where no kernel reads them as
-    they are (`is_fused`: ours do, in full), and 8 bits in the model's dtype."""
+    """Return the bytes of a step's copies of keys and values, for rows with full contexts: contiguous pages if no
+    kernel reads them in place (`is_fused`: the fused kernels do, in full precision), and 8 bits in the model's dtype.
+    """
     copies = is_paged and not (is_fused and kv == "full")
     paged = paged_copy_bytes(layers, dtype, rows=rows, context_tokens=context_tokens, kv=kv) if copies else 0
     return paged + copy_bytes(layers, dtype, kv, rows=rows, context_tokens=context_tokens, new_tokens=1)
 
 
 def added_node_bytes(layers: Sequence[KVLayer], kv: str) -> int:
-    """Return what the kernels that 8 bits add to a graph of a step take in the driver's memory."""
+    """Return the driver's memory for the kernels that 8 bits add to a graph of a step."""
     return sum(layer.shares is None for layer in layers) * LAYER_KERNELS * NODE_BYTES if kv == "int8" else 0
 
 
 def moved_bytes(layers: Sequence[KVLayer], dtype: str, *, rows: int, context_tokens: int) -> int:
-    """Return what bringing 8-bit keys and values of full contexts to attention moves: they are read, and written in the model's
-    dtype. What attention reads then it reads of full ones too."""
+    """Return the bytes moved to convert 8-bit keys and values of full contexts for attention: they are read, and
+    written in the model's dtype. Attention's own reads are those of full ones.
+    """
     return sum(
         2 * rows * min(layer.window or context_tokens, context_tokens)
         * (position_bytes(layer, dtype, "int8") + position_bytes(layer, dtype, "full"))
@@ -101,8 +107,9 @@ def moved_bytes(layers: Sequence[KVLayer], dtype: str, *, rows: int, context_tok
 
 
 def why_not_int8(anatomy: Anatomy) -> str | None:
-    """Return why keys and values of this family cannot be kept in 8 bits, None if they can: layers that keep another state, and
-    heads that no scale fits behind."""
+    """Return why keys and values of this family cannot be kept in 8 bits, None if they can: layers with another state,
+    and heads without space for a scale.
+    """
     if anatomy.capture_unsupported is not None:
         return anatomy.capture_unsupported
     odd = sorted({layer.head_dim for layer in anatomy.kv_layers if layer.head_dim % SCALE_BYTES})
@@ -110,7 +117,7 @@ def why_not_int8(anatomy: Anatomy) -> str | None:
 
 
 def check_kv(kv: str, anatomy: Anatomy) -> None:
-    """Raise RequestError for 8 bits of a family that cannot have them (`why_not_int8`)."""
+    """Raise RequestError for 8 bits of a family that does not support them (`why_not_int8`)."""
     why = why_not_int8(anatomy) if kv == "int8" else None
     if why is not None:
         raise RequestError(
@@ -122,8 +129,9 @@ def check_kv(kv: str, anatomy: Anatomy) -> None:
 def added_step_s(
     layers: Sequence[KVLayer], dtype: str, rates: Rates, *, mode: str, on_cpu: bool, rows: int, context_tokens: int
 ) -> float:
-    """Return the seconds that 8 bits add to a step of rows with full contexts: an estimate from LAYER_KERNELS, KERNEL_S and the
-    rate of memory. No step in 8 bits was timed on a GPU."""
+    """Return the seconds that 8 bits add to a step of rows with full contexts: an estimate from LAYER_KERNELS, KERNEL_S
+    and the memory rate. No step in 8 bits was timed on a GPU.
+    """
     own = [layer for layer in layers if layer.shares is None]
     launch_s = rates.launch_s if mode == "eager" else KERNEL_S
     moved = moved_bytes(own, dtype, rows=rows, context_tokens=context_tokens)

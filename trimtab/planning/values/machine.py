@@ -1,5 +1,6 @@
-"""The machine that a plan is for: its memory, and what its GPU can do. `machine/machine_cache.py` and `engine/memory/rates.py` read
-it."""
+"""The machine that a plan is for: its memory and its GPU's properties. `machine/machine_cache.py` and
+`engine/memory/rates.py` read them.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ class Machine:
     """The machine a plan is for.
 
     execution_device: "cuda:0" or "cpu". gpu_*: of the execution device, 0 without one. *_free_bytes, *_available_bytes:
-    what can still be taken beside context_bytes, the driver's own share of the device that is not in torch's count, and
-    process_bytes, the host memory of the process before any weight. Budgets include these two. capability: the compute
-    capability, multiprocessors: their number; None and 0 where nobody asked.
+    bytes that can still be allocated in addition to context_bytes, the driver's share of the device that torch does not
+    count, and process_bytes, the host memory of the process before any weight. Budgets include these two. capability:
+    the compute capability, multiprocessors: their number; None and 0 if not read.
     """
 
     execution_device: str
@@ -31,7 +32,7 @@ class Machine:
         return self.execution_device == "cpu"
 
     def budget_bytes(self, requested: int | None) -> int:
-        """Return the budget of the execution device: the requested one, else all that is free."""
+        """Return the budget of the execution device: the requested one, else all free bytes."""
         free = (
             self.host_available_bytes + self.process_bytes if self.on_cpu else self.gpu_free_bytes + self.context_bytes
         )

@@ -1,10 +1,10 @@
 """The decoder layers that are copied in every step, and the time of such a step.
 
-Copies of a step run in order on one link, into a few staging buffers; a buffer takes its next layer piece by piece, each once what
-lies in its place has been computed with (`pieces.py`), and after its last one of a step the layer that the next step begins with.
-While layers that stay are computed the link works ahead by as many layers as there are buffers, and no further: copied layers that
-lie side by side can leave it idle for the rest of the step. `evened` looks for a better order. Blocks that are no more than the
-buffers are never copied again.
+Copies of a step run in order on one link, into a few staging buffers. A buffer receives its next layer piece by piece,
+each once the weights in its memory have been used; after its last layer of a step, it receives the layer that the next
+step begins with. While resident layers are computed, copies run ahead by as many layers as there are buffers. Adjacent
+copied layers can therefore leave the link idle for the rest of the step; `evened` looks for a better order. If there
+are no more copied blocks than buffers, they are never copied again.
 
 Pure: blocks, choices and rates.
 """
@@ -19,9 +19,9 @@ from trimtab.planning.values.blocks import Block
 from trimtab.planning.values.budget import Choice, Item
 from trimtab.planning.values.copy_order import CopyOrder, Piece
 
-# Where the first of the spread layers lies, as shares of the distance between two.
+# Positions of the first of the spread layers, as shares of the distance between two.
 PHASES = (0.0, 0.5)
-# So many fewer or more layers may leave: what takes the place of others is larger or smaller, and so are the staging buffers.
+# This many fewer or more layers may leave, because replaced layers, and so the staging buffers, differ in size.
 MOST_LESS, MOST_MORE = 2, 3
 
 
@@ -45,8 +45,10 @@ class _Copied:
 
 
 def pipeline_s(stages: Sequence[Stage], *, link_Bps: float, slots: int) -> float:
-    """Return the seconds of one of many steps, whose `slots` staging buffers hold the first copied blocks when it begins, and again
-    when it ends: the last copies of a step are those that the next one begins with. A block's seconds are spread over its bytes."""
+    """Return the seconds of one of many steps. Its `slots` staging buffers hold the first copied blocks when it begins
+    and when it ends: the last copies of a step are those that the next one begins with. A block's seconds are spread
+    over its bytes.
+    """
     blocks = [_Copied(stage) if stage.copied_bytes else None for stage in stages]
     order = CopyOrder([piece for block in blocks if block is not None for piece in block.pieces], slots)
     ready_s = [0.0] * len(order.steps)
@@ -69,11 +71,12 @@ def evened(
     blocks: Sequence[Block], items: Sequence[Item], chosen: Sequence[Choice], *, is_free: Callable[[Block], bool],
     is_allowed: Callable[[Sequence[Choice]], bool], seconds_of: Callable[[Sequence[Choice]], float],
 ) -> list[Choice]:  # fmt: skip
-    """Return the choices with other blocks of the decoder copied in every step, where that takes fewer seconds: layers that lie
-    evenly, or at its end.
+    """Return the choices with other decoder blocks copied in every step, if that takes fewer seconds: layers that are
+    evenly spread, or at the end.
 
-    is_free: whether a block was not placed by hand. is_allowed: whether choices keep every budget. seconds_of: of a request with
-    these choices. Everything else keeps its choice, and the decoder too where nothing better is allowed.
+    is_free: whether a block was not placed by hand. is_allowed: whether choices keep every budget. seconds_of: of a
+    request with these choices. All other blocks keep their choice, and so does the decoder if nothing better is
+    allowed.
     """
     best, best_s = list(chosen), seconds_of(chosen)
     places = [
@@ -105,7 +108,7 @@ def _moves(item: Item, block: Block, is_free: Callable[[Block], bool]) -> bool:
 
 
 def _spread(layers: Sequence[int], away: int) -> Iterator[set[int]]:
-    """Yield layers that lie evenly, or at the end: about as many as are away now."""
+    """Yield layers that are evenly spread, or at the end: about as many as are copied now."""
     for count in range(max(away - MOST_LESS, 1), min(away + MOST_MORE, len(layers)) + 1):
         yield set(layers[-count:])
         for phase in PHASES:

@@ -1,7 +1,8 @@
-"""Reading a saved plan: values become frozen dataclasses, every type and range checked, every error with its field.
+"""Reads a saved plan: values become frozen dataclasses; every type and range is checked, and every error names its
+field.
 
-A file may have been written by hand, by another release or by somebody else. What is read is exactly what `to_json` writes: no key
-more or less, whole numbers that are not below zero, finite seconds, texts where texts belong.
+A file may have been written by hand, by another release or by another user. Only the exact output of `to_json` is
+accepted: no missing or additional key, whole numbers that are not below zero, finite seconds, texts where texts belong.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from trimtab.errors import RequestError
 
 Made = TypeVar("Made")
-# Beyond what any machine holds, and what 64 bits count.
+# Larger than any machine's memory, and than 64 bits.
 MOST = 2**62
 
 
@@ -34,7 +35,7 @@ def read_fields(kind: type[Made], value: Any, where: str) -> dict[str, Any]:
 
 
 def read_row(kind: type[Made], value: Any, where: str) -> Made:
-    """Return a frozen dataclass. Errors: as `read_fields`, and what the class itself raises."""
+    """Return a frozen dataclass. Errors: as `read_fields`, and those of the class itself."""
     return kind(**read_fields(kind, value, where))
 
 
@@ -46,7 +47,9 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def read_value(hint: Any, value: Any, where: str) -> Any:
-    """Return a value as a type says: numbers, texts, None, tuples, mappings with text keys, and frozen dataclasses."""
+    """Return a value converted to a type: numbers, texts, None, tuples, mappings with text keys, and frozen
+    dataclasses.
+    """
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return _one_of(inner, value, where)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# What is counted against the device budget without being in torch's peak.
+# Items that count against the device budget but are not in torch's peak.
 OUTSIDE_PEAK = ("kernels", "graphs", "prompt_graphs", "tower_graphs", "fragments", "cuda_context", "allocator_reserve")
 
 

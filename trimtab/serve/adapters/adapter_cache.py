@@ -1,11 +1,11 @@
 """The adapters of a server: all in host memory, those that fit on the model, and mixes made on request.
 
-An adapter takes the place of the one that was used longest ago, never of one that a row is using or that is kept. A mix
-("medical:0.7+style:0.3") takes a place of its own. Where its adapters are plain LoRA it is made from host memory and needs
-no room beside it for them; with DoRA, its adapters are on the model too.
+A new adapter replaces the least recently used one, never one that a row uses or that is pinned. A mix
+("medical:0.7+style:0.3") needs its own slot. If its adapters are plain LoRA, it is made from host memory and needs no
+further slots for them; with DoRA, its adapters are on the model too.
 
-On the model each is known by a key: its name, and "@2" behind it once its files were read again. Rows that began with the old
-files keep the old key until they end.
+On the model, each adapter has a key: its name, with the suffix "@2" after its files were read again. Rows that began
+with the old files keep the old key until they end.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from trimtab.engine.model import LoadedModel
 from trimtab.errors import AdapterError, DoesNotFitError, RequestError
 from trimtab.serve.adapters.host_adapters import HeldAdapters
 
-VERSION = "@"  # no adapter's name has it
+VERSION = "@"  # no adapter name contains it
 
 
 class AdapterShelf:
     """Every adapter that may be requested: all in host memory, some on the model.
 
-    kept: names that are never taken off the model. resident_limit: how many may be on it at once, mixes included (None: as many
-    as the plan has room for). lost: adapters of an earlier worker whose files can no longer be read, with the reason. held:
-    those on the model as they were read, by name; others of the model are read again.
+    kept: names that are never removed from the model. resident_limit: how many may be on it at once, including mixes
+    (None: as many as fit the plan). lost: adapters of an earlier worker whose files can no longer be read, with the
+    reason. held: those on the model as they were read, by name; others of the model are read again.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class AdapterShelf:
         self._held: dict[str, HeldAdapter] = {}
         self._versions: dict[str, int] = {}
         self.lost: dict[str, str] = {}
-        # Keys on the model, each with those that have to stay as long as it does; the one used longest ago comes first.
+        # Keys on the model, each with the keys that must stay as long as it does; the least recently used comes first.
         self._resident: OrderedDict[str, tuple[str, ...]] = OrderedDict((name, ()) for name in model.adapters)
         for name in model.adapters:
             path, given = model.plan.request.adapters[name], (held or {}).get(name)
@@ -58,7 +58,7 @@ class AdapterShelf:
 
     @property
     def held(self) -> tuple[HeldAdapter, ...]:
-        """All of them, as they wait in host memory; one of several names once."""
+        """All adapters in host memory; one with several names once."""
         return tuple(dict.fromkeys(self._held.values()))
 
     def names_of(self, held: HeldAdapter) -> tuple[str, ...]:
@@ -71,22 +71,23 @@ class AdapterShelf:
 
     @property
     def resident(self) -> tuple[str, ...]:
-        """Those on the model, the one used longest ago first."""
+        """Adapters on the model, the least recently used first."""
         return tuple(dict.fromkeys(_name(key) for key in self._resident if not is_mix(key)))
 
     @property
     def mixes(self) -> tuple[str, ...]:
-        """Mixes on the model, the one used longest ago first."""
+        """Mixes on the model, the least recently used first."""
         return tuple(dict.fromkeys(_name(key) for key in self._resident if is_mix(key)))
 
     def key(self, name: str | None) -> str | None:
-        """Return what a name is called on the model now."""
+        """Return the present key of a name on the model."""
         version = sum(self._versions.get(part, 0) for part in parts_of(name))
         return name if name is None or not version else f"{name}{VERSION}{version + 1}"
 
     def check(self, name: str | None) -> None:
-        """Raise RequestError for an adapter that is not known, a mix that needs more places than there are or an order of its
-        adapters; AdapterError for an adapter that is lost, DoesNotFitError for a mix that is larger than all the room."""
+        """Raise RequestError for an unknown adapter, a mix that needs more slots than there are or a certain order of
+        its adapters; AdapterError for a lost adapter, DoesNotFitError for a mix that is larger than the whole budget.
+        """
         for part in parts_of(name):
             if part in self.lost:
                 raise AdapterError(
@@ -131,16 +132,17 @@ class AdapterShelf:
             raise RequestError("an adapter of this name is loaded", field="lora_name", value=name)
 
     def read(self, path: str | Path, name: str) -> HeldAdapter:
-        """Return an adapter's files as they are held; may run beside the batch, on another thread.
+        """Return an adapter in its host form; may run on another thread at the same time as the batch.
 
-        Errors: AdapterError, also for weights that are not numbers; CheckpointError; DoesNotFitError if the host's budget
-        leaves no room.
+        Errors: AdapterError, also for weights that are not numbers; CheckpointError; DoesNotFitError if it exceeds the
+        host's budget.
         """
         return self.host.read(path, name=name)
 
     def put(self, name: str, held: HeldAdapter) -> None:
-        """Register an adapter. Errors: RequestError for a name in use, or if every slot is pinned; DoesNotFitError if the
-        pinned adapters leave no room."""
+        """Register an adapter. Errors: RequestError for a name in use, or if every slot is pinned; DoesNotFitError if
+        it does not fit next to the pinned adapters.
+        """
         self.check_new(name)
         kept = self._kept_keys()
         if self._limit is not None and len(kept) >= self._limit and name not in self.kept:
@@ -163,8 +165,9 @@ class AdapterShelf:
             )  # fmt: skip
 
     def replace(self, name: str, held: HeldAdapter, in_use: Iterable[str | None]) -> bool:
-        """Answer with an adapter's new files from now on; returns whether they differ from the old ones. What is in use keeps
-        the old ones until it ends. in_use: keys. Errors: DoesNotFitError, and the old ones stay."""
+        """Use an adapter's new files from now on; return whether they differ from the old ones. Running answers keep
+        the old ones. in_use: keys. Errors: DoesNotFitError, and the old ones stay.
+        """
         if name not in self._held or held is self._held[name]:
             return False
         kept = self._kept_keys() - {self.key(name)}
@@ -176,7 +179,7 @@ class AdapterShelf:
         return True
 
     def remove(self, name: str, in_use: Iterable[str | None]) -> None:
-        """Unload an adapter. Errors: RequestError if it is not known or a request needs it."""
+        """Unload an adapter. Errors: RequestError if it is unknown or a request needs it."""
         if self.lost.pop(name, None) is not None:
             return
         self.check(name)
@@ -189,7 +192,7 @@ class AdapterShelf:
         self.kept.discard(name)
 
     def has_room_for(self, name: str | None, in_use: Iterable[str | None]) -> bool:
-        """Whether an adapter or mix is on the model or could be put there without taking off one in use. in_use: keys."""
+        """Whether an adapter or mix is on the model or fits without removing one in use. in_use: keys."""
         if name is None:
             return True
         wanted = self._wanted(name)
@@ -201,7 +204,8 @@ class AdapterShelf:
         return not new or (is_place and sum(self._needed(key, name) for key in new) <= room)
 
     def bring(self, name: str | None, in_use: Iterable[str | None]) -> str | None:
-        """Put an adapter or mix on the model, in place of the least recently used one. Returns its key. in_use: keys in use.
+        """Load an adapter or mix onto the model, instead of the least recently used one. Returns its key. in_use: keys
+        in use.
 
         Errors: DoesNotFitError; RequestError for a mix without a weighted sum.
         """
@@ -223,7 +227,7 @@ class AdapterShelf:
     # Keys -------------------------------------------------------------------------------------------------------------
 
     def _wanted(self, name: str) -> list[str]:
-        """Return the keys that have to be on the model for a name, its own last."""
+        """Return the keys that must be on the model for a name, its own last."""
         parts = parts_of(name)
         is_alone = is_mix(name) and self.model.mixes.is_plain([self._held[part] for part in parts])
         keys = [self.key(one) for one in ((name,) if is_alone else dict.fromkeys([*parts, name]))]
@@ -237,13 +241,13 @@ class AdapterShelf:
         return used | {part for key in used for part in self._resident.get(key, ())}
 
     def _needed(self, key: str, name: str) -> int:
-        """Return what one key of a name's takes of the room for adapters."""
+        """Return the bytes of one key of a name in the adapter budget."""
         if is_mix(key):
             return self.model.mixes.needed_bytes([self._held[part] for part in parts_of(name)])
         return self.model.adapter_bytes(self._held[_name(key)])
 
     def _drop_old(self, used: set[str]) -> None:
-        """Take off what has newer files, or is no longer known, and no row uses."""
+        """Remove unused keys with newer files or unknown names."""
         for key in [key for key in self._resident if self.key(_name(key)) != key and key not in used]:
             if key in self._resident:
                 self._take_off(key)
@@ -254,7 +258,7 @@ class AdapterShelf:
             mixes = tuple(other for other in self._resident if is_mix(other)) if is_mix(key) else ()
             return is_place and len(mixes) < MOST_MIXES and self._needed(key, name) <= self.model.free_adapter_bytes()
 
-        # Mixes first: they are made again from what is in host memory, as they were before.
+        # Mixes first: they can be made again from host memory.
         for other in sorted((other for other in self._resident if other not in used), key=lambda one: not is_mix(one)):
             if fits():
                 return

@@ -1,10 +1,10 @@
-"""The order in which adapters are prepared between steps: first those that somebody waits for, the server's own last.
+"""The order in which adapters are prepared between steps: first those that a client waits for, the server's own last.
 
-    AdapterQueue   adapters whose files were read, with what is left to compute of each
+    AdapterQueue   adapters whose files were read, with their remaining work
 
-A client waits for an adapter that it loads, and a request for one that it names. Next come adapters whose files changed, because
-the old ones answer meanwhile. The adapters of the server's start come last: nobody has asked for them yet. Adapters of the same
-urgency are prepared in the order in which they came. Imports no torch.
+A client waits for an adapter that it loads, and a request for one that it names. Next come adapters whose files
+changed, because the old ones still answer. The adapters of the server's start come last: no request has named them yet.
+Adapters of the same urgency are prepared in the order of arrival. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class Urgency(IntEnum):
-    """Who waits for an adapter. A smaller number is prepared first."""
+    """The urgency of an adapter. A smaller number is prepared first."""
 
     AWAITED = 0
     CHANGED = 1
@@ -28,8 +28,9 @@ class Urgency(IntEnum):
 class Unprepared:
     """An adapter whose files were read.
 
-    pieces: what is left to compute. finish: called with `work`, which makes the adapter available, or with what raises the error of
-    a piece. names: of an adapter that requests may name already. replaces: the name whose adapter has changed files.
+    pieces: the remaining work. finish: called with `work`, which makes the adapter available, or with a function that
+    raises the error of a piece. names: of an adapter that requests may name already. replaces: the name whose adapter
+    has changed files.
     """
 
     pieces: Iterator[None]
@@ -56,7 +57,7 @@ class AdapterQueue:
         self._waiting.append(one)
 
     def forget_changed(self, name: str) -> None:
-        """Drop the changed files of an adapter: it was unloaded, and the name may be another one's, or there are newer files."""
+        """Drop the changed files of an adapter: it was unloaded and its name may be reused, or there are newer files."""
         self._waiting = [one for one in self._waiting if one.replaces != name]
 
     def has(self, name: str) -> bool:
@@ -64,15 +65,16 @@ class AdapterQueue:
         return any(name in one.names for one in self._waiting)
 
     def forget(self, name: str) -> None:
-        """Drop what is prepared for requests that name this adapter: it was unloaded, or has newer files."""
+        """Drop the preparation for requests that name this adapter: it was unloaded, or has newer files."""
         for one in [one for one in self._waiting if name in one.names]:
             one.names.remove(name)
             if not one.names:
                 self._waiting.remove(one)
 
     def step(self, *, only_for_requests: bool = False) -> None:
-        """Compute one piece of the most urgent adapter, or use the adapter if it is complete. only_for_requests: of the adapters
-        that requests wait for."""
+        """Compute one piece of the most urgent adapter, or use the adapter if it is complete. only_for_requests: only
+        of adapters that requests wait for.
+        """
         able = list(filter(self._is_requested, self._waiting)) if only_for_requests else self._waiting
         if not able:
             return

@@ -1,4 +1,4 @@
-"""Adapters in host memory: the same files once, whatever their names, within the budget that the plan leaves."""
+"""Adapters in host memory: equal files are stored once, under any names, within the plan's budget."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from trimtab.errors import CheckpointError, DoesNotFitError
 from trimtab.planning.values.byte_sizes import HELD_OBJECT_BYTES
 from trimtab.serve.adapters.watching import files_stamp
 
-# Bytes at each end of an adapter's tensors by which others are told from it; only those with equal ends are compared.
+# Bytes at each end of an adapter's tensors that distinguish adapters; only those with equal ends are compared in full.
 END_BYTES = 2**20
 
 
 class HeldAdapters:
-    """Reads adapters, one at a time; whoever holds one keeps it. Methods may be called on several threads."""
+    """Reads adapters, one at a time. An adapter is freed when its last reference ends. Methods may be called on several
+    threads.
+    """
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
@@ -35,7 +37,7 @@ class HeldAdapters:
 
     @property
     def nbytes(self) -> int:
-        """What all of them take on the host."""
+        """The host memory of all adapters."""
         adapters = {id(one): one for one in list(self._by_files.values())}
         return sum(one.host_bytes + HELD_OBJECT_BYTES for one in adapters.values())
 
@@ -45,20 +47,22 @@ class HeldAdapters:
         return max(0, self._model.plan.held_adapters_limit_bytes - self.nbytes)
 
     def read(self, path: str | Path, *, name: str | None = None) -> HeldAdapter:
-        """Return an adapter's files as they are held; those that are held already, or whose copies are, are not kept twice.
+        """Return an adapter in its host form; an adapter or a copy that is already in memory is not stored twice.
 
-        name: for an error, and whether there is room is asked at all: None for what the plan has counted. Errors:
-        DoesNotFitError before a tensor is read; as `LoadedModel.read_adapter`.
+        name: for an error; None skips the budget check, for adapters that the plan counts. Errors: DoesNotFitError
+        before a tensor is read; as `LoadedModel.read_adapter`.
         """
         with self._lock:
             return self._held(path, name, None)
 
     def take(self, path: str | Path, held: HeldAdapter) -> HeldAdapter:
-        """Return an adapter that was read from a folder, or the same files where they are held already. Nothing is read again."""
+        """Return an adapter that was read from a folder, or an equal one that is already in memory. Nothing is read
+        again.
+        """
         with self._lock:
             if held.spec.file.stamps == stamps_of(path):
                 return self._held(path, None, held)
-            self._by_files[object()] = held  # its files have changed since: they are known by nothing
+            self._by_files[object()] = held  # its files have changed since: it has no stamp
             return held
 
     def _held(self, path: str | Path, name: str | None, given: HeldAdapter | None) -> HeldAdapter:
@@ -78,7 +82,7 @@ class HeldAdapters:
         if name is not None:
             self._check_room(name, path)
         held = self._model.read_adapter(path, name=name) if given is None else given
-        # Files that change while they are read are known by nothing.
+        # Files that change during the read get no stamp.
         if files is not None and files == files_stamp(path):
             self._by_files[files] = held
             if ends is not None:
@@ -92,7 +96,7 @@ class HeldAdapters:
         try:
             needed = os.stat(Path(path) / TENSORS_NAME).st_size + HELD_OBJECT_BYTES
         except OSError:
-            return  # reading says what is wrong
+            return  # reading reports the problem
         if needed > self.room_bytes:
             limit = self._model.plan.held_adapters_limit_bytes
             raise DoesNotFitError(
@@ -108,8 +112,9 @@ def _check_beside(path: str | Path, name: str | None) -> None:
 
 
 def _ends(path: str | Path) -> str | None:
-    """Return a hash that only adapters of equal configuration, tensor names and sizes share, with the ends of their values; None if
-    the files cannot be read."""
+    """Return a hash of an adapter's configuration, tensor names, sizes and the ends of its values; None if the files
+    cannot be read.
+    """
     whole = hashlib.sha256()
     try:
         whole.update(hashlib.sha256((Path(path) / CONFIG_NAME).read_bytes()).digest())
@@ -125,7 +130,7 @@ def _ends(path: str | Path) -> str | None:
 
 
 def _is_copy(path: str | Path, held: HeldAdapter) -> bool:
-    """Whether a folder with the ends of a held adapter's files has all of its values."""
+    """Whether a folder with the same ends as an adapter in memory has all of its values."""
     try:
         with closing(PositionedFile(Path(path) / TENSORS_NAME)) as file:
             for (_, start), tensor in held.tensors.items():

@@ -1,7 +1,7 @@
 """Changed adapter files: a thread of the worker checks once a second and reads complete files.
 
-A change is taken up when two looks in a row find the same files, so that a folder that is being written is left alone; files that
-cannot be read are named in the log once, and the old adapter stays.
+A change is accepted when two checks in a row find the same files, so that a folder is not read while it is written.
+Unreadable files are logged once, and the old adapter stays.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ log = logging.getLogger("trimtab.serve")
 
 @dataclass(eq=False)
 class _Folder:
-    """used: the files that answers come from, or that were refused. root: the folder that its files have to be in, of a client's
-    adapter. seen: others that the last look met."""
+    """used: stamp of the files in use, or of refused files. root: the folder that must contain a client's adapter.
+    seen: stamp of other files at the last check.
+    """
 
     path: str | Path
     used: Hashable | None
@@ -36,8 +37,9 @@ class _Folder:
 
 
 class Watcher:
-    """read: reads an adapter, given its path and name; called on the watching thread. `read_again` holds (name, adapter) of what
-    has changed. All methods but `look` may be called on any thread."""
+    """read: reads an adapter, given its path and name; called on the watching thread. `read_again` has (name, adapter)
+    of changed adapters. All methods except `look` may be called on any thread.
+    """
 
     def __init__(self, read: Callable[[str | Path, str], Any]) -> None:
         self._read = read
@@ -47,14 +49,14 @@ class Watcher:
         self.read_again: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
 
     def start(self) -> None:
-        """Look once a second from now on."""
+        """Check once a second from now on."""
         threading.Thread(target=self._run, name="trimtab-watch", daemon=True).start()
 
     def end(self) -> None:
         self._is_over.set()
 
     def watch(self, name: str, path: str | Path, stamp: Hashable | None, root: str | None = None) -> None:
-        """Look at an adapter's folder. stamp: `files_stamp` its files before they were read. root: as `_Folder` has it."""
+        """Watch an adapter's folder. stamp: `files_stamp` of its files before they were read. root: as in `_Folder`."""
         with self._lock:
             self._folders[name] = _Folder(path, stamp, root)
 
@@ -70,7 +72,7 @@ class Watcher:
                 log.exception("internal error while checking the files of adapters")
 
     def look(self) -> None:
-        """Look at every folder once."""
+        """Check every folder once."""
         with self._lock:
             folders = list(self._folders.items())
         for name, folder in folders:
@@ -85,7 +87,7 @@ class Watcher:
     def _take(self, name: str, folder: _Folder, stamp: Hashable) -> None:
         try:
             adapter = bounded(self._read, folder.path, name, folder.root)
-        except Exception as exc:  # files can be wrong in ways that nobody thought of
+        except Exception as exc:  # files can fail in unforeseen ways
             if files_stamp(folder.path) == stamp:  # else they changed while they were read
                 log.warning("adapter %s was not reloaded: its changed files cannot be used: %s", name, exc)
                 folder.used = stamp
@@ -96,18 +98,18 @@ class Watcher:
 
 
 def bounded(read: Callable[[str | Path, str], Any], path: str | Path, name: str, root: str | None) -> Any:
-    """Return an adapter, read from inside the root if there is one. Errors: those of `read` and `read_inside`."""
+    """Return an adapter, read from inside the root if one is given. Errors: those of `read` and `read_inside`."""
     return read(path, name) if root is None else read_inside(lambda: read(path, name), path, root)
 
 
 def files_stamp(path: str | Path) -> Hashable | None:
-    """Return what two folders share only if their files are the same ones, unchanged; None if that cannot be told."""
+    """Return a stamp that is equal only for the same unchanged files; None if they cannot be read."""
     known = []
     try:
         for name in (CONFIG_NAME, TENSORS_NAME):
             file = Path(path) / name
             found = os.stat(file)
-            if not stat.S_ISREG(found.st_mode):  # opening a pipe waits for who writes into it
+            if not stat.S_ISREG(found.st_mode):  # opening a pipe waits for its writer
                 return None
             known.append((found.st_dev, found.st_ino or str(file.resolve()), found.st_size, found.st_mtime_ns))
     except OSError:

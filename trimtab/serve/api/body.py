@@ -1,12 +1,12 @@
 """A request's body: bytes, depth and number of values are counted as it arrives, before it is parsed.
 
     Budget    the bytes of all bodies that are being received or answered
-    Incoming  one body on its way in, under the limits of its path
-    Reader    parses and validates a whole body away from the event loop
+    Incoming  one body that is being received, under the limits of its path
+    Reader    parses and validates a whole body outside the event loop
 
-Counting needs no parser: outside of strings every value of JSON but the first follows a comma, a colon or a bracket, and
-a string lies between two quotes once escaped ones are taken out. That is a few passes in C over each piece,
-so a body that would cost seconds to validate is refused at the piece that goes beyond a limit.
+Counting needs no parser: outside strings, every JSON value except the first follows a comma, a colon or a bracket, and
+a string is between two quotes once escaped quotes are removed. That is a few passes in C over each chunk, so a body
+that would take seconds to validate is refused at the chunk that exceeds a limit.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from trimtab.serve.contract.head_lines import Lines, value_of
 from trimtab.serve.contract.settings import Limits
 from trimtab.serve.media.cut_media import CUT_BYTES, cut_media
 
-# What every body may hold without a share of the budget, so that large ones never keep small ones out.
+# Bytes that every body may have outside the budget, so that large bodies never block small ones.
 FREE_BYTES = 64 * 2**10
-# A body is held in memory up to here, and in a temporary file beyond it.
+# A body is kept in memory up to this size, and in a temporary file above it.
 MEMORY_BYTES = 2**20
-# What is parsed beside larger bodies, in a thread of its own: a few milliseconds at most.
+# Bodies up to this size are parsed in a separate thread, at the same time as larger ones: a few milliseconds at most.
 SMALL_BYTES = 16 * 2**10
 WINDOW_BYTES = 64 * 2**10
 RETRY_AFTER_S = 2.0
@@ -60,7 +60,7 @@ class BodyTooLargeError(RequestError):
 
 
 class BodiesFullError(TrimtabError):
-    """The bodies of all requests together have no room for more bytes; `retry_after_s` is when to come again."""
+    """The budget of all requests' bodies is used up; `retry_after_s`: seconds until a retry."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes, self.retry_after_s = budget_bytes, RETRY_AFTER_S
@@ -71,7 +71,7 @@ class BodiesFullError(TrimtabError):
 
 
 class TemporaryFolderError(TrimtabError):
-    """The temporary folder does not take a body that is too large to be held in memory while it arrives."""
+    """The temporary folder cannot store a body that is too large for memory."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
@@ -83,7 +83,8 @@ class TemporaryFolderError(TrimtabError):
 @dataclass(frozen=True)
 class BodyLimits:
     """The limits of one path. most_bytes: size of the whole body. text_bytes: size without base64, and of any text with
-    non-ASCII characters; smaller than most_bytes where images and audio are accepted."""
+    non-ASCII characters; smaller than most_bytes if images and audio are accepted.
+    """
 
     most_bytes: int
     text_bytes: int
@@ -108,9 +109,9 @@ class Budget:
 
 
 class Incoming:
-    """An ASGI `receive` that refuses a body as soon as it goes beyond a limit, whatever its headers claim.
+    """An ASGI `receive` that refuses a body as soon as it exceeds a limit, independent of its headers.
 
-    Errors, where it is awaited: BodyTooLargeError, BodiesFullError, RequestError for depth and number of values.
+    Errors, raised where it is awaited: BodyTooLargeError, BodiesFullError, RequestError for depth and number of values.
     """
 
     def __init__(self, receive: Receive, limits: BodyLimits, budget: Budget, lines: Lines) -> None:
@@ -144,28 +145,29 @@ class Incoming:
         return BodyTooLargeError(self._limits.most_bytes)
 
     def close(self) -> None:
-        """Release the body's share of the budget. Called after the answer, because the values read from the body live until
-        then."""
+        """Release the body's share of the budget. Called after the answer, because the values from the body exist until
+        then.
+        """
         self._budget.give_back(self._taken_bytes)
         self._taken_bytes = 0
 
 
 class JsonCounter:
-    """Counts depth and values of JSON text that comes in pieces. What is no JSON is counted somehow; a parser refuses it."""
+    """Counts depth and values of JSON text in chunks. The count of invalid JSON is arbitrary; a parser refuses it."""
 
     def __init__(self, limits: BodyLimits) -> None:
         self._limits = limits
         self._depth = self._values = self._quotes = self._text_bytes = 0
         self._carry = b""
         self._is_inside = False
-        # Of the text that the last piece ended in.
+        # State of the string in which the last chunk ended.
         self._string_bytes, self._is_ascii = 0, True
 
     def feed(self, data: bytes) -> None:
-        """Count one piece. Errors: RequestError at the first limit that it goes beyond."""
+        """Count one chunk. Errors: RequestError at the first exceeded limit."""
         data, self._carry = self._carry + data, b""
         if b"\\" in data:
-            if (len(data) - len(data.rstrip(b"\\"))) % 2:  # what it escapes comes with the next piece
+            if (len(data) - len(data.rstrip(b"\\"))) % 2:  # the escaped character is in the next chunk
                 data, self._carry = data[:-1], b"\\"
             data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
         if self._limits.text_bytes < self._limits.most_bytes:
@@ -173,7 +175,7 @@ class JsonCounter:
             if self._text_bytes > self._limits.text_bytes:
                 raise _too_long(self._limits.text_bytes)
         pieces = data.split(b'"')
-        # In JSON a text follows a comma, a colon or a bracket: no more than two a value, a key's and its own.
+        # In JSON, a string follows a comma, a colon or a bracket: at most two per value, its key and itself.
         self._quotes += len(pieces) - 1
         self._check_values(self._quotes // 4)
         self._count_texts(pieces)
@@ -213,12 +215,12 @@ def _too_long(limit_bytes: int) -> BodyTooLargeError:
 
 
 class Reader:
-    """Parses and validates bodies in threads of its own, none on the event loop: small ones never wait for larger ones, and very
-    large ones are read one at a time.
+    """Parses and validates bodies in separate threads, never on the event loop: small ones never wait for larger ones,
+    and very large ones are read one at a time.
 
-    Long base64 is cut out of a large one first (`request.state.cut`). The rest has a limit: a parser holds the interpreter from the
-    first byte of a text to its last.
-    lenient: fields without effect are taken, and named in `request.state.ignored`.
+    Long base64 is first removed from a large body (`request.state.cut`). The rest has a limit, because a parser holds
+    the GIL from the first byte of a string to its last. lenient: fields without effect are accepted, and named in
+    `request.state.ignored`.
     """
 
     def __init__(self, limits: Limits, *, lenient: bool = False) -> None:
@@ -228,11 +230,11 @@ class Reader:
         self._one = ThreadPoolExecutor(1, thread_name_prefix="trimtab-large-body")
 
     def use(self, limits: Limits, *, lenient: bool) -> None:
-        """Go on with other limits."""
+        """Use other limits from now on."""
         self._body_bytes, self._lenient = limits.body_bytes, lenient
-        # What is parsed of a large body: its text, and images and audio too small to be cut out.
+        # The parsed part of a large body: its text, and images and audio that are too small to be removed.
         self._parsed_bytes = limits.body_bytes + limits.media_count * CUT_BYTES
-        # Several items of a response's input may make one message.
+        # Several items of a response's input may form one message.
         self._most = {"messages": limits.messages, "tools": limits.tools, "input": ITEMS * limits.messages}
 
     async def read(self, kind: type[Asked], request: Request) -> tuple[Asked, int]:
@@ -253,13 +255,13 @@ class Reader:
             buffer.close()
 
     async def run(self, size: int, work: Callable[[], Result]) -> Result:
-        """Return what work on a body of a size gives, done in a thread."""
+        """Return the result of work on a body of a size, done in a thread."""
         threads = self._small if size <= SMALL_BYTES else self._many if size <= self._body_bytes else self._one
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
 
 class _Held:
-    """The bytes of one body: in memory, in a temporary file once they are many."""
+    """The bytes of one body: in memory, or in a temporary file if they are many."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
@@ -281,7 +283,7 @@ class _Held:
             self._file.writelines(pieces)
 
     def whole(self) -> bytes | bytearray:
-        """Return all bytes; they are read once, and their file is gone then."""
+        """Return all bytes. They can be read once; then their file is removed."""
         pieces, self._pieces = self._pieces, []
         if self._file is None:
             return b"".join(pieces)
@@ -289,7 +291,7 @@ class _Held:
         with _told_of_disk(), memoryview(data) as view:
             self._file.writelines(pieces)
             self._file.seek(0)
-            # Piece by piece: other threads have the interpreter in between.
+            # In chunks, so that other threads get the GIL in between.
             while read := self._file.readinto(view[place : place + WINDOW_BYTES]):
                 place += read
         self.close()
@@ -298,7 +300,7 @@ class _Held:
     def close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError):  # what it still had to write is of no use
+            with suppress(OSError):  # its unwritten bytes are not needed
                 file.close()
 
 

@@ -1,4 +1,4 @@
-"""Errors about a prompt in the HTTP API: its fields, and nothing of plans, flags or Python's arguments."""
+"""Errors about a prompt in the HTTP API, with the request's fields instead of plans, flags or Python's arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARTS = {"image": "image_url", "audio": "input_audio"}
 
 
 def for_client(exc: RequestError, job: Job) -> RequestError:
-    """Return the same error in the words of the request that the client sent."""
+    """Return the same error with the field names of the client's request."""
     if type(exc) is not RequestError:
         return exc
     is_chat = isinstance(job.prompt, list) and not is_token_ids(job.prompt)
@@ -27,7 +27,7 @@ def for_client(exc: RequestError, job: Job) -> RequestError:
     if field == "prompt" and is_chat:
         field = "messages"
     if field in PARTS:
-        # Inside, a medium is called after its Python type.
+        # Internally, a media part has the name of its Python type.
         field, value = _path(field, exc.number, job.prompt), None
     if field == "prompt":
         field = {"embedding": "input", "text": "tokens"}.get(job.kind, field)
@@ -42,7 +42,7 @@ def for_client(exc: RequestError, job: Job) -> RequestError:
 
 
 def _path(kind: str, number: int | None, messages: Any) -> str:
-    """Return where the image or sound of a number stands among the messages."""
+    """Return the path in the messages of the image or audio clip with this index."""
     paths = list(_media(kind, messages))
     number = 0 if number is None and len(paths) == 1 else number
     return paths[number] if number is not None and number < len(paths) else "messages"

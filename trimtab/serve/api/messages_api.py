@@ -1,7 +1,7 @@
-"""Requests of Anthropic's Messages API, converted to chats, which is what the rest of the server handles.
+"""Requests of Anthropic's Messages API, converted to chats, the form that the rest of the server handles.
 
-Source: Anthropic's API reference, "Messages" (version 2023-06-01). Fields that have no meaning here are refused by name, as in
-`schemas.py`; `cache_control` is taken, because the prefix cache does not need it.
+Source: Anthropic's API reference, "Messages" (version 2023-06-01). Fields without a meaning here are refused by name,
+as in `schemas.py`; `cache_control` is accepted, because the prefix cache does not need it.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Choice(Strict):
 
 class Thinking(Strict):
     type: Literal["enabled", "disabled", "adaptive"]
-    # Taken, and not held to.
+    # Accepted, but not enforced.
     budget_tokens: Count | None = None
 
 
@@ -165,7 +165,7 @@ class MessagesRequest(_Question):
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stop_sequences: Annotated[list[StopText], Field(max_length=16), FIRST_ERROR] | None = None
     stream: bool = False
-    # A label of the client's own; no answer depends on it.
+    # The client's label; no answer depends on it.
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
@@ -184,10 +184,10 @@ _NAMES = {
 
 
 def chat_of(body: MessagesRequest | CountRequest, *, longest: int = 2**31 - 1) -> tuple[ChatRequest, Names]:
-    """Return the request as a chat, and the request's names of the chat's fields. longest: the upper limit of max_tokens,
-    because this API requires clients to send a number.
+    """Return the request as a chat, and the request's names of the chat's fields. longest: the upper limit of
+    max_tokens, which this API requires.
 
-    Errors: RequestError for a block in a place where it is not allowed.
+    Errors: RequestError for a block where it is not allowed.
     """
     messages, places = _messages(body)
     names = {**_NAMES, **places}
@@ -201,7 +201,7 @@ def chat_of(body: MessagesRequest | CountRequest, *, longest: int = 2**31 - 1) -
         fields |= _choice(body.tool_choice)
     last = messages[-1]
     if last["role"] == "assistant" and not last.get("tool_calls"):
-        # As Anthropic's API does: the answer goes on where the last message ends.
+        # As in Anthropic's API, the answer continues the last message.
         fields["continue_final_message"] = True
     if body.thinking is not None:
         is_on = body.thinking.type != "disabled"
@@ -238,7 +238,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
 
 
 def _messages(body: MessagesRequest | CountRequest) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return the messages of the chat, and where each and its parts stand in the request."""
+    """Return the messages of the chat, and the paths of each and of its parts in the request."""
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     if body.system:
@@ -263,7 +263,7 @@ def _messages(body: MessagesRequest | CountRequest) -> tuple[list[dict[str, Any]
 
 
 def _user(blocks: Sequence[Any], field: str) -> list[tuple[dict[str, Any], dict[str, str]]]:
-    """Return the messages that a user's blocks become, each with the places of its parts."""
+    """Return the messages of a user's blocks, each with the paths of its parts."""
     results: list[tuple[dict[str, Any], dict[str, str]]] = []
     parts: list[dict[str, Any]] = []
     places: dict[str, str] = {}
@@ -301,7 +301,7 @@ def _user(blocks: Sequence[Any], field: str) -> list[tuple[dict[str, Any], dict[
 
 
 def _assistant(blocks: Sequence[Any], field: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the message that an assistant's blocks become, with the places of its parts."""
+    """Return the message of an assistant's blocks, with the paths of its parts."""
     texts, thoughts = [], []
     calls: list[dict[str, Any]] = []
     places: dict[str, str] = {}

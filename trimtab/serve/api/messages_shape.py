@@ -1,7 +1,7 @@
 """Responses of Anthropic's Messages API: a message of blocks, whole or as named events.
 
-Source: Anthropic's API reference, "Messages" and "Streaming messages". The tokens of the prompt are known at the end of a stream
-alone: `message_start` says 0, `message_delta` how many there were.
+Source: Anthropic's API reference, "Messages" and "Streaming messages". The number of prompt tokens is known only at the
+end of a stream: `message_start` has 0, `message_delta` the number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from trimtab.serve.api.openai_shape import Shape
 from trimtab.serve.contract.job import Event
 
-# HTTP status -> what Anthropic calls the error.
+# HTTP status -> Anthropic's name of the error.
 ERROR_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
@@ -23,13 +23,13 @@ ERROR_TYPES = {
 
 
 def error_object(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an error of ours as Anthropic's clients read it; everything else in it stays."""
+    """Return an error of trimtab in Anthropic's form; its other fields are kept."""
     kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {**body["error"], "type": kind}}
 
 
 def as_anthropics(response: Response) -> Response:
-    """Return a response with an error of ours as Anthropic's clients read it, its headers included."""
+    """Return a response with an error of trimtab in Anthropic's form, including its headers."""
     body = error_object(response.status_code, json.loads(bytes(response.body)))
     headers = {
         name: value for name, value in response.headers.items() if name not in ("content-length", "content-type")
@@ -68,7 +68,7 @@ class MessagesShape(Shape):
         return []
 
     def _begin(self, kind: str, block: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the events that open a block, unless one of its kind is open. A call is a block of its own."""
+        """Return the events that open a block, unless one of its kind is open. Each call is a separate block."""
         if self._open == kind and kind != "tool_use":
             return []
         ended = self._end()
@@ -133,7 +133,7 @@ class MessagesShape(Shape):
 
 
 def _arguments(text: str) -> Any:
-    """Return a call's arguments. Incomplete arguments are returned as text, under a name that says so."""
+    """Return a call's arguments. Incomplete arguments are returned as text, under a special name."""
     try:
         arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):

@@ -12,7 +12,7 @@ from trimtab.serve.contract.job import Event, Token, finite_logprob
 
 
 class Fragments:
-    """A JSON value in pieces of JSON, of which each was written when it came: together they take longer than others may wait."""
+    """A JSON value as a list of encoded fragments, each encoded on arrival: encoding all at once would delay others."""
 
     def __init__(self, pieces: list[bytes], end: bytes = b"") -> None:
         self._pieces, self._end = pieces, end
@@ -28,9 +28,9 @@ class Fragments:
 
 
 def json_body(value: Mapping[str, Any]) -> bytes:
-    """Return a response as starlette's JSONResponse writes it, `Fragments` in their places."""
+    """Return a response as starlette's JSONResponse writes it, with `Fragments` inserted."""
     held: list[Fragments] = []
-    place = uuid.uuid4().hex  # in no text that a client has sent
+    place = uuid.uuid4().hex  # occurs in no text from a client
 
     def hold(one: Any) -> str:
         if not isinstance(one, Fragments):
@@ -47,7 +47,7 @@ def json_body(value: Mapping[str, Any]) -> bytes:
 
 
 class Shape:
-    """How the events of an answer look on the wire; `chunk` also collects them for `whole`."""
+    """The wire form of an answer's events; `chunk` also collects them for `whole`."""
 
     object_name, chunk_name, prefix = "", "", ""
 
@@ -59,19 +59,19 @@ class Shape:
         self.finishes: dict[int, str] = {}
         self.scored: dict[int, Fragments] = {}
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
-        self.forms: dict[str, str] = {}  # of the output head, and of keys and values
+        self.forms: dict[str, str] = {}  # formats of the output head, and of keys and values
 
     def opening(self, choices: int) -> list[dict[str, Any]]:
         """Return the chunks before the first event."""
         return []
 
     def pieces(self, index: int, event: Event) -> list[dict[str, Any]]:
-        """Return what an event is in a stream, and collect it for `whole`."""
+        """Return an event's server-sent events, and collect it for `whole`."""
         chunk = self.chunk(index, event)
         return [] if chunk is None else [chunk]
 
     def sent(self, piece: dict[str, Any], *, wants_usage: bool) -> dict[str, str]:
-        """Return a piece as a server-sent event. With usage asked for, every chunk has the field, as OpenAI's do."""
+        """Return a chunk as a server-sent event. If usage is requested, every chunk has the field, as in OpenAI's API."""
         return {"data": json.dumps({**piece, "usage": None} if wants_usage else piece)}
 
     def closing(self, *, wants_usage: bool) -> list[dict[str, str]]:
@@ -80,11 +80,11 @@ class Shape:
         return [*usage, {"data": "[DONE]"}]
 
     def error(self, status: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return an error object as this API's clients read it."""
+        """Return an error object in this API's form."""
         return body
 
     def chunk(self, index: int, event: Event) -> dict[str, Any] | None:
-        """Return the chunk of an event, None for one that has none."""
+        """Return the chunk of an event, None if it has none."""
         if event.kind == "text":
             before = len(self.texts.get(index, ""))
             self.texts[index] = self.texts.get(index, "") + event.text
@@ -94,7 +94,7 @@ class Shape:
             return self.aside(index, event)
         if event.kind == "scores":
             if event.result is not None and not event.result["start"]:
-                self.scored[index] = Fragments([b"["], b"]")  # another worker begins anew
+                self.scored[index] = Fragments([b"["], b"]")  # another worker starts again
             self.scored[index].add(event.data)
             return None
         if event.kind == "done":
@@ -112,7 +112,7 @@ class Shape:
         return {**self.head, "object": self.chunk_name, "choices": [choice]}
 
     def aside(self, index: int, event: Event) -> dict[str, Any] | None:
-        """Return the chunk of a thought or of a piece of a call."""
+        """Return the chunk of reasoning or of a call fragment."""
         return None
 
     def delta(self, event: Event, offset: int, *, is_last: bool = False) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class Shape:
         return {
             "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            # Where the plan chose the head, answers may differ from those of another card.
+            # If the plan chose the head, answers may differ from those of another card.
             **self.forms,
         }  # fmt: skip
 
@@ -139,7 +139,7 @@ class Shape:
         return {**self.head, "object": self.object_name, "choices": choices, "usage": self.usage(), **self.of_prompt()}
 
     def of_prompt(self) -> dict[str, Any]:
-        """Return the fields of an answer about its prompt, besides the choices."""
+        """Return the fields of an answer about its prompt, outside the choices."""
         return {}
 
 
@@ -165,7 +165,7 @@ class ChatShape(Shape):
         return self._made(index, {"delta": {"tool_calls": [self._call(index, event.call)]}, "logprobs": None}, None)
 
     def _call(self, index: int, piece: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a piece of a call as a stream has it, and add it to the whole one."""
+        """Return a call fragment in the form of a stream, and add it to the whole call."""
         calls = self.calls.setdefault(index, [])
         if "name" in piece:
             function = {"name": piece["name"], "arguments": ""}
@@ -211,7 +211,7 @@ class CompletionShape(Shape):
 
 
 def chat_logprob_json(tokens: Sequence[Token]) -> dict[str, Any]:
-    """Return tokens in the shape of a chat choice's `logprobs`."""
+    """Return tokens in the form of a chat choice's `logprobs`."""
     content: list[dict[str, Any]] = []
     for token in tokens:
         top = [_token_json(text, logprob) for _, text, logprob in token.top]
@@ -224,7 +224,7 @@ def _token_json(text: str, logprob: float) -> dict[str, Any]:
 
 
 def completion_logprob_json(tokens: Sequence[Token], offset: int) -> dict[str, Any]:
-    """Return tokens in the shape of a completion choice's `logprobs`. offset: characters of the answer before them."""
+    """Return tokens in the form of a completion choice's `logprobs`. offset: characters of the answer before them."""
     offsets = []
     for token in tokens:
         offsets.append(offset)

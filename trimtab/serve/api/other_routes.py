@@ -28,7 +28,9 @@ _NO_ANSWER = GenerateRequest(max_new_tokens=1)
 async def in_turn(
     pool: Any, model: str, jobs: Sequence[Job], on_dropped: Callable[[Mapping[str, Any]], None] | None = None
 ) -> AsyncIterator[Event]:
-    """Yield each job's result as a "result", then one "done"; the first error ends it. on_dropped: as `Pool.submit` takes it."""
+    """Yield each job's result as a "result", then one "done"; the first error ends it. on_dropped: as for
+    `Pool.submit`.
+    """
     for job in jobs:
         stream = pool.submit(model, job, on_dropped)
         try:
@@ -44,7 +46,7 @@ async def in_turn(
 
 
 class _Result(Shape):
-    """What is sent whole alone."""
+    """A response that is only sent whole."""
 
     def __init__(self, body: Any) -> None:
         super().__init__(_Plain(body))
@@ -58,7 +60,7 @@ class _Result(Shape):
         return []
 
     def shown(self, result: Mapping[str, Any]) -> Any:
-        """Return what is kept of a result until all have come."""
+        """Return the part of a result that is kept until all have arrived."""
         return result
 
 
@@ -102,19 +104,19 @@ class EmbeddingsShape(_Result):
 
 
 def _packed(vector: Sequence[float]) -> str:
-    """Return a vector as OpenAI packs it: float32, little-endian, in base64."""
+    """Return a vector in OpenAI's packing: float32, little-endian, in base64."""
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
 # Tokens ---------------------------------------------------------------------------------------------------------------
 
 
-# Fields of messages alone.
+# Fields that only apply to messages.
 _OF_CHAT = ("tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
 
 
 def chat_to_tokenize(body: wire.TokenizeRequest) -> wire.ChatRequest:
-    """Return the chat whose tokens are wanted."""
+    """Return the chat to tokenize."""
     fields = {name: getattr(body, name) for name in ("messages", *_OF_CHAT)}
     return wire.chat_of({"model": body.model, **fields})
 
@@ -132,7 +134,7 @@ def check_tokenize(body: wire.TokenizeRequest) -> None:
 
 
 def text_job(body: wire.TokenizeRequest, *, context_tokens: int, deadline_s: float | None) -> Job:
-    """Return the job of a text's tokens. Errors: RequestError."""
+    """Return the job that tokenizes a text. Errors: RequestError."""
     if not body.prompt:
         raise RequestError("is empty", field="prompt")
     prompt = {"text": body.prompt}
@@ -149,7 +151,7 @@ def chat_job(
     limits: Limits,
     deadline_s: float | None,
 ) -> Job:
-    """Return the job of a chat's tokens. Errors: RequestError."""
+    """Return the job that tokenizes a chat. Errors: RequestError."""
     asking.check_length(messages, context_tokens, "messages")
     asking.check_continued(chat)
     calls = calling.calls_of(chat, limits)
@@ -161,7 +163,7 @@ def chat_job(
 
 
 def ids_job(body: wire.DetokenizeRequest, *, context_tokens: int, deadline_s: float | None) -> Job:
-    """Return the job of a text out of tokens. Errors: RequestError."""
+    """Return the job that decodes tokens to text. Errors: RequestError."""
     if not body.tokens:
         raise RequestError("is empty", field="tokens")
     asking.check_length(body.tokens, context_tokens, "tokens")

@@ -19,7 +19,8 @@ REQUESTS: Mapping[str, type[BaseModel]] = {
     DETOKENIZE: wire.DetokenizeRequest, "/v1/load_lora_adapter": wire.LoadAdapterRequest,
     "/v1/unload_lora_adapter": wire.UnloadAdapterRequest,
 }  # fmt: skip
-# Whose bodies may hold images and audio, token ids beside their values, and errors in Anthropic's form.
+# Routes whose bodies may have images and audio; routes with token ids in addition to other values; routes with errors
+# in Anthropic's form.
 WITH_MEDIA = (CHAT, RESPONSES, MESSAGES, COUNT_TOKENS, TOKENIZE)
 WITH_IDS = (COMPLETIONS, EMBEDDINGS, DETOKENIZE)
 ANTHROPICS = (MESSAGES, COUNT_TOKENS)

@@ -1,7 +1,7 @@
 """Jobs become one HTTP response: merged events, whole or as a stream, cancelled when the client disconnects.
 
-What is refused before it has begun has a status of its own, in a stream too: a stream's head waits up to `HOLD_S` for the
-first piece of text. After that an error comes as an `error` event, and the stream ends without [DONE].
+A request that is refused before it begins gets its own status, also for a stream: the response head of a stream waits
+up to `HOLD_S` for the first text. After that, an error is sent as an `error` event, and the stream ends without [DONE].
 """
 
 from __future__ import annotations
@@ -30,20 +30,19 @@ from trimtab.serve.observe.metrics import Seen
 
 HOLD_S = 10.0
 PING_S = 15
-# Events of which two become one where nobody has read the first yet.
+# Events that are joined with the next one if the first is unread.
 JOINED = ("text", "reasoning")
-# Those that say what was computed.
+# Events that report computed tokens.
 COUNTED = ("done", "result", "error")
-# A client that has left reads no status; nginx's word for it is what logs know.
+# A client that has left reads no status; logs use nginx's number for it.
 CLIENT_LEFT = 499
 
 
 class Merged:
-    """The events of several jobs as one stream of (choice, event); it ends when all have, or at the first error.
+    """The events of several jobs as one stream of (choice, event). It ends when all have ended, or at the first error.
 
-    What nobody has read yet is kept as few events: the pieces of one choice are joined, so that a slow reader costs no more
-    memory than the answer it has not read. on_start: called when a job's prompt begins to go through the model. names: of the
-    chat's fields in the request that the client sent.
+    Unread events are joined per choice, so that a slow reader costs no more memory than the unread text. on_start:
+    called when the computation of a job's prompt begins. names: of the chat's fields in the client's request.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Merged:
             self._put(index, Event("", "error", finish="error", error=error))
 
     def _put(self, index: int, event: Event) -> None:
-        if event.kind == "started":  # nothing that a client is told
+        if event.kind == "started":  # not sent to clients
             if self._on_start is not None:
                 self._on_start()
             return
@@ -102,15 +101,16 @@ class Merged:
             yield index, event
 
     def tell_unread(self, tell: Callable[[Event], None]) -> None:
-        """Call `tell` with what was counted for the request and nobody has read."""
+        """Call `tell` with the unread counts of the request."""
         for _, event in self._waiting:
             if event.kind in COUNTED:
                 tell(event)
         self._waiting.clear()
 
     async def aclose(self) -> None:
-        """Cancel what goes on."""
-        # Once may not be enough: before Python 3.12 `wait_for` swallows a cancellation that meets its result.
+        """Cancel the running jobs."""
+        # One cancellation may not be enough: before Python 3.12, `wait_for` loses one that arrives together with its
+        # result.
         while pending := [task for task in self._tasks if not task.done()]:
             for task in pending:
                 task.cancel()
@@ -121,9 +121,9 @@ async def answer(
     request: Request, merged: Merged, shape: Shape, seen: Seen, *, wants_usage: bool, send_s: float,
     folders: Sequence[str] = (),
 ) -> Response:  # fmt: skip
-    """Return the whole answer, or the stream that will give it. The jobs end with it, whatever happens.
+    """Return the whole answer, or its stream. The jobs always end with it.
 
-    folders: what no error may name, as `redact.own_folders` gives them.
+    folders: paths that no error may contain, from `redact.own_folders`.
     """
     if not shape.body.stream:
         return await _whole(request, merged, shape, seen, folders)
@@ -175,7 +175,7 @@ async def _end(merged: Merged, seen: Seen, how: str) -> None:
 
 
 async def _unless_gone(request: Request, work: Any, timeout_s: float | None) -> bool:
-    """Wait for work, for a time at most; False if the client leaves before it is done."""
+    """Wait for work, with a time limit; False if the client leaves before it is done."""
     working, leaving = asyncio.ensure_future(work), asyncio.create_task(_left(request))
     try:
         done, _ = await asyncio.wait({working, leaving}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -189,13 +189,13 @@ async def _unless_gone(request: Request, work: Any, timeout_s: float | None) -> 
 
 
 async def _left(request: Request) -> None:
-    # The body has been read; what is received next is the client's leaving.
+    # The body has been read; the next message is the client's disconnect.
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 class _Stream(EventSourceResponse):
-    """An answer in pieces. Its jobs end with it, also when not one piece could be sent."""
+    """A streamed answer. Its jobs end with it, also if no chunk could be sent."""
 
     def __init__(
         self, merged: Merged, shape: Shape, seen: Seen, *, wants_usage: bool, send_s: float, folders: Sequence[str]
@@ -206,7 +206,7 @@ class _Stream(EventSourceResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with suppress(SendTimeoutError):  # who takes nothing for so long is as good as gone
+            with suppress(SendTimeoutError):  # a client that reads nothing for so long counts as disconnected
                 await super().__call__(scope, receive, send)
         finally:
             await _end(self._merged, self._seen, self._ended)

@@ -1,7 +1,7 @@
 """Requests of OpenAI's Responses API, converted to chats. The server stores nothing between two requests.
 
-Source: OpenAI's API reference, "Responses". A request is stateless: its `input` holds the whole conversation, and fields that
-refer to what a server would keep are refused by name.
+Source: OpenAI's API reference, "Responses". A request is stateless: its `input` has the whole conversation, and fields
+that refer to stored state are refused by name.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ Parts = Annotated[
 
 
 class _Item(Strict):
-    # What an answer of ours gave it, and clients send back.
+    # Fields that an answer adds, and clients send back.
     id: Label | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
 
@@ -195,7 +195,7 @@ class ResponsesRequest(Strict):
     prompt: None = None
 
 
-# Fields of the chat -> those of the request. A part of a message is at the place that it had, see `_messages`.
+# Fields of the chat -> those of the request. For parts of a message, see `_messages`.
 _NAMES = {
     "messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens",
     "max_new_tokens": "max_output_tokens",
@@ -207,7 +207,7 @@ _NAMES = {
 
 
 def chat_of(body: ResponsesRequest) -> tuple[ChatRequest, Names]:
-    """Return the same request as a chat, and what its fields are called in the request. Errors: RequestError."""
+    """Return the same request as a chat, and the request's names of its fields. Errors: RequestError."""
     messages, places = _messages(body)
     names = {**_NAMES, **places}
     for place, _ in enumerate(body.tools or ()):
@@ -246,9 +246,9 @@ def _format(text_format: TextFormat) -> dict[str, Any]:
 
 
 def _messages(body: ResponsesRequest) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return the messages of the chat, and where each and its parts stand in the request."""
+    """Return the messages of the chat, and the paths of each and of its parts in the request."""
     messages: list[dict[str, Any]] = []
-    # Of each message: where it stands, and where its parts do.
+    # For each message: its path and the paths of its parts.
     places: list[dict[str, str]] = []
 
     def add(message: dict[str, Any], field: str, **parts: str) -> dict[str, Any]:
@@ -259,7 +259,7 @@ def _messages(body: ResponsesRequest) -> tuple[list[dict[str, Any]], dict[str, s
     if body.instructions:
         add({"role": "system", "content": body.instructions}, "instructions", content="instructions")
     items = [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    # An assistant's thoughts, text and calls are items of their own, and one message of a chat.
+    # An assistant's reasoning, text and calls are separate items, but one message of a chat.
     turn: dict[str, Any] | None = None
     thoughts: list[str] = []
     for place, item in enumerate(items):
@@ -301,7 +301,7 @@ def _messages(body: ResponsesRequest) -> tuple[list[dict[str, Any]], dict[str, s
             and (place + 1 == len(items) or not isinstance(items[place + 1], ReasoningItem))
         ):
             turn["reasoning_content"] = "".join(thoughts)
-    # Thoughts of which nothing came are no message.
+    # Reasoning without a following item is no message.
     kept = [
         at for at, m in enumerate(messages) if m["role"] != "assistant" or m["content"] is not None or "tool_calls" in m
     ]
@@ -314,7 +314,7 @@ def _messages(body: ResponsesRequest) -> tuple[list[dict[str, Any]], dict[str, s
 
 
 def _part_places(parts: Sequence[Any], field: str) -> dict[str, str]:
-    """Return the names of images among the parts of a message: the other parts have those of the chat."""
+    """Return the paths of images among the parts of a message: the other parts have the chat's paths."""
     images = [place for place, part in enumerate(parts) if isinstance(part, InputImage)]
     return {
         f"content[{place}].image_url{inner}": f"{field}[{place}].{name}"

@@ -15,7 +15,7 @@ from trimtab.serve.contract.job import Event
 
 
 class ResponsesShape(Shape):
-    """body: the chat that the request became. given: the request itself, of which an answer repeats much."""
+    """body: the request as a chat. given: the request itself, which an answer repeats in part."""
 
     prefix = "resp_"
 
@@ -125,7 +125,7 @@ class ResponsesShape(Shape):
     def closing(self, *, wants_usage: bool) -> list[dict[str, str]]:
         return []
 
-    # The whole --------------------------------------------------------------------------------------------------------
+    # The whole answer -------------------------------------------------------------------------------------------------
 
     def _response(self, status: str) -> dict[str, Any]:
         fields, is_over = self._given, status != "in_progress"

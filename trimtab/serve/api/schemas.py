@@ -1,9 +1,9 @@
 """Request schemas in OpenAI's form: every field known and checked.
 
-A field that is not listed here is refused by name, and so is one whose value this server does not honour: nothing is
-silently ignored. null means that a field is absent, in every object of every request, also of a field that is not known: clients
-send it for what they have not set. Fields beyond OpenAI's (`top_k`, `min_p`, `repetition_penalty`) have the names and meanings of
-vLLM's. Defaults are OpenAI's, temperature 1 among them.
+A field that is not listed here is refused by name, and so is an unsupported value: nothing is silently ignored. null
+means that a field is absent, in every object of every request, also for unknown fields: clients send it for fields that
+they have not set. Fields beyond OpenAI's (`top_k`, `min_p`, `repetition_penalty`) have the names and meanings of
+vLLM's. Defaults are OpenAI's, including temperature 1.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ MOST_BIASES = 1024
 
 
 class _FailFast(FailFast):
-    """pydantic's, which stops a list at its first wrong item, with the hash that a union's parts need."""
+    """pydantic's FailFast, which stops a list at its first invalid item, with the hash that the members of a union
+    need.
+    """
 
     def __hash__(self) -> int:
         return hash(type(self))
@@ -56,41 +58,41 @@ FIRST_ERROR = _FailFast()
 
 
 def _no_number(value: Any) -> Any:
-    """Return a value that a literal compares: to Python 0 and 1 are False and True."""
+    """Return a value for comparison with a literal: in Python, 0 and 1 equal False and True."""
     return value if isinstance(value, bool) else repr(value)
 
 
 OnlyFalse = Annotated[Literal[False], BeforeValidator(_no_number)]
 EmptyList = Annotated[list[Any], Field(max_length=0)]
-# Known fields of which no value has an effect here: with --lenient every value is taken.
+# Known fields without effect here: with --lenient, every value is accepted.
 NO_EFFECT = frozenset({"metadata", "service_tier", "store", "include_obfuscation"})
-# Known fields that are accepted only at the values that change nothing: any other value is not supported.
+# Known fields that are accepted only with values that change nothing: no other value is supported.
 _HARMLESS_ONLY = NO_EFFECT | {
     "add_generation_prompt", "annotations", "background", "best_of", "echo", "function_call", "functions", "include",
     "load_inplace", "modalities", "suffix", "truncation",
 }  # fmt: skip
 _NULL = {"type": "null"}
-# How many fields of one object that are unknown get an error each.
+# The most unknown fields of one object that get an error each.
 MOST_UNKNOWN = 8
-# What the items of a list are called where it is not as its field.
+# Names of a list's items if they differ from its field.
 _ITEMS = {"input": "items"}
 
 
 class Strict(BaseModel):
-    # strict: "5" is no number and 1 no truth value. Tags of unions are written <so>: they are no part of a field's path.
+    # strict: "5" is no number and 1 no boolean. Tags of unions are written <so>: they are not part of a field's path.
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=(), hide_input_in_errors=True,
     )  # fmt: skip
-    # Whether the context of a validation names lists of this shape, and how many items each may have.
+    # Whether the context of a validation limits lists of this schema.
     has_limits: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
     def _fields_that_count(cls, value: Any, info: ValidationInfo) -> Any:
-        """Return an object without its nulls, which mean that a field is absent (a required one is refused by its name), and with a
-        few of its unknown fields: each costs an error, and the first ones are all that is named.
+        """Return an object without its nulls, which mean that a field is absent (a required one is refused by name),
+        and with only the first of its unknown fields, because each costs an error.
 
-        Errors: RequestError for a list of more items than the context allows, before any of them is looked at.
+        Errors: RequestError for a list with more items than the context allows, before any item is read.
         """
         for name, most in (info.context or {}).items() if cls.has_limits and isinstance(value, dict) else ():
             if isinstance(value.get(name), list) and len(value[name]) > most:
@@ -108,7 +110,7 @@ class Strict(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Return the description of the object, every field that may be absent with null among its values."""
+        """Return the schema of the object; every optional field also allows null."""
         described = handler(core_schema)
         whole = handler.resolve_ref_schema(described)
         for name in whole.get("properties", {}).keys() - whole.get("required", ()):
@@ -131,7 +133,7 @@ class TextPart(Strict):
 
 class ImageUrl(Strict):
     url: str
-    # "low" is shown with sides of 512 pixels at most; "high" and "auto" as large as the model's processor makes it.
+    # "low" limits the sides to 512 pixels; "high" and "auto" use the size of the model's processor.
     detail: Literal["auto", "low", "high"] | None = None
 
 
@@ -197,16 +199,16 @@ Prompt = Annotated[
 ]
 
 
-# Calls of tools -------------------------------------------------------------------------------------------------------
+# Tool calls -----------------------------------------------------------------------------------------------------------
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
 class FunctionCall(Strict):
     name: FunctionName
-    # A JSON object, as text. Clients leave it out, or send null, for a call without arguments.
+    # A JSON object, as text. Clients omit it, or send null, for a call without arguments.
     arguments: Text = ""
-    # What OpenAI's own helpers add to an answer, and send back with it; `arguments` says the same.
+    # OpenAI's helpers add this to an answer and send it back; `arguments` has the same content.
     parsed_arguments: Any = None
 
 
@@ -214,7 +216,7 @@ class ToolCall(Strict):
     id: Label
     type: Literal["function"]
     function: FunctionCall
-    # What a stream gave it, and clients may send back.
+    # A stream adds this, and clients may send it back.
     index: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
 
@@ -272,30 +274,30 @@ def _role(value: Any) -> Any:
     return value
 
 
-# Of messages that are neither the assistant's nor a tool's.
+# Roles other than assistant and tool.
 Role = Annotated[Literal["system", "developer", "user"], BeforeValidator(_role)]
 
 
 class SpokenMessage(Strict):
     role: Role
     content: Content
-    # Where the checkpoint's chat template writes it.
+    # Used if the checkpoint's chat template writes it.
     name: Name | None = None
 
 
 class AssistantMessage(Strict):
     role: Literal["assistant"]
-    # May be missing where there are calls.
+    # Optional if there are calls.
     content: Content | None = None
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], FIRST_ERROR] | None = None
     reasoning_content: Text | None = None
-    # What clients send back with an answer of ours, always empty.
+    # Clients send this back with an answer, always empty.
     refusal: None = None
     audio: None = None
     function_call: None = None
     annotations: EmptyList | None = None
-    # What OpenAI's own helpers add to an answer; `content` says the same.
+    # OpenAI's helpers add this to an answer; `content` has the same content.
     parsed: Any = None
 
 
@@ -331,7 +333,7 @@ class JsonSchema(Strict):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: Label | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")] = {}
-    strict: bool | None = None  # an answer is always held to its schema
+    strict: bool | None = None  # an answer always follows its schema
 
 
 class ResponseFormat(Strict):
@@ -339,7 +341,7 @@ class ResponseFormat(Strict):
     json_schema: JsonSchema | None = None
 
 
-# Which adapter answers, by name, or name -> weight for a weighted sum of several. OpenAI's clients say it as the model's name.
+# The adapter's name, or name -> weight for a weighted sum of several. OpenAI's clients send it as the model's name.
 Adapter = Annotated[
     Annotated[Name, Tag("<text>")] | Annotated[dict[Label, float], Field(max_length=64), Tag("<object>")],
     Discriminator(
@@ -366,9 +368,9 @@ class _Sampling(Strict):
     stop: Stop | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    # Beyond OpenAI's, vLLM's: of so many most likely tokens in each place of the prompt.
+    # Beyond OpenAI's, vLLM's: number of most likely tokens at each position of the prompt.
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    # Labels of the client's own; no answer depends on them.
+    # The client's labels; no answer depends on them.
     user: Label | None = None
     safety_identifier: Label | None = None
     # Accepted at the values that change nothing, because clients send them.
@@ -411,7 +413,7 @@ class CompletionRequest(_Sampling):
 
 
 class LoadAdapterRequest(Strict):
-    """POST /v1/load_lora_adapter, vLLM's shape."""
+    """POST /v1/load_lora_adapter, in vLLM's form."""
 
     lora_name: Annotated[str, Field(pattern=f"^{ADAPTER_NAME.pattern}$")]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
@@ -421,11 +423,11 @@ class LoadAdapterRequest(Strict):
 
 
 class UnloadAdapterRequest(Strict):
-    """POST /v1/unload_lora_adapter, vLLM's shape."""
+    """POST /v1/unload_lora_adapter, in vLLM's form."""
 
     lora_name: Name
     model: Name | None = None
-    # A number of vLLM's own, and unused there too.
+    # vLLM's number, also unused there.
     lora_int_id: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
 
@@ -446,7 +448,7 @@ class EmbeddingsRequest(Strict):
 
 
 class TokenizeRequest(Strict):
-    """POST /tokenize, vLLM's shape: a text, or the messages of a chat as its template writes them."""
+    """POST /tokenize, in vLLM's form: a text, or the messages of a chat as its template writes them."""
 
     has_limits = True
     model: Name
@@ -461,7 +463,7 @@ class TokenizeRequest(Strict):
 
 
 class DetokenizeRequest(Strict):
-    """POST /detokenize, vLLM's shape."""
+    """POST /detokenize, in vLLM's form."""
 
     model: Name
     tokens: Annotated[list[TokenId], FIRST_ERROR]
@@ -470,10 +472,10 @@ class DetokenizeRequest(Strict):
 def read(
     kind: type[Asked], body: bytes | bytearray, *, ignored: list[str] | None = None, most: Mapping[str, int] | None = None,
 ) -> Asked:  # fmt: skip
-    """Return a body as one of the shapes above. Errors: RequestError with the path of the first field that is wrong.
+    """Return a body as one of the schemas above. Errors: RequestError with the path of the first invalid field.
 
-    ignored: take what has no effect here, and put the names of its fields there (None: refuse it). most: field -> how many
-    items its list may have; more are refused before any is validated.
+    ignored: accept fields without effect and add their names to this set (None: refuse them). most: field -> the most
+    items of its list; longer lists are refused before any item is validated.
     """
     try:
         return kind.model_validate_json(body, context=most)
@@ -522,7 +524,7 @@ def _first(errors: Sequence[Mapping[str, Any]], names: Names | None = None) -> R
 def _without_effect(
     kind: type[BaseModel], body: bytes | bytearray, errors: Sequence[Mapping[str, Any]], ignored: list[str]
 ) -> bytes | None:
-    """Return a body without the fields that are unknown or in NO_EFFECT; None if no error is of these."""
+    """Return a body without the fields that are unknown or in NO_EFFECT; None if no error is about these."""
     paths = [
         [step for step in error["loc"] if isinstance(step, int) or not step.startswith("<")] for error in errors
         if error["type"] == "extra_forbidden" or NO_EFFECT & set(error["loc"])
@@ -531,26 +533,26 @@ def _without_effect(
         return None
     try:
         value = from_json(body)
-    except ValueError:  # an integer that is longer than Python reads
+    except ValueError:  # an integer with more digits than Python reads
         return None
     known = _names_of(kind)
-    if isinstance(value, dict):  # validation stops at a few of them
+    if isinstance(value, dict):  # validation stops after a few of them
         paths += [[name] for name, item in value.items() if name not in known and item is not None]
     for path in paths:
         while not isinstance(path[-1], str) or (NO_EFFECT & set(path) and path[-1] not in NO_EFFECT):
-            path = path[:-1]  # the field, not what is wrong inside it
+            path = path[:-1]  # the field, not the error inside it
         target = value
         for step in path[:-1]:
             target = target[step]
         if path[-1] in target:
             del target[path[-1]]
             ignored.append(_path(path))
-    return to_json(value, inf_nan_mode="constants")  # so that what is no number of JSON is refused as before
+    return to_json(value, inf_nan_mode="constants")  # so that invalid JSON numbers are still refused
 
 
 @cache
 def _names_of(kind: type[BaseModel], *, are_required: bool = False) -> frozenset[str]:
-    """Return the names of an object's fields, or those that must be there."""
+    """Return the names of an object's fields, or of its required fields."""
     fields = kind.model_fields.items()
     return frozenset(field.alias or name for name, field in fields if field.is_required() or not are_required)
 
@@ -574,7 +576,7 @@ def _words(error: Mapping[str, Any]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a message of pydantic's in the words of the other errors."""
+    """Return a message of pydantic in the wording of the other errors."""
     for pattern, words in _WORDING:
         text = pattern.sub(words, text)
     return text[:1].lower() + text[1:]

@@ -29,18 +29,18 @@ from trimtab.serve.grammar.schema_cost import check_cost
 from trimtab.serve.media import media
 from trimtab.serve.media.cut_media import Cut
 
-# More characters than a token ever has: a text above this times the context cannot fit, and is not worth tokenizing.
+# More characters than any token has: a text of more than this times the context cannot fit and is not tokenized.
 TOKEN_CHARACTERS = 256
 
 
 class Names(Protocol):
-    """What knows the models and adapters of a server: the pool."""
+    """The models and adapters of a server; the pool implements it."""
 
     def resolve(self, model_id: str, *, field: str = "model") -> tuple[str, str | None]: ...
 
 
 def voice_of(pool: Names, body: Any) -> tuple[str, str | None]:
-    """Return (model, adapter or mix) that a request names in `model` and `adapter`. Errors: RequestError, UnknownModelError."""
+    """Return the (model, adapter or mix) in a request's `model` and `adapter`. Errors: RequestError, UnknownModelError."""
     model, adapter = pool.resolve(body.model)
     chosen = body.adapter
     if chosen is None:
@@ -59,7 +59,7 @@ def jobs_of(
     body: ChatRequest | CompletionRequest, prompts: Sequence[Any], *, adapter: str | None, context_tokens: int,
     limits: Limits, deadline_s: float | None, client: str = "",
 ) -> list[Job]:  # fmt: skip
-    """Return a job for each choice of each prompt, a prompt's choices side by side. Errors: RequestError."""
+    """Return a job for each choice of each prompt, the choices of a prompt adjacent. Errors: RequestError."""
     if len(prompts) * body.n > limits.n:
         field = "n" if body.n > limits.n or len(prompts) == 1 else "prompt"
         raise RequestError(f"this server gives at most {limits.n} choices", field=field)
@@ -86,7 +86,7 @@ def jobs_of(
 
 
 def check_length(prompt: Any, context_tokens: int, field: str) -> None:
-    """Refuse at once what cannot fit whatever its tokens are; the worker, which counts them, refuses the rest."""
+    """Refuse at once a prompt that cannot fit with any tokens; the worker counts the tokens and refuses the rest."""
     if isinstance(prompt, dict):
         count = len(prompt["text"]) // TOKEN_CHARACTERS
     elif isinstance(prompt[0], int):
@@ -104,12 +104,12 @@ def _characters(content: Any) -> int:
 
 
 def fills_context(body: ChatRequest | CompletionRequest) -> bool:
-    """Whether the answer may take what the prompt leaves of the context."""
+    """Whether the answer may use the rest of the context."""
     return _wanted_tokens(body)[1] is None
 
 
 def _wanted_tokens(body: ChatRequest | CompletionRequest) -> tuple[str, int | None]:
-    """Return the field that says how long an answer may be, and its value."""
+    """Return the field of the answer's longest length, and its value."""
     completion_tokens = getattr(body, "max_completion_tokens", None)
     if completion_tokens is None:
         return "max_tokens", body.max_tokens
@@ -119,7 +119,7 @@ def _wanted_tokens(body: ChatRequest | CompletionRequest) -> tuple[str, int | No
 
 
 def names_of_chat(body: ChatRequest) -> dict[str, str]:
-    """Return what a client of the chat calls fields that are others further on: in a job, and in the worker's errors."""
+    """Return the chat's names of fields that have other names in a job and in the worker's errors."""
     names = {}
     if body.max_completion_tokens is not None and body.max_tokens is None:
         names["max_tokens"] = names["max_new_tokens"] = "max_completion_tokens"
@@ -134,11 +134,10 @@ def names_of_chat(body: ChatRequest) -> dict[str, str]:
 def generate_request(
     body: ChatRequest | CompletionRequest, *, context_tokens: int, limits: Limits, index: int = 0
 ) -> GenerateRequest:
-    """Return the sampling parameters of one choice. index: the number of the choice; each has its own seed. Errors:
-    RequestError.
+    """Return the sampling parameters of one choice. index: of the choice; each has its own seed. Errors: RequestError.
 
-    Without max_tokens the answer may fill the context, as at OpenAI. The worker knows the length of the prompt and shortens the
-    answer.
+    Without max_tokens, the answer may fill the context, as in OpenAI's API. The worker knows the length of the prompt
+    and limits the answer.
     """
     field, max_tokens = _wanted_tokens(body)
     if max_tokens is not None and max_tokens > context_tokens:
@@ -155,7 +154,7 @@ def generate_request(
     }  # fmt: skip
     temperature = 1.0 if body.temperature is None else body.temperature
     if temperature == 0:
-        # The most likely token is in every cut and needs no draw: these change nothing, and clients send them.
+        # At temperature 0 these fields change nothing, and clients send them.
         return GenerateRequest(**common, temperature=0.0)
     return GenerateRequest(
         **common, temperature=temperature,
@@ -167,7 +166,7 @@ def generate_request(
 
 
 def schema_of(body: ChatRequest, limits: Limits) -> Mapping[str, Any] | None:
-    """Return the JSON schema that the answer is held to, {} for any object, None for free text. Errors: RequestError."""
+    """Return the JSON schema of the answer, {} for any object, None for free text. Errors: RequestError."""
     response_format = body.response_format
     if response_format is None or response_format.type != "json_schema":
         if response_format is not None and response_format.json_schema is not None:
@@ -187,7 +186,7 @@ def schema_of(body: ChatRequest, limits: Limits) -> Mapping[str, Any] | None:
 
 
 def chat_logprobs(body: ChatRequest) -> int | None:
-    """Return how many most likely tokens to tell with each, None for no logprobs. Errors: RequestError."""
+    """Return the number of most likely tokens to report with each token, None for no logprobs. Errors: RequestError."""
     if not body.logprobs:
         if body.top_logprobs is not None:
             raise RequestError("has no effect without logprobs", field="top_logprobs", value=body.top_logprobs)
@@ -206,7 +205,7 @@ def check_shape(body: ChatRequest | CompletionRequest) -> None:
 
 
 def check_continued(body: ChatRequest) -> None:
-    """Raise RequestError for a last message that an answer cannot continue, and for what cannot hold half an answer."""
+    """Raise RequestError for a last message that an answer cannot continue, and for fields that are impossible with it."""
     field = "continue_final_message"
     if not body.continue_final_message:
         if body.add_generation_prompt is False:
@@ -241,7 +240,7 @@ def _media_parts(body: ChatRequest) -> Iterator[tuple[str, ImagePart | AudioPart
 
 
 def check_media(body: ChatRequest, *, takes: Sequence[str], limits: Limits) -> None:
-    """Raise RequestError for more messages or media than allowed, or of a kind that the model does not take."""
+    """Raise RequestError for more messages or media than allowed, or of a kind that the model does not support."""
     if len(body.messages) > limits.messages:
         raise RequestError(f"has more than {limits.messages} messages", field="messages")
     for count, (field, part) in enumerate(_media_parts(body)):
@@ -253,7 +252,7 @@ def check_media(body: ChatRequest, *, takes: Sequence[str], limits: Limits) -> N
 
 
 def urls_of(body: ChatRequest) -> dict[str, str]:
-    """Return the http(s) addresses of pictures, each with the path of its first field."""
+    """Return the http(s) addresses of images, each with the path of its first field."""
     fields: dict[str, str] = {}
     for field, part in _media_parts(body):
         if isinstance(part, ImagePart) and part.image_url.url[:8].lower().startswith(("http://", "https://")):
@@ -264,7 +263,8 @@ def urls_of(body: ChatRequest) -> dict[str, str]:
 def messages_of(
     body: ChatRequest, *, limits: Limits, fetched: Mapping[str, bytes], cut: Cut | None = None
 ) -> list[dict[str, Any]]:
-    """Return the messages in the worker's form, media as bytes. fetched: address -> bytes. cut: what was taken out of the body.
+    """Return the messages in the worker's form, media as bytes. fetched: address -> bytes. cut: the base64 that was
+    removed from the body.
 
     Errors: RequestError.
     """
@@ -299,7 +299,7 @@ def _part(part: Any, field: str, total: media.Total, fetched: Mapping[str, bytes
 
 
 def prompts_of(body: CompletionRequest | EmbeddingsRequest, *, field: str = "prompt") -> list[Any]:
-    """Return every prompt of a request: {"text": ...} or a list of token ids. field: where they stand. Errors: RequestError."""
+    """Return every prompt of a request: {"text": ...} or a list of token ids. field: their path. Errors: RequestError."""
     prompt: Any = getattr(body, field)
     if isinstance(prompt, str):
         prompt = [prompt]

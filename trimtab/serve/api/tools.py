@@ -41,7 +41,7 @@ def _tools_of(body: ChatRequest, limits: Limits) -> dict[str, Any]:
     must_call = "" if choice == "required" else choice.function.name if isinstance(choice, ToolChosen) else None
     if must_call and must_call not in names:
         raise RequestError("is not one of the tools", field="tool_choice.function.name", allowed=names[:8])
-    # One strict tool holds the calls of all: which one a call is of is not known before it is written.
+    # One strict tool constrains the calls of all tools: the tool of a call is unknown before it is written.
     is_strict = any(tool["function"].get("strict") for tool in tools)
     for place, tool in enumerate(tools):
         function, field = tool["function"], f"tools[{place}].function"
@@ -70,7 +70,7 @@ def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
 
 
 def beside(message: Any, place: int, limits: Limits) -> dict[str, Any]:
-    """Return what a message has beside its role and content. Errors: RequestError."""
+    """Return the fields of a message other than its role and content. Errors: RequestError."""
     fields_of_job: dict[str, Any] = {}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if getattr(message, name, None):
@@ -96,7 +96,7 @@ def beside(message: Any, place: int, limits: Limits) -> dict[str, Any]:
 
 
 def arguments_of(text: str, field: str, limits: Limits) -> dict[str, Any]:
-    """Return a call's arguments, which come as the text of a JSON object. Errors: RequestError."""
+    """Return a call's arguments, which are sent as the text of a JSON object. Errors: RequestError."""
     data = text.encode("utf-8", "replace")
     try:
         JsonCounter(BodyLimits(len(data) + 1, len(data) + 1, limits.json_values, limits.json_depth)).feed(data)
@@ -112,7 +112,7 @@ def arguments_of(text: str, field: str, limits: Limits) -> dict[str, Any]:
 
 
 def with_names(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with the name of its function beside each tool's answer: some templates write it."""
+    """Return the messages with the function's name added to each tool's answer, because some templates write it."""
     names: dict[str, str] = {}
     for message in messages:
         names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
@@ -122,9 +122,10 @@ def with_names(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def check_results(messages: Sequence[Mapping[str, Any]], ignored: list[str] | None = None) -> None:
-    """Check that each tool message has a call, and each call its tool messages before anybody else speaks, as at OpenAI.
+    """Check that each tool message has a call, and that each call's tool messages directly follow it, as in OpenAI's
+    API.
 
-    ignored: the names of fields that break the rule are put there (None: the first one is refused). Errors: RequestError.
+    ignored: set for the names of fields that break the rule (None: the first one is refused). Errors: RequestError.
     """
     made: list[str] = []
     waiting: set[str] = set()

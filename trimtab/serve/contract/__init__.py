@@ -1,1 +1,1 @@
-"""What does every part of the server share?"""
+"""Which values and errors do all parts of the server share?"""

@@ -1,7 +1,7 @@
 """The words that an error may contain for clients: those of the request and the server, none of the layers below.
 
-A hint that only who plans or starts the server can follow is left out, and so is a reason that names an argument of Python. The
-operator reads both in the log. Pure: imports nothing of the model.
+A hint that only the operator can follow is omitted, and so is a reason that names a Python argument. The operator reads
+both in the log. Pure: imports nothing of the model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from trimtab.request import GenerateRequest, LoadRequest
 
-# The server's own flags, which its administrators know.
+# The server's flags, which its administrators know.
 SERVER_FLAGS = ("adapter-root", "resident-adapters")
 RENAMED = {"max_new_tokens": "max_tokens", "template_kwargs": "chat_template_kwargs"}
 HIDDEN = "The server cannot do this; its log has the reason"
@@ -31,7 +31,7 @@ _FOREIGN = re.compile(
     r"|\bplan (?:again|with)\b|\bthe plan again\b|`trimtab |\btrimtab\.\w|\b0x[0-9a-f]{6,}",
     re.IGNORECASE,
 )
-# Taken out of every message later on.
+# Removed from every message later.
 _OBJECT = re.compile(r"<[^<>]* at 0x[0-9a-f]+>", re.IGNORECASE)
 _RENAMED = re.compile(rf"\b(?:{'|'.join(RENAMED)})\b")
 
@@ -39,12 +39,12 @@ log = logging.getLogger("trimtab.serve")
 
 
 def is_foreign(text: str) -> bool:
-    """Whether a text speaks of plans, arguments, flags or addresses."""
+    """Whether a text mentions plans, arguments, flags or addresses."""
     return _FOREIGN.search(text) is not None
 
 
 def for_clients(name: str, message: str, error_fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return an error's message and fields in words that a client knows. name: its class."""
+    """Return an error's message and fields in the client's words. name: its class."""
     shown, hint = dict(error_fields), str(error_fields.get("hint") or "")
     if hint and is_foreign(hint):
         message = message.removesuffix(hint).rstrip().removesuffix(".")
@@ -54,7 +54,7 @@ def for_clients(name: str, message: str, error_fields: Mapping[str, Any]) -> tup
         shown["field"] = RENAMED.get(shown["field"], shown["field"])
     if shown.get("problems"):
         shown["problems"] = [HIDDEN if is_foreign(str(problem)) else problem for problem in shown["problems"]]
-    # What a client's own request says comes back to it as it was sent.
+    # Text from the client's request is returned unchanged.
     if not (name.endswith("RequestError") or "field" in shown) and is_foreign(_OBJECT.sub("", message)):
         log.error("not shown to a client: %s", message)
         message = HIDDEN

@@ -1,4 +1,4 @@
-"""What the scheduler asks of an engine: `LoadedEngine` (engine.py), and in the tests a mock one. Imports no torch."""
+"""The interface between scheduler and engine: `LoadedEngine` (engine.py), and a mock in the tests. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trimtab.serve.contract.job import Event, Job
 
 
 class Engine(Protocol):
-    """What the scheduler drives. An answer is the engine's own object for one job; texts and finishes come from it."""
+    """The engine as the scheduler uses it. An answer is the engine's object for one job."""
 
     rows: int
 
@@ -21,71 +21,82 @@ class Engine(Protocol):
 
     @property
     def interleaves(self) -> bool:
-        """Whether prompts that go to rows can be in progress beside each other."""
+        """Whether several prompts that will have rows can be in progress at once."""
 
     def passing_tokens(self, answer: Any) -> int:
-        """Return the tokens of a prompt that may begin while another is in progress; 0 for one that may not."""
+        """Return the tokens of a prompt that may begin while another is in progress; 0 for any other prompt."""
 
     def kept_tokens(self, answer: Any) -> int:
         """Return the tokens whose keys and values are kept for an answer whose log-probabilities are complete."""
 
     def release(self, answer: Any) -> None:
-        """Give these keys and values back: the prompt goes through again."""
+        """Free these keys and values: the prompt is computed again."""
 
     def prepare(self, job: Job) -> Future[Any] | None:
         """Begin to make a job's inputs on another thread; None if there is nothing to make."""
 
     def begin(self, job: Job, inputs: Any = None) -> Any:
-        """Check a job and return its answer, nothing computed. inputs: what `prepare` made. Errors: any TrimtabError refuses
-        the job."""
+        """Check a job and return its answer, nothing computed. inputs: from `prepare`. Errors: any TrimtabError refuses
+        the job.
+        """
 
     @property
     def chunk_sizes(self) -> Sequence[int]:
-        """Sizes in tokens that prompts can be cut into; empty for any."""
+        """Chunk sizes in tokens; empty for any size."""
 
     def prefill(self, answer: Any, most_tokens: int) -> tuple[int, bool]:
-        """Compute the next chunk of the prompt, of at most `most_tokens` where its inputs can be cut. Return the size of the
-        chunk, `budget.TOWERS` for a pass of the towers, and True when the prompt is complete. Nothing waits for the device."""
+        """Compute the next chunk of the prompt, of at most `most_tokens` if its inputs can be split. Return the size of
+        the chunk, `budget.TOWERS` for a pass of the towers, and True when the prompt is complete. Nothing waits for the
+        device.
+        """
 
     def choose(self, answer: Any) -> None:
-        """Prepare an answer's prompt, which is computed soon: its adapter is not taken off the model. Errors: TrimtabError."""
+        """Prepare an answer's prompt, which is computed soon: its adapter stays on the model. Errors: TrimtabError."""
 
     def goes_alone(self, answer: Any) -> bool:
         """Whether a prompt is too long to be computed in one pass with others, or cannot be for another reason."""
 
     def prefill_together(self, answers: Sequence[Any], most_tokens: int) -> tuple[int, list[Any]]:
-        """Compute several of these prompts at once, the first among them, where that is faster than one after the other. Return
-        the size of the pass and the complete prompts; 0 and none if the first one is computed alone."""
+        """Compute several of these prompts at once, the first among them, if that is faster than one after the other.
+        Return the size of the pass and the complete prompts; 0 and none if the first one is computed alone.
+        """
 
     def arrive(self, answer: Any) -> None:
-        """Give a prompt that is through its row and its first token; in the order in which they went through. The next step draws
-        the first token of one that `is_open`: it arrives before that step, and nothing waits."""
+        """Give a computed prompt its row and its first token; called in the order of computing. For one that `is_open`,
+        the next step samples the first token: it is called before that step, and nothing waits.
+        """
 
     def step(self, behind: Callable[[], bool] | None = None) -> None:
-        """Decode one step of every row. behind: called once the step is on its way, before anything waits for it; returns whether
-        it gave the device more to do. Errors: TrimtabError, such as memory that ran out; the step can be called again."""
+        """Decode one step of every row. behind: called once the step is queued, before anything waits for it; returns
+        whether it queued more work. Errors: TrimtabError, such as memory that ran out; the step can be called again.
+        """
 
     def piece(self, answer: Any, most_tokens: int) -> tuple[int, bool]:
-        """Compute the next piece of an answer that `needs_no_row`, of at most `most_tokens` where it can be cut. Return the size of
-        the piece in tokens, and True when it was the last. Errors: TrimtabError."""
+        """Compute the next piece of an answer that `needs_no_row`, of at most `most_tokens` if it can be split. Return
+        the size of the piece in tokens, and True when it was the last. Errors: TrimtabError.
+        """
 
     def spent(self, answer: Any) -> Mapping[str, int]:
         """Return the tokens that were computed for an answer so far: prompt_tokens, completion_tokens."""
 
     def chunk_times(self) -> Iterable[tuple[int, float]]:
-        """Return the size and the seconds of every chunk whose time is known since the last call."""
+        """Return the size and the seconds of every chunk that was timed since the last call."""
 
     def news(self, answer: Any) -> Iterable[Event]:
-        """Return what was decided for this answer since the last call; the last one is "done" or "error"."""
+        """Return the new events of this answer since the last call; the last one is "done" or "error"."""
 
     def drop(self, answer: Any) -> None:
         """Forget an answer and free its row."""
 
     def is_prepared(self, adapter: str | None) -> bool:
-        """Whether an adapter, or all of a mix, can be used without computing much. If not, it is being prepared between turns."""
+        """Whether an adapter, or all of a mix, can be used without much computing. If not, it is being prepared between
+        turns.
+        """
 
     def is_ready(self, adapter: str | None) -> bool:
-        """Whether a prepared adapter can take part in the batch now (it is resident, or can be made so without harm)."""
+        """Whether a prepared adapter can be used in the batch now (it is resident, or can be made resident)."""
 
     def has_room(self, answer: Any) -> bool:
-        """Whether keys and values of an answer's prompt and longest answer find room beside those that are kept for others."""
+        """Whether keys and values of an answer's prompt and longest answer fit in addition to those reserved for
+        others.
+        """

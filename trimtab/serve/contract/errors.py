@@ -15,7 +15,7 @@ from trimtab.process.redact import without_paths
 from trimtab.serve.contract.client_words import for_clients
 from trimtab.serve.contract.log import request_id
 
-# Our class -> (HTTP status, OpenAI's type, code). A class that is not here is a bug of the server: 500, nothing told.
+# Class -> (HTTP status, OpenAI's type, code). Any other class is a bug of the server: 500, without its text.
 ERRORS: Mapping[str, tuple[int, str, str]] = {
     "RequestError": (400, "invalid_request_error", "invalid_value"),
     "BodyTooLargeError": (413, "invalid_request_error", "body_too_large"),
@@ -37,20 +37,20 @@ ERRORS: Mapping[str, tuple[int, str, str]] = {
     "UpstreamError": (500, "server_error", "upstream"),
 }
 BUG = (500, "server_error", "bug")
-# What the way in refuses before it knows what is asked: HTTP's own words.
+# Refusals before routing, with HTTP's names.
 HTTP_CODES = {
     401: "invalid_api_key", 403: "admin_off", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large", 415: "not_json",
     421: "wrong_host",
 }  # fmt: skip
-# What a client may see of an error's fields: never a path of this machine.
+# The fields of an error that a client may see: never a path of this machine.
 SHOWN_FIELDS = (
     "field", "value", "allowed", "hint", "problems", "needed_bytes", "budget_bytes", "device", "exit_code",
     "limit_bytes", "retry_after_s", "deadline_s", "error_id",
 )  # fmt: skip
 MOST_NAMES = 20
-# How much a name that is not known is compared with: letter by letter with a thousand names takes a tenth of a second.
+# The most names that an unknown name is compared with: a thousand comparisons take a tenth of a second.
 NEAR_CHARACTERS, NEAR_NAMES = 64, 32
-# What no field of a request could mend.
+# Errors that no change of a request's fields can fix.
 OF_NO_FIELD = ("QueueFullError", "QuotaError", "DeadlineError")
 
 
@@ -63,7 +63,7 @@ class UnknownModelError(RequestError):
 
 
 def _nearest(name: str, known: Sequence[str]) -> list[str]:
-    """Return the few names that begin most like another, all where they are few."""
+    """Return the few names with the longest common prefix, all if they are few."""
     if len(known) <= NEAR_NAMES:
         return list(known)
     low = name[:NEAR_CHARACTERS].lower()
@@ -78,7 +78,7 @@ def _nearest(name: str, known: Sequence[str]) -> list[str]:
 def error_json(
     name: str, message: str, fields: Mapping[str, Any], folders: Sequence[str] = ()
 ) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status and OpenAI's error object of one of our errors. folders: as `redact.own_folders` gives them."""
+    """Return the HTTP status and OpenAI's error object of an error. folders: from `redact.own_folders`."""
     status, kind, code = ERRORS.get(name, BUG)
     if name not in ERRORS:
         where = f" under {request_id()}" if request_id() else ""
@@ -98,7 +98,7 @@ def error_json(
 
 
 def _as_json(value: Any) -> Any:
-    """Return a field's value; NaN and infinity, for which JSON has no number, as text."""
+    """Return a field's value; NaN and infinity as text, because JSON has no such numbers."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -114,7 +114,7 @@ def _object(
 
 
 def told_error(error: Mapping[str, Any], folders: Sequence[str] = ()) -> tuple[int, dict[str, Any]]:
-    """Return status and object of an error that came from the worker."""
+    """Return status and object of an error from the worker."""
     return error_json(error["class"], error["message"], error["fields"], folders)
 
 
@@ -124,7 +124,7 @@ def plain_error(exc: BaseException) -> Mapping[str, Any]:
 
 
 def error_response(status: int, body: Mapping[str, Any]) -> Response:
-    """Return an error object as a response; Retry-After where the error says when."""
+    """Return an error object as a response; with Retry-After if the error has a time."""
     headers = {}
     retry = body["error"]["fields"].get("retry_after_s")
     if retry is not None:
@@ -138,6 +138,6 @@ def http_error(
     status: int, message: str, *, kind: str = "invalid_request_error", code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:  # fmt: skip
-    """Return what HTTP itself refuses in the same form."""
+    """Return an HTTP error in the same form."""
     body = _object(message, kind, code or HTTP_CODES.get(status, "http"))
     return JSONResponse(body, status, headers=headers)

@@ -1,8 +1,8 @@
-"""What a client called a field that the server knows as a field of a chat.
+"""The client's name of a field that the server knows as a field of a chat.
 
-A request to another API becomes a chat before anything is checked further (responses_api.py, messages_api.py), and errors name the
-chat's fields. The names here lead back: field of the chat -> field of the request. A longer path keeps what follows the part
-that has a name: "messages[1].content[0].text" is "input[3].content[0].text" where "messages[1]" is "input[3]".
+A request to another API becomes a chat before further checks (responses_api.py, messages_api.py), and errors name the
+chat's fields. The names here map back: field of the chat -> field of the request. A longer path keeps the rest after
+the longest named prefix: "messages[1].content[0].text" is "input[3].content[0].text" if "messages[1]" is "input[3]".
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def client_field(field: str, names: Names) -> str:
 
 
 def client_error(error: Mapping[str, Any], names: Names) -> Mapping[str, Any]:
-    """Return an error, as the plain values that events carry, with the client's names in its field and its words."""
+    """Return an error, as plain values of an event, with the client's names in its field and its text."""
     field = error["fields"].get("field")
     if not names or not isinstance(field, str):
         return error
@@ -41,7 +41,7 @@ def client_error(error: Mapping[str, Any], names: Names) -> Mapping[str, Any]:
 
 
 def _renamed(text: str, names: Names) -> str:
-    """Return words with the client's names of fields such as max_tokens, which are no words of English."""
+    """Return text with the client's names of fields such as max_tokens, which are no English words."""
     for name, own in names.items():
         if name.isidentifier() and "_" in name:
             text = re.sub(rf"\b{name}\b", own, text)

@@ -1,12 +1,12 @@
-"""Which header lines of a request the server reads, what a repeated one does, and the one credential that they carry.
+"""Which header lines of a request the server reads, the effect of a repeated one, and the one credential in them.
 
-    ONCE     a second line is refused: two readers could take two values. Among them is all that says who asks, for which host,
-             and where the body ends
-    LABELS   a repeated one counts as absent, as W3C Trace Context section 3.2 has it for `traceparent`
+    ONCE     a second line is refused, because two readers could use two values. These are the credentials, the host,
+             and the headers that define the body
+    LABELS   a repeated one counts as absent, as in W3C Trace Context section 3.2 for `traceparent`
     LISTS    all lines are one list. RFC 9110 section 5.3
 
-No other line is read: `X-Forwarded-For`, `Forwarded`, `Cookie`, `Idempotency-Key` and the like have no effect, however often they
-come. Each `Connection` and `Expect` line counts, as the HTTP parser reads them.
+No other line is read: `X-Forwarded-For`, `Forwarded`, `Cookie`, `Idempotency-Key` and the like have no effect, in any
+number. Each `Connection` and `Expect` line counts, as the HTTP parser reads them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ LABELS = ("x-request-id", "traceparent")
 LISTS = ("tracestate", "if-none-match", "access-control-request-headers")
 _ONCE = {name.encode(): name for name in ONCE}
 
-# As ASGI has them: names in small letters, in the order in which they came.
+# In ASGI's form: lower-case names, in the order of arrival.
 Lines = Iterable[tuple[bytes, bytes]]
 
 
 class DifferentKeysError(Exception):
-    """Authorization and x-api-key carry two keys."""
+    """Authorization and x-api-key have different keys."""
 
 
 def repeated(lines: Lines) -> str | None:
@@ -41,7 +41,7 @@ def repeated(lines: Lines) -> str | None:
 
 
 def value_of(lines: Lines, name: str) -> bytes:
-    """Return the value of a line of ONCE or LABELS, b"" without one. A label that comes twice has none."""
+    """Return the value of a line of ONCE or LABELS, b"" without one. A repeated label has none."""
     assert name in ONCE or name in LABELS
     values = [value for known, value in lines if known == name.encode()]
     return values[0].strip() if len(values) == 1 else b""
@@ -54,11 +54,11 @@ def list_of(lines: Lines, name: str) -> bytes:
 
 
 def credential_of(lines: Lines, *, has_keys: bool) -> bytes:
-    """Return the key that a request sends, b"" without one: `Authorization: Bearer KEY`, or Anthropic's `x-api-key: KEY`. An empty
-    line is none. Another scheme than Bearer carries no key.
+    """Return the key that a request sends, b"" without one: `Authorization: Bearer KEY`, or Anthropic's `x-api-key:
+    KEY`. An empty line is none. Other schemes than Bearer have no key.
 
-    lines: without repeated ones. has_keys: whether the server has keys; without any, nothing depends on what a client sends.
-    Errors: DifferentKeysError for two lines that differ: a proxy in front could have checked the other one.
+    lines: without repeated ones. has_keys: whether the server has keys; without any, the client's key is ignored.
+    Errors: DifferentKeysError for two different keys, because a proxy could have checked the other one.
     """
     kind, _, key = value_of(lines, "authorization").partition(b" ")
     keys = [key.strip()] if kind.lower() == b"bearer" and key.strip() else []

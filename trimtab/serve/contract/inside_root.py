@@ -1,12 +1,13 @@
-"""Whether a client's adapter lies below the server's adapter folder, with every file of it, also while it is read.
+"""Is a client's adapter below the server's adapter folder, with every file, also while it is read?
 
-Whoever may write below that folder can replace a file by a link between a look and a read. So each read stands between two looks,
-which note every folder, link and file on the way with its inode and the time of its last change (ctime, which nobody can set): an
-object that is moved, replaced or put back has another one. Links are followed below the root; those that lead out are refused, also
-if they lead back in. Adapters that the operator named are read wherever they are.
+A user who may write below that folder can replace a file by a link between a check and a read. So each read is between
+two checks, which record every folder, link and file on the path with its inode and the time of its last change (ctime,
+which no user can set). An object that is moved or replaced, and restored, has another ctime. Links are followed below
+the root; links to the outside are refused, also if they lead back in. Adapters that the operator named are read from
+any folder.
 
-Not covered: hard links to files elsewhere, which are files of the folder to every system; on Windows ctime is the time of creation,
-so what is moved away and back during one read is not seen.
+Not covered: hard links to files elsewhere, which every system treats as files of the folder. On Windows, ctime is the
+creation time, so a file that is moved away and back during one read is not detected.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import TypeVar
 
 from trimtab.errors import AdapterError, RequestError
 
-# As Linux has it for a path.
+# Linux' limit for a path.
 MOST_LINKS = 40
 MOST_ENTRIES = 4096
-# Clocks of file systems have ticks of up to 10 ms: what has changed so recently could change again unseen.
+# Clocks of file systems have ticks of up to 10 ms: a second change within one tick would not be detected.
 TICK_S = 0.05
 READS = 5
 CHANGES = "its files changed while they were read"
@@ -32,15 +33,18 @@ Read = TypeVar("Read")
 
 
 def outside() -> RequestError:
-    """Return the error of a folder that is not below the server's adapter folder, or has a file that is not. Whether what is
-    elsewhere exists is not said."""
+    """Return the error of a folder that is not below the server's adapter folder, or has a file that is not. The error
+    does not reveal whether outside paths exist.
+    """
     return RequestError("is not a folder below the server's adapter folder", field="lora_path")
 
 
 def look(folder: Path, root: Path) -> Hashable:
-    """Return what two looks share only if nothing on the way to a folder and its entries was replaced between them.
+    """Return a stamp that is equal in two checks only if no object on the path to a folder and its entries was
+    replaced.
 
-    folder, root: resolved. Errors: RequestError; also for what is no file, folder or link, and for too many entries.
+    folder, root: resolved. Errors: RequestError, also for objects other than files, folders and links, and for too many
+    entries.
     """
     seen: dict[str, tuple[int, int, int]] = {}
     try:
@@ -56,9 +60,9 @@ def look(folder: Path, root: Path) -> Hashable:
 
 
 def read_inside(read: Callable[[], Read], folder: str | Path, root: str | Path) -> Read:
-    """Return what `read` gives, between two looks that are the same. It is called again if they are not.
+    """Return the result of `read` between two equal checks. It is called again if they differ.
 
-    Errors: RequestError; AdapterError for files that change all the time; those of `read`.
+    Errors: RequestError; AdapterError for files that change continuously; those of `read`.
     """
     folder, root = Path(folder), Path(root)
     for _ in range(READS):
@@ -76,7 +80,7 @@ def read_inside(read: Callable[[], Read], folder: str | Path, root: str | Path) 
 
 
 def _settled(folder: Path, root: Path) -> Hashable:
-    """Return a look after which every change is seen."""
+    """Return a check after which every change is detected."""
     seen = look(folder, root)
     newest = max((changed for _, (_, _, changed) in seen), default=0)  # type: ignore[attr-defined]
     if 0 <= time.time_ns() - newest < TICK_S * 1e9:
@@ -86,7 +90,7 @@ def _settled(folder: Path, root: Path) -> Hashable:
 
 
 def _walk(path: Path, root: Path, seen: dict[str, tuple[int, int, int]]) -> Path:
-    """Note every object on the way to a path, and return where it leads.
+    """Record every object on the way to a path, and return the resolved path.
 
     Errors: RequestError at the first step out of the root; OSError, ValueError.
     """
@@ -107,7 +111,7 @@ def _walk(path: Path, root: Path, seen: dict[str, tuple[int, int, int]]) -> Path
                 raise outside()
             target = Path(os.readlink(step))
             if target.is_absolute():
-                # Its name of the root may be another one, such as a link to it.
+                # The client may use another name of the root, such as a link to it.
                 at, target = root, Path(os.path.realpath(step)).relative_to(root)
             left += reversed(target.parts)
         elif stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode):

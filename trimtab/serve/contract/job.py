@@ -8,33 +8,33 @@ from typing import Any
 
 from trimtab.request import GenerateRequest
 
-# What OpenAI says for a token of no probability; JSON has no infinity.
+# OpenAI's value for a token with probability 0; JSON has no infinity.
 LOWEST_LOGPROB = -9999.0
 
-# The events that are part of an answer: a job that had one is not given to another worker.
+# Events that are part of an answer: after one of them, a job is not given to another worker.
 SPOKEN = ("text", "reasoning", "call")
-# The events after which no other comes.
+# The last events of a job.
 ENDS = ("done", "error", "dropped")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One question to one adapter. Everything in it is plain data: it travels between processes.
+    """One question to one adapter. All fields are plain data, because it is sent between processes.
 
-    id: unique while the server runs. prompt: chat messages whose media parts hold bytes ({"type": "image", "data": b"..."}),
-    a text (completed as it is) or token ids. adapter: None is the base. deadline_s: seconds from arrival until the answer
-    has to be complete, None: no limit. top_logprobs: None for no logprobs, else how many of the most likely tokens to tell.
-    fills_context: the answer may take what the prompt leaves of the context, if that is less than request.max_new_tokens.
-    client: whose cached prefixes it may use, and is cached for; jobs of one client share them. sender: with whose other jobs it
-    shares a turn in the queue, and where media are decoded and schemas compiled.
-    schema: a JSON schema that the answer has to satisfy ({} is any JSON object); None: free text. tools: what the model may call,
-    in OpenAI's form. must_call: None if it need not, "" for any of them, or the name of one. holds_calls: the arguments of calls
-    that it makes of its own are held to their schemas. several_calls: whether more than one may follow. template_kwargs: what the
-    chat template is told. kind: "answer", or what else is made of the prompt: "tokens",
-    "text" (of token ids) or "embedding". adds_special: whether a text gets the tokens that its tokenizer adds. pooling:
-    of an embedding, "last" or "mean". prompt_logprobs: as top_logprobs, of the prompt's own tokens; they come with the end.
-    group: of jobs with the same prompt and adapter, such as the choices of one request: the prompt goes through once.
-    continue_final_message: the answer continues the text of the last message, an assistant's.
+    id: unique while the server runs. prompt: chat messages with bytes in media parts ({"type": "image", "data":
+    b"..."}), a text (completed without a template) or token ids. adapter: None is the base. deadline_s: seconds from
+    arrival until the answer must be complete, None: no limit. top_logprobs: None for no logprobs, else the number of
+    most likely tokens to report. fills_context: the answer may use the rest of the context if that is less than
+    request.max_new_tokens. client: jobs of one client share cached prefixes. sender: jobs of one sender share a turn in
+    the queue, and in decoding media and compiling schemas. schema: a JSON schema that the answer has to satisfy ({} is
+    any JSON object); None: free text. tools: what the model may call, in OpenAI's form. must_call: None if it need not,
+    "" for any of them, or the name of one. holds_calls: the arguments of voluntary calls follow their schemas too.
+    several_calls: whether more than one may follow. template_kwargs: variables of the chat template. kind: "answer", or
+    another result: "tokens", "text" (of token ids) or "embedding". adds_special: whether a text gets the tokens that
+    its tokenizer adds. pooling: of an embedding, "last" or "mean". prompt_logprobs: as top_logprobs, for the prompt's
+    tokens; sent with the last event. group: of jobs with the same prompt and adapter, such as the choices of one
+    request: the prompt is computed once. continue_final_message: the answer continues the text of the last message, an
+    assistant's.
     """
 
     id: str
@@ -68,7 +68,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Token:
-    """One token as clients that asked for logprobs see it: its text, bytes, and the most likely tokens in its place."""
+    """One token for clients that request logprobs: its text, bytes, and the most likely tokens at its position."""
 
     token_id: int
     text: str
@@ -78,16 +78,16 @@ class Token:
 
 @dataclass(frozen=True)
 class Event:
-    """What a job is told. kind:
+    """One event of a job. kind:
 
-    "started"  its prompt begins to go through the model (queued_s, prompt_tokens)
-    "text"     a piece of the answer in whole characters, possibly empty (text, tokens)
-    "reasoning"  the same of a thought before the answer (text)
-    "call"     a piece of a call of a tool (call: index, arguments; with the first piece of each: id, name)
-    "scores"   log-probabilities of a piece of its prompt (data: values of a JSON list; result: start, the first token)
-    "done"     the answer is complete (finish, usage; of other kinds of jobs: result)
-    "error"    it ends here (error: class, message and fields as `TrimtabError.to_dict` writes them; usage: what was computed)
-    "dropped"  its client had left (usage: what was computed)
+    "started"    the computation of its prompt begins (queued_s, prompt_tokens)
+    "text"       a fragment of the answer in whole characters, possibly empty (text, tokens)
+    "reasoning"  the same for reasoning before the answer (text)
+    "call"       a fragment of a tool call (call: index, arguments; with the first fragment of each: id, name)
+    "scores"     log-probabilities of a part of its prompt (data: values of a JSON list; result: start, the first token)
+    "done"       the answer is complete (finish, usage; of other kinds of jobs: result)
+    "error"      the job failed (error: from `TrimtabError.to_dict`; usage: computed tokens)
+    "dropped"    its client had left (usage: computed tokens)
     """
 
     job_id: str
@@ -103,5 +103,5 @@ class Event:
 
 
 def finite_logprob(logprob: float) -> float:
-    """Return a log-probability as JSON can hold it."""
+    """Return a log-probability as a JSON number."""
     return max(logprob, LOWEST_LOGPROB)

@@ -1,9 +1,9 @@
 """The server's log: one line per event with time, level and request id, as text or JSON; one line per request.
 
-A request has an id: the client's own (one X-Request-Id, short and plain) or a new one. Every answer carries it, every line that is
-written while the request is answered has it, and an answer with status 500 names the id under which its traceback stands
-(`error_id`). No line has a key, an address, a message or an answer. Whatever a client chooses is cut to a length, and a log that
-cannot be written (a full disk, a reader that has left) loses lines: it never ends the server.
+A request has an id: the client's (one X-Request-Id, short and plain) or a new one. Every answer has it, every line that
+is written during the request has it, and an answer with status 500 has the id of its traceback in the log (`error_id`).
+No line has a key, an address, a message or an answer. Values from clients are shortened. A log that cannot be written
+(a full disk, a closed reader) loses lines but never ends the server.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from trimtab.serve.contract.head_lines import value_of
 
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
-# A worker is a process of its own: it learns from these how to write.
+# A worker is a separate process: it reads its log format from these.
 FORMAT_VARIABLE, LEVEL_VARIABLE = "TRIMTAB_LOG_FORMAT", "TRIMTAB_LOG_LEVEL"
 HEADER = "x-request-id"
-# A note that is no field of the line: when the request's body had been read, on the monotonic clock.
+# A note that is no field of the line: the time when the request's body had been read, on the monotonic clock.
 ARRIVED = "_arrived"
-# What monitoring and the page ask for all the time is written down for who debugs alone.
+# Routes that monitoring and the page poll are logged only at debug level.
 QUIET_PATHS = ("/health", "/ready", "/metrics", "/api/status")
 _GIVEN = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-# The most letters of one field that a client chose, of any other field, of a message, and of a traceback.
+# The most characters of a client's field, of any other field, of a message, and of a traceback.
 _CHOSEN_LETTERS, _METHOD_LETTERS = 200, 20
 _FIELD_LETTERS, _MESSAGE_LETTERS, _TRACEBACK_LETTERS = 2_000, 8_000, 64_000
 
 log = logging.getLogger("trimtab.serve.requests")
-# Where nobody has set the journal up, the lines of requests go nowhere.
+# Without a configured journal, the lines of requests are discarded.
 log.addHandler(logging.NullHandler())
 _log = logging.getLogger("trimtab.serve")
 _id: ContextVar[str] = ContextVar("request_id", default="")
@@ -50,13 +50,13 @@ _notes: ContextVar[dict[str, Any] | None] = ContextVar("notes", default=None)
 
 
 class Counts(Protocol):
-    """What the journal needs of the metrics."""
+    """The journal's interface to the metrics."""
 
     def responded(self, path: str, status: int) -> None: ...
 
 
 class Spans(Protocol):
-    """What the journal needs of `tracing.Spans`."""
+    """The journal's interface to `tracing.Spans`."""
 
     def request(
         self, headers: Iterable[tuple[bytes, bytes]], route: str, fields: Mapping[str, Any], *, start_ns: int, end_ns: int,
@@ -65,26 +65,26 @@ class Spans(Protocol):
 
 
 def request_id() -> str:
-    """Return the id of the request that is being answered, "" outside of one."""
+    """Return the id of the current request, "" outside of one."""
     return _id.get()
 
 
 def note(**fields: Any) -> None:
-    """Add to the line that will be written of this request."""
+    """Add fields to the line of this request."""
     notes = _notes.get()
     if notes is not None:
         notes.update(fields)
 
 
 def write_traceback(exc: BaseException, what: str) -> str:
-    """Write an error down in full; returns the id under which it stands."""
+    """Log an error with its traceback; return its id."""
     error_id = request_id() or uuid.uuid4().hex[:16]
     _log.error(what, exc_info=exc, extra={"fields": {"error_id": error_id}})
     return error_id
 
 
 def drop_tracebacks(exc: BaseException) -> None:
-    """Remove the tracebacks of an exception that is kept, and of those that caused it: their frames hold a request's inputs."""
+    """Remove the tracebacks of a stored exception and of its causes, because their frames refer to a request's inputs."""
     seen: set[int] = set()
     left: list[BaseException | None] = [exc]
     while left:
@@ -95,17 +95,17 @@ def drop_tracebacks(exc: BaseException) -> None:
             left += (error.__cause__, error.__context__)
 
 
-# Where lines go ---------------------------------------------------------------------------------------------------------
+# Streams --------------------------------------------------------------------------------------------------------------
 
 
 class Unfailing:
-    """A stream that drops what cannot be written. The rest is the stream's own."""
+    """A stream that drops text that cannot be written. Everything else is delegated to the stream."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        with suppress(OSError, ValueError):  # full, gone or closed
+        with suppress(OSError, ValueError):  # full, removed or closed
             self._stream.write(text)
         return len(text)
 
@@ -122,11 +122,11 @@ class Unfailing:
 
 
 def keep_streams() -> None:
-    """Have nothing in this process fail, from now on, because its output or its log cannot be written."""
+    """From now on, no code in this process fails because its output or its log cannot be written."""
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # it was closed: a client's socket would take its place, and get what libraries print
+        except OSError:  # it was closed: a client's socket would get its file descriptor, and the output of libraries
             os.open(os.devnull, os.O_RDWR)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -136,11 +136,11 @@ def keep_streams() -> None:
             setattr(sys, name, Unfailing(stream))
 
 
-# How lines look -------------------------------------------------------------------------------------------------------
+# Formats of lines -----------------------------------------------------------------------------------------------------
 
 
 def set_up(form: str = "text", level: str = "info") -> None:
-    """Write from now on in a form, here and in the processes that this one starts. Errors: RequestError."""
+    """Set the log format, here and in child processes. Errors: RequestError."""
     for name, value, known in (("log_format", form, FORMATS), ("log_level", level, LEVELS)):
         if value not in known:
             raise RequestError("is not known", field=name, value=value, allowed=known)
@@ -149,7 +149,7 @@ def set_up(form: str = "text", level: str = "info") -> None:
 
 
 def set_up_as_parent() -> None:
-    """Log as the parent process does. Changes nothing if the parent has not set a format."""
+    """Use the log format of the parent process. Changes nothing if the parent has not set one."""
     form, level = os.environ.get(FORMAT_VARIABLE), os.environ.get(LEVEL_VARIABLE)
     if form not in FORMATS or level not in LEVELS:
         return
@@ -165,7 +165,7 @@ def set_up_as_parent() -> None:
 
 
 def _is_no_repetition(record: logging.LogRecord) -> bool:
-    """uvicorn writes once more what `Journal` has written already, without an id."""
+    """Filters uvicorn's second copy, without an id, of errors that `Journal` has logged."""
     return not (record.name == "uvicorn.error" and record.getMessage().startswith("Exception in ASGI application"))
 
 
@@ -193,7 +193,7 @@ def _cut(fields: Mapping[str, Any], most: int) -> dict[str, Any]:
 
 
 def short(text: str, most: int) -> str:
-    """Return a text whole, or its two ends and how many letters are left out between them."""
+    """Return a text whole, or its two ends with the number of omitted characters between them."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -201,11 +201,13 @@ def short(text: str, most: int) -> str:
 
 
 class TextLines(logging.Formatter):
-    """2026-01-31T12:00:00.123Z INFO ready models=gemma, without fields that are None; a traceback follows on lines of its own."""
+    """2026-01-31T12:00:00.123Z INFO ready models=gemma, without fields that are None; a traceback follows on separate
+    lines.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         fields = "".join(f" {name}={_word(value)}" for name, value in _fields(record).items() if value is not None)
-        # A message is one line: what it quotes may have line ends that look like lines of ours.
+        # A message is one line: quoted text may have line ends that look like log lines.
         line = f"{_time(record)} {record.levelname} {_line(_message(record))}{fields}"
         return f"{line}\n{printable(_traceback(self, record))}" if record.exc_info else line
 
@@ -238,8 +240,9 @@ def _line(text: str) -> str:
 
 
 class Journal:
-    """Gives each request its id, counts its status, and writes one line about it. paths: the routes that there are.
-    spans: makes a trace of it."""
+    """Gives each request its id, counts its status, and writes one line about it. paths: of all routes. spans: makes a
+    trace of it.
+    """
 
     def __init__(self, app: ASGIApp, counts: Counts, paths: Sequence[str] = (), spans: Spans | None = None) -> None:
         self._app, self._counts, self._name, self._spans = app, counts, named(paths), spans
@@ -250,7 +253,7 @@ class Journal:
             return
         header = value_of(scope["headers"], HEADER)
         known = header.decode("ascii") if _GIVEN.fullmatch(header) else uuid.uuid4().hex
-        # Not reset at the end: what answers an exception outside of here still belongs to this request.
+        # Not reset at the end: an outer exception handler still belongs to this request.
         _id.set(known)
         _notes.set({})
         began, status = time.monotonic(), 500
@@ -297,7 +300,7 @@ class Journal:
 
 
 def named(paths: Sequence[str]) -> Callable[[str], str]:
-    """Return what names the route of a path: clients choose paths, and a metric must not have a series for each."""
+    """Return the route of a path: clients choose paths, and a metric must not have a series for each path."""
     whole = {path for path in paths if "{" not in path}
     begun = sorted((path for path in paths if "{" in path), key=len, reverse=True)
 

@@ -1,7 +1,7 @@
-"""Numbers and texts in schemas, tools and arguments of calls that JSON cannot hold: they are refused.
+"""Refuses numbers and texts in schemas, tools and call arguments that JSON cannot represent.
 
-Python reads `NaN`, `1e999`, half a surrogate pair and integers of thousands of digits. The tokenizer and llguidance do not, and a
-request with them would fail there.
+Python reads `NaN`, `1e999`, half a surrogate pair and integers of thousands of digits. The tokenizer and llguidance do
+not, and a request with them would fail there.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from typing import Any
 
 from trimtab.errors import RequestError
 
-# The largest number of a parser that keeps float64, as most do. RFC 8259 section 6.
+# The largest number of a parser that uses float64, as most do. RFC 8259 section 6.
 LARGEST = sys.float_info.max
 
 
 def check_values(value: Any, *, field: str) -> None:
-    """Raise RequestError for a number that is none or beyond float64, and for half a surrogate pair, also in the name of a field.
+    """Raise RequestError for NaN, for a number beyond float64, and for half a surrogate pair, also in the name of a
+    field.
 
     value: as a JSON parser gives it, of bounded depth and size.
     """
@@ -33,5 +34,5 @@ def check_values(value: Any, *, field: str) -> None:
                 item.encode()
             except UnicodeEncodeError as exc:
                 raise RequestError("contains half of a surrogate pair, which is not a character", field=field) from exc
-        elif isinstance(item, (int, float)) and not abs(item) <= LARGEST:  # NaN is below nothing
+        elif isinstance(item, (int, float)) and not abs(item) <= LARGEST:  # NaN is not below any number
             raise RequestError("contains a number that JSON does not allow", field=field)

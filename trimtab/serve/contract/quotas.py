@@ -16,11 +16,11 @@ MINUTE_S, DAY_S = 60.0, 86400.0
 
 @dataclass(frozen=True, kw_only=True)
 class KeyLimits:
-    """What one key may use (None: no limit of its own). name: what the log and the metrics call it.
+    """The limits of one key (None: no limit). name: in the log and the metrics.
 
     concurrent: requests that wait or are answered. requests_per_minute: requests that began in the last 60 seconds.
-    tokens_per_day: tokens of prompts and answers in the 24 hours from the first one that is counted; of a request that failed or
-    whose client left, those that were computed.
+    tokens_per_day: tokens of prompts and answers in the 24 hours after the first counted one; for a failed request, or
+    if the client left, the computed tokens.
     """
 
     name: str
@@ -63,7 +63,7 @@ class _Used:
 
 
 class Use:
-    """What one request uses: `charge` it with tokens, also after its end, and `leave` at the end."""
+    """The use of one request: `charge` it with tokens, also after its end, and `leave` at the end."""
 
     def __init__(self, used: _Used) -> None:
         self._used = used
@@ -90,16 +90,18 @@ class Quotas:
         self._used = {name: used for name, used in self._used.items() if name in names or used.running}
 
     def of(self, credential: str) -> KeyLimits | None:
-        """Return the limits of a request's key, None for a key without limits. credential: as the door has read it."""
+        """Return the limits of a request's key, None for a key without limits. credential: as access control has read
+        it.
+        """
         key_bytes = credential.encode("latin-1")
         best = None
-        for key, limits in self._limits.items():  # every one is compared, in constant time each
+        for key, limits in self._limits.items():  # all are compared, each in constant time
             if hmac.compare_digest(key_bytes, key.encode()):
                 best = limits
         return best
 
     def enter(self, limits: KeyLimits | None) -> Use:
-        """Count a request that begins, and return its use. Errors: QuotaError."""
+        """Count a new request, and return its use. Errors: QuotaError."""
         if limits is None:
             return Use(_Used())
         used, now = self._used.setdefault(limits.name, _Used()), self._now()

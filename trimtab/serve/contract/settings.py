@@ -1,4 +1,4 @@
-"""Settings of the server: how it listens and what it allows, checked once at the edge."""
+"""Settings of the server: its address and its limits, checked once when they are made."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from trimtab.serve.contract.inside_root import look, outside
 from trimtab.serve.contract.quotas import KeyLimits
 
 LOOPBACK_NAMES = ("localhost",)
-# What changes the server for every client, or costs it much.
+# Paths that change the server for every client, or are expensive.
 RELOAD = "/admin/reload"
 ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", RELOAD)
-# Which fields of a request a lenient server has not used.
+# The header with the unused fields of a request, in lenient mode.
 IGNORED_HEADER = "x-trimtab-ignored"
-# Limits of one image or audio clip, and those of all that a request has.
+# Limit of one image or audio clip -> limit of all in a request.
 TOTALS = {"image_pixels": "request_pixels", "audio_s": "request_audio_s"}
 _KEY = re.compile(r"[\x21-\x7e]+")
 _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", re.IGNORECASE)
@@ -28,19 +28,18 @@ _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The largest of everything that a client may send.
+    """The limits of everything that a client may send.
 
-    body_bytes: of a request; media_body_bytes: of one with images or audio, for models that take them. all_body_bytes: of
-    all requests that are being received or answered. json_values, json_depth: how many values a body may hold (token ids of
-    prompts that fit the context are not counted), and in how many brackets. image_pixels: of one picture;
-    request_pixels: of all pictures of one request. audio_s: seconds of one sound; audio_bytes: the same sound decoded;
-    request_audio_s: seconds of all sounds of one request. media_count: images and audio of one request. prompt_tokens: what
-    the chat template and media add is counted (None: the context alone is the limit). n: choices of one request, prompts
-    times `n`. tools: of one request, and calls of one message; tools_bytes: their definitions together.
-    embeddings: texts of one request. fetch_s: for one
-    address from first to last byte. send_s: how long a client may take nothing of its stream before it counts as gone.
-    connections: open at once. head_s, body_s: how long a request's head and its body may take to arrive. idle_s: how long a
-    connection may stay open between two requests.
+    body_bytes: of a request; media_body_bytes: of one with images or audio, for models that take them. all_body_bytes:
+    of all requests that are being received or answered. json_values, json_depth: number of values in a body (token ids
+    of prompts that fit the context are not counted), and their nesting. image_pixels: of one image; request_pixels: of
+    all images of one request. audio_s: seconds of one audio clip; audio_bytes: the same clip decoded; request_audio_s:
+    seconds of all audio clips of one request. media_count: images and audio of one request. prompt_tokens: including
+    those of the chat template and media (None: only the context is the limit). n: choices of one request, prompts times
+    `n`. tools: of one request, and calls of one message; tools_bytes: their definitions together. embeddings: texts of
+    one request. fetch_s: for one address from first to last byte. send_s: how long a client may read nothing of its
+    stream before it counts as disconnected. connections: open at once. head_s, body_s: how long a request's head and
+    its body may take to arrive. idle_s: how long a connection may stay open between two requests.
     """
 
     body_bytes: int = 2 * 2**20
@@ -49,7 +48,7 @@ class Limits:
     json_values: int = 16_384
     json_depth: int = 64
     image_pixels: int = 32 * 10**6
-    # As many as one image may have, or 16 images of 2 million: a tower shrinks each image to fewer (Gemma 4 to 0.65 million).
+    # One largest image, or 16 images of 2 million pixels: a tower shrinks each image further (Gemma 4 to 0.65 million).
     request_pixels: int = 32 * 10**6
     audio_s: float = 300.0
     request_audio_s: float = 300.0
@@ -84,8 +83,10 @@ class Limits:
 
     @classmethod
     def of(cls, texts: dict[str, str]) -> Limits:
-        """Return the limits with some of them given as text. A limit of all media of a request (`TOTALS`) that is not given is
-        at least that of one. Errors: RequestError for an unknown name or no number, or a single limit above its given total."""
+        """Return the limits with some of them set from text. An unset limit of all media of a request (`TOTALS`) is at
+        least that of one. Errors: RequestError for an unknown name, an invalid number, or a single limit above its set
+        total.
+        """
         known = {item.name: item for item in fields(cls)}
         values: dict[str, float] = {}
         for name, text in texts.items():
@@ -119,19 +120,18 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `trimtab serve` was told.
+    """The settings of `trimtab serve`.
 
-    host, port: where it listens; 0 takes a free port. api_keys: any of them opens the door; required as soon as the host is
-    not loopback. admin_keys: any of them opens ADMIN_PATHS as well, which a server with API keys and without these does not
+    host, port: of the listening socket; 0 takes a free port. api_keys: each gives access; required if the host is not
+    loopback. admin_keys: each also gives access to ADMIN_PATHS, which a server with API keys and without these does not
     have. adapter_root: the only folder below which clients may load adapters (None: clients may load none).
-    allow_fetch: host names that pictures may be fetched from (none by default). cors_origins: other sites whose pages may
-    call (none by default). queue_limit: how many requests of a model may wait. retry: a request that had sent nothing when
-    the worker died is answered by the next one. grace_s: how long running answers may take after SIGTERM. timeout_s: how
-    long one answer may take, its waiting included (None: as long as it takes). page: whether `/` shows the page.
-    key_limits: what some of the API keys may use.
-    share_prefixes: whether clients of different keys use each other's cached prefixes; by timing, a client can then learn
-    what others have sent. lenient: take fields of a request that have no effect here, and name them in the answer's IGNORED_HEADER.
-    otel: a trace per request (`tracing.py`).
+    allow_fetch: host names that images may be fetched from (none by default). cors_origins: other sites whose pages may
+    call this server (none by default). queue_limit: how many requests of a model may wait. retry: a request that had
+    sent nothing when the worker died is answered by the next one. grace_s: how long running answers may take after
+    SIGTERM. timeout_s: how long one answer may take, including its waiting time (None: no limit). page: whether `/`
+    shows the page. key_limits: limits of some API keys. share_prefixes: whether clients of different keys use each
+    other's cached prefixes; by timing, a client can then learn what others have sent. lenient: accept request fields
+    without effect, and name them in the answer's IGNORED_HEADER. otel: a trace per request (`tracing.py`).
     """
 
     host: str = "127.0.0.1"
@@ -168,7 +168,7 @@ class Settings:
     def _check_door(self) -> None:
         for name, keys in (("api_key", self.api_keys), ("admin_key", self.admin_keys)):
             if any(not _KEY.fullmatch(key) for key in keys):
-                # The key itself is not repeated: messages end up in logs.
+                # The message does not contain the key, because messages are logged.
                 raise RequestError("a key has visible ASCII characters, one at least, and no spaces", field=name)
         if set(self.admin_keys) & set(self.api_keys):
             raise RequestError("must not be an API key too: clients have those", field="admin_key")
@@ -188,14 +188,16 @@ class Settings:
 
     @property
     def allows_admin(self) -> bool:
-        """Whether this server is administered over HTTP: with a key of its own, or on this machine alone without any keys."""
+        """Whether this server can be administered over HTTP: with an admin key, or on loopback without any keys."""
         return bool(self.admin_keys) or not self.api_keys
 
     def adapter_path(self, requested: str) -> Path:
-        """Return the folder that a client's path names, below adapter_root. Errors: RequestError for anything outside it.
+        """Return the folder that a client's path names, below adapter_root. Errors: RequestError for anything outside
+        it.
 
-        Links are followed before the check, and what the caller reads is the resolved path: a link that is swapped later
-        leads nowhere new. The adapter's files may be links too, but not out of the root. The worker looks again around each read.
+        Links are followed before the check, and the caller reads the resolved path, so a link that is replaced later
+        has no effect. The adapter's files may be links too, but not out of the root. The worker checks again around
+        each read.
         """
         if self.adapter_root is None:
             raise RequestError(

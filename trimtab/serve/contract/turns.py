@@ -1,6 +1,7 @@
-"""The order of work that waits for a thread: clients take turns, so that many jobs of one client delay others by one at most.
+"""The order of work that waits for a thread: clients take turns, so that many jobs of one client delay others by at
+most one.
 
-A client is what a request's turn in the queue goes by too: an API key, or an address where there are no keys (`Job.sender`).
+A client is the same as in the queue of requests: an API key, or an address without keys (`Job.sender`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 
 class Waiting(Protocol):
-    """Work of one client. future: whoever cancels it needs the work no more."""
+    """Work of one client. future: cancelled if the work is not needed any more."""
 
     @property
     def client(self) -> str: ...
@@ -25,10 +26,10 @@ Entry = TypeVar("Entry", bound=Waiting)
 
 
 class ClientTurns(Generic[Entry]):
-    """Work that waits, and how much of each client is being done. The caller holds a lock around every call."""
+    """Waiting work, and the running work of each client. The caller holds a lock around every call."""
 
     def __init__(self) -> None:
-        # The client whose turn is longest ago comes first. Clients without waiting work are not remembered.
+        # The client whose last turn is the oldest comes first. Clients without waiting work are not stored.
         self._waiting: OrderedDict[str, list[Entry]] = OrderedDict()
         self._running: Counter[str] = Counter()
 
@@ -36,8 +37,9 @@ class ClientTurns(Generic[Entry]):
         return self._running[client]
 
     def add(self, entry: Entry) -> None:
-        """Put an entry behind all others of its client. Cancelled entries are dropped: one that leaves again and again would
-        otherwise leave entries behind while the threads are busy."""
+        """Add an entry after all others of its client. Cancelled entries are dropped: otherwise a client that keeps
+        cancelling would accumulate entries while the threads are busy.
+        """
         self._drop_cancelled()
         self._waiting.setdefault(entry.client, []).append(entry)
 
@@ -49,21 +51,22 @@ class ClientTurns(Generic[Entry]):
         return any(other != client for other in self._waiting)
 
     def in_turn(self) -> Iterator[Entry]:
-        """Give what waits in its order: the client with the least running work first, of those the one whose turn is longest ago,
-        and the oldest of each first."""
+        """Yield the waiting entries in order: the client with the least running work first, then the one whose last
+        turn is the oldest, and the oldest entry of each first.
+        """
         self._drop_cancelled()
         for client in sorted(self._waiting, key=self._running.__getitem__):
             yield from self._waiting[client]
 
     def take(self) -> Entry | None:
-        """Begin the next entry and return it; None if nothing waits."""
+        """Begin the next entry and return it; None without a waiting entry."""
         entry = next(self.in_turn(), None)
         if entry is not None:
             self.begin(entry)
         return entry
 
     def begin(self, entry: Entry) -> None:
-        """Count an entry that waited as running. The caller reports its end with `end`."""
+        """Count a waiting entry as running. The caller reports its end with `end`."""
         self._waiting[entry.client].remove(entry)
         self._drop_if_empty(entry.client)
         self._running[entry.client] += 1
@@ -73,7 +76,7 @@ class ClientTurns(Generic[Entry]):
         """Count the end of an entry that was begun."""
         self._running[client] -= 1
         self._running += Counter()  # clients without running work are dropped
-        self._put_last(client)  # behind those who came while it ran
+        self._put_last(client)  # after those who arrived while it ran
 
     def _put_last(self, client: str) -> None:
         if client in self._waiting:

@@ -1,1 +1,1 @@
-"""What are the bytes of a request's media?"""
+"""How are the images and audio of a request fetched and checked?"""

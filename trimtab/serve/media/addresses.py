@@ -1,13 +1,14 @@
-"""Whether an IP address is public, by IANA's registries and the same on every Python; and which addresses are one client's.
+"""Is an IP address public, by IANA's registries and equally on every Python? And which addresses belong to one client?
 
-What `ipaddress` calls global differs between Python releases, and it does not know every form in which an IPv6 address
-carries an IPv4 one. So both have to agree: `ipaddress`, and the networks below. Of IPv6 only global unicast (2000::/3) is public,
-and two forms with a public IPv4 address inside: IPv4-mapped, and the NAT64 prefix that everybody uses.
+`ipaddress` defines global addresses differently in different Python releases, and does not know every IPv6 form that
+contains an IPv4 address. So both must agree: `ipaddress`, and the networks below. In IPv6, only global unicast
+(2000::/3) is public, and two forms with a public IPv4 address inside: IPv4-mapped, and the well-known NAT64 prefix.
 
-Source, read in 2025: IANA IPv4 and IPv6 Special-Purpose Address Registries (RFC 6890 and its updates); RFC 1112 and 4291
-(multicast), 3879 (site-local), 4213 and 4291 (IPv4-compatible), 5214 (ISATAP), 6052 and 8215 (NAT64), 7526 (6to4),
-7915 (IPv4-translated), 9602 (SRv6), 9637 (documentation). Networks that a registry calls globally reachable although they lie
-inside one that is not (192.0.0.9, 2001:20::/28 and others) hold no server of pictures, and count as the one around them.
+Source, read in 2025: IANA IPv4 and IPv6 Special-Purpose Address Registries (RFC 6890 and its updates); RFC 1112 and
+4291 (multicast), 3879 (site-local), 4213 and 4291 (IPv4-compatible), 5214 (ISATAP), 6052 and 8215 (NAT64), 7526 (6to4),
+7915 (IPv4-translated), 9602 (SRv6), 9637 (documentation). Networks that a registry calls globally reachable although
+they are inside one that is not (192.0.0.9, 2001:20::/28 and others) have no servers of images, and count as the
+surrounding one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _V4 = tuple(
             "10.0.0.0/8",  # private
             "100.64.0.0/10",  # shared with carriers' customers (CGNAT)
             "127.0.0.0/8",  # loopback
-            "168.63.129.16/32",  # public, but answered inside Azure alone: the platform's own services
+            "168.63.129.16/32",  # public, but only answered inside Azure: the platform's services
             "169.254.0.0/16",  # link-local, where clouds keep their metadata
             "172.16.0.0/12",  # private
             "192.0.0.0/24",  # IETF protocols
@@ -51,15 +52,15 @@ _V6 = tuple(
 )
 _MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-# What one IPv6 host can take addresses from. RFC 4291 section 2.5.1, RFC 6177.
+# The network from which one IPv6 host can take addresses. RFC 4291 section 2.5.1, RFC 6177.
 _OF_ONE_CLIENT = 64
 THIS_MACHINE = "this machine"
-# Upper half of an interface identifier that carries an IPv4 address.
+# Upper half of an interface identifier with an IPv4 address.
 _ISATAP = (0x00005EFE, 0x02005EFE)
 
 
 def is_public(address: str) -> bool:
-    """Whether an address, and the IPv4 address that it carries, belongs to the public network."""
+    """Whether an address, and the IPv4 address inside it, are public."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv4Address):
         return ip.is_global and not any(ip in network for network in _V4)
@@ -72,10 +73,11 @@ def is_public(address: str) -> bool:
 
 
 def client_network(address: str) -> str:
-    """Return what stands for the client at an address: one client has many addresses, and would have as many turns.
+    """Return the network of the client at an address: a client with many addresses must not get many turns.
 
-    An IPv6 client is its /64, in which a host takes any address; one that carries an IPv4 address (IPv4-mapped, NAT64) is that.
-    All of loopback is this machine. What is no IP address is returned unchanged.
+    An IPv6 client is its /64, in which a host can take any address; an address with an IPv4 address inside
+    (IPv4-mapped, NAT64) is that one. All of loopback is this machine. A text that is no IP address is returned
+    unchanged.
     """
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])

@@ -1,7 +1,7 @@
 """Removes long base64 from a body before it is parsed as JSON, chunk by chunk.
 
-A parser holds the interpreter from the first byte of a text to its last: an image of 20 MiB would keep every other request of the
-process waiting for 10 to 30 ms. What is cut out is decoded in small pieces, and a random name stands in its place.
+A parser holds the GIL from the first byte of a string to its last: an image of 20 MiB would block every other request
+of the process for 10 to 30 ms. The removed base64 is decoded in small chunks, and a random name replaces it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 
-# More than the definitions of tools and a schema have, so that nothing of these is ever cut.
+# Larger than tool definitions and a schema, so that these are never cut.
 CUT_BYTES = 2**18
 PIECE_BYTES = 2**16
 WINDOW_BYTES = 2**20
-# After each piece: on a machine without a core to spare this thread would hold the interpreter most of the time, and every answer
-# of the event loop waits for it several times. An image of 20 MiB takes 0.15 s longer.
+# Pause after each chunk: on a machine without a free core, this thread would hold the GIL most of the time, and the
+# event loop would wait for it several times per answer. An image of 20 MiB takes 0.15 s longer.
 PAUSE_S = 0.0003
 _KEY = re.compile(rb'"(?P<name>url|image_url|data)"\s*:\s*$')
 _KEY_BYTES = 64
@@ -27,7 +27,7 @@ _HEAD = re.compile(rb"data:(?:[\w.+=;/-]|\\/){0,800};base64,", re.IGNORECASE)
 _HEAD_BYTES = 900
 _OTHER_ESCAPE = re.compile(rb"\\[^/]")
 
-# Name -> bytes, None for what is not base64.
+# Name -> bytes, None for invalid base64.
 Cut = Mapping[str, bytes | None]
 
 
@@ -47,9 +47,9 @@ def cut_media(body: bytes | bytearray) -> tuple[bytes | bytearray, Cut]:
 
 
 def _long_texts(body: bytes | bytearray) -> Iterator[tuple[int, int]]:
-    """Yield the places of two quotes with more than CUT_BYTES and no quote between them.
+    """Yield the positions of two quotes with more than CUT_BYTES and no quote between them.
 
-    Each such stretch holds a multiple of CUT_BYTES, so the quotes around every multiple are enough.
+    Each such range contains a multiple of CUT_BYTES, so the quotes around every multiple are enough.
     """
     place = CUT_BYTES
     while place < len(body):
@@ -63,7 +63,7 @@ def _long_texts(body: bytes | bytearray) -> Iterator[tuple[int, int]]:
 
 
 def _find(body: bytes | bytearray, what: bytes, start: int, end: int) -> int:
-    """Return where one byte is, -1 for nowhere: as `bytes.find`, with pauses on a long way."""
+    """Return the position of a byte, -1 if missing: like `bytes.find`, with pauses in a long search."""
     while start < end:
         at = body.find(what, start, min(start + WINDOW_BYTES, end))
         if at >= 0:
@@ -75,8 +75,9 @@ def _find(body: bytes | bytearray, what: bytes, start: int, end: int) -> int:
 
 
 def _first_of_base64(body: bytes | bytearray, start: int, end: int) -> int | None:
-    """Return where base64 begins in the text between two quotes; None if it is no image or audio, or written with escapes other
-    than those of slashes."""
+    """Return the start of base64 in the text between two quotes; None if it is no image or audio, or has escapes other
+    than those of slashes.
+    """
     key = _KEY.search(body[max(0, start - _KEY_BYTES) : start])
     head = _HEAD.match(body, start + 1, start + _HEAD_BYTES)
     if key is None or body[end - 1 : end] == b"\\" or _has_other_escapes(body, start + 1, end):
@@ -97,7 +98,7 @@ def _has_other_escapes(body: bytes | bytearray, start: int, end: int) -> bool:
 
 
 def _decoded(text: memoryview) -> bytes | None:
-    """Return what base64 holds, None for what is none. text: without escapes other than those of slashes."""
+    """Return the decoded bytes, None for invalid base64. text: without escapes other than those of slashes."""
     pieces, rest = [], b""
     try:
         for start in range(0, len(text), PIECE_BYTES):

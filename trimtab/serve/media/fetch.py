@@ -1,8 +1,8 @@
 """Images by URL: only from hosts that the operator named, never from a private network, within limits of size and time.
 
-The addresses a name resolves to are checked and then connected to, so that a name which answers differently the second
-time gains nothing. Redirects are not followed. One clock counts from the first packet to the last byte: at its end the
-socket is closed, whatever the other side drips into it.
+The resolved addresses of a name are checked, and the connection uses them, so that a different second resolution has no
+effect. Redirects are not followed. One deadline covers the time from the first packet to the last byte: then the socket
+is closed, even if single bytes still arrive.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from trimtab.serve.contract.settings import Settings
 from trimtab.serve.media.addresses import is_public
 
 CHUNK_BYTES = 64 * 2**10
-# Fetches at once, of all clients and of one: addresses that answer slowly hold up the client that sent them first.
+# Fetches at once, of all clients and of one: slow addresses first delay the client that sent them.
 AT_ONCE, OF_ONE_CLIENT = 8, 4
 
 
 class Fetcher:
-    """Fetches what the settings allow."""
+    """Fetches images from the allowed hosts."""
 
     def __init__(self, settings: Settings) -> None:
         self._hosts = {host.lower() for host in settings.allow_fetch}
         self._limits = settings.limits
-        # Of its own: fetches that hang must not hold up what else waits for threads.
+        # A separate pool: hanging fetches must not delay other work in threads.
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="trimtab-fetch")
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
@@ -50,7 +50,7 @@ class Fetcher:
         try:
             bodies = await asyncio.gather(*tasks)
         finally:
-            for task in tasks:  # what has not begun never does: nobody waits for it
+            for task in tasks:  # unstarted fetches never start: nothing waits for them
                 task.cancel()
         return dict(zip(checked, bodies, strict=True))
 
@@ -67,10 +67,10 @@ class Fetcher:
         except BaseException:
             turns.release()
             raise
-        # The turn ends with the thread's work, not with the request: that may be over before.
+        # The turn ends with the thread's work, not with the request, which may end earlier.
         reading.add_done_callback(end_turn)
         try:
-            # Resolving a name has no clock of its own.
+            # Resolving a name has no time limit.
             return await asyncio.wait_for(asyncio.wrap_future(reading), self._limits.fetch_s + 1)
         except asyncio.TimeoutError as exc:
             raise self._late(field) from exc
@@ -111,7 +111,7 @@ class Fetcher:
             finally:
                 clock.cancel()
                 connection.close()
-            if time.monotonic() >= until:  # a socket that the clock closed looks like an answer's end
+            if time.monotonic() >= until:  # a socket closed at the deadline looks like the end of an answer
                 raise self._late(field)
             return body
         except (OSError, http.client.HTTPException, ValueError) as exc:
@@ -125,14 +125,14 @@ class Fetcher:
         assert parts.hostname is not None
         connection.request("GET", path + query, headers={"Host": parts.hostname, "Accept": "image/*"})
         answer = connection.getresponse()
-        if answer.status != 200:  # a redirect too: where it leads has not been checked
+        if answer.status != 200:  # a redirect too: its target has not been checked
             raise RequestError(f"answered {answer.status}", field=field, value=parts.hostname)
         body = bytearray()
         while chunk := answer.read1(CHUNK_BYTES):
             body += chunk
             if len(body) > self._limits.fetch_bytes:
                 raise RequestError(f"is larger than {self._limits.fetch_bytes} bytes", field=field)
-        if answer.length:  # what was promised did not come
+        if answer.length:  # fewer bytes than announced
             raise http.client.IncompleteRead(bytes(body))
         return bytes(body)
 
@@ -152,7 +152,7 @@ class Fetcher:
         connection = http.client.HTTPConnection(host, port)
         connection.sock = raw
         if parts.scheme == "https":
-            # Shaken hands with later, under the clock.
+            # The TLS handshake follows later, under the deadline.
             connection.sock = ssl.create_default_context().wrap_socket(
                 raw, server_hostname=host, do_handshake_on_connect=False
             )
@@ -160,7 +160,7 @@ class Fetcher:
 
     @staticmethod
     def public_addresses(host: str, port: int, field: str) -> list[str]:
-        """Return the addresses of a host. Errors: RequestError if any of them is not a public one."""
+        """Return the addresses of a host. Errors: RequestError if any of them is not public."""
         try:
             addresses = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
         except (OSError, UnicodeError) as exc:

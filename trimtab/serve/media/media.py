@@ -1,8 +1,8 @@
 """Images and audio of a request: bytes from data URLs, base64 or allowed hosts, measured before they are decoded.
 
-Nothing here decodes pixels or samples; that is the worker's. What is checked here costs a few header bytes, so that a
-decompression bomb is refused in the process that survives it. Sizes are counted as they will be in memory, whatever
-seconds or bytes a header claims.
+Nothing here decodes pixels or samples; the worker does. The checks read only a few header bytes, so that a
+decompression bomb is refused before it is decoded. Sizes are counted as decoded in memory, independent of the seconds
+or bytes in a header.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trimtab.serve.media.cut_media import Cut
 
 IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp")
 AUDIO_FORMATS = ("wav", "flac", "ogg", "mp3")
-# How files begin that do not say in their head how long they are. The worker decodes no more of them than it has room for.
+# First bytes of formats without a length in their header. The worker limits the decoded length.
 _BEGINNINGS = {"ogg": re.compile(rb"OggS\0"), "mp3": re.compile(rb"ID3[\2-\4]|\xff[\xe2-\xff]")}
 SAMPLE_BYTES = 4  # samples are float32 once decoded
 
@@ -45,7 +45,9 @@ def from_data_url(url: str, *, field: str, cut: Cut | None = None) -> bytes:
 
 
 def from_text(text: str, *, field: str, cut: Cut | None = None, start: int = 0) -> bytes:
-    """Return what base64 holds, or the name of what was cut out of the body. start: where it begins. Errors: RequestError."""
+    """Return the decoded base64, or the bytes that were removed from the body under this name. start: of the base64.
+    Errors: RequestError.
+    """
     name = text[start : start + 64]
     if not cut or name not in cut:
         return from_base64(text, field=field, start=start)
@@ -55,7 +57,7 @@ def from_text(text: str, *, field: str, cut: Cut | None = None, start: int = 0) 
     return data
 
 
-# Pictures -------------------------------------------------------------------------------------------------------------
+# Images ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -91,7 +93,7 @@ class Total:
 
 
 def check_image(data: bytes, *, field: str, limits: Limits) -> int:
-    """Return the pixels of an image, by its header. Errors: RequestError if it is none, or larger than the limit."""
+    """Return the pixels of an image, by its header. Errors: RequestError if it is invalid, or larger than the limit."""
     header = image_header(data)
     if header is None:
         raise RequestError("is not a png, jpeg or webp image", field=field)
@@ -103,14 +105,14 @@ def check_image(data: bytes, *, field: str, limits: Limits) -> int:
     return header.width * header.height
 
 
-# Sounds ---------------------------------------------------------------------------------------------------------------
+# Audio ----------------------------------------------------------------------------------------------------------------
 
 
 def check_sound(data: bytes, kind: str, *, field: str, limits: Limits) -> float:
-    """Return the seconds of audio of the declared kind. Errors: RequestError if it is none, or beyond the limits.
+    """Return the seconds of audio of the declared kind. Errors: RequestError if it is invalid, or beyond the limits.
 
-    The length of ogg and mp3 is known only after decoding, and counts 0 here: the worker refuses audio that is longer than a
-    request may have, or than its plan counted.
+    The length of ogg and mp3 is known only after decoding, and counts 0 here: the worker refuses audio that is longer
+    than a request may have, or than its plan counted.
     """
     if kind not in AUDIO_FORMATS:
         raise RequestError(
@@ -139,10 +141,10 @@ def check_sound(data: bytes, kind: str, *, field: str, limits: Limits) -> float:
 
 
 def image_part(data: bytes, *, detail: str | None = None) -> dict[str, Any]:
-    """Return an image as a message part that the worker takes."""
+    """Return an image as a message part for the worker."""
     return {"type": "image", "image": data, **({"detail": "low"} if detail == "low" else {})}
 
 
 def sound_part(data: bytes) -> dict[str, Any]:
-    """Return an audio clip as a message part that the worker takes."""
+    """Return an audio clip as a message part for the worker."""
     return {"type": "audio", "audio": data}

@@ -1,1 +1,1 @@
-"""Which numbers and traces does the server give?"""
+"""Which metrics and traces does the server export?"""

@@ -32,18 +32,18 @@ QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 RECENT = 50
 TOKEN_KINDS = ("prompt", "cached", "completion")
-# What stands in the place of an adapter that is no longer loaded: its counts are added to these, so that no sum goes down.
+# Label for adapters that are no longer loaded: their counts are added here, so that no sum decreases.
 UNLOADED = "(unloaded)"
-# What `PrefixCache.numbers` says.
+# Values of `PrefixCache.numbers`.
 PREFIX_CACHE = {
     "lookups": "Prompts that were looked up", "hits": "Prompts with a cached prefix", "bytes": "Bytes of cached prefixes",
     "hit_tokens": "Tokens that were not computed again", "capacity_bytes": "Most bytes of cached prefixes",
     "evicted": "Evicted blocks and snapshots", "media_passes": "Passes of towers",
     "media_lookups": "Images and groups of audio that were looked up", "media_hits": "Those whose tower output was cached",
 }  # fmt: skip
-# Of these, what only grows as long as a worker lives.
+# Those that only grow while a worker lives.
 PREFIX_COUNTS = ("lookups", "hits", "hit_tokens", "evicted", "media_lookups", "media_hits", "media_passes")
-# Of what `LoadedModel.memory` measures.
+# Values of `LoadedModel.memory`.
 POOL = ("kv_tokens", "kv_reserved_tokens")
 MEMORY = (
     "gpu_bytes", "gpu_peak_bytes", "gpu_process_bytes", "gpu_process_is_estimate", "gpu_planned_bytes", "host_peak_bytes",
@@ -51,7 +51,7 @@ MEMORY = (
 
 
 class Metrics:
-    """One server's numbers; `begin` gives an object that follows one request."""
+    """One server's metrics; `begin` returns an object for one request."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -109,7 +109,7 @@ class Metrics:
                 ("kv_reserved_tokens", "Tokens of those that requests have reserved"),
                 ("gpu_bytes", "Bytes allocated on the device"),
                 ("adapter_host_bytes", "Bytes of adapters in host memory"),
-                ("adapter_host_budget_bytes", "Bytes that adapters may take in host memory beside the plan"),
+                ("adapter_host_budget_bytes", "Bytes that adapters may take in host memory in addition to the plan"),
                 ("gpu_peak_bytes", "Most bytes allocated on the device"), ("host_peak_bytes", "Most bytes of the process"),
                 ("gpu_process_bytes", "Bytes that the driver holds for the worker on the device"),
                 ("gpu_process_is_estimate", "1 where the driver does not report that figure"),
@@ -124,15 +124,16 @@ class Metrics:
             **options,
         )
         self.tier_bytes = Gauge("trimtab_tier_bytes", "Planned bytes of each tier", ["model", "tier"], **options)
-        # Which endings each adapter has been counted with: what `forget` has to find again.
+        # The endings counted for each adapter, for `forget`.
         self._endings: dict[tuple[str, str], set[str]] = {}
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
 
     def begin(
         self, model: str, adapter: str | None, *, choices: int, key: str | None = None, use: Use | None = None,
     ) -> Seen:  # fmt: skip
-        """Return what follows one request from here to its end. key: the name of its key, if that has one. use: charged with the
-        tokens of prompt and answer, and left at the end."""
+        """Return the counter of one request, used until its end. key: the name of its key, if any. use: charged with
+        the tokens of prompt and answer, and left at the end.
+        """
         return Seen(self, model, adapter or "", choices, key, use)
 
     def forget(self, adapter: str, model: str | None) -> None:
@@ -161,7 +162,7 @@ class Metrics:
             self.tokens.labels(model, adapter, kind)
 
     def responded(self, path: str, status: int) -> None:
-        """Count one HTTP response. path: of its route, as `journal.named` gives it."""
+        """Count one HTTP response. path: of its route, from `log.named`."""
         self.responses.labels(path, str(status)).inc()
 
     def ended(
@@ -179,7 +180,7 @@ class Metrics:
         return list(reversed(self._recent))
 
     def text(self, status: Mapping[str, Any]) -> tuple[bytes, str]:
-        """Return everything in Prometheus' text form, and its content type. status: as `Pool.status` gives it."""
+        """Return all metrics in Prometheus' text form, and its content type. status: from `Pool.status`."""
         for model in status["models"]:
             self._set(model)
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
@@ -198,7 +199,7 @@ class Metrics:
             **{f"prefix_cache_{key}": kept.get(key, 0) for key in PREFIX_CACHE if key not in PREFIX_COUNTS},
         }  # fmt: skip
         self.grown["worker_restarts"].see(name, model["restarts"])
-        if numbers:  # a worker that is not there has not counted less
+        if numbers:  # a missing worker has not counted less
             self.grown["adapter_swaps"].see(name, numbers.get("swaps", 0))
             self.grown["adapter_reloads"].see(name, numbers.get("reloads", 0))
             for key in PREFIX_COUNTS:
@@ -214,7 +215,7 @@ class Metrics:
 
 
 class _Grown:
-    """A counter of a value that the worker counts. A restarted worker begins at zero; this counter continues."""
+    """A counter of a value that the worker counts. A restarted worker starts at zero; this counter continues."""
 
     def __init__(self, counter: Any) -> None:
         self._counter = counter
@@ -227,8 +228,8 @@ class _Grown:
 
 
 def _fold(metric: Any, labels: tuple[str, ...], into: tuple[str, ...]) -> None:
-    """Add a series to another one of the same metric, and drop it."""
-    if labels not in metric._metrics:  # nothing was counted, such as the first text of an answer that had none
+    """Add a series to another one of the same metric, and remove it."""
+    if labels not in metric._metrics:  # nothing was counted, such as the first text of an empty answer
         return
     series, other = metric.labels(*labels), metric.labels(*into)
     if isinstance(metric, Counter):
@@ -251,7 +252,7 @@ def _versions() -> list[str]:
 
 @dataclass(eq=False)
 class Seen:
-    """One request under way."""
+    """One running request."""
 
     metrics: Metrics
     model: str
@@ -283,7 +284,9 @@ class Seen:
             self._count(event.usage)
 
     def _count(self, usage: Mapping[str, Any]) -> None:
-        """Charge what was computed. Choices of one prompt share it; a prompt may have gone through twice (scored_tokens)."""
+        """Charge the computed tokens. Choices of one prompt share it; a prompt may have been computed twice
+        (scored_tokens).
+        """
         prompt_tokens = usage.get("prompt_tokens", 0) - usage.get("shared_tokens", 0)
         completion_tokens = usage.get("completion_tokens", 0)
         self.prompt_tokens += prompt_tokens
@@ -296,7 +299,7 @@ class Seen:
             self.metrics.key_tokens.labels(self.key).inc(tokens)
 
     def dropped(self, usage: Mapping[str, Any]) -> None:
-        """Charge what was computed for a job that was cancelled, as the worker tells it: often behind the request's end."""
+        """Charge the computed tokens of a cancelled job, as the worker reports them, often after the request's end."""
         before = self.prompt_tokens, self.completion_tokens
         self._count(usage)
         if self.is_over:
@@ -306,13 +309,13 @@ class Seen:
             tokens.labels(*labels, "completion").inc(self.completion_tokens - before[1])
 
     def started(self) -> None:
-        """Record that a prompt has started. Of several choices the first counts."""
+        """Record that a prompt has started. Of several choices, only the first counts."""
         if self.queued_s is None:
             self.queued_s = time.monotonic() - self.arrived
             self.metrics.queued.labels(self.model, label_of(self.adapter)).observe(self.queued_s)
 
     def end(self, how: str) -> None:
-        """Take note of its end, once: "done", "cancelled" or the class of the error."""
+        """Record its end, once: "done", "cancelled" or the class of the error."""
         if self.is_over:
             return
         self.is_over = True

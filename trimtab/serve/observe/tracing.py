@@ -2,8 +2,9 @@
 
     pip install 'trimtab[otel]';  OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318 trimtab serve MODEL --otel
 
-A client's `traceparent` (W3C Trace Context) makes the request a part of its trace. Spans are made when a request has ended, from
-what the log knows of it. Names of attributes: OpenTelemetry's semantic conventions for HTTP and generative AI where there is one.
+A client's `traceparent` (W3C Trace Context) makes the request a part of its trace. Spans are made when a request has
+ended, from its log fields. Names of attributes follow OpenTelemetry's semantic conventions for HTTP and generative AI,
+if they exist.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from trimtab.errors import RequestError
 from trimtab.serve.contract.head_lines import Lines, list_of, value_of
 
 HINT = "pip install 'trimtab[otel]'"
-# Of a line of the log -> an attribute of the span.
+# Field of a log line -> attribute of the span.
 ATTRIBUTES = {
     "method": "http.request.method", "path": "url.path", "status": "http.response.status_code", "model": "gen_ai.request.model",
     "adapter": "trimtab.adapter", "key": "trimtab.key", "ended": "trimtab.ended", "request_id": "trimtab.request_id",
@@ -23,12 +24,13 @@ ATTRIBUTES = {
     "cached_tokens": "trimtab.cached_tokens",
 }  # fmt: skip
 SECOND_NS = 1_000_000_000
-# Others are the client's own, and a trace's name must not be. OpenTelemetry's semantic conventions for HTTP spans, "Name".
+# Other methods come from the client, and a span's name must not. OpenTelemetry's semantic conventions for HTTP spans,
+# "Name".
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH", "CONNECT", "TRACE")
 
 
 class Spans:
-    """Makes a request's spans. tracer: OpenTelemetry's. close: writes what has not been written yet, at the server's end."""
+    """Makes a request's spans. tracer: OpenTelemetry's. close: writes the remaining spans, at the server's end."""
 
     def __init__(self, tracer: Any, close: Callable[[], None] = lambda: None) -> None:
         from opentelemetry import trace
@@ -43,8 +45,8 @@ class Spans:
     ) -> str:  # fmt: skip
         """Make the spans of a request that has ended; returns the trace's id in hexadecimal.
 
-        headers: as ASGI has them. fields: of the request's line in the log. Times are nanoseconds since 1970; arrived_ns: when
-        its body had been read, from which `queue_s` and `first_token_s` count.
+        headers: in ASGI's form. fields: of the request's log line. Times are nanoseconds since 1970; arrived_ns: when
+        its body had been read, the start of `queue_s` and `first_token_s`.
         """
         parent, state = value_of(headers, "traceparent"), list_of(headers, "tracestate")
         carrier = {"traceparent": parent.decode("latin-1"), "tracestate": state.decode("latin-1")} if parent else {}
@@ -62,7 +64,7 @@ class Spans:
         inside = self._trace.set_span_in_context(span)
         arrived_ns = start_ns if arrived_ns is None else arrived_ns
         marks = [arrived_ns + int(fields[name] * SECOND_NS) for name in ("queue_s", "first_token_s") if name in fields]
-        # What came before the prompt, the prompt to its first token, the tokens: as far as it went.
+        # The time before the prompt, the prompt up to its first token, the tokens: as far as they exist.
         for name, begin, end in zip(("queue", "prompt", "decode"), [arrived_ns, *marks], [*marks, end_ns]):
             if marks and begin <= end:
                 self._tracer.start_span(name, context=inside, start_time=begin).end(end_time=end)
@@ -71,8 +73,9 @@ class Spans:
 
 
 def from_environment() -> Spans:
-    """Return spans that go where the variables OTEL_EXPORTER_OTLP_* say, over HTTP. Errors: RequestError where OpenTelemetry is
-    not installed."""
+    """Return spans that are exported over HTTP, as the variables OTEL_EXPORTER_OTLP_* configure. Errors: RequestError
+    if OpenTelemetry is not installed.
+    """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -80,7 +83,7 @@ def from_environment() -> Spans:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as exc:
         raise RequestError("OpenTelemetry is not installed", field="--otel", hint=HINT) from exc
-    # OTEL_SERVICE_NAME is read by the SDK, and comes before this one.
+    # The SDK reads OTEL_SERVICE_NAME, which overrides this name.
     provider = TracerProvider(resource=Resource.create({"service.name": "trimtab"}).merge(Resource.create()))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return Spans(provider.get_tracer("trimtab"), provider.shutdown)

@@ -1,1 +1,1 @@
-"""How do copies run on Ray?"""
+"""How do copies of the server run on Ray?"""

@@ -1,8 +1,8 @@
 """The configuration for Ray Serve: models, settings, copies and their resources, as plain values and as a file.
 
-Ray builds the application on a machine of the cluster, so everything that it needs travels as values that JSON has:
-`arguments_of` writes them, `read_arguments` makes models and settings of them there, and `config` is the file for
-`serve deploy`. Imports neither Ray nor torch.
+Ray builds the application on a machine of the cluster, so all inputs are sent as JSON values: `arguments_of` writes
+them, `read_arguments` converts them to models and settings there, and `config` is the file for `serve deploy`. Imports
+neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from trimtab.request import LoadRequest
 from trimtab.serve.contract.settings import Limits, Settings
 from trimtab.serve.worker.registry import ServedModel
 
-# Keys come from the command line or from here; on a cluster from here alone.
+# Keys come from the command line or from this variable; on a cluster only from this variable.
 KEY_VARIABLE, ADMIN_KEY_VARIABLE = "TRIMTAB_API_KEY", "TRIMTAB_ADMIN_KEY"
 IMPORT_PATH = "trimtab.serve.ray.deploy:application"
 NAME = "trimtab"
-# The name of what answers HTTP; no model's name begins like this.
+# The name of the HTTP deployment; no model's name begins like this.
 FRONT = "_front"
 _KEYS = {"api_keys": KEY_VARIABLE, "admin_keys": ADMIN_KEY_VARIABLE}
 _TUPLES = (*_KEYS, "allow_fetch", "cors_origins")
@@ -36,7 +36,7 @@ HEAD = f"""\
 
 
 def read_replicas(text: str) -> tuple[int, int]:
-    """Return the fewest and the most copies of "3" or "1..4". Errors: RequestError."""
+    """Return the fewest and the most copies in "3" or "1..4". Errors: RequestError."""
     low, dots, high = text.partition("..")
     try:
         replicas = int(low), int(high if dots else low)
@@ -51,10 +51,10 @@ def arguments_of(
     models: Sequence[ServedModel], settings: Settings, *, replicas: tuple[int, int] = (1, 1), gpus: float | None = None,
     cpus: float = 1.0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what an application is built of, as plain values. Paths that exist here become absolute.
+    """Return the inputs of an application, as plain values. Paths that exist here become absolute.
 
-    replicas: fewest and most copies of each model. gpus, cpus: one copy's share (gpus None: one for each copy of a model
-    that may use one, if Ray has any). Errors: RequestError for what has no effect or cannot hold on Ray.
+    replicas: fewest and most copies of each model. gpus, cpus: one copy's share (gpus None: one for each copy of a
+    model that may use one, if Ray has any). Errors: RequestError for settings without effect or without support on Ray.
     """
     if not cpus > 0:
         raise RequestError("must be above zero", field="--cpus-per-replica", value=cpus)
@@ -84,7 +84,7 @@ def _check(model: ServedModel, gpus: float | None) -> None:
             "not supported: the weight of an adapter with --ray", field="--adapter", value=f"{name}:{weight:g}"
         )
     if device.startswith("cuda:"):
-        raise RequestError("Ray gives each copy a GPU of its own; say cuda", field="device", value=device)
+        raise RequestError("Ray gives each copy a separate GPU; use cuda", field="device", value=device)
     if device == "cpu" and gpus:
         raise RequestError("has no effect on a model that is kept on the CPU", field=field, value=gpus)
     if device == "cuda" and gpus == 0:
@@ -103,7 +103,7 @@ def _table(model: ServedModel) -> dict[str, Any]:
 
 
 def _path(path: str | Path) -> str:
-    """Return a path as other processes find it; what is none here, such as a hub id, as it is."""
+    """Return a path that other processes can use; a text that is no path here, such as a hub id, unchanged."""
     return str(Path(path).resolve()) if Path(path).exists() else str(path)
 
 
@@ -136,7 +136,7 @@ def gpus_of(arguments: Mapping[str, Any], device: str) -> float:
 
 
 def config(arguments: Mapping[str, Any]) -> str:
-    """Return the file for `serve deploy`, in YAML; keys are left out. Errors: RequestError for a port of 0."""
+    """Return the file for `serve deploy`, in YAML, without keys. Errors: RequestError for a port of 0."""
     import yaml
 
     settings = {**arguments["settings"], **{name: [] for name in _KEYS}}
@@ -156,5 +156,7 @@ def config(arguments: Mapping[str, Any]) -> str:
 
 
 def deployment_name(model: str) -> str:
-    """Return what Ray calls a model's copies: its own name, with what a file's name may hold ("+" is in no model's name)."""
+    """Return Ray's name of a model's copies: the model's name with file-name characters only ("+" is in no model's
+    name).
+    """
     return model.replace("/", "+")

@@ -1,10 +1,10 @@
 """The server as a Ray Serve application: the same app and the same workers. Needs `pip install trimtab[ray]`.
 
-    application(arguments)   what Ray runs; also what the printed file names
-    run(arguments, ...)      deploys it, on the Ray that is reachable or a local one, and waits until it is told to end
+    application(arguments)   run by Ray; also named in the printed file
+    run(arguments, ...)      deploys it, on a reachable Ray or a local one, and waits until a signal ends it
 
-Ray Serve does what is distributed here: it starts, watches, replaces and multiplies copies, spreads requests, and sends those
-with an adapter to copies that have it. The front (`front.py`) is the single server's app, a copy (`replica.py`) its worker.
+Ray Serve starts, watches, replaces and scales copies, distributes requests, and sends those with an adapter to copies
+that have it. The ingress (`ingress.py`) is the single server's app, a copy (`replica.py`) its worker.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from trimtab.serve.http.listener import listen
 from trimtab.serve.ray.config import FRONT, NAME, deployment_name, gpus_of, read_arguments
 from trimtab.serve.worker.registry import ServedModel
 
-# Of what Ray offers, `broadcast` and an app made in the ingress came last.
+# The newest features of Ray in use: `broadcast`, and an app made in the ingress.
 OLDEST = "2.60"
 WATCH_S = 5.0
 CONNECT_S = 5.0
-# A model that cannot be loaded is not loaded twenty times over.
+# A model that cannot be loaded is not retried twenty times.
 CONSTRUCTOR_TRIES = 2
 HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 30.0
 
 
 def check_ray() -> Any:
-    """Return ray, with its Serve. Errors: RequestError that says how to get it."""
+    """Return ray, with its Serve. Errors: RequestError with the command that installs it."""
     hint = "pip install 'trimtab[ray]'"
     try:
         import ray
@@ -48,7 +48,7 @@ def check_ray() -> Any:
     return ray
 
 
-# What Ray runs ----------------------------------------------------------------------------------------------------------
+# The application ------------------------------------------------------------------------------------------------------
 
 
 def application(arguments: dict) -> Any:
@@ -68,7 +68,7 @@ def application(arguments: dict) -> Any:
 
 
 def _copies(model: ServedModel, settings: Settings, arguments: Mapping[str, Any]) -> Any:
-    """Return the deployment of one model's copies, with what each is made of."""
+    """Return the deployment of one model's copies, with the arguments of each."""
     from ray import serve
 
     from trimtab.serve.ray.replica import Replica
@@ -76,10 +76,10 @@ def _copies(model: ServedModel, settings: Settings, arguments: Mapping[str, Any]
     low, high = arguments["replicas"]
     scaling: dict[str, Any] = {"num_replicas": low}
     if low < high:
-        # More copies as soon as those there are have more to do than rows.
+        # More copies as soon as the present ones have more requests than rows.
         target = {"min_replicas": low, "max_replicas": high, "target_ongoing_requests": model.expected_rows}
         scaling = {"autoscaling_config": target}
-    # A copy has up to twice its rows, so that the next ones wait where the rows are; all others wait in the front.
+    # A copy accepts up to twice its rows, so that the next requests wait at the rows; all others wait in the ingress.
     settings_of_model = model.settings(max(settings.queue_limit, model.expected_rows), settings.limits)
     limit = model.resident_limit
     order = [*model.kept, *(name for name in model.adapters if name not in model.kept)]
@@ -98,12 +98,13 @@ def _copies(model: ServedModel, settings: Settings, arguments: Mapping[str, Any]
 
 
 def run(arguments: Mapping[str, Any], *, address: str | None = None, say: Callable[[str], None]) -> bool:
-    """Deploy and wait for SIGTERM or Ctrl-C; then take the application off Ray again, answers under way having their time.
+    """Deploy and wait for SIGTERM or Ctrl-C; then remove the application from Ray, with a grace time for running
+    answers.
 
-    Returns whether Ctrl-C ended it. address: of a Ray; None is the one that Ray itself finds, or a local one that is started now
-    and ends with this, as "local" always is.
-    Errors: RequestError if Ray is missing, too old, or not where it is said to be, or if it has not what the copies ask
-    for; DeviceError if it cannot start them.
+    Returns whether Ctrl-C ended it. address: of a Ray; None is the one that Ray itself finds, or a local one that is
+    started now and ends with this process, as "local" always is.
+    Errors: RequestError if Ray is missing, too old, or unreachable, or lacks the resources of the copies; DeviceError
+    if it cannot start them.
     """
     ray = check_ray()
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -123,7 +124,7 @@ def run(arguments: Mapping[str, Any], *, address: str | None = None, say: Callab
 def _begin(ray: Any, address: str | None, settings: Settings) -> bool:
     """Connect; returns whether a local Ray was started for it.
 
-    Errors: RequestError if no Ray is where one should be, or if a local one could not listen where it is to.
+    Errors: RequestError if no Ray is at the given address, or if a local one cannot listen on its ports.
     """
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     field = "--ray-address" if address is not None else "RAY_ADDRESS" if os.environ.get("RAY_ADDRESS") else None
@@ -139,16 +140,16 @@ def _begin(ray: Any, address: str | None, settings: Settings) -> bool:
             raise RequestError(
                 "no Ray cluster answers at this address", field=field, value=address or os.environ["RAY_ADDRESS"]
             )
-    listen(settings.host, settings.port).close()  # says who is in the way, as the single server does
+    listen(settings.host, settings.port).close()  # reports the process that uses the port, as the single server does
     ray.init(address="local", include_dashboard=False, **quiet)
     return True
 
 
 def _find_address(address: str | None) -> str | None:
-    """Return where Ray is said to be, or where it finds itself; None for nowhere."""
+    """Return the configured address of Ray, or the one that Ray finds; None without one."""
     if address is not None and address != "auto":
         return address
-    # ray.init does the same, but then waits minutes for a Ray that has ended without saying so.
+    # ray.init does the same, but then waits minutes for a Ray that has ended silently.
     from ray._private.services import get_ray_address_from_environment
 
     try:
@@ -168,9 +169,10 @@ def _answers(address: str) -> bool:
 
 
 def _shares(ray: Any, arguments: Mapping[str, Any], *, is_ours: bool, say: Callable[[str], None]) -> dict[str, Any]:
-    """Return the arguments with the GPUs of one copy decided. Errors: RequestError if the fewest copies have no room here.
+    """Return the arguments with the GPUs of one copy decided. Errors: RequestError if the fewest copies do not fit
+    here.
 
-    A cluster may grow, so there it is only said.
+    A cluster may grow, so there it is only a note.
     """
     total, devices = ray.cluster_resources(), [table["request"].get("device") for table in arguments["models"]]
     filled = {**arguments, "gpus": (1 if total.get("GPU") else 0) if arguments["gpus"] is None else arguments["gpus"]}
@@ -197,7 +199,7 @@ def _serve(
     there = _get_global_client(raise_if_no_controller_running=False)
     host, port = settings.host, settings.port
     if there is not None:
-        # Ray only warns, and goes on with the address that it has.
+        # Ray only warns, and continues with its present address.
         has = there.http_config
         if (has.host, has.port) != (host, port):
             hint = f"Give --host {has.host} --port {has.port}, or `serve shutdown` first"
@@ -217,7 +219,7 @@ def _serve(
         while not ended.wait(WATCH_S):
             _check_there()
     finally:
-        serve.delete(NAME)  # waits for what is being answered, as long as the grace time
+        serve.delete(NAME)  # waits for running answers, at most for the grace time
         if there is None and not is_ours:
             serve.shutdown()
 
@@ -237,7 +239,7 @@ def _deploy(arguments: dict[str, Any], ended: threading.Event) -> None:
 
 
 def _why(status: Any) -> str:
-    """Return the line that says what was wrong, out of all that Ray says."""
+    """Return the line with the cause, out of all output of Ray."""
     texts = [status.message, *(one.message for one in status.deployments.values())]
     lines = [line.strip() for text in texts for line in text.splitlines() if "Error" in line]
     return lines[-1] if lines else status.message
@@ -256,7 +258,7 @@ def _check_there() -> None:
 
 @contextmanager
 def _signals(ended: threading.Event) -> Iterator[list[int]]:
-    """Let SIGTERM and Ctrl-C ask for the end; a second one ends at once. Yields the list of those that came."""
+    """Let SIGTERM and Ctrl-C request the end; a second one ends at once. Yields the list of received signals."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received

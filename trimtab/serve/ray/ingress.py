@@ -1,8 +1,8 @@
 """The HTTP ingress inside Ray Serve: the single server's app and pool, with a copy of a model in place of each worker.
 
-`Replicas` is to the pool what a supervisor is on one machine: it takes jobs, tells their events and knows the state. Names,
-queues, deadlines, limits, keys and errors are therefore the same code. There is one front: what clients load at run time is
-known to it, and is gone if Ray has to start it again.
+`Replicas` has the interface of a supervisor: it takes jobs, emits their events and knows the state. Names, queues,
+deadlines, limits, keys and errors therefore use the same code. There is one ingress: it knows the adapters that clients
+loaded, and forgets them if Ray restarts it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from trimtab.serve.worker.supervisor import Emit, ModelFailedError, WorkerDiedEr
 POLL_S = 2.0
 ASK_S = 10.0
 TICK_S = 0.05
-# Which of a worker's numbers are added over copies; of the others the largest is shown.
+# Metrics of a worker that are summed over copies; of the others the largest is shown.
 ADDED = (
     "rows", "running", "waiting", "queue_limit", "counts", "swaps", "reloads", "kv_bytes", "kv_tokens", "kv_reserved_tokens",
 )  # fmt: skip
@@ -49,10 +49,10 @@ log = logging.getLogger("trimtab.serve")
 
 
 class Front:
-    """The ingress of the application. arguments: as `scale.arguments_of` gives them. handles: one per model, in their order."""
+    """The ingress of the application. arguments: from `config.arguments_of`. handles: one per model, in their order."""
 
     def __init__(self, arguments: Mapping[str, Any], *handles: Any) -> None:
-        # Streams would be cut by sse-starlette as soon as this process is told to end.
+        # sse-starlette would cut streams as soon as this process gets a signal.
         AppStatus.disable_automatic_graceful_drain()
         models, settings = read_arguments(arguments)
         most = arguments["replicas"][1]
@@ -61,7 +61,7 @@ class Front:
         def make(worker_settings: Mapping[str, Any], *, retry: bool, on_change: Callable[[str], None]) -> Any:
             return Replicas(next(left), worker_settings, retry=retry, on_change=on_change)
 
-        # The pool's queue begins where every row of every copy is taken.
+        # The pool's queue begins when every row of every copy is in use.
         wide = [replace(model, copies=most) for model in models]
         self._pool = Pool(wide, settings, together=len(models), make=make)
         extra = page_of(settings)
@@ -69,7 +69,7 @@ class Front:
         self._app = make_app(self._pool, settings, Metrics(), extra=extra, folders=self._pool.folders, spans=spans)
 
     def __serve_build_asgi_app__(self) -> Any:
-        """Return the app; Ray asks for it once this is made, and runs its start and end."""
+        """Return the app; Ray calls this once, and runs the app's start and end."""
         return self._app
 
 
@@ -90,7 +90,7 @@ class Replicas:
     ) -> None:
         self._handle, self._retry, self._on_change = handle, retry, on_change
         self._kept = set(worker_settings["kept"])
-        # What clients call an adapter -> what copies call it, and its folder. A name that is used again is a new adapter.
+        # Client's name of an adapter -> the copies' name, and its folder. A reused name is a new adapter.
         self._adapters: dict[str, tuple[str, Place]] = {
             name: (name, path) for name, path in worker_settings["adapters"].items()
         }
@@ -106,7 +106,7 @@ class Replicas:
         self._is_stopping = False
         self._lock = threading.Lock()
 
-    # Life -------------------------------------------------------------------------------------------------------------
+    # Start and end ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin to watch the copies; Ray starts and stops them."""
@@ -116,7 +116,7 @@ class Replicas:
             self._keeper = self._loop.create_task(self._keep())
 
     def drain(self, grace_s: float) -> None:
-        """Let running answers end within a time, then stop. Called from any thread but the loop's."""
+        """Let running answers end within a time limit, then stop. Called from any thread but the loop's."""
         self._is_stopping = True
         end = time.monotonic() + grace_s
         while self._running and time.monotonic() < end:
@@ -126,7 +126,7 @@ class Replicas:
     def stop(self) -> None:
         """End every running job with the error that the server stops."""
         self._is_stopping = True
-        with suppress(RuntimeError):  # the loop has ended: nobody waits any more
+        with suppress(RuntimeError):  # the loop has ended: nothing waits any more
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._end)
         self._become("stopped")
@@ -146,7 +146,7 @@ class Replicas:
     async def _keep(self) -> None:
         while True:
             answers: Sequence[Any] = ()
-            # Nothing answers while no copy runs, or while Ray replaces the one that would.
+            # No request is answered while no copy runs, or while Ray replaces it.
             with suppress(Exception):
                 call = self._handle.broadcast("numbers")
                 answers = await call.results_async(timeout_s=ASK_S, return_exceptions=True)
@@ -165,7 +165,7 @@ class Replicas:
         if ready:
             names = {key: name for name, (key, _) in self._adapters.items()}
             self.numbers, self.plan = summed([one["numbers"] for one in ready], names), ready[0]["plan"]
-        # Copies are known once they are loaded, so what is not ready was before.
+        # Copies are listed once they are loaded, so a copy that is not ready was ready before.
         self._become("ready" if ready else "loading" if self.plan is None else "restarting")
 
     # Work -------------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class Replicas:
         return len(self._running)
 
     def submit(self, job: Job, emit: Emit) -> None:
-        """Hand a job over; `emit` gets its events until "done" or "error". Errors: StoppingError."""
+        """Submit a job; `emit` gets its events until "done" or "error". Errors: StoppingError."""
         if self._is_stopping or self._loop is None:
             raise StoppingError
         task = self._loop.create_task(self._answer(job, emit))
@@ -196,7 +196,7 @@ class Replicas:
                 if error is None or has_spoken or not isinstance(error, WorkerDiedError):
                     return
         finally:
-            # Whoever cancels it takes it out first; a cancellation that nobody asked for is an end like others.
+            # `cancel` removes it first; any other cancellation is an end like others.
             if self._running.pop(job.id, None) is not None:
                 ended = (
                     StoppingError() if self._is_stopping else WorkerDiedError(None, "the copy of the model was lost")
@@ -229,10 +229,10 @@ class Replicas:
         if job.adapter is not None:
             if is_mix(job.adapter):
                 raise RequestError("not supported: a mix of adapters with --ray", field="adapter", value=job.adapter)
-            if job.adapter not in self._adapters:  # unloaded since its name was understood
+            if job.adapter not in self._adapters:  # unloaded after its name was resolved
                 raise UnknownModelError(job.adapter, list(self._adapters))
             key, path = self._adapters[job.adapter]
-            # Kept adapters are on every copy, so any will do.
+            # Pinned adapters are on every copy, so any copy can answer.
             handle = handle if job.adapter in self._kept else handle.options(multiplexed_model_id=key)
             job = replace(job, adapter=key)
         return handle.options(stream=True).answer.remote(job_to_message(job), path)
@@ -256,7 +256,7 @@ class Replicas:
         return self.numbers
 
     async def _load(self, name: str, path: Place) -> None:
-        """Have one copy read an adapter, which checks it; the others read it when they are first asked for it."""
+        """One copy reads and checks an adapter; the others read it at its first request."""
         key = f"{name[:50]}.{secrets.token_hex(4)}"
         try:
             error = await self._handle.options(multiplexed_model_id=key).load.remote(key, path)
@@ -267,11 +267,11 @@ class Replicas:
         self._adapters[name] = (key, path)
 
     async def _unload(self, name: str) -> None:
-        """Unload an adapter: requests under way end with it, and each copy drops it after its last."""
+        """Unload an adapter: running requests finish with it, and each copy drops it after its last one."""
         key, _ = self._adapters.pop(name)
         with suppress(
             Exception
-        ):  # a copy that cannot be told now holds some memory until it ends, and no request names it
+        ):  # an unreachable copy keeps some memory until it ends, but no request names the adapter
             await self._handle.broadcast("forget", key).results_async(timeout_s=ASK_S, return_exceptions=True)
 
 

@@ -1,9 +1,9 @@
 """One copy of a model inside Ray Serve: a supervised worker, as in the single server, and its loaded adapters.
 
-Ray's multiplexing knows which adapters were used here last, as many as may be on the model at once, and sends requests to
-a copy that has theirs. What Ray forgets stays in this copy's host memory, as it does on the single server: it costs a swap
-to come back, not a read. A copy is ready when its model is loaded; it is unhealthy once its worker is given up, and Ray
-then puts another in its place.
+Ray's multiplexing knows the adapters that were used here last, as many as may be on the model at once, and sends
+requests to a copy that has theirs. An adapter that Ray forgets stays in this copy's host memory, as on the single
+server: its next use costs a swap, not a read. A copy is ready when its model is loaded; it is unhealthy once its worker
+is given up, and Ray then replaces it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trimtab.serve.worker.ipc import event_to_message, job_from_message
 from trimtab.serve.worker.supervisor import ModelFailedError, Supervisor
 
 TICK_S = 0.05
-# The folder of an adapter; of one that a client has loaded with the folder that its files have to be in.
+# The folder of an adapter and, for a client's adapter, the folder that must contain its files.
 Place = str | tuple[str, str]
 
 
@@ -43,14 +43,14 @@ class Replica:
         self._paths: dict[str, Place] = dict(worker_settings["adapters"])
         self._kept = set(worker_settings["kept"])
         self._forgotten: set[str] = set()
-        # Requests that named an adapter; those whose adapter Ray did not count as here; adapters read from their files.
+        # Counts: requests that named an adapter; those whose adapter Ray did not know here; adapters read from files.
         self.asked = self.missed = self.read = 0
         self._supervisor = Supervisor(worker_settings, retry=retry)
         self._supervisor.start()
         try:
             await self._ready()
         except TrimtabError as exc:
-            # Ray keeps only its text, and some of our classes cannot be made from one.
+            # Ray keeps only its text, and some of trimtab's classes cannot be made from a text.
             raise RuntimeError(f"{type(exc).__name__}: {exc}") from None
         for name in self._paths:
             if name not in self._kept:
@@ -62,7 +62,7 @@ class Replica:
             self._supervisor.stop()
 
     async def check_health(self) -> None:
-        """Raise once the worker is given up; one that is coming back is none of Ray's business."""
+        """Raise once the worker is given up; Ray does not need to know of a restart."""
         if self._supervisor.state in ("failed", "stopped"):
             raise RuntimeError(str(ModelFailedError(self._supervisor.failure)))
 
@@ -75,7 +75,7 @@ class Replica:
     # Adapters ---------------------------------------------------------------------------------------------------------
 
     async def _have(self, name: str) -> str:
-        """Run by Ray for an adapter that it does not count as here."""
+        """Called by Ray for an adapter that it does not know here."""
         self.missed += 1
         await self._ready()
         if name not in self._supervisor.numbers.get("adapters", ()):
@@ -93,7 +93,7 @@ class Replica:
         await self._held(name)
 
     async def load(self, name: str, path: Place) -> Mapping[str, Any] | None:
-        """Read an adapter, and return what is wrong with it as an event carries it; None is nothing."""
+        """Read an adapter, and return its error in the form of an event; None without an error."""
         try:
             await self._bring(name, path)
         except TrimtabError as exc:
@@ -107,7 +107,7 @@ class Replica:
 
     async def _drop_forgotten(self) -> None:
         for name in sorted(self._forgotten & set(self._supervisor.numbers.get("adapters", ()))):
-            with suppress(TrimtabError):  # in use, or the worker is coming back: the next time
+            with suppress(TrimtabError):  # in use, or the worker is restarting: at the next call
                 await asyncio.wrap_future(self._supervisor.call("unload_adapter", name=name))
                 self._paths.pop(name, None)
 
@@ -120,7 +120,7 @@ class Replica:
         events: asyncio.Queue[Event] = asyncio.Queue()
 
         def emit(event: Event) -> None:
-            with suppress(RuntimeError):  # the loop has ended: nobody listens any more
+            with suppress(RuntimeError):  # the loop has ended: nothing reads events any more
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         is_over = False
@@ -141,10 +141,10 @@ class Replica:
                 self._supervisor.cancel(job.id)
 
     async def numbers(self) -> dict[str, Any]:
-        """Return what the page and the metrics show of this copy."""
+        """Return the values of this copy for the page and the metrics."""
         supervisor = self._supervisor
         if supervisor.state == "ready":
-            with suppress(TrimtabError):  # it has died since
+            with suppress(TrimtabError):  # it has ended since
                 await asyncio.wrap_future(supervisor.call("numbers"))
             await self._drop_forgotten()
         return {

@@ -1,6 +1,6 @@
 """An answer's text becomes the parts of a chat response: content, reasoning and calls, in the checkpoint's form.
 
-What a checkpoint cannot do is refused here in the words "not supported: NAME".
+Features that a checkpoint lacks are refused here with "not supported: NAME".
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from trimtab.errors import RequestError
 from trimtab.serve.contract.job import Event, Job, Token
 from trimtab.serve.grammar.constraint import AfterThought, Grammar
 
-# How many tokens at the end of a prompt are looked at for a thought that it opens.
+# How many tokens at the end of a prompt are searched for the start of reasoning.
 END_TOKENS = 12
 NO_EFFORT = ("none", "minimal")
 
 
 def is_chat(job: Job) -> bool:
-    """Whether a job's prompt is messages: only their answers have thoughts and calls."""
+    """Whether a job's prompt is messages: only their answers have reasoning and calls."""
     return isinstance(job.prompt, list) and not chat.is_token_ids(job.prompt)
 
 
@@ -60,7 +60,7 @@ def template_kwargs(job: Job, processor: Any) -> dict[str, Any]:
 
 
 class Reading:
-    """How one answer is read. reader: None where all of it is text. shown: control tokens that the reader has to see."""
+    """The reader of one answer. reader: None if all of it is text. shown: control tokens that the reader needs."""
 
     def __init__(self, job: Job, inputs: Inputs, processor: Any) -> None:
         self._job, self._form = job, AnswerForm()
@@ -68,13 +68,13 @@ class Reading:
         self.reader: AnswerReader | None = None
         self.shown: tuple[str, ...] = ()
         self._is_in_thought = False
-        # Tokens of text that is not sure yet.
+        # Tokens of undecided text.
         self._held: tuple[Token, ...] = ()
         if is_chat(job):
             self._form = chat.answer_form(processor, with_tools=bool(job.tools))
             self.shown = self._form.marks(with_calls=bool(job.tools))
         if self.shown or job.tools:
-            is_new = not job.continue_final_message  # what ends a continued prompt is a text, whatever it says
+            is_new = not job.continue_final_message  # the end of a continued prompt is always text
             self._is_in_thought = is_new and self._opens_thought(inputs.token_ids[-END_TOKENS:])
             functions = {tool["function"]["name"]: tool["function"].get("parameters") for tool in job.tools}
             allowed = list(functions) if job.must_call == "" else [job.must_call]
@@ -91,7 +91,7 @@ class Reading:
         return opened > closed and text.endswith((self._form.thoughts[0], f"{self._form.thoughts[0]}thought"))
 
     def constraint(self, grammar: Grammar) -> Constraint:
-        """Return what holds the answer to its schema or calls. Errors: RequestError."""
+        """Return the constraint of the answer's schema or calls. Errors: RequestError."""
         job = self._job
         if job.holds_calls and job.schema is None:
             functions = [tool["function"] for tool in job.tools]

@@ -1,6 +1,6 @@
 """Jobs become rows of a batch, and tokens become the text that clients receive.
 
-The engine's side of `engine_protocol.Engine`, on a loaded model; its adapters are on a shelf (`adapter_cache.py`).
+Implements `engine_protocol.Engine` on a loaded model; `adapter_cache.py` has its adapters.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ LEARN_SIDE, LEARN_S = 64, 10.0
 
 
 def decoded_bytes(job: Job, *, model_type: str, audio_s: float) -> int:
-    """Return how many bytes the media of a job take at most until they are inputs. audio_s: no more is decoded of all its audio."""
+    """Return the most bytes of a job's media before they are model inputs. audio_s: the most decoded seconds of all its
+    audio.
+    """
     parts = [part for message in job.prompt for part in message["content"] or () if isinstance(part, dict)]
     images = [picture_bytes(part["image"]) for part in parts if part["type"] == "image"]
     rate = max((sound_rate(part["audio"]) for part in parts if part["type"] == "audio"), default=0)
@@ -69,9 +71,10 @@ def decoded_bytes(job: Job, *, model_type: str, audio_s: float) -> int:
 
 
 class LoadedEngine:
-    """The scheduler's engine on a loaded model. rows: requests decoded together. prompt_limit: the most tokens of a prompt
-    (None: what the context holds). audio_s: most seconds of all audio of a request (None, or more than planned: those planned).
-    held: as `AdapterShelf` takes it."""
+    """The scheduler's engine on a loaded model. rows: requests decoded together. prompt_limit: the most tokens of a
+    prompt (None: the context). audio_s: most seconds of all audio of a request (None, or more than planned: the planned
+    ones). held: as for `AdapterShelf`.
+    """
 
     def __init__(
         self, model: LoadedModel, *, rows: int, kept: Iterable[str] = (), resident_limit: int | None = None,
@@ -95,20 +98,21 @@ class LoadedEngine:
         self._has_learned = threading.Event()
         self._has_learned.set()
         self._by_row: dict[Row, Answer] = {}
-        # Whose prompts or pieces go through or will soon: their adapters stay on the model.
+        # Answers whose prompts or pieces are computed now or soon: their adapters stay on the model.
         self._begun: list[Answer] = []
         self._times = ChunkTimes(model.device)
         self._grammar: Grammar | None = None
-        self._hidden: dict[tuple[str, ...], frozenset[int]] = {}  # of each form of answers: as many as a template has
-        # Told what may take long; a worker gives its own.
+        self._hidden: dict[tuple[str, ...], frozenset[int]] = {}  # one for each form of answers in a template
+        # Announces long work; a worker sets its own.
         self.pulse = Pulse(lambda message: None)
         # Whether the adapter of this name is still being prepared between steps.
         self.is_unprepared: Callable[[str], bool] = lambda name: False
 
     def capture(self) -> None:
-        """Capture what first requests would wait for; `capture_more` captures the rest.
+        """Capture the graphs of first requests; `capture_more` captures the rest.
 
-        Errors: DeviceError; CheckpointError if the model has no tokenizer that can be used: no prompt could be answered.
+        Errors: DeviceError; CheckpointError if the model has no tokenizer that can be used: no prompt could be
+        answered.
         """
         with self.model._out_of_memory_named("capturing the first steps"):
             self.batch.captures_ahead.prepare(self.shelf.held, first=True)
@@ -117,7 +121,9 @@ class LoadedEngine:
         self._preparing.start(self._learn_media)
 
     def _learn_media(self) -> None:
-        """Show the processor an image and a second of silence, so that a thread of the pool prepares the first real ones too."""
+        """Run the processor with an image and a second of silence, so that threads of the pool can prepare the first
+        real ones too.
+        """
         try:
             self._learn_images_and_audio()
         finally:
@@ -125,7 +131,7 @@ class LoadedEngine:
 
     def _learn_images_and_audio(self) -> None:
         request, processor = self.model.plan.request, self.model.processor
-        # A model may lack either, or have a processor that the first prompt will find wanting.
+        # A model may lack either, or have an unusable processor, which the first prompt reports.
         with suppress(Exception):
             if request.images and images_ahead(processor) is not None:
                 picture = Image.new("RGB", (LEARN_SIDE, LEARN_SIDE))
@@ -136,9 +142,9 @@ class LoadedEngine:
                 chat.prepare(self.model, "?", audios=[silence], device=torch.device("cpu"))
 
     def compile_ahead(self) -> None:
-        """Begin to read the vocabulary and to start the process of grammars, so that the first schema waits for neither."""
+        """Begin to read the vocabulary and to start the grammar process, so that the first schema waits for neither."""
         if self._grammar is None:
-            with suppress(TrimtabError):  # whoever sends a schema is told
+            with suppress(TrimtabError):  # requests with a schema get the error
                 self._compiling.warm(lambda: self._made_grammar().vocabulary())
 
     @property
@@ -146,17 +152,17 @@ class LoadedEngine:
         return not self.batch.captures_ahead.is_over
 
     def capture_more(self) -> None:
-        """Capture one more graph, or a few of one form, while nothing is answered. Errors: DeviceError."""
+        """Capture one more graph, or a few of one form, while no request runs. Errors: DeviceError."""
         with self.model._out_of_memory_named("capturing a step"):
             self.batch.captures_ahead.prepare_more(self.shelf.held)
 
-    # What the scheduler calls -----------------------------------------------------------------------------------------
+    # Scheduler interface ----------------------------------------------------------------------------------------------
 
     def prepare(self, job: Job) -> Future[Inputs] | Future[Compiled] | None:
         """Begin to make a job's inputs, on the host; None for token ids. Errors, in the future: as `begin`.
 
-        A schema may take seconds to compile: that has threads and processes of its own (compiling.py), and delays neither tokens
-        nor other prompts.
+        A schema may take seconds to compile. Separate threads and processes compile it (compiling.py), so it delays
+        neither tokens nor other prompts.
         """
         if chat.is_token_ids(job.prompt) and not _is_constrained(job):
             return None
@@ -166,7 +172,7 @@ class LoadedEngine:
         return self._compiling.after(prepared, job.sender, partial(self._compiled_aside, job))
 
     def _compiled_aside(self, job: Job, inputs: Inputs) -> Compiled:
-        """Return what `_compiled` returns. Errors: those of this job alone; the device is not used."""
+        """Return the result of `_compiled`. Errors: only those of this job; the device is not used."""
         try:
             return self._compiled(job, inputs)
         except RequestError as exc:
@@ -181,7 +187,7 @@ class LoadedEngine:
         return Compiled(inputs, reading, reading.constraint(self._made_grammar()) if _is_constrained(job) else None)
 
     def begin(self, job: Job, prepared: Inputs | Compiled | None = None) -> Answer:
-        """Check a job and return its answer. Errors: RequestError and what `chat.prepare` raises; MistakeError."""
+        """Check a job and return its answer. Errors: RequestError and those of `chat.prepare`; MistakeError."""
         with self._named("preparing a prompt"), self.pulse.work("preparing a prompt"):
             try:
                 given = self._inputs(job) if prepared is None else prepared
@@ -212,7 +218,7 @@ class LoadedEngine:
         scores = None
         if job.prompt_logprobs is not None:
             scores = PromptScores(self.model, inputs, adapter=job.adapter, top=job.prompt_logprobs)
-        # Tokens are copied with their chunk: a copy of their own waits for what the device computes.
+        # Tokens are copied with their chunk: a separate copy would wait for the device.
         if inputs.has_media:
             inputs = inputs.to(self.model.device)
         prompt = self.batch.begin(
@@ -223,7 +229,7 @@ class LoadedEngine:
             client=job.client,
             group=job.group,
         )
-        prompt.row.adapter = job.adapter  # it may be in host memory until its turn comes
+        prompt.row.adapter = job.adapter  # it may stay in host memory until its turn
         prompt.may_end_in_step = True
         before = inputs.token_ids if job.continues else ()
         hidden = self._hidden_ids(reading.shown)
@@ -231,7 +237,7 @@ class LoadedEngine:
         return Answer(job, prompt, prompt.row, detokenizer, time.monotonic(), reading=reading, scores=scores)
 
     def _told_at_once(self, job: Job, inputs: Inputs) -> Answer:
-        """Return the answer of a job that needs the tokenizer alone: it is over before it gets a row."""
+        """Return the answer of a job that needs only the tokenizer: it ends without a row."""
         answer = Answer(
             job, None, empty_row(self.model, job.adapter, job.request), None, time.monotonic(), is_over=True
         )
@@ -245,7 +251,7 @@ class LoadedEngine:
         return answer
 
     def _hidden_ids(self, shown: tuple[str, ...]) -> frozenset[int] | None:
-        """Return what a `Detokenizer` leaves out where these control tokens are part of the text; None if none is."""
+        """Return the ids that a `Detokenizer` omits if these control tokens are part of the text; None if none is."""
         if not shown:
             return None
         if shown not in self._hidden:
@@ -258,13 +264,13 @@ class LoadedEngine:
         return getattr(processor, "tokenizer", processor)
 
     def _inputs(self, job: Job) -> Inputs:
-        """Return a job's inputs on the host; a GPU that captures steps must not be given work by another thread."""
+        """Return a job's inputs on the host: another thread must not queue work on a GPU that captures steps."""
         try:
             check_first_tokens(job, self._tokenizer, self.model.context_tokens)
             if _is_constrained(job):
                 self._made_grammar()  # reading a large vocabulary takes longer than a step
             prompt = job.prompt
-            if isinstance(prompt, dict):  # a text to go on with, no chat
+            if isinstance(prompt, dict):  # a text to continue, no chat
                 tokenizer = self._tokenizer
                 text = prompt["text"]
                 adds_special = job.adds_special and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
@@ -307,7 +313,7 @@ class LoadedEngine:
         return self._grammar
 
     def is_prepared(self, adapter: str | None) -> bool:
-        """Whether each part of an adapter is on the model, or nothing of it is left to prepare."""
+        """Whether each part of an adapter is on the model or completely prepared."""
         return all(not self.is_unprepared(name) or self.shelf.is_resident(name) for name in parts_of(adapter))
 
     def is_ready(self, adapter: str | None) -> bool:
@@ -317,13 +323,13 @@ class LoadedEngine:
         return answer.needs_no_row or answer.prompt is None or self.batch.pages.has_room(answer.row)
 
     def _in_use(self) -> list[str | None]:
-        """Return the keys that rows and prompts on their way have."""
+        """Return the keys that rows and prompts in progress use."""
         rows = (*self.batch.active, *self.batch.placed, *(answer.row for answer in self._begun))
         return [row.adapter for row in rows]
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
-        """Sizes in tokens that prompts can be cut into; empty for any."""
+        """Chunk sizes in tokens; empty for any size."""
         prompts = self.batch.prompts
         return prompts.sizes if prompts.may_be_cut else prompts.sizes[-1:]
 
@@ -331,7 +337,7 @@ class LoadedEngine:
         return self._times.take()
 
     def choose(self, answer: Answer) -> None:
-        """Put an answer's adapter on the model, where it stays until the prompt is complete. Errors: as `prefill`."""
+        """Load an answer's adapter onto the model, where it stays until the prompt is complete. Errors: as `prefill`."""
         with self._named("reading a prompt"), self.pulse.work("an adapter's turn"):
             self._begin_adapter(answer)
             if answer.prompt is not None:
@@ -343,8 +349,9 @@ class LoadedEngine:
 
     @property
     def interleaves(self) -> bool:
-        """Whether each prompt has keys and values of its own, in host memory. Captured chunks write into one row of the batch's,
-        and batch-invariant prompts go through one at a time."""
+        """Whether each prompt has separate keys and values, in host memory. Captured chunks write into one row of the
+        batch, and batch-invariant prompts are computed one at a time.
+        """
         return self.model.device.type == "cpu" and not self.batch.prompts.is_on and not self.batch.is_invariant
 
     def passing_tokens(self, answer: Answer) -> int:
@@ -366,13 +373,13 @@ class LoadedEngine:
         try:
             return not self.batch.prompts.packs.has_place(answer.prompt)
         except Exception as exc:
-            # Behind a step it would end another's row; what is wrong is told where the prompt is computed.
+            # After a step, the error would end another row; it is reported where the prompt is computed.
             write_traceback(exc, "choosing a prompt")
             return True
 
     def prefill_together(self, candidates: Sequence[Answer], most_tokens: int) -> tuple[int, list[Answer]]:
-        """Compute several prompts in one pass, each with its adapter, where that is faster (`packed_prompts.Packs`). Complete
-        prompts have their places among the rows.
+        """Compute several prompts in one pass, each with its adapter, if that is faster (`packing.Packs`). Complete
+        prompts get their rows.
 
         Errors: as `prefill`; then nothing has changed.
         """
@@ -396,10 +403,10 @@ class LoadedEngine:
         return tokens, complete
 
     def prefill(self, answer: Answer, most_tokens: int) -> tuple[int, bool]:
-        """Compute the next chunk of the prompt. A complete prompt has its place among the rows.
+        """Compute the next chunk of the prompt. A complete prompt gets its row.
 
-        Errors: DeviceError if memory runs out. MistakeError for any other failure that leaves the device usable: it ends this
-        answer only.
+        Errors: DeviceError if memory runs out. MistakeError for any other failure that leaves the device usable: it
+        ends this answer only.
         """
         kind = "towers" if answer.needs_towers else "a prompt"
         with self._named("reading a prompt", answer.job), self.pulse.work(kind, answer.next_tokens(most_tokens)):
@@ -420,11 +427,11 @@ class LoadedEngine:
         return answer.prompt.chunk_tokens, is_through
 
     def reload(self, name: str, adapter: Any) -> bool:
-        """Answer with an adapter's new files from the next answer on; returns whether they differ. Errors: DoesNotFitError."""
+        """Use an adapter's new files from the next answer on; return whether they differ. Errors: DoesNotFitError."""
         return self.shelf.replace(name, adapter, self._in_use())
 
     def _begin_adapter(self, answer: Answer) -> None:
-        """Put an answer's adapter on the model. The answer keeps this adapter, whatever its name means later."""
+        """Load an answer's adapter onto the model. The answer keeps this adapter, even if its name later means another."""
         if answer.is_begun:
             return
         key = self.shelf.bring(answer.job.adapter, self._in_use())
@@ -435,8 +442,9 @@ class LoadedEngine:
                 one.adapter = key
 
     def arrive(self, answer: Answer) -> None:
-        """Give an answer whose prompt is through its row and its first token, which the next step draws where that computes the
-        prompt's last token. Errors: as `prefill`."""
+        """Give an answer with a computed prompt its row and its first token, which the next step samples if it computes
+        the prompt's last token. Errors: as `prefill`.
+        """
         assert answer.prompt is not None
         if answer.is_open:
             with self._named("reading a prompt"):
@@ -451,8 +459,9 @@ class LoadedEngine:
         self._told(answer, sampled)
 
     def piece(self, answer: Answer, most_tokens: int) -> tuple[int, bool]:
-        """Compute the next piece of an embedding, or of a prompt's log-probabilities, and wait for it: its time is one that others
-        wait. Errors: as `prefill`."""
+        """Compute the next piece of an embedding, or of a prompt's log-probabilities, and wait for it, because others
+        wait for it too. Errors: as `prefill`.
+        """
         with self._named("reading a prompt", answer.job), self.pulse.work("a piece", answer.next_tokens(most_tokens)):
             self._begin_adapter(answer)
             return pieces.run(answer, most_tokens, self.batch, self._tokenizer.decode)
@@ -544,7 +553,7 @@ class LoadedEngine:
 
 
 def empty_row(model: LoadedModel, adapter: str | None, request: GenerateRequest) -> Row:
-    """Return a row that is in no batch: of a job that draws no tokens."""
+    """Return a row outside any batch, for a job that samples no tokens."""
     return Row(adapter, request, [], 0, sampler=Sampler(request, model.device))
 
 

@@ -1,4 +1,6 @@
-"""What an engine's exceptions are for clients: memory that ran out, a mistake of ours, or a device that answers nothing more."""
+"""Converts an engine's exceptions for clients: out of memory, an unexpected failure, or a device that has become
+unusable.
+"""
 
 from __future__ import annotations
 
@@ -40,26 +42,26 @@ def named(what: str, device: torch.device, job: Job | None = None) -> Iterator[N
                 raise
             raise error from exc
         finally:
-            del error  # it refers to this frame, and by its cause to those that have the inputs
+            del error  # it refers to this frame, and through its cause to frames with the inputs
 
 
 def error_of(exc: BaseException, what: str, device: torch.device) -> TrimtabError:
-    """Return the error of an exception. Raises what the device says if it answers nothing more."""
+    """Return the error of an exception. Raises the device's error if the device is unusable."""
     if isinstance(exc, DeviceError) and exc.planned_bytes is not None:
-        # What was planned is for the log.
+        # The planned bytes are only for the log.
         write_traceback(exc, "the device has less memory than planned")
         short = str(exc).removeprefix(f"{exc.device}: ").split(":")[0]
         return DeviceError(short, device=exc.device, hint=LESS_HINT)
     if isinstance(exc, TrimtabError):
         return exc
     if not is_out_of_memory(exc) and not is_host_memory(exc):
-        # After some errors a GPU answers nothing more: this raises what it says then.
+        # After some errors a GPU is unusable: then this raises its error.
         torch.zeros(1, device=device).item()
     return error_on_host(exc, what, device)
 
 
 def error_on_host(exc: BaseException, what: str, device: torch.device) -> TrimtabError:
-    """Return the error of an exception without using the device. Clients do not receive what the log says."""
+    """Return the error of an exception without using the device. Clients do not receive the text in the log."""
     error_id = write_traceback(exc, f"internal error while {what}")
     if is_host_memory(exc):
         return DeviceError(f"out of host memory while {what}", device="cpu", hint=LESS_HINT)

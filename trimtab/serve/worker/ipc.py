@@ -1,7 +1,7 @@
 """Messages between the API process and the worker: one JSON object per message, with raw bytes. Never pickle.
 
-A message is a JSON frame {"message": ..., "blobs": [path, ...]} followed by one frame a blob; a path says where in the
-message those bytes belong, so that nothing a client writes can be taken for them.
+A message is a JSON frame {"message": ..., "blobs": [path, ...]} followed by one frame per blob. A path gives the
+position of those bytes in the message, so that text from a client cannot be confused with them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from trimtab.serve.contract.job import Event, Job, Token
 
 
 class Channel:
-    """One end of the pipe. `send` may be called from several threads; `receive` from one. Errors: EOFError, OSError when
-    the other end is gone."""
+    """One end of the pipe. `send` may be called from several threads; `receive` from one. Errors: EOFError, OSError
+    when the other end is closed.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._lock = connection, threading.Lock()
@@ -30,7 +31,7 @@ class Channel:
         self.send_frames(frames_of(message))
 
     def send_frames(self, frames: Sequence[bytes]) -> None:
-        """Send what `frames_of` returned."""
+        """Send the result of `frames_of`."""
         with self._lock:
             for frame in frames:
                 self._connection.send_bytes(frame)
@@ -46,20 +47,22 @@ class Channel:
         return message
 
     def poll(self, timeout_s: float | None) -> bool:
-        """Whether a message is waiting, within a time (None: however long it takes)."""
+        """Whether a message is waiting, within a time limit (None: no limit)."""
         return self._connection.poll(timeout_s)
 
     def close(self) -> None:
         self._connection.close()
 
 
-# How often the thread that receives looks whether its channel was closed.
+# How often the receiving thread checks whether its channel was closed.
 LOOK_S = 0.2
 
 
 class Inbox:
-    """The messages of a channel, received on a separate thread: images of a request take longer than a decode step to come through
-    a pipe. `poll`, `receive` and `rest` are called from one thread, and nobody else receives from the channel after `start`."""
+    """The messages of a channel, received on a separate thread: images of a request take longer through a pipe than a
+    decode step. `poll`, `receive` and `rest` are called from one thread, and no other code receives from the channel
+    after `start`.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._came = channel, threading.Condition()
@@ -74,11 +77,11 @@ class Inbox:
         message: dict[str, Any] | Exception = {}
         while not isinstance(message, Exception):
             try:
-                while not self._channel.poll(LOOK_S):  # a wait without an end would keep a closed pipe open
+                while not self._channel.poll(LOOK_S):  # a wait without a limit would keep a closed pipe open
                     pass
-                self._is_receiving = True  # before anything is taken out of the pipe, where `rest` looks
+                self._is_receiving = True  # before anything is read from the pipe that `rest` checks
                 message = self._channel.receive()
-            except Exception as exc:  # raised where the message is taken
+            except Exception as exc:  # raised in `receive`
                 message = exc
             with self._came:
                 self._messages.append(message)
@@ -86,12 +89,12 @@ class Inbox:
                 self._came.notify()
 
     def poll(self, timeout_s: float) -> bool:
-        """Whether a whole message has come, within a time."""
+        """Whether a whole message has arrived, within a time limit."""
         with self._came:
             return bool(self._messages or (timeout_s and self._came.wait_for(lambda: self._messages, timeout_s)))
 
     def receive(self) -> dict[str, Any]:
-        """Return the next message, once `poll` has said that there is one. Errors: as `Channel.receive`, again at every call."""
+        """Return the next message, after `poll` has returned True. Errors: as `Channel.receive`, again at every call."""
         with self._came:
             message = self._messages[0]
             if isinstance(message, Exception):
@@ -99,7 +102,7 @@ class Inbox:
             return self._messages.popleft()  # type: ignore[return-value]
 
     def rest(self) -> Iterator[dict[str, Any]]:
-        """Yield what has been sent until now, also what is on its way; nothing more once the channel is closed."""
+        """Yield all messages sent until now, including those in transit; nothing after the channel is closed."""
         while True:
             is_sent = False
             with suppress(OSError):
@@ -117,7 +120,7 @@ _PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
 def frames_of(message: Mapping[str, Any]) -> list[bytes]:
-    """Return the frames of a message. Errors: ValueError and others for what JSON cannot hold."""
+    """Return the frames of a message. Errors: ValueError and others for values that JSON cannot represent."""
     blobs: list[bytes] = []
     paths: list[list[str | int]] = []
     plain = _without_blobs(message, [], blobs, paths)
@@ -154,7 +157,7 @@ def job_from_message(message: Mapping[str, Any]) -> Job:
 
 
 def event_to_message(event: Event) -> dict[str, Any]:
-    """Return an event as plain values, without what is empty."""
+    """Return an event as plain values, without empty fields."""
     values = {item.name: getattr(event, item.name) for item in fields(Event)}
     values["tokens"] = [[token.token_id, token.text, token.logprob, token.top] for token in event.tokens]
     return {name: value for name, value in values.items() if value}

@@ -1,15 +1,18 @@
-"""Whether a worker goes on: its loop beats and announces what may take long, and whoever hears neither looks for signs of work.
+"""Detects whether a worker still makes progress: its loop sends beats and announces long work; without either, the
+parent checks its activity.
 
-    Pulse     the worker's side: what a piece of work is likely to take, announced before it begins if that is long
-    Silence   the API process's side: since when nothing was heard, whether that is too long, and whether the worker is ended
+    Pulse     the worker's side: the expected time of a piece of work, announced before it begins if it is long
+    Silence   the API process's side: since when nothing was received, whether that is too long, and when to end it
 
-The loop that makes tokens beats, not a thread beside it: a loop that hangs is silent. One call can be long without a fault, such
-as a chunk of a prompt on a slow CPU. The worker knows how long work of a kind has taken per unit, and announces a bound before it
-begins where that is more than `LONG_S`, or not known. A worker that is silent without a bound, or beyond it, is not ready.
+The loop that makes tokens sends the beats, not a separate thread, so a loop that hangs is silent. One call can be long
+without a fault, such as a prompt chunk on a slow CPU. The worker knows how long work of a kind has taken per unit, and
+announces a bound before it begins if the bound is more than `LONG_S` or unknown. A worker that is silent without a
+bound, or beyond it, is not ready.
 
-It is ended later, and only if it does nothing: the processor time of a process that hangs or was stopped stands still, while that
-of one on a machine that swaps goes on, or it reads. That is believed up to `most_s`, since a loop can also run without end. Silence
-is counted in looks: where looks come late, this process was stopped or the machine slept, and the worker perhaps with it.
+It is ended later, and only if it does nothing: the CPU time of a process that hangs or was stopped does not grow, while
+that of one on a swapping machine does, or it reads. Activity is accepted up to `most_s`, since a loop can also run
+without end. Silence is counted in checks: if checks are late, this process was stopped or the machine slept, and
+perhaps the worker too.
 """
 
 from __future__ import annotations
@@ -22,25 +25,25 @@ from typing import Any
 
 from trimtab.process.runner import Activity
 
-# Between two beats of a worker that has nothing else to say.
+# Seconds between two beats of a worker without other messages.
 BEAT_S = 0.5
-# Expected work that is announced, and its bound: so many times what is expected, within these seconds.
+# Expected seconds from which work is announced, and its bound: a multiple of the expected time, within these seconds.
 LONG_S, MARGIN, LEAST_S, MOST_S = 1.0, 10.0, 30.0, 900.0
 # The bound of work of a kind that has not run yet: a first time may compile or capture.
 FIRST_S = 300.0
-# What a kind took longest per unit fades with each time that it took less.
+# The longest time per unit of a kind decays with each shorter one.
 FADE = 0.9
 
 
 class Pulse:
-    """What a worker's loop announces. send: to the API process. now: seconds."""
+    """The announcements of a worker's loop. send: to the API process. now: seconds."""
 
     def __init__(self, send: Callable[[Mapping[str, Any]], None], *, now: Callable[[], float] = time.monotonic) -> None:
         self.send, self.now = send, now
         self.unit_s: dict[str, float] = {}
 
     def work(self, kind: str, units: float = 1.0) -> _Work:
-        """Return a context for a piece of work. units: what its time is proportional to, such as tokens."""
+        """Return a context for one unit of work. units: the quantity to which its time is proportional, such as tokens."""
         return _Work(self, kind, max(units, 1.0))
 
 
@@ -71,8 +74,9 @@ class _Work:
 class Patience:
     """Seconds of silence.
 
-    unresponsive_s: until a worker is not ready. restart_s: until one that does nothing is ended. most_s: until any is. loading_s:
-    the same of one that loads: it says so after every block, but to start Python, to plan and to read one block may take long.
+    unresponsive_s: until a worker is not ready. restart_s: until an inactive one is ended. most_s: until any silent one
+    is ended. loading_s: the same while loading: a worker reports after every block, but starting Python, planning and
+    reading one block may be slow.
     """
 
     unresponsive_s: float = 4.0
@@ -82,41 +86,42 @@ class Patience:
 
     @property
     def look_s(self) -> float:
-        """Seconds between two looks."""
+        """Seconds between two checks."""
         return self.unresponsive_s / 8
 
 
 class Silence:
-    """How long nothing was heard of one worker. patience: its limits. work: what the worker has done since its start, None if it is
-    stopped."""
+    """The silence of one worker. patience: its limits. work: the worker's activity since its start, None if it is
+    stopped.
+    """
 
     def __init__(self, patience: Patience, work: Callable[[], Activity | None]) -> None:
         self.patience, self._work = patience, work
         self.silent_s = 0.0
-        self._bound_s = 0.0  # until then announced work may take
+        self._bound_s = 0.0  # announced work may take until then
         self._before: Activity | None = None
         self._due_s = self._window_s = 0.0
 
     def heard(self) -> None:
-        """Take note of a beat, or of any other message but `announced` ones."""
+        """Record a beat, or any other message except `announced` ones."""
         self.silent_s = self._bound_s = 0.0
 
     def announced(self, most_s: float) -> None:
-        """Take note of work that may take so long. Work that contains it may have announced more."""
+        """Record work that may take this long. An outer unit of work may have announced more."""
         self._bound_s = max(self._bound_s - self.silent_s, most_s)
         self.silent_s = 0.0
 
     def looked(self, seconds: float) -> None:
-        """Take note of a look at which nothing was heard, so many seconds after the last one."""
+        """Record a check without a new message, this many seconds after the last one."""
         self.silent_s += min(seconds, 2 * self.patience.look_s)
 
     @property
     def is_unresponsive(self) -> bool:
-        """Whether the worker should have said something."""
+        """Whether the worker should have sent a message."""
         return self.silent_s > max(self.patience.unresponsive_s, self._bound_s)
 
     def is_over(self, *, is_loading: bool) -> bool:
-        """Whether the worker is to be ended."""
+        """Whether to end the worker."""
         if is_loading:
             return self.silent_s > max(self.patience.loading_s, self._bound_s)
         if not self.is_unresponsive:

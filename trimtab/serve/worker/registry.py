@@ -48,14 +48,13 @@ MEDIA = ("image", "audio")
 class ServedModel:
     """One model of a server.
 
-    request: what is planned, without adapters. rows: requests decoded together (None: as `row_count.plan_rows` plans).
-    adapters: name -> folder. kept: never taken off the model. resident_limit:
-    how many adapters may be on it at once (None: as many as fit). idle_unload_s: the worker is stopped after so many quiet
-    seconds (None: never). supports: which of "image" and "audio" clients may send; what the model itself lacks is refused
-    in any case. decode: how steps are computed, as `trimtab.load` has it. copies: workers that answer for the
-    same model, each with so many rows. weights: of adapters that answer with another weight than 1 where a request names
-    them alone or in a mix without a number. stop_at_turn_end: whether answers end where the chat template ends a turn (None: where
-    the tokenizer names that token).
+    request: to plan, without adapters. rows: requests decoded together (None: as `row_count.plan_rows` plans).
+    adapters: name -> folder. kept: never removed from the model. resident_limit: how many adapters may be on it at once
+    (None: as many as fit). idle_unload_s: the worker is stopped after this many idle seconds (None: never). supports:
+    which of "image" and "audio" clients may send; modalities that the model lacks are always refused. decode: as for
+    `trimtab.load`. copies: workers for the same model, each with this many rows. weights: of adapters with another
+    weight than 1 if a request names them alone or in a mix without a number. stop_at_turn_end: whether answers end at
+    the chat template's end-of-turn token (None: if the tokenizer names that token).
     """
 
     name: str
@@ -94,12 +93,12 @@ class ServedModel:
 
     @property
     def expected_rows(self) -> int:
-        """How many rows the workers will have at most, all copies together, before they have planned."""
+        """The most rows of all copies together, before they have planned."""
         return self.copies * (PLANNED[0] if self.rows is None else self.rows)
 
     def settings(self, queue_limit: int, limits: Limits) -> dict[str, Any]:
         """Return the settings of the worker. limits: of requests, some of which bound its memory."""
-        # In full, so that what the worker says of a file can be told from the other words of a message.
+        # An absolute path, so that it can be recognized in the worker's messages.
         request = replace(self.request, model=in_full(self.request.model))
         adapters = {name: in_full(path) for name, path in self.adapters.items()}
         return {
@@ -114,7 +113,7 @@ class ServedModel:
         }  # fmt: skip
 
 
-# What a model's table may say, and what it fills in LoadRequest.
+# Keys of a model's table -> fields of LoadRequest.
 _PLACEMENT = {
     "quant": "quant", "dtype": "dtype", "context": "context_tokens", "gpu_memory": "gpu_memory_bytes",
     "host_memory": "host_memory_bytes", "images": "images", "audio_s": "audio_s", "place": "place",
@@ -192,8 +191,9 @@ def read_registry(path: str | Path, *, is_config: bool = False) -> tuple[ServedM
 
 
 def check_present(models: Sequence[ServedModel]) -> None:
-    """Raise CheckpointError with every model and adapter that is not on this machine or not whole, AdapterError for one that none
-    can use. Reads headers alone."""
+    """Raise CheckpointError with every model and adapter that is missing or incomplete on this machine, AdapterError
+    for an unusable one. Reads only headers.
+    """
     problems = []
     for model in models:
         try:
@@ -212,7 +212,7 @@ def check_present(models: Sequence[ServedModel]) -> None:
     for path, (name, model_name) in first_uses.items():
         try:
             read_adapter(path)
-        except AdapterError as exc:  # over HTTP an error has no path: the name says which adapter it is about
+        except AdapterError as exc:  # over HTTP, an error has no path, so the name identifies the adapter
             told = [f"adapter {name} of {model_name}: {problem}" for problem in exc.problems]
             raise AdapterError(path, told, hint=exc.hint) from exc
 
@@ -230,7 +230,7 @@ def _model(name: str, table: Any, folder: Path) -> tuple[ServedModel | None, lis
 
 
 def _table_problems(table: Mapping[str, Any], folder: Path) -> list[str]:
-    """Return everything that is wrong in one model's table, each as "key: what"."""
+    """Return all problems of one model's table, each as "key: problem"."""
     problems = []
     for key, value in table.items():
         kinds = _KINDS.get(key)
@@ -266,7 +266,7 @@ def _folder_problem(path: Any, folder: Path) -> str | None:
 
 
 def _weighted(text: str, folder: Path) -> tuple[str, float]:
-    """Return the folder and weight of `PATH[:WEIGHT]`, the path as the worker will read it."""
+    """Return the folder and weight of `PATH[:WEIGHT]`, the path in the form for the worker."""
     if Path(_path(text, folder)).is_dir():
         return _path(text, folder), 1.0
     path, weight = split_weight(text, field="adapters")
@@ -301,19 +301,19 @@ def _made(name: str, table: Mapping[str, Any], folder: Path) -> ServedModel:
 
 
 def in_full(path: str) -> str:
-    """Return the absolute path of what is on this machine; a hub id stays one."""
+    """Return the absolute path of a local file or folder; a hub id is returned unchanged."""
     return os.path.abspath(path) if Path(path).exists() else path
 
 
 def _path(value: Any, folder: Path) -> str:
-    """Return a path as the worker will read it: relative ones from the file's folder, a hub id as it is."""
+    """Return a path in the form for the worker: relative paths from the file's folder, a hub id unchanged."""
     text = str(value)
     beside = folder / text
     return str(beside) if beside.exists() else text
 
 
 def _shared_names(models: list[ServedModel]) -> list[str]:
-    """Return a problem for every name that a client could not tell apart."""
+    """Return a problem for every ambiguous name."""
     names = {model.name for model in models}
     return [
         f"models.{model.name}.adapters.{name}: is also the name of a model"
@@ -324,7 +324,7 @@ def _shared_names(models: list[ServedModel]) -> list[str]:
 
 
 def check_sharing(models: Sequence[ServedModel], settings: Settings) -> None:
-    """Raise RequestError where clients should share a prefix cache and no model has one."""
+    """Raise RequestError if clients should share a prefix cache but no model has one."""
     if settings.share_prefixes and not any(model.request.prefix_cache_bytes for model in models):
         raise RequestError(
             "has no effect without a prefix cache", field="share_prefix_cache", value=True,

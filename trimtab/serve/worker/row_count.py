@@ -1,7 +1,8 @@
 """The number of requests that a worker decodes together: the requested one, or the most that moves no block.
 
-More rows need more memory for keys and values, logits and graphs. Where nobody names a number, the worker takes the largest of
-`PLANNED` whose plan keeps every block where the plan of the smallest keeps it, and runs prompts and steps the same way.
+More rows need more memory for keys and values, logits and graphs. Without a requested number, the worker takes the
+largest of `PLANNED` whose plan keeps every block in the same tier as the plan of the smallest, and runs prompts and
+steps in the same way.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from trimtab.planning.values.execution import BUCKETS
 from trimtab.request import LoadRequest
 
 MOST_ROWS = max(BUCKETS)
-# Tried in this order; the last one is planned whatever it costs.
+# Tried in this order; the last one is always accepted.
 PLANNED = (32, 16, 8)
 
 
 def check_rows(rows: int | None) -> None:
-    """Raise RequestError for a number of rows that steps are not made for; None stands for a planned number."""
+    """Raise RequestError for an unsupported number of rows; None means a planned number."""
     if rows is not None and not 1 <= rows <= MOST_ROWS:
         raise RequestError(f"must be between 1 and {MOST_ROWS}", field="rows", value=rows)
 
@@ -44,7 +45,7 @@ def plan_rows(request: LoadRequest, rows: int | None, make: Callable[[LoadReques
 
 
 def _is_as_good(candidate: Plan, least: Plan) -> bool:
-    """Whether more rows leave every block in its tier, and prompts and steps as they run."""
+    """Whether more rows keep every block in its tier, and the modes of prompts and steps."""
     placements = [[(one.block_path, one.tier, one.home) for one in plan.placements] for plan in (candidate, least)]
     phases = [
         (plan.execution.step.mode, plan.execution.prompt.chunks, plan.execution.head, plan.staging_slots)

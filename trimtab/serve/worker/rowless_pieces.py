@@ -1,4 +1,4 @@
-"""The next piece of an embedding, or of the log-probabilities of a prompt, and what is told of it: answers that need no row."""
+"""The next piece of an embedding, or of a prompt's log-probabilities, and its events: answers that need no row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Decode = Callable[[list[int]], Any]
 
 
 def run(answer: Answer, most_tokens: int, batch: Batch, decode: Decode) -> tuple[int, bool]:
-    """Compute the next piece and wait for it, because others wait as long. Return its tokens, and True when it was the last.
+    """Compute the next piece and wait for it. Return its tokens, and True when it was the last.
 
     decode: token ids -> text. Errors: those of the model.
     """
@@ -36,8 +36,9 @@ def run(answer: Answer, most_tokens: int, batch: Batch, decode: Decode) -> tuple
 
 
 def _most_embedded(batch: Batch, most_tokens: int) -> int:
-    """Return the most tokens of a piece of an embedding. On a GPU its kernels are launched one by one, which takes as long for few
-    tokens as for many. Batch-invariant answers do not depend on the load, and neither do their embeddings."""
+    """Return the most tokens of a piece of an embedding. On a GPU its kernels are launched separately, which takes as
+    long for few tokens as for many. Batch-invariant answers do not depend on the load, and neither do their embeddings.
+    """
     most = int(batch.model.prefill_tokens)
     return most if batch.model.device.type == "cuda" or batch.is_invariant else min(most_tokens, most)
 
@@ -53,8 +54,9 @@ def _embedded(answer: Answer, embedding: Embedding, most_tokens: int) -> bool:
 
 
 def _scored(answer: Answer, scores: PromptScores, batch: Batch, decode: Decode) -> bool:
-    """Compute a piece and tell it. The answer's prompt follows, unless transformers' own passes would compute that too: then it is
-    complete, as in pieces of another size."""
+    """Compute a piece and emit it. The answer's prompt follows, unless transformers' passes compute it too: then it is
+    complete.
+    """
     start, is_over = scores.done_tokens, scores.step()
     answer.pending.append(scored_event(answer.job.id, start, scores.take(), decode))
     if not is_over:
@@ -69,7 +71,7 @@ def _scored(answer: Answer, scores: PromptScores, batch: Batch, decode: Decode) 
 
 
 def release(answer: Answer) -> None:
-    """Give back the keys and values that were handed to an answer's prompt, which goes through again."""
+    """Free the keys and values that an answer's prompt received; the prompt is computed again."""
     prompt = answer.prompt
     assert prompt is not None
     if prompt.cache is not None:
@@ -78,8 +80,9 @@ def release(answer: Answer) -> None:
 
 
 def scored_event(job_id: str, start: int, scores: Sequence[Mapping[int, tuple[float, int]]], decode: Decode) -> Event:
-    """Return a piece of a prompt's log-probabilities as vLLM shows them: values of a JSON list, which are put into the response as
-    they are. start: the first token of the piece; the first one of a prompt has no probability, which is null."""
+    """Return a piece of a prompt's log-probabilities in vLLM's form: values of a JSON list, inserted unchanged into the
+    response. start: the first token of the piece; the first token of a prompt has no probability, which is null.
+    """
     shown: list[Any] = [None] if start == 0 else []
     for entry in scores:
         shown.append(

@@ -1,4 +1,4 @@
-"""A running job of the engine: its prompt, then its row, and what was not sent yet."""
+"""A running job of the engine: its prompt, then its row, and its unsent events."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from trimtab.serve.worker.answer_parts import Reading
 
 @dataclass(eq=False)
 class Answer:
-    """One running job: first a prompt, then a row. pending: events that were not sent yet. is_begun: its adapter is on the
-    model, under the key that `row` has."""
+    """One running job: first a prompt, then a row. pending: unsent events. is_begun: its adapter is on the model, under
+    the key in `row`.
+    """
 
     job: Job
     prompt: Prompt | None
@@ -30,11 +31,11 @@ class Answer:
     reading: Reading | None = None
     embedding: Embedding | None = None
     scores: PromptScores | None = None
-    scored_twice: int = 0  # tokens of a prompt that goes through again after its log-probabilities
+    scored_twice: int = 0  # tokens of a prompt that is computed again after its log-probabilities
 
     @property
     def is_open(self) -> bool:
-        """Whether its complete prompt needs no time to arrive, because the next step draws its first token."""
+        """Whether its complete prompt gets its row without a wait, because the next step samples its first token."""
         return self.prompt is not None and self.prompt.is_open
 
     @property
@@ -48,7 +49,7 @@ class Answer:
         return self.embedding is not None or self.scores is not None
 
     def next_tokens(self, most_tokens: int) -> int:
-        """Return how many tokens its next piece has at most."""
+        """Return the most tokens of its next piece."""
         work = self.embedding or self.scores
         if work is not None:
             return min(most_tokens, work.prompt_tokens - work.done_tokens)
@@ -58,13 +59,13 @@ class Answer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing of its prompt is left to compute before it has its row."""
+        """Whether its prompt is completely computed."""
         return self.prompt is not None and self.prompt.done_tokens >= self.prompt.inputs.prompt_tokens
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """The inputs of a job, how its answer is read (None: it is no text), and what the answer is held to."""
+    """The inputs of a job, the reader of its answer (None: no text), and the constraint of the answer."""
 
     inputs: Inputs
     reading: Reading | None = None

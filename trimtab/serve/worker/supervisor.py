@@ -1,8 +1,9 @@
 """The API process's side of a worker: it starts the worker, sends jobs, reads events, and restarts it after a crash.
 
-Every job ends in exactly one "done" or "error" event, whatever happens to the worker: when the pipe breaks, each job in
-flight is told a named error at once, or is handed to the next worker if it had sent nothing yet and retries are on.
-Threads: one hears the pipe, one sends to it; callers may be on any thread, and `emit` is called on the hearing one.
+Every job ends in exactly one "done" or "error" event, also if the worker ends. When the pipe breaks, each running job
+gets a named error at once, or is given to the next worker if it had sent nothing yet and retries are on.
+Threads: one receives from the pipe, one sends to it; callers may be on any thread, and the receiving thread calls
+`emit`.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from trimtab.serve.worker.ipc import Channel, event_from_message, frames_of, job
 from trimtab.serve.worker.pulse import Patience, Silence
 
 Emit = Callable[[Event], None]
-# A worker that died is put back at once, and then after longer and longer pauses while it keeps dying without an answer.
+# A dead worker is restarted at once, and then after growing pauses while it keeps dying without an answer.
 PAUSES_S = (0.0, 0.5, 2.0, 10.0, 30.0)
-# Between two looks for the exit code of a process that has ended, and how long to look.
+# Seconds between two checks for the exit code of an ended process, and the time limit.
 EXIT_CODE_LOOK_S, EXIT_CODE_WAIT_S = 0.001, 5.0
 PATIENCE = Patience()
-# "unresponsive": nothing is heard of a worker that was ready (pulse.py). Requests wait for it, or for the next one.
+# "unresponsive": a ready worker has become silent (pulse.py). Requests wait for it, or for the next one.
 STATES = ("stopped", "loading", "ready", "unresponsive", "restarting", "failed")
-# A worker that is there, and takes messages, now or later.
+# States with a worker that accepts messages, now or later.
 LIVES = ("ready", "unresponsive")
 
 log = logging.getLogger("trimtab.serve")
@@ -55,7 +56,7 @@ class WorkerDiedError(DeviceError):
 
 
 class ModelFailedError(DeviceError):
-    """The worker could not load its model, or kept dying; the operator has to see to it."""
+    """The worker could not load its model, or kept dying; the operator has to act."""
 
     def __init__(self, failure: Mapping[str, Any] | None) -> None:
         why = ""
@@ -66,7 +67,7 @@ class ModelFailedError(DeviceError):
 
 
 class WorkerError(TrimtabError):
-    """What the worker answered with an error: its class, message and fields as they came."""
+    """An error from the worker: its class, message and fields unchanged."""
 
     def __init__(self, error: Mapping[str, Any]) -> None:
         self.error = dict(error)
@@ -86,9 +87,9 @@ def _how_it_ended(exit_code: int | None) -> str:
 def exit_code_of(process: Any, timeout_s: float | None = None) -> int | None:
     """Wait for the end of a process and return its exit code, or None while it runs.
 
-    Any thread may call it. `Process.join` and `Process.exitcode` are not enough: the thread that the operating system gives the
-    exit status to stores it a moment later, and until then all others are told that the process runs. Each start of another
-    process asks for the status of all of them (multiprocessing/process.py, _cleanup).
+    Any thread may call it. `Process.join` and `Process.exitcode` are not enough: the thread that gets the exit status
+    from the operating system stores it slightly later, and until then the process counts as running for all other
+    threads. Each start of another process reads the status of all of them (multiprocessing/process.py, _cleanup).
     """
     if not multiprocessing.connection.wait([process.sentinel], timeout_s):
         return None
@@ -100,7 +101,7 @@ def exit_code_of(process: Any, timeout_s: float | None = None) -> int | None:
 
 @dataclass(eq=False)
 class _Flight:
-    """One job. tries: how many workers have been given it."""
+    """One job. tries: number of workers that received it."""
 
     job: Job
     emit: Emit
@@ -108,7 +109,7 @@ class _Flight:
     tries: int = 0
 
     def message(self) -> dict[str, Any]:
-        """Return what hands it to a worker."""
+        """Return the message that submits it to a worker."""
         self.tries += 1
         return {"do": "submit", "job": job_to_message(self.job)}
 
@@ -130,7 +131,7 @@ class _Life:
     outbox: queue.SimpleQueue[dict[str, Any] | None] = field(default_factory=queue.SimpleQueue)
     looked: float = field(default_factory=time.monotonic)
     answered: bool = False
-    reason: str = ""  # why it was ended
+    reason: str = ""  # the reason if the supervisor ended it
 
 
 class Supervisor:
@@ -151,7 +152,7 @@ class Supervisor:
         self.numbers: dict[str, Any] = {}
         self.plan: dict[str, Any] | None = None
         self._adapters: dict[str, str] = dict(settings.get("adapters", {}))
-        # Of those that clients have loaded: the folder below which they lie.
+        # For adapters that clients loaded: the folder that must contain them.
         self._roots: dict[str, str] = {}
         self._lock = threading.RLock()
         self._flights: dict[str, _Flight] = {}
@@ -163,19 +164,20 @@ class Supervisor:
         self._is_stopping = False
         self._ready = threading.Event()
 
-    # Life -------------------------------------------------------------------------------------------------------------
+    # Start and end ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the worker and return at once; `wait_ready` waits for it. A second call does nothing.
 
-        Errors: OSError or RuntimeError if the system gives no process or thread; it is stopped then, and can be started again.
+        Errors: OSError or RuntimeError if the system refuses a process or thread; the supervisor is then stopped, and
+        can be started again.
         """
         with self._lock:
             if self._life is not None:
                 return
             self._is_stopping, self.failure = False, None
             if self.state == "failed":
-                self.plan = None  # its files may have been changed to mend it
+                self.plan = None  # its files may have been repaired
             self._become("loading")
             try:
                 self._start_life()
@@ -184,10 +186,13 @@ class Supervisor:
                 raise
 
     def _start_life(self) -> None:
-        """Start a worker. Errors: OSError or RuntimeError if the system gives no pipe, process or thread; nothing of it is left."""
+        """Start a worker. Errors: OSError or RuntimeError if the system refuses a pipe, process or thread; everything
+        is cleaned up.
+        """
         spawn = multiprocessing.get_context("spawn")
         here, there = spawn.Pipe()
-        # A worker that comes back loads the plan that the first one had, whatever is free or has been loaded since.
+        # A restarted worker loads the plan of the first one, independent of the present free memory and loaded
+        # adapters.
         settings = {**self.settings, "adapters": dict(self._adapters), "roots": dict(self._roots), "plan": self.plan}
         process = spawn.Process(target=self._target, args=(there, settings), name="trimtab-worker", daemon=True)
         process.start()
@@ -206,14 +211,14 @@ class Supervisor:
             raise
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Wait until the worker answers. Errors: WorkerError with what it failed with; RequestError when time is over."""
+        """Wait until the worker answers. Errors: WorkerError with its failure; RequestError at the time limit."""
         if not self._ready.wait(timeout_s):
             raise RequestError("the model is not loaded yet", field="timeout", value=timeout_s)
         if self.state == "failed":
             raise WorkerError(self.failure or {"class": "DeviceError", "message": "the worker failed", "fields": {}})
 
     def drain(self, grace_s: float) -> None:
-        """Let running answers end within a time, then stop. New jobs are refused from now on."""
+        """Let running answers end within a time limit, then stop. New jobs are refused from now on."""
         with self._lock:
             self._is_stopping = True
             life = self._life
@@ -229,7 +234,7 @@ class Supervisor:
             life, self._life = self._life, None
             self._ready.clear()
         if life is not None:
-            life.process.kill()  # it has nothing to put away, and does not hear SIGTERM
+            life.process.kill()  # it has nothing to clean up, and ignores SIGTERM
             exit_code_of(life.process)
             life.outbox.put(None)
         self._end_all(StoppingError())
@@ -253,9 +258,9 @@ class Supervisor:
         return len(self._flights)
 
     def submit(self, job: Job, emit: Emit) -> None:
-        """Hand a job over; `emit` gets its events until "done" or "error". While the worker comes back the job waits.
+        """Submit a job; `emit` gets its events until "done" or "error". The job waits while the worker restarts.
 
-        Errors: StoppingError while the server stops; ModelFailedError after the worker failed for good.
+        Errors: StoppingError while the server stops; ModelFailedError after the worker failed permanently.
         """
         with self._lock:
             if self.state == "failed":
@@ -267,7 +272,7 @@ class Supervisor:
                 self._life.outbox.put(flight.message())
 
     def cancel(self, job_id: str) -> None:
-        """Forget a job; it is told nothing more but "dropped", if the worker has begun it."""
+        """Forget a job; its only further event is "dropped", if the worker has begun it."""
         with self._lock:
             flight = self._flights.pop(job_id, None)
             if flight is not None and flight.tries and self._life is not None and self.state in LIVES:
@@ -275,7 +280,7 @@ class Supervisor:
                 self._life.outbox.put({"do": "cancel", "id": job_id})
 
     def call(self, what: str, **arguments: Any) -> Future[Any]:
-        """Ask the worker for something between two turns: "load_adapter", "unload_adapter", "numbers"."""
+        """Call an operation of the worker between two turns: "load_adapter", "unload_adapter", "numbers"."""
         future: Future[Any] = Future()
         with self._lock:
             if self._life is None or self.state != "ready":
@@ -287,7 +292,7 @@ class Supervisor:
         return future
 
     def _remember(self, call: _Call) -> None:
-        """Keep which adapters a next worker has to load."""
+        """Store which adapters the next worker has to load."""
         if call.what == "load_adapter":
             self._adapters[call.arguments["name"]] = str(call.arguments["path"])
             if root := call.arguments.get("root"):
@@ -308,10 +313,10 @@ class Supervisor:
             try:
                 life.channel.send_frames(frames)
             except (OSError, ValueError):
-                return  # the hearing thread meets the same end and tells it
+                return  # the receiving thread gets the same error and reports it
 
     def _not_sent(self, message: Mapping[str, Any], error: TrimtabError) -> None:
-        """Answer what the worker will never hear of."""
+        """Answer messages that the worker will never receive."""
         event = error_event("", error)
         if message["do"] == "submit":
             self._pass_on(replace(event, job_id=message["job"]["id"]))
@@ -329,7 +334,7 @@ class Supervisor:
         except (EOFError, OSError):
             exit_code_of(life.process, 5)
         except Exception:
-            # Whoever hears no more would leave every request waiting for ever: a new worker and a new thread go on.
+            # Without a receiving thread, every request would wait forever: a new worker and a new thread continue.
             log.exception("internal error while reading messages of its worker")
         if exit_code_of(life.process, 0) is None:
             life.process.kill()
@@ -339,7 +344,7 @@ class Supervisor:
         self._ended(life, exit_code)
 
     def _look(self, life: _Life) -> None:
-        """Judge a worker of which nothing was heard since the last look."""
+        """Check a worker that has been silent since the last check."""
         now = time.monotonic()
         life.silence.looked(now - life.looked)
         life.looked = now
@@ -356,7 +361,7 @@ class Supervisor:
         return {"model": self.settings.get("name", ""), "worker_pid": life.process.pid}
 
     def _responds(self, life: _Life) -> None:
-        """Take note that something is heard again; what has come meanwhile is handed over."""
+        """Record that the worker sends messages again, and process the ones received in between."""
         with self._lock:
             if self._life is not life or self.state != "unresponsive":
                 return
@@ -404,7 +409,7 @@ class Supervisor:
         with self._lock:
             flight = self._flights.get(event.job_id)
             if event.kind in ENDS and event.job_id in self._leaving:
-                # Its client has left: what was computed counts.
+                # Its client has left: the computed tokens count.
                 flight, event = self._leaving.pop(event.job_id), replace(event, kind="dropped")
             if flight is None:
                 return
@@ -429,12 +434,12 @@ class Supervisor:
     def _ended(self, life: _Life, exit_code: int | None) -> None:
         with self._lock:
             if self._life is not life:
-                return  # `stop` has seen to it
+                return  # `stop` has handled it
             self._ready.clear()
             self._leaving.clear()
             calls, self._calls = self._calls, {}
             died = WorkerDiedError(exit_code, life.reason)
-            # What no worker has been given yet was not lost with this one, retries or not.
+            # Jobs that no worker has received were not lost with this one, with or without retries.
             kept = {
                 name: flight for name, flight in self._flights.items()
                 if flight.tries == 0 or (self.retry and not flight.has_spoken and flight.tries == 1)
@@ -474,11 +479,11 @@ class Supervisor:
         self._start_again(life)
 
     def _start_again(self, life: _Life) -> None:
-        """Start a worker in place of one that ended. What the system refuses now it may give later: requests wait for that."""
+        """Start a worker instead of one that ended. If the system refuses now, it may succeed later: requests wait."""
         for pause_s in chain(PAUSES_S[self._failures :], repeat(PAUSES_S[-1])):
             time.sleep(pause_s)
             with self._lock:
-                # It may have been stopped, and even started again, during the pause.
+                # The supervisor may have been stopped, and even started again, during the pause.
                 if self._life is not life:
                     return
                 try:

@@ -1,9 +1,10 @@
 """The worker process: it loads a plan, answers jobs from the pipe, and ends when the pipe closes.
 
-Run by `supervisor.py` with spawn, never fork. Messages to it: {"do": "submit", "job"}, {"do": "cancel", "id"},
-{"do": "call", "id", "what", ...} for adapters and numbers, {"do": "drain"}. Messages from it: {"say": "loading", "done",
-"of"}, {"say": "ready", ...}, {"say": "events", "events"} (without events: a beat), {"say": "busy", "what", "most_s"} before long
-work, {"say": "reply", "id", "value" or "error"}, {"say": "fatal", "error"} just before it ends because its device can do no more.
+Run by `supervisor.py` with spawn, never fork. Messages to it: {"do": "submit", "job"}, {"do": "cancel", "id"}, {"do":
+"call", "id", "what", ...} for adapters and numbers, {"do": "drain"}. Messages from it: {"say": "loading", "done",
+"of"}, {"say": "ready", ...}, {"say": "events", "events"} (without events: a beat), {"say": "busy", "what", "most_s"}
+before long work, {"say": "reply", "id", "value" or "error"}, {"say": "fatal", "error"} just before it ends because its
+device is unusable.
 """
 
 from __future__ import annotations
@@ -49,31 +50,31 @@ if TYPE_CHECKING:
 log = logging.getLogger("trimtab.serve")
 
 LOADING_STEP_S = 0.2
-# How often an idle worker looks whether an adapter's files have been read.
+# How often an idle worker checks whether an adapter's files have been read.
 READING_S = 0.02
 # How long a worker waits for a request before it captures another graph, which takes up to 0.3 s.
 CAPTURING_S = 0.1
-# How often a worker with nothing else to do looks whether a prompt has been prepared.
+# How often an idle worker checks whether a prompt has been prepared.
 PREPARING_S = 0.001
-# How long the thread that prepares prompts may keep the interpreter from the one that makes tokens; Python's own is 5 ms.
+# GIL switch interval between the thread that prepares prompts and the one that makes tokens; Python's default is 5 ms.
 SWITCH_S = 0.0005
-# How long a worker whose API process is gone may take to notice that and end in its own way.
+# How long a worker may take to notice that its API process has ended, and to end itself.
 ORPHAN_S = 1.0
-# What whoever started the server can mend: its log has the message, and no traceback.
+# Errors that the operator can fix: the log has the message without a traceback.
 FOR_OPERATORS = (RequestError, CheckpointError, DoesNotFitError, AdapterError)
 
 
 def main(connection: Connection, settings: dict[str, Any]) -> None:
-    """Load and answer until the other end of the pipe is gone.
+    """Load and answer until the other end of the pipe is closed.
 
-    settings: name (of the model, for the log), request (LoadRequest as JSON), adapters (name -> folder, those that are loaded at
-    the start), kept, rows (None: as many as cost nothing), queue_limit, resident_limit, prompt_tokens (the longest prompt;
-    None: what the context holds), stop_at_turn_end (as `ServedModel` has it),
-    media (the fields of `ServedMedia`, of which the seconds of audio bound each request; none: no memory is planned for images and
-    audio), plan (of the worker before this one, as JSON; None: plan now).
+    settings: name (of the model, for the log), request (LoadRequest as JSON), adapters (name -> folder, those that are
+    loaded at the start), kept, rows (None: as many as change no placement), queue_limit, resident_limit, prompt_tokens
+    (the longest prompt; None: the context), stop_at_turn_end (as for `ServedModel`), media (the fields of
+    `ServedMedia`, of which the seconds of audio limit each request; none: no memory is planned for images and audio),
+    plan (of the previous worker, as JSON; None: plan now).
     """
-    # Ctrl-C reaches every process of a terminal, and SIGTERM every process of a service; this one ends when the API process
-    # is done with it.
+    # Ctrl-C reaches every process of a terminal, and SIGTERM every process of a service; this one ends when the API
+    # process closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     keep_streams()
@@ -84,14 +85,14 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
         with preload.collecting_rarely():
             _Worker(channel, settings).run()
     except (EOFError, OSError, KeyboardInterrupt):
-        return  # the API process is gone or ends the server: nobody is left to tell
+        return  # the API process has ended or ends the server: no receiver is left
     except BaseException as exc:
         _tell_fatal(channel, exc, model=settings["request"]["model"])
         sys.exit(1)
 
 
 def _end_with_parent() -> None:
-    """End this process soon after the one that started it, also while it loads and looks at no pipe."""
+    """End this process soon after its parent, also during loading, when it does not read the pipe."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -100,7 +101,7 @@ def _end_with_parent() -> None:
 
 
 def _begin_imports(request: Mapping[str, Any], inputs: PlanInputs) -> None:
-    """Import torch while the plan is made, where the plan needs none of it; otherwise only load torch's libraries."""
+    """Import torch while the plan is made, if the plan does not need it; otherwise only load torch's libraries."""
     device = request["device"]
     found = None if request.get("card") else known.find_machine(device, inputs.process_bytes)
     if found is None:
@@ -114,7 +115,7 @@ def _tell_fatal(channel: Channel, exc: BaseException, *, model: str) -> None:
     if isinstance(exc, FOR_OPERATORS):
         log.error("%s cannot be loaded: %s", model, exc)
     else:
-        write_traceback(exc, "the worker ends")  # the whole trace goes to the log, never to a client
+        write_traceback(exc, "the worker ends")  # the traceback goes to the log, never to a client
     error = exc if isinstance(exc, TrimtabError) else DeviceError(type(exc).__name__, device="worker")
     try:
         channel.send({"say": "fatal", "error": error_event("", error).error})
@@ -148,7 +149,7 @@ class _Worker:
         self._told = 0.0
         from trimtab.engine.planned_adapters import PlannedAdapters
 
-        # What is read for the device stays in host memory, and is neither matched nor read again.
+        # Adapters that are read for the device stay in host memory, and are neither matched nor read again.
         adapters = PlannedAdapters(inputs.specs, held={})
         decode = settings.get("decode", "auto")
         self.model = load_plan(self.plan, progress=self._loading, decode=decode, adapters=adapters)
@@ -175,7 +176,7 @@ class _Worker:
         self._unprepared = AdapterQueue(self._is_needed)
         self.engine.is_unprepared = self._unprepared.has
         shelf = self.engine.shelf
-        for held in shelf.held:  # their first use should find nothing left to compute
+        for held in shelf.held:  # their first use should need no more computing
             names = set(shelf.names_of(held))
             pieces = self.model.adapter_pieces(held)
             self._unprepared.add(Unprepared(pieces, _tried, _nothing, Urgency.START, names))
@@ -191,7 +192,7 @@ class _Worker:
             if is_first:
                 raise
             shelf.lost[name] = str(exc)
-            return  # one client's adapter does not keep the model from coming back
+            return  # one client's adapter must not prevent the model's restart
         self.watcher.watch(name, path, stamp, root)
 
     def _loading(self, done: int, of: int) -> None:
@@ -206,7 +207,7 @@ class _Worker:
         sys.setswitchinterval(SWITCH_S)
         gc.collect()
         preload.collect_again()
-        gc.freeze()  # looking through the model's objects and every module would stop all answers for 0.1 s now and then
+        gc.freeze()  # a garbage collection over the model's objects and all modules would stop all answers for 0.1 s
         self.channel.send({"say": "ready", **self.numbers(), "plan": self.plan.to_json()})
         self.watcher.start()
         try:
@@ -233,7 +234,7 @@ class _Worker:
         self._refuse_rest()
 
     def _refuse_rest(self) -> None:
-        """Answer what came after the last job ended: nobody is left without an answer."""
+        """Answer messages that arrived after the last job ended, so that every request gets an answer."""
         for message in self.inbox.rest():
             if message["do"] == "call":
                 self._reply(message["id"], partial(_throw, StoppingError()))
@@ -251,7 +252,7 @@ class _Worker:
             self.engine.compile_ahead()
 
     def _capture_more(self) -> None:
-        """Capture one more graph. What cannot be captured now is captured, or named, at its first use."""
+        """Capture one more graph. A graph that cannot be captured now is captured, or reported, at its first use."""
         try:
             with self.pulse.work("capturing"):
                 self.engine.capture_more()
@@ -259,7 +260,7 @@ class _Worker:
             log.warning("capturing while idle ends: %s", exc)
 
     def _patience_s(self) -> float:
-        """Return how long the next message may be waited for."""
+        """Return how long to wait for the next message."""
         if self.scheduler.is_preparing:
             return PREPARING_S
         if self.is_draining or not self.scheduler.is_idle or self._unprepared:
@@ -292,18 +293,20 @@ class _Worker:
                     self._reply(message["id"], lambda: self._call(message))
 
     def _submit(self, plain: Mapping[str, Any]) -> None:
-        """Hand a job to the scheduler, or answer it with what is wrong."""
+        """Submit a job to the scheduler, or answer it with its error."""
         try:
             self.scheduler.submit(job_from_message(plain))
         except TrimtabError as exc:
             self.events.append(error_event(plain["id"], exc))
         except Exception as exc:
-            # A request can be wrong in ways that nobody thought of; nothing was computed, so the others go on.
+            # A request can fail in unforeseen ways; nothing was computed, so the others continue.
             error = MistakeError(write_traceback(exc, "internal error while taking a request"))
             self.events.append(error_event(plain["id"], error))
 
     def _drain(self) -> None:
-        """Take nothing new from now on. An adapter that is being loaded is of no use to anybody, and its files may be slow."""
+        """Accept no new work from now on. An adapter that is being loaded is not needed any more, and its files may be
+        slow.
+        """
         self.is_draining = True
         for call_id in list(self._reading):
             self._loaded(call_id, partial(_throw, StoppingError()))
@@ -316,7 +319,7 @@ class _Worker:
         except TrimtabError as exc:
             answer["error"] = error_event("", exc).error
         except Exception as exc:
-            # Files of a client's can be wrong in ways that nobody thought of; nothing was computed, so the others go on.
+            # A client's files can fail in unforeseen ways; nothing was computed, so the others continue.
             answer["error"] = error_event("", MistakeError(write_traceback(exc, "internal error of the worker"))).error
         self.channel.send(answer)
 
@@ -342,7 +345,7 @@ class _Worker:
         self._reading[call_id] = name, path, root
         try:
             threading.Thread(target=read, name="trimtab-read", daemon=True).start()
-        except RuntimeError as no_thread:  # the system has no thread left: this call's problem alone
+        except RuntimeError as no_thread:  # the system has no thread left: only this call fails
             self._loaded(call_id, partial(_throw, no_thread))
 
     def _take_read(self) -> None:
@@ -430,7 +433,9 @@ class _Worker:
 
 
 def _stop_at_turn_end(model: Any, is_asked: bool | None) -> str | None:
-    """Let answers end where the chat template ends a turn. Returns the text of a token at which they go on, and logs it."""
+    """End answers at the chat template's end-of-turn token. If they continue after it, log the token and return its
+    text.
+    """
     from trimtab.engine.chat import turn_end
 
     missing = turn_end.stop_at_turn_end(model, is_asked=is_asked)
@@ -444,7 +449,7 @@ def _planned(
     request: LoadRequest, rows: int | None, later: Mapping[str, str], inputs: PlanInputs, *, media: ServedMedia | None,
     is_first: bool,
 ) -> Plan:  # fmt: skip
-    """Return the plan of a request. One client's adapter does not keep a model from coming back after its first start."""
+    """Return the plan of a request. One client's adapter must not prevent a model's restart after its first start."""
     from trimtab.api import plan_request
 
     try:
@@ -463,7 +468,7 @@ def _media(settings: Mapping[str, Any]) -> ServedMedia | None:
 
 
 def _has_same_adapters(before: Plan, request: LoadRequest) -> bool:
-    """Whether a plan of an earlier worker counts the adapters as their files are now."""
+    """Whether a plan of an earlier worker counts the adapters with their present files."""
     from trimtab.adapters.file import stamps_of
 
     if dict(before.request.adapters) != dict(request.adapters):
@@ -478,7 +483,7 @@ def _throw(exc: Exception) -> None:
 
 
 def _nothing() -> None:
-    """Do nothing: the adapter is available already."""
+    """Do nothing, because the adapter is already available."""
 
 
 def _tried(work: Callable[[], Any]) -> None:
@@ -489,7 +494,7 @@ def _tried(work: Callable[[], Any]) -> None:
 
 
 def _lost_adapters(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the adapters whose files can be read no more, with the reason. settings: of a worker that comes back."""
+    """Return the adapters whose files can no longer be read, with the reason. settings: of a restarted worker."""
     from trimtab.adapters.adapter import read_adapter
 
     lost = {}
@@ -508,8 +513,9 @@ def _split_adapters(
 ) -> tuple[LoadRequest, dict[str, str]]:
     """Return the planned request, and the adapters that stay in host memory.
 
-    The plan counts memory for the adapters that may be on the model at once: the pinned ones first, then in the given order.
-    After a restart they are those of the previous plan, because later adapters may need more memory than there is.
+    The plan counts memory for the adapters that may be on the model at once: the pinned ones first, then in the given
+    order. After a restart they are those of the previous plan, because later adapters may need more memory than is
+    available.
     """
     request = LoadRequest.from_json(settings["request"])
     adapters = {name: path for name, path in settings.get("adapters", {}).items() if name not in lost}

@@ -1,1 +1,1 @@
-"""What did a merge keep?"""
+"""What share of an adapter's change did a merge keep?"""

@@ -1,4 +1,4 @@
-"""trimtab's own merge in a separate process, so that the peak memory is that of the merge."""
+"""trimtab's merge in a separate process, so that the measured peak memory is the merge's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
-    """Merge request["adapter"] into request["folder"] at request["out"]; tells seconds and the process's peak."""
+    """Merge request["adapter"] into request["folder"] at request["out"]; emits seconds and the process's peak."""
     from trimtab.engine.memory.rates import peak_host_bytes
     from trimtab.merging import merge
 

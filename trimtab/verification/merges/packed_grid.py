@@ -1,8 +1,8 @@
-"""The values that a packed weight can have, given the scales in its file, and those that a right merge may choose.
+"""The values that a packed weight can have under the scales in its file, and the values that a right merge may choose.
 
-How a packer chooses its scales is its own business; which code it then gives a value is not: the nearest level. There are
-two sets of scales that codes are chosen for: those that are read back from the file, or, as bitsandbytes does before it
-packs the scales themselves, the largest value of each block. What follows needs neither the packer nor a tolerance.
+A packer may choose its scales freely. The code of a value is then fixed: the nearest level. Codes are chosen for one of
+two sets of scales: those that are read back from the file, or, as in bitsandbytes before it packs the scales, the
+largest value of each block. This test needs neither the packer nor a tolerance.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ INT8_LEVELS = 127
 
 @dataclass(frozen=True)
 class Grid:
-    """The values that one packed weight can hold: level x scale.
+    """The possible values of one packed weight: level x scale.
 
-    levels: float64, ascending. scales: float32, one for `block` values in a row-major order. dtype: what values are rounded
-    to before they are packed. shape: [D_out, D_in].
+    levels: float64, ascending. scales: float32, one for `block` values in a row-major order. dtype: of the rounding
+    before packing. shape: [D_out, D_in].
     """
 
     levels: Tensor
@@ -37,7 +37,7 @@ class Grid:
 
     @property
     def rows_a_piece(self) -> int:
-        """Rows are taken by whole blocks: all of them at once if a row does not hold a whole number."""
+        """Rows per chunk, in whole blocks: all rows if a row is no whole number of blocks."""
         return 1 if self.shape[1] % self.block == 0 else self.shape[0]
 
     def scale_of(self, start: int, stop: int) -> Tensor:
@@ -53,18 +53,18 @@ class Grid:
         return blocks.amax(1).repeat_interleave(self.block)[: flat.numel()].view(values.shape)
 
     def rounded(self, values: Tensor) -> Tensor:
-        """Return values in the dtype that they are packed from, as float64."""
+        """Return values rounded to the dtype before packing, as float64."""
         return rounded_once(values, self.dtype)
 
     def nearest(self, values: Tensor, chosen_for: Tensor) -> Tensor:
-        """Return the level that each value is packed to if codes are chosen for these scales."""
+        """Return the level of each packed value if codes are chosen for these scales."""
         divisor = torch.where(chosen_for == 0, torch.ones_like(chosen_for), chosen_for)
         middles = (self.levels[1:] + self.levels[:-1]) / 2
         return self.levels[torch.bucketize(values / divisor, middles)]
 
 
 def read_grid(entry: PackedEntry) -> tuple[Grid, Tensor]:
-    """Return the grid of a packed weight and the values that its codes stand for, float32 [D_out, D_in], rounded nowhere."""
+    """Return the grid of a packed weight and its unpacked values, float32 [D_out, D_in], without rounding."""
     with ExitStack() as stack:
 
         def opened(part: object) -> PositionedFile:

@@ -1,12 +1,12 @@
 """The share of an adapter's change that a merged weight retains, and the size of other changes.
 
-With D = merged - base and the change that the adapter means, delta:
+With D = merged - base, and delta, the adapter's exact change:
 
     survived = <D, delta> / <delta, delta>        1: all of it is there; 0: rounded away; 2: merged twice
-    noise    = ||D - survived x delta|| / ||delta||   what is in the weight besides, in lengths of the change itself
+    noise    = ||D - survived x delta|| / ||delta||   other changes of the weight, relative to the norm of delta
 
-A merge into 4 bits can keep 0.9 of the change and drown it in ten times as much noise, so both are told. Computed in
-float64 from float32 pieces of one weight at a time. Imports torch alone.
+A merge into 4 bits can keep 0.9 of the change and add ten times as much noise, so both are reported. Computed in
+float64 from float32 chunks of one weight at a time. Imports only torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _PIECE_VALUES = 4 * 2**20
 
 @dataclass(frozen=True)
 class Survival:
-    """The retained change of one module. delta_norm: its length; relative to that of the base's weight: delta_share."""
+    """The retained change of one module. delta_norm: its norm; delta_share: its norm relative to that of the base's
+    weight.
+    """
 
     module_path: str
     survived: float
@@ -37,7 +39,7 @@ class Survival:
 
 
 def survival(module_path: str, base: Tensor, merged: Tensor, delta: Tensor) -> Survival:
-    """Return what of a change is in a merged weight. Shapes: [D_out, D_in] each, any floating dtypes, one device.
+    """Return the share of a change in a merged weight. Shapes: [D_out, D_in] each, any floating dtypes, one device.
 
     A change of length 0 has survived (1.0) if the merged weight is the base's, and not (0.0) otherwise.
     """
@@ -62,9 +64,9 @@ def survival(module_path: str, base: Tensor, merged: Tensor, delta: Tensor) -> S
 def lora_delta(
     weight: Tensor, A: Tensor, B: Tensor, scale: float, magnitude: Tensor | None = None, *, dora_dim: int = 1
 ) -> Tensor:
-    """Return the change that a LoRA means to a weight, in float32: scale x B A, with DoRA the rescaling too.
+    """Return the exact change of a weight by a LoRA, in float32: scale x B A, and the rescaling of DoRA.
 
-    Shapes: weight [D_out, D_in], A [R, D_in], B [D_out, R], magnitude [D_out] (dora_dim 1: a length a row) or [D_in]
+    Shapes: weight [D_out, D_in], A [R, D_in], B [D_out, R], magnitude [D_out] (dora_dim 1: one per row) or [D_in]
     (dora_dim 0, embeddings). Source: arXiv 2106.09685 section 4.1; arXiv 2402.09353 equation 5.
     """
     change = (B.float() @ A.float()) * scale
@@ -77,7 +79,7 @@ def lora_delta(
 
 
 def mean_survival(rows: tuple[Survival, ...] | list[Survival]) -> tuple[float, float]:
-    """Return (survived, noise) of all modules together, weighted by the squares of their changes' lengths."""
+    """Return (survived, noise) of all modules together, weighted by the squares of their changes' norms."""
     total = sum(row.delta_norm**2 for row in rows)
     if not total:
         return (1.0 if all(row.survived == 1.0 for row in rows) else 0.0, 0.0)

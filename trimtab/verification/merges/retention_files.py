@@ -27,7 +27,7 @@ class _Weights:
 
         self.checkpoint = read_checkpoint(folder)
         self.entries, self.packed = split_packed(self.checkpoint)
-        self.probe: Any = hf.probe(self.checkpoint, "float32")  # holds every file dtype exactly
+        self.probe: Any = hf.probe(self.checkpoint, "float32")  # represents every file dtype exactly
         self.anatomy: Any = hf.anatomy_of(self.probe, self.checkpoint, quant="none", keep_unquantized=())
 
     def weight(self, tensor_path: str) -> Tensor:
@@ -39,19 +39,21 @@ class _Weights:
         return weight
 
     def form(self, tensor_path: str) -> str:
-        """Return how the files hold a weight: the dtype of its tensors, or the packed form."""
+        """Return the form of a weight in the files: the dtype of its tensors, or the packed form."""
         leaf = self.probe.sources[self.probe.ties.get(tensor_path, tensor_path)].leaves[0]
         return str(self.packed[leaf].kind if leaf in self.packed else self.entries[leaf].dtype)
 
     def grid(self, tensor_path: str) -> tuple[Grid, Tensor] | None:
-        """Return the grid of a packed weight and its values, not rounded to any dtype; None if it is of several tensors."""
+        """Return the grid of a packed weight and its values, not rounded to any dtype; None if several tensors form the
+        weight.
+        """
         expression = self.probe.sources[self.probe.ties.get(tensor_path, tensor_path)]
         if not expression.is_leaf or expression.leaves[0] not in self.packed:
             return None
         return read_grid(self.packed[expression.leaves[0]])
 
     def is_plain(self, tensor_path: str) -> bool:
-        """Whether the files hold a weight, and not packed."""
+        """Whether the files contain the weight unpacked."""
         expression = self.probe.sources.get(self.probe.ties.get(tensor_path, tensor_path))
         return expression is not None and not any(leaf in self.packed for leaf in expression.leaves)
 
@@ -71,7 +73,7 @@ def survival_of_files(
 ) -> tuple[Survival, ...]:
     """Return one row for every module that the adapter changes with LoRA; saved modules are whole weights, not changes.
 
-    base: the checkpoint that was merged into. Memory: a few copies of the largest adapted weight in float32.
+    base: the checkpoint before the merge. Memory: a few copies of the largest adapted weight in float32.
     """
     return read_merge(base, merged, adapter, progress=progress)[0]
 
@@ -79,7 +81,7 @@ def survival_of_files(
 def read_merge(
     base: Path, merged: Path, adapter: Path, *, progress: Progress | None = None
 ) -> tuple[tuple[Survival, ...], tuple[ModuleWeight, ...]]:
-    """Return what of an adapter's change is in a merged checkpoint, and the test of each weight that it changes."""
+    """Return the share of an adapter's change in a merged checkpoint, and the test of each changed weight."""
     ours, theirs = _Weights(base), _Weights(merged)
     spec = match_adapter(read_adapter(adapter), ours.anatomy)
     saved = {target.module_path: _read(target) for target in spec.targets if target.kind == "saved"}
@@ -90,7 +92,7 @@ def read_merge(
         path, tensors = f"{target.module_path}.weight", _read(target)
         weight, merged_weight = ours.weight(path), theirs.weight(path)
         rows.append(survival(target.module_path, weight, merged_weight, target_delta(target, weight, tensors)))
-        # PEFT saves an embedding beside its LoRA: the change is on what was saved.
+        # PEFT saves an embedding with its LoRA: the change applies to the saved one.
         weight = saved.get(target.module_path, {}).get("weight", weight).float()
         delta = target_delta(target, weight, tensors)
         terms = None if "magnitude" in tensors else _terms(target, tensors)
@@ -108,7 +110,7 @@ def read_merge(
 
 
 def packed_modules(folder: Path) -> dict[str, str]:
-    """Return module path -> form ("nf4", "fp4", "int8") of the weights that a checkpoint has packed."""
+    """Return module path -> form ("nf4", "fp4", "int8") of a checkpoint's packed weights."""
     weights = _Weights(folder)
     paths = [path for path in weights.probe.sources if path.endswith(".weight") and not weights.is_plain(path)]
     return {path.removesuffix(".weight"): weights.form(path) for path in paths}
@@ -121,7 +123,7 @@ def _read(target: AdapterTarget) -> dict[str, Tensor]:
 
 
 def _terms(target: AdapterTarget, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the size of the terms that a change is the sum of: scale x |B| |A|."""
+    """Return the size of a change's terms: scale x |B| |A|."""
     A, B = tensors["A"].float().abs(), tensors["B"].float().abs()
     product = (A.T @ B.T) if target.kind == "embedding" else B @ A
     return product.mul_(abs(target.scale))

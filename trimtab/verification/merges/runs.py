@@ -36,7 +36,7 @@ Say = Callable[[str], None]
 
 
 class LaneRunner:
-    """Runs lanes on one model and adapter; remembers the yardstick's answers in bf16 with the adapter loaded."""
+    """Runs lanes on one model and adapter. Keeps the reference answers: bf16 with the adapter loaded."""
 
     def __init__(
         self, *, model: str, adapter: Path, rows: Sequence[Mapping[str, Any]], work: Path, device: str, dtype: str,
@@ -48,7 +48,7 @@ class LaneRunner:
         self.device, self.dtype, self.new_tokens = resolve_device(device), dtype, new_tokens
         self.python, self.isolated = python, isolated
         self.yardstick: dict[str, Line] = {}
-        self.versions = stack_versions()  # of this interpreter, until a stock lane tells those of its own
+        self.versions = stack_versions()  # of this interpreter, until a stock lane reports its own
 
     def run(self, lane: Lane) -> LaneRun:
         """Return the result of a lane; an exception is part of it."""
@@ -115,7 +115,7 @@ class LaneRunner:
             error=_shown(error, last) if error else None,
         )  # fmt: skip
 
-    # Lanes of our own -------------------------------------------------------------------------------------------------
+    # trimtab's lanes --------------------------------------------------------------------------------------------------
 
     def _route(self, label: str, folder: Path, *, quant: str, adapter: bool) -> Route:
         return Route(
@@ -192,7 +192,7 @@ class LaneRunner:
             for row, line in zip(self.rows, answers, strict=True)
         ]
 
-    # What was said ----------------------------------------------------------------------------------------------------
+    # Answers ----------------------------------------------------------------------------------------------------------
 
     def _compared(self, lane: Lane, answers: Mapping[str, Sequence[Line]]) -> tuple[LanePrompt, ...]:
         rows = []
@@ -253,11 +253,11 @@ def run_lanes(
     dtype: str = "bfloat16", new_tokens: int = 32, python: str | None = None, names: Sequence[str] | None = None,
     isolated: bool = True, say: Say | None = None,
 ) -> LaneReport:  # fmt: skip
-    """Return what every lane did.
+    """Return the result of every lane.
 
     rows: prepared prompts (`inputs.prepare`). work: a folder for logits and merged models, as large as those; emptied
-    lane by lane. python: the interpreter of the stock lanes. names: some lanes; the yardstick is always run.
-    Errors: RequestError; what a lane raises is in its run.
+    after each lane. python: the interpreter of the stock lanes. names: some lanes; the reference lane is always run.
+    Errors: RequestError; the exception of a lane is in its run.
     """
     lanes = check_names(names)
     runner = LaneRunner(

@@ -1,7 +1,7 @@
 """A merge of the stock stack: base, adapter loaded, merged, in one process, step by step.
 
-Runs where `stock_route` does. Each LoRA layer's own `merge` is watched, so that the weight before and after it can be held
-against the change that the adapter means; PEFT's `merge_and_unload` itself is called as a user would.
+Runs in the same interpreters as `stock_run`. Each LoRA layer's `merge` is wrapped, so that the weight before and after
+it can be compared with the adapter's exact change; PEFT's `merge_and_unload` itself is called as a user would.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ ROUNDING_WARNING = "may get different generations"
 def main(request: Mapping[str, Any], emit: Emit) -> None:
     """Run one lane.
 
-    request: folder, adapter, quant, dequantize ("" | "base" | "adapted"), dtype, device, items, out, new_tokens. Tells
+    request: folder, adapter, quant, dequantize ("" | "base" | "adapted"), dtype, device, items, out, new_tokens. Emits
     stage lines (with the peaks so far), `said` lines (who: adapter, base, merged), one `survival` and one `merge` line;
-    what stock raises is an `upstream` line.
+    an exception of stock is an `upstream` line.
     """
     with stock_route.emit_if_raised(emit):
         _run(request, emit)
@@ -109,7 +109,7 @@ def _watch(module_path: str, module: Any, rows: list[Survival]) -> None:
 
 
 def dense(module: Any) -> Tensor:
-    """Return the base weight of a LoRA layer as numbers, whatever format holds it."""
+    """Return the unpacked base weight of a LoRA layer in any format."""
     weight = module.get_base_layer().weight
     state = getattr(weight, "quant_state", None)
     if state is None:
@@ -121,7 +121,7 @@ def dense(module: Any) -> Tensor:
 
 
 def delta_of(module: Any, weight: Tensor) -> Tensor | None:
-    """Return the change that a layer's adapter means, computed here in float32; None for a layer without LoRA matrices."""
+    """Return the exact change of a layer's adapter in float32; None for a layer without LoRA matrices."""
     if ADAPTER in module.lora_A:
         A, B = module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight
         dora_dim = 1

@@ -1,9 +1,9 @@
 """Merge lanes: the effect of each way to merge on the answers, on any model and adapter.
 
-Every lane answers the prompts three times (base, adapter loaded, merged) and says of each prompt which one the merged
-model answers like. Greedy texts decide the labels; beside them stand the KL to the adapter-loaded output and the share of
-the adapter's change that is in the merged weights. `adapter_vs_base` merges nothing: it shows that the adapter does
-something, and its answers in bf16 are the yardstick for all others.
+Every lane answers the prompts three times (base, adapter loaded, merged) and reports for each prompt whose answer the
+merged model gives. Greedy texts decide the labels. The KL to the adapter-loaded output, and the share of the adapter's
+change in the merged weights, are reported too. `adapter_vs_base` merges nothing: it shows that the adapter has an
+effect, and its answers in bf16 are the reference for all others.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from trimtab.verification.merges.variants_text import lanes_text
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
-    """A way to merge. prefix: of its per-prompt labels. verdict: of the whole lane, by how it went.
+    """A way to merge. prefix: of its per-prompt labels. verdict: of the whole lane, by its outcome.
 
-    quant: the base that is loaded. dequantize: what the stock lane dequantizes before merging, "base" before the adapter
-    is loaded, "adapted" after. requantize: the form trimtab's merge writes.
+    quant: the base that is loaded. dequantize: when the stock lane dequantizes, "base" before the adapter is loaded,
+    "adapted" after. requantize: the form trimtab's merge writes.
     """
 
     name: str
@@ -81,10 +81,12 @@ BY_NAME: Mapping[str, Lane] = {lane.name: lane for lane in LANES}
 
 @dataclass(frozen=True, kw_only=True)
 class LanePrompt:
-    """One prompt in one lane: which answer the merged model gives, and how far its distribution is from the others'.
+    """One prompt in one lane: which answer the merged model gives, and the distance of its distribution from the
+    others'.
 
-    kl_to_adapter: merged from the same lane's adapter-loaded output; kl_base: the base from it; kl_to_bf16: merged from
-    the bf16 adapter-loaded output. KL in nats, means over positions, on the bf16 adapter's greedy text.
+    kl_to_adapter: of merged from the same lane's adapter-loaded output; kl_base: of the base from that output;
+    kl_to_bf16: of merged from the bf16 adapter-loaded output. KL in nats, means over positions, on the bf16 adapter's
+    greedy text.
     """
 
     id: str
@@ -104,10 +106,11 @@ class LanePrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class LaneRun:
-    """A lane that was run: its verdict, its prompts, what of the adapter's change is in the weights, what it took.
+    """A lane that was run: its verdict, its prompts, the share of the adapter's change in the weights, its time and
+    memory.
 
-    stages: the peaks of memory up to each stage. merge_warnings: how often PEFT warned of different generations.
-    error: what was raised (type, message, package, installed, frames, stage), with the stages before it.
+    stages: the peaks of memory up to each stage. merge_warnings: how often PEFT warned of different generations. error:
+    the exception (type, message, package, installed, frames, stage), with the earlier stages.
     """
 
     lane: Lane
@@ -174,7 +177,9 @@ class LaneReport:
 
 
 def classify(lane: Lane, *, adapter_is_merged: bool, base_is_merged: bool) -> str:
-    """Return which answer a merged model's is: the adapter's, the base's or neither (an equal one counts as the adapter's)."""
+    """Return whose answer a merged model gives: the adapter's, the base's or neither. If all are equal, it counts as
+    the adapter's.
+    """
     bf16 = "BF16_" if lane.prefix == "BF16_MERGED" else ""
     if adapter_is_merged:
         return f"{lane.prefix}_MATCHES_{bf16}ADAPTER"
@@ -184,8 +189,8 @@ def classify(lane: Lane, *, adapter_is_merged: bool, base_is_merged: bool) -> st
 def lane_verdict(lane: Lane, prompts: Sequence[LanePrompt]) -> str:
     """Return the verdict of a lane that ran to its end.
 
-    A prompt that base and adapter answer alike shows nothing about a merge that keeps to it; a merged answer that is
-    neither's is a divergence on any prompt.
+    If base and adapter answer a prompt equally, the same merged answer proves nothing. A merged answer that equals
+    neither is a divergence on any prompt.
     """
     if lane.name == FIRST:
         return lane.verdicts["passes" if any(row.base_differs for row in prompts) else "diverges"]
@@ -195,7 +200,7 @@ def lane_verdict(lane: Lane, prompts: Sequence[LanePrompt]) -> str:
 
 
 def check_names(names: Sequence[str] | None) -> tuple[Lane, ...]:
-    """Return the lanes of these names, all of them for None, the yardstick first. Errors: RequestError."""
+    """Return the lanes of these names, all lanes for None, the reference lane first. Errors: RequestError."""
     if names is None:
         return LANES
     for name in names:

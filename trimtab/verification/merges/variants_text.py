@@ -38,7 +38,7 @@ def prompt_rows(run: LaneRun) -> list[tuple[str, ...]]:
 
 
 def error_words(run: LaneRun) -> str:
-    """Return what a lane raised, in one line; empty if it ran to its end."""
+    """Return a lane's exception in one line; empty if it finished."""
     error = run.error
     if error is None:
         return ""
@@ -54,7 +54,7 @@ LEGEND = (
 
 
 def lanes_text(report: LaneReport) -> str:
-    """Return the lanes as they are printed."""
+    """Return the lanes as printed text."""
     lines = [*table(HEAD, [lane_row(run) for run in report.lanes]), "", LEGEND]
     for run in report.lanes:
         lines += ["", f"{run.lane.name}: {run.lane.title}"]

@@ -1,16 +1,17 @@
-"""Whether merged weights are base plus change, rounded in any way that a right merge may round: a test by module.
+"""Are merged weights equal to base plus change, within the rounding of a right merge? One test per module.
 
-Each value of a merged weight is held against the exact one, rounded once. Two tests, with one false-alarm rate for all
-modules together:
+Each value of a merged weight is compared with the exact one, rounded once. There are two tests, with one false-alarm
+rate for all modules together:
 
-- bound: a merge that computes in bfloat16 at the worst, and rounds change and sum, stays within a computed bound;
-- slope: what is off may not go along with the change. Where a merge rounds otherwise than once to the nearest, it is off
-  as often against the change as with it. For such signs |sum of x| / sqrt(sum of x^2), x = (value - expected) x change, has a
-  bound without further assumptions (`criterion.symmetric_limit`). A scale wrong by 1 % is off with the change everywhere.
+- bound: a merge that computes in bfloat16 at worst, and rounds change and sum, stays within a computed bound;
+- slope: errors must not correlate with the change. If a merge does not round once to the nearest, its errors are as
+  often against the change as with it. For such signs |sum of x| / sqrt(sum of x^2), x = (value - expected) x change,
+  has a bound without further assumptions (`alarm_rate.symmetric_limit`). The errors of a scale that is wrong by 1 %
+  correlate with the change everywhere.
 
-The slope has to be off by a least share as well: a scale that was itself rounded to bfloat16 is off by up to 0.2 %.
-A packed value is held against the level that the exact value is packed to under the scales in the file (`packed_grid.py`):
-what 4 bits lose is lost by both, and a scale off by 1 % shows as codes that are off along the change.
+The slope must also differ by a least share: a scale that was itself rounded to bfloat16 is off by up to 0.2 %. A packed
+value is compared with the level of the exact value under the scales in the file (`packed_grid.py`): both have the loss
+of 4 bits, and a scale that is off by 1 % appears as codes that are off in the direction of the change.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from trimtab.merging.check_exact import rounded_once, ulp
 from trimtab.verification.merges.packed_grid import Grid
 from trimtab.verification.routes.alarm_rate import symmetric_limit
 
-# Needs no assumption on the form of the noise, so it can be small.
+# The test assumes nothing about the form of the noise, so the rate can be small.
 FALSE_ALARM_RATE = 1e-6
 SCALE_FAULT = 0.01
-# Least share by which a slope has to be off: above the rounding of a scale; where the grid of a packed weight is not known
-# (a weight that a loader stacks from several), also above that of 4-bit scales that clip large values.
+# Least error of a slope: above the rounding of a scale; if the grid of a packed weight is unknown (a weight that a
+# loader stacks from several), also above that of 4-bit scales that clip large values.
 LEAST_OFF, LEAST_OFF_COARSE = 0.004, 0.05
-# Steps of the file's dtype, and share of the terms of the change, that computing in bfloat16 may be off.
+# Largest error of computing in bfloat16: in steps of the file's dtype, and as a share of the change's terms.
 STEPS, STEPS_DORA, TERM_SHARE, NORM_SHARE = 2.0, 4.0, 2.0**-6, 2.0**-14
 PACKED_FORMS = ("nf4", "fp4", "int8")
-# NF4 and fp4 are off by a tenth of a weight's length.
+# The error of NF4 and fp4 is a tenth of a weight's norm.
 PACKED_ERROR = 0.25
-# Share of a scale below which two products of a level and this scale are one value: float32 rounds by 2^-24.
+# Two products of a level and a scale are equal below this share of the scale: float32 rounds by 2^-24.
 SAME_VALUE = 2.0**-20
 _PIECE_VALUES = 2**20
 
@@ -58,12 +59,12 @@ class Sums:
 
     @property
     def off(self) -> float:
-        """The share of the change that is there too much, or too little (negative)."""
+        """The excess share of the change in the weights; negative if some is missing."""
         return self.along / self.length if self.length else 0.0
 
     @property
     def size(self) -> float:
-        """How sure that is: |sum of x| / sqrt(sum of x^2)."""
+        """The significance of `off`: |sum of x| / sqrt(sum of x^2)."""
         return abs(self.along) / math.sqrt(self.squares) if self.squares else 0.0
 
     @property
@@ -74,9 +75,9 @@ class Sums:
 
 @dataclass(frozen=True)
 class ModuleWeight:
-    """One merged weight. form: dtype of the file, or its packed form. beyond: how many values are out of the bound.
+    """One merged weight. form: dtype of the file, or its packed form. beyond: number of values outside the bound.
 
-    is_coarse: packed, and held against the exact values because its grid is not known.
+    is_coarse: packed, and compared with the exact values because its grid is unknown.
     """
 
     module_path: str
@@ -113,7 +114,7 @@ class MergedWeights:
 
     @property
     def together(self) -> Sums:
-        """All modules as one."""
+        """The sums of all modules."""
         return sum((row.sums for row in self.modules), Sums())
 
     @property
@@ -131,16 +132,16 @@ class MergedWeights:
 
     @property
     def sees_scale_fault(self) -> bool:
-        """Whether a scale wrong by 1 % in all modules would be called wrong."""
+        """Whether the test would detect a scale wrong by 1 % in all modules."""
         return self.least_off < SCALE_FAULT and self.together.fault_size > self.limit
 
     @property
     def verdict(self) -> Literal["right", "differs", "cannot tell"]:
-        """The worst of all modules; "cannot tell" if not even a merge of nothing would be off for certain."""
+        """The worst of all modules; "cannot tell" if the test could not even detect a merge of nothing."""
         together = self.together
         if self.wrong or self._is_off(together, self.least_off == LEAST_OFF_COARSE):
             return "differs"
-        # With nothing merged, x is the square of the change in each value, beside what is off now.
+        # With nothing merged, x would be the square of the change in each value, plus the present errors.
         if self.least_off == LEAST_OFF_COARSE and together.length < 2 * self.limit * math.sqrt(together.squares):
             return "cannot tell"
         return "right"
@@ -160,8 +161,8 @@ def module_weight(
 ) -> ModuleWeight:  # fmt: skip
     """Return one module's sums. Shapes: [D_out, D_in] each, float32 values of any file dtype.
 
-    form: the merged file's dtype, or "nf4", "fp4", "int8". terms: size of the terms of the change; None with DoRA, whose
-    norms are sums over all of the weight. grid: of a packed weight, whose `merged` is then not rounded to any dtype.
+    form: the merged file's dtype, or "nf4", "fp4", "int8". terms: size of the terms of the change; None with DoRA,
+    whose norms are sums over all of the weight. grid: of a packed weight; `merged` is then not rounded to any dtype.
     """
     is_packed = form in PACKED_FORMS
     step = max(1, _PIECE_VALUES // max(1, base.shape[-1]))
@@ -182,7 +183,7 @@ def module_weight(
             error, size = error + float((m - w - d).square().sum()), size + float((w + d).square().sum())
         for test in tests:
             test.add(w + d, m, d, bound, rows)
-    # Codes are chosen for one set of scales throughout: the one that explains more of them.
+    # All codes are chosen for one set of scales: the set that explains more of them.
     best = min(tests, key=lambda test: test.other)
     beyond = best.beyond
     if is_packed and not error <= PACKED_ERROR**2 * size:
@@ -191,7 +192,7 @@ def module_weight(
 
 
 def _bound(w: Tensor, d: Tensor, terms: Tensor | None, form: str) -> Tensor:
-    """Return how far a merge that computes in bfloat16, and rounds change and sum to `form`, may be off in each value."""
+    """Return the largest error of each value in a merge that computes in bfloat16 and rounds change and sum to `form`."""
     steps = (STEPS if terms is not None else STEPS_DORA) * ulp(
         torch.maximum(w.abs(), (w + d).abs()), getattr(torch, form)
     )
@@ -199,7 +200,9 @@ def _bound(w: Tensor, d: Tensor, terms: Tensor | None, form: str) -> Tensor:
 
 
 class _Test:
-    """Sums over the pieces of one weight. beyond: values out of the bound. other: values that are not the expected ones."""
+    """Sums over the chunks of one weight. beyond: values outside the bound. other: values that differ from the expected
+    ones.
+    """
 
     def __init__(self) -> None:
         self.sums, self.beyond, self.other = Sums(), 0, 0
@@ -215,7 +218,7 @@ class _Test:
 
 
 class _Plain(_Test):
-    """Against the exact values rounded once to the file's dtype."""
+    """The test against the exact values, rounded once to the file's dtype."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -228,14 +231,14 @@ class _Plain(_Test):
 
 
 class _Coarse(_Test):
-    """Against the exact values, within whatever noise packing makes."""
+    """The test against the exact values, within the noise of packing."""
 
     def add(self, exact: Tensor, m: Tensor, d: Tensor, bound: Tensor, rows: slice) -> None:
         self._count(m - exact, d, SCALE_FAULT * d + (m - exact), torch.zeros(()))
 
 
 class _Packed(_Test):
-    """Against the levels that the exact values are packed to. own: codes are chosen for the scales that the file has."""
+    """The test against the packed levels of the exact values. own: codes are chosen for the scales in the file."""
 
     def __init__(self, grid: Grid, own: bool) -> None:
         super().__init__()

@@ -69,7 +69,7 @@ def report_html(report: ParityReport) -> str:
 
 
 def lanes_html(report: LaneReport) -> str:
-    """Return the lanes as a part of a page."""
+    """Return the lanes as a section of a page."""
     parts = [_table(lane_words.HEAD, [lane_words.lane_row(run) for run in report.lanes])]
     parts.append(f'<p class="soft">{escape(lane_words.LEGEND)}</p>')
     for run in report.lanes:

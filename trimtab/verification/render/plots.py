@@ -16,7 +16,7 @@ def lines(
     values: Sequence[float], *, label: str, dashed: float | None = None, dashed_label: str = "", mark: int | None = None,
     mark_label: str = "",
 ) -> str:  # fmt: skip
-    """Return a plot of values by position on a logarithmic axis whose foot is 0.
+    """Return a plot of values by position on a logarithmic axis with 0 at the bottom.
 
     dashed: a level to draw across (the noise floor). mark: a position to draw a line at (where the answer begins).
     """
@@ -65,7 +65,7 @@ def bars(
 
 
 class _Log:
-    """A logarithmic axis of at most DECADES decades below its largest value; 0 and what is below stand at the foot."""
+    """A logarithmic axis of at most DECADES decades below its largest value; 0 and smaller values are at the bottom."""
 
     def __init__(self, values: Sequence[float]) -> None:
         known = [value for value in values if 0 < value < math.inf]
@@ -75,11 +75,11 @@ class _Log:
             self.low -= 1
 
     def y(self, value: float) -> float:
-        """Return where a value stands."""
+        """Return the y coordinate of a value."""
         if not value > 0:
             return HEIGHT - BOTTOM
         share = (math.log10(value) - self.low) / (self.high - self.low) if value < math.inf else 1.0
-        # The lowest decade begins a little above the foot, so that the smallest value is not taken for 0.
+        # The lowest decade begins slightly above the bottom, so that the smallest value does not look like 0.
         return HEIGHT - BOTTOM - (0.08 + 0.92 * min(max(share, 0.0), 1.0)) * (HEIGHT - BOTTOM - TOP)
 
     def ticks(self) -> list[tuple[float, str]]:
@@ -98,7 +98,7 @@ class _Linear:
             self.high = 1.0
 
     def y(self, value: float) -> float:
-        """Return where a value stands."""
+        """Return the y coordinate of a value."""
         share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
         return HEIGHT - BOTTOM - share * (HEIGHT - BOTTOM - TOP)
 

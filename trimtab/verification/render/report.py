@@ -26,11 +26,12 @@ FORMATS = (".json", ".md", ".html")
 
 @dataclass(frozen=True, kw_only=True)
 class PromptParity:
-    """One prompt, compared. The three booleans of a merge: base_is_adapter, same_text (adapter == merged), base_is_merged.
+    """One prompt, compared. The three booleans of a merge: base_is_adapter, same_text (adapter == merged),
+    base_is_merged.
 
-    same_text: whether the greedy tokens are equal, None where they are not requested (batches). base_kl: how far the
-    adapter itself moves the base (KL in nats, mean of positions), to hold the difference's KL against. base_is_noise:
-    whether that is no more than the noise, so that the prompt cannot tell a merged model from the base.
+    same_text: whether the greedy tokens are equal, None if they are not requested (batches). base_kl: the adapter's own
+    effect on the base (KL in nats, mean of positions), to compare the difference's KL with. base_is_noise: whether that
+    is no more than the noise, so that the prompt cannot distinguish a merged model from the base.
     """
 
     id: str
@@ -65,12 +66,12 @@ class PromptParity:
 class ParityReport:
     """Two routes to the same answers.
 
-    against: what was compared (a word of `comparisons.AGAINST` or a folder). expected: the verdict that is right: `same`
-    (bit-equal or within noise), or `differs` where an adapter must change something. floor: the reference's own noise.
-    layers: relative difference of the hidden states after each layer, the largest of all prompts. survival: what of the
-    adapter's change is in a merged folder, module by module; weights: the test of these weights, which is sharper than any
-    answer. changes: whether both routes loaded the same adapters, as sharp. findings: what a reader must know besides.
-    unfinished: why a later step, such as the lanes, could not be done.
+    against: the comparison (a word of `comparisons.AGAINST` or a folder). expected: the right verdict: `same`
+    (bit-equal or within noise), or `differs` if an adapter must have an effect. floor: the reference's own noise.
+    layers: relative difference of the hidden states after each layer, the largest of all prompts. survival: the share
+    of the adapter's change in a merged folder, by module; weights: the test of these weights, which is more sensitive
+    than answers. changes: whether both routes loaded the same adapters, as sensitive. findings: further notes for the
+    reader. unfinished: why a later step, such as the lanes, failed.
     """
 
     model: str
@@ -92,7 +93,9 @@ class ParityReport:
 
     @cached_property
     def verdict(self) -> str:
-        """The worst verdict of all prompts and of the merged weights; "cannot tell" where a fault would be below the noise."""
+        """The worst verdict of all prompts and of the merged weights; "cannot tell" if a fault would be below the
+        noise.
+        """
         from trimtab.verification.routes.compare import CANNOT_TELL, DIFFERS, WITHIN_NOISE, worst
 
         answers = worst(row.verdict for row in self.prompts)
@@ -106,7 +109,7 @@ class ParityReport:
 
     @property
     def _is_below_noise(self) -> bool:
-        """Whether answers within noise say nothing: the fault that is looked for would be within it too."""
+        """Whether answers within noise prove nothing: the fault to detect would be within it too."""
         if self.expected == "differs":
             return True
         is_merge = any(row.base_kl is not None for row in self.prompts)
@@ -118,7 +121,7 @@ class ParityReport:
     def ok(self) -> bool:
         """Whether the verdict is the expected one, which sets the command's exit code.
 
-        "cannot tell" raises no alarm for answers that should be the same, if they are within a measured noise.
+        "cannot tell" is accepted for answers that should be the same, if they are within a measured noise.
         """
         if self.expected == "differs":
             return self.verdict == "differs"
@@ -189,7 +192,7 @@ class ParityReport:
 
 
 def check_save_path(path: str | os.PathLike[str]) -> None:
-    """Raise RequestError for a report file of an unknown form, or in a folder that is not there."""
+    """Raise RequestError for a report file of an unknown form, or in a folder that does not exist."""
     if Path(path).suffix.lower() not in FORMATS:
         raise RequestError("unknown format of a report", field="save", value=str(path), allowed=FORMATS)
     if not Path(path).resolve().parent.is_dir():

@@ -44,7 +44,7 @@ def merge_row(row: PromptParity) -> tuple[str, ...]:
 
 
 def floor_words(report: ParityReport) -> list[str]:
-    """Return what the noise floor is, how it was measured, and above which limit a difference is more than noise."""
+    """Return the noise floor, its measurement, and the limit above which a difference is more than noise."""
     floor = report.floor
     if not floor.pairs:
         return ["noise floor: not measured; a difference cannot be judged"]
@@ -91,7 +91,7 @@ def changes_words(report: ParityReport) -> list[str]:
 
 
 def route_words(route: Mapping[str, Any]) -> str:
-    """Return one line on a route: label, format, placement, what it took."""
+    """Return one line on a route: label, format, placement, time and memory."""
     tiers = ", ".join(f"{count} {tier}" for tier, count in (route.get("tiers") or {}).items())
     memory = route.get("memory") or {}
     took = [f"host peak {gib(memory['host_peak_bytes'])}"] if memory.get("host_peak_bytes") else []
@@ -129,7 +129,7 @@ def survival_words(report: ParityReport) -> list[str]:
 
 
 def report_text(report: ParityReport) -> str:
-    """Return the report as it is printed."""
+    """Return the report as printed text."""
     lines = [verdict_words(report), ""]
     lines += [f"  {route_words(route)}" for route in (report.reference, report.subject)]
     lines += ["", *table(HEAD, [prompt_row(row) for row in report.prompts]), ""]

@@ -1,1 +1,1 @@
-"""How are two ways to the same answer run, each in a process?"""
+"""How are two routes to the same answer run, each in a process?"""

@@ -1,10 +1,10 @@
 """The criterion for a difference above the noise, with a stated false-alarm rate.
 
-The largest of a few runs is no limit: a further run of the same kind exceeds the largest of N with probability 1/(N + 1).
-The limit here is a prediction bound. The reference answers DRAWS times more with its roundings drawn again; the logarithm
-of each measure of those runs is taken as normal, with a mean for each prompt and one variance for all; a further run of the
-same kind exceeds the bound with probability FALSE_ALARM_RATE for all prompts and measures together (Bonferroni). On top
-comes MARGIN, for noise of a true route that is not of that kind. Imports nothing but the standard library.
+The largest of a few runs is no limit: a further run of the same kind exceeds the largest of N with probability 1/(N +
+1). The limit here is a prediction bound. The reference answers DRAWS more times with random roundings. The logarithm of
+each measure of those runs is assumed to be normal, with a mean for each prompt and one variance for all. A further run
+of the same kind exceeds the bound with probability FALSE_ALARM_RATE for all prompts and measures together (Bonferroni).
+The factor MARGIN covers other noise of a right route. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass
 
 FALSE_ALARM_RATE = 1e-4
 DRAWS = 8
-# How many times larger than the drawn noise the noise of a right route may be, in logits.
+# The largest ratio of a right route's noise to the random noise, in logits.
 MARGIN = 2.0
-# A measure and the power of the logits' difference that it grows with: KL grows with the square.
+# A measure and the power of the logits' difference with which it grows: KL grows with the square.
 MEASURES: Mapping[str, int] = {"mean_abs": 1, "max_abs": 1, "kl_mean": 2}
-# Below this a measure is rounding of float64 itself.
+# Below this, a measure is only float64 rounding.
 _SMALLEST = 1e-14
 
 
@@ -40,10 +40,10 @@ def limits(
     draws: Mapping[str, Sequence[Mapping[str, float]]], least: Mapping[str, Mapping[str, float]] | None = None,
     *, rate: float = FALSE_ALARM_RATE, margin: float = MARGIN,
 ) -> dict[str, Limits]:  # fmt: skip
-    """Return the limits of each prompt, none if there are too few runs to know their spread.
+    """Return the limits of each prompt, none if there are too few runs to estimate their spread.
 
-    draws: prompt -> measures of each randomized run. least: prompt -> measures that are certainly noise (another order of
-    summation); the middle of the noise is not set below them.
+    draws: prompt -> measures of each randomized run. least: prompt -> measures that are certainly noise (another order
+    of summation); the mean of the noise is at least these.
     """
     known = {prompt: rows for prompt, rows in draws.items() if rows}
     freedom = sum(len(rows) - 1 for rows in known.values())
@@ -64,7 +64,7 @@ def limits(
 
 
 def student_quantile(rate: float, freedom: int) -> float:
-    """Return a value that Student's t exceeds with probability `rate` at most, for small rates.
+    """Return a value that Student's t exceeds with probability at most `rate`, for small rates.
 
     Source: P(T > t) <= c / t * n / (n - 1) * (1 + t^2 / n)^(-(n - 1) / 2), from x / t >= 1 under the integral; c is the
     density's constant. For rates below 1e-3 it is at most a few percent above the quantile.
@@ -83,9 +83,10 @@ def student_quantile(rate: float, freedom: int) -> float:
 
 
 def symmetric_limit(rate: float, tests: int) -> float:
-    """Return what |sum of x| / sqrt(sum of x^2) exceeds with probability `rate` at most in any of several tests.
+    """Return the limit that |sum of x| / sqrt(sum of x^2) exceeds with probability at most `rate` in any of several
+    tests.
 
-    For independent x that are as likely positive as negative, whatever their size: P(S > t) <= exp(-t^2 / 2).
+    For independent x of any size that are as likely positive as negative: P(S > t) <= exp(-t^2 / 2).
     Source: Hoeffding's bound for random signs; Efron, Student's t-test under symmetry conditions, 1969.
     """
     return math.sqrt(2 * math.log(2 * max(1, tests) / rate))

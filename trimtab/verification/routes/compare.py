@@ -1,8 +1,8 @@
 """The distance of two sets of logits, and whether it exceeds the measured noise.
 
-A difference is computed in float64 a few positions at a time, so that [S, 262144] needs no second copy of itself. A
-verdict is `same` (every value equal), `same within noise`, `differs`, or `cannot tell` where no noise could be measured.
-The limit between the second and the third has a stated false-alarm rate (`alarm_rate.py`).
+A difference is computed in float64 a few positions at a time, so that [S, 262144] needs no second copy. A verdict is
+`same` (every value equal), `same within noise`, `differs`, or `cannot tell` if no noise could be measured. The limit
+between the second and the third has a stated false-alarm rate (`alarm_rate.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trimtab.verification.routes.alarm_rate import Limits
 Verdict = Literal["same", "same within noise", "cannot tell", "differs"]
 SAME, WITHIN_NOISE, CANNOT_TELL, DIFFERS = "same", "same within noise", "cannot tell", "differs"
 ORDER, DRAW = "order", "draw"
-# Float64 values that one piece of a comparison holds; it makes about six such pieces.
+# Float64 values in one chunk of a comparison, which needs about six arrays of this size.
 _PIECE_VALUES = 4 * 2**20
 
 
@@ -34,7 +34,7 @@ class Difference:
 
     first_position: the first one with any unequal value, None if there is none. max_abs, mean_abs: of all values. KL in
     nats, of the first's distribution from the second's. top1_agreement: share of positions with the same largest value.
-    A value that is not a number in either makes max_abs, mean_abs and KL infinite: it is no measure of sameness.
+    A NaN in either makes max_abs, mean_abs and KL infinite.
     """
 
     positions: int
@@ -60,9 +60,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class Noise:
-    """One pair of runs of the same route: which two, and how far apart they were.
+    """One pair of runs of the same route: the two runs and their distance.
 
-    kind: "order" of two orders of summation; "draw" of a run whose roundings were drawn at random from the first run.
+    kind: "order" of two orders of summation; "draw" of a run with random roundings and the first run.
     """
 
     prompt_id: str
@@ -81,7 +81,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class NoiseFloor:
-    """The differences between runs of one route: the maxima over `pairs`. skipped: order changes that could not be made.
+    """The differences between runs of one route: the maxima over `pairs`. skipped: order changes that were impossible.
 
     The maxima are for the reader; verdicts use `limits`.
     """
@@ -129,14 +129,14 @@ class NoiseFloor:
 
     @property
     def limit(self) -> Limits | None:
-        """The largest limits of all prompts, None if the noise is not known."""
+        """The largest limits of all prompts, None if the noise is unknown."""
         rows = self.limits.values()
         if not rows:
             return None
         return Limits(**{name: max(getattr(row, name) for row in rows) for name in criterion.MEASURES})
 
     def verdict(self, difference: Difference, prompt_id: str | None = None) -> Verdict:
-        """Return what a difference is against this noise; prompt_id None: against that of the noisiest prompt."""
+        """Return the verdict on a difference with this noise; prompt_id None: with that of the noisiest prompt."""
         if difference.is_same:
             return "same"
         if not math.isfinite(difference.max_abs):
@@ -160,7 +160,7 @@ class NoiseFloor:
 
 
 def _largest(pairs: Sequence[Noise]) -> list[dict[str, Any]]:
-    """Return for every two orders their largest pair."""
+    """Return the pair with the largest difference for every two orders."""
     noises: dict[tuple[str, str], Noise] = {}
     for pair in pairs:
         known = noises.get((pair.first, pair.second))
@@ -180,7 +180,7 @@ def worst(verdicts: Iterable[str]) -> Verdict:
 
 
 def difference(first: Tensor, second: Tensor) -> Difference:
-    """Return how far two logits are apart.
+    """Return the difference of two logits.
 
     Shapes: [S, V] each, any floating dtypes, on one device. Errors: RequestError if the shapes differ.
     Source: KL(P || Q) = sum_v P(v) (ln P(v) - ln Q(v)), P and Q the softmax of the first and the second.
@@ -214,7 +214,7 @@ def difference(first: Tensor, second: Tensor) -> Difference:
 
 
 def _apart(a: Tensor, b: Tensor) -> Tensor:
-    """Return |a - b| [S, V]; equal infinities are 0 apart, what is not a number is infinitely far."""
+    """Return |a - b| [S, V]; 0 for equal infinities, infinite for NaN."""
     apart = (a - b).abs_()
     apart = torch.where(a == b, torch.zeros((), dtype=a.dtype, device=a.device), apart)
     return apart.nan_to_num_(nan=math.inf, posinf=math.inf)
@@ -226,14 +226,14 @@ def _kl(a: Tensor, b: Tensor) -> Tensor:
     p = log_p.exp()
     terms = torch.where(p == 0, torch.zeros((), dtype=a.dtype, device=a.device), p * (log_p - log_q))
     per_position = terms.sum(-1)
-    # The sum of rounded terms of two nearly equal distributions can come out a little below zero.
+    # The sum of rounded terms of two nearly equal distributions can be slightly below zero.
     return torch.where(per_position.isnan(), torch.full_like(per_position, math.inf), per_position.clamp_min(0.0))
 
 
 def drawn_noise(
     prompt_id: str, first: str, once: Tensor, draws: Mapping[str, Tensor], device: torch.device | str = "cpu"
 ) -> tuple[Noise, ...]:
-    """Return how far each run with roundings drawn at random is from the first run, computed on a device."""
+    """Return the difference of each run with random roundings from the first run, computed on a device."""
     rows = []
     for name, logits in draws.items():
         apart = difference(once.to(device), logits.to(device))
@@ -242,7 +242,7 @@ def drawn_noise(
 
 
 def noise_between(prompt_id: str, runs: Mapping[str, Tensor], device: torch.device | str = "cpu") -> tuple[Noise, ...]:
-    """Return how far every two of one route's runs on one prompt are apart, computed on a device.
+    """Return the differences of every two runs of one route on one prompt, computed on a device.
 
     runs: order of summation -> logits [S, V].
     """

@@ -1,6 +1,6 @@
 """The inputs of all routes: prompts become model inputs once, so that routes share template and pixels.
 
-Runs in a process of its own (`main`) or in this one (`prepare`). Reads config and processor; loads no weights.
+Runs in a separate process (`main`) or in this one (`prepare`). Reads config and processor; loads no weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Asked:
         self.processor_folder = folder
         self.device, self.dtype = torch.device("cpu"), getattr(torch, dtype)
         self.hf_model = SimpleNamespace(config=hf.read_config(read_checkpoint(folder)))
-        # The routes' own plans are made for these prompts: nothing is counted here.
+        # The routes' plans are made for these prompts, so memory is not counted here.
         self.plan = SimpleNamespace(request=SimpleNamespace(images=10**6, audio_s=MAX_SOUND_S))
 
     @cached_property
@@ -48,8 +48,8 @@ class _Asked:
 def prepare(model: Path, dtype: str, prompts: Sequence[Prompt], out: Path) -> list[dict[str, Any]]:
     """Write the inputs of every prompt into `out` and return one row per prompt: id, file, prompt_tokens, has_media.
 
-    Errors: RequestError, with all of them, for prompts that the model's processor refuses; CheckpointError if the
-    folder has no processor for them.
+    Errors: RequestError that lists all prompts that the model's processor refuses; CheckpointError if the folder has no
+    processor for them.
     """
     from trimtab.engine.chat import prompt as chat
 

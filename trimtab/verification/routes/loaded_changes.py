@@ -1,9 +1,9 @@
 """Whether two routes loaded the same adapters: each module's change applied to fixed vectors, compared by module.
 
-Answers show a wrong scale only above the noise of their roundings; what was loaded has no such noise. Of a change
-D = scale B A of one module each route tells SIZE numbers, s_k^T D u_k for fixed vectors of signs s_k and u_k: their slope is
-the ratio of the two scales, and what is off besides is another change. Imports torch alone: the stock route runs in an
-interpreter that may have nothing else of ours.
+Answers show a wrong scale only above the noise of their roundings; loaded weights have no such noise. For the change D
+= scale B A of one module, each route reports SIZE numbers, s_k^T D u_k for fixed vectors of signs s_k and u_k. Their
+slope is the ratio of the two scales; a further difference means another change. Imports only torch, because the stock
+route may run in an interpreter without trimtab.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 SIZE = 32
-# A route may hold A and B in bfloat16, which moves the slope by less than 0.1 % and the rest by less than 2 %.
+# A route may store A and B in bfloat16, which moves the slope by less than 0.1 % and the rest by less than 2 %.
 LEAST_OFF, LEAST_REST = 0.004, 0.05
 Sketch = Sequence[float]
 
@@ -41,7 +41,7 @@ def sketch(A: Tensor, B: Tensor, scale: float) -> list[float]:
 
 @dataclass(frozen=True)
 class OtherChange:
-    """A module whose change the second route has otherwise. share: how much of the first's it has (0: none of it)."""
+    """A module whose change differs in the second route. share: the share of the first route's change in it (0: none)."""
 
     adapter: str
     module_path: str
@@ -61,7 +61,9 @@ class OtherChange:
 
 @dataclass(frozen=True)
 class LoadedChanges:
-    """The comparison of what two routes loaded. modules: how many changes were compared. wrong: those that are not the same."""
+    """The comparison of the changes that two routes loaded. modules: number of compared changes. wrong: those that
+    differ.
+    """
 
     modules: int
     wrong: tuple[OtherChange, ...]
@@ -77,8 +79,8 @@ Changes = Mapping[str, Mapping[str, Sketch]]
 def compare_changes(first: Changes, second: Changes, *, same_names: bool = True) -> LoadedChanges | None:
     """Return whether two routes loaded the same changes, None if they have no module in common to compare.
 
-    first, second: adapter -> module path -> `sketch`. same_names: both call every module alike, so that one that only one
-    side has is wrong; otherwise it is another name.
+    first, second: adapter -> module path -> `sketch`. same_names: both use the same module names, so a module that only
+    one side has is wrong; otherwise it has another name.
     """
     wrong, count = [], 0
     for adapter in first.keys() & second.keys():

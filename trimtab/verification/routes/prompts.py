@@ -1,8 +1,8 @@
 """The prompts of a comparison: a JSONL file, with all its problems reported at once, or a built-in set.
 
-A line is one JSON object: `id`, and `text` (with `image` and `audio`, file names beside the file, if the model sees and
-hears) or `token_ids` taken as they are. The built-in set is the demo model's own questions for the demo model; for any
-other model three short texts, a drawn picture and a tone, or fixed token ids if the folder has no tokenizer.
+A line is one JSON object: `id`, and `text` (with `image` and `audio`, file names in the same folder, for models with
+these modalities) or unchanged `token_ids`. The built-in set is the demo's questions for the demo model; for any other
+model three short texts, a generated image and a tone, or fixed token ids if the folder has no tokenizer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOKEN_COUNT = 24
 class Prompt:
     """One question. image, audio: absolute file names. token_ids: instead of text, for models without a tokenizer.
 
-    expected: adapter name ("base" for none) -> the right answer, where it is known; shown, never judged.
+    expected: adapter name ("base" for none) -> the right answer, if known; shown, never used in a verdict.
     """
 
     id: str
@@ -55,7 +55,7 @@ class Prompt:
         return "+".join(media) or "text"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the prompt as JSON-ready values, what is not given left out."""
+        """Return the prompt as JSON-ready values, without missing fields."""
         values = {name: getattr(self, name) for name in KEYS}
         values["token_ids"] = list(self.token_ids)
         values["expected"] = dict(self.expected) if self.expected else None
@@ -109,7 +109,7 @@ def checked(prompts: Sequence[Prompt | Mapping[str, Any] | str]) -> tuple[Prompt
 
 
 def check_modalities(prompts: Sequence[Prompt], config: Mapping[str, Any]) -> None:
-    """Raise RequestError, all of them at once, if a prompt has a medium that the model of this config.json lacks."""
+    """Raise one RequestError for all prompts with a modality that the model of this config.json lacks."""
     takes = [name for name, part in (("image", "vision"), ("audio", "audio")) if config.get(f"{part}_config")]
     problems = [
         f"{prompt.id} has {'an' if name[0] in 'ai' else 'a'} {name}, the model takes {', '.join(['text', *takes])}"
@@ -121,7 +121,7 @@ def check_modalities(prompts: Sequence[Prompt], config: Mapping[str, Any]) -> No
 
 
 def built_in(model: Path, config: Mapping[str, Any], media_folder: Path) -> tuple[Prompt, ...]:
-    """Return the built-in prompts for a model folder; drawn media are written to media_folder."""
+    """Return the built-in prompts for a model folder; generated media are written to media_folder."""
     if model.resolve() == (DEMO / "base").resolve():
         return demo_prompts()
     if not any((model / name).is_file() for name in TOKENIZERS):
@@ -198,7 +198,7 @@ def _token_prompts(config: Mapping[str, Any]) -> tuple[Prompt, ...]:
     size = int(text.get("vocab_size") or 256)
     prompts = []
     for number, name in enumerate(TEXTS):
-        # The first ids are special ones; the last of a multimodal vocabulary stand for images and audio.
+        # The first ids are special ones; the last ids of a multimodal vocabulary are placeholders of images and audio.
         draw = random.Random(number)
         low, high = min(8, size // 4), max(size // 4 + 1, size * 3 // 4)
         prompts.append(Prompt(name, token_ids=tuple(draw.randrange(low, high) for _ in range(TOKEN_COUNT))))

@@ -1,9 +1,9 @@
 """The effect of the rounding that no merge can avoid: the change is added to the weights and rounded once.
 
-A merge in bf16 cannot give the bits of the adapter loaded beside its base: every changed weight is rounded to bf16 once;
-a merge that is packed again rounds every packed weight to 4 bits. How far that moves the answers is measured, not assumed:
-the same model answers with those weights rounded as a merge would, and rounded at random. For layers that are not
-quantized; the model is left as it was.
+A merge in bf16 cannot give the same bits as the loaded adapter: every changed weight is rounded to bf16 once, and a
+packed merge rounds every packed weight to 4 bits. The effect on the answers is measured, not assumed: the same model
+answers with those weights rounded as a merge would, and rounded at random. For layers that are not quantized; the model
+is restored afterwards.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ NEAREST = "change added to the weights, rounded to the nearest"
 PACKED = "change added to the weights, packed to 4 bits"
 _NAME = "rounded once"
 _BLOCKSIZE = 64
-# A 4-bit scale drawn at random, as a share of its block's largest value: packers choose within this range.
+# Range of a random 4-bit scale, as a share of its block's largest value: packers choose within it.
 _SHARES = (0.85, 1.0)
 
 
 def rounded_order(
     model: Any, adapter: str, inputs: Mapping[str, Tensor], packed: Mapping[str, str]
 ) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield (what is done, a call that gives logits [S, V]) for the rounding of the changed weights to the nearest.
+    """Yield (description, a call that gives logits [S, V]) for the rounding of the changed weights to the nearest.
 
-    packed: module path -> 4-bit form of the modules that the merged model has packed. Takes a second copy of those
-    weights and of the adapted ones on their device for the time of a call.
+    packed: module path -> 4-bit form of the modules that the merged model has packed. Needs a second copy of those
+    weights and of the adapted ones on their device during a call.
     """
     yield PACKED if packed else NEAREST, lambda: _answer(model, adapter, inputs, None, packed)
 
@@ -42,7 +42,7 @@ def rounded_order(
 def rounded_draws(
     model: Any, adapter: str, inputs: Mapping[str, Tensor], packed: Mapping[str, str]
 ) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield the same for roundings drawn at random, of the weights and of what every layer gives."""
+    """Yield the same for random roundings of the weights and of every layer's output."""
     for seed in range(1, DRAWS + 1):
         name = f"change added to the weights, {'packed' if packed else 'rounded'} at random ({seed})"
         yield name, lambda seed=seed: _answer(model, adapter, inputs, seed, packed)  # type: ignore[misc]
@@ -79,7 +79,7 @@ def merged_in_memory(
                 own = module.__dict__["adapters"].get(adapter)
                 form = forms.get(getattr(module, "module_path", ""))
                 module.__dict__["adapters"][_NAME] = _rounded(module, own, form, generator)
-        # Without a serial: nothing captures it.
+        # Without a serial number, no step captures it.
         store.holders[_NAME] = Holders(Fitting(model.hf_model, [], {}, frozenset(), 0), [])
         store.set(_NAME)
         yield
@@ -129,9 +129,9 @@ def _merged_linear(leaf: Any, adapter: LinearAdapter) -> tuple[Tensor, Tensor | 
 
 
 def packed_once(whole: Tensor, form: str, generator: torch.Generator | None) -> Tensor:
-    """Return a weight as it is after packing it: with the best scales, or with a generator with scales drawn at random.
+    """Return a weight after packing and unpacking: with the best scales, or, given a generator, with random scales.
 
-    form: "nf4", "fp4" or "int8", which has one scale a row.
+    form: "nf4", "fp4" or "int8", which has one scale per row.
     """
     from trimtab.engine.formats.bitsandbytes import quantize
     from trimtab.merging.files.quantize import choose_scales, levels, nearest
@@ -169,10 +169,10 @@ def _rounded_table(table: Any, adapter: EmbeddingAdapter, generator: torch.Gener
 
 
 def rounded(values: Tensor, dtype: torch.dtype, generator: torch.Generator | None) -> Tensor:
-    """Return float64 values in a dtype: to the nearest, or with a generator up or down at random, right on average.
+    """Return float64 values in a dtype: to the nearest, or, given a generator, up or down at random without bias.
 
-    At random: a uniform number of one step of the dtype is added first, so that a value between two neighbours goes to
-    each with the probability of its nearness.
+    At random: a uniform number within one step of the dtype is added first. A value between two neighbours is then
+    rounded to each with a probability by its distance.
     """
     if generator is None:
         return values.to(dtype)

@@ -1,7 +1,7 @@
-"""Running a route: in a separate process, its logits passed as files, its memory recorded.
+"""Runs a route in a separate process. Its logits are passed as files and its memory is recorded.
 
-A route is a model in one placement and format, by trimtab or by the stock stack. The reference route answers first; its
-greedy texts are the continuation that both are then asked about.
+A route is a model in one placement and format, in trimtab or in the stock stack. The reference route answers first; its
+greedy texts are the continuation for which both then compute logits.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ OWN, STOCK, PREPARE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """A way to the answers.
+    """A route to the answers.
 
-    label: what a report calls it. Own routes have a plan, or a request to plan from; stock ones folder, quant, dtype,
-    device and adapters, and the interpreter they run in (None: this one). batched: rows computed together (0: one).
-    decode: how answers are computed step by step, and their logits with them (None: logits of one forward pass).
+    label: its name in a report. trimtab's routes have a plan, or a request to plan; stock routes have folder, quant,
+    dtype, device and adapters, and their interpreter (None: this one). batched: rows computed together (0: one).
+    decode: the decode mode of answers and their logits (None: logits of one forward pass).
     """
 
     label: str
@@ -49,7 +49,7 @@ class Route:
     decode: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the process of the route is given."""
+        """Return the request of the route's process."""
         if self.engine == "trimtab":
             return {
                 "plan": self.plan.to_json() if self.plan else None,
@@ -63,8 +63,9 @@ class Route:
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One prepared prompt and the adapter that answers it. continuation: the tokens whose logits are compared; None: its own
-    answer or, with `follows`, the answer of the item at that position."""
+    """One prepared prompt and the adapter that answers it. continuation: the tokens whose logits are compared; None:
+    its own answer or, with `follows`, the answer of the item at that index.
+    """
 
     id: str
     file: str
@@ -89,9 +90,9 @@ class Said:
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """A route that has run: what it said in the order of the items, its noise, and what it took.
+    """A finished route: its answers in the order of the items, its noise, its time and memory.
 
-    memory: host_peak_bytes (of the process; 0 if it had none of its own), gpu_peak_bytes. loaded: the line it told.
+    memory: host_peak_bytes (of the process; 0 without a separate process), gpu_peak_bytes. loaded: its report line.
     """
 
     route: Route
@@ -102,7 +103,7 @@ class Ran:
     loaded: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a report says of the route."""
+        """Return the route's entry in a report."""
         names = ("device", "quant", "head", "tiers", "adapters", "notes", "warnings", "versions")
         shown = {name: self.loaded.get(name) for name in names}
         return {
@@ -114,7 +115,7 @@ class Ran:
 def prepare(
     model: str | Path, dtype: str, prompts: Sequence[Any], out: Path, *, isolated: bool = True
 ) -> list[dict[str, Any]]:
-    """Return one row per prompt (see `inputs.prepare`), made in a process of its own."""
+    """Return one row per prompt (see `inputs.prepare`), made in a separate process."""
     request = {"model": str(model), "dtype": dtype, "prompts": [p.to_json() for p in prompts], "out": str(out)}
     lines, _ = run_module(PREPARE, request, "the prompts", isolated=isolated)
     rows: list[dict[str, Any]] = next(line["rows"] for line in lines if line["event"] == "prepared")
@@ -126,14 +127,13 @@ def run_route(
     noise_items: int | None = None, rounding: bool = False, packed: Mapping[str, str] | None = None,
     hidden: bool = False, isolated: bool = True, timeout_s: float = TIMEOUT_S,
 ) -> Ran:  # fmt: skip
-    """Return what a route says to every item.
+    """Return a route's answers to all items.
 
-    out: an empty folder for the files. noise: measure the route's own noise ("without batches" where batching is what is
-    tested), on the first noise_items alone if that is given. rounding: let it also answer with its adapter's change
-    added to the weights and rounded once (see `rounding`). packed: module path -> form of the modules that the merged
-    model has in 4 bits. isolated False runs in this process, which is quicker and
-    records no host peak.
-    Errors: those of planning and loading; UpstreamError for what stock raises; DeviceError for a process that died.
+    out: an empty folder for the files. noise: measure the route's noise ("without batches" if batching is tested), only
+    on the first noise_items if given. rounding: also answer with the adapter's change added to the weights and rounded
+    once (see `rounding`). packed: module path -> form of the modules that the merged model has in 4 bits. isolated
+    False runs in this process, which is faster and records no host peak.
+    Errors: those of planning and loading; UpstreamError for an exception of stock; DeviceError for a process that died.
     """
     out.mkdir(parents=True, exist_ok=True)
     request = {
@@ -151,7 +151,7 @@ def run_route(
         if line["event"] == "item":
             memory["gpu_peak_bytes"] = max(memory["gpu_peak_bytes"], line["memory"]["gpu_peak_bytes"])
             if outcome is not None and line["memory"].get("host_peak_bytes"):
-                memory["host_peak_bytes"] = line["memory"]["host_peak_bytes"]  # noise is measured after it
+                memory["host_peak_bytes"] = line["memory"]["host_peak_bytes"]  # noise is measured afterwards
             answers.append(_said(line))
         elif line["event"] == "noise":
             pairs += [Noise(**pair) for pair in line["pairs"]]
@@ -172,7 +172,9 @@ def _said(line: Mapping[str, Any]) -> Said:
 
 
 def with_continuations(items: Sequence[Item], reference: Ran) -> tuple[Item, ...]:
-    """Return the items with the reference's greedy tokens to be asked about; it may have answered more after them."""
+    """Return the items with the reference's greedy tokens as continuations; it may have answered further items after
+    them.
+    """
     return tuple(
         replace(item, continuation=answer.continuation)
         for item, answer in zip(items, reference.said[: len(items)], strict=True)
@@ -185,7 +187,7 @@ def run_module(
 ) -> tuple[list[dict[str, Any]], Outcome | None]:  # fmt: skip
     """Return the lines that a module's `main` emitted, and the outcome of its process (None if it ran in this one).
 
-    Errors: an error of ours from `main`, raised again here; UpstreamError; DeviceError.
+    Errors: trimtab's error from `main`, raised again here; UpstreamError; DeviceError.
     """
     if not isolated and python is None:
         import importlib

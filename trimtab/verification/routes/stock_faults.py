@@ -1,16 +1,19 @@
-"""Faults of the stock side that a comparison meets: what is wrong there is said, with its entry in the doctor's catalogue. Pure."""
+"""Faults of the stock side that a comparison meets. Each is reported with its entry in the doctor's catalogue. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# I13: torch's memory-efficient kernel takes a last block of one query of 32 for a decode step, in heads wider than these.
+# I13: torch's memory-efficient kernel treats a last block of one query of 32 as a decode step, in heads wider than
+# these.
 BLOCK, WIDEST = 32, 256
 
 
 def one_wide_key_head(config: Mapping[str, Any]) -> bool:
-    """Whether a model has layers with one head of keys for all of queries, wider than 256. config: a config.json's content."""
+    """Whether a model has layers with one key head for all query heads, wider than 256. config: a config.json's
+    content.
+    """
     text = config.get("text_config") or config
     if not isinstance(text, Mapping):
         return False
@@ -34,7 +37,9 @@ def wrong_last_positions(config: Mapping[str, Any], device: str, passes: Sequenc
 
 
 def wrong_layers(paths: Sequence[str]) -> list[str]:
-    """Return a line if stock computed 4-bit layers with wrong scales. paths: of these layers, as its process told them."""
+    """Return a line if stock computed 4-bit layers with wrong scales. paths: of these layers, as its process reported
+    them.
+    """
     if not paths:
         return []
     more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""

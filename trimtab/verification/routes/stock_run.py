@@ -1,7 +1,7 @@
 """The stock stack's answers to the same prompts: transformers' loader, bitsandbytes and PEFT, on one device.
 
-Runs inside a process of its own, of any interpreter that has them (`--python`): it imports nothing else but torch,
-safetensors and files of this package that hold to the same. A target list that names Gemma 4's wrapped projections,
+Runs in a separate process of any interpreter that has these packages (`--python`). It imports nothing else but torch,
+safetensors and files of this package with the same limits. A target list that names Gemma 4's wrapped projections,
 which PEFT refuses, is replaced in a copy of the adapter by the exact paths that the file has keys for.
 """
 
@@ -36,9 +36,9 @@ _KEY = re.compile(r"^base_model\.model\.(.+?)\.(lora_[AB]|lora_embedding_[AB]|lo
 
 
 def main(request: Mapping[str, Any], emit: Emit) -> None:
-    """Load the stock model, answer every item, and tell a line a step as `own_route.main` does.
+    """Load the stock model, answer every item, and emit one line per step, as `trimtab_run.main` does.
 
-    What stock raises is told as an `upstream` line (package, version, message) and ends the work.
+    An exception of stock is emitted as an `upstream` line (package, version, message) and ends the work.
     """
     with emit_if_raised(emit):
         route = request["route"]
@@ -67,7 +67,9 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
 
 
 def bound_attention() -> None:
-    """Compute attention without cuDNN, as a model within a small budget does: what it rounds differently is not compared."""
+    """Compute attention without cuDNN, as a model within a small budget does, because its different rounding must not
+    affect the comparison.
+    """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -97,7 +99,7 @@ def _quantization(transformers: Any, quant: str, dtype: str) -> Any:
 def without_cpu_repacking(model: Any) -> Any:
     """Return the model with bitsandbytes' AVX512 path off: its first forward repacks weights in place and loses bits.
 
-    Source: bitsandbytes #2078; a merge or a comparison after that forward would be of other weights.
+    Source: bitsandbytes #2078; a merge or a comparison after that forward would use other weights.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -106,7 +108,7 @@ def without_cpu_repacking(model: Any) -> Any:
 
 
 def with_adapters(model: Any, adapters: Mapping[str, str], work: Path) -> tuple[Any, list[str]]:
-    """Return the PeftModel with every adapter loaded (the base itself for none), and what had to be done for that."""
+    """Return the PeftModel with every adapter loaded (the base itself for none), and notes on changes that this needed."""
     if not adapters:
         return model, []
     import peft
@@ -125,7 +127,7 @@ def with_adapters(model: Any, adapters: Mapping[str, str], work: Path) -> tuple[
 
 
 def stock_changes(model: Any) -> dict[str, dict[str, list[float]]]:
-    """Return adapter -> module path -> `sketch` of every LoRA change that PEFT has loaded, by the base's own paths."""
+    """Return adapter -> module path -> `sketch` of every LoRA change that PEFT has loaded, by the base's paths."""
     changes: dict[str, dict[str, list[float]]] = {}
     for path, module in model.named_modules():
         scaling = getattr(module, "scaling", None)
@@ -147,7 +149,7 @@ def stock_changes(model: Any) -> dict[str, dict[str, list[float]]]:
 
 
 def loadable_adapter(model: Any, folder: Path, copy: Path) -> tuple[Path, str]:
-    """Return the adapter folder that PEFT can load, and a note if that is a changed copy."""
+    """Return an adapter folder that PEFT can load, and a note if it is a changed copy."""
     config = read_object(folder / "adapter_config.json", "adapter_config.json")
     targets = config.get("target_modules")
     paths = dict(model.named_modules())
@@ -218,7 +220,7 @@ def run_item(
 
 
 def noise_of(model: Any, item: Mapping[str, Any], continuation: Sequence[int]) -> dict[str, Any]:
-    """Return how far this route is from itself on one item when the order of summation changes."""
+    """Return the differences of this route's logits on one item when the order of summation changes."""
     inputs = forced.read_inputs(item["file"], next(model.parameters()).device)
     whole = forced.extended(inputs, continuation)
     once = forced.forward(model, whole)[0][0]
@@ -228,7 +230,7 @@ def noise_of(model: Any, item: Mapping[str, Any], continuation: Sequence[int]) -
 
 
 def greedy(model: Any, inputs: Mapping[str, torch.Tensor], count: int) -> list[int]:
-    """Return the greedy answer's token ids, its end token included; nothing of the file's sampling values is used."""
+    """Return the greedy answer's token ids, its end token included; the sampling values in the checkpoint are not used."""
     import transformers
 
     own = model.generation_config
@@ -255,15 +257,15 @@ def greedy(model: Any, inputs: Mapping[str, torch.Tensor], count: int) -> list[i
 
 
 def memory(device: torch.device) -> dict[str, int]:
-    """Return the peaks so far: of the device's tensors and, where the system tells it, of this process."""
+    """Return the peaks so far: of the device's tensors and, if the system reports it, of this process."""
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return {"gpu_peak_bytes": int(peak), "host_peak_bytes": host_peak_bytes()}
 
 
 def host_peak_bytes() -> int:
-    """Return the largest resident size of this process so far, 0 where the standard library cannot tell."""
+    """Return the largest resident size of this process so far, 0 if the standard library cannot read it."""
     status = Path("/proc/self/status")
-    if status.is_file():  # not ru_maxrss there: a process started by a large one inherits the large one's peak
+    if status.is_file():  # not ru_maxrss there: a child process inherits its parent's peak
         match = re.search(r"^VmHWM:\s+(\d+)", status.read_text(encoding="utf-8"), re.MULTILINE)
         return int(match.group(1)) * 1024 if match else 0
     try:
@@ -276,7 +278,7 @@ def host_peak_bytes() -> int:
 
 @contextmanager
 def recorded_warnings() -> Iterator[Counter[str]]:
-    """Count the first lines of the warnings that are given at the same time."""
+    """Count the warnings inside the block by their first lines."""
     counts: Counter[str] = Counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -289,7 +291,7 @@ def emit_if_raised(emit: Emit) -> Iterator[None]:
     """Report an error of the stock stack with the library of its frame, instead of ending in a traceback."""
     try:
         yield
-    except Exception as exc:  # anything that four libraries may raise
+    except Exception as exc:  # any exception of four libraries
         emit({"event": "upstream", **raised(exc)})
 
 

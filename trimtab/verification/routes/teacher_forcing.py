@@ -1,7 +1,7 @@
 """Teacher forcing: a model's logits for given tokens, and the same with sums in other orders.
 
-Shared by our own route and the stock one, also in an interpreter that has no trimtab installed: torch and safetensors
-alone. A continuation is appended to the prepared inputs, so that both routes are asked about the very same tokens.
+Used by trimtab's route and the stock route, also in an interpreter without trimtab: needs only torch and safetensors. A
+continuation is appended to the prepared inputs, so that both routes compute logits for the same tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trimtab.verification.routes.alarm_rate import DRAWS
 from trimtab.verification.routes.compare import Noise, drawn_noise, noise_between
 
 ONCE, TWICE = "once", "the same again"
-# Enough rows and pieces that a matrix product is cut up another way; each also adds runs to compare with each other.
+# Enough rows and chunks to change the tiling of a matrix product; each also adds runs to compare with each other.
 BATCHES = (2, 3)
 
 
@@ -29,7 +29,7 @@ def read_inputs(file: str | Path, device: torch.device | str) -> dict[str, Tenso
 
 
 def save_run(file: Path, logits: Tensor, hidden: Sequence[Tensor]) -> None:
-    """Write logits [S, V] and hidden states [layers, S, D] (none: left out) for the process that compares."""
+    """Write logits [S, V] and hidden states [layers, S, D] (none: omitted) for the process that compares."""
     tensors = {"logits": logits.cpu().contiguous()}
     if hidden and all(layer.shape == hidden[0].shape for layer in hidden):
         tensors["hidden"] = torch.stack([layer.cpu() for layer in hidden])
@@ -43,7 +43,7 @@ def read_run(file: str | Path) -> tuple[Tensor, Tensor | None]:
 
 
 def extended(inputs: Mapping[str, Tensor], continuation: Sequence[int]) -> dict[str, Tensor]:
-    """Return one row's inputs with tokens appended: ids, ones in the mask, zeros in every other [1, S] of whole numbers."""
+    """Return one row's inputs with tokens appended: ids, ones in the mask, zeros in every other integer [1, S]."""
     if not continuation:
         return dict(inputs)
     length = inputs["input_ids"].shape[1]
@@ -62,7 +62,7 @@ def extended(inputs: Mapping[str, Tensor], continuation: Sequence[int]) -> dict[
 
 
 def wanted(item: Mapping[str, Any], answers: Sequence[Sequence[int]]) -> list[int] | None:
-    """Return the tokens that an item is to be asked about, None for those that it answers itself."""
+    """Return the tokens whose logits an item needs, None if it answers itself."""
     if item.get("follows") is not None:
         return list(answers[item["follows"]])
     return None if item.get("continuation") is None else list(item["continuation"])
@@ -76,7 +76,7 @@ def forget_request(hf_model: Any) -> None:
 
 
 def forward(hf_model: Any, inputs: Mapping[str, Tensor], *, hidden: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return logits [B, S, V] as the model gives them, and the hidden states of its layers [B, S, D] if asked."""
+    """Return the model's logits [B, S, V] and, if requested, the hidden states of its layers [B, S, D]."""
     forget_request(hf_model)
     with torch.no_grad():
         options = {"output_hidden_states": True} if hidden else {}
@@ -87,11 +87,10 @@ def forward(hf_model: Any, inputs: Mapping[str, Tensor], *, hidden: bool = False
 def other_orders(
     hf_model: Any, inputs: Mapping[str, Tensor], *, prompt_tokens: int, has_media: bool, batches: bool = True
 ) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield (what is changed, a call that gives the logits [S, V]) for every way to sum the same products in another order.
+    """Yield (description, a call that gives the logits [S, V]) for every way to sum the same products in another order.
 
-    The row repeated in a batch changes how matrix products are cut up; so do the tokens in two pieces with a cache (text
-    only: an image has to be in one piece with its tokens), and on a CPU another number of threads. batches: False where
-    batching is what is being tested.
+    A batch of repeated rows changes the tiling of matrix products; so do two chunks with a cache (text only: an image
+    must be in one chunk with its tokens), and on a CPU another number of threads. batches: False if batching is tested.
     """
     length = inputs["input_ids"].shape[1]
     yield TWICE, lambda: forward(hf_model, inputs)[0][0]
@@ -130,7 +129,7 @@ def _on_threads(hf_model: Any, inputs: Mapping[str, Tensor], count: int) -> Tens
 
 @contextmanager
 def cpu_threads(count: int) -> Iterator[None]:
-    """Compute with another number of CPU threads for a while."""
+    """Compute with another number of CPU threads inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -141,10 +140,11 @@ def cpu_threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def rounded_layers(hf_model: Any, seed: int) -> Iterator[None]:
-    """Add a random rounding to every layer's output: each value moves by a uniform number of up to one step of its dtype.
+    """Add a random rounding to every layer's output: each value moves by a uniform number of up to one step of its
+    dtype.
 
-    That is the noise of a route which rounds as often and as finely, but not to the same values. What only looks up rows
-    (an embedding) rounds nothing and is left as it is.
+    This is the noise of a route that rounds as often and as finely, but to other values. An embedding only looks up
+    rows, rounds nothing and is not changed.
     """
     generators: dict[torch.device, torch.Generator] = {}
 
@@ -175,7 +175,7 @@ def moved_by_a_step(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def drawn_runs(hf_model: Any, inputs: Mapping[str, Tensor]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield (what is changed, a call that gives the logits [S, V]) for every run with roundings drawn at random."""
+    """Yield (description, a call that gives the logits [S, V]) for every run with random roundings."""
 
     def run(seed: int) -> Tensor:
         with rounded_layers(hf_model, seed):
@@ -191,9 +191,9 @@ Runs = Iterator[tuple[str, Callable[[], Tensor]]]
 def measure_noise(
     prompt_id: str, once: Tensor, orders: Runs, draws: Runs | None = None
 ) -> tuple[tuple[Noise, ...], tuple[str, ...]]:
-    """Return how far the runs of one route are apart, and the changes that its model or memory did not allow.
+    """Return the differences between the runs of one route, and the changes that its model or memory did not allow.
 
-    Every two orders are compared; drawn runs are compared with the first run alone.
+    Every two orders are compared; runs with random roundings are compared only with the first run.
     Memory: the logits of all runs on the host; two of them at a time on the device.
     """
     device, runs, skipped = once.device, {ONCE: once.cpu()}, []
@@ -211,14 +211,14 @@ def measure_noise(
 
     try:
         return pairs(device), tuple(skipped)
-    except torch.OutOfMemoryError:  # a card that is full of the model
+    except torch.OutOfMemoryError:  # the model fills the card
         return pairs(torch.device("cpu")), tuple(skipped)
 
 
 def padded_batch(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return text rows of several lengths as one batch, filled up on the right with masked tokens.
+    """Return text rows of several lengths as one batch, padded on the right with masked tokens.
 
-    On the right, so that no token's position changes; with a causal mask nothing that counts sees what was filled in.
+    Padding on the right changes no token's position; with a causal mask, no real token attends to the padding.
     """
     longest = max(row["input_ids"].shape[1] for row in rows)
     tensors = {}

@@ -29,15 +29,15 @@ Emit = Callable[[dict[str, Any]], None]
 def main(request: Mapping[str, Any], emit: Emit) -> None:
     """Load the route's model and answer every item of the request.
 
-    request: route (its `plan` or `request`), items (id, file, prompt_tokens, has_media, adapter, continuation),
-    out (folder), new_tokens, noise, rounding, packed (modules that a merged model has in 4 bits), hidden, batched.
-    Tells a line per step: loaded, item (with the file of its logits), noise, memory.
+    request: route (its `plan` or `request`), items (id, file, prompt_tokens, has_media, adapter, continuation), out
+    (folder), new_tokens, noise, rounding, packed (modules that a merged model has in 4 bits), hidden, batched. Emits
+    one line per step: loaded, item (with the file of its logits), noise, memory.
     """
     route = request["route"]
     started = time.monotonic()
-    stock_route.bound_attention()  # whatever the budget: what the routes round differently is not compared
+    stock_route.bound_attention()  # for every budget: both routes then round equally
     plan = Plan.from_json(route["plan"]) if route.get("plan") else plan_request(LoadRequest.from_json(route["request"]))
-    # Transformers' own generation where nothing else is compared: bit for bit the stock stack's.
+    # Transformers' generation if nothing else is compared: bit-equal to the stock stack's.
     with load(plan, decode=route.get("decode") or "eager") as model:
         emit(
             {"event": "loaded", "seconds": time.monotonic() - started, "device": str(model.device),
@@ -51,7 +51,7 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
         answers: list[list[int]] = []
         for place, item in enumerate(items):
             answers.append(_run_item(model, place, item, forced.wanted(item, answers), request, emit))
-        # Last: the larger batches are no part of the route whose memory was just told.
+        # Last, because the larger batches must not count in the reported memory of the route.
         for item, continuation in list(zip(items, answers, strict=True))[
             : request["noise_items"] if request["noise"] else 0
         ]:
@@ -83,7 +83,7 @@ def _tally(plan: Plan) -> dict[str, int]:
 def _run_item(
     model: Any, place: int, item: Mapping[str, Any], given: Sequence[int] | None, request: Mapping[str, Any], emit: Emit
 ) -> list[int]:  # fmt: skip
-    """Answer one item, write its logits, and return the continuation that they are of."""
+    """Answer one item, write its logits, and return their continuation."""
     inputs = forced.read_inputs(item["file"], model.device)
     ids = tuple(inputs["input_ids"][0].tolist())
     prepared = Inputs(inputs, item["prompt_tokens"], ids, item["has_media"])
@@ -134,7 +134,7 @@ def _stepped(model: Any, inputs: Inputs, continuation: Sequence[int], adapter: s
 
 @contextmanager
 def _using(model: Any, adapter: str | None) -> Iterator[None]:
-    model.lend_prompt_room()  # these passes hold the logits of every position
+    model.lend_prompt_room()  # these passes keep the logits of every position
     model.adapter_store.set(adapter)
     try:
         yield

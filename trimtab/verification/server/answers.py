@@ -1,7 +1,7 @@
 """One answer of a server: its text, its tokens and the logprobs of the most likely ones, checked and bounded.
 
-Read here: OpenAI's completions and chat completions, and Ollama's /api/generate. A field of another type, a token too long or a
-number that is none makes an answer unusable; nothing of it is guessed.
+Formats: OpenAI's completions and chat completions, and Ollama's /api/generate. A field of another type, a token that is
+too long or an invalid number makes an answer unusable; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ MAX_TOKENS = 256
 MAX_TOP = 64
 MAX_TEXT = 64 * 2**10
 MAX_TOKEN_TEXT = 1024
-# Below it a number is a stand-in for "impossible" (OpenAI: -9999), not a measurement.
+# A smaller number means "impossible" (OpenAI: -9999) and is no measurement.
 LOWEST = -1000.0
 
 
 @dataclass(frozen=True)
 class SaidToken:
-    """One token as the server names it. id: where the server gives a number; data: its bytes, where it gives them."""
+    """One token as the server reports it. id: if the server gives a number; data: its bytes, if given."""
 
     text: str
     logprob: float
@@ -31,7 +31,7 @@ class SaidToken:
 
 @dataclass(frozen=True)
 class Position:
-    """One place of the answer: the token that the server chose, and the most likely ones there."""
+    """One position of the answer: the token that the server chose, and the most likely ones."""
 
     chosen: SaidToken
     top: tuple[SaidToken, ...]
@@ -39,8 +39,8 @@ class Position:
 
 @dataclass(frozen=True)
 class Said:
-    """One answer. positions: None where the server gives no logprobs, () for an answer without a token. prompt_tokens: as the
-    server counts them.
+    """One answer. positions: None if the server gives no logprobs, () for an answer without a token. prompt_tokens: as
+    the server counts them.
     """
 
     text: str
@@ -49,7 +49,7 @@ class Said:
 
 
 def read_completion(value: Any) -> Said | None:
-    """Return the content of a completion, None for anything else."""
+    """Return the content of a completion, None for other JSON."""
     choice = _first_choice(value)
     if choice is None or not _is_text(choice.get("text")):
         return None
@@ -57,7 +57,7 @@ def read_completion(value: Any) -> Said | None:
 
 
 def read_chat(value: Any) -> Said | None:
-    """Return the content of a chat completion, None for anything else."""
+    """Return the content of a chat completion, None for other JSON."""
     choice = _first_choice(value)
     message = choice.get("message") if choice is not None else None
     if choice is None or not isinstance(message, Mapping):
@@ -71,7 +71,7 @@ def read_chat(value: Any) -> Said | None:
 
 
 def read_ollama(value: Any) -> Said | None:
-    """Return what Ollama's /api/generate says, None if it is no such answer."""
+    """Return the answer in a response of Ollama's /api/generate, None for other JSON."""
     if not isinstance(value, Mapping) or not _is_text(value.get("response")):
         return None
     counted = value.get("prompt_eval_count")
@@ -124,7 +124,7 @@ def _number_in(text: str) -> int | None:
 def _completion_positions(logprobs: Any) -> tuple[Position, ...] | None:
     if not isinstance(logprobs, Mapping):
         return None
-    if isinstance(logprobs.get("content"), list):  # llama.cpp gives completions the shape of chats
+    if isinstance(logprobs.get("content"), list):  # llama.cpp returns completions in the form of chats
         return _listed_positions(logprobs["content"])
     tokens, values, tops = (logprobs.get(name) for name in ("tokens", "token_logprobs", "top_logprobs"))
     if not (isinstance(tokens, list) and isinstance(values, list) and isinstance(tops, list)):

@@ -1,7 +1,7 @@
 """Ways to query a server: raw completions with token ids or text, chat, Ollama's raw generation; logprobs or text.
 
-Raw completions come first: no chat template stands between the question and the model. The first channel whose answer can be
-read is used; what the server says of the others is kept for the report.
+Raw completions come first, because they use no chat template. The first channel with a readable answer is used; the
+server's errors for the others are kept for the report.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from trimtab.verification.server.answers import Said, read_chat, read_completion
 from trimtab.verification.server.client import Client, Reply
 
 TOP = 20
-# OpenAI's own limit for completions; many servers keep it.
+# OpenAI's limit for completions; many servers have the same.
 TOP_SMALL = 5
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question to a server. ids: its tokens as our own tokenizer and template make them. text: what encodes to them.
+    """One question to a server. ids: its tokens from the local tokenizer and template. text: the text that encodes to
+    them.
 
     messages: for chats; None for a text that has no chat form. kind: "text", "image" or "audio".
     """
@@ -41,7 +42,7 @@ Make = Callable[[Question], "dict[str, Any] | None"]
 
 @dataclass(frozen=True)
 class Channel:
-    """A way to ask. top: how many logprobs come back, 0 for texts alone."""
+    """A way to query. top: number of returned logprobs, 0 for texts only."""
 
     name: str
     path: str
@@ -50,7 +51,7 @@ class Channel:
     read: Callable[[Any], Said | None] = field(compare=False)
 
     def body(self, model: str, question: Question, new_tokens: int) -> dict[str, Any] | None:
-        """Return the request, None for a question that this channel cannot carry."""
+        """Return the request body, None for a question that this channel does not support."""
         own = self.make(question)
         if own is None:
             return None
@@ -96,7 +97,9 @@ def _raw_without_start(start: str) -> Make:
 
 
 def openai_channels(start: str) -> list[Channel]:
-    """Return the ways to ask an OpenAI-compatible server, the most telling first. start: text of the token that begins a prompt."""
+    """Return the channels of an OpenAI-compatible server, the most informative first. start: text of the token that
+    begins a prompt.
+    """
     channels = []
     forms: list[tuple[str, Make]] = [("completions, token ids", _ids), ("completions, text", _with_start)]
     if start:
@@ -113,7 +116,7 @@ def chat_channel(top: int) -> Channel:
 
 
 def ollama_channels(start: str) -> list[Channel]:
-    """Return the ways to ask Ollama's own API: raw generation, so that its template does nothing."""
+    """Return the channels of Ollama's API: raw generation, without its template."""
     forms: list[tuple[str, Make]] = [("raw generation", _raw_generate)]
     if start:
         forms.insert(0, ("raw generation, start token left to the server", _raw_without_start(start)))

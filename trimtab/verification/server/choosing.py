@@ -1,7 +1,8 @@
-"""Choosing the questions: those on which the adapter and its base differ most.
+"""Chooses the questions on which the adapter and its base differ most.
 
-Candidates are the built-in prompts (the demo's own for the demo model), the user's where they may be sent, and texts that the model
-itself goes on with from nothing. They are ordered by the KL divergence between adapter and base along the adapter's own answer.
+Candidates are the built-in prompts (the demo's for the demo model), the user's if they may be sent, and texts that the
+model itself generates without a prompt. They are ordered by the KL divergence between adapter and base along the
+adapter's answer.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from trimtab.verification.routes.prompts import Prompt
 from trimtab.verification.server.channels import Question
 from trimtab.verification.server.local import Reference
 
-TEXTS = 16  # the sign test needs as many for a false alarm below 1 in 1000 (verdict.py)
+TEXTS = 16  # the sign test needs this many for a false alarm below 1 in 1000 (verdict.py)
 PER_TOWER = 12
 GENERATED = 24
 MARKER = "marker"
-# A question on which adapter and base differ by less says nothing about the adapter.
+# A question with a smaller difference of adapter and base proves nothing about the adapter.
 LEAST_KL = 1e-4
 GENERAL = (
     "Write one sentence about the sea.", "What is your name?", "Give me a recipe for bread.", "Say hello in three languages.",
@@ -36,7 +37,7 @@ HEARD = ("What do you hear?", "Describe the sound.")
 
 @dataclass(frozen=True)
 class Chosen:
-    """A question and how far adapter and base are apart on it, in nats a token."""
+    """A question and the distance of adapter and base on it, in nats per token."""
 
     question: Question
     kl: float
@@ -45,7 +46,7 @@ class Chosen:
 def candidates(
     reference: Reference, given: Sequence[Prompt] | None, *, is_demo: bool, config: dict[str, Any], work: Path
 ) -> list[Question]:
-    """Return every question that may be asked. given: the user's own, which then are the only ones besides generated texts."""
+    """Return every candidate question. given: the user's, which then replace all others except generated texts."""
     if given is not None:
         prompts = list(given)
     elif is_demo:
@@ -59,7 +60,7 @@ def candidates(
         except RequestError:
             if given is not None:
                 raise
-    # Questions that are the same would count twice for one observation.
+    # Equal questions would count one observation twice.
     distinct = {(one.ids, one.image, one.audio): one for one in reversed([*questions, *_generated(reference)])}
     return list(reversed(distinct.values()))
 
@@ -82,9 +83,9 @@ def _general(reference: Reference) -> list[Prompt]:
 
 
 def _generated(reference: Reference) -> list[Question]:
-    """Return questions that the model itself makes up: the domain of base and adapter, without knowing it.
+    """Return questions that the model itself generates: they are in the domain of base and adapter.
 
-    A user's turn as the base goes on after the chat template's beginning, and beginnings of texts that base and adapter write.
+    A user turn that the base writes after the chat template's start, and starts of texts that base and adapter write.
     """
     tokenizer = reference.tokenizer
     special = set(tokenizer.all_special_ids)
@@ -120,7 +121,7 @@ def _until(tokens: Sequence[int], ends: set[int]) -> list[int]:
 
 
 def choose(reference: Reference, questions: Sequence[Question], new_tokens: int) -> list[Chosen]:
-    """Return the questions that tell most, texts first, then per tower. Ordered within each kind."""
+    """Return the most informative questions, texts first, then per tower, ordered within each kind."""
     rated = [Chosen(question, _kl(reference, question, new_tokens)) for question in questions]
     rated.sort(key=lambda one: -one.kl)
     chosen = [one for one in rated if one.question.kind == "text"][:TEXTS]
@@ -130,8 +131,9 @@ def choose(reference: Reference, questions: Sequence[Question], new_tokens: int)
 
 
 def _kl(reference: Reference, question: Question, new_tokens: int) -> float:
-    """Return the KL divergence in nats per token along the adapter's own answer; 0 if that answer is empty, because a server's
-    output shows nothing of an end token."""
+    """Return the KL divergence in nats per token along the adapter's own answer; 0 if that answer is empty, because a
+    server's output does not show an end token.
+    """
     tokens = reference.greedy(question, reference.adapter, new_tokens)
     special = set(reference.tokenizer.all_special_ids)
     if sum(token not in special for token in tokens) < 2:

@@ -1,7 +1,7 @@
 """The HTTP client: a bounded number of requests, each bounded in bytes and time, without redirects.
 
-The address is the user's own. The answers are not trusted: they are read up to a limit, parsed without NaN or Infinity, and checked
-field by field before they are used (`answers.py`). Proxies and credentials of the environment are not used.
+The user gives the address. The answers are not trusted: they are read up to a limit, parsed without NaN or Infinity,
+and checked field by field before use (`answers.py`). Proxies and credentials of the environment are not used.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ ANSWER_BYTES = 8 * 2**20
 REQUEST_S = 120.0
 CONNECT_S = 10.0
 DEADLINE_S = 300.0
-SHOWN = 200  # characters of a server's own words that an error repeats
+SHOWN = 200  # characters of a server's text that an error repeats
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A status and the JSON that came with it; None where the body is no JSON."""
+    """A status and its JSON; None if the body is no JSON."""
 
     status: int
     value: Any
@@ -43,13 +43,13 @@ class Reply:
 
 
 def plain(text: str, limit: int = SHOWN) -> str:
-    """Return a text of a server without control characters, cut short: fit for a terminal."""
+    """Return a server's text for a terminal: shortened, without control characters."""
     shown = "".join(letter if letter.isprintable() else " " for letter in text[: limit + 1])
     return shown if len(shown) <= limit else f"{shown[:limit]}..."
 
 
 def check_url(url: str, field: str = "against") -> str:
-    """Return the address without a slash at its end. Errors: RequestError for what is no plain http(s) address."""
+    """Return the address without a slash at its end. Errors: RequestError if it is no plain http(s) address."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
@@ -69,7 +69,7 @@ def check_url(url: str, field: str = "against") -> str:
 
 
 def read_key(variable: str | None) -> str | None:
-    """Return the key that an environment variable holds. Errors: RequestError if it is not set, or holds no key."""
+    """Return the key in an environment variable. Errors: RequestError if it is not set, or contains no key."""
     if variable is None:
         return None
     key = os.environ.get(variable)
@@ -130,7 +130,7 @@ class Client:
             for method, path, body in requests:
                 left_s = self._deadline_s - self.waited_s - (time.monotonic() - started)
                 try:
-                    # One clock over the whole request: a server that drips bytes does not get past it.
+                    # One deadline for the whole request, so a server that sends single bytes cannot exceed it.
                     with anyio.fail_after(max(0.0, min(left_s, REQUEST_S))):
                         replies.append(await self._send(client, method, path, body))
                 except TimeoutError as exc:

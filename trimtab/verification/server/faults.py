@@ -1,8 +1,8 @@
-"""Known faults of servers as adapters: each fault is the same adapter, written so that it acts like the fault.
+"""Known adapter faults of servers. Each fault is an adapter folder, changed so that it has the effect of the fault.
 
-A fault is a folder with a changed configuration or changed tensors that our own loader takes as any other adapter, so that its
-answers are computed by the same route as the right ones. What such a folder cannot say is not tried and is named: a second merge of
-DoRA, whose norm would need the merged weights.
+A fault is a folder with a changed configuration or changed tensors. trimtab loads it like any other adapter, so its
+answers are computed by the same route as the right ones. Faults that such a folder cannot express are not tried and are
+named: a second merge of DoRA, whose norm would need the merged weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trimtab.adapters.keys import own_path
 from trimtab.verification.server.verdict import OTHER_VALUES
 
 TOWERS = ("vision", "audio", "connector")
-# An older version of an adapter stands for itself as the adapter with B changed at random, by this share of its size.
+# An older version of an adapter is simulated by a random change of B, by this share of its size.
 OTHER_BY, SEED = 0.1, 0
 IGNORED = "ignored"
 ONE_MODULE = "one module dropped"
@@ -36,9 +36,10 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Fault:
-    """One way to be wrong. name: what a report calls it. what: in words. folder: the adapter that acts so; None for the base.
+    """One fault. name: in a report. what: description. folder: the adapter with its effect; None for the base.
 
-    is_part: whether only a part of the adapter is concerned, or slightly other values of it: what noise hides first.
+    is_part: whether only a part of the adapter, or slightly different values, are concerned. Noise hides such faults
+    first.
     """
 
     name: str
@@ -48,7 +49,8 @@ class Fault:
 
 
 def write_faults(spec: AdapterSpec, work: Path, others: Mapping[str, Path]) -> tuple[list[Fault], list[str]]:
-    """Return the faults that this adapter can have, written below `work`, and what was not tried and why.
+    """Return the possible faults of this adapter, written below `work`, and the faults that are not tried, with the
+    reason.
 
     others: name -> folder of adapters that the server may have mixed up with this one.
     """
@@ -65,7 +67,7 @@ class _Writer:
         self.config: Config = dict(spec.file.config)
         self.tensors: Tensors = load_file(str(spec.file.file))
         self.lora = [target for target in spec.targets if target.kind != "saved"]
-        self.single = [target for target in self.lora if target.kind != "experts"]  # with an A and a B of one matrix
+        self.single = [target for target in self.lora if target.kind != "experts"]  # with one A and one B
         self.not_tried: list[str] = []
 
     def faults(self) -> Iterator[Fault]:
@@ -145,7 +147,7 @@ class _Writer:
     def _dropped(self, is_dropped: Callable[[AdapterTarget], bool]) -> tuple[Config, Tensors] | None:
         dropped = [target for target in self.spec.targets if is_dropped(target)]
         if not dropped or len(dropped) == len(self.spec.targets):
-            return None  # none, or all: that is the adapter ignored
+            return None  # none or all: the same as an ignored adapter
         names = {entry.tensor_name for target in dropped for entry in target.tensors.values()}
         kept = self._but(names)
         saved = {
@@ -160,7 +162,7 @@ class _Writer:
 
     def _without(self, *parts: str) -> tuple[Config, Tensors] | None:
         if len(parts) > 1 and len({t.part for t in self.spec.targets if t.part in parts}) < 2:
-            return None  # one tower alone has a fault of its own
+            return None  # a single tower has a separate fault
         return self._dropped(lambda target: target.part in parts)
 
     def _without_experts(self) -> tuple[Config, Tensors] | None:
@@ -179,7 +181,7 @@ class _Writer:
 
     def _size(self, target: AdapterTarget) -> float:
         a, b = self._pair(target)
-        # |B A| without making it: the inner products of the factors.
+        # |B A| without computing B A: from the inner products of the factors.
         return abs(target.scale) * math.sqrt(max(float(((b.T @ b) * (a @ a.T)).sum()), 0.0))
 
     def _pair(self, target: AdapterTarget) -> tuple[Tensor, Tensor]:
@@ -218,7 +220,7 @@ def write_adapter(folder: Path, config: Config, tensors: Tensors) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_NAME).write_text(json.dumps(config), encoding="utf-8")
     kept = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    # Tensors that share memory are refused by the format.
+    # The format refuses tensors that share memory.
     pointers = [tensor.data_ptr() for tensor in kept.values()]
     if len(set(pointers)) < len(pointers):
         kept = {name: tensor.clone() for name, tensor in kept.items()}

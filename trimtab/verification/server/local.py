@@ -1,6 +1,6 @@
 """trimtab's answers to the server's questions: the base, the adapter, and each known fault, in one precision.
 
-A distribution is kept in full only while it is compared: what stays are the logprobs of the tokens that the server named.
+A whole distribution is kept only while it is compared; afterwards only the logprobs of the server's tokens are kept.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from trimtab.verification.routes.prompts import Prompt
 from trimtab.verification.server.channels import Question
 
 SAMPLE_TOKENS = 14
-# What the logits of texts that are computed together may take.
+# The most memory for logits of texts that are computed together.
 LOGITS_BYTES = 64 * 2**20
 MEDIA_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One answer of the server as ids: question, the tokens it chose, and id -> logprob at each place (empty without any)."""
+    """One answer of the server as ids: question, its chosen tokens, and id -> logprob at each position (empty without
+    any).
+    """
 
     question: Question
     tokens: tuple[int, ...]
@@ -38,7 +40,7 @@ class Row:
 
 
 class Reference:
-    """A loaded model that answers as the base, as its adapter, or as an adapter folder that is put on for a while."""
+    """A loaded model that answers as the base, as its adapter, or as a temporarily attached adapter folder."""
 
     def __init__(self, model: Any, adapter: str) -> None:
         self.model, self.adapter = model, adapter
@@ -62,7 +64,7 @@ class Reference:
         return self._prepared[question.id]
 
     def question(self, prompt: Prompt) -> Question:
-        """Return a prompt as the question that a server gets. Errors: RequestError."""
+        """Return a prompt as a question to a server. Errors: RequestError."""
         if prompt.token_ids:
             return self.raw_question(prompt.id, prompt.token_ids)
         media = {name: value for name in ("image", "audio") if (value := getattr(prompt, name))}
@@ -82,11 +84,11 @@ class Reference:
         return question
 
     def raw_question(self, name: str, ids: Sequence[int]) -> Question:
-        """Return a question of bare tokens, which no chat carries."""
+        """Return a question of bare tokens, which has no chat form."""
         return Question(name, "text", tuple(ids), self._text(ids), None)
 
     def _text(self, ids: Sequence[int]) -> str | None:
-        """Return the text that the tokenizer turns into exactly these tokens, None if there is none."""
+        """Return the text that encodes to exactly these tokens, None if there is none."""
         tokenizer = self.tokenizer
         text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         again = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -106,7 +108,7 @@ class Reference:
 
     @contextmanager
     def instead(self, folder: Path) -> Iterator[str]:
-        """Use another adapter instead of trimtab's own while the block runs. Errors: AdapterError."""
+        """Use another adapter instead of the attached one while the block runs. Errors: AdapterError."""
         own = self.model.adapter_spec(self.adapter).file.folder
         self.model.unload_adapter(self.adapter)
         try:
@@ -118,12 +120,12 @@ class Reference:
             self.model.load_adapter(self.adapter, own)
 
     def greedy(self, question: Question, name: str | None, new_tokens: int) -> tuple[int, ...]:
-        """Return the tokens that the most likely answer begins with."""
+        """Return the first tokens of the greedy answer."""
         request = GenerateRequest(max_new_tokens=new_tokens)
         return tuple(self.model.answer_inputs(self.inputs(question), request, adapter=name).token_ids)
 
     def logprobs(self, question: Question, tokens: Sequence[int], name: str | None) -> Tensor:
-        """Return [len(tokens), V] in float32 on the host: of each token, given those before it."""
+        """Return logprobs [len(tokens), V] in float32 on the host: of each token, given the earlier ones."""
         inputs = self.inputs(question)
         whole = forced.extended(dict(inputs.tensors), list(tokens[:-1]))
         with self.using(name):
@@ -150,9 +152,10 @@ class Reference:
     def _batches(self, rows: Sequence[Row]) -> list[list[int]]:
         """Return the indices of rows that are computed together.
 
-        Texts of one length alone: what fills up a shorter one changes its roundings by as much as a small fault changes an answer.
+        Only texts of one length: padding would change the roundings of a shorter one by as much as a small fault
+        changes an answer.
         """
-        most = LOGITS_BYTES // (4 * len(self.tokenizer))  # tokens whose logits are small
+        most = LOGITS_BYTES // (4 * len(self.tokenizer))  # so few tokens that their logits are small
         alike: dict[Any, list[int]] = {}
         for place, row in enumerate(rows):
             inputs = self.inputs(row.question)
@@ -168,7 +171,7 @@ class Reference:
         return batches
 
     def sample(self, ids: Sequence[int], name: str | None, *, seed: int) -> tuple[int, ...]:
-        """Return random tokens that the model itself generates: text that it knows."""
+        """Return tokens that the model itself samples: typical text for it."""
         prepared = self.model.prepare(list(ids))
         request = GenerateRequest(max_new_tokens=SAMPLE_TOKENS, temperature=1.0, seed=seed)
         return tuple(self.model.answer_inputs(prepared, request, adapter=name).token_ids)
@@ -179,9 +182,9 @@ def open_reference(
     placed: LoadRequest, quant: str, adapter: str, folder: str | Path, *, others: Mapping[str, Path],
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[Reference]:  # fmt: skip
-    """Load a model in one precision with the adapter, and give its memory back at the end.
+    """Load a model in one precision with the adapter, and free its memory at the end.
 
-    placed: the model and where it may lie. Bytes are planned for all adapters. Errors: those of planning and loading.
+    placed: the model and its budgets. Bytes are planned for all adapters. Errors: those of planning and loading.
     """
     adapters = {adapter: str(folder), **{name: str(path) for name, path in others.items()}}
     with load(

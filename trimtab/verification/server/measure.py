@@ -1,7 +1,7 @@
 """The distance of a server's answers from each hypothesis: the mean difference of the logprobs that it returned.
 
-For a server that returns text only, the distance is the difference between the log-probability of our own next token and that
-of the server's token, at each position of its answer. It is 0 as long as both are the same.
+For a server that returns only text, the distance is the difference between the log-probabilities of the local next
+token and of the server's token, at each position of its answer. It is 0 while both are the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trimtab.verification.server.local import Row
 
 # One token that a server calls impossible must not outweigh all the others.
 LARGEST = 10.0
-# How many of our own most likely tokens the size of a fault is measured on where the server names none.
+# Number of the local most likely tokens on which a fault is measured if the server returns none.
 OWN_TOP = 5
 
 
@@ -30,14 +30,14 @@ class Values:
 
 @dataclass
 class Measured:
-    """Every hypothesis on every row. `ids` are the compared tokens: (place, token) pairs of each row."""
+    """Every hypothesis on every row. `ids` are the compared tokens: (position, token) pairs of each row."""
 
     rows: Sequence[Row]
     ids: list[list[tuple[int, int]]] = field(default_factory=list)
     values: dict[str, list[Values]] = field(default_factory=dict)
 
     def take_right(self, name: str, logprobs: Sequence[Tensor]) -> None:
-        """Take the right answers, which come first: they say which tokens are compared where the server names none."""
+        """Record the right answers first: they define the compared tokens if the server returns none."""
         self.ids = [_compared(row, one) for row, one in zip(self.rows, logprobs, strict=True)]
         self.take(name, logprobs)
 
@@ -51,7 +51,7 @@ class Measured:
         return self.values[name][place].distance
 
     def size(self, name: str, other: str, place: int) -> float:
-        """Return how far two hypotheses of ours are apart on one row."""
+        """Return the distance of two hypotheses on one row."""
         a, b = self.values[name][place].logprobs, self.values[other][place].logprobs
         return float((a - b).abs().clamp(max=LARGEST).mean())
 
@@ -75,7 +75,7 @@ def _values(row: Row, ids: Sequence[tuple[int, int]], logprobs: Tensor) -> Value
 
 
 def between(a: Row, b: Row) -> float:
-    """Return how far two answers of a server to one question are apart, as far as they go along the same tokens."""
+    """Return the distance of two answers of a server to one question, over their common prefix."""
     if not (a.tops and b.tops):
         return 0.0 if a.tokens == b.tokens else LARGEST
     gaps: list[float] = []
@@ -87,11 +87,11 @@ def between(a: Row, b: Row) -> float:
 
 
 def _gaps(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
-    # A token that only one of both names is at most as likely to the other as that one's last.
+    # A token in only one of the lists is at most as likely in the other as that list's last token.
     low_a, low_b = min(a.values()), min(b.values())
     return [min(abs(a.get(token, low_a) - b.get(token, low_b)), LARGEST) for token in {*a, *b}]
 
 
 def is_identical(a: Row, b: Row) -> bool:
-    """Return whether two answers are the same to the last digit."""
+    """Return whether two answers are identical, including all digits."""
     return a.tokens == b.tokens and a.tops == b.tops

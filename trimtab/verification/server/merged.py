@@ -1,7 +1,7 @@
-"""trimtab's answers with an adapter on fused experts, which only a merge can apply: the base and a merged checkpoint.
+"""trimtab's answers with an adapter on fused experts, from the base and a merged checkpoint: only a merge can apply it.
 
-Each hypothesis is merged into a folder that is gone when the next one comes, and loaded beside the base: two models in memory and
-one more checkpoint on disk at a time.
+Each hypothesis is merged into a folder, which is removed before the next one, and loaded in addition to the base: two
+models in memory and one more checkpoint on disk at a time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def names_experts(folder: str | Path) -> bool:
 def experts_spec(checkpoint: Checkpoint, folder: str | Path) -> AdapterSpec | None:
     """Return the adapter with its pairs on fused experts among the targets (kind "experts"); None if it has none.
 
-    Errors: AdapterError for what does not match the model.
+    Errors: AdapterError if it does not match the model.
     """
     probe = hf.probe(checkpoint, shards.config_dtype(checkpoint.config))
     anatomy = hf.anatomy_of(probe, checkpoint, quant="none")
@@ -65,7 +65,7 @@ def experts_spec(checkpoint: Checkpoint, folder: str | Path) -> AdapterSpec | No
 
 
 def _spelled(path: str, key: str) -> str:
-    """Return the path by which rank_pattern and alpha_pattern name a pair: a stack's has the parameter at its end."""
+    """Return the path of a pair in rank_pattern and alpha_pattern: for a stack, it ends with the parameter."""
     own = own_path(key.partition(".lora_A")[0]).replace(".base_layer", "")
     parameter = path.rpartition(".")[2]
     return f"{own}.{parameter}" if own.endswith("experts") else own
@@ -76,7 +76,7 @@ def _entries(targets: Sequence[AdapterTarget]) -> dict[str, Any]:
 
 
 class MergedReference(Reference):
-    """A base that answers as itself, and as a merged checkpoint in the place of an attached adapter."""
+    """A base that answers as itself, or as a merged checkpoint instead of an attached adapter."""
 
     def __init__(self, base: Any, adapter: str, spec: AdapterSpec, placed: LoadRequest, work: Path) -> None:
         super().__init__(base, adapter)
@@ -90,7 +90,7 @@ class MergedReference(Reference):
         return self._spec
 
     def close(self) -> None:
-        """Give the merged model's memory and disk space back."""
+        """Free the merged model's memory and disk space."""
         self._open.close()
         self._merged = None
 
@@ -107,7 +107,7 @@ class MergedReference(Reference):
 
     @contextmanager
     def instead(self, folder: Path) -> Iterator[str]:
-        """Merge another adapter in the place of our own for a while. Errors: AdapterError."""
+        """Merge another adapter instead of the attached one while the block runs. Errors: AdapterError."""
         self._take(folder)
         try:
             yield self.adapter
@@ -141,9 +141,9 @@ class MergedReference(Reference):
 def open_merged(
     placed: LoadRequest, quant: str, adapter: str, spec: AdapterSpec, work: Path
 ) -> Iterator[MergedReference]:
-    """Load the base in one precision; the adapter's merged checkpoint is made and loaded when it is needed.
+    """Load the base in one precision; the adapter's merged checkpoint is made and loaded on demand.
 
-    work: where the merged checkpoint lies at the same time. Errors: those of planning, merging and loading.
+    work: folder of the merged checkpoint. Errors: those of planning, merging and loading.
     """
     request = replace(placed, quant=quant, adapters={})
     with load(plan_request(request), decode="eager") as base:
@@ -155,5 +155,5 @@ def open_merged(
 
 
 def spec_with_experts(model: str | Path, folder: str | Path) -> AdapterSpec | None:
-    """Return the adapter's spec where it changes fused experts of the model, else None."""
+    """Return the adapter's spec if it changes fused experts of the model, else None."""
     return experts_spec(read_checkpoint(model), folder) if names_experts(folder) else None

@@ -1,6 +1,6 @@
 """The report on a server's adapter: text for the terminal, JSON, Markdown, one HTML page; and its exit code.
 
-Whatever a server said is cut short, shown without control characters and escaped.
+All text from a server is shortened, stripped of control characters and escaped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trimtab.verification.server.client import plain
 from trimtab.verification.server.verdict import ALIVE, CANNOT_TELL, IGNORED, WRONG, Verdict, Weighed
 
 EXIT_ALIVE, EXIT_DEAD, EXIT_CANNOT_TELL = 0, 1, 9
-LEAST_RATE = 1e-4  # what "0.01%" can still say
+LEAST_RATE = 1e-4  # the smallest value that "0.01%" shows
 PRECISION_WORDS = {"none": "unquantized", "auto": "as the checkpoint is"}
 HEAD = ("fault", "size", "from it", "from right", "questions", "nearer", "it is")
 SHOWN_ANSWER = 120
@@ -41,7 +41,7 @@ class Alarms:
         return f"{self.alarms} of {self.cases} right servers of the demo model (95 % confidence: at most {self.at_most:.1%})"
 
 
-# What `python -m bench.alive` measured (bench/results/alive.json); a test compares the two.
+# Measured by `python -m bench.alive` (bench/results/alive.json); a test compares the two.
 MEASURED = Alarms(cases=204, alarms=0, at_most=0.0146)
 
 
@@ -59,9 +59,10 @@ class Answered:
 class RemoteReport:
     """Whether the adapter of a server is alive.
 
-    residuals: precision -> how far our base (or, where the server's base was not asked, our nearest answer) is from the server's.
-    channels, refusals: kind of question -> how it was asked, and what the server refused before. not_tried: faults that cannot be
-    built. notes: what differs and is no fault of the adapter's. server_s, seconds: waiting for the server, and in all.
+    residuals: precision -> distance of the local base (or, if the server's base was not queried, of the nearest local
+    answer) from the server's. channels, refusals: kind of question -> channel, and the server's earlier refusals.
+    not_tried: faults that cannot be built. notes: differences that are no fault of the adapter. server_s, seconds:
+    waiting for the server, and in total.
     """
 
     url: str

@@ -1,6 +1,7 @@
-"""Token ids of a server's answer: servers name tokens by text, by bytes or by number.
+"""Token ids of a server's answer. Servers identify tokens by text, by bytes or by number.
 
-A text that several tokens have (pieces of a character shown as a replacement sign, an empty text) names none of them.
+A text that several tokens have (parts of a character shown as a replacement character, an empty text) identifies none
+of them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class TokenTable:
         self._by_bytes: dict[bytes, int | None] = {}
         self._by_text: dict[str, int | None] = {}
         self._by_stripped: dict[str, int | None] = {}
-        # The piece of one byte stands for what no other piece does: "<0x2C>" is no comma where "," is a piece.
+        # A byte token is used only if no other token has that text: "<0x2C>" is no comma if "," is a token.
         numbered = [(number, piece) for number, piece in enumerate(pieces) if piece is not None]
         for number, piece in sorted(numbered, key=lambda one: not is_byte_level and _byte(one[1]) is not None):
             raw = _raw(piece, bytes_of if is_byte_level else None)
@@ -39,7 +40,9 @@ class TokenTable:
                 _add(self._by_stripped, text.strip(" "), number)
 
     def find(self, token: SaidToken, *, is_stripped: bool = False) -> int | None:
-        """Return the id of a token, None if it cannot be known. is_stripped: the server shows tokens without their spaces."""
+        """Return the id of a token, None if it is ambiguous or unknown. is_stripped: the server shows tokens without
+        their spaces.
+        """
         if token.id is not None:
             return token.id if token.id < self.size else None
         if not token.text:
@@ -50,7 +53,7 @@ class TokenTable:
         return self._by_text.get(token.text) if by_bytes is None else by_bytes
 
     def positions(self, answer: Said) -> list[tuple[int, dict[int, float]]]:
-        """Return (chosen id, id -> logprob) for each place of an answer, up to the first token that is not known."""
+        """Return (chosen id, id -> logprob) for each position of an answer, up to the first unknown token."""
         positions = []
         # Some servers decode each token alone, and their tokenizers then drop the space before a word.
         chosen_text = "".join(position.chosen.text for position in answer.positions or ())
@@ -81,7 +84,7 @@ def _raw(piece: str, letters: Mapping[str, int] | None) -> bytes:
 
 
 def _byte(piece: str) -> bytes | None:
-    """Return the byte that a piece such as "<0x0A>" stands for, None for other pieces."""
+    """Return the byte of a token such as "<0x0A>", None for other tokens."""
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
         try:
             return bytes([int(piece[3:5], 16)])
@@ -91,8 +94,9 @@ def _byte(piece: str) -> bytes | None:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the byte of each letter of a byte-level vocabulary. Source: GPT-2, encoder.py, bytes_to_unicode (MIT): a printable
-    byte is its own letter, the others are numbered from 256 on."""
+    """Return the byte of each letter of a byte-level vocabulary. Source: GPT-2, encoder.py, bytes_to_unicode (MIT): a
+    printable byte is its own letter, the others have letters from 256 on.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {chr(256 + at): value for at, value in enumerate(others)}

@@ -1,12 +1,13 @@
 """The verdict on a server's adapter: alive, ignored, wrong in a known way, or cannot tell.
 
-"Alive" means that every fault that was tried is excluded. Where one is too small to be seen beside the noise, the word is "cannot
-tell", with the smallest fault that would have been seen.
+"Alive" means that every tried fault is excluded. If a fault is too small to be detected in the noise, the verdict is
+"cannot tell", with the smallest fault that would have been detected.
 
-Every fault is held against the right adapter question by question: on how many questions is the server's answer nearer to the fault
-than to the right one? If the server were right, a question would be nearer to the fault at most as often as not, so that all of n
-questions are has a chance of at most 2^-n: a sign test, which needs no noise model. The number of tests multiplies that chance: one
-for each fault, and one for answers that are nobody's. A verdict also needs size: the nearer one must be nearer by half.
+Every fault is compared with the right adapter question by question: on how many questions is the server's answer nearer
+to the fault than to the right answer? If the server is right, a question is nearer to the fault with probability at
+most 1/2, so that all n questions are nearer has a probability of at most 2^-n: a sign test, which needs no noise model.
+The number of tests multiplies that probability: one for each fault, and one for answers that match no hypothesis. A
+verdict also needs size: the nearer hypothesis must be nearer by half.
 Pure: numbers in, a verdict out; imports no torch.
 """
 
@@ -23,30 +24,31 @@ IGNORED: Word = "ignored"
 WRONG: Word = "wrong"
 CANNOT_TELL: Word = "cannot tell"
 RIGHT = "right"
-# The chance, over all tests together, at which a right server may be called wrong, and a fault be taken for excluded.
+# The largest probability, over all tests together, of calling a right server wrong or excluding a present fault.
 FALSE_ALARM, OVERLOOKED = 0.005, 0.05
-# The nearer hypothesis is at most so far away as the other one, in means.
+# The largest ratio of the nearer hypothesis' mean distance to the other's.
 NEARER = 0.5
 EXCLUDED_AT = 0.65
-# A question tells of a fault where the fault moves the answer by this share of what it does to any question, or else by twice the
-# noise and no less than the second share.
+# A question can show a fault if the fault changes the answer by this share of its largest effect on any question, or by
+# twice the noise and at least the second share.
 TELLING, TELLING_ABOVE_NOISE, TWICE = 0.25, 0.02, 2.0
-# Beyond this share of the adapter's whole effect an answer is no longer the adapter's.
+# At a distance of more than this share of the adapter's whole effect, an answer is not the adapter's.
 NOT_RIGHT = 0.3
 TIMES_NOISE = 3.0
 SMALLEST = 1e-9
-# Answers farther from right than this, than twice the base's noise and than this share of what other values would do may be those
-# of an adapter with slightly other values.
+# Answers may come from an adapter with slightly different values if their distance is larger than this, than twice the
+# base's noise, and than this share of the effect of different values.
 SAME_VALUES, TWICE_BASE, SHARE_OF_OTHER = 0.02, 2.0, 0.4
 OTHER_VALUES = "another version of the adapter"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One question's numbers. distance: hypothesis ("right" or a fault's name) -> how far the server's answer is from it.
+    """One question's numbers. distance: hypothesis ("right" or a fault's name) -> distance of the server's answer from
+    it.
 
-    size: fault -> how far the fault moves our own right answer. base_noise: how far the server's base is from ours on this
-    question, None if the server's base was not asked.
+    size: fault -> the fault's effect on the local right answer. base_noise: distance of the server's base from the
+    local base on this question, None if the server's base was not queried.
     """
 
     id: str
@@ -60,8 +62,9 @@ class Asked:
 class Weighed:
     """One fault compared with the right adapter.
 
-    size: how far it moves the answers. distance, right_distance: of the server's answers from it and from the right ones, on the
-    `questions` that tell of it. nearer: on how many of them the fault is nearer; farther: the right one. Ties count for neither.
+    size: its effect on the answers. distance, right_distance: of the server's answers from it and from the right ones,
+    on the `questions` that can show it. nearer: number of them on which the fault is nearer; farther: on which the
+    right adapter is nearer. Ties count for neither.
     """
 
     name: str
@@ -76,20 +79,20 @@ class Weighed:
 
     @property
     def alarm(self) -> float:
-        """The chance that a right server looks so much like the fault."""
+        """The probability that a right server looks at least as much like the fault."""
         return sign_test(self.nearer, self.farther)
 
     @property
     def overlooked(self) -> float:
-        """The chance that a server with the fault looks so much like a right one."""
+        """The probability that a server with the fault looks at least as much like a right one."""
         return sign_test(self.farther, self.nearer)
 
     def is_seen(self, tests: int) -> bool:
-        """Whether the answers show this fault, as one of so many tests."""
+        """Whether the answers show this fault, as one of this many tests."""
         return tests * self.alarm <= FALSE_ALARM and self.distance <= NEARER * self.right_distance
 
     def is_excluded(self, tests: int) -> bool:
-        """Whether the answers exclude this fault, as one of so many tests."""
+        """Whether the answers exclude this fault, as one of this many tests."""
         return tests * self.overlooked <= OVERLOOKED and self.right_distance <= EXCLUDED_AT * self.distance
 
 
@@ -97,9 +100,9 @@ class Weighed:
 class Verdict:
     """The verdict. fault: its name, "" for no known fault. confidence: of the verdict, None for "cannot tell".
 
-    false_alarm_rate: at most how often a right server would be called wrong. noise: mean distance of the right answers' kind.
-    visible_from: the smallest mean shift that would have been seen. unseen: faults that remain possible; none where the word is
-    "alive". is_as_a_whole: every fault of the whole adapter is excluded, so that "cannot tell" concerns small faults alone.
+    false_alarm_rate: upper bound of calling a right server wrong. noise: mean distance of right answers. visible_from:
+    the smallest mean shift that would have been detected. unseen: faults that remain possible; none for "alive".
+    is_as_a_whole: every fault of the whole adapter is excluded, so "cannot tell" concerns only small faults.
     """
 
     word: Word
@@ -116,19 +119,21 @@ class Verdict:
 
     @property
     def smallest_seen(self) -> Weighed | None:
-        """The smallest of the faults that were tried and would have been seen."""
+        """The smallest tried fault that would have been detected."""
         seen = [one for one in self.weighed if one.name in self.excluded or one.name == self.fault]
         return min(seen, key=lambda one: one.size, default=None)
 
 
 def sign_test(successes: int, failures: int) -> float:
-    """Return the chance of at least so many successes if each question were decided by a fair coin."""
+    """Return the probability of at least this many successes if each question were decided by a fair coin."""
     count = successes + failures
     return sum(comb(count, k) for k in range(successes, count + 1)) / 2**count
 
 
 def weigh(questions: Sequence[Asked], name: str, what: str, *, is_part: bool, floor: float) -> Weighed:
-    """Return one fault compared with the right adapter. floor: how far the nearest of all hypotheses is from the answers."""
+    """Return one fault compared with the right adapter. floor: distance of the nearest of all hypotheses from the
+    answers.
+    """
     largest = max((one.size[name] for one in questions), default=0.0)
     least = min(TELLING * largest, max(TELLING_ABOVE_NOISE * largest, TWICE * floor))
     telling = [one for one in questions if one.size[name] >= max(least, SMALLEST)]
@@ -147,15 +152,15 @@ def judge(
     is_same_as_base: bool = False,
     has_logprobs: bool = True,
 ) -> Verdict:
-    """Return the verdict. faults: name, words and is_part of each, "ignored" first. is_same_as_base: whether the server gave
-    exactly its own base's answers to every question. has_logprobs: False where texts alone were compared.
+    """Return the verdict. faults: name, description and is_part of each, "ignored" first. is_same_as_base: whether the
+    server gave exactly its base's answers to every question. has_logprobs: False if only texts were compared.
     """
     floor = min(_mean([one.distance[name] for one in questions]) for name in (RIGHT, *(name for name, _, _ in faults)))
     weighed = tuple(weigh(questions, name, what, is_part=is_part, floor=floor) for name, what, is_part in faults)
-    count = len(weighed) + 1  # and whether the answers are nobody's
+    count = len(weighed) + 1  # and whether the answers match no hypothesis
     seen = [one for one in weighed if one.is_seen(count)]
     if seen:
-        # Of several that fit, the one that explains the whole set of questions best.
+        # Of several matching faults, the one that explains all questions best.
         best = min(seen, key=lambda one: _mean([row.distance[one.name] for row in questions]))
         rate = min(1.0, count * best.alarm)
         word: Word = IGNORED if best.name == faults[0][0] else WRONG
@@ -193,13 +198,15 @@ def judge(
 
 
 def nothing_to_tell(reason: str, faults: Sequence[tuple[str, str, bool]] = ()) -> Verdict:
-    """Return the verdict where there is nothing to compare."""
+    """Return the verdict if there is nothing to compare."""
     names = tuple(name for name, _, _ in faults)
     return Verdict(CANNOT_TELL, "", reason, None, FALSE_ALARM, 0.0, 0.0, (), (), names, False)
 
 
 def _chance_of_unlike(questions: Sequence[Asked], ignored: str) -> float:
-    """Return the chance that a right server's answers are so often far from right although its base is ours; 1 if they are not."""
+    """Return the probability that a right server's answers are this often far from right although its base is the local
+    base; 1 if they are not.
+    """
     known = [one for one in questions if one.base_noise is not None]
     far = [
         one.distance[RIGHT] > max(TIMES_NOISE * (one.base_noise or 0.0), NOT_RIGHT * one.size[ignored]) for one in known
@@ -208,7 +215,9 @@ def _chance_of_unlike(questions: Sequence[Asked], ignored: str) -> float:
 
 
 def _has_same_values(questions: Sequence[Asked], other: float) -> bool:
-    """Return whether an older version would be farther from right than the answers are. other: how far other values move them."""
+    """Return whether an older version would be farther from right than the answers are. other: the effect of different
+    values.
+    """
     known = [one.base_noise for one in questions if one.base_noise is not None]
     limit = max(SAME_VALUES, TWICE_BASE * _mean(known), SHARE_OF_OTHER * other)
     return _mean([one.distance[RIGHT] for one in questions]) <= limit
@@ -220,7 +229,7 @@ def _made(
 ) -> Verdict:  # fmt: skip
     excluded = tuple(one.name for one in weighed if one.is_excluded(count))
     unseen = tuple(possible) or tuple(one.name for one in weighed if one.name not in excluded and one.name != fault)
-    # Where right is at `noise`, a fault of this size lies just so far that EXCLUDED_AT holds.
+    # If right answers are at `noise`, EXCLUDED_AT is just reached for a fault of this size.
     visible = noise / EXCLUDED_AT
     return Verdict(word, fault, reason, confidence, rate, noise, visible, weighed, excluded, unseen, is_whole)
 

@@ -1,7 +1,8 @@
 """Whether a server answers with the adapter in a folder: `trimtab verify MODEL --against http://...`.
 
-The server is asked questions on which adapter and base differ most. Our own base, adapter and known faults are asked the same,
-along the very tokens that the server chose, in the precision in which our base is nearest to the server's base.
+The server gets questions on which adapter and base differ most. The local base, adapter and known faults are evaluated
+on the same questions, along the server's tokens, in the precision in which the local base is nearest to the server's
+base.
 """
 
 from __future__ import annotations
@@ -45,16 +46,17 @@ from trimtab.verification.server.tokens import TokenTable
 from trimtab.verification.server.verdict import RIGHT, Asked, Verdict, judge, nothing_to_tell
 
 Say = Callable[[str], None]
-# In this order: the first one also chooses the questions.
+# In this order: the first precision also chooses the questions.
 PRECISIONS = ("none", "nf4", "int8", "nf4-dq")
 NEW_TOKENS = 8
 CONTEXT_TOKENS = 1024
 AUDIO_S = 30.0
-# A base that is nearer than this is the same precision: no other one is tried.
+# A base nearer than this has the same precision: no other precision is tried.
 SAME_PRECISION = 0.1
 OLLAMA = "ollama:"
 OLLAMA_PORT = "11434"
-# Where the server's base is farther from ours than this share of the adapter's effect, the two bases are not the same model.
+# If the server's base is farther from the local base than this share of the adapter's effect, they are not the same
+# model.
 OTHER_BASE = 0.3
 
 
@@ -87,12 +89,12 @@ def verify_remote(
 ) -> RemoteReport:  # fmt: skip
     """Return a report on the adapter of a server.
 
-    model: the checkpoint. adapters: name -> folder; `adapter` is the one that the server should answer with (the only one by
-    default), the others are what it may have mixed it up with. against: the address of an OpenAI-compatible server
-    ("http://host:8000/v1"), or "ollama:NAME". remote_model: the server's name for the adapter. remote_base: for the base; with it
-    the precision and the noise are measured, without it they are guessed and the verdict is more careful. prompts: the user's own
-    questions; they are sent only with send_prompts. quant: compare in this precision alone. placed: where our own model may lie.
-    Errors: RequestError for what cannot be asked and for a server that does not answer; CheckpointError, AdapterError.
+    model: the checkpoint. adapters: name -> folder; `adapter` is the expected one (the only one by default), the others
+    are possible mix-ups. against: the address of an OpenAI-compatible server ("http://host:8000/v1"), or "ollama:NAME".
+    remote_model: the server's name for the adapter. remote_base: for the base; with it the precision and the noise are
+    measured, without it they are guessed and the verdict is more careful. prompts: the user's questions; they are sent
+    only with send_prompts. quant: compare only in this precision. placed: budgets of the local model.
+    Errors: RequestError for an invalid request and for a server that does not answer; CheckpointError, AdapterError.
     """
     started = time.monotonic()
     speak = say or (lambda text: None)
@@ -127,7 +129,7 @@ def verify_remote(
     )
 
 
-# What is asked --------------------------------------------------------------------------------------------------------
+# Questions ------------------------------------------------------------------------------------------------------------
 
 
 def _server(against: str, remote_model: str | None) -> tuple[str, str, bool]:
@@ -147,7 +149,7 @@ def _server(against: str, remote_model: str | None) -> tuple[str, str, bool]:
 
 
 def _ollama_url(host: str) -> str:
-    """Return the address that Ollama's own client takes from OLLAMA_HOST: its port where none is given, never "any address"."""
+    """Return the address that Ollama's client takes from OLLAMA_HOST: with the default port, never "any address"."""
     if "://" in host:
         return host
     name, colon, port = host.strip().rpartition(":") if not host.endswith("]") else (host, "", "")
@@ -189,7 +191,7 @@ def _precisions(checkpoint: Checkpoint, quant: str | None) -> tuple[str, ...]:
 
 
 def notes_of_server(work: _Work, is_ollama: bool) -> None:
-    """Note it where a server lists its models and the one that is requested is not among them."""
+    """Add a note if a server lists its models and the requested one is missing."""
     reply = work.client.get("/api/tags" if is_ollama else "/models")
     listed = reply.value.get("models" if is_ollama else "data") if isinstance(reply.value, dict) else None
     if not isinstance(listed, list):
@@ -238,7 +240,7 @@ def _begin(
     work: _Work, reference: Reference, checkpoint: Checkpoint, given: Sequence[Prompt] | None, others: Mapping[str, Path],
     folder: Path, new_tokens: int, is_ollama: bool,
 ) -> None:  # fmt: skip
-    """Write the faults, choose the questions and ask the server."""
+    """Write the faults, choose the questions and query the server."""
     work.faults, work.not_tried = write_faults(reference.spec, folder, others)
     is_demo = checkpoint.folder.resolve() == (asked_prompts.DEMO / "base").resolve()
     work.say("choosing questions")
@@ -253,7 +255,9 @@ def _begin(
 
 
 def _kinds(reference: Reference) -> set[str]:
-    """Return the kinds of questions that show the adapter: texts, and images or audio where it changes what reads them."""
+    """Return the kinds of questions that show the adapter: texts, and images or audio if it changes their towers or
+    connectors.
+    """
     parts = {target.part for target in reference.spec.targets}
     towers = {"vision": {"image"}, "audio": {"audio"}, "connector": {"image", "audio"}}
     return {"text"}.union(*(kinds for part, kinds in towers.items() if part in parts))
@@ -284,7 +288,7 @@ def _ask_all(work: _Work, reference: Reference, new_tokens: int) -> None:
     table = TokenTable(reference.tokenizer)
     work.chosen = [one for one in work.chosen if one.question.kind in work.channels]
     each = 2 if work.remote_base else 1
-    # Every question costs a request to the adapter and one to the base; the less telling ones go first.
+    # Every question costs a request to the adapter and one to the base; the less informative ones are dropped first.
     while work.chosen and each * len(work.chosen) > work.client.requests_left:
         work.chosen.remove(min(work.chosen, key=lambda one: one.kl))
     for kind, opened in work.channels.items():
@@ -338,7 +342,9 @@ def _row(reference: Reference, table: TokenTable, channel: Channel, question: Qu
 
 
 def _residual(work: _Work, reference: Reference, precision: str) -> float:
-    """Return how far the server is from this precision: of the base where it was asked, else of the nearest of base and adapter."""
+    """Return the server's distance from this precision: of the base if it was queried, else of the nearer of base and
+    adapter.
+    """
     if work.base_rows:
         rows = list(work.base_rows.values())
         measured = Measured(rows)
@@ -386,7 +392,7 @@ def _asked(work: _Work, measured: Measured, precision: str, place: int) -> Asked
     distances = {name: measured.distance(name, place) for name in measured.values}
     base = work.base_rows.get(row.question.id)
     if base is not None:
-        # The server's own base stands for the adapter ignored as well as ours does, whatever its precision is.
+        # The server's base represents an ignored adapter as well as the local base does, in any precision.
         distances[ignored] = min(distances[ignored], between(row, base))
     sizes = {fault.name: measured.size(RIGHT, fault.name, place) for fault in work.faults}
     noise = work.base_noise.get(precision, {}).get(row.question.id)
@@ -394,10 +400,10 @@ def _asked(work: _Work, measured: Measured, precision: str, place: int) -> Asked
 
 
 def _without_other_bases(work: _Work, questions: list[Asked]) -> list[Asked]:
-    """Return the questions of the kinds on which the server's base is ours, with a note for the others.
+    """Return the questions of the kinds on which the server's base equals the local base, with a note for the others.
 
-    What differs there is a template, a tokenizer, how pictures are prepared or another base: no fault of the adapter's. An adapter
-    that is ignored shows nevertheless: then adapter and base agree with each other.
+    The difference is a template, a tokenizer, image preprocessing or another base: no fault of the adapter. An ignored
+    adapter is still detected: then adapter and base agree.
     """
     kept: list[Asked] = []
     for kind in dict.fromkeys(one.kind for one in questions):
