@@ -66,11 +66,11 @@ def read_adapter(
 ) -> AdapterFile:
     """Return configuration and header of the adapter in a folder.
 
-    values: also look through its values for NaN and infinity; nothing is kept of them. takes: fields of the configuration
-    that the caller computes itself. log_name: what the log calls the adapter when it tells of weights that nothing uses (None: the
-    caller tells of them, `notes`). Errors: AdapterError with every reason: missing or foreign files, weights beside them
-    that change the output, bad JSON, another method than LoRA, configuration fields that change the output in a way not
-    supported, tensors with values that are not finite. CheckpointError if the safetensors header is not sound.
+    values: also search its values for NaN and infinity; none is kept in memory. takes: fields of the configuration that
+    the caller computes itself. log_name: the name in the log of an adapter with unused weights in its folder (None: the
+    caller logs `notes`). Errors: AdapterError with every reason: missing or foreign files, other weights in the folder that
+    change the output, bad JSON, another method than LoRA, configuration fields that change the output in a way not
+    supported, tensors with values that are not finite. CheckpointError if the safetensors header is invalid.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -109,7 +109,7 @@ def _beside(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def check_beside(path: str | Path, log_name: str) -> None:
-    """Do for an adapter whose two files were read before what `read_adapter` does for weights beside them. Errors: AdapterError."""
+    """Check the other weights in the folder of an adapter that was read before, as `read_adapter` does. Errors: AdapterError."""
     problems, notes = _beside(Path(path))
     if problems:
         raise AdapterError(Path(path), problems)

@@ -148,7 +148,7 @@ def _wrong_types(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
         yield "architectures", names, "must be a list of class names"
     seen: set[str] = set()
     for field, value in _values(config):
-        # A part may name no class of its own.
+        # A part may have no class name.
         is_part_without = value is None and field != "model_type"
         if field.rpartition(".")[2] == "model_type" and not isinstance(value, str) and not is_part_without:
             if field not in seen:  # a list's values stand under its name again

@@ -200,8 +200,8 @@ def passing_tokens(context_tokens: int, *, is_chunked: bool) -> int:
 def prompts_kv_bytes(
     layers: tuple[KVLayer, ...], dtype: str, *, context_tokens: int, new_tokens: int, kv: str = "full"
 ) -> int:  # fmt: skip
-    """Return the most that prompts in progress hold beside the buffers of several rows (serve/scheduling/in_progress.py): a first
-    one of a row, a first one that needs none, and those that pass, whose sliding layers may hold every token."""
+    """Return the most that prompts in progress hold in addition to the buffers of several rows: a first one of a row, a first one
+    that needs none, and those that pass, whose sliding layers may hold every token (serve/scheduling/in_progress.py)."""
     one = kv_cache_bytes(layers, dtype, batch=1, tokens=context_tokens, new_tokens=new_tokens, kv=kv)
     token_bytes = sum(2 * position_bytes(layer, dtype, kv) for layer in layers if layer.shares is None)
     return 2 * one + passing_tokens(context_tokens, is_chunked=False) * token_bytes
@@ -296,10 +296,10 @@ def needs_of(
     """Return the most memory of a request in addition to weights.
 
     has_rows: whether steps are captured: then every sequence has fixed buffers for its keys and values, as it has where several
-    are decoded together. A prompt goes through by itself, with a cache of its own beside them; in captured chunks of
+    are decoded together. A prompt is computed alone, in an additional cache; in captured chunks of
     up to `chunk_tokens` it is written into such a buffer, one more than there are rows where there are several. Without
-    captured chunks prompts of several rows are in progress in every phase (`prompts_kv_bytes`). Not counted: beside captured
-    chunks, keys and values of prompts that need no row.
+    captured chunks prompts of several rows are in progress in every phase (`prompts_kv_bytes`). Not counted: keys and
+    values of prompts that need no row, where chunks are captured.
     is_unpacked_elsewhere: whether a prompt's 4-bit weights are unpacked into room that is counted by itself. is_fused: whether
     steps read pages of keys and values where they are. in_place: whether a chunk reads grouped keys where they are
     (`repeated_tokens`). has_room: whether such chunks are captured: the memory of their graphs serves every pass of prompts and

@@ -24,7 +24,7 @@ WIDTH = 80
 NARROWEST, WIDEST = 60, 200
 # Marks of estimates that one line may get (`cards.marked`).
 MOST_MARKS = 5
-# Columns of a line of figures beside the name.
+# Columns of the figures of a line, without the name; the most columns of a name.
 _FIGURES, _WIDEST_NAME = 43, 60
 _SIZES = 9
 

@@ -22,7 +22,7 @@ WIDEST_REASON = 110
 def verdict(plan: Plan) -> str:
     """Return the plan in one sentence: that it fits, how fast answers are, and what memory it takes of which budget."""
     needed, rate = plan.gpu_needed_bytes, predicted_rate(plan.execution)
-    if plan.card is None and not rate.startswith("~"):  # estimates have a mark of their own
+    if plan.card is None and not rate.startswith("~"):  # estimates are marked
         rate = f"about {rate}"
     disk = f", {gib(plan.disk_bytes)} on disk" if plan.disk_bytes else ""
     if plan.execution_device == "cpu":

@@ -107,7 +107,7 @@ class HeldAdapters:
 
 
 def _check_beside(path: str | Path, name: str | None) -> None:
-    """Check what lies beside files that are held already, so that none is read: the same two can lie in several folders."""
+    """Check the other files of a folder whose adapter is in memory: several folders can have the same two adapter files."""
     check_beside(path, str(path) if name is None else name)
 
 
