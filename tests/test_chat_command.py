@@ -23,7 +23,7 @@ from trimtab.cli.chat import chat as chat_command
 from trimtab.cli.chat import input as chat_input
 from trimtab.cli.chat import session as chat_session
 from trimtab.cli.chat.session import Session
-from trimtab.cli.flags.highlight import Style, marked
+from trimtab.cli.flags.highlight import Style
 from trimtab.errors import RequestError
 
 BASE, STYLE = str(demo.BASE), f"style={demo.ADAPTERS['style']}"
@@ -169,7 +169,7 @@ def test_help_names_every_command_and_the_parser_its_flags(capsys):
 # Each command ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_comparison_marks_the_words_that_differ(model, capsys):
+def test_a_comparison_names_the_words_that_differ(model, capsys):
     assert talked(model, QUESTION, "/compare base style", "/compare base base Again?") == 0
     out, err = capsys.readouterr()
     base, styled = (model.answer(QUESTION, adapter=name, max_new_tokens=8).text for name in (None, "style"))
@@ -412,10 +412,3 @@ def test_control_characters_of_a_model_never_reach_a_terminal():
     text = "a\x1b]0;title\x07b\x9bc\r\nd\te\n"
     assert Style(True).printable(text) == "a\ufffd]0;title\ufffdb\ufffdc\nd\te\n"
     assert Style(False).printable(text) == text
-
-
-def test_words_apart_are_counted_and_marked():
-    text = marked("the cat sat", "the dog sat down", names=("a", "b"), style=Style(False))
-    assert text == "differing words: 1 of 3, 2 of 4\na: the [cat] sat\nb: the [dog] sat [down]"
-    assert "\x1b[1;4mcat\x1b[0m" in marked("cat", "dog", names=("a", "b"), style=Style(True))
-    assert "\x1b" not in marked("\x1b[2J x", "y", names=("a", "b"), style=Style(False)).replace("\x1b[2J", "")

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -74,11 +75,12 @@ def test_a_request_is_one_line_of_text(lines):
     written = lines("text")
     found = client(MockPool()).post("/v1/chat/completions", json={**CHAT, "model": "none\nsuch"})
     (line,) = written
-    when, level, word, *fields = line.split(" ")
+    when, level, word, *fields = shlex.split(line)
     assert TIME.fullmatch(when) and (level, word) == ("INFO", "request")
     values = dict(field.split("=", 1) for field in fields)
     assert values["request_id"] == found.headers["x-request-id"]
     assert values["status"] == "404"
+    assert (values["field"], values["reason"]) == ("model", "is not served here")
 
 
 @pytest.mark.parametrize("given", ["", "a b", "x" * 65, "a\tb", "é", "1;2"])

@@ -211,7 +211,7 @@ def test_text_shows_each_verdict_and_counts_the_states():
     ]
     text = probes_text(verdicts, width=100)
     assert "[red]a line[/red]" in text and BUGS[0].id in text and "gone" in text
-    assert text.endswith("2 known bugs: 1 present, 1 fixed")
+    assert text.endswith("2 known bugs of other packages, none of trimtab: 1 present, 1 fixed")
     assert max(map(len, text.splitlines())) <= 100
 
 

@@ -64,9 +64,10 @@ def name_of(file):
 
 def test_the_public_names_are_exactly_these():
     assert set(trimtab.__all__) == {
-        "AdapterError", "CheckpointError", "DeviceError", "DoesNotFitError", "GenerateRequest", "LoadRequest",
-        "LoadedModel", "ParityError", "Plan", "RequestError", "TrimtabError", "UpstreamError", "__version__", "bridge",
-        "inspect", "load", "merge", "plan", "verify",
+        "AdapterError", "Answer", "AnswerOptions", "CheckpointError", "Conversation", "DeviceError", "DoesNotFitError",
+        "GenerateRequest", "LoadRequest", "LoadedModel", "MergeReport", "ParityError", "ParityReport", "Plan", "RequestError",
+        "TokenLogprob", "TrimtabError", "Turn", "UpstreamError", "__version__", "bridge", "inspect", "load", "merge", "plan",
+        "verify",
     }  # fmt: skip
     for name in trimtab.__all__:
         assert getattr(trimtab, name) is not None

@@ -160,8 +160,8 @@ def test_other_orders_are_the_same_mathematics(tmp_path):
     rows = rows_of(folder, tmp_path)
     ran = run(own(folder, dtype="float32"), items_of(rows), tmp_path / "a", noise=True)
     assert set(ran.noise.orders) >= {
-        "once", "the same again", "in a batch of 2", "in a batch of 3", "in two chunks, split at in the prompt",
-        "in two chunks, split at at the answer", "in two chunks, split at in the answer",
+        "once", "the same again", "in a batch of 2", "in a batch of 3", "in two chunks, split within the prompt",
+        "in two chunks, split before the answer", "in two chunks, split within the answer",
     }  # fmt: skip
     assert ran.noise.skipped == () and 0 < ran.noise.max_abs < 1e-4
     again = [pair for pair in ran.noise.pairs if (pair.first, pair.second) == ("once", "the same again")]

@@ -139,8 +139,9 @@ def read(out):
 def test_a_file_of_prompts_is_answered_and_a_stopped_run_goes_on(prompts, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out.jsonl"
     assert many(prompts, out, "--rows", 2) == 2  # two lines are wrong
-    assert "4 answered, 2 failed" in capsys.readouterr().err
+    shown = capsys.readouterr().err
     header, rows = read(out)
+    assert "4 answered, 2 failed" in shown and f"the first, line 4: {rows[4]['error']['message']}" in shown
     assert header["adapters"].keys() == {"style", "specialist"} and header["options"]["adapter"] == "style"
     assert sorted(rows) == [1, 2, 3, 4, 5, 7] and rows[1]["id"] == "a"
     assert {number for number, row in rows.items() if "error" in row} == {4, 7}
@@ -161,7 +162,10 @@ def test_a_file_of_prompts_is_answered_and_a_stopped_run_goes_on(prompts, tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(many_command, "opened", None)  # wrong lines alone load no model
         assert many(prompts, out, "--rows", 2, "--json") == 2
-    assert json.loads(capsys.readouterr().out) == {
+    told = json.loads(capsys.readouterr().out)
+    first = told.pop("first_error")
+    assert first == {"line": 4, "message": rows[4]["error"]["message"]}
+    assert told == {
         "prompts": 6, "answered_before": 4, "answered": 0, "errors": 2, "out": str(out)
     }  # fmt: skip
     assert read(out) == (header, rows) and out.read_bytes().count(b"\n") == 7

@@ -50,8 +50,8 @@ def requested(**fields):
          "messages[0].content[0]: not supported: this type (its type must be one of text, image_url, input_audio)"),
         ({"logit_bias": {"a": 5}}, "logit_bias.a: must be a token id"), ({"n": "2"}, "n: must be a valid integer"),
         ({"temperature": 3}, "temperature: must be less than or equal to 2"),
-        ({"store": True}, "store: not supported: store (must be False)"),
-        ({"zoo": 1}, "zoo: not supported: zoo. This server refuses unknown fields"),
+        ({"store": True}, "store: not supported: store (must be False; trimtab serve --lenient takes and ignores it)"),
+        ({"zoo": 1}, "zoo: not supported: zoo. This server refuses unknown fields; trimtab serve --lenient takes and ignores it"),
         ({"model": None}, "model: must be a valid string"),
     ],
 )  # fmt: skip

@@ -3,6 +3,9 @@
 python tools/score_traces.py            write bench/results/traces.json and the table and samples of docs/paste-your-error.md
 python tools/score_traces.py --check    exit 1 if they do not say what the corpora and the doctor give
 
+Reports without a traceback (tests/data/reports, and the last lines of the pastes) are scored apart: whether the right entry is
+among those listed under UNKNOWN, and whether none is listed for a cause that is no entry.
+
 Precision: of the failures that get a name, the share with the right one. Recall: of those that people named, the share that
 gets the right name. A "miss" gets UNKNOWN, a "false alarm" another's name. Beside each share stands its exact one-sided lower
 bound with 95 % confidence, which takes the pastes for independent; "threads" counts what the named ones come from.
@@ -27,13 +30,16 @@ from bench.rates import at_least  # noqa: E402
 from trimtab.doctor.cases.labels import SIGNATURES  # noqa: E402
 from trimtab.doctor.traces.answer import diagnose, diagnosis_text  # noqa: E402
 from trimtab.doctor.traces.classify import UNKNOWN, classify  # noqa: E402
+from trimtab.doctor.traces.reading import read_paste  # noqa: E402
 
 CORPORA = ROOT / "tests" / "data" / "traces"
+REPORTS = ROOT / "tests" / "data" / "reports" / "reports.json"
 RESULT = ROOT / "bench" / "results" / "traces.json"
 PAGE = ROOT / "docs" / "paste-your-error.md"
 PAGE_WIDTH = 132
 _POST = re.compile(r"(/t/[^/]+/\d+)/\d+$")
 _TABLE = re.compile(r"(<!-- scores -->\n).*?(<!-- /scores -->)", re.DOTALL)
+_LIKENESS = re.compile(r"(<!-- likeness -->\n).*?(<!-- /likeness -->)", re.DOTALL)
 _PASTE = re.compile(r"(<!-- paste -->\n```text\n(.*?)\n```\n\n```text\n).*?(\n```\n<!-- /paste -->)", re.DOTALL)
 WORDS = {
     "tune": "looked at while the signatures were written", "held-out": "looked at once, afterwards",
@@ -91,6 +97,59 @@ def untested() -> list[str]:
     return sorted({one.label for one in SIGNATURES} - {entry["label"] for entry in entries()})
 
 
+# How a report without a traceback reads, in the order of the table.
+KINDS = {
+    "report": "titles, warnings and sentences of threads",
+    "last line": "the last line alone of a paste that has a name",
+    "same message": "pastes without frames and without a name: mostly an entry's own message, with another or an unknown cause",
+}
+
+
+def reports() -> list[dict[str, Any]]:
+    """Return every report without a traceback that gets no name: its kind, half, link, text, and its entry ("" for none)."""
+    found = [{"kind": "report", **one} for one in json.loads(REPORTS.read_text(encoding="utf-8"))["entries"]]
+    catalogue = {one.label: one.catalogue for one in SIGNATURES}
+    for entry in entries():
+        traces = read_paste(entry["text"]).traces
+        same = {"link": entry["link"], "half": entry["half"]}
+        if entry["label"] == UNKNOWN:
+            if not any(not frame.startswith("torch/") for trace in traces for frame in trace.frames):
+                found.append({"kind": "same message", **same, "bug": "", "text": entry["text"]})
+        elif catalogue[entry["label"]] and traces and (line := traces[0].message.split("\n")[0].strip()):
+            text = f"{traces[0].kind}: {line}"
+            found.append({"kind": "last line", **same, "bug": catalogue[entry["label"]], "text": text})
+    return [one for one in found if classify(one["text"])[1][0].label == UNKNOWN]
+
+
+def likeness() -> dict[str, Any]:
+    """Return, by half and kind, how many reports of an entry list it, how many of none list nothing, and which go wrong."""
+    found: dict[str, Any] = {}
+    for one in reports():
+        listed = [alike.bug.id for alike in diagnose(one["text"]).answers[0].looks_like]
+        row = found.setdefault(one["half"], {}).setdefault(
+            one["kind"], {"with_an_entry": 0, "listed": 0, "without_an_entry": 0, "silent": 0, "wrong": []}
+        )
+        is_right = one["bug"] in listed if one["bug"] else not listed
+        row["with_an_entry" if one["bug"] else "without_an_entry"] += 1
+        row["listed" if one["bug"] else "silent"] += is_right
+        if not is_right:
+            row["wrong"].append({"link": one["link"], "is": one["bug"] or None, "listed": listed})
+    return {half: {kind: found[half][kind] for kind in KINDS if kind in found[half]} for half in sorted(found)}
+
+
+def likeness_table(found: Mapping[str, Any]) -> str:
+    """Return the page's table of `likeness`."""
+    rows = [
+        f"| {half}: {KINDS[kind]} | {_of(one['listed'], one['with_an_entry'])} | {_of(one['silent'], one['without_an_entry'])} |"
+        for half, kinds in found.items() for kind, one in kinds.items()
+    ]  # fmt: skip
+    return "\n".join(["| set | entry is listed | no entry, none listed |", "|---|---|---|", *rows]) + "\n"
+
+
+def _of(part: int, whole: int) -> str:
+    return f"{part} of {whole} ({100 * part / whole:.0f} %)" if whole else "none"
+
+
 def page(text: str, found: Mapping[str, Any]) -> str:
     """Return the page with today's table and answers."""
     rows = [
@@ -108,6 +167,9 @@ def page(text: str, found: Mapping[str, Any]) -> str:
     )  # fmt: skip
     table = "\n".join([*head, *rows]) + f"\n\n{gap}\n"
     text = _TABLE.sub(lambda match: match[1] + table + match[2], text)
+    if _LIKENESS.search(text):
+        alike = likeness_table(likeness())
+        text = _LIKENESS.sub(lambda match: match[1] + alike + match[2], text)
     return _PASTE.sub(lambda match: match[1] + diagnosis_text(diagnose(match[2])) + match[3], text)
 
 
@@ -121,7 +183,12 @@ def _share(one: Mapping[str, Any], name: str) -> str:
 def main(arguments: list[str]) -> int:
     found = scores()
     made = {
-        RESULT: json.dumps({"sets": found, "labels_without_a_paste": untested()}, indent=1, ensure_ascii=False) + "\n",
+        RESULT: json.dumps(
+            {"sets": found, "labels_without_a_paste": untested(), "looks_like": likeness()},
+            indent=1,
+            ensure_ascii=False,
+        )
+        + "\n",
         PAGE: page(PAGE.read_text(encoding="utf-8"), found),
     }
     if "--check" in arguments:

@@ -1,7 +1,17 @@
 """The public names of the library. Importing trimtab imports no torch: the first `plan` or `load` does.
 
-`trimtab.plan` and `trimtab.merge` are functions. `trimtab.bridge` is the package of that name. Modules that were
-renamed in 0.2.0 can still be imported by their former names (former_names.py).
+`trimtab.plan` and `trimtab.merge` are functions. `trimtab.bridge` is the room of that name. Modules that had other names before
+0.2.0 are found by them too (former_names.py).
+
+>>> import trimtab
+>>> from trimtab.demo.demo import FOLDER  # a small model and two adapters that come with trimtab
+>>> plan = trimtab.plan(FOLDER / "base", adapters={"style": FOLDER / "adapters" / "style"}, device="cpu")
+>>> with trimtab.load(plan) as model:
+...     answer = model.answer("hello", adapter="style", max_new_tokens=4)
+...     chat = model.chat(adapter="style", max_new_tokens=4)
+...     sent = chat.send("hello")
+>>> answer.finish_reason, len(answer.token_ids), answer.text == sent.text, len(chat.turns)
+('length', 4, True, 2)
 """
 
 # ruff: noqa: E402
@@ -33,28 +43,50 @@ from trimtab.errors import (
 )
 from trimtab.former_names import FormerNames
 from trimtab.merging.merge import merge
+from trimtab.merging.report import MergeReport
 from trimtab.planning.plan.plan import Plan
-from trimtab.request import GenerateRequest, LoadRequest
+from trimtab.request import AnswerOptions, GenerateRequest, LoadRequest
 
 sys.meta_path.insert(0, FormerNames())
 
 if TYPE_CHECKING:
     from trimtab import bridge
+    from trimtab.engine.batch.generate import Answer, TokenLogprob
+    from trimtab.engine.calls.conversation import Conversation, Turn
     from trimtab.engine.model import LoadedModel
+    from trimtab.verification.render.report import ParityReport
     from trimtab.verification.verify import verify
+
+# Names whose modules import torch, or much else: read when they are asked for.
+_LATE = {
+    "Answer": "trimtab.engine.batch.generate",
+    "Conversation": "trimtab.engine.calls.conversation",
+    "LoadedModel": "trimtab.engine.model",
+    "ParityReport": "trimtab.verification.render.report",
+    "TokenLogprob": "trimtab.engine.batch.generate",
+    "Turn": "trimtab.engine.calls.conversation",
+    "verify": "trimtab.verification.verify",
+}
 
 __all__ = [
     "AdapterError",
+    "Answer",
+    "AnswerOptions",
     "CheckpointError",
+    "Conversation",
     "DeviceError",
     "DoesNotFitError",
     "GenerateRequest",
     "LoadRequest",
     "LoadedModel",
+    "MergeReport",
     "ParityError",
+    "ParityReport",
     "Plan",
     "RequestError",
+    "TokenLogprob",
     "TrimtabError",
+    "Turn",
     "UpstreamError",
     "__version__",
     "bridge",
@@ -67,17 +99,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LoadedModel":
-        from trimtab.engine.model import LoadedModel
+    import importlib
 
-        return LoadedModel
-    if name == "verify":
-        from trimtab.verification.verify import verify
-
-        return verify
+    if name in _LATE:
+        return getattr(importlib.import_module(_LATE[name]), name)
     if name == "bridge":
-        import importlib
-
         return importlib.import_module("trimtab.bridge")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -19,7 +19,7 @@ from trimtab.adapters.values import value_problems
 from trimtab.adapters.vocabulary import check_vocabulary
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
-from trimtab.checkpoint.names import near_names
+from trimtab.checkpoint.names import check_options
 from trimtab.checkpoint.prequantized import split_packed
 from trimtab.errors import DoesNotFitError, RequestError, TrimtabError
 from trimtab.planning import Machine, Plan, Rates, make_plan
@@ -37,8 +37,11 @@ from trimtab.process import threads
 from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, LoadRequest, parse_bytes
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from trimtab.engine.model import LoadedModel
     from trimtab.engine.planned_adapters import PlannedAdapters
+    from trimtab.request import PlanOptions
 
 
 def plan(
@@ -350,7 +353,7 @@ def load(
     progress: Callable[[int, int], None] | None = None,
     decode: str | None = None,
     stop_at_turn_end: bool = False,
-    **options: Any,
+    **options: Unpack[PlanOptions],
 ) -> LoadedModel:
     """Return the model of a plan, loaded. Use it as a context manager.
 
@@ -401,9 +404,7 @@ def _plan_to_load(given: Plan | str | Path, options: Mapping[str, Any], decode: 
             f"is {type(given).__name__}", field="plan", allowed=("a plan", "the file of a saved plan", "a model")
         )
     known = [name for name in signature(plan).parameters if name not in ("model", "decode")]
-    for name in options:
-        if name not in known:
-            raise RequestError("unknown option", field=name, allowed=near_names(name, known) or known)
+    check_options(options, known)
     is_saved = not isinstance(given, Plan) and str(given).endswith(".json") and Path(given).is_file()
     if isinstance(given, Plan) or is_saved:
         for name, value in options.items():

@@ -51,7 +51,8 @@ class TrimtabError(Exception):
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         self.hint = hint
-        super().__init__(printable(f"{message}. {hint}" if hint else message))
+        end = "" if message.endswith((".", "?", "!")) else "."
+        super().__init__(printable(f"{message}{end} {hint}" if hint else message))
 
     def to_dict(self) -> dict[str, Any]:
         """Return class, message and fields as plain values, for another process or for JSON."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import numbers
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, TypedDict
 
-from trimtab.adapter_names import NAME, NAME_RULE
+from trimtab.adapter_names import NAME, NAME_RULE, Adapters
 from trimtab.errors import RequestError
 
 TIERS = ("resident", "gather", "stream", "disk", "host")
@@ -382,3 +383,61 @@ class GenerateRequest:
         if self.max_new_tokens is not None:
             return self
         return replace(self, max_new_tokens=max(1, min(most_tokens, left_tokens)))
+
+
+# The options of Python calls, for type checkers: a test compares them with what the calls take.
+
+
+class AnswerOptions(TypedDict, total=False):
+    """The options of an answer: the fields of GenerateRequest."""
+
+    max_new_tokens: int | None
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    seed: int | None
+    stop: Sequence[str]
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]
+    stop_token_ids: Collection[int]
+    logprobs: int | None
+
+
+class QuestionOptions(AnswerOptions, total=False):
+    """The options of an answer, and what belongs to its prompt: the keyword arguments of `LoadedModel.answer`."""
+
+    image: Any
+    audio: Any
+    system: str | None
+    adapter: str | Mapping[str, float] | None
+    template_kwargs: Mapping[str, Any] | None
+
+
+class PlanOptions(TypedDict, total=False):
+    """The keyword arguments of `plan`, as `load` takes them for a model."""
+
+    adapters: Adapters | None
+    gpu_memory: int | float | str | None
+    host_memory: int | float | str | None
+    quant: str
+    dtype: str
+    context: int
+    batch: int
+    images: int
+    audio_s: float
+    place: Mapping[str, str] | None
+    device_map: Mapping[str, int | str] | None
+    keep_unquantized: Sequence[str]
+    device: str
+    offload_dir: str | Path | None
+    head: str
+    card: str | None
+    max_memory: Mapping[int | str, int | str] | None
+    prefix_cache: int | float | str | None
+    batch_invariant: bool
+    kv_tokens: int | None
+    kv: str
+    answer_tokens: int

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
+from trimtab.errors import RequestError
+
 # Only this many characters at the end of a name are compared, because the cost grows with the square of the length.
 COMPARED_CHARS = 200
 MIN_SCORE = 0.5
@@ -48,6 +50,16 @@ def _matches_whole(pattern: str, path: str) -> bool:
             return False
         at += len(piece)
     return at <= len(path) - len(tail) and path.endswith(tail)
+
+
+def check_options(options: Iterable[str], known: Iterable[str]) -> None:
+    """Return nothing. Errors: RequestError for an option that a call does not take, with those that may have been meant."""
+    names = list(known)
+    for name in options:
+        if name not in names:
+            near = near_names(name, names)
+            hint = f"Did you mean {' or '.join(near)}?" if near else ""
+            raise RequestError("unknown option", field=name, allowed=near or names, hint=hint)
 
 
 def near_names(name: str, choices: Iterable[str], count: int = 3) -> list[str]:

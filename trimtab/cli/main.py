@@ -37,7 +37,7 @@ from typing import Any, NoReturn
 import trimtab
 from trimtab.cli.flags.examples import examples_text
 from trimtab.cli.flags.flags import give_model, group_of
-from trimtab.cli.flags.output import COLORS, print_json, print_text, use_color
+from trimtab.cli.flags.output import COLORS, print_error, print_json, use_color
 from trimtab.cli.flags.wording import Words, words_of
 from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, TrimtabError, public_fields
 from trimtab.machine import preload
@@ -148,7 +148,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         if exc.errno not in FULL_DISK:
             raise
         _close_output()
-        print_text(f"trimtab: cannot be written ({exc.strerror})", file=sys.stderr)
+        print_error(f"cannot be written ({exc.strerror})")
         return exit_code(RequestError("cannot be written", field="output"))
 
 
@@ -184,9 +184,9 @@ def _print_error(exc: BaseException, as_json: bool, words: Words) -> None:
         options = {"options": exc.options} if isinstance(exc, DoesNotFitError) and exc.options else {}
         print_json({"error": error_json(exc, words), **options})
     elif isinstance(exc, UsageError):
-        print_text(f"{exc.usage}\ntrimtab: {exc}", file=sys.stderr)
+        print_error(str(exc), before=exc.usage)
     else:
-        print_text(f"trimtab: {_text(exc, words)}", file=sys.stderr)
+        print_error(_text(exc, words))
 
 
 def _text(exc: BaseException, words: Words) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from trimtab.adapters.adapter import AdapterSpec, match_adapter, read_adapter
 from trimtab.checkpoint.folder import find_folder
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.checkpoint.names import near_names
+from trimtab.checkpoint.names import check_options, near_names
 from trimtab.engine import float16_check, planned_adapters
 from trimtab.engine.batch import kept_batch
 from trimtab.engine.batch.turns import Turns
@@ -55,11 +55,14 @@ from trimtab.planning.values.kv_bytes import check_kv
 from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from trimtab.engine.batch import generate as generation
     from trimtab.engine.batch.batch import Batch
     from trimtab.engine.decode.step_choice import Fallback
     from trimtab.engine.memory_shares import Share
     from trimtab.engine.prefill.prefix_cache import PrefixCache
+    from trimtab.request import AnswerOptions
 
 
 class LoadedModel(Asking):
@@ -467,7 +470,7 @@ class LoadedModel(Asking):
 
     def generate(
         self, prompt: Any, *, image: Any = None, audio: Any = None, system: str | None = None,
-        adapter: Chosen = None, template_kwargs: Mapping[str, Any] | None = None, **options: Any,
+        adapter: Chosen = None, template_kwargs: Mapping[str, Any] | None = None, **options: Unpack[AnswerOptions],
     ) -> Iterator[str]:  # fmt: skip
         """Yield the answer as it arrives, in whole characters.
 
@@ -491,7 +494,7 @@ class LoadedModel(Asking):
 
     def answer(
         self, prompt: Any, *, image: Any = None, audio: Any = None, system: str | None = None,
-        adapter: Chosen = None, template_kwargs: Mapping[str, Any] | None = None, **options: Any,
+        adapter: Chosen = None, template_kwargs: Mapping[str, Any] | None = None, **options: Unpack[AnswerOptions],
     ) -> generation.Answer:  # fmt: skip
         """Return the whole answer with its token ids, finish reason and timings (seconds).
 
@@ -531,10 +534,7 @@ class LoadedModel(Asking):
         self, prompt: Any, image: Any, audio: Any, system: str | None, adapter: Chosen,
         template_kwargs: Mapping[str, Any] | None, options: Mapping[str, Any],
     ) -> tuple[Inputs, GenerateRequest]:  # fmt: skip
-        known = [item.name for item in fields(GenerateRequest)]
-        for name in options:
-            if name not in known:
-                raise RequestError("unknown option", field=name, allowed=near_names(name, known) or known)
+        check_options(options, (item.name for item in fields(GenerateRequest)))
         request = GenerateRequest(**options)
         self.check_tokens(request)
         self._check_adapter(adapter)

@@ -16,9 +16,11 @@ from trimtab.engine.lora import layers as lora
 from trimtab.errors import DoesNotFitError, RequestError, gib
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from trimtab.engine.calls.conversation import Conversation
     from trimtab.engine.kv.sequence import Inputs
-    from trimtab.request import GenerateRequest
+    from trimtab.request import AnswerOptions, GenerateRequest, QuestionOptions
 
 
 # Which adapter answers: a name, None for the base, or name -> weight for a weighted sum of several.
@@ -39,7 +41,12 @@ class Asking:
         )
 
     def batch(
-        self, requests: Iterable[Any], *, rows: int | None = None, errors: str = "raise", **options: Any
+        self,
+        requests: Iterable[Any],
+        *,
+        rows: int | None = None,
+        errors: str = "raise",
+        **options: Unpack[QuestionOptions],
     ) -> Iterator[Answer]:
         """Yield the answers of many requests in their order; they are decoded together.
 
@@ -53,7 +60,12 @@ class Asking:
         return many.in_order(many.answers(self, requests, rows=rows, errors=errors, options=options))
 
     def batch_as_finished(
-        self, requests: Iterable[Any], *, rows: int | None = None, errors: str = "raise", **options: Any
+        self,
+        requests: Iterable[Any],
+        *,
+        rows: int | None = None,
+        errors: str = "raise",
+        **options: Unpack[QuestionOptions],
     ) -> Iterator[tuple[int, Answer]]:
         """Yield (index, answer) as answers finish.
 
@@ -61,7 +73,9 @@ class Asking:
         """
         return many.answers(self, requests, rows=rows, errors=errors, options=options)
 
-    def answers(self, prompt: Any, n: int, *, rows: int | None = None, **options: Any) -> tuple[Answer, ...]:
+    def answers(
+        self, prompt: Any, n: int, *, rows: int | None = None, **options: Unpack[QuestionOptions]
+    ) -> tuple[Answer, ...]:
         """Return n answers to one prompt, sampled independently. The prompt is computed once for answers that are decoded
         together.
 
@@ -72,11 +86,12 @@ class Asking:
             raise RequestError("must be an integer of at least 1", field="n", value=n)
         if n > 1 and not options.get("temperature"):
             raise RequestError("answers at temperature 0 are all equal", field="n", value=n, hint="Set a temperature")
-        question = {name: options.pop(name) for name in many.QUESTION if name in options}
-        seed = options.pop("seed", None)
+        given: dict[str, Any] = dict(options)
+        question = {name: given.pop(name) for name in many.QUESTION if name in given}
+        seed = given.pop("seed", None)
         seeds: list[dict[str, Any]] = [{} if seed is None else {"seed": seed + number} for number in range(n)]
         requests = [{"prompt": prompt, **question, **one} for one in seeds]
-        pairs = many.answers(self, requests, rows=rows, errors="raise", options=options, group="answers")
+        pairs = many.answers(self, requests, rows=rows, errors="raise", options=given, group="answers")
         return tuple(many.in_order(pairs))
 
     def question(self: Any, prompt: Any, options: Mapping[str, Any]) -> tuple[Inputs, GenerateRequest, Any]:
@@ -88,7 +103,7 @@ class Asking:
 
     # Other threads ----------------------------------------------------------------------------------------------------
 
-    async def answer_async(self: Any, prompt: Any, **options: Any) -> Answer:
+    async def answer_async(self: Any, prompt: Any, **options: Unpack[QuestionOptions]) -> Answer:
         """Return the whole answer, as `answer` does, without blocking the event loop (asyncio).
 
         Cancelling the task ends the answer. prompt, options, errors: as in `answer`.
@@ -98,7 +113,7 @@ class Asking:
             pass
         return answers[0]
 
-    def generate_async(self, prompt: Any, **options: Any) -> AsyncIterator[str]:
+    def generate_async(self, prompt: Any, **options: Unpack[QuestionOptions]) -> AsyncIterator[str]:
         """Yield the answer's text as it arrives, as `generate` does, without blocking the event loop (asyncio).
 
         Closing the iterator ends the answer. prompt, options, errors: as in `generate`.
@@ -119,14 +134,19 @@ class Asking:
         """
         return inner.embed(self, texts, adapter=adapter, pooling=pooling, normalize=normalize)
 
-    def hidden_states(self: Any, prompt: Any, *, adapter: Chosen = None, **media: Any) -> Tensor:
+    def hidden_states(
+        self: Any, prompt: Any, *, adapter: Chosen = None, image: Any = None, audio: Any = None, system: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return the hidden states of a prompt before the first layer and after each layer.
 
-        prompt, adapter, media (image, audio, system): as in `answer`. The last state has passed the final norm, as in
+        prompt, adapter, image, audio, system, template_kwargs: as in `answer`. The last state has passed the final norm, as in
         transformers' `output_hidden_states`.
         Shapes: [layers + 1, S, D] float32 on the CPU. Errors: RequestError.
         """
-        return inner.hidden_states(self, prompt, adapter=adapter, **media)
+        return inner.hidden_states(
+            self, prompt, adapter=adapter, image=image, audio=audio, system=system, template_kwargs=template_kwargs
+        )
 
     def _adapter_name(self: Any, adapter: Chosen, in_use: Collection[str | None] = ()) -> str | None:
         """Return the name under which an adapter or mix is attached; a new mix is attached first. Errors: as `Mixes.name_of`."""
@@ -136,7 +156,12 @@ class Asking:
     # Conversations and adapters ---------------------------------------------------------------------------------------
 
     def chat(
-        self, *, system: str | None = None, adapter: Chosen = None, when_full: str = "error", **options: Any
+        self,
+        *,
+        system: str | None = None,
+        adapter: Chosen = None,
+        when_full: str = "error",
+        **options: Unpack[AnswerOptions],
     ) -> Conversation:
         """Return a conversation that keeps its turns (`engine/calls/conversation.py`).
 

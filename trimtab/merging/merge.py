@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import platform
@@ -12,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,8 +74,7 @@ def merge(
 
 
 def merge_request(request: MergeRequest, *, progress: Progress | None = None) -> MergeReport:
-    """Return the report of a merge request (from the command line)."""
-    started = time.monotonic()
+    """Return the report of a merge asked for elsewhere (the command line)."""
     checkpoint = read_checkpoint(request.model)
     out = Path(request.out)
     folders = {part.name: Path(part.path) for part in request.adapters}
@@ -84,6 +84,8 @@ def merge_request(request: MergeRequest, *, progress: Progress | None = None) ->
             "none is given, and without dtype= or requantize= the merge would be a copy", field="adapters",
             hint="Give an adapter with adapters=, or set the format of the new checkpoint with dtype= or requantize=",
         )  # fmt: skip
+    import_libraries(checkpoint, check=request.check)
+    started = time.monotonic()  # libraries are imported once in a process: no merge is slower or faster by them
     with ExitStack() as stack:
         work = _prepare(request, checkpoint, stack)
         small = _small_files(checkpoint, work.replaced)
@@ -108,6 +110,24 @@ def merge_request(request: MergeRequest, *, progress: Progress | None = None) ->
             except OSError as exc:
                 raise disk_error(exc, place.out, needed_bytes=total, is_resumable=bool(place.finished)) from exc
     return report
+
+
+# What a merge imports where it needs it first.
+_LIBRARIES = (
+    "torch", "trimtab.engine.loader.transformers_model", "trimtab.merging.changes.plan", "trimtab.merging.files.layout",
+    "trimtab.merging.files.write",
+)  # fmt: skip
+_OF_CHECK = ("trimtab.merging.check",)
+
+
+def import_libraries(checkpoint: Checkpoint, *, check: bool) -> None:
+    """Import what a merge uses, torch and the model's class among it, so that no clock of a merge counts it."""
+    for name in (*_LIBRARIES, *(_OF_CHECK if check else ())):
+        importlib.import_module(name)
+    from trimtab.engine.loader import transformers_model as hf
+
+    with suppress(TrimtabError):  # what is wrong with it is said where it is read
+        hf.model_class(checkpoint, hf.read_config(checkpoint))
 
 
 # Before the first byte ------------------------------------------------------------------------------------------------

@@ -70,6 +70,8 @@ def serve(
         rows = "rows as planned" if model.rows is None else f"{model.rows} rows"
         say(f"{model.name}: {count} adapter{'' if count == 1 else 's'}, {rows}")
     say(f"{address_of(listener)}  ({'this machine only' if is_loopback(settings.host) else 'with an API key'})")
+    for line in ways_in(listener, has_page=settings.page):
+        say(line)
     live, metrics = Live(settings), Metrics()
     reloader = Reloader(pool, live, reread or (lambda: (models, settings, ())), metrics.forget)
     extra = [*page_of(settings), *reloader.routes()]
@@ -86,6 +88,15 @@ def serve(
     if server.failure is not None:
         raise TrimtabError.from_dict(server.failure)
     return server.was_interrupted
+
+
+def ways_in(listener: socket.socket, *, has_page: bool) -> list[str]:
+    """Return a line for the page, if there is one, and a line for clients: the base URL of the API."""
+    address = address_of(listener)
+    for everywhere, here in (("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:")):
+        address = address.replace(everywhere, here)
+    page = [f"page: {address}/"] if has_page else []
+    return [*page, f"base URL for clients: {address}/v1"]
 
 
 def room_for_connections(requested: int, say: Callable[[str], None]) -> int:

@@ -23,7 +23,7 @@ from trimtab.cli.flags.flags import (
     system_of,
 )
 from trimtab.cli.flags.opening import opened, say_fallbacks
-from trimtab.cli.flags.output import Command, print_text
+from trimtab.cli.flags.output import Command, has_color, print_text
 from trimtab.cli.flags.pull import add_pull, pull_if_asked
 from trimtab.cli.flags.weights import chosen
 from trimtab.errors import DoesNotFitError, RequestError
@@ -71,7 +71,9 @@ def run_chat(options: argparse.Namespace) -> int:
         session = Session(conversation, model, as_json=options.json, is_terminal=is_terminal)
         reader: Reader = line_reader(sys.stdin)
         if is_terminal:
-            reader = terminal_reader(session.completions, keep_history=not options.no_history)
+            reader = terminal_reader(
+                session.completions, keep_history=not options.no_history, has_color=has_color(sys.stdout)
+            )
         return session.run(reader)
 
 

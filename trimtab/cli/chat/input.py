@@ -74,11 +74,12 @@ def _line(stream: TextIO) -> str:
 
 
 def terminal_reader(
-    completions: Completions, *, keep_history: bool, source: Any = None, output: Any = None
+    completions: Completions, *, keep_history: bool, has_color: bool = False, source: Any = None, output: Any = None
 ) -> Reader:  # fmt: skip
     """Return a reader that edits lines, with prompt_toolkit; without that package a plain one, with a note on stderr.
 
-    Enter sends, Alt-Enter starts a line, triple quotes enclose several. source, output: prompt_toolkit's, for tests.
+    Enter sends, Alt-Enter starts a line, triple quotes enclose several. has_color: of the prompt. source, output:
+    prompt_toolkit's, for tests.
     """
     try:
         from prompt_toolkit import PromptSession
@@ -120,7 +121,8 @@ def terminal_reader(
     )
 
     def read(prompt: str) -> str:
-        text = _with_quotes(str(session.prompt(prompt, prompt_continuation="  ")), lambda: str(session.prompt("  ")))
+        shown: Any = [("bold ansigreen", prompt)] if has_color else prompt
+        text = _with_quotes(str(session.prompt(shown, prompt_continuation="  ")), lambda: str(session.prompt("  ")))
         if len(text) > LONGEST_LINE:
             raise _too_long()
         return text

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from trimtab.adapter_names import MIX_FORM, is_mix, parse_mix
 from trimtab.cli.chat import file as chat_file
 from trimtab.cli.chat.input import Reader
-from trimtab.cli.flags.highlight import Style, marked
+from trimtab.cli.flags.highlight import Style, apart
 from trimtab.cli.flags.opening import end_text
-from trimtab.cli.flags.output import has_color, print_text
+from trimtab.cli.flags.output import has_color, print_error, print_text, set_off
 from trimtab.cli.flags.weights import BASE, mix_text
 from trimtab.cli.flags.wording import as_typed
 from trimtab.errors import RequestError, TrimtabError, gib
@@ -129,7 +129,7 @@ class Session:
     def _refuse(self, exc: TrimtabError) -> None:
         if not self.is_terminal:
             raise exc
-        print_text(f"trimtab: {as_typed(str(exc))}", file=sys.stderr, flush=True)
+        print_error(as_typed(str(exc)))
 
     def _say(self, text: str, **fields: Any) -> None:
         """Print a message that is not an answer: on stderr, so that stdout has answers only, or as one JSON line."""
@@ -187,7 +187,10 @@ class Session:
             print(json.dumps(values), flush=True)
         has_stop_texts = bool(self.chat.options.get("stop"))
         if note := end_text(answer, self.model.context_tokens, has_stop_texts=has_stop_texts):
-            self._say(self.style.dim(f"[{note}]") if text.strip() else note)
+            if text.strip() and not self.as_json:
+                print(set_off(f"[{note}]", "note", sys.stderr), file=sys.stderr, flush=True)
+            else:
+                self._say(f"[{note}]" if text.strip() else note)
         return text
 
     # Commands ---------------------------------------------------------------------------------------------------------
@@ -234,7 +237,8 @@ class Session:
             if not self.as_json:
                 print(self.style.bold(printable(f"--- {mix_text(name)}")), flush=True)
             texts.append(self._show(self.chat.beside(question, adapter=name), name))
-        self._say(marked(*texts, names=(mix_text(names[0]), mix_text(names[1])), style=self.style))
+        shown = [self.style.printable(text) for text in texts]
+        self._say(apart(*shown, names=(mix_text(names[0]), mix_text(names[1]))))
 
     def _again(self, rest: str) -> None:
         adapter = self._named(rest) if rest else self.chat.adapter

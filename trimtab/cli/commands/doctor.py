@@ -176,7 +176,7 @@ def _examine(options: argparse.Namespace) -> dict[str, Any]:
     from trimtab.machine.environment import read_environment
 
     report: dict[str, Any] = dict.fromkeys(
-        ("environment", "verdicts", "preflight", "runs", "bisections", "drafts", "html", "stopped"), None
+        ("trimtab", "environment", "verdicts", "preflight", "runs", "bisections", "drafts", "html", "stopped"), None
     )
     report["environment"] = environment = read_environment(options.python)
     if options.model and not options.matrix:
@@ -193,6 +193,10 @@ def _examine(options: argparse.Namespace) -> dict[str, Any]:
     is_other_work = options.bisect or options.matrix or options.runs or report["preflight"] is not None
     if not report["stopped"] and (not is_other_work or options.probe or options.drafts or options.html):
         report["verdicts"] = _probes(options)
+    if not is_other_work and options.python is None:
+        from trimtab.doctor.own_verdict import own_verdict
+
+        report["trimtab"] = own_verdict(environment)
     if options.drafts and not report["stopped"]:
         from trimtab.doctor.issues.draft import write_drafts
 
@@ -295,7 +299,8 @@ def _texts(report: Mapping[str, Any]) -> list[str]:
     """Return the text for people, part by part."""
     from trimtab.machine.environment import environment_text
 
-    texts = [environment_text(report["environment"])]
+    texts = [] if report["trimtab"] is None else [report["trimtab"].text]
+    texts.append(environment_text(report["environment"]))
     if report["verdicts"]:
         from trimtab.doctor.probes.runner import probes_text
 

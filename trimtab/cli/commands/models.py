@@ -167,6 +167,9 @@ def run_adapters(options: argparse.Namespace) -> int:
         return 0
     heads = ("adapter", "made for", "rank", "size", *options.model)
     _print_table([heads, *(_adapter_row(one, options.model) for one in adapters)])
+    for one in adapters:  # below the table, whose columns a long reason would push apart
+        if "error" in one:
+            print_text(f"{one['adapter']}: {one['error']}")
     return 0
 
 
@@ -205,7 +208,7 @@ def _first_line(exc: TrimtabError) -> str:
 
 def _adapter_row(one: dict[str, Any], models: Sequence[str]) -> tuple[str, ...]:
     if "error" in one:
-        return (one["adapter"], f"cannot be used: {one['error']}", "-", "-", *("no" for _ in models))
+        return (one["adapter"], "cannot be used", "-", "-", *("no" for _ in models))
     fits = [one["models"][model] for model in models]
     fit_texts = [f"fits, {f['modules']} modules" if f["fits"] else f"no, {f['problems']} problems" for f in fits]
     return (one["adapter"], str(one["base_model"] or "-"), str(one["rank"] or "-"), gib(one["bytes"]), *fit_texts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -41,14 +42,15 @@ from trimtab.cli.flags.flags import (
 )
 from trimtab.cli.flags.highlight import Style
 from trimtab.cli.flags.opening import end_text, opened, say_beside, say_fallbacks
-from trimtab.cli.flags.output import Command, print_json, print_text
+from trimtab.cli.flags.output import Command, print_json, print_text, set_off
 from trimtab.cli.flags.pull import add_pull, pull_if_asked
 from trimtab.cli.flags.weights import chosen
 from trimtab.cli.flags.wording import in_flags
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.planning.options import Option
 from trimtab.planning.request.overrides import NO_GPU
-from trimtab.request import LoadRequest
+from trimtab.printable import printable
+from trimtab.request import TIERS, LoadRequest
 
 if TYPE_CHECKING:
     from trimtab.engine.batch.generate import Answer
@@ -170,7 +172,7 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.json:
         print_json(plan.to_json() | ({"options": [asdict(one) for one in helpful]} if options.options else {}))
         return 0
-    print_text(plan if options.wide else _narrow(plan))
+    print(_colored(str(plan) if options.wide else _narrow(plan)))
     say_beside(plan.request.adapters)
     if helpful:
         print_text(f"\n{options_text(helpful, card=plan.card)}")
@@ -185,6 +187,16 @@ def run_plan(options: argparse.Namespace) -> int:
         if path:
             print_text(f"written: {path}", file=sys.stderr)
     return 0
+
+
+_TIERS = re.compile(rf"(?<=  )(?:{'|'.join(TIERS)})(?=  |$)", re.MULTILINE)
+
+
+def _colored(text: str) -> str:
+    """Return a plan's text, its first line and its tiers set off where stdout has color."""
+    first, _, rest = printable(text).partition("\n")
+    rest = _TIERS.sub(lambda tier: set_off(tier.group(), tier.group(), sys.stdout), rest)
+    return f"{set_off(first, 'heading', sys.stdout)}\n{rest}"
 
 
 def _narrow(plan: trimtab.Plan) -> str:

@@ -136,6 +136,9 @@ def _add(answers: AnswersFile, summary: dict[str, Any], line: PromptLine, result
     if isinstance(result, RequestError):
         answers.add(line, {"error": {"class": "RequestError", "message": str(result), "field": result.field}})
         summary["errors"] += 1
+        first = summary.get("first_error")
+        if first is None or line.number < first["line"]:
+            summary["first_error"] = {"line": line.number, "message": str(result)}
     else:
         answers.add(line, _values(result))
         summary["answered"] += 1
@@ -158,5 +161,6 @@ def _text(summary: Mapping[str, Any]) -> str:
     if summary["answered_before"]:
         text += f", {summary['answered_before']} were answered before"
     if summary["errors"]:
-        text += f", {summary['errors']} failed (their lines have the error)"
+        first = summary["first_error"]
+        text += f", {summary['errors']} failed (their lines have the error); the first, line {first['line']}: {first['message']}"
     return text

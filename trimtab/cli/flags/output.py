@@ -32,6 +32,25 @@ def print_text(text: object = "", *, file: TextIO | None = None, end: str = "\n"
     print(printable(str(text)), file=file, end=end, flush=flush)
 
 
+# How parts of a text are set off where a terminal has color (SGR, ECMA-48 section 8.3.117).
+CODES = {
+    "error": "1;31", "heading": "1", "note": "2",
+    "resident": "32", "gather": "36", "stream": "33", "host": "34", "disk": "35",
+}  # fmt: skip
+
+
+def set_off(text: str, kind: str, stream: TextIO) -> str:
+    """Return a text as a stream's terminal sets it off, without control characters of its own; plain where it has no color."""
+    plain = printable(text)
+    return f"\x1b[{CODES[kind]}m{plain}\x1b[0m" if plain and has_color(stream) else plain
+
+
+def print_error(text: str, *, before: str = "") -> None:
+    """Print what ends or refuses a command, on stderr. before: lines in front of it."""
+    head = f"{printable(before)}\n" if before else ""
+    print(f"{head}{set_off('trimtab:', 'error', sys.stderr)} {printable(text)}", file=sys.stderr, flush=True)
+
+
 def print_json(value: Any) -> None:
     """Print one JSON object."""
     print(json.dumps(value, indent=1, default=str))

@@ -189,4 +189,7 @@ def probes_text(verdicts: Sequence[Verdict], *, width: int = 120) -> str:
     counts = {state: sum(verdict.seen.state == state for verdict in verdicts) for state in STATES}
     summary = ", ".join(f"{count} {state}" for state, count in counts.items() if count) or "none"
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.splitlines()) + f"\n\n{len(verdicts)} known bugs: {summary}"
+    return (
+        "\n".join(line.rstrip() for line in text.splitlines())
+        + f"\n\n{len(verdicts)} known bugs of other packages, none of trimtab: {summary}"
+    )

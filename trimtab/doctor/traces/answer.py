@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 from trimtab.doctor.facts.bug import Bug
 from trimtab.doctor.facts.trackers import OPEN, Tracker, known_trackers, release
 from trimtab.doctor.traces.classify import UNKNOWN, Finding, classify
-from trimtab.doctor.traces.reading import Paste
+from trimtab.doctor.traces.likeness import Index, index_of
+from trimtab.doctor.traces.reading import PASTE_LINES, Paste
+from trimtab.doctor.traces.signatures import SIGNATURES
 
 MOST_SHOWN = 3
 MOST_TRACKERS = 3
@@ -27,14 +29,31 @@ ASK_UNKNOWN = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Alike:
+    """One entry of the catalogue that a report looks like. tell: what to ask or run to know whether it is this one."""
+
+    bug: Bug
+    score: float
+    tell: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {
+            "bug": self.bug.id, "title": self.bug.title, "symptom": self.bug.symptom, "score": round(self.score, 2),
+            "tell": list(self.tell),
+        }  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """The known facts about one exception of a paste.
 
-    label: its name, UNKNOWN for none. meaning: one line. exception: its first line as pasted. rests_on: the evidence
-    for the match. bug: the entry of the catalogue, None without one. bucket: its issue. owner: of the repository.
-    trackers: known threads. fix: a sentence on releases with the fix. way_round: the workaround. ask: the next
-    questions. times: number of occurrences in the text.
+    label: its name, UNKNOWN for none. meaning: in a line. exception: as pasted, its first line. rests_on: by what it was
+    recognized. bug: the entry of the catalogue, None without one. bucket: the issue that it belongs into. owner: whose
+    repository. trackers: known threads. fix: whether a release has the fix, in a sentence. way_round: what works today.
+    ask: what to ask next. times: how often the text has it. looks_like: for UNKNOWN without a traceback, entries with
+    words like these; no diagnosis.
     """
 
     label: str
@@ -51,6 +70,7 @@ class Answer:
     ask: tuple[str, ...]
     line: int = 0
     times: int = 1
+    looks_like: tuple[Alike, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON."""
@@ -63,6 +83,7 @@ class Answer:
                 for one in self.trackers
             ],
             "fix": self.fix, "way_round": self.way_round or None, "ask": list(self.ask), "line": self.line, "times": self.times,
+            "looks_like": [one.to_json() for one in self.looks_like],
         }  # fmt: skip
 
 
@@ -88,7 +109,31 @@ class Diagnosis:
 def diagnose(text: str) -> Diagnosis:
     """Return the answer to a pasted text. Errors: RequestError for a text without words or beyond the limits."""
     paste, findings = classify(text)
-    return Diagnosis(tuple(_answer(finding, paste) for finding in findings), paste.versions)
+    answers = [_answer(finding, paste) for finding in findings]
+    if answers[0].label == UNKNOWN:
+        answers[0] = replace(answers[0], looks_like=_looks_like(paste))
+    return Diagnosis(tuple(answers), paste.versions)
+
+
+def _looks_like(paste: Paste) -> tuple[Alike, ...]:
+    """Return the entries that a report without a traceback looks like; () for one with frames, which say that it is none."""
+    has_frames = any(not frame.startswith("torch/") for trace in paste.traces for frame in trace.frames)
+    if has_frames or paste.text.count("\n") >= PASTE_LINES:
+        return ()
+    return tuple(Alike(_bugs()[bug_id], score, _tell(bug_id)) for bug_id, score in _index().alike(paste.text))
+
+
+def _tell(bug_id: str) -> tuple[str, ...]:
+    asks = dict.fromkeys(one.ask for one in SIGNATURES if one.catalogue == bug_id and one.ask)
+    return (
+        *(f"ask: {ask}" for ask in list(asks)[:1] or [f"is it so: {_bugs()[bug_id].trigger}"]),
+        f"run: trimtab doctor --probe {bug_id}",
+    )
+
+
+@cache
+def _index() -> Index:
+    return index_of(_bugs().values())
 
 
 @cache
@@ -217,6 +262,12 @@ def _rows(answer: Answer, times: str) -> Iterator[tuple[str, str]]:
         yield "fix", answer.fix
     if answer.way_round:
         yield "workaround", answer.way_round
+    if answer.looks_like:
+        yield "looks like", "(by its words; this is no diagnosis)"
+    for one in answer.looks_like:
+        yield "", f"{one.bug.id} {one.bug.name}: {one.bug.title}"
+        for tell in one.tell:
+            yield "", f"  {tell}"
     for place, ask in enumerate(answer.ask):
         yield "ask next" if place == 0 else "", ask
 
@@ -231,5 +282,8 @@ def _trackers(trackers: tuple[Tracker, ...]) -> str:
 
 
 def _wrapped(name: str, value: str) -> list[str]:
-    lines = textwrap.wrap(value, WIDTH - 13, break_long_words=True, break_on_hyphens=False) or [""]
+    indent = value[: len(value) - len(value.lstrip())]
+    lines = textwrap.wrap(
+        value, WIDTH - 13, subsequent_indent=indent, break_long_words=True, break_on_hyphens=False
+    ) or [""]  # fmt: skip
     return [f"  {name if place == 0 else '':<11}{line}" for place, line in enumerate(lines)]

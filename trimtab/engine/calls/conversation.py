@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
+from trimtab.checkpoint.names import check_options
 from trimtab.engine.batch.generate import Answer, Timed
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.media import SAMPLE_RATE, read_audio, read_image, several
@@ -22,7 +23,13 @@ from trimtab.engine.kv.sequence import Inputs
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest, check_choice
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from trimtab.request import AnswerOptions
+
 WHEN_FULL = ("error", "drop")
+_OPTIONS = tuple(item.name for item in fields(GenerateRequest))
 # An answer without a limit of its own gets what is left of the context, and turns are dropped for at least this much of it.
 LEAST_ANSWER_TOKENS = 256
 LEAST_ANSWER_SHARE = 4  # of the context, one in so many
@@ -64,12 +71,20 @@ class Conversation:
     """
 
     def __init__(
-        self, model: Any, *, system: str | None = None, adapter: Any = None, when_full: str = "error", **options: Any
+        self,
+        model: Any,
+        *,
+        system: str | None = None,
+        adapter: Any = None,
+        when_full: str = "error",
+        **options: Unpack[AnswerOptions],
     ) -> None:
         check_choice(when_full, WHEN_FULL, field_name="when_full")
-        model.check_tokens(GenerateRequest(**options))
+        check_options(options, _OPTIONS)
+        model.check_tokens(GenerateRequest(**options))  # type: ignore[arg-type]
         self._model, self._when_full = model, when_full
-        self.system, self.adapter, self.options = system, adapter, options
+        self.system, self.adapter = system, adapter
+        self.options: dict[str, Any] = dict(options)
         self.turns: list[Turn] = []
         self.left_out = 0
         self.prompt_tokens = 0
@@ -80,7 +95,9 @@ class Conversation:
         """The conversation as chat messages, system message first."""
         return self._messages(self.turns)
 
-    def send(self, text: str, *, image: Any = None, audio: Any = None, adapter: Any = ..., **options: Any) -> Answer:
+    def send(
+        self, text: str, *, image: Any = None, audio: Any = None, adapter: Any = ..., **options: Unpack[AnswerOptions]
+    ) -> Answer:
         """Return the answer to the next message.
 
         text, image, audio: the message; images and audio as in `LoadedModel.answer`, one or several. adapter, options: for
@@ -92,7 +109,7 @@ class Conversation:
         return self.last
 
     def stream(
-        self, text: str, *, image: Any = None, audio: Any = None, adapter: Any = ..., **options: Any
+        self, text: str, *, image: Any = None, audio: Any = None, adapter: Any = ..., **options: Unpack[AnswerOptions]
     ) -> Iterator[str]:
         """Yield the answer to the next message as it arrives. Closing the iterator ends the answer and keeps the partial text.
 
@@ -102,14 +119,14 @@ class Conversation:
         turn = self._read(text, several(image), several(audio))
         return self._answer([*self.turns, turn], adapter, options, keep=True)
 
-    def again(self, *, adapter: Any = ..., **options: Any) -> Iterator[str]:
+    def again(self, *, adapter: Any = ..., **options: Unpack[AnswerOptions]) -> Iterator[str]:
         """Yield a new answer to the last question, which replaces the old one. adapter, options: for this answer only.
 
         Errors: RequestError if there is no question.
         """
         return self._answer(self._up_to_last_question(), adapter, options, keep=True)
 
-    def beside(self, text: str | None = None, *, adapter: Any = ..., **options: Any) -> Iterator[str]:
+    def beside(self, text: str | None = None, *, adapter: Any = ..., **options: Unpack[AnswerOptions]) -> Iterator[str]:
         """Yield an answer that the conversation does not keep: to `text`, or to the last question if it is None.
 
         adapter, options: for this answer only. Errors: as `stream`.
@@ -214,7 +231,8 @@ class Conversation:
 
     def _answer(self, turns: list[Turn], adapter: Any, options: Mapping[str, Any], *, keep: bool) -> Iterator[str]:
         used = self.adapter if adapter is ... else adapter
-        merged = {**self.options, **options}
+        merged: dict[str, Any] = {**self.options, **options}
+        check_options(merged, _OPTIONS)
         request = GenerateRequest(**merged)
         self._model._check_adapter(used)
         inputs, room, left_out = self._fitted(turns, request.max_new_tokens)

@@ -71,6 +71,7 @@ _HARMLESS_ONLY = NO_EFFECT | {
     "add_generation_prompt", "annotations", "background", "best_of", "echo", "function_call", "functions", "include",
     "load_inplace", "modalities", "suffix", "truncation",
 }  # fmt: skip
+LENIENT = "trimtab serve --lenient takes and ignores it"
 _NULL = {"type": "null"}
 # The most unknown fields of one object that get an error each.
 MOST_UNKNOWN = 8
@@ -559,7 +560,7 @@ def _names_of(kind: type[BaseModel], *, are_required: bool = False) -> frozenset
 
 def _words(error: Mapping[str, Any]) -> str:
     if error["type"] == "extra_forbidden":
-        return f"not supported: {error['loc'][-1]!s:.100}. This server refuses unknown fields"
+        return f"not supported: {error['loc'][-1]!s:.100}. This server refuses unknown fields; {LENIENT}"
     if error["type"] == "none_required":
         return f"not supported: {error['loc'][-1]!s:.100}"
     if error["type"] in ("part", "block", "item"):
@@ -572,7 +573,9 @@ def _words(error: Mapping[str, Any]) -> str:
     name = next((step for step in error["loc"] if step in _HARMLESS_ONLY), None)
     if name is None and error["type"] == "literal_error" and _path(error["loc"]).startswith("tools["):
         name = "this type of tool"
-    return text if name is None else f"not supported: {name} ({text})"
+    if name is None:
+        return text
+    return f"not supported: {name} ({text}{'; ' + LENIENT if name in NO_EFFECT else ''})"
 
 
 def _plain(text: str) -> str:

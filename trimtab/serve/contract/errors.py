@@ -13,7 +13,7 @@ from trimtab.checkpoint.names import near_names
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.process.redact import without_paths
 from trimtab.serve.contract.client_words import for_clients
-from trimtab.serve.contract.log import request_id
+from trimtab.serve.contract.log import note, request_id
 
 # Class -> (HTTP status, OpenAI's type, code). Any other class is a bug of the server: 500, without its text.
 ERRORS: Mapping[str, tuple[int, str, str]] = {
@@ -116,6 +116,16 @@ def _object(
 def told_error(error: Mapping[str, Any], folders: Sequence[str] = ()) -> tuple[int, dict[str, Any]]:
     """Return status and object of an error from the worker."""
     return error_json(error["class"], error["message"], error["fields"], folders)
+
+
+def note_refusal(error: Mapping[str, Any], folders: Sequence[str] = ()) -> None:
+    """Add to the request's line why it is refused: class, field and reason. The value that a client sent is left out."""
+    fields = error["fields"]
+    reason = fields.get("reason") if isinstance(fields.get("reason"), str) else None
+    note(
+        error=error["class"], field=fields.get("field"),
+        reason=None if reason is None else without_paths(reason, str(fields.get("path") or ""), folders=folders),
+    )  # fmt: skip
 
 
 def plain_error(exc: BaseException) -> Mapping[str, Any]:

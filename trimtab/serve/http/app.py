@@ -51,7 +51,7 @@ from trimtab.serve.api.request_kinds import (
 from trimtab.serve.api.responses import CLIENT_LEFT, Merged, answer
 from trimtab.serve.api.responses_shape import ResponsesShape
 from trimtab.serve.contract import log as journal
-from trimtab.serve.contract.errors import error_json, error_response, http_error, plain_error, told_error
+from trimtab.serve.contract.errors import error_json, error_response, http_error, note_refusal, plain_error, told_error
 from trimtab.serve.contract.field_names import Names, client_error, client_field
 from trimtab.serve.contract.job import Event, Job
 from trimtab.serve.contract.quotas import Quotas
@@ -110,7 +110,9 @@ def on_trimtab_error(folders: Sequence[str] = ()) -> Callable[[Request, Exceptio
 
     async def handle(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, TrimtabError)
-        return _as_asked(request, *told_error(client_error(plain_error(exc), _names_of(request)), folders))
+        error = client_error(plain_error(exc), _names_of(request))
+        note_refusal(error, folders)
+        return _as_asked(request, *told_error(error, folders))
 
     return handle
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,9 +11,10 @@ def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> 
     from trimtab.engine.memory.rates import peak_host_bytes
     from trimtab.merging import merge
 
-    started = time.monotonic()
-    merge(request["folder"], request["out"], adapters={"adapter": request["adapter"]}, requantize=request["requantize"])
+    merged = merge(
+        request["folder"], request["out"], adapters={"adapter": request["adapter"]}, requantize=request["requantize"]
+    )
     emit(
-        {"event": "merge", "seconds": time.monotonic() - started,
+        {"event": "merge", "seconds": merged.seconds,
          "memory": {"host_peak_bytes": peak_host_bytes(), "gpu_peak_bytes": 0}}
     )  # fmt: skip

@@ -9,6 +9,8 @@ from html import escape
 from trimtab.report.charts import inline_svg, text
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 720, 150, 64, 24, 10
+# Of the page's font of 10 px: the height of a line, and the width of a wide letter.
+LINE_PX, LETTER_PX = 11, 6.5
 DECADES = 8
 
 
@@ -27,17 +29,21 @@ def lines(
     if mark is not None and 0 < mark < len(values):
         x = LEFT + step * mark
         parts.append(f'<line class="mark" x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{HEIGHT - BOTTOM}"/>')
-        parts.append(text(x + 4, TOP + 10, mark_label))
+        marked_right = x < (LEFT + WIDTH) / 2  # its label stands on the side with more room
+        parts.append(
+            text(x + 4 if marked_right else x - 4, TOP + 10, mark_label, anchor="start" if marked_right else "end")
+        )
     if dashed:
         y = scale.y(dashed)
         parts.append(_across("floor", y))
-        parts.append(text(WIDTH - 12, y - 4, dashed_label, anchor="end"))
+        parts.append(text(WIDTH - 12, _base_of(y), dashed_label, anchor="end"))
     parts.append(f'<polyline class="line" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>')
     shown = points if len(points) <= 400 else ()
     for (x, y), value, at in zip(shown, values, range(len(values)), strict=False):
         parts.append(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="2"><title>{at}: {value:.3g}</title></circle>')
     parts.append(text(LEFT, HEIGHT - 8, "position 0"))
-    parts.append(text(WIDTH - 8, HEIGHT - 8, str(max(0, len(values) - 1)), anchor="end"))
+    if len(values) > 1:
+        parts.append(text(WIDTH - 8, HEIGHT - 8, str(len(values) - 1), anchor="end"))
     return inline_svg(parts, WIDTH, HEIGHT, label)
 
 
@@ -59,8 +65,10 @@ def bars(
     if line is not None:
         parts.append(_across("floor", scale.y(line)))
     if names:
-        parts.append(text(LEFT, HEIGHT - 8, names[0]))
-        parts.append(text(WIDTH - 8, HEIGHT - 8, names[-1], anchor="end"))
+        ends = names[:1] if len(names) == 1 else (names[0], names[-1])
+        most = int((WIDTH - LEFT - 8) / len(ends) / LETTER_PX) - 2
+        parts.append(text(LEFT, HEIGHT - 8, _shortened(ends[0], most)))
+        parts += [text(WIDTH - 8, HEIGHT - 8, _shortened(name, most), anchor="end") for name in ends[1:]]
     return inline_svg(parts, WIDTH, HEIGHT, label)
 
 
@@ -109,11 +117,24 @@ class _Linear:
 
 
 def _frame(scale: _Log | _Linear) -> str:
-    parts = []
+    parts, taken = [], list[float]()
     for value, words in scale.ticks():
         y = scale.y(value)
-        parts += [_across("grid", y), text(LEFT - 6, y + 3, words, anchor="end")]
+        parts.append(_across("grid", y))
+        if all(abs(y - other) >= LINE_PX for other in taken):  # a label that another one covers says nothing
+            taken.append(y)
+            parts.append(text(LEFT - 6, y + 3, words, anchor="end"))
     return "".join(parts)
+
+
+def _base_of(y: float) -> float:
+    """Return where the label of a level stands: above it, or below it where the label of a position is above."""
+    return y - 4 if y - 4 >= TOP + 10 + LINE_PX else max(y, TOP + 10) + LINE_PX + 1
+
+
+def _shortened(name: str, most: int) -> str:
+    """Return a name whole, or its two ends: the tooltip has all of it."""
+    return name if len(name) <= most else f"{name[: most // 2 - 1]}...{name[-(most // 2 - 2) :]}"
 
 
 def _across(kind: str, y: float) -> str:

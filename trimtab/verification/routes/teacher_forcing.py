@@ -100,10 +100,14 @@ def other_orders(
             yield f"in a batch of {count}", lambda rows=rows: forward(hf_model, rows)[0][0]  # type: ignore[misc]
     if not has_media:
         middle = prompt_tokens + (length - prompt_tokens) // 2
-        cuts = {"in the prompt": prompt_tokens // 2, "at the answer": prompt_tokens, "in the answer": middle}
+        cuts = {
+            "within the prompt": prompt_tokens // 2,
+            "before the answer": prompt_tokens,
+            "within the answer": middle,
+        }
         for place, cut in cuts.items():
             if 0 < cut < length:
-                yield f"in two chunks, split at {place}", lambda cut=cut: _in_pieces(hf_model, inputs, cut)  # type: ignore[misc]
+                yield f"in two chunks, split {place}", lambda cut=cut: _in_pieces(hf_model, inputs, cut)  # type: ignore[misc]
     if inputs["input_ids"].device.type == "cpu":
         threads = 2 if torch.get_num_threads() == 1 else 1
         yield f"on {threads} CPU threads", lambda: _on_threads(hf_model, inputs, threads)

@@ -1,0 +1,113 @@
+"""Which entries of the catalogue does a report without a traceback look like? Pure.
+
+BM25 over title, symptom, trigger and cause. A score is divided by what the report's own words could score, unknown ones
+included, so that a long report needs more in common than a short one. The result is a list to ask about, never a diagnosis.
+Source: Robertson and Zaragoza, The Probabilistic Relevance Framework: BM25 and Beyond (2009), section 3.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trimtab.doctor.facts.bug import Bug
+
+MOST_LISTED = 3
+# Chosen on the development half; tools/score_traces.py measures both halves.
+LEAST_SCORE = 1.55
+FIELDS = (("title", 3), ("symptom", 2), ("trigger", 1), ("cause", 1))
+_SATURATION, _LENGTH_SHARE = 1.2, 0.75
+_SPREAD = 0.75
+# A word that no entry has speaks against all of them: a name in code more than a word of prose.
+_UNKNOWN_WORD, _UNKNOWN_NAME = 0.5, 2.0
+MOST_CHARS = 20_000
+
+_NAME_MARK = "="
+_WORD = re.compile(r"\w+(?:\.\w+)*")
+_PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+|[^\W\dA-Za-z_]+")
+_COUNTED = re.compile(r"\d+[a-z]+")  # "4bit" is two words, no name
+_ENDINGS = (
+    "ization", "izing", "ized", "izes", "ations", "ation", "ings", "ing", "edly", "ed", "ies", "es", "s", "ly", "e",
+)  # fmt: skip
+_LEAST_STEM = 3
+_STOP = frozenset(
+    re.findall(
+        r"\w+",
+        """a an and are as at be been but by can cannot could did do does for from get got had has have how i if in into is it its
+me my no not of on only or so such than that the their then there these they this to too was we what when where which while
+who why will with would you your after before also all any some without one other more most same way even just like here
+now out up over both each yet ever never let see""",
+    )
+)
+
+
+def tokens(text: str) -> list[str]:
+    """Return the stems of a text's words and of the parts of its names in code, and each such name as a whole, marked."""
+    found: list[str] = []
+    for word in _WORD.findall(text[:MOST_CHARS]):
+        parts = [part.lower() for part in _PART.findall(word)]
+        found += [_stem(part) for part in parts if part not in _STOP and (len(part) > 1 or part.isdigit())]
+        found += [
+            _NAME_MARK + name.lower() for name in word.split(".")
+            if len(_PART.findall(name)) > 1 and not _COUNTED.fullmatch(name)
+        ]  # fmt: skip
+    return found
+
+
+def _stem(word: str) -> str:
+    for ending in _ENDINGS:
+        if word.endswith(ending) and len(word) - len(ending) >= _LEAST_STEM and not word.endswith("ss"):
+            return word[: -len(ending)]
+    return word
+
+
+@dataclass(frozen=True)
+class Index:
+    """The catalogue's words. counts: token -> id -> weighted count. weights: token -> how rare. lengths: id -> tokens."""
+
+    counts: dict[str, dict[str, int]]
+    weights: dict[str, float]
+    lengths: dict[str, int]
+
+    def alike(self, text: str) -> list[tuple[str, float]]:
+        """Return at most MOST_LISTED ids that the text looks like, best first, with their scores; often none."""
+        scored = sorted(self.scores(text).items(), key=lambda one: (-one[1], one[0]))
+        return [(bug_id, score) for bug_id, score in scored[:MOST_LISTED] if score >= LEAST_SCORE]
+
+    def scores(self, text: str) -> dict[str, float]:
+        """Return the score of every entry that shares a word with the text."""
+        asked = set(tokens(text))
+        mean_length = sum(self.lengths.values()) / max(1, len(self.lengths))
+        unknown = _rarity(len(self.lengths), 0)
+        possible = sum(
+            self.weights.get(token, unknown * (_UNKNOWN_NAME if token.startswith(_NAME_MARK) else _UNKNOWN_WORD))
+            for token in sorted(asked)
+        )
+        found: dict[str, float] = defaultdict(float)
+        for token in sorted(asked & self.counts.keys()):
+            for bug_id, count in self.counts[token].items():
+                length = 1 - _LENGTH_SHARE + _LENGTH_SHARE * self.lengths[bug_id] / mean_length
+                found[bug_id] += self.weights[token] * count * (_SATURATION + 1) / (count + _SATURATION * length)
+        return {bug_id: score / possible**_SPREAD for bug_id, score in found.items()}
+
+
+def index_of(bugs: Iterable[Bug]) -> Index:
+    """Return the index of a catalogue."""
+    counts: dict[str, dict[str, int]] = defaultdict(dict)
+    lengths: dict[str, int] = {}
+    for bug in bugs:
+        words: Counter[str] = Counter()
+        for field, weight in FIELDS:
+            for token, count in Counter(tokens(getattr(bug, field))).items():
+                words[token] += weight * count
+        lengths[bug.id] = sum(words.values())
+        for token, count in words.items():
+            counts[token][bug.id] = count
+    return Index(dict(counts), {token: _rarity(len(lengths), len(own)) for token, own in counts.items()}, lengths)
+
+
+def _rarity(entries: int, having: int) -> float:
+    return math.log(1 + (entries - having + 0.5) / (having + 0.5))
