@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -16,13 +16,10 @@ from trimtab.engine.lora import layers as lora
 from trimtab.errors import DoesNotFitError, RequestError, gib
 
 if TYPE_CHECKING:
+    from trimtab.engine.calls.asked_model import AskedModel, Chosen
     from trimtab.engine.calls.conversation import Conversation
     from trimtab.engine.kv.sequence import Inputs
     from trimtab.request import GenerateRequest
-
-
-# Which adapter answers: a name, None for the base, or name -> weight for a weighted sum of several.
-Chosen: TypeAlias = "str | Mapping[str, float] | None"
 
 
 class Asking:
@@ -39,7 +36,7 @@ class Asking:
         )
 
     def batch(
-        self, requests: Iterable[Any], *, rows: int | None = None, errors: str = "raise", **options: Any
+        self: AskedModel, requests: Iterable[object], *, rows: int | None = None, errors: str = "raise", **options: Any
     ) -> Iterator[Answer]:
         """Yield the answers of many requests in their order; they are decoded together.
 
@@ -53,7 +50,7 @@ class Asking:
         return many.in_order(many.answers(self, requests, rows=rows, errors=errors, options=options))
 
     def batch_as_finished(
-        self, requests: Iterable[Any], *, rows: int | None = None, errors: str = "raise", **options: Any
+        self: AskedModel, requests: Iterable[object], *, rows: int | None = None, errors: str = "raise", **options: Any
     ) -> Iterator[tuple[int, Answer]]:
         """Yield (index, answer) as answers finish.
 
@@ -61,7 +58,9 @@ class Asking:
         """
         return many.answers(self, requests, rows=rows, errors=errors, options=options)
 
-    def answers(self, prompt: Any, n: int, *, rows: int | None = None, **options: Any) -> tuple[Answer, ...]:
+    def answers(
+        self: AskedModel, prompt: object, n: int, *, rows: int | None = None, **options: Any
+    ) -> tuple[Answer, ...]:
         """Return n answers to one prompt, sampled independently. The prompt is computed once for answers that are decoded
         together.
 
@@ -74,21 +73,23 @@ class Asking:
             raise RequestError("answers at temperature 0 are all equal", field="n", value=n, hint="Set a temperature")
         question = {name: options.pop(name) for name in many.QUESTION if name in options}
         seed = options.pop("seed", None)
-        seeds: list[dict[str, Any]] = [{} if seed is None else {"seed": seed + number} for number in range(n)]
+        seeds: list[dict[str, object]] = [{} if seed is None else {"seed": seed + number} for number in range(n)]
         requests = [{"prompt": prompt, **question, **one} for one in seeds]
         pairs = many.answers(self, requests, rows=rows, errors="raise", options=options, group="answers")
         return tuple(many.in_order(pairs))
 
-    def question(self: Any, prompt: Any, options: Mapping[str, Any]) -> tuple[Inputs, GenerateRequest, Any]:
+    def question(
+        self: AskedModel, prompt: object, options: Mapping[str, Any]
+    ) -> tuple[Inputs, GenerateRequest, Chosen]:
         """Return the inputs, sampling request and adapter of `answer(prompt, **options)`. Errors: RequestError."""
-        media = [options.get(name) for name in many.QUESTION[1:]]
+        image, audio, system, adapter, template_kwargs = (options.get(name) for name in many.QUESTION[1:])
         sampling = {name: value for name, value in options.items() if name not in many.QUESTION}
-        inputs, request = self._question(prompt, *media, sampling)
-        return inputs, request, media[many.QUESTION.index("adapter") - 1]
+        inputs, request = self._question(prompt, image, audio, system, adapter, template_kwargs, sampling)
+        return inputs, request, adapter
 
     # Other threads ----------------------------------------------------------------------------------------------------
 
-    async def answer_async(self: Any, prompt: Any, **options: Any) -> Answer:
+    async def answer_async(self: AskedModel, prompt: object, **options: Any) -> Answer:
         """Return the whole answer, as `answer` does, without blocking the event loop (asyncio).
 
         Cancelling the task ends the answer. prompt, options, errors: as in `answer`.
@@ -98,7 +99,7 @@ class Asking:
             pass
         return answers[0]
 
-    def generate_async(self, prompt: Any, **options: Any) -> AsyncIterator[str]:
+    def generate_async(self: AskedModel, prompt: object, **options: Any) -> AsyncIterator[str]:
         """Yield the answer's text as it arrives, as `generate` does, without blocking the event loop (asyncio).
 
         Closing the iterator ends the answer. prompt, options, errors: as in `generate`.
@@ -108,7 +109,12 @@ class Asking:
     # Inside -----------------------------------------------------------------------------------------------------------
 
     def embed(
-        self: Any, texts: Sequence[Any], *, adapter: Chosen = None, pooling: str = "last", normalize: bool = True
+        self: AskedModel,
+        texts: Sequence[object],
+        *,
+        adapter: Chosen = None,
+        pooling: str = "last",
+        normalize: bool = True,
     ) -> Tensor:
         """Return one vector for each text: its last hidden state, pooled.
 
@@ -119,7 +125,7 @@ class Asking:
         """
         return inner.embed(self, texts, adapter=adapter, pooling=pooling, normalize=normalize)
 
-    def hidden_states(self: Any, prompt: Any, *, adapter: Chosen = None, **media: Any) -> Tensor:
+    def hidden_states(self: AskedModel, prompt: object, *, adapter: Chosen = None, **media: Any) -> Tensor:
         """Return the hidden states of a prompt before the first layer and after each layer.
 
         prompt, adapter, media (image, audio, system): as in `answer`. The last state has passed the final norm, as in
@@ -128,7 +134,7 @@ class Asking:
         """
         return inner.hidden_states(self, prompt, adapter=adapter, **media)
 
-    def _adapter_name(self: Any, adapter: Chosen, in_use: Collection[str | None] = ()) -> str | None:
+    def _adapter_name(self: AskedModel, adapter: Chosen, in_use: Collection[str | None] = ()) -> str | None:
         """Return the name under which an adapter or mix is attached; a new mix is attached first. Errors: as `Mixes.name_of`."""
         name: str | None = self.mixes.name_of(adapter, in_use) if isinstance(adapter, Mapping) else adapter
         return name
@@ -136,7 +142,7 @@ class Asking:
     # Conversations and adapters ---------------------------------------------------------------------------------------
 
     def chat(
-        self, *, system: str | None = None, adapter: Chosen = None, when_full: str = "error", **options: Any
+        self: AskedModel, *, system: str | None = None, adapter: Chosen = None, when_full: str = "error", **options: Any
     ) -> Conversation:
         """Return a conversation that keeps its turns (`engine/calls/conversation.py`).
 
@@ -175,7 +181,7 @@ class Asking:
             self._attach(name, held)
         return True
 
-    def _check_adapter(self: Any, name: Chosen) -> None:
+    def _check_adapter(self: AskedModel, name: Chosen) -> None:
         with self.exchanging:
             if isinstance(name, Mapping):
                 self.mixes.check(name)
@@ -186,7 +192,7 @@ class Asking:
                     "must be a name, {name: weight} for a mix, or None for the base", field="adapter", value=name
                 )
 
-    def check_tokens(self: Any, request: GenerateRequest) -> None:
+    def check_tokens(self: AskedModel, request: GenerateRequest) -> None:
         """Raise RequestError for a stop token that the vocabulary does not have: it would end no answer."""
         vocabulary = int(self.hf_model.config.get_text_config().vocab_size)
         for token in request.stop_token_ids:

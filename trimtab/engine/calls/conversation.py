@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trimtab.engine.batch.generate import Answer, Timed
 from trimtab.engine.chat import prompt as chat
@@ -21,6 +21,14 @@ from trimtab.engine.chat.media import SAMPLE_RATE, read_audio, read_image, sever
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest, check_choice
+
+if TYPE_CHECKING:
+    from types import EllipsisType
+
+    import numpy as np
+    from PIL import Image
+
+    from trimtab.engine.calls.asked_model import AskedModel, Chosen
 
 WHEN_FULL = ("error", "drop")
 # An answer without a limit of its own gets what is left of the context, and turns are dropped for at least this much of it.
@@ -38,14 +46,14 @@ class Turn:
 
     role: str
     text: str
-    images: tuple[Any, ...] = ()
-    audios: tuple[Any, ...] = ()
-    adapter: Any = None
+    images: tuple[Image.Image, ...] = ()
+    audios: tuple[tuple[np.ndarray, int], ...] = ()
+    adapter: Chosen = None
     sources: tuple[str, ...] = ()
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> dict[str, object]:
         """Return the message in the form of a chat template: images, text, audio."""
-        parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in self.images]
+        parts: list[dict[str, object]] = [{"type": "image", "image": image} for image in self.images]
         parts += [{"type": "text", "text": self.text}] if self.text else []
         parts += [{"type": "audio", "audio": audio} for audio in self.audios]
         return {"role": self.role, "content": parts}
@@ -64,7 +72,13 @@ class Conversation:
     """
 
     def __init__(
-        self, model: Any, *, system: str | None = None, adapter: Any = None, when_full: str = "error", **options: Any
+        self,
+        model: AskedModel,
+        *,
+        system: str | None = None,
+        adapter: Chosen = None,
+        when_full: str = "error",
+        **options: Any,
     ) -> None:
         check_choice(when_full, WHEN_FULL, field_name="when_full")
         model.check_tokens(GenerateRequest(**options))
@@ -76,11 +90,19 @@ class Conversation:
         self.last: Answer | None = None
 
     @property
-    def messages(self) -> list[dict[str, Any]]:
+    def messages(self) -> list[dict[str, object]]:
         """The conversation as chat messages, system message first."""
         return self._messages(self.turns)
 
-    def send(self, text: str, *, image: Any = None, audio: Any = None, adapter: Any = ..., **options: Any) -> Answer:
+    def send(
+        self,
+        text: str,
+        *,
+        image: object = None,
+        audio: object = None,
+        adapter: Chosen | EllipsisType = ...,
+        **options: Any,
+    ) -> Answer:
         """Return the answer to the next message.
 
         text, image, audio: the message; images and audio as in `LoadedModel.answer`, one or several. adapter, options: for
@@ -92,7 +114,13 @@ class Conversation:
         return self.last
 
     def stream(
-        self, text: str, *, image: Any = None, audio: Any = None, adapter: Any = ..., **options: Any
+        self,
+        text: str,
+        *,
+        image: object = None,
+        audio: object = None,
+        adapter: Chosen | EllipsisType = ...,
+        **options: Any,
     ) -> Iterator[str]:
         """Yield the answer to the next message as it arrives. Closing the iterator ends the answer and keeps the partial text.
 
@@ -102,14 +130,14 @@ class Conversation:
         turn = self._read(text, several(image), several(audio))
         return self._answer([*self.turns, turn], adapter, options, keep=True)
 
-    def again(self, *, adapter: Any = ..., **options: Any) -> Iterator[str]:
+    def again(self, *, adapter: Chosen | EllipsisType = ..., **options: Any) -> Iterator[str]:
         """Yield a new answer to the last question, which replaces the old one. adapter, options: for this answer only.
 
         Errors: RequestError if there is no question.
         """
         return self._answer(self._up_to_last_question(), adapter, options, keep=True)
 
-    def beside(self, text: str | None = None, *, adapter: Any = ..., **options: Any) -> Iterator[str]:
+    def beside(self, text: str | None = None, *, adapter: Chosen | EllipsisType = ..., **options: Any) -> Iterator[str]:
         """Yield an answer that the conversation does not keep: to `text`, or to the last question if it is None.
 
         adapter, options: for this answer only. Errors: as `stream`.
@@ -117,7 +145,7 @@ class Conversation:
         turns = self._up_to_last_question() if text is None else [*self.turns, self._read(text, (), ())]
         return self._answer(turns, adapter, options, keep=False)
 
-    def resume(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    def resume(self, messages: Sequence[Mapping[str, object]]) -> None:
         """Replace all turns by those of an earlier conversation: questions and answers in turn.
 
         messages: {"role": "user", "content": TEXT, "images": [SOURCE], "audios": [SOURCE]} and {"role": "assistant",
@@ -135,7 +163,7 @@ class Conversation:
             raise RequestError("the last question has no answer", field="messages")
         self.turns, self.left_out, self.prompt_tokens = turns, 0, 0
 
-    def _turn(self, message: Mapping[str, Any], role: str) -> Turn:
+    def _turn(self, message: Mapping[str, object], role: str) -> Turn:
         """Return one saved message as a turn. Errors: RequestError."""
         if not isinstance(message, Mapping):
             raise RequestError("must be an object", field="message", value=type(message).__name__)
@@ -169,7 +197,7 @@ class Conversation:
             raise RequestError("there is no question yet", field="prompt")
         return turns
 
-    def _read(self, text: str, images: Sequence[Any], audios: Sequence[Any]) -> Turn:
+    def _read(self, text: str, images: Sequence[object], audios: Sequence[object]) -> Turn:
         if not isinstance(text, str):
             raise RequestError("a message must be text", field="prompt", value=type(text).__name__)
         if not (text.strip() or images or audios):
@@ -179,8 +207,8 @@ class Conversation:
         sources = tuple(source if isinstance(source, str) else type(source).__name__ for source in (*images, *audios))
         return Turn("user", text, tuple(read_image(image) for image in images), tuple(read), sources=sources)
 
-    def _messages(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
-        first = [] if not self.system else [{"role": "system", "content": self.system}]
+    def _messages(self, turns: Sequence[Turn]) -> list[dict[str, object]]:
+        first: list[dict[str, object]] = [] if not self.system else [{"role": "system", "content": self.system}]
         return [*first, *(turn.message() for turn in turns)]
 
     def _fitted(self, turns: list[Turn], limit: int | None) -> tuple[Inputs, int, int]:
@@ -212,7 +240,9 @@ class Conversation:
         images, audio_s = sum(len(turn.images) for turn in turns), sum(turn.audio_s for turn in turns)
         return images <= request.images and audio_s <= request.audio_s
 
-    def _answer(self, turns: list[Turn], adapter: Any, options: Mapping[str, Any], *, keep: bool) -> Iterator[str]:
+    def _answer(
+        self, turns: list[Turn], adapter: Chosen | EllipsisType, options: Mapping[str, Any], *, keep: bool
+    ) -> Iterator[str]:
         used = self.adapter if adapter is ... else adapter
         merged = {**self.options, **options}
         request = GenerateRequest(**merged)
@@ -223,7 +253,7 @@ class Conversation:
         timed = Timed(self._model, inputs, request)
         return self._pieces(timed, turns, used, left_out, keep=keep)
 
-    def _pieces(self, timed: Timed, turns: list[Turn], adapter: Any, left_out: int, *, keep: bool) -> Iterator[str]:
+    def _pieces(self, timed: Timed, turns: list[Turn], adapter: Chosen, left_out: int, *, keep: bool) -> Iterator[str]:
         try:
             with self._model._answering(adapter), closing(iter(timed)) as pieces:  # type: ignore[type-var]
                 for piece in pieces:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from trimtab.engine.kv.prefix_store import Mark, PrefixKey
 from trimtab.request import GenerateRequest
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class PrefillState:
 
     inputs: Inputs
     row: TokenSequence
-    cache: Any = None
+    cache: Cache | None = None
     done_tokens: int = 0
     logits: Tensor | None = None
     offset: int = 0
