@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from trimtab.verification.render.report import ParityReport
     from trimtab.verification.verify import verify
 
-# Names whose modules import torch, or much else: read when they are asked for.
+# Names whose modules import torch, or much else: imported at their first use.
 _LATE = {
     "Answer": "trimtab.engine.batch.generate",
     "Conversation": "trimtab.engine.calls.conversation",

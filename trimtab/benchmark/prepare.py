@@ -95,7 +95,7 @@ class _Asked:
     def __init__(self, checkpoint: Checkpoint, plan: Plan) -> None:
         self.processor_folder = checkpoint.folder
         self.device, self.dtype = torch.device("cpu"), getattr(torch, plan.request.dtype)
-        self.hf_model = SimpleNamespace(config=hf.read_config(checkpoint))
+        self.hf_model: Any = SimpleNamespace(config=hf.read_config(checkpoint))
         self.plan, self.context_tokens = plan, plan.request.context_tokens
 
     @cached_property

@@ -20,7 +20,7 @@ NEEDED = ("torch", "transformers", "accelerate", "bitsandbytes", "safetensors")
 
 @dataclass(frozen=True)
 class OwnVerdict:
-    """Whether trimtab can run models here. problems: what stands in the way, with what to do; empty if nothing does."""
+    """Whether trimtab can run models here. problems: the obstacles, each with its remedy; empty without any."""
 
     text: str
     problems: tuple[str, ...] = ()

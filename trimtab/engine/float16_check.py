@@ -10,13 +10,18 @@ What is not measured: other prompts, images and audio clips, and adapters. The h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
+from trimtab.engine.chat.chat_model import ChatModel, HasContext
 from trimtab.errors import CheckpointError, DeviceError, RequestError, UpstreamError
+
+if TYPE_CHECKING:
+    from trimtab.engine.formats.hf_types import HFModel
+    from trimtab.engine.kv.sequence import Inputs
 
 LARGEST = 65504.0
 # The largest activation may be this share of what the type holds: a choice, not a measurement.
@@ -28,12 +33,20 @@ SOUND_S, SOUND_RATE = 1.0, 16_000
 PROMPT = "What is it?"
 
 
-def largest_activations(model: Any) -> dict[str, float]:
+class MeasuredModel(ChatModel, HasContext, Protocol):
+    """A loaded model whose activations are measured."""
+
+    def prepare(self, prompt: object, *, image: object = ..., audio: object = ...) -> Inputs: ...
+
+    def logits(self, prompt: object, *, image: object = ..., audio: object = ...) -> Tensor: ...
+
+
+def largest_activations(model: MeasuredModel) -> dict[str, float]:
     """Return the largest magnitude of what each decoder layer, its MLP and each tower module gives; infinite where that has a NaN.
 
     Names are module paths; those of the passes with media end in "(image)" or "(audio)".
     """
-    prompts: list[tuple[str, dict[str, Any]]] = [("", {"prompt": _ids(model)}), *_with_media(model)]
+    prompts: list[tuple[str, dict[str, object]]] = [("", {"prompt": _ids(model)}), *_with_media(model)]
     found: dict[str, float] = {}
     for medium, prompt in prompts:
         suffix = f" ({medium})" if medium else ""
@@ -46,7 +59,7 @@ def largest_activations(model: Any) -> dict[str, float]:
 _WITHOUT = (("(image)", "images=0"), ("(audio)", "audio_s=0"))
 
 
-def check(model: Any) -> float:
+def check(model: MeasuredModel) -> float:
     """Return the largest activation of a loaded model. Errors: DeviceError if it comes near what float16 holds."""
     activations = largest_activations(model)
     name, most = max(activations.items(), key=lambda pair: pair[1])
@@ -67,7 +80,7 @@ def _fits_text(activations: dict[str, float]) -> bool:
 
 
 @contextmanager
-def _measuring(model: Any, *, with_towers: bool) -> Iterator[dict[str, Tensor]]:
+def _measuring(model: MeasuredModel, *, with_towers: bool) -> Iterator[dict[str, Tensor]]:
     """Give the dictionary that the passes inside fill, by module path."""
     largest: dict[str, Tensor] = {}
     with ExitStack() as stack:
@@ -80,7 +93,7 @@ def _measuring(model: Any, *, with_towers: bool) -> Iterator[dict[str, Tensor]]:
         yield largest
 
 
-def _tower_modules(hf_model: Any) -> Iterator[tuple[str, nn.Module]]:
+def _tower_modules(hf_model: HFModel) -> Iterator[tuple[str, nn.Module]]:
     """Give every module of the parts beside the decoder, with its path."""
     decoder, base = hf_model.get_decoder(), getattr(hf_model, "model", hf_model)
     for part_name, part in base.named_children():
@@ -88,8 +101,8 @@ def _tower_modules(hf_model: Any) -> Iterator[tuple[str, nn.Module]]:
             yield from part.named_modules(prefix=part_name)
 
 
-def _measure(name: str, largest: dict[str, Tensor]) -> Any:
-    def hook(module: Any, given: Any, output: Any) -> None:
+def _measure(name: str, largest: dict[str, Tensor]) -> Callable[[nn.Module, object, object], None]:
+    def hook(module: nn.Module, given: object, output: object) -> None:
         value = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output)
         if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
             return  # masks, lengths and positions
@@ -100,7 +113,7 @@ def _measure(name: str, largest: dict[str, Tensor]) -> Any:
     return hook
 
 
-def _with_media(model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+def _with_media(model: MeasuredModel) -> Iterator[tuple[str, dict[str, object]]]:
     """Give "image" and "audio" with a prompt of each, where the plan and the model have them."""
     import numpy as np
     from PIL import Image
@@ -115,7 +128,9 @@ def _with_media(model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from _first_possible(model, "audio", [samples])
 
 
-def _first_possible(model: Any, medium: str, tries: list[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _first_possible(
+    model: MeasuredModel, medium: str, tries: Sequence[object]
+) -> Iterator[tuple[str, dict[str, object]]]:
     """Give a prompt with the first medium that the model and its context take. If there is none, as without processor files, no
     request can have one."""
     for one in tries:
@@ -129,7 +144,7 @@ def _first_possible(model: Any, medium: str, tries: list[Any]) -> Iterator[tuple
             return
 
 
-def _ids(model: Any) -> list[int]:
+def _ids(model: MeasuredModel) -> list[int]:
     config = model.hf_model.config.get_text_config()
     first = config.bos_token_id
     first = first[0] if isinstance(first, (list, tuple)) else first

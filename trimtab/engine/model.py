@@ -43,7 +43,7 @@ from trimtab.engine.memory import reserve as transient_room
 from trimtab.engine.memory.out_of_memory import naming_out_of_memory
 from trimtab.engine.memory.rates import bound_stacks, bound_workspaces
 from trimtab.engine.memory.shared_pool import PromptRoom, room_of
-from trimtab.engine.model_calls import Asking, Chosen
+from trimtab.engine.model_calls import Asking
 from trimtab.engine.prefill import prefix_cache
 from trimtab.engine.towers.bounds_check import guard_towers
 from trimtab.errors import AdapterError, DoesNotFitError, RequestError, gib
@@ -59,9 +59,14 @@ if TYPE_CHECKING:
 
     from trimtab.engine.batch import generate as generation
     from trimtab.engine.batch.batch import Batch
+    from trimtab.engine.calls.asked_model import Chosen
+    from trimtab.engine.chat.control_tokens import ControlTokens
     from trimtab.engine.decode.step_choice import Fallback
+    from trimtab.engine.formats.hf_types import HFModel
     from trimtab.engine.memory_shares import Share
     from trimtab.engine.prefill.prefix_cache import PrefixCache
+    from trimtab.engine.tiers.streaming import Streamer
+    from trimtab.planning.values.rows import Unquantized
     from trimtab.request import AnswerOptions
 
 
@@ -179,14 +184,14 @@ class LoadedModel(Asking):
         return self._loaded is not None
 
     @property
-    def hf_model(self) -> Any:
+    def hf_model(self) -> HFModel:
         """transformers' module tree, with trimtab's layers in place of Linears. Errors: RequestError once the model is closed."""
         if self._loaded is None:
             raise RequestError("the model is closed", field="model")
         return self._loaded.hf_model
 
     @property
-    def streamer(self) -> Any:
+    def streamer(self) -> Streamer | None:
         """The object that copies streamed blocks, None if there are none or the model is closed."""
         return None if self._loaded is None else self._loaded.streamer
 
@@ -206,7 +211,7 @@ class LoadedModel(Asking):
         return hf_processor.load_processor(self.processor_folder)
 
     @cached_property
-    def control_tokens(self) -> Any:
+    def control_tokens(self) -> ControlTokens:
         """The tokens that text of a chat must not become (`control_tokens.ControlTokens`)."""
         from trimtab.engine.chat import prompt as chat
 
@@ -232,7 +237,7 @@ class LoadedModel(Asking):
         return one.spec
 
     @property
-    def unquantized(self) -> tuple[Any, ...]:
+    def unquantized(self) -> tuple[Unquantized, ...]:
         """The weights that stay in full precision although quantization was requested, with reasons."""
         return tuple(self.plan.unquantized)
 
@@ -452,8 +457,8 @@ class LoadedModel(Asking):
     # Answers ----------------------------------------------------------------------------------------------------------
 
     def prepare(
-        self, prompt: Any, *, image: Any = None, audio: Any = None, system: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        self, prompt: object, *, image: object = None, audio: object = None, system: str | None = None,
+        template_kwargs: Mapping[str, object] | None = None,
     ) -> Inputs:  # fmt: skip
         """Return the model inputs of a prompt.
 
@@ -469,8 +474,8 @@ class LoadedModel(Asking):
             )  # fmt: skip
 
     def generate(
-        self, prompt: Any, *, image: Any = None, audio: Any = None, system: str | None = None,
-        adapter: Chosen = None, template_kwargs: Mapping[str, Any] | None = None, **options: Unpack[AnswerOptions],
+        self, prompt: object, *, image: object = None, audio: object = None, system: str | None = None,
+        adapter: Chosen = None, template_kwargs: Mapping[str, object] | None = None, **options: Unpack[AnswerOptions],
     ) -> Iterator[str]:  # fmt: skip
         """Yield the answer as it arrives, in whole characters.
 
@@ -493,8 +498,8 @@ class LoadedModel(Asking):
                     yield piece.text
 
     def answer(
-        self, prompt: Any, *, image: Any = None, audio: Any = None, system: str | None = None,
-        adapter: Chosen = None, template_kwargs: Mapping[str, Any] | None = None, **options: Unpack[AnswerOptions],
+        self, prompt: object, *, image: object = None, audio: object = None, system: str | None = None,
+        adapter: Chosen = None, template_kwargs: Mapping[str, object] | None = None, **options: Unpack[AnswerOptions],
     ) -> generation.Answer:  # fmt: skip
         """Return the whole answer with its token ids, finish reason and timings (seconds).
 
@@ -515,8 +520,8 @@ class LoadedModel(Asking):
             return generation.generate_text(self, inputs, request)
 
     def logits(
-        self, prompt: Any, *, image: Any = None, audio: Any = None, system: str | None = None,
-        adapter: Chosen = None, template_kwargs: Mapping[str, Any] | None = None,
+        self, prompt: object, *, image: object = None, audio: object = None, system: str | None = None,
+        adapter: Chosen = None, template_kwargs: Mapping[str, object] | None = None,
     ) -> Tensor:  # fmt: skip
         """Return teacher-forced logits of a prompt.
 
@@ -531,8 +536,8 @@ class LoadedModel(Asking):
             return generation.logits(self, inputs)
 
     def _question(
-        self, prompt: Any, image: Any, audio: Any, system: str | None, adapter: Chosen,
-        template_kwargs: Mapping[str, Any] | None, options: Mapping[str, Any],
+        self, prompt: object, image: object, audio: object, system: str | None, adapter: Chosen,
+        template_kwargs: Mapping[str, object] | None, options: Mapping[str, Any],
     ) -> tuple[Inputs, GenerateRequest]:  # fmt: skip
         check_options(options, (item.name for item in fields(GenerateRequest)))
         request = GenerateRequest(**options)

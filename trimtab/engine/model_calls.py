@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -18,13 +18,10 @@ from trimtab.errors import DoesNotFitError, RequestError, gib
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from trimtab.engine.calls.asked_model import AskedModel, Chosen
     from trimtab.engine.calls.conversation import Conversation
     from trimtab.engine.kv.sequence import Inputs
     from trimtab.request import AnswerOptions, GenerateRequest, QuestionOptions
-
-
-# Which adapter answers: a name, None for the base, or name -> weight for a weighted sum of several.
-Chosen: TypeAlias = "str | Mapping[str, float] | None"
 
 
 class Asking:
@@ -41,8 +38,8 @@ class Asking:
         )
 
     def batch(
-        self,
-        requests: Iterable[Any],
+        self: AskedModel,
+        requests: Iterable[object],
         *,
         rows: int | None = None,
         errors: str = "raise",
@@ -60,8 +57,8 @@ class Asking:
         return many.in_order(many.answers(self, requests, rows=rows, errors=errors, options=options))
 
     def batch_as_finished(
-        self,
-        requests: Iterable[Any],
+        self: AskedModel,
+        requests: Iterable[object],
         *,
         rows: int | None = None,
         errors: str = "raise",
@@ -74,7 +71,7 @@ class Asking:
         return many.answers(self, requests, rows=rows, errors=errors, options=options)
 
     def answers(
-        self, prompt: Any, n: int, *, rows: int | None = None, **options: Unpack[QuestionOptions]
+        self: AskedModel, prompt: object, n: int, *, rows: int | None = None, **options: Unpack[QuestionOptions]
     ) -> tuple[Answer, ...]:
         """Return n answers to one prompt, sampled independently. The prompt is computed once for answers that are decoded
         together.
@@ -89,21 +86,23 @@ class Asking:
         given: dict[str, Any] = dict(options)
         question = {name: given.pop(name) for name in many.QUESTION if name in given}
         seed = given.pop("seed", None)
-        seeds: list[dict[str, Any]] = [{} if seed is None else {"seed": seed + number} for number in range(n)]
+        seeds: list[dict[str, object]] = [{} if seed is None else {"seed": seed + number} for number in range(n)]
         requests = [{"prompt": prompt, **question, **one} for one in seeds]
         pairs = many.answers(self, requests, rows=rows, errors="raise", options=given, group="answers")
         return tuple(many.in_order(pairs))
 
-    def question(self: Any, prompt: Any, options: Mapping[str, Any]) -> tuple[Inputs, GenerateRequest, Any]:
+    def question(
+        self: AskedModel, prompt: object, options: Mapping[str, Any]
+    ) -> tuple[Inputs, GenerateRequest, Chosen]:
         """Return the inputs, sampling request and adapter of `answer(prompt, **options)`. Errors: RequestError."""
-        media = [options.get(name) for name in many.QUESTION[1:]]
+        image, audio, system, adapter, template_kwargs = (options.get(name) for name in many.QUESTION[1:])
         sampling = {name: value for name, value in options.items() if name not in many.QUESTION}
-        inputs, request = self._question(prompt, *media, sampling)
-        return inputs, request, media[many.QUESTION.index("adapter") - 1]
+        inputs, request = self._question(prompt, image, audio, system, adapter, template_kwargs, sampling)
+        return inputs, request, adapter
 
     # Other threads ----------------------------------------------------------------------------------------------------
 
-    async def answer_async(self: Any, prompt: Any, **options: Unpack[QuestionOptions]) -> Answer:
+    async def answer_async(self: AskedModel, prompt: object, **options: Unpack[QuestionOptions]) -> Answer:
         """Return the whole answer, as `answer` does, without blocking the event loop (asyncio).
 
         Cancelling the task ends the answer. prompt, options, errors: as in `answer`.
@@ -113,7 +112,7 @@ class Asking:
             pass
         return answers[0]
 
-    def generate_async(self, prompt: Any, **options: Unpack[QuestionOptions]) -> AsyncIterator[str]:
+    def generate_async(self: AskedModel, prompt: object, **options: Unpack[QuestionOptions]) -> AsyncIterator[str]:
         """Yield the answer's text as it arrives, as `generate` does, without blocking the event loop (asyncio).
 
         Closing the iterator ends the answer. prompt, options, errors: as in `generate`.
@@ -123,7 +122,12 @@ class Asking:
     # Inside -----------------------------------------------------------------------------------------------------------
 
     def embed(
-        self: Any, texts: Sequence[Any], *, adapter: Chosen = None, pooling: str = "last", normalize: bool = True
+        self: AskedModel,
+        texts: Sequence[object],
+        *,
+        adapter: Chosen = None,
+        pooling: str = "last",
+        normalize: bool = True,
     ) -> Tensor:
         """Return one vector for each text: its last hidden state, pooled.
 
@@ -135,8 +139,8 @@ class Asking:
         return inner.embed(self, texts, adapter=adapter, pooling=pooling, normalize=normalize)
 
     def hidden_states(
-        self: Any, prompt: Any, *, adapter: Chosen = None, image: Any = None, audio: Any = None, system: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        self: AskedModel, prompt: object, *, adapter: Chosen = None, image: object = None, audio: object = None,
+        system: str | None = None, template_kwargs: Mapping[str, object] | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the hidden states of a prompt before the first layer and after each layer.
 
@@ -148,7 +152,7 @@ class Asking:
             self, prompt, adapter=adapter, image=image, audio=audio, system=system, template_kwargs=template_kwargs
         )
 
-    def _adapter_name(self: Any, adapter: Chosen, in_use: Collection[str | None] = ()) -> str | None:
+    def _adapter_name(self: AskedModel, adapter: Chosen, in_use: Collection[str | None] = ()) -> str | None:
         """Return the name under which an adapter or mix is attached; a new mix is attached first. Errors: as `Mixes.name_of`."""
         name: str | None = self.mixes.name_of(adapter, in_use) if isinstance(adapter, Mapping) else adapter
         return name
@@ -156,7 +160,7 @@ class Asking:
     # Conversations and adapters ---------------------------------------------------------------------------------------
 
     def chat(
-        self,
+        self: AskedModel,
         *,
         system: str | None = None,
         adapter: Chosen = None,
@@ -200,7 +204,7 @@ class Asking:
             self._attach(name, held)
         return True
 
-    def _check_adapter(self: Any, name: Chosen) -> None:
+    def _check_adapter(self: AskedModel, name: Chosen) -> None:
         with self.exchanging:
             if isinstance(name, Mapping):
                 self.mixes.check(name)
@@ -211,7 +215,7 @@ class Asking:
                     "must be a name, {name: weight} for a mix, or None for the base", field="adapter", value=name
                 )
 
-    def check_tokens(self: Any, request: GenerateRequest) -> None:
+    def check_tokens(self: AskedModel, request: GenerateRequest) -> None:
         """Raise RequestError for a stop token that the vocabulary does not have: it would end no answer."""
         vocabulary = int(self.hf_model.config.get_text_config().vocab_size)
         for token in request.stop_token_ids:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.cuda import shipped_configs as launch_configs
@@ -28,9 +27,9 @@ class TuneReport:
     card: str
     capability: tuple[int, int]
     products: int
-    known: tuple[dict[str, Any], ...]
+    known: tuple[dict[str, object], ...]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the report as JSON-ready values."""
         return asdict(self)
 
@@ -49,7 +48,7 @@ def unsupported_reason(model: LoadedModel) -> str | None:
 
 def tune_model(
     model: LoadedModel, *, rows: int = max(PRODUCT_ROWS), progress: Callable[[int, int], None] | None = None
-) -> tuple[TuneReport, dict[str, Any]]:  # fmt: skip
+) -> tuple[TuneReport, dict[str, object]]:  # fmt: skip
     """Tune every product of a loaded model for steps of up to `rows` rows; return the report and the document of all that was
     tuned for this card, as it may be shipped.
 

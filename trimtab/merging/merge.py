@@ -74,7 +74,7 @@ def merge(
 
 
 def merge_request(request: MergeRequest, *, progress: Progress | None = None) -> MergeReport:
-    """Return the report of a merge asked for elsewhere (the command line)."""
+    """Return the report of a merge request (from the command line)."""
     checkpoint = read_checkpoint(request.model)
     out = Path(request.out)
     folders = {part.name: Path(part.path) for part in request.adapters}

@@ -40,7 +40,7 @@ CODES = {
 
 
 def set_off(text: str, kind: str, stream: TextIO) -> str:
-    """Return a text as a stream's terminal sets it off, without control characters of its own; plain where it has no color."""
+    """Return a text as a stream's terminal sets it off, without other control characters; plain where it has no color."""
     plain = printable(text)
     return f"\x1b[{CODES[kind]}m{plain}\x1b[0m" if plain and has_color(stream) else plain
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class BatchModel(PrefillContext, Protocol):
     @property
     def prefix_cache(self) -> prefix_cache.PrefixCache | None: ...
 
-    def prepare(self, prompt: Any, /) -> Inputs: ...
+    def prepare(self, prompt: object, /) -> Inputs: ...
 
 
 @dataclass(frozen=True)

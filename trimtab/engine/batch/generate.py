@@ -15,17 +15,23 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from trimtab.engine.batch import sampling as hf_generate
+from trimtab.engine.chat.chat_model import ChatModel, HasContext
 from trimtab.engine.chat.prompt import check_fits, fitted
 from trimtab.engine.chat.turn_end import end_token_ids
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.errors import CheckpointError
 from trimtab.request import DEFAULT_NEW_TOKENS, GenerateRequest
+
+if TYPE_CHECKING:
+    from trimtab.engine.batch.batch import Batch, BatchModel
+    from trimtab.engine.batch.request import Drawn
+    from trimtab.engine.formats.hf_types import Tokenizer
 
 Finish = Literal["stop", "length", "cancelled"]
 
@@ -90,7 +96,7 @@ class Detokenizer:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         stop: Sequence[str] = (),
         *,
         hidden: Collection[int] | None = None,
@@ -148,13 +154,13 @@ class Detokenizer:
         return rest
 
 
-def hidden_ids(tokenizer: Any, shown: Collection[str]) -> frozenset[int]:
+def hidden_ids(tokenizer: Tokenizer, shown: Collection[str]) -> frozenset[int]:
     """Return the ids of the tokenizer's control tokens that are not `shown`. Takes milliseconds for thousands of them."""
     added = tokenizer.added_tokens_decoder.items()
     return frozenset(token_id for token_id, token in added if token.special and token.content not in shown)
 
 
-def _decoder(tokenizer: Any, *, hides_all: bool) -> Callable[[list[int]], str]:
+def _decoder(tokenizer: Tokenizer, *, hides_all: bool) -> Callable[[list[int]], str]:
     """Return the function from token ids to their text.
 
     `decode` of a fast tokenizer is that of its `tokenizers` object behind checks of its arguments, which take ten times as long.
@@ -209,13 +215,17 @@ class _Stream:
         return self.stop.is_set() or self.finish == "stop"
 
 
+class AnsweringModel(ChatModel, HasContext, Protocol):
+    """A model that answers: a loaded one, or one that has neither adapters, plan nor rows."""
+
+
 class Generation:
     """One answer under way: iterate over its pieces, `close` to end it early. finish_reason is known at the end.
 
     request: with max_new_tokens as a number.
     """
 
-    def __init__(self, model: Any, inputs: Inputs, request: GenerateRequest) -> None:
+    def __init__(self, model: AnsweringModel, inputs: Inputs, request: GenerateRequest) -> None:
         self.request = fitted(model, inputs, request)
         self._model, self._inputs = model, inputs
         self._stop = threading.Event()
@@ -267,12 +277,12 @@ class Generation:
         finally:
             self._stream.queue.put(None)
 
-    def _run_rows(self, batch: Any) -> None:
+    def _run_rows(self, batch: Batch) -> None:
         """Answer as the only row of a batch: its steps are captured, transformers' generation is not."""
         prompt = batch.begin(
             self._inputs,
             self.request,
-            adapter=self._model.adapter_store.selection.name,
+            adapter=_adapter_of(self._model),
             top_logprobs=self.request.logprobs,
         )
         while not prompt.step():
@@ -296,24 +306,24 @@ class Generation:
         return chunk if chunk and not self._inputs.has_media and self._inputs.prompt_tokens > chunk else None
 
 
-def _adapter_of(model: Any) -> str | None:
+def _adapter_of(model: object) -> str | None:
     """Return the adapter that all rows use, None for the base and for what is no loaded model of ours."""
     store = getattr(model, "adapter_store", None)
     return None if store is None else store.selection.name
 
 
-def _kv_of(model: Any) -> str:
+def _kv_of(model: object) -> str:
     """Return the form of a model's keys and values; the bridge's models have no plan."""
     plan = getattr(model, "plan", None)
     return "full" if plan is None else str(plan.request.kv)
 
 
-def logprobs_of(sampled: Any) -> tuple[TokenLogprob, ...]:
+def logprobs_of(sampled: Drawn) -> tuple[TokenLogprob, ...]:
     """Return what a batch reports with a token, in an answer's form."""
     return () if sampled.logprob is None else (TokenLogprob(sampled.token_id, sampled.logprob, sampled.top),)
 
 
-def detokenizer_of(model: Any, stop: Sequence[str]) -> Detokenizer | None:
+def detokenizer_of(model: ChatModel, stop: Sequence[str]) -> Detokenizer | None:
     """Return a detokenizer; a checkpoint without tokenizer answers token ids, and cannot watch for stop texts."""
     try:
         processor = model.processor
@@ -331,7 +341,7 @@ def _reset_request_state(hf_model: Any) -> None:
             module.rope_deltas = None
 
 
-def generate(model: Any, inputs: Inputs, request: GenerateRequest) -> Iterator[Piece]:
+def generate(model: AnsweringModel, inputs: Inputs, request: GenerateRequest) -> Iterator[Piece]:
     """Yield the answer in pieces. Errors: RequestError if prompt and answer exceed the context, before any work."""
     return iter(Generation(model, inputs, request))
 
@@ -342,7 +352,7 @@ class Timed:
     Closing the iterator early ends the answer; `answer` then holds what came until then.
     """
 
-    def __init__(self, model: Any, inputs: Inputs, request: GenerateRequest) -> None:
+    def __init__(self, model: AnsweringModel, inputs: Inputs, request: GenerateRequest) -> None:
         self._generation = Generation(model, inputs, request)
         self._prompt_tokens = inputs.prompt_tokens
         self._texts: list[str] = []
@@ -377,7 +387,7 @@ class Timed:
         )  # fmt: skip
 
 
-def generate_text(model: Any, inputs: Inputs, request: GenerateRequest) -> Answer:
+def generate_text(model: AnsweringModel, inputs: Inputs, request: GenerateRequest) -> Answer:
     """Return the whole answer with its timings."""
     timed = Timed(model, inputs, request)
     for _ in timed:
@@ -385,7 +395,7 @@ def generate_text(model: Any, inputs: Inputs, request: GenerateRequest) -> Answe
     return timed.answer
 
 
-def logits(model: Any, inputs: Inputs) -> Tensor:
+def logits(model: BatchModel, inputs: Inputs) -> Tensor:
     """Return teacher-forced logits of the whole prompt: [S, V] float32 on the CPU."""
     check_fits(model, inputs, 0)
     _reset_request_state(model.hf_model)

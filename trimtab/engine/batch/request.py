@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -12,6 +12,8 @@ from trimtab.engine.batch import sampling as hf_generate
 from trimtab.engine.kv.sequence import PrefillState, TokenSequence
 
 if TYPE_CHECKING:
+    import torch
+
     from trimtab.engine.batch.batch import Batch
 
 Constraint = Callable[[Sequence[int], Tensor], Tensor]
@@ -47,7 +49,7 @@ class First:
     """A prompt's first token on its way to the host, complete after `event`. why: the reason why none could be sampled."""
 
     token: Tensor
-    event: Any
+    event: torch.cuda.Event | None
     why: Exception | None = None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -16,8 +16,11 @@ from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
 
+if TYPE_CHECKING:
+    from trimtab.engine.formats.hf_types import HFModel
 
-def decodes_plainly(tokenizer: Any) -> bool:
+
+def decodes_plainly(tokenizer: object) -> bool:
     """Return whether this is a fast tokenizer with transformers' own `decode`, so that its backend's may be called instead."""
     fast = transformers.PreTrainedTokenizerFast
     return isinstance(tokenizer, fast) and all(
@@ -29,7 +32,7 @@ class _Over(transformers.StoppingCriteria):  # type: ignore[misc]
     def __init__(self, is_over: Callable[[], bool]) -> None:
         self.is_over = is_over
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
         return torch.full((input_ids.shape[0],), self.is_over(), device=input_ids.device, dtype=torch.bool)
 
 
@@ -186,7 +189,7 @@ class Sampler:
 
 
 def generate(
-    model: Any, tensors: dict[str, Tensor], request: GenerateRequest, *, streamer: Any, is_over: Callable[[], bool],
+    model: HFModel, tensors: dict[str, Tensor], request: GenerateRequest, *, streamer: object, is_over: Callable[[], bool],
     prefill_chunk_tokens: int | None, device: torch.device, adapter: str | None = None, logprobs: Logprobs | None = None,
     kv: str = "full",
 ) -> None:  # fmt: skip

@@ -41,7 +41,9 @@ from trimtab.errors import DeviceError
 from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
 
 if TYPE_CHECKING:
+    from trimtab.engine.cuda import nvrtc
     from trimtab.engine.kernels.dequantize import PromptKernels
+    from trimtab.engine.layers.context import EngineContext
 
 # Columns that one rank takes, and the largest rank: the planned columns are those of three layers of that rank.
 PARTS, MOST_RANK, MOST_LAYERS = 3, 32, 3
@@ -68,7 +70,7 @@ def extended_width(width: int, rank: int, step: int = STEP) -> int:
 
 
 def extend(
-    x: Tensor, adapters: Sequence[lora.LinearAdapter], counts: Tensor, module: Any, *, step: int = STEP,
+    x: Tensor, adapters: Sequence[lora.LinearAdapter], counts: Tensor, module: nvrtc.Module, *, step: int = STEP,
     out: Tensor | None = None, low: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return [x | v of each adapter | zeros], [n, extended width], for x [n, D_in] bfloat16.
@@ -83,7 +85,7 @@ def extend(
     low = torch.empty(slices, n, sum(ranks), device=x.device) if low is None else low
     assert x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and width % 16 == 0
     assert counts.numel() * TOKENS >= n and len(adapters) <= MOST_LAYERS and out.shape == (n, wide)
-    members: list[Any] = [value for one in adapters for value in (one.A, rank_of(one), float(one.scale))]
+    members: list[nvrtc.Argument] = [value for one in adapters for value in (one.A, rank_of(one), float(one.scale))]
     members += [None, 0, 0.0] * (MOST_LAYERS - len(adapters))
     groups = sum(-(-rank // _RANKS) for rank in ranks)
     module.launch(
@@ -93,7 +95,7 @@ def extend(
     return out
 
 
-def unpack_extended(packed: Packed, B: Tensor, before: int, wide: int, out: Tensor, module: Any) -> Tensor:
+def unpack_extended(packed: Packed, B: Tensor, before: int, wide: int, out: Tensor, module: nvrtc.Module) -> Tensor:
     """Return [W | columns of B] as [D_out, wide] in the memory of `out` (as many values or more, bfloat16).
 
     B: [D_out, R] float32. before: ranks of the extended input that belong to layers in front of this one.
@@ -142,11 +144,13 @@ class AdapterColumns:
 
     def __init__(self, leaves: Sequence[Leaf], kernels: PromptKernels, device: torch.device) -> None:
         self.leaves, self.kernels = list(leaves), kernels
+        assert kernels.module is not None
+        self.module = kernels.module
         self._groups = groups_of(self.leaves)
         # One piece for good: captured graphs have its address.
         self.counts = torch.zeros(MOST_TOKENS // TOKENS, dtype=torch.int32, device=device)
         # The input that was extended last while layers of its group are still to come: x, its version, the adapters, the result.
-        self._last: tuple[weakref.ref[Tensor], int, tuple[Any, ...], Tensor] | None = None
+        self._last: tuple[weakref.ref[Tensor], int, tuple[object, ...], Tensor] | None = None
 
     @contextmanager
     def covering(self) -> Iterator[None]:
@@ -197,7 +201,7 @@ class AdapterColumns:
         extended = self._extended(x, flat, adapters, is_last=place == len(members) - 1)
         B = adapters[place].B
         assert B is not None
-        weight = unpack_extended(packed, B, sum(ranks[:place]), wide, room, self.kernels.module)
+        weight = unpack_extended(packed, B, sum(ranks[:place]), wide, room, self.module)
         return functional.linear(extended, weight, leaf.bias).view(*x.shape[:-1], leaf.out_features)
 
     def _extended(self, x: Tensor, flat: Tensor, adapters: tuple[lora.LinearAdapter, ...], *, is_last: bool) -> Tensor:
@@ -208,7 +212,7 @@ class AdapterColumns:
                 self._last = None if is_last else self._last
                 return extended
         self._last = None  # its memory is free for the next
-        extended = extend(flat, adapters, self.counts, self.kernels.module)
+        extended = extend(flat, adapters, self.counts, self.module)
         if not is_last:
             self._last = weakref.ref(x), x._version, adapters, extended
         return extended
@@ -222,7 +226,9 @@ def rank_of(adapter: lora.LinearAdapter) -> int:
 # Whether a model uses it ---------------------------------------------------------------------------------------------
 
 
-def choose(model: Any, kernels: PromptKernels, fall_back: Callable[[str, str], None]) -> AdapterColumns | None:
+def choose(
+    model: EngineContext, kernels: PromptKernels, fall_back: Callable[[str, str], None]
+) -> AdapterColumns | None:
     """Return the products with adapters inside, None where they are not possible, not right or not faster on this card.
 
     fall_back: called with the reason and the name if they could be but are not used.
@@ -258,7 +264,7 @@ def _why_not(columns: AdapterColumns, leaf: Leaf) -> str | None:
         with torch.no_grad():
             room = kernels.room(torch.bfloat16)
             assert room is not None
-            why = wrong(leaf.packed(), room, kernels.module)
+            why = wrong(leaf.packed(), room, columns.module)
             if why is None:
                 ours, theirs = runs([leaf.packed()], room, columns.counts, kernels)
                 why = prompt_kernels.why_slower(kernels, NAME, ours, theirs, device)
@@ -275,7 +281,8 @@ def _why_not(columns: AdapterColumns, leaf: Leaf) -> str | None:
 
 
 def wrong(
-    packed: Packed, room: Tensor, module: Any, *, tokens: Sequence[int] = (17, 64, 515), ranks: Sequence[int] = (8, 4, 20, 32)
+    packed: Packed, room: Tensor, module: nvrtc.Module, *, tokens: Sequence[int] = (17, 64, 515),
+    ranks: Sequence[int] = (8, 4, 20, 32),
 ) -> str | None:  # fmt: skip
     """Return what is wrong with the kernels on this weight, None if nothing: random adapters of several ranks for up to three
     layers over one input, in float64. room: for the extended weight; what is in it beforehand must not matter."""
@@ -324,7 +331,7 @@ def wrong(
 def runs(
     weights: Sequence[Packed], room: Tensor, counts: Tensor, kernels: PromptKernels, *, tokens: int = TIMED_TOKENS,
     rank: int = TIMED_RANK, step: int = STEP,
-) -> tuple[Callable[[], Any], Callable[[], Any]]:  # fmt: skip
+) -> tuple[Callable[[], object], Callable[[], object]]:  # fmt: skip
     """Return what computes layers over one input with their adapters here, and what computes them without this module."""
     module, device, width = kernels.module, room.device, weights[0].shape[1]
     adapters = [
@@ -333,17 +340,18 @@ def runs(
         )
         for packed in weights
     ]
+    assert module is not None
     x = torch.zeros(tokens, width, dtype=torch.bfloat16, device=device)
     wide = extended_width(width, rank * len(weights), step)
 
-    def ours() -> Any:
+    def ours() -> None:
         extended = extend(x, adapters, counts, module, step=step)
         for number, (packed, one) in enumerate(zip(weights, adapters, strict=True)):
             assert one.B is not None
             weight = unpack_extended(packed, one.B, rank * number, wide, room, module)
             functional.linear(extended, weight)
 
-    def theirs() -> Any:
+    def theirs() -> None:
         for packed, one in zip(weights, adapters, strict=True):
             assert one.A is not None and one.B is not None
             y = functional.linear(x, prompt_kernels.unpack(packed, room, module))

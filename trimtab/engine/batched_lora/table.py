@@ -17,7 +17,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,6 +30,11 @@ from trimtab.engine.layers.linear import Leaf
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import TOWERS, AdapterStore, AdapterTable
 from trimtab.errors import RequestError
+
+if TYPE_CHECKING:
+    from trimtab.engine.cuda import nvrtc
+    from trimtab.engine.formats.hf_types import HFModel
+    from trimtab.engine.lora.store import AdaptedLayer
 
 _COLUMNS = ("A_ptr", "B_ptr", "rank", "scale")
 # `low` of a group is sized by the largest rank, in steps of this, so that one more rank is seldom a new capture.
@@ -64,8 +69,8 @@ class AdapterSlots:
     """
 
     def __init__(
-        self, hf_model: Any, store: AdapterStore, rows: int, device: torch.device, *, module: Any, slots: int = LEAST_SLOTS,
-        many: Any = None, is_fixed: bool = False,
+        self, hf_model: HFModel, store: AdapterStore, rows: int, device: torch.device, *, module: nvrtc.Module | None,
+        slots: int = LEAST_SLOTS, many: nvrtc.Module | None = None, is_fixed: bool = False,
     ) -> None:  # fmt: skip
         if slots < rows:
             raise RequestError(
@@ -135,7 +140,7 @@ class AdapterSlots:
         """Itself: kernels look each row's adapter up here."""
         return self
 
-    def apply(self, layer: Any, x: Tensor, y: Tensor) -> Tensor:
+    def apply(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
         """See `AdapterApplier`: layers that no attached adapter changes keep their output."""
         return self.add(layer, x, y) if layer in self._covered else y
 

@@ -31,6 +31,7 @@ from trimtab.errors import DeviceError
 from trimtab.planning.memory.unpacked import COLUMNS
 
 if TYPE_CHECKING:
+    from trimtab.engine.cuda import nvrtc
     from trimtab.engine.layers.unpacked import UnpackedWeights
 
 NAME = "adapters inside products of unpacked weights"
@@ -56,7 +57,7 @@ class UnpackedColumns:
     """Products of groups of layers over one input with an adapter inside. groups: the first layer of each tells it."""
 
     def __init__(
-        self, unpacked: UnpackedWeights, groups: Sequence[Sequence[Leaf]], module: Any, device: torch.device
+        self, unpacked: UnpackedWeights, groups: Sequence[Sequence[Leaf]], module: nvrtc.Module, device: torch.device
     ) -> None:
         self.unpacked, self.module, self.device = unpacked, module, device
         self.groups = [tuple(group) for group in groups if self._is_whole(group)]
@@ -191,7 +192,7 @@ class _Kept:
         return self._whole[start : start + layer.out_features, : layer.in_features]
 
 
-def wrong(module: Any, device: torch.device, *, tokens: Sequence[int] = (17, 130)) -> str | None:
+def wrong(module: nvrtc.Module, device: torch.device, *, tokens: Sequence[int] = (17, 130)) -> str | None:
     """Return what is wrong with products of adapters of several ranks, None if nothing, in float64: three layers over one input,
     one of them without an adapter; columns of the adapter before must not be left."""
     generator = torch.Generator(device=device).manual_seed(4)

@@ -6,21 +6,26 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import closing, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trimtab.engine.batch.generate import Answer, Timed
+
+if TYPE_CHECKING:
+    from trimtab.engine.calls.asked_model import AskedModel
 
 _END = object()
 
 
-async def pieces(model: Any, prompt: Any, options: Mapping[str, Any], answers: list[Answer]) -> AsyncIterator[str]:
+async def pieces(
+    model: AskedModel, prompt: object, options: Mapping[str, object], answers: list[Answer]
+) -> AsyncIterator[str]:
     """Yield an answer in pieces and put the whole of it into `answers`; leaving early ends it within one step.
 
     Errors: as `LoadedModel.answer`.
     """
     loop, queue, stop = asyncio.get_running_loop(), asyncio.Queue[Any](), threading.Event()
 
-    def emit(item: Any) -> None:
+    def emit(item: object) -> None:
         with suppress(RuntimeError):  # a loop that was closed waits for nothing
             loop.call_soon_threadsafe(queue.put_nowait, item)
 

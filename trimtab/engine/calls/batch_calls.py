@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -31,9 +31,11 @@ from trimtab.request import GenerateRequest, check_choice
 if TYPE_CHECKING:
     from trimtab.engine.batch.batch import Batch
     from trimtab.engine.batch.request import Drawn, Prompt, Row
+    from trimtab.engine.calls.asked_model import AskedModel, Chosen
 
 QUESTION = ("prompt", "image", "audio", "system", "adapter", "template_kwargs")
 OPTIONS = tuple(item.name for item in fields(GenerateRequest))
+T = TypeVar("T")
 ON_ERROR = ("raise", "return")
 # Prompts that are begun before the first of them goes through: as many as one pass takes.
 MOST_BEGUN = 16
@@ -81,7 +83,13 @@ class _Flight:
 
 
 def answers(
-    model: Any, requests: Iterable[Any], *, rows: int | None, errors: str, options: Mapping[str, Any], group: str = ""
+    model: AskedModel,
+    requests: Iterable[object],
+    *,
+    rows: int | None,
+    errors: str,
+    options: Mapping[str, object],
+    group: str = "",
 ) -> Iterator[tuple[int, Any]]:
     """Yield (index, answer) as answers are finished. Arguments and errors: as `LoadedModel.batch`. group: where all requests
     have one prompt, media and adapter, a name for them: the prompt goes through once."""
@@ -108,12 +116,12 @@ def _returned(error: TrimtabError) -> TrimtabError:
 
 
 _OnError = Callable[[TrimtabError], TrimtabError]
-_Question = Callable[[], tuple[Inputs, GenerateRequest, Any]]
+_Question = Callable[[], "tuple[Inputs, GenerateRequest, Chosen]"]
 _Prepared = tuple[int, _Question]
 
 
-def _prepared(model: Any, index: int, request: Any, options: Mapping[str, Any]) -> _Prepared:
-    def question() -> tuple[Inputs, GenerateRequest, Any]:
+def _prepared(model: AskedModel, index: int, request: object, options: Mapping[str, object]) -> _Prepared:
+    def question() -> tuple[Inputs, GenerateRequest, Chosen]:
         values = {"prompt": request} if isinstance(request, (str, list, tuple)) else request
         if not isinstance(values, Mapping) or "prompt" not in values:
             raise RequestError("a request is a prompt or a mapping with one", field=f"requests[{index}]")
@@ -129,20 +137,20 @@ def _prepared(model: Any, index: int, request: Any, options: Mapping[str, Any]) 
 
 
 def _one_by_one(
-    model: Any, prepared: Iterator[_Prepared], rows: int, on_error: _OnError, group: str
+    model: AskedModel, prepared: Iterator[_Prepared], rows: int, on_error: _OnError, group: str
 ) -> Iterator[tuple[int, Any]]:
     for index, question in prepared:
         try:
             inputs, request, adapter = question()
             with model._answering(adapter):
-                answer: Any = generate_text(model, inputs, request)
+                answer: Answer | TrimtabError = generate_text(model, inputs, request)
         except RequestError as exc:
             answer = on_error(exc)
         yield index, answer
 
 
 def _together(
-    model: Any, prepared: Iterator[_Prepared], rows: int, on_error: _OnError, group: str
+    model: AskedModel, prepared: Iterator[_Prepared], rows: int, on_error: _OnError, group: str
 ) -> Iterator[tuple[int, Any]]:
     with model._answering(None):
         batch = model.rows() if rows == 1 or model.plan.request.batch_invariant else None
@@ -203,7 +211,7 @@ class _Begun:
 
 
 def _begin(
-    model: Any, batch: Batch, index: int, question: _Question, group: str, begun: Iterable[_Begun]
+    model: AskedModel, batch: Batch, index: int, question: _Question, group: str, begun: Iterable[_Begun]
 ) -> _Begun:  # fmt: skip
     inputs, request, adapter = question()
     start = time.perf_counter()
@@ -250,7 +258,7 @@ def _through(batch: Batch, ready: Sequence[_Begun]) -> list[_Begun]:
 
 
 def _go_on(
-    model: Any, batch: Batch, begun: deque[_Begun], ready: Sequence[_Begun], flights: dict[Row, _Flight]
+    model: AskedModel, batch: Batch, begun: deque[_Begun], ready: Sequence[_Begun], flights: dict[Row, _Flight]
 ) -> Iterator[tuple[int, RequestError]]:
     """Put prompts through, the first among them, and give them their rows. Yield which could not have one, and why."""
     try:
@@ -267,7 +275,7 @@ def _go_on(
             yield one.index, exc
 
 
-def _join(model: Any, batch: Batch, one: _Begun, flights: dict[Row, _Flight]) -> None:
+def _join(model: AskedModel, batch: Batch, one: _Begun, flights: dict[Row, _Flight]) -> None:
     request = one.prompt.row.request
     detokenizer = detokenizer_of(model, request.stop)
     sampled = batch.join(one.prompt)
@@ -278,9 +286,9 @@ def _join(model: Any, batch: Batch, one: _Begun, flights: dict[Row, _Flight]) ->
     flight.take(sampled)
 
 
-def in_order(pairs: Iterator[tuple[int, Any]]) -> Iterator[Any]:
+def in_order(pairs: Iterator[tuple[int, T]]) -> Iterator[T]:
     """Yield answers by index: one that is finished early waits for those before it."""
-    waiting: dict[int, Any] = {}
+    waiting: dict[int, T] = {}
     following = 0
     for index, answer in pairs:
         waiting[index] = answer

@@ -24,8 +24,13 @@ from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest, check_choice
 
 if TYPE_CHECKING:
+    from types import EllipsisType
+
+    import numpy as np
+    from PIL import Image
     from typing_extensions import Unpack
 
+    from trimtab.engine.calls.asked_model import AskedModel, Chosen
     from trimtab.request import AnswerOptions
 
 WHEN_FULL = ("error", "drop")
@@ -45,14 +50,14 @@ class Turn:
 
     role: str
     text: str
-    images: tuple[Any, ...] = ()
-    audios: tuple[Any, ...] = ()
-    adapter: Any = None
+    images: tuple[Image.Image, ...] = ()
+    audios: tuple[tuple[np.ndarray, int], ...] = ()
+    adapter: Chosen = None
     sources: tuple[str, ...] = ()
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> dict[str, object]:
         """Return the message in the form of a chat template: images, text, audio."""
-        parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in self.images]
+        parts: list[dict[str, object]] = [{"type": "image", "image": image} for image in self.images]
         parts += [{"type": "text", "text": self.text}] if self.text else []
         parts += [{"type": "audio", "audio": audio} for audio in self.audios]
         return {"role": self.role, "content": parts}
@@ -72,10 +77,10 @@ class Conversation:
 
     def __init__(
         self,
-        model: Any,
+        model: AskedModel,
         *,
         system: str | None = None,
-        adapter: Any = None,
+        adapter: Chosen = None,
         when_full: str = "error",
         **options: Unpack[AnswerOptions],
     ) -> None:
@@ -91,12 +96,18 @@ class Conversation:
         self.last: Answer | None = None
 
     @property
-    def messages(self) -> list[dict[str, Any]]:
+    def messages(self) -> list[dict[str, object]]:
         """The conversation as chat messages, system message first."""
         return self._messages(self.turns)
 
     def send(
-        self, text: str, *, image: Any = None, audio: Any = None, adapter: Any = ..., **options: Unpack[AnswerOptions]
+        self,
+        text: str,
+        *,
+        image: object = None,
+        audio: object = None,
+        adapter: Chosen | EllipsisType = ...,
+        **options: Unpack[AnswerOptions],
     ) -> Answer:
         """Return the answer to the next message.
 
@@ -109,7 +120,13 @@ class Conversation:
         return self.last
 
     def stream(
-        self, text: str, *, image: Any = None, audio: Any = None, adapter: Any = ..., **options: Unpack[AnswerOptions]
+        self,
+        text: str,
+        *,
+        image: object = None,
+        audio: object = None,
+        adapter: Chosen | EllipsisType = ...,
+        **options: Unpack[AnswerOptions],
     ) -> Iterator[str]:
         """Yield the answer to the next message as it arrives. Closing the iterator ends the answer and keeps the partial text.
 
@@ -119,14 +136,16 @@ class Conversation:
         turn = self._read(text, several(image), several(audio))
         return self._answer([*self.turns, turn], adapter, options, keep=True)
 
-    def again(self, *, adapter: Any = ..., **options: Unpack[AnswerOptions]) -> Iterator[str]:
+    def again(self, *, adapter: Chosen | EllipsisType = ..., **options: Unpack[AnswerOptions]) -> Iterator[str]:
         """Yield a new answer to the last question, which replaces the old one. adapter, options: for this answer only.
 
         Errors: RequestError if there is no question.
         """
         return self._answer(self._up_to_last_question(), adapter, options, keep=True)
 
-    def beside(self, text: str | None = None, *, adapter: Any = ..., **options: Unpack[AnswerOptions]) -> Iterator[str]:
+    def beside(
+        self, text: str | None = None, *, adapter: Chosen | EllipsisType = ..., **options: Unpack[AnswerOptions]
+    ) -> Iterator[str]:
         """Yield an answer that the conversation does not keep: to `text`, or to the last question if it is None.
 
         adapter, options: for this answer only. Errors: as `stream`.
@@ -134,7 +153,7 @@ class Conversation:
         turns = self._up_to_last_question() if text is None else [*self.turns, self._read(text, (), ())]
         return self._answer(turns, adapter, options, keep=False)
 
-    def resume(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    def resume(self, messages: Sequence[Mapping[str, object]]) -> None:
         """Replace all turns by those of an earlier conversation: questions and answers in turn.
 
         messages: {"role": "user", "content": TEXT, "images": [SOURCE], "audios": [SOURCE]} and {"role": "assistant",
@@ -152,7 +171,7 @@ class Conversation:
             raise RequestError("the last question has no answer", field="messages")
         self.turns, self.left_out, self.prompt_tokens = turns, 0, 0
 
-    def _turn(self, message: Mapping[str, Any], role: str) -> Turn:
+    def _turn(self, message: Mapping[str, object], role: str) -> Turn:
         """Return one saved message as a turn. Errors: RequestError."""
         if not isinstance(message, Mapping):
             raise RequestError("must be an object", field="message", value=type(message).__name__)
@@ -186,7 +205,7 @@ class Conversation:
             raise RequestError("there is no question yet", field="prompt")
         return turns
 
-    def _read(self, text: str, images: Sequence[Any], audios: Sequence[Any]) -> Turn:
+    def _read(self, text: str, images: Sequence[object], audios: Sequence[object]) -> Turn:
         if not isinstance(text, str):
             raise RequestError("a message must be text", field="prompt", value=type(text).__name__)
         if not (text.strip() or images or audios):
@@ -196,8 +215,8 @@ class Conversation:
         sources = tuple(source if isinstance(source, str) else type(source).__name__ for source in (*images, *audios))
         return Turn("user", text, tuple(read_image(image) for image in images), tuple(read), sources=sources)
 
-    def _messages(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
-        first = [] if not self.system else [{"role": "system", "content": self.system}]
+    def _messages(self, turns: Sequence[Turn]) -> list[dict[str, object]]:
+        first: list[dict[str, object]] = [] if not self.system else [{"role": "system", "content": self.system}]
         return [*first, *(turn.message() for turn in turns)]
 
     def _fitted(self, turns: list[Turn], limit: int | None) -> tuple[Inputs, int, int]:
@@ -229,7 +248,9 @@ class Conversation:
         images, audio_s = sum(len(turn.images) for turn in turns), sum(turn.audio_s for turn in turns)
         return images <= request.images and audio_s <= request.audio_s
 
-    def _answer(self, turns: list[Turn], adapter: Any, options: Mapping[str, Any], *, keep: bool) -> Iterator[str]:
+    def _answer(
+        self, turns: list[Turn], adapter: Chosen | EllipsisType, options: Mapping[str, Any], *, keep: bool
+    ) -> Iterator[str]:
         used = self.adapter if adapter is ... else adapter
         merged: dict[str, Any] = {**self.options, **options}
         check_options(merged, _OPTIONS)
@@ -241,7 +262,7 @@ class Conversation:
         timed = Timed(self._model, inputs, request)
         return self._pieces(timed, turns, used, left_out, keep=keep)
 
-    def _pieces(self, timed: Timed, turns: list[Turn], adapter: Any, left_out: int, *, keep: bool) -> Iterator[str]:
+    def _pieces(self, timed: Timed, turns: list[Turn], adapter: Chosen, left_out: int, *, keep: bool) -> Iterator[str]:
         try:
             with self._model._answering(adapter), closing(iter(timed)) as pieces:  # type: ignore[type-var]
                 for piece in pieces:

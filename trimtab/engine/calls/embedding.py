@@ -6,7 +6,7 @@ float32. A prompt goes through in the chunks that the plan counts for prompts, w
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.errors import DeviceError
 
+if TYPE_CHECKING:
+    from trimtab.engine.calls.asked_model import AskedModel
+
 
 class Embedding:
     """One text on its way: `step` until it returns True, then `pooled`, `unit` or `vector`.
@@ -23,7 +26,7 @@ class Embedding:
     inputs: without media. Errors: RequestError for a text longer than the context.
     """
 
-    def __init__(self, model: Any, inputs: Inputs, *, adapter: str | None = None, pooling: str = "last") -> None:
+    def __init__(self, model: AskedModel, inputs: Inputs, *, adapter: str | None = None, pooling: str = "last") -> None:
         check_fits(model, inputs, 0)
         self._pooling = pooling
         self._model, self._inputs, self.adapter = model, inputs, adapter

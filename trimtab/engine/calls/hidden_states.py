@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,13 @@ from trimtab.engine.kv.sequence import Inputs
 from trimtab.errors import RequestError
 from trimtab.request import check_choice
 
+if TYPE_CHECKING:
+    from trimtab.engine.calls.asked_model import AskedModel, Chosen
+
 POOLINGS = ("last", "mean")
 
 
-def embed(model: Any, texts: Sequence[Any], *, adapter: Any, pooling: str, normalize: bool) -> Tensor:
+def embed(model: AskedModel, texts: Sequence[object], *, adapter: Chosen, pooling: str, normalize: bool) -> Tensor:
     """Return [N, D] float32 on the CPU; see `LoadedModel.embed`. One text at a time: no padding, no rounding by neighbours."""
     check_choice(pooling, POOLINGS, field_name="pooling")
     if isinstance(texts, str) or chat.is_token_ids(texts):
@@ -35,7 +38,7 @@ def embed(model: Any, texts: Sequence[Any], *, adapter: Any, pooling: str, norma
     return torch.stack(vectors)
 
 
-def _plain(model: Any, text: Any) -> Inputs:
+def _plain(model: AskedModel, text: object) -> Inputs:
     """Return the inputs of a text as it is, with the tokenizer's own first token; of token ids as they are."""
     if isinstance(text, str):
         if not text.strip():
@@ -49,7 +52,7 @@ def _plain(model: Any, text: Any) -> Inputs:
     return inputs
 
 
-def hidden_states(model: Any, prompt: Any, *, adapter: Any, **media: Any) -> Tensor:
+def hidden_states(model: AskedModel, prompt: object, *, adapter: Chosen, **media: Any) -> Tensor:
     """Return [layers + 1, S, D] float32 on the CPU; see `LoadedModel.hidden_states`."""
     inputs = model.prepare(prompt, **media)
     chat.check_fits(model, inputs, 0)

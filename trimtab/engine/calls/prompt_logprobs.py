@@ -6,7 +6,7 @@ on what else runs, so neither do the numbers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from trimtab.errors import RequestError
 
 if TYPE_CHECKING:
     from trimtab.engine.batch.request import Prompt
+    from trimtab.engine.calls.asked_model import AskedModel
 
 # Positions whose logits are held at a time: 16 MiB in float32 for a vocabulary of 262,144.
 PIECE_TOKENS = 16
@@ -31,7 +32,7 @@ class PromptScores:
     with media, whose tokens are not text.
     """
 
-    def __init__(self, model: Any, inputs: Inputs, *, adapter: str | None, top: int) -> None:
+    def __init__(self, model: AskedModel, inputs: Inputs, *, adapter: str | None, top: int) -> None:
         if inputs.has_media:
             raise RequestError("not supported: prompt_logprobs of images and audio", field="prompt_logprobs")
         self._model, self._inputs, self.adapter, self._top = model, inputs, adapter, top

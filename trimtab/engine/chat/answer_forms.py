@@ -18,10 +18,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from jinja2 import TemplateError, meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 
 from trimtab.engine.templates.budget import metered
 from trimtab.engine.templates.costs import MAX_TEMPLATE_CHARS, SpentError
@@ -61,7 +60,7 @@ class AnswerForm:
         return tuple(filter(None, marks))
 
 
-def form_of(template: Any, *, with_tools: bool = False) -> AnswerForm:
+def form_of(template: object, *, with_tools: bool = False) -> AnswerForm:
     """Return the form of answers that a chat template implies. template: a text, several texts by name, or None. with_tools:
     selects the template for tools, if there are several."""
     if isinstance(template, Mapping):
@@ -91,5 +90,5 @@ def _names_read(template: str) -> frozenset[str]:
 
 
 @lru_cache(maxsize=1)
-def _environment() -> Any:
+def _environment() -> SandboxedEnvironment:
     return metered(ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]))

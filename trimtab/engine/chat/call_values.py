@@ -23,7 +23,7 @@ _NUMBER_START = re.compile(r"-?(?:0|[1-9]\d*)?(?:(?<=\d)\.\d*)?(?:(?<=\d)[eE][+-
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
-def gemma_arguments(body: str) -> dict[str, Any]:
+def gemma_arguments(body: str) -> dict[str, object]:
     """Return the arguments of a call. body: what stands after its first brace, the closing one included.
 
     Errors: ValueError for what is not of this form.
@@ -210,7 +210,7 @@ def mark_overlap(text: str, mark: str) -> int:
     return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
 
 
-def _dumps(value: Any) -> str:
+def _dumps(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -220,7 +220,7 @@ def _plain_prefix(text: str) -> str:
     return "" if "None".startswith(text) else _dumps(text)[:-1]
 
 
-def _plain(text: str) -> Any:
+def _plain(text: str) -> object:
     if text in ("true", "false"):
         return text == "true"
     if text in ("null", "None"):
@@ -228,10 +228,10 @@ def _plain(text: str) -> Any:
     return json.loads(text) if _NUMBER.fullmatch(text) else text
 
 
-def tagged_arguments(body: str, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+def tagged_arguments(body: str, parameters: Mapping[str, object] | None) -> dict[str, object]:
     """Return the arguments between tags. parameters: the tool's schema, which tells texts from other values."""
     properties = (parameters or {}).get("properties")
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, object] = {}
     # Up to the last end alone: each start behind it would look for one through all the text.
     whole, end, _ = body.rpartition("</parameter>")
     for name, text in _PARAMETER.findall(whole + end):
@@ -240,7 +240,7 @@ def tagged_arguments(body: str, parameters: Mapping[str, Any] | None) -> dict[st
     return arguments
 
 
-def tagged_arguments_prefix(body: str, parameters: Mapping[str, Any] | None) -> str:
+def tagged_arguments_prefix(body: str, parameters: Mapping[str, object] | None) -> str:
     """Return the beginning of the JSON of arguments between tags. body: the call as far as it was written."""
     written = _dumps(tagged_arguments(body, parameters))[:-1]
     tail = body.rpartition("</parameter>")[2]
@@ -256,7 +256,7 @@ def tagged_arguments_prefix(body: str, parameters: Mapping[str, Any] | None) -> 
     return written + _dumps(text[: len(text) - mark_overlap(text, end)])[:-1]
 
 
-def is_text_schema(schema: Any) -> bool:
+def is_text_schema(schema: object) -> bool:
     """Whether a parameter's schema allows texts alone."""
     if not isinstance(schema, Mapping):
         return False
@@ -266,7 +266,7 @@ def is_text_schema(schema: Any) -> bool:
     return schema.get("type") == "string"
 
 
-def _read(text: str) -> Any:
+def _read(text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -14,7 +14,7 @@ import base64
 import binascii
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from trimtab.errors import RequestError
 
@@ -24,6 +24,35 @@ _DATA_URL = re.compile(
 BASE64_PIECE = 2**16  # characters, a multiple of four
 # The largest file that a message may hold: more is no picture or sound that would be taken.
 MOST_BYTES = 256 * 2**20
+
+
+class Part(TypedDict, total=False):
+    """A part of a message: a text, or a place for an image or an audio clip."""
+
+    type: str
+    text: str
+    image: object
+    audio: object
+
+
+class _Said(TypedDict):
+    role: str
+    content: str | list[Part]
+
+
+class Message(_Said, total=False):
+    """A message as chat templates read it. tool_calls: in OpenAI's form, with objects as arguments."""
+
+    name: str
+    tool_calls: Sequence[Mapping[str, Any]]
+    tool_call_id: str
+    reasoning_content: str
+
+
+def parts_in(message: Message) -> list[Part]:
+    """Return the parts of a message; a text is one."""
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def own_form(part: Any) -> Any:

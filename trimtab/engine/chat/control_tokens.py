@@ -13,13 +13,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
 from trimtab.errors import RequestError
+
+if TYPE_CHECKING:
+    from trimtab.engine.chat.content_parts import Message
+    from trimtab.engine.formats.hf_types import Tokenizer
+
+Encoded = TypeVar("Encoded", bound="MutableMapping[str, Any]")
 
 # A token in this form is a control token whether it is flagged as special or not.
 _CONTROL_FORM = re.compile(r"<\|.*>|<.*\|>|<unused\d+>", re.DOTALL)
@@ -47,7 +53,7 @@ class ControlTokens:
     by media, and those in the form of one. Whitespace never is. tokenizer: transformers' own. processor: the tokenizer again
     where there is none."""
 
-    def __init__(self, tokenizer: Any, processor: Any, chat_template: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, processor: object, chat_template: str) -> None:
         self._tokenizer = tokenizer
         unknown = getattr(tokenizer, "unk_token_id", None)
         media = {value for name, value in vars(processor).items() if name.endswith("_token") and isinstance(value, str)}
@@ -112,7 +118,7 @@ class ControlTokens:
     # Rendering --------------------------------------------------------------------------------------------------------
 
     def render(
-        self, render: Callable[..., str], messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+        self, render: Callable[..., str], messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()
     ) -> PromptText:
         """Return the rendered template, with the control tokens that came from the texts of the messages.
 
@@ -179,7 +185,7 @@ class ControlTokens:
 
     # Encoding ---------------------------------------------------------------------------------------------------------
 
-    def encode(self, encode: Callable[[str], Any], prompt: PromptText, *, adds_special: bool) -> Any:
+    def encode(self, encode: Callable[[str], Encoded], prompt: PromptText, *, adds_special: bool) -> Encoded:
         """Return what `encode` makes of a prompt, in which users' control tokens are text.
 
         encode: the tokenizer or processor, one row of tensors. adds_special: whether it adds tokens at the ends. Errors:
@@ -215,10 +221,12 @@ def _signs(text: str) -> str:
 
 
 # What of a message is a user's beside its content.
-_USER_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
+_USER_KEYS: tuple[Literal["name", "tool_calls", "tool_call_id", "reasoning_content"], ...] = (
+    "name", "tool_calls", "tool_call_id", "reasoning_content",
+)  # fmt: skip
 
 
-def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _texts(messages: Sequence[Message]) -> Iterator[str]:
     for message in messages:
         for key in _USER_KEYS:
             yield from _strings(message.get(key))
@@ -228,7 +236,7 @@ def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield from (part["text"] for part in message["content"] if part["type"] == "text")
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _strings(value: object) -> Iterator[str]:
     """Yield every text of plain values, names of fields too."""
     if isinstance(value, str):
         yield value
@@ -241,7 +249,7 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
 
 
-def _changed(value: Any, change: Callable[[str], str]) -> Any:
+def _changed(value: object, change: Callable[[str], str]) -> object:
     """Return plain values with every text changed, names of fields too."""
     if isinstance(value, str):
         return change(value)
@@ -252,23 +260,23 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def _mapped(messages: Sequence[Mapping[str, Any]], change: Callable[[str], str]) -> list[dict[str, Any]]:
+def _mapped(messages: Sequence[Message], change: Callable[[str], str]) -> list[dict[str, object]]:
     """Return the messages with every text changed."""
-    changed: list[dict[str, Any]] = []
+    changed: list[dict[str, object]] = []
     for message in messages:
         content = message["content"]
         if isinstance(content, str):
             content = change(content)
         else:
             content = [{**part, "text": change(part["text"])} if part["type"] == "text" else part for part in content]
-        beside = {key: _changed(message[key], change) for key in _USER_KEYS if key in message}
+        beside: dict[str, object] = {key: _changed(message[key], change) for key in _USER_KEYS if key in message}
         if "tool_calls" in beside:  # names of fields that templates look up are ours
             beside["tool_calls"] = [_changed_call(call, change) for call in message["tool_calls"]]
         changed.append({**message, "content": content, **beside})
     return changed
 
 
-def _changed_call(call: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+def _changed_call(call: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, object]:
     function = call["function"]
     fields = {"name": change(function["name"]), "arguments": _changed(function["arguments"], change)}
     return {**call, **({"id": change(call["id"])} if "id" in call else {}), "function": {**function, **fields}}
@@ -301,7 +309,7 @@ def _cut(text: str, cuts: Sequence[int], separator: str) -> tuple[str, list[bool
     return separator.join(pieces), is_ours
 
 
-def _without_ids(encoded: Any, separator_id: int, is_ours: Sequence[bool]) -> Any:
+def _without_ids(encoded: Encoded, separator_id: int, is_ours: Sequence[bool]) -> Encoded:
     """Return an encoding of one row without the separators that are ours. Errors: RequestError if it has others."""
     ids = encoded["input_ids"]
     positions = (ids[0] == separator_id).nonzero()[:, 0].tolist()

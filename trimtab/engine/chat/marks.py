@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trimtab.engine.kv.prefix_store import Mark, scope_of
 
+if TYPE_CHECKING:
+    from PIL import Image
 
-def picture_digest(picture: Any) -> bytes:
+
+def picture_digest(picture: Image.Image) -> bytes:
     """Return the digest of a decoded picture's pixels (Pillow, RGB)."""
     return scope_of("picture", repr((picture.mode, picture.size)), picture.tobytes())
 

@@ -47,11 +47,11 @@ _MP3_FRAME = re.compile(rb"\xff[\xe2-\xff]")
 _ID3_HEADER_BYTES, MOST_ID3_TAGS = 10, 8
 
 
-def _named(source: Any) -> str:
+def _named(source: object) -> str:
     return str(source) if isinstance(source, (str, Path)) else type(source).__name__
 
 
-def several(value: Any) -> Sequence[Any]:
+def several(value: object) -> Sequence[object]:
     """Return one medium or several as a sequence; (samples, rate) is one sound."""
     if value is None:
         return ()
@@ -60,7 +60,7 @@ def several(value: Any) -> Sequence[Any]:
     return tuple(value) if isinstance(value, (list, tuple)) and not (is_samples or is_swapped) else (value,)
 
 
-def read_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def read_image(source: object, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Return an RGB picture from a path, bytes, a Pillow image, or uint8 values [H, W] or [H, W, 3 or 4].
 
     Errors: RequestError(field="image").
@@ -71,7 +71,7 @@ def read_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
         source = _of_array(source)
     if isinstance(source, Image.Image):
         return _upright(source, max_pixels, _named(source))
-    stream: Any = io.BytesIO(source) if isinstance(source, (bytes, bytearray, memoryview)) else source
+    stream = io.BytesIO(source) if isinstance(source, (bytes, bytearray, memoryview)) else source
     if not isinstance(stream, (io.BytesIO, str, Path)):
         raise RequestError("is not a path, bytes, a Pillow image or an array", field="image", value=_named(source))
     try:
@@ -129,7 +129,7 @@ def _after_tags(data: bytes) -> int:
 class LowDetail:
     """An image that is to be looked at with sides of LOW_DETAIL_SIDE pixels at most."""
 
-    source: Any
+    source: object
 
     def read(self) -> Image.Image:
         """Return it as `read_image` does, made smaller if it is larger."""
@@ -176,7 +176,7 @@ def _on_white(image: Image.Image) -> Image.Image:
     return picture
 
 
-def read_audio(source: Any, *, max_s: float = MAX_SOUND_S) -> np.ndarray:
+def read_audio(source: object, *, max_s: float = MAX_SOUND_S) -> np.ndarray:
     """Return mono float32 samples at 16 kHz from a path, bytes, (samples, rate), or samples [N] that are at 16 kHz.
 
     samples: floats [N] or [N, channels]. No more than max_s seconds are decoded. Errors: RequestError(field="audio").
@@ -235,11 +235,11 @@ def _given(source: tuple[Any, ...]) -> tuple[np.ndarray, int]:
     return samples, int(rate)
 
 
-def _decoded(source: Any, max_s: float) -> tuple[np.ndarray, int]:
+def _decoded(source: object, max_s: float) -> tuple[np.ndarray, int]:
     """Return the samples [N] of a file at its rate, all channels mixed. Errors: RequestError."""
     import soundfile
 
-    stream: Any = io.BytesIO(source) if isinstance(source, (bytes, bytearray, memoryview)) else source
+    stream = io.BytesIO(source) if isinstance(source, (bytes, bytearray, memoryview)) else source
     if not isinstance(stream, (io.BytesIO, str, Path)):
         raise RequestError("is not a path, bytes or samples", field="audio", value=_named(source))
     if isinstance(stream, (str, Path)) and not Path(stream).is_file():

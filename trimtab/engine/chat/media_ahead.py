@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -32,32 +32,32 @@ class _Call:
 
     name: str | None
     is_nested: bool
-    options: dict[str, Any]
+    options: dict[str, object]
 
 
 @dataclass(frozen=True)
 class _Prepared:
     """media: weak references, so that what is dropped with its request is dropped here."""
 
-    media: tuple[weakref.ref[Any], ...]
+    media: tuple[weakref.ref[object], ...]
     call: _Call
-    output: Any
+    output: object
 
 
 class MediaAhead:
     """Stands for an image processor or a feature extractor, and is one to all who ask it anything. names: of its argument with
     media. kind: of each of them."""
 
-    def __init__(self, real: Any, names: Sequence[str], kind: type) -> None:
+    def __init__(self, real: Callable[..., object], names: Sequence[str], kind: type) -> None:
         self._real, self._names, self._kind = real, names, kind
         self._call: _Call | None = None
         # By the identity of the first of them.
         self._prepared: dict[int, _Prepared] = {}
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._real, name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         name = next((name for name in self._names if name in kwargs), None)
         given = kwargs[name] if name else args[0] if args else None
         call, media = self._call_of(given, name, args, kwargs), self._flat(given)
@@ -69,12 +69,12 @@ class MediaAhead:
             return prepared.output
         return self._real(*args, **kwargs)
 
-    def prepare(self, media: Sequence[Any]) -> None:
+    def prepare(self, media: Sequence[object]) -> None:
         """Prepare the media of one prompt now. Nothing is raised: what cannot be prepared fails where it is needed."""
         call = self._call
         if call is None or not media:
             return
-        given: Any = [list(media)] if call.is_nested else list(media)
+        given = [list(media)] if call.is_nested else list(media)
         with suppress(Exception):
             named = {call.name: given} if call.name else {}
             output = self._real(*(() if named else (given,)), **named, **call.options)
@@ -82,13 +82,15 @@ class MediaAhead:
             first = weakref.ref(media[0], lambda _: self._prepared.pop(key, None))
             self._prepared[key] = _Prepared((first, *map(weakref.ref, media[1:])), call, output)
 
-    def _call_of(self, given: Any, name: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+    def _call_of(
+        self, given: object, name: str | None, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> _Call | None:
         """Return how a call was made, None for one that cannot be repeated with other media."""
         is_nested = isinstance(given, (list, tuple)) and len(given) == 1 and isinstance(given[0], (list, tuple))
         options = {key: value for key, value in kwargs.items() if key != name}
         return None if len(args) > (name is None) else _Call(name, is_nested, options)
 
-    def _flat(self, given: Any) -> list[Any]:
+    def _flat(self, given: Any) -> list[object]:
         """Return the media of a call; none if something else is among them, or they belong to several texts."""
         if isinstance(given, (list, tuple)) and len(given) == 1 and isinstance(given[0], (list, tuple)):
             given = given[0]
@@ -103,17 +105,17 @@ _PARTS: dict[str, tuple[tuple[str, ...], type]] = {
 }
 
 
-def images_ahead(processor: Any) -> MediaAhead | None:
+def images_ahead(processor: object) -> MediaAhead | None:
     """Return what prepares images for a processor ahead of its prompts, put in place the first time; None without images."""
     return _ahead(processor, "image_processor")
 
 
-def audio_ahead(processor: Any) -> MediaAhead | None:
+def audio_ahead(processor: object) -> MediaAhead | None:
     """Return what prepares audio for a processor ahead of its prompts, put in place the first time; None without audio."""
     return _ahead(processor, "feature_extractor")
 
 
-def _ahead(processor: Any, part: str) -> MediaAhead | None:
+def _ahead(processor: object, part: str) -> MediaAhead | None:
     with _installing:
         preprocessor = vars(processor).get(part)
         if preprocessor is None or isinstance(preprocessor, MediaAhead):
@@ -123,5 +125,5 @@ def _ahead(processor: Any, part: str) -> MediaAhead | None:
         return ahead
 
 
-def _are_same(first: Sequence[weakref.ref[Any]], second: Sequence[Any]) -> bool:
+def _are_same(first: Sequence[weakref.ref[object]], second: Sequence[object]) -> bool:
     return len(first) == len(second) and all(one() is other for one, other in zip(first, second, strict=True))

@@ -12,19 +12,24 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 from torch import Tensor
 
 from trimtab.errors import CheckpointError, RequestError
 
+if TYPE_CHECKING:
+    import numpy as np
+
+    from trimtab.engine.formats.hf_types import FeatureExtractor
+
 # Sounds below this are tried on the extractor alone first: there are windows of up to a tenth of a second.
 SHORT_S = 0.5
 SHAPE_HINT = "Crop it, or send one that is less narrow"
 
 
-def check_pictures(config: Any, encoded: Mapping[str, Any], pictures: Sequence[Image.Image]) -> None:
+def check_pictures(config: object, encoded: Mapping[str, object], pictures: Sequence[Image.Image]) -> None:
     """Raise RequestError(field="image") for an image that the model has no patches or no positions for."""
     vision = getattr(config, "vision_config", None)
     for number, (columns, rows) in enumerate(_grids(vision, encoded)):
@@ -39,7 +44,7 @@ def check_pictures(config: Any, encoded: Mapping[str, Any], pictures: Sequence[I
             raise _refused(number, "image", why, SHAPE_HINT)
 
 
-def check_taken(encoded: Mapping[str, Any], count: int, folder: Path) -> None:
+def check_taken(encoded: Mapping[str, object], count: int, folder: Path) -> None:
     """Raise CheckpointError if the processor made no values of `count` images and audio clips: the model would ignore them.
 
     A folder that has a tokenizer and no processor files gives a processor that takes media and drops them.
@@ -57,7 +62,7 @@ def _refused(number: int, field: str, reason: str, hint: str) -> RequestError:
     return error
 
 
-def _grids(vision: Any, encoded: Mapping[str, Any]) -> list[tuple[int, int]]:
+def _grids(vision: Any, encoded: Mapping[str, object]) -> list[tuple[int, int]]:
     """Return how many patches each picture has in a row and in a column."""
     positions, grids, sizes = (encoded.get(name) for name in ("image_position_ids", "image_grid_thw", "image_sizes"))
     if isinstance(positions, Tensor):  # Gemma 4: [N, patches, (x, y)], -1 where there is none
@@ -69,18 +74,18 @@ def _grids(vision: Any, encoded: Mapping[str, Any]) -> list[tuple[int, int]]:
     return []
 
 
-def _is_pixtral(vision: Any) -> bool:
+def _is_pixtral(vision: object) -> bool:
     return getattr(vision, "model_type", None) == "pixtral"
 
 
-def _positions(vision: Any, encoded: Mapping[str, Any]) -> int | None:
+def _positions(vision: Any, encoded: Mapping[str, object]) -> int | None:
     """Return how many positions a side may have; None where they are computed for any."""
     if "image_position_ids" in encoded:
         return getattr(vision, "position_embedding_size", None)
     return int(vision.image_size // vision.patch_size) if _is_pixtral(vision) else None
 
 
-def check_sound_lengths(extractor: Any, sounds: Sequence[Any], rate: int) -> None:
+def check_sound_lengths(extractor: FeatureExtractor, sounds: Sequence[np.ndarray], rate: int) -> None:
     """Raise RequestError(field="audio") for audio that gives no frame, or whose end the feature extractor would cut off."""
     limit = _most_samples(extractor)
     for number, samples in enumerate(sounds):
@@ -94,7 +99,7 @@ def check_sound_lengths(extractor: Any, sounds: Sequence[Any], rate: int) -> Non
             raise _too_short(number, samples, rate)
 
 
-def _most_samples(extractor: Any) -> int | None:
+def _most_samples(extractor: FeatureExtractor) -> int | None:
     """Return how many samples an extractor reads before it cuts an audio clip off, None if it reads any number."""
     known = inspect.signature(extractor.__call__).parameters
     default = known["max_length"].default if "max_length" in known else None
@@ -105,7 +110,7 @@ def _most_samples(extractor: Any) -> int | None:
     return own if cuts and isinstance(own, int) else None
 
 
-def _has_frames(extractor: Any, samples: Any, rate: int) -> bool:
+def _has_frames(extractor: FeatureExtractor, samples: np.ndarray, rate: int) -> bool:
     try:
         features = extractor([samples], sampling_rate=rate, return_tensors="pt")
     except (ValueError, IndexError, RuntimeError, TypeError, ZeroDivisionError):
@@ -113,7 +118,7 @@ def _has_frames(extractor: Any, samples: Any, rate: int) -> bool:
     return all(value.numel() for value in features.values() if isinstance(value, Tensor))
 
 
-def _too_short(number: int, samples: Any, rate: int) -> RequestError:
+def _too_short(number: int, samples: np.ndarray, rate: int) -> RequestError:
     why = (
         f"audio {number + 1} lasts {1000 * len(samples) / rate:.1f} ms ({len(samples)} samples at {rate} Hz), too "
         "short for a frame of this model"
@@ -121,7 +126,7 @@ def _too_short(number: int, samples: Any, rate: int) -> RequestError:
     return _refused(number, "audio", why, "Send longer audio")
 
 
-def check_frames(encoded: Mapping[str, Any], sounds: Sequence[Any], rate: int) -> None:
+def check_frames(encoded: Mapping[str, object], sounds: Sequence[np.ndarray], rate: int) -> None:
     """Raise RequestError(field="audio") for an audio clip that is too short for a single frame."""
     mask = encoded.get("input_features_mask")
     if not isinstance(mask, Tensor):

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trimtab.engine.chat.answer_forms import AnswerForm, form_of
-from trimtab.engine.chat.content_parts import empty_place, own_form
+from trimtab.engine.chat.chat_model import ChatModel, HasContext
+from trimtab.engine.chat.content_parts import Message, Part, empty_place, own_form, parts_in
 from trimtab.engine.chat.control_tokens import ControlTokens, PromptText
 from trimtab.engine.chat.marks import marks_of, opening_of, picture_digest, sound_digest, turns_of
 from trimtab.engine.chat.media import SAMPLE_RATE, LowDetail, read_audio, read_image
@@ -29,18 +30,26 @@ from trimtab.engine.templates.render import render as render_template
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.request import GenerateRequest
 
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from trimtab.engine.formats.hf_types import ChatTemplateOwner, Tokenizer
+
+T = TypeVar("T")
 ROLES = ("system", "user", "assistant", "developer", "tool")
 PART_TYPES = ("text", "image", "audio")
 # What a message may have beside its role and content, for the templates that write it.
-MESSAGE_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
+MESSAGE_KEYS: tuple[Literal["name", "tool_calls", "tool_call_id", "reasoning_content"], ...] = (
+    "name", "tool_calls", "tool_call_id", "reasoning_content",
+)  # fmt: skip
 # How hints begin and read that only who plans can follow.
 PLAN_HINT = "Plan with "
 CONTEXT_HINT = "Shorten the prompt, lower max_new_tokens, or plan with a larger context="
 
 
 def prepare(
-    model: Any, prompt: Any, *, images: Sequence[Any] = (), audios: Sequence[Any] = (), system: str | None = None,
-    template_kwargs: Mapping[str, Any] | None = None, tools: Sequence[Mapping[str, Any]] = (),
+    model: ChatModel, prompt: object, *, images: Sequence[object] = (), audios: Sequence[object] = (), system: str | None = None,
+    template_kwargs: Mapping[str, object] | None = None, tools: Sequence[Mapping[str, object]] = (),
     device: torch.device | None = None, continue_final_message: bool = False,
 ) -> Inputs:  # fmt: skip
     """Return the inputs of one prompt: text, chat messages with parts in their order, or token ids taken as they are.
@@ -80,9 +89,7 @@ def prepare(
     )  # fmt: skip
 
 
-def decode_media(
-    model: Any, messages: Sequence[Mapping[str, Any]], *, audio_s: float | None = None
-) -> list[dict[str, Any]]:
+def decode_media(model: ChatModel, messages: Sequence[object], *, audio_s: float | None = None) -> list[Message]:
     """Return chat messages with their images and audio decoded: Pillow images, samples at 16 kHz. Needs no tokenizer.
 
     audio_s: most seconds of all audio together, where that is less than planned. Errors: as `prepare` for media; RequestError for
@@ -94,19 +101,22 @@ def decode_media(
     feature = getattr(model.processor, "feature_extractor", None)
     if sounds and feature is None:
         raise CheckpointError("its processor has no feature extractor for audio", path=model.processor_folder)
-    decoded = {
+    decoded: Mapping[str, Iterator[object]] = {
         "image": iter([_numbered(number, read_image, picture) for number, picture in enumerate(pictures)]),
         "audio": iter(_read_sounds(model, feature, sounds, most_s=audio_s)),
     }
     for message in checked:
-        message["content"] = [
-            part if part["type"] == "text" else {**part, part["type"]: next(decoded[part["type"]])}
-            for part in message["content"]
-        ]
+        message["content"] = [_with_medium(part, decoded) for part in parts_in(message)]
     return checked
 
 
-def check_fits(model: Any, inputs: Inputs, max_new_tokens: int) -> None:
+def _with_medium(part: Part, decoded: Mapping[str, Iterator[object]]) -> Part:
+    if part["type"] == "image":
+        return {**part, "image": next(decoded["image"])}
+    return {**part, "audio": next(decoded["audio"])} if part["type"] == "audio" else part
+
+
+def check_fits(model: HasContext, inputs: Inputs, max_new_tokens: int) -> None:
     """Raise RequestError if prompt and answer are longer than the context that was planned."""
     if inputs.prompt_tokens + max_new_tokens > model.context_tokens:
         answer = f" and the answer may have {max_new_tokens}, together" if max_new_tokens else ","
@@ -116,21 +126,21 @@ def check_fits(model: Any, inputs: Inputs, max_new_tokens: int) -> None:
         )  # fmt: skip
 
 
-def fitted(model: Any, inputs: Inputs, request: GenerateRequest) -> GenerateRequest:
+def fitted(model: HasContext, inputs: Inputs, request: GenerateRequest) -> GenerateRequest:
     """Return the request with max_new_tokens as a number. Errors: RequestError if prompt and answer do not fit the context."""
     request = request.within(model.context_tokens - inputs.prompt_tokens)
     check_fits(model, inputs, request.answer_tokens)
     return request
 
 
-def is_token_ids(prompt: Any) -> bool:
+def is_token_ids(prompt: object) -> TypeGuard[Sequence[int]]:
     """Whether a prompt is a list of token ids."""
     return isinstance(prompt, (list, tuple)) and bool(prompt) and all(
         isinstance(item, int) and not isinstance(item, bool) for item in prompt
     )  # fmt: skip
 
 
-def _from_ids(model: Any, ids: Sequence[int], device: torch.device | None) -> Inputs:
+def _from_ids(model: ChatModel, ids: Sequence[int], device: torch.device | None) -> Inputs:
     vocabulary = int(model.hf_model.config.get_text_config().vocab_size)
     if not all(0 <= token < vocabulary for token in ids):
         raise RequestError(f"token ids must be between 0 and {vocabulary - 1}", field="prompt")
@@ -141,12 +151,12 @@ def _from_ids(model: Any, ids: Sequence[int], device: torch.device | None) -> In
 
 
 def _messages(
-    prompt: Any, images: Sequence[Any], audios: Sequence[Any], system: str | None
-) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
+    prompt: object, images: Sequence[object], audios: Sequence[object], system: str | None
+) -> tuple[list[Message], list[object], list[object]]:
     if isinstance(prompt, str):
-        parts = [{"type": "image", "image": image} for image in images]
+        parts: list[object] = [{"type": "image", "image": image} for image in images]
         parts += [{"type": "text", "text": prompt}] + [{"type": "audio", "audio": audio} for audio in audios]
-        raw: list[Any] = [{"role": "user", "content": parts}]
+        raw: list[object] = [{"role": "user", "content": parts}]
     elif isinstance(prompt, (list, tuple)) and prompt:
         if images or audios:
             raise RequestError("chat messages carry their own media parts", field="image" if images else "audio")
@@ -157,12 +167,12 @@ def _messages(
         if raw and isinstance(raw[0], Mapping) and raw[0].get("role") == "system":
             raise RequestError("the messages already have a system message", field="system")
         raw.insert(0, {"role": "system", "content": system})
-    pictures: list[Any] = []
-    sounds: list[Any] = []
+    pictures: list[object] = []
+    sounds: list[object] = []
     return [_message(place, item, pictures, sounds) for place, item in enumerate(raw)], pictures, sounds
 
 
-def _message(place: int, item: Any, pictures: list[Any], sounds: list[Any]) -> dict[str, Any]:
+def _message(place: int, item: object, pictures: list[object], sounds: list[object]) -> Message:
     if not isinstance(item, Mapping) or item.get("role") not in ROLES:
         raise RequestError(f"message {place} has no known role", field="prompt", allowed=ROLES)
     content = item.get("content")
@@ -171,7 +181,7 @@ def _message(place: int, item: Any, pictures: list[Any], sounds: list[Any]) -> d
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, (list, tuple)):
         raise RequestError(f"message {place} has no content", field="prompt")
-    described = []
+    described: list[Part] = []
     for part in map(own_form, parts):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in PART_TYPES or kind not in part:
@@ -184,10 +194,14 @@ def _message(place: int, item: Any, pictures: list[Any], sounds: list[Any]) -> d
         medium = LowDetail(part[kind]) if kind == "image" and part.get("detail") == "low" else part[kind]
         (pictures if kind == "image" else sounds).append(medium)
         described.append({"type": kind})
-    return {"role": item["role"], "content": described} | {key: item[key] for key in MESSAGE_KEYS if item.get(key)}
+    message: Message = {"role": item["role"], "content": described}
+    for key in MESSAGE_KEYS:
+        if item.get(key):
+            message[key] = item[key]
+    return message
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     text = str(value)
     try:
         text.encode()
@@ -207,11 +221,11 @@ def control_tokens(processor: Any) -> ControlTokens:
     return ControlTokens(tokenizer, processor, str(_template(processor, tokenizer))[:MAX_TEMPLATE_CHARS])
 
 
-def _template(processor: Any, tokenizer: Any) -> Any:
+def _template(processor: object, tokenizer: object) -> object:
     return getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
 
 
-def _check_modalities(model: Any, pictures: list[Any], sounds: list[Any]) -> None:
+def _check_modalities(model: ChatModel, pictures: list[object], sounds: list[object]) -> None:
     config = model.hf_model.config
     sub_configs = getattr(config, "sub_configs", None) or {}
     sees = any("vision" in name and getattr(config, name, None) is not None for name in sub_configs)
@@ -223,7 +237,7 @@ def _check_modalities(model: Any, pictures: list[Any], sounds: list[Any]) -> Non
         raise RequestError(f"this model takes {', '.join(known)}", field="audio", hint="Omit the audio")
 
 
-def _check_planned(model: Any, field: str, count: float, planned: str, what: str) -> None:
+def _check_planned(model: ChatModel, field: str, count: float, planned: str, what: str) -> None:
     """Raise RequestError if a prompt has more media than the memory that was counted for them."""
     limit = getattr(model.plan.request, planned)
     if count > limit:
@@ -233,14 +247,14 @@ def _check_planned(model: Any, field: str, count: float, planned: str, what: str
         )  # fmt: skip
 
 
-def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _joined(messages: list[Message]) -> list[Message]:
     """Return messages with plain text contents, the form of text-only templates."""
-    return [{**message, "content": "".join(part["text"] for part in message["content"])} for message in messages]
+    return [{**message, "content": "".join(part["text"] for part in parts_in(message))} for message in messages]
 
 
-def _check_continues(message: Mapping[str, Any]) -> None:
+def _check_continues(message: Message) -> None:
     """Raise RequestError for a last message without a text that an answer can continue."""
-    parts = message["content"]
+    parts = parts_in(message)
     ends_in_text = bool(parts) and parts[-1]["type"] == "text" and bool(parts[-1]["text"].strip())
     if message["role"] != "assistant" or message.get("tool_calls") or not ends_in_text:
         raise RequestError(
@@ -253,7 +267,7 @@ def _check_continues(message: Mapping[str, Any]) -> None:
 _END = "\U0010fffd"
 
 
-def _with_end(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
+def _with_end(messages: Sequence[Message]) -> tuple[list[Message], str]:
     """Return messages with _END after the last one's text, and that text."""
     *earlier, last = messages
     content = last["content"]
@@ -275,13 +289,13 @@ def _up_to_end(rendered: str, text: str) -> str:
 
 
 def _rendered(
-    model: Any, owner: Any, messages: list[dict[str, Any]], template_kwargs: Mapping[str, Any] | None,
-    tools: Sequence[Mapping[str, Any]], continue_final_message: bool,
+    model: ChatModel, owner: ChatTemplateOwner, messages: list[Message], template_kwargs: Mapping[str, object] | None,
+    tools: Sequence[Mapping[str, object]], continue_final_message: bool,
 ) -> PromptText:  # fmt: skip
     if tools and "tools" not in form_of(owner.chat_template, with_tools=True).reads:
         raise RequestError("not supported: tools (the checkpoint's chat template has no tools)", field="tools")
 
-    def render(changed: Sequence[Mapping[str, Any]], changed_tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def render(changed: Sequence[Message], changed_tools: Sequence[Mapping[str, object]] = ()) -> str:
         options = dict(template_kwargs or {})
         if changed_tools:
             options["tools"] = list(changed_tools)
@@ -311,7 +325,7 @@ def _rendered(
 
 
 def _opening(
-    model: Any, render: Callable[..., str], messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], text: str
+    model: ChatModel, render: Callable[..., str], messages: Sequence[Message], tools: Sequence[Mapping[str, object]], text: str
 ) -> str:  # fmt: skip
     """Return what a rendered prompt begins with in all chats with its tools and first system messages; "" where no prefix cache
     needs it, or there are none."""
@@ -329,17 +343,17 @@ def _opening(
     return opening if mark and text.startswith(opening) else ""
 
 
-def _with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _with_short_ids(messages: Sequence[Message]) -> list[Message]:
     """Return messages whose calls have ids of nine letters and digits: Mistral's templates refuse others."""
 
-    def short(given: Any) -> str:
+    def short(given: object) -> str:
         if re.fullmatch(r"[A-Za-z0-9]{9}", str(given)):
             return str(given)
         return hashlib.sha256(str(given).encode("utf-8", "replace")).hexdigest()[:9]
 
-    shortened = []
+    shortened: list[Message] = []
     for message in messages:
-        changed = dict(message)
+        changed: Message = {**message}
         if message.get("tool_calls"):
             changed["tool_calls"] = [{**call, "id": short(call.get("id"))} for call in message["tool_calls"]]
         if "tool_call_id" in message:
@@ -352,20 +366,20 @@ def _with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 _LIST = re.compile(r"""\{["']type["']: ["']text["'], ["']text["']: """)
 
 
-def _texts_plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _texts_plain(messages: Sequence[Message]) -> list[Message]:
     """Return the messages. Contents without media become text."""
-    plain = []
+    plain: list[Message] = []
     for message in messages:
         parts = message["content"]
         if isinstance(parts, list) and all(part.get("type") == "text" for part in parts):
             message = {**message, "content": "".join(part["text"] for part in parts)}
-        plain.append(dict(message))
+        plain.append({**message})
     return plain
 
 
-def _neutral(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _neutral(messages: Sequence[Message]) -> list[Message]:
     """Return messages of the same form with another text."""
-    neutral = []
+    neutral: list[Message] = []
     for message in messages:
         parts = message["content"]
         if isinstance(parts, list):
@@ -375,7 +389,7 @@ def _neutral(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _check_names(
-    render: Callable[..., str], messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    render: Callable[..., str], messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
 ) -> None:
     """Raise RequestError if the template writes no names: a client that sends one relies on it."""
     without = [
@@ -387,8 +401,8 @@ def _check_names(
 
 
 def _text_only(
-    model: Any, tokenizer: Any, messages: list[dict[str, Any]], prompt: Any, system: str | None,
-    template_kwargs: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]], device: torch.device,
+    model: ChatModel, tokenizer: Tokenizer, messages: list[Message], prompt: object, system: str | None,
+    template_kwargs: Mapping[str, object] | None, tools: Sequence[Mapping[str, object]], device: torch.device,
     continue_final_message: bool,
 ) -> Inputs:  # fmt: skip
     if not getattr(tokenizer, "chat_template", None):
@@ -396,7 +410,8 @@ def _text_only(
         encoded = tokenizer(text, return_tensors="pt", add_special_tokens=_adds_special(tokenizer, text))
         return _inputs(model, tokenizer, encoded, device, has_media=False)
 
-    def encode(text: str) -> Any:  # a template writes the first token itself, where the model knows one
+    # A template writes the first token itself, where the model knows one.
+    def encode(text: str) -> MutableMapping[str, object]:
         return tokenizer(text, return_tensors="pt", add_special_tokens=False)
 
     rendered = _rendered(model, tokenizer, _joined(messages), template_kwargs, tools, continue_final_message)
@@ -405,7 +420,10 @@ def _text_only(
 
 
 def _plain(
-    prompt: Any, system: str | None, template_kwargs: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]]
+    prompt: object,
+    system: str | None,
+    template_kwargs: Mapping[str, object] | None,
+    tools: Sequence[Mapping[str, object]],
 ) -> str:
     if tools:
         raise RequestError("not supported: tools (the checkpoint has no chat template)", field="tools")
@@ -415,14 +433,14 @@ def _plain(
     return _text(prompt)
 
 
-def _adds_special(tokenizer: Any, text: str) -> bool:
+def _adds_special(tokenizer: Tokenizer, text: str) -> bool:
     # A template writes the first token itself; a second one would change the answer.
     return not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
 
 
 def _through_processor(
-    model: Any, processor: Any, messages: list[dict[str, Any]], pictures: list[Any], sounds: list[Any], prompt: Any,
-    system: str | None, template_kwargs: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]], device: torch.device,
+    model: ChatModel, processor: Any, messages: list[Message], pictures: list[object], sounds: list[object], prompt: object,
+    system: str | None, template_kwargs: Mapping[str, object] | None, tools: Sequence[Mapping[str, object]], device: torch.device,
     continue_final_message: bool,
 ) -> Inputs:  # fmt: skip
     tokenizer = getattr(processor, "tokenizer", processor)
@@ -434,18 +452,20 @@ def _through_processor(
     else:
         rendered = PromptText(_plain(prompt, system, template_kwargs, tools))
     adds_special = _adds_special(tokenizer, rendered.text)
-    options: dict[str, Any] = {"add_special_tokens": adds_special}
+    images: list[Image.Image] = []
+    audio: list[np.ndarray] = []
+    options: dict[str, object] = {"add_special_tokens": adds_special}
     if pictures or sounds:
         options["return_tensors"] = "pt"
     if pictures:
-        options["images"] = [_numbered(number, read_image, picture) for number, picture in enumerate(pictures)]
+        options["images"] = images = [_numbered(number, read_image, picture) for number, picture in enumerate(pictures)]
     if sounds:
         feature = getattr(processor, "feature_extractor", None)
         if feature is None:
             raise CheckpointError("its processor has no feature extractor for audio", path=model.processor_folder)
-        options["audio"] = _read_sounds(model, feature, sounds)
+        options["audio"] = audio = _read_sounds(model, feature, sounds)
 
-    def encode(text: str) -> Any:
+    def encode(text: str) -> MutableMapping[str, object]:
         return _tensors(processor(text=[text], **options))
 
     try:
@@ -453,17 +473,17 @@ def _through_processor(
     except (ValueError, TypeError, IndexError) as exc:
         raise RequestError(f"the model's processor refuses this prompt ({exc})", field="prompt") from exc
     check_taken(encoded, len(pictures) + len(sounds), model.processor_folder)
-    check_pictures(model.hf_model.config, encoded, options.get("images", ()))
-    check_frames(encoded, options.get("audio", ()), SAMPLE_RATE)
+    check_pictures(model.hf_model.config, encoded, images)
+    check_frames(encoded, audio, SAMPLE_RATE)
     digests = (
-        [picture_digest(picture) for picture in options.get("images", ())],
-        [sound_digest(samples) for samples in options.get("audio", ())],
+        [picture_digest(picture) for picture in images],
+        [sound_digest(samples) for samples in audio],
     )
     has_media = bool(pictures or sounds)
     return _inputs(model, tokenizer, encoded, device, has_media=has_media, digests=digests, rendered=rendered)
 
 
-def _tensors(encoded: Any) -> Any:
+def _tensors(encoded: MutableMapping[str, object]) -> MutableMapping[str, object]:
     """Return what a processor made of a prompt, with tensors in place of its lists of tokens.
 
     For a text it makes tensors more slowly than it tokenizes: it looks at every number first. That time is lost for the thread
@@ -475,7 +495,7 @@ def _tensors(encoded: Any) -> Any:
     return encoded
 
 
-def _numbered(number: int, read: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def _numbered(number: int, read: Callable[..., T], *arguments: object, **options: object) -> T:
     """Return what `read` returns. An error names the number of the medium."""
     try:
         return read(*arguments, **options)
@@ -484,11 +504,13 @@ def _numbered(number: int, read: Callable[..., Any], *arguments: Any, **options:
         raise
 
 
-def _read_sounds(model: Any, feature: Any, sounds: Sequence[Any], *, most_s: float | None = None) -> list[Any]:
+def _read_sounds(
+    model: ChatModel, feature: Any, sounds: Sequence[object], *, most_s: float | None = None
+) -> list[np.ndarray]:
     """Return the samples of every sound, of which no more are decoded than were planned. most_s: as `audio_s` of `decode_media`."""
     planned_s = float(model.plan.request.audio_s)
     limit_s = planned_s if most_s is None else min(most_s, planned_s)
-    read: list[Any] = []
+    read: list[np.ndarray] = []
     for number, sound in enumerate(sounds):
         read.append(_numbered(number, read_audio, sound, max_s=limit_s))
         seconds = sum(len(samples) for samples in read) / SAMPLE_RATE
@@ -505,7 +527,7 @@ def _read_sounds(model: Any, feature: Any, sounds: Sequence[Any], *, most_s: flo
 
 
 def _inputs(
-    model: Any, tokenizer: Any, encoded: Mapping[str, Any], device: torch.device, *, has_media: bool,
+    model: ChatModel, tokenizer: Tokenizer, encoded: Mapping[str, Any], device: torch.device, *, has_media: bool,
     digests: tuple[Sequence[bytes], Sequence[bytes]] = ((), ()), rendered: PromptText | None = None,
 ) -> Inputs:  # fmt: skip
     tensors = {}
@@ -528,12 +550,12 @@ def _inputs(
     return Inputs(tensors, len(ids), ids, has_media, marks, turns, opening)
 
 
-def _encoded(tokenizer: Any, text: str) -> Sequence[int]:
+def _encoded(tokenizer: Tokenizer, text: str) -> Sequence[int]:
     token_ids: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return token_ids
 
 
-def _check_known(model: Any, tokenizer: Any, ids: Sequence[int]) -> None:
+def _check_known(model: ChatModel, tokenizer: Tokenizer, ids: Sequence[int]) -> None:
     """Raise CheckpointError if the embedding has no row for an id, RequestError if the tokenizer does not know the text."""
     vocabulary = int(model.hf_model.config.get_text_config().vocab_size)
     unknown = [token for token in ids if token >= vocabulary]

@@ -9,10 +9,14 @@ go on, and end there where that is asked for. `trimtab.load` and `verify` do as 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from trimtab.engine.templates.render import REFUSALS, render
 from trimtab.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from trimtab.engine.chat.chat_model import ChatModel
+    from trimtab.engine.formats.hf_types import HFModel
 
 # A private character that no template changes.
 _ANSWER = "\U0010fffc"
@@ -25,7 +29,7 @@ class TurnEnd(NamedTuple):
     text: str
 
 
-def end_token_ids(hf_model: Any) -> tuple[int, ...]:
+def end_token_ids(hf_model: HFModel) -> tuple[int, ...]:
     """Return every token id that ends an answer, from the generation config or else the model's config."""
     ids = getattr(hf_model.generation_config, "eos_token_id", None)
     if ids is None:
@@ -35,7 +39,7 @@ def end_token_ids(hf_model: Any) -> tuple[int, ...]:
     return tuple(int(token) for token in ids) if isinstance(ids, (list, tuple)) else (int(ids),)
 
 
-def turn_end(model: Any) -> TurnEnd | None:
+def turn_end(model: ChatModel) -> TurnEnd | None:
     """Return the control token that the template writes first behind an answer; None without a template or such a token."""
     processor = model.processor
     tokenizer = getattr(processor, "tokenizer", processor)
@@ -55,13 +59,13 @@ def turn_end(model: Any) -> TurnEnd | None:
     return None
 
 
-def missing_turn_end(model: Any) -> TurnEnd | None:
+def missing_turn_end(model: ChatModel) -> TurnEnd | None:
     """Return the token that ends a turn, if no list of the checkpoint has it: then answers do not end there."""
     found = turn_end(model)
     return found if found is not None and found.token_id not in end_token_ids(model.hf_model) else None
 
 
-def stop_at_turn_end(model: Any, *, is_asked: bool | None = None) -> TurnEnd | None:
+def stop_at_turn_end(model: ChatModel, *, is_asked: bool | None = None) -> TurnEnd | None:
     """Let answers of a loaded model end where its chat template ends a turn, also if the checkpoint's lists do not say so.
 
     is_asked: None ends them there if the tokenizer's own end token is that token, False never. Returns the token at which

@@ -48,11 +48,11 @@ class KeptChecks:
         key = facts(device)
         return cls(key, _read(key))
 
-    def find(self, *what: Any) -> Entry | None:
+    def find(self, *what: object) -> Entry | None:
         """Return what a passed check left, None if it was not passed here. what: the check and everything that decides it."""
         return self._entries.get(repr(what))
 
-    def keep(self, entry: Entry, *what: Any) -> None:
+    def keep(self, entry: Entry, *what: object) -> None:
         """Keep that a check passed, in this object; `save` writes it. entry: JSON values."""
         self._entries[repr(what)] = self._added[repr(what)] = entry
 

@@ -55,7 +55,7 @@ class GraphCache(OrderedDict[tuple[Hashable, ...], Captured]):
 
 
 @contextmanager
-def _ended_on_error(side: torch.cuda.Stream, pool: Any) -> Iterator[None]:
+def _ended_on_error(side: torch.cuda.Stream, pool: object) -> Iterator[None]:
     """Let torch's allocator know of a capture that fails in the block that it is over.
 
     Up to torch 2.12 `capture_end` raises before it says so (https://github.com/pytorch/pytorch/pull/180395): every later
@@ -65,7 +65,7 @@ def _ended_on_error(side: torch.cuda.Stream, pool: Any) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        end: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
+        end = getattr(torch._C, "_cuda_endAllocateToPool", None)
         with suppress(Exception):  # torch knows already
             if end is not None:
                 end(side.device.index, pool)

@@ -121,7 +121,7 @@ class Compiler:
         self._call("nvrtcGetSupportedArchs", archs)
         self.archs = tuple(sorted(archs))
 
-    def _call(self, name: str, *args: Any) -> None:
+    def _call(self, name: str, *args: object) -> None:
         code = getattr(self._lib, name)(*args)
         if code:
             raise OSError(f"{name} of {self.path} answered {code}")

@@ -76,7 +76,7 @@ def why_not(cut: Cut, limits: KernelLimits, shared_bytes: int, *, is_timed: bool
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-def document(target: Target, configs: Mapping[CutKey, Cut], about: Mapping[str, str]) -> dict[str, Any]:
+def document(target: Target, configs: Mapping[CutKey, Cut], about: Mapping[str, str]) -> dict[str, object]:
     """Return what a file of configurations holds. about: releases that they were measured with."""
     rows = [
         {"rows": list(key[1]), "columns": key[2], "pair": key[4], **asdict(replace(cut, estimated_us=0.0))}

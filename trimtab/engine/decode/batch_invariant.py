@@ -19,7 +19,7 @@ first start makes), or after an adapter was loaded that changes layers that none
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from trimtab.planning.values.execution import INVARIANT_CHUNK
 
 if TYPE_CHECKING:
     from trimtab.engine.decode.decode_step import DecodeStep
+    from trimtab.engine.layers.context import EngineContext
 
 
 def piece_tokens(sizes: Sequence[int], prefill_tokens: int) -> int:
@@ -40,7 +41,7 @@ def piece_tokens(sizes: Sequence[int], prefill_tokens: int) -> int:
     return max(sizes) if sizes else min(prefill_tokens or INVARIANT_CHUNK, INVARIANT_CHUNK)
 
 
-def check_rows(model: Any, rows: int) -> None:
+def check_rows(model: EngineContext, rows: int) -> None:
     """Raise RequestError for a batch of another number of rows than the plan's, whose answers would have other bits."""
     planned = model.plan.request.batch
     if model.plan.request.batch_invariant and rows != planned:

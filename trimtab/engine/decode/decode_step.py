@@ -14,7 +14,7 @@ run and replayed.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from trimtab.engine.layers.context import EngineContext
     from trimtab.engine.lora import layers as lora
 
+# Of so many rows: logits, or what `FusedStep` returns.
+Step = Callable[[int], Any]
 # In the key of a graph whose rows look their adapters up.
 _TABLE = "table"
 # Attention of a step through the modules reads this many places at least, doubled until the longest row fits.
@@ -165,7 +167,7 @@ class DecodeStep:
         """Whether a row's last token stands for a picture: transformers embeds another one in its place."""
         return state.any_of(self._placeholders)
 
-    def _eager(self, state: BatchState, step: Any) -> tuple[Tensor, Tensor]:
+    def _eager(self, state: BatchState, step: Step) -> tuple[Tensor, Tensor]:
         self.cache.seen_places = self._places(state)
         self.model.adapter_store.set_rows(state.adapters)
         return self._finish(step, state.count)
@@ -208,13 +210,13 @@ class DecodeStep:
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _finish(self, step: Any, count: int, next_tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _finish(self, step: Step, count: int, next_tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             if self._fused is not None and step is self._fused:
                 return self._fused(count, next_tokens)
             return ends.likeliest(step(count), None, next_tokens, self.kernels.ends)
 
-    def _finish_and_go_on(self, step: Any, count: int) -> tuple[Tensor, Tensor]:
+    def _finish_and_go_on(self, step: Step, count: int) -> tuple[Tensor, Tensor]:
         return self._finish(step, count, self.tokens[:count, 0])
 
     def _places(self, state: BatchState, *, sees_all: bool = False) -> int:
@@ -254,7 +256,7 @@ class DecodeStep:
         if self.is_invariant:
             bucket = self.rows
         padded = [*names, *[None] * (bucket - count)]
-        step: Any = self._short
+        step: Step = self._short
         kind = "modules"
         slots = self._slots_for(names)
         if self.mode != "graph" and bucket <= many_rows.MOST_ROWS:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +75,7 @@ class CapturedStep:
 
     graph: torch.cuda.CUDAGraph
     outputs: tuple[Tensor, Tensor]
-    keep: Any  # tensors that the graph reads by address
+    keep: object  # tensors that the graph reads by address
     streamer: tiers.Streamer | None = None
     order: Sequence[Piece] = ()  # the pieces of streamed blocks that it enters
 
@@ -101,7 +100,7 @@ class StepCapture:
     def kernels(self) -> Kernels:
         return self.choice.kernels
 
-    def overlap_pays(self, run: Run, keep: Any, count: int) -> bool:
+    def overlap_pays(self, run: Run, keep: object, count: int) -> bool:
         """Return whether kernels that begin while the one before ends give the same bits and a faster step here; measured once for
         kernels, and once for each batch whose decoder layers are copied beside its steps."""
         if self.device.type != "cuda" or self.kernels.is_empty:
@@ -122,7 +121,7 @@ class StepCapture:
                 self.kernels.checks.save()
         return self.kernels.overlap_pays
 
-    def _try_overlap(self, run: Run, keep: Any, count: int) -> bool:
+    def _try_overlap(self, run: Run, keep: object, count: int) -> bool:
         plain_ms, plain = self.tried(run, keep, count, overlap=False)
         try:
             ms, scores = self.tried(run, keep, count, overlap=True)
@@ -142,7 +141,7 @@ class StepCapture:
         """Whether a step's weights are copied beside it: the time of one step is then also that of its copies."""
         return bool(self.order) or self.has_streamed_layers
 
-    def tried(self, run: Run, keep: Any, count: int, *, overlap: bool) -> tuple[float, Tensor]:
+    def tried(self, run: Run, keep: object, count: int, *, overlap: bool) -> tuple[float, Tensor]:
         """Return the milliseconds of a captured step and its scores; nothing that the next step reads is changed."""
         with self.kernels.overlapping(overlap):
             one = self.record(run, keep, count)
@@ -159,7 +158,7 @@ class StepCapture:
         self.tokens.copy_(before)
         return best, one.outputs[0].clone()
 
-    def record(self, run: Run, keep: Any, count: int) -> CapturedStep:
+    def record(self, run: Run, keep: object, count: int) -> CapturedStep:
         """Return a graph of `run` whose first replay gave the same logits of `count` rows as the run itself.
 
         keep: objects that it reads by address. Errors: RuntimeError and DeviceError, also for a replay with other logits.

@@ -26,6 +26,8 @@ from trimtab.engine.layers.linear import Leaf
 
 if TYPE_CHECKING:
     from trimtab.engine.batched_lora.unpacked_columns import UnpackedColumns
+    from trimtab.engine.cuda import nvrtc
+    from trimtab.engine.families.step import NormLayer
     from trimtab.engine.layers.unpacked import UnpackedWeights
 
 
@@ -51,7 +53,7 @@ class ChunkLayers:
 
         def forward(
             hidden_states: Tensor, per_layer_input: Tensor | None = None, shared_kv_states: Any = None,
-            position_embeddings: Any = None, past_key_values: Any = None, **kwargs: Any,
+            position_embeddings: Any = None, past_key_values: Any = None, **kwargs: object,
         ) -> Tensor:  # fmt: skip
             rows, width = hidden_states.shape[0], hidden_states.shape[-1]
             h = hidden_states.reshape(-1, width)
@@ -80,7 +82,7 @@ class ChunkLayers:
 
         return forward
 
-    def _input(self, hidden_states: Tensor, h: Tensor, norm: Any, module: Any) -> Tensor:
+    def _input(self, hidden_states: Tensor, h: Tensor, norm: NormLayer, module: nvrtc.Module) -> Tensor:
         made, self._made = self._made, None
         if made is not None and made[0] is hidden_states:
             return made[1]

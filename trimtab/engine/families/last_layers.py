@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ from trimtab.engine.lora.fewer_ops import is_plain
 from trimtab.engine.lora.store import EAGER, AdapterTable
 
 if TYPE_CHECKING:
+    from trimtab.engine.families.step import NormLayer
+    from trimtab.engine.lora.store import AdaptedLayer
     from trimtab.engine.passes.chunk_forward import Buffers
 
 
@@ -72,7 +74,7 @@ class OneAdapter:
     def table(self) -> AdapterTable:
         return self
 
-    def apply(self, layer: Any, x: Tensor, y: Tensor) -> Tensor:
+    def apply(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
         """As `EagerAdapters`: these layers are computed by kernels, which read the table."""
         return EAGER.apply(layer, x, y)
 
@@ -151,7 +153,9 @@ class LastLayers:
         """Return what stands for a layer's forward in a pass: from the tokens of a chunk [1, S, D] and the layer's own input
         [1, S, P] it gives [1, 1, D], which the last of these layers writes. buffers: of the chunk."""
 
-        def forward(hidden_states: Tensor, per_layer_input: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        def forward(
+            hidden_states: Tensor, per_layer_input: Tensor | None = None, *args: object, **kwargs: object
+        ) -> Tensor:
             with self.adapter_store.applying(self._table):
                 return self._layer(number, hidden_states, per_layer_input, buffers.last, buffers.start)
 
@@ -176,7 +180,7 @@ class LastLayers:
         assert now.norm is not None
         return step.normed(now.x, now.norm)[None]
 
-    def _through(self, now: _Pass, number: int, extra: Tensor | None, following: Any) -> None:
+    def _through(self, now: _Pass, number: int, extra: Tensor | None, following: NormLayer | None) -> None:
         now.x, now.norm = self.step.layer(
             number, now.where, now.turns, now.states, now.h, now.x, now.norm, extra, following
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,13 +28,15 @@ from trimtab.engine.layers.linear import Leaf, ResidentLeaf, packed_together, st
 from trimtab.engine.lora.layers import SavedModule
 
 if TYPE_CHECKING:
+    from trimtab.engine.formats.hf_types import HFModel
     from trimtab.engine.kernels.device_kernels import Kernels
+    from trimtab.engine.kv.pages import PageTable
     from trimtab.engine.layers.unpacked import UnpackedWeights
 
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}
 
 
-def text_model(hf_model: Any) -> Any:
+def text_model(hf_model: HFModel) -> Any:
     """Return the decoder of a Gemma 4, None for another family."""
     for module in hf_model.modules():
         if type(module).__name__ == "Gemma4TextModel":
@@ -42,7 +44,7 @@ def text_model(hf_model: Any) -> Any:
     return None
 
 
-def why_not(hf_model: Any) -> str | None:
+def why_not(hf_model: HFModel) -> str | None:
     """Return why this model's step cannot be made of these kernels, None if it can."""
     text = text_model(hf_model)
     if text is None:
@@ -58,7 +60,7 @@ def why_not(hf_model: Any) -> str | None:
 
 
 def choose_kernels(
-    hf_model: Any, rows: int, *, is_invariant: bool = False, progress: Callable[[int, int], None] | None = None
+    hf_model: HFModel, rows: int, *, is_invariant: bool = False, progress: Callable[[int, int], None] | None = None
 ) -> Kernels:
     """Return the kernels that work and pay for this model's steps of up to `rows` rows. is_invariant: of all of them, each with the
     bits that it has alone. progress: of measuring them."""
@@ -71,7 +73,7 @@ def choose_kernels(
     return kernels
 
 
-def product_groups(hf_model: Any) -> list[list[list[Leaf]]]:
+def product_groups(hf_model: HFModel) -> list[list[list[Leaf]]]:
     """Return for every shape of product the groups of layers that have it; a group reads one input."""
     groups: dict[tuple[int, ...], list[list[Leaf]]] = {}
     for layer in text_model(hf_model).layers:
@@ -83,7 +85,7 @@ def product_groups(hf_model: Any) -> list[list[list[Leaf]]]:
     return list(groups.values())
 
 
-def attention_kinds(hf_model: Any, of: str | None = None) -> list[tuple[int, int, int]]:
+def attention_kinds(hf_model: HFModel, of: str | None = None) -> list[tuple[int, int, int]]:
     """Return (heads, kv heads, head size) of each kind of layer. of: only layers of this entry of `layer_types`."""
     kinds: dict[tuple[int, int, int], None] = {}
     text = text_model(hf_model)
@@ -96,7 +98,7 @@ def attention_kinds(hf_model: Any, of: str | None = None) -> list[tuple[int, int
     return list(kinds)
 
 
-def _sizes(hf_model: Any) -> ends.Sizes:
+def _sizes(hf_model: HFModel) -> ends.Sizes:
     config = text_model(hf_model).config
     per_layer = config.hidden_size_per_layer_input or 0
     return ends.Sizes(
@@ -120,7 +122,9 @@ def _projections(attention: Any) -> list[Leaf]:
     return [leaf for leaf in (attention.q_proj, attention.k_proj, attention.v_proj) if leaf is not None]
 
 
-def _norm(residual: Tensor, post: Any, following: Any, scalar: Tensor | None, out_h: Tensor) -> matvec.Norm:
+def _norm(
+    residual: Tensor, post: NormLayer, following: NormLayer | None, scalar: Tensor | None, out_h: Tensor
+) -> matvec.Norm:
     return matvec.Norm(residual, post.weight, None if following is None else following.weight, post.eps, scalar, out_h)
 
 
@@ -140,6 +144,13 @@ def _scale(table: Table) -> float:
     return 1.0 if table.embed_scale is None else float(table.embed_scale.to(table.dtype))
 
 
+class NormLayer(Protocol):
+    """A norm of the text model."""
+
+    weight: Tensor
+    eps: float
+
+
 @dataclass(frozen=True)
 class Where:
     """Where the tokens of a pass are in their rows of the cache. Shapes: positions, ring [n] int64: the position, and its place in
@@ -147,7 +158,7 @@ class Where:
 
     positions: Tensor
     ring: Tensor
-    pages: Any = None
+    pages: PageTable | None = None
 
 
 class FusedStep:
@@ -158,7 +169,7 @@ class FusedStep:
     """
 
     def __init__(
-        self, hf_model: Any, cache: SlotCache, tokens: Tensor, kernels: Kernels, unpacked: UnpackedWeights | None = None
+        self, hf_model: HFModel, cache: SlotCache, tokens: Tensor, kernels: Kernels, unpacked: UnpackedWeights | None = None
     ) -> None:  # fmt: skip
         self.hf_model, self.cache, self.tokens, self.kernels = hf_model, cache, tokens, kernels
         self.unpacked = unpacked
@@ -171,7 +182,7 @@ class FusedStep:
         self.pad_token_id = getattr(hf_model.config.get_text_config(), "pad_token_id", None)
         self._layers = list(self.text.layers)
         self._has_own_turns = self._turns_are_right()
-        self._buffers: dict[tuple[Any, ...], Tensor] = {}
+        self._buffers: dict[tuple[object, ...], Tensor] = {}
         # Asked before anything is captured: the answer reads a table on the device.
         self._is_ours = {group[0]: self._can_multiply(group) for layer in self._layers for group in products_of(layer)}
         self._is_many = {
@@ -335,7 +346,7 @@ class FusedStep:
 
     def layer(
         self, number: int, where: Where, turns: dict[str, tuple[Tensor, Tensor]], shared: dict[str, tuple[Tensor, Tensor]],
-        h: Tensor, x: Tensor, norm: matvec.Norm | None, extra: Tensor | None, following: Any,
+        h: Tensor, x: Tensor, norm: matvec.Norm | None, extra: Tensor | None, following: NormLayer | None,
     ) -> tuple[Tensor, matvec.Norm]:  # fmt: skip
         """Return the last product's output, and the norm that makes the next layer's input (and h) of it.
 
@@ -350,7 +361,7 @@ class FusedStep:
 
     def _layer(
         self, layer: Any, number: int, kind: str, turn: tuple[Tensor, ...], shared: dict[str, tuple[Tensor, Tensor]],
-        where: Where, h: Tensor, x: Tensor, norm: matvec.Norm | None, extra: Tensor | None, following: Any,
+        where: Where, h: Tensor, x: Tensor, norm: matvec.Norm | None, extra: Tensor | None, following: NormLayer | None,
     ) -> tuple[Tensor, matvec.Norm]:  # fmt: skip
         attention = layer.self_attn
         attended = self._attend(layer, number, kind, turn, shared, where, x, norm)

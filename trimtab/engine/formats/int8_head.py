@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from trimtab.engine.cuda import nvrtc
 from trimtab.planning.values.byte_sizes import HEAD_CHUNK_VALUES
+
+if TYPE_CHECKING:
+    from trimtab.engine.formats.hf_types import HFModel
 
 NAME = "8-bit head"
 NAMES = ("head8",)
@@ -151,7 +154,7 @@ def load(device: torch.device | str) -> nvrtc.Module:
     return nvrtc.Module(source(), device=device, name="head8.cu", needs_bf16=True)
 
 
-def module_of(hf_model: Any) -> nvrtc.Module | None:
+def module_of(hf_model: HFModel) -> nvrtc.Module | None:
     """Return the kernel that a loaded model's head uses, None if it uses torch or is no 8-bit head."""
     leaf = hf_model.get_output_embeddings()
     packed = getattr(leaf, "_packed", None) or getattr(getattr(leaf, "staged", None), "packed", None)

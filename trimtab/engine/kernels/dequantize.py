@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ from trimtab.engine.lora.store import Selection
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.errors import DeviceError
 from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
+
+if TYPE_CHECKING:
+    from trimtab.engine.formats.hf_types import HFModel
+    from trimtab.engine.layers.context import EngineContext
 
 NAMES = (
     "unpack_nested", "unpack_plain", "lora_low", "lora_low_tensor", "lora_up", "lora_low_rows", "lora_low_rows_tensor",
@@ -74,7 +78,7 @@ def can_unpack(packed: Packed) -> bool:
     return values % 32 == 0 and all(size >= 32 and size & (size - 1) == 0 for size in sizes)
 
 
-def unpack(packed: Packed, out: Tensor, module: Any = None) -> Tensor:
+def unpack(packed: Packed, out: Tensor, module: nvrtc.Module | None = None) -> Tensor:
     """Return the dequantized weight [D_out, D_in] in the memory of `out` (as many values or more, of its dtype)."""
     values = packed.shape[0] * packed.shape[1]
     weight = out.view(-1)[:values].view(packed.shape[0], packed.shape[1])
@@ -101,7 +105,7 @@ def unpack_arguments(packed: Packed, weight: Tensor) -> list[nvrtc.Argument]:
 
 
 def add(
-    A: Tensor, B: Tensor, scale: float, x: Tensor, y: Tensor, module: Any = None, *, round_change: bool
+    A: Tensor, B: Tensor, scale: float, x: Tensor, y: Tensor, module: nvrtc.Module | None = None, *, round_change: bool
 ) -> Tensor:  # fmt: skip
     """Return y [n, D_out] + scale * B (A x), in place, for x [n, D_in]; A [R, D_in] and B [D_out, R] in float32.
 
@@ -133,7 +137,8 @@ def add(
 
 
 def add_rows(
-    lora: LoraColumns, row_slots: Tensor, tokens: int, x: Tensor, y: Tensor, module: Any, *, largest_rank: int, round_change: bool
+    lora: LoraColumns, row_slots: Tensor, tokens: int, x: Tensor, y: Tensor, module: nvrtc.Module, *,
+    largest_rank: int, round_change: bool,
 ) -> Tensor:  # fmt: skip
     """Do what `add` does for rows of `tokens` neighbours each, a row with the adapter in its slot.
 
@@ -182,7 +187,7 @@ def can_add(A: Tensor, B: Tensor, x: Tensor, y: Tensor) -> bool:
 class ChunkAdapters(short_ops.ShortAdapters):
     """Adds adapters in a captured chunk: plain LoRA by the kernels, whatever else as in a short step."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: nvrtc.Module | None) -> None:
         super().__init__()
         self.module = module
 
@@ -210,7 +215,7 @@ class PromptKernels:
     reasons: (what, why) of the parts that are not used. measured_us: name -> (ours, theirs).
     """
 
-    module: Any = None
+    module: nvrtc.Module | None = None
     unpacks: bool = False
     adds: bool = False
     reasons: list[tuple[str, str]] = field(default_factory=list)
@@ -259,13 +264,13 @@ class PromptKernels:
         return self._weights.get(dtype)
 
 
-def four_bit(hf_model: Any) -> list[Leaf]:
+def four_bit(hf_model: HFModel) -> list[Leaf]:
     """Return the decoder's layers over 4-bit weights."""
     decoder = hf_model.get_decoder()
     return [one for one in decoder.modules() if isinstance(one, Leaf) and one.quant_kind in ("nf4", "fp4")]
 
 
-def choose(hf_model: Any, device: torch.device, dtype: torch.dtype) -> PromptKernels:
+def choose(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> PromptKernels:
     """Return the kernels that compile, compute rightly and are faster here, tried on one of the model's 4-bit layers.
 
     A model without such layers has nothing to unpack, and no reason is given for that.
@@ -330,13 +335,13 @@ def tried_leaf(leaves: Sequence[Leaf]) -> Leaf | None:
     )
 
 
-def has_adapters(model: Any) -> bool:
+def has_adapters(model: EngineContext) -> bool:
     """Whether the plan counts the columns of adapters in the room for unpacked weights (planning/memory/prompts.py)."""
     return bool(model.plan.request.adapters)
 
 
 def chosen_with_short_ops(
-    model: Any, fall_back: Callable[[str, str], None]
+    model: EngineContext, fall_back: Callable[[str, str], None]
 ) -> tuple[PromptKernels, short_ops.ShortOps]:  # fmt: skip
     """Return the object that lets a pass take fewer operations, with our kernels chosen on its device. fall_back: called with
     the reason and the name of anything that is not used."""
@@ -354,7 +359,7 @@ def chosen_with_short_ops(
     return kernels, short
 
 
-def wrong_unpack(packed: Packed, module: Any) -> str | None:
+def wrong_unpack(packed: Packed, module: nvrtc.Module) -> str | None:
     """Return why the kernel's weight is not bitsandbytes' own, bit for bit, None if it is."""
     expected = dequantize(packed)
     actual = unpack(packed, torch.full_like(expected, float("nan")), module)
@@ -364,7 +369,7 @@ def wrong_unpack(packed: Packed, module: Any) -> str | None:
     return f"{count} of {expected.numel()} values are not those of bitsandbytes"
 
 
-def wrong_add(module: Any, dtype: torch.dtype, *, tokens: Sequence[int] = (1, 9, 64, 515)) -> str | None:
+def wrong_add(module: nvrtc.Module, dtype: torch.dtype, *, tokens: Sequence[int] = (1, 9, 64, 515)) -> str | None:
     """Return what is wrong with the kernels for LoRA, None if nothing: random values of several ranks, in float64."""
     generator = torch.Generator(device=module.device).manual_seed(1)
 
@@ -387,7 +392,7 @@ def wrong_add(module: Any, dtype: torch.dtype, *, tokens: Sequence[int] = (1, 9,
     return None
 
 
-def wrong_add_rows(module: Any, dtype: torch.dtype, *, tokens: Sequence[int] = (16, 128)) -> str | None:
+def wrong_add_rows(module: nvrtc.Module, dtype: torch.dtype, *, tokens: Sequence[int] = (16, 128)) -> str | None:
     """Return what is wrong with the kernels for rows with adapters of their own, None if nothing: rows with one of two ranks and
     without, in float64."""
     generator = torch.Generator(device=module.device).manual_seed(2)
@@ -420,19 +425,19 @@ def wrong_add_rows(module: Any, dtype: torch.dtype, *, tokens: Sequence[int] = (
     return None
 
 
-def _unpack_runs(packed: Packed, module: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def _unpack_runs(packed: Packed, module: nvrtc.Module) -> tuple[Callable[[], object], Callable[[], object]]:
     out = torch.empty(packed.shape[0] * packed.shape[1], dtype=packed.dtype, device=module.device)
     return lambda: unpack(packed, out, module), lambda: dequantize(packed)
 
 
 def _add_runs(
-    width: int, dtype: torch.dtype, module: Any, *, tokens: int = 512, rank: int = 8
-) -> tuple[Callable[[], Any], Callable[[], Any]]:  # fmt: skip
+    width: int, dtype: torch.dtype, module: nvrtc.Module, *, tokens: int = 512, rank: int = 8
+) -> tuple[Callable[[], object], Callable[[], object]]:  # fmt: skip
     """Return what adds an adapter over a gate of four times the width here, and what adds it in a short step."""
     A, B = (torch.zeros(shape, device=module.device) for shape in ((rank, width), (4 * width, rank)))
     x, y = (torch.zeros(tokens, count, dtype=dtype, device=module.device) for count in (width, 4 * width))
 
-    def plain() -> Any:
+    def plain() -> object:
         return y.add_(functional.linear(functional.linear(x.float(), A), B), alpha=0.5)
 
     return lambda: add(A, B, 0.5, x, y, module, round_change=True), plain
@@ -445,13 +450,13 @@ def _passed(chosen: PromptKernels, name: str, why: str | None) -> bool:
 
 
 def _pays(
-    chosen: PromptKernels, name: str, ours: Callable[[], Any], theirs: Callable[[], Any], device: torch.device
+    chosen: PromptKernels, name: str, ours: Callable[[], object], theirs: Callable[[], object], device: torch.device
 ) -> bool:  # fmt: skip
     return _passed(chosen, name, why_slower(chosen, name, ours, theirs, device))
 
 
 def why_slower(
-    chosen: PromptKernels, name: str, ours: Callable[[], Any], theirs: Callable[[], Any], device: torch.device
+    chosen: PromptKernels, name: str, ours: Callable[[], object], theirs: Callable[[], object], device: torch.device
 ) -> str | None:  # fmt: skip
     """Return how much slower ours is on this card, None if it is faster. What was measured is noted."""
     from trimtab.engine.kernels.autotune import pair_us

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from trimtab.engine.layers.linear import Leaf, ResidentLeaf
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.errors import DeviceError
 from trimtab.planning.values.execution import CHECK_BYTES, KERNEL_ROWS, PRODUCT_ROWS
+
+if TYPE_CHECKING:
+    from trimtab.engine.cuda import nvrtc
 
 Progress = Callable[[int, int], None]
 # The matrix-vector kernels decode each weight once for up to so many rows.
@@ -218,7 +221,7 @@ class Kernels:
             return Cut(**kept["cut"]), kept["status"]
         return matvec.config_of(one.groups[0], one.n, self.matvec, pair=one.gate is not None)
 
-    def _config_key(self, one: Product, dtype: torch.dtype) -> tuple[Any, ...]:
+    def _config_key(self, one: Product, dtype: torch.dtype) -> tuple[object, ...]:
         return "configuration", one.key, _form_of(one.groups[0]), str(dtype), one.gate, self.small is not None
 
     def _configure(self, one: Product, config: tuple[Cut, str] | None, dtype: torch.dtype) -> None:
@@ -369,7 +372,7 @@ class LayerShapes:
     device: str
     dtype: torch.dtype
     attention: tuple[tuple[int, int, int], ...]
-    linear: tuple[tuple[Any, ...], ...]
+    linear: tuple[tuple[object, ...], ...]
     step_ends: ends.Sizes | None
 
 
@@ -420,14 +423,14 @@ def _choose(
     return chosen
 
 
-def _form_of(weights: Sequence[Packed]) -> tuple[Any, ...]:
+def _form_of(weights: Sequence[Packed]) -> tuple[object, ...]:
     """Return what of packed weights decides how they are computed, as values that print the same in every process."""
     return tuple((one.kind, tuple(one.shape), one.blocksize, sorted(one.parts)) for one in weights)
 
 
 def _tried(
-    name: str, left_out: dict[str, str], load: Callable[[], Any],
-    wrong: Callable[[Any, dict[str, tuple[float, float]]], str | None], checks: KeptChecks, *what: Any,
+    name: str, left_out: dict[str, str], load: Callable[[], object],
+    wrong: Callable[[Any, dict[str, tuple[float, float]]], str | None], checks: KeptChecks, *what: object,
     measured: dict[str, tuple[float, float]] | None = None,
 ) -> Any:  # fmt: skip
     """Return the module, or None with the reason in left_out. what: all that decides the check; one that passed on this card before
@@ -458,7 +461,7 @@ def _tried(
 
 
 def _wrong_small(
-    module: Any, groups: Sequence[Sequence[Leaf]], attention: Sequence[tuple[int, int, int]], dtype: torch.dtype,
+    module: nvrtc.Module, groups: Sequence[Sequence[Leaf]], attention: Sequence[tuple[int, int, int]], dtype: torch.dtype,
     measured: dict[str, tuple[float, float]],
 ) -> str | None:  # fmt: skip
     """Return what is wrong with the kernels between the products, or that torch is faster at all of them together."""
@@ -476,7 +479,7 @@ def _wrong_small(
 
 
 def _wrong_ends(
-    module: Any, sizes: ends.Sizes, dtype: torch.dtype, measured: dict[str, tuple[float, float]]
+    module: nvrtc.Module, sizes: ends.Sizes, dtype: torch.dtype, measured: dict[str, tuple[float, float]]
 ) -> str | None:  # fmt: skip
     """Return what is wrong with the kernels of a step's two ends, or that torch is faster at all of them together."""
     why = ends.why_not(sizes, dtype) or ends.check(module, sizes, dtype=dtype, rows=_ROWS)
@@ -490,7 +493,7 @@ def _wrong_ends(
 
 
 def _wrong_products(
-    module: Any, groups: Sequence[Sequence[Leaf]], dtype: torch.dtype,
+    module: nvrtc.Module, groups: Sequence[Sequence[Leaf]], dtype: torch.dtype,
     measured: dict[str, tuple[float, float]],
 ) -> str | None:  # fmt: skip
     """Return what is wrong with the products, or that they are slower than the layers' own over all groups."""
@@ -512,7 +515,7 @@ def _wrong_products(
 
 
 def _wrong_rows(
-    module: Any, leaves: Sequence[Leaf], dtype: torch.dtype, measured: dict[str, tuple[float, float]], *, n: int = 32
+    module: nvrtc.Module, leaves: Sequence[Leaf], dtype: torch.dtype, measured: dict[str, tuple[float, float]], *, n: int = 32
 ) -> str | None:  # fmt: skip
     """Return what is wrong with the products of many rows, or that they are slower than the layers' own over all shapes."""
     ours, theirs = 0.0, 0.0
@@ -534,7 +537,7 @@ def _wrong_rows(
     return None if ours < theirs else f"slower here: {ours:.0f} µs against the layers' own {theirs:.0f} for {n} rows"
 
 
-def wrong_lora(module: Any, dtype: torch.dtype) -> str | None:
+def wrong_lora(module: nvrtc.Module, dtype: torch.dtype) -> str | None:
     """Return what is wrong with the adapters' own kernels: random ones of two ranks, rows with and without, in float64."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the model computes in {dtype}, not in bfloat16 or float16"

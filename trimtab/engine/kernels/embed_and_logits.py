@@ -349,7 +349,7 @@ def _wrong_scores(module: nvrtc.Module, inputs: _Inputs) -> str | None:
 
 
 def measure(
-    module: nvrtc.Module, time_us: Callable[[Callable[[], Any]], float], sizes: Sizes, *,
+    module: nvrtc.Module, time_us: Callable[[Callable[[], object]], float], sizes: Sizes, *,
     dtype: torch.dtype = torch.bfloat16, n: int = 1,
 ) -> dict[str, tuple[float, float]]:  # fmt: skip
     """Return name -> (the kernel's, torch's) microseconds for a step of n rows.

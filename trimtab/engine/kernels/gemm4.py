@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +80,7 @@ def shared_bytes(tile: int) -> int:
     return _FRONT_BYTES + _STAGES * (tile * 2 * _CHUNK + _UNIT * (_CHUNK // 2) + _UNIT * 16)
 
 
-def why_no_room(module: Any) -> str | None:
+def why_no_room(module: nvrtc.Module) -> str | None:
     """Return why a card has too little shared memory for these products, None if it has."""
     needed = shared_bytes(_TILES[0])
     if needed <= module.shared_bytes:
@@ -89,7 +88,7 @@ def why_no_room(module: Any) -> str | None:
     return f"a block needs {needed} B of shared memory, this card has {module.shared_bytes}"
 
 
-def _tile(n: int, module: Any) -> int:
+def _tile(n: int, module: nvrtc.Module) -> int:
     """Return how many rows a block multiplies: all of them, or as many as there is shared memory for."""
     fitting = [size for size in _TILES if shared_bytes(size) <= module.shared_bytes]
     return next((size for size in fitting if size >= n), fitting[-1])
@@ -107,7 +106,8 @@ def each_of(rows: Sequence[int], columns: int, multiprocessors: int, pieces: int
 
 def linear(
     x: Tensor, weights: Sequence[Packed], out: Tensor, *, bias: Sequence[Tensor | None] = (), lora: LoraArgs | None = None,
-    module: Any = None, round_change: bool = True, unpacked: Tensor | None = None, beside: torch.cuda.Stream | None = None,
+    module: nvrtc.Module | None = None, round_change: bool = True, unpacked: Tensor | None = None,
+    beside: torch.cuda.Stream | None = None,
 ) -> None:  # fmt: skip
     """Write x W^T (+ bias), with each row's adapter, for up to three weights over the same x, side by side.
 
@@ -194,7 +194,7 @@ def linear(
         )
 
 
-def _meet(x: Tensor, lora: LoraArgs, module: Any, fork: torch.cuda.Stream | None) -> None:
+def _meet(x: Tensor, lora: LoraArgs, module: nvrtc.Module, fork: torch.cuda.Stream | None) -> None:
     """Let `low` be there for what is launched next."""
     if fork is None:
         shrink(x, lora, module)
@@ -202,7 +202,7 @@ def _meet(x: Tensor, lora: LoraArgs, module: Any, fork: torch.cuda.Stream | None
         torch.cuda.current_stream(x.device).wait_stream(fork)
 
 
-def shrink(x: Tensor, lora: LoraArgs, module: Any, *, dependent: bool | None = None) -> None:
+def shrink(x: Tensor, lora: LoraArgs, module: nvrtc.Module, *, dependent: bool | None = None) -> None:
     """Write low[i, m, :rank] = A x_i for every row and member that has an adapter."""
     n, members, width = lora.low.shape
     assert lora.A_ptr.shape[0] == members and lora.low.stride(2) == 1 and x.shape[0] == n and x.stride(1) == 1
@@ -216,7 +216,9 @@ def shrink(x: Tensor, lora: LoraArgs, module: Any, *, dependent: bool | None = N
     )  # fmt: skip
 
 
-def add(y: Tensor, lora: LoraArgs, module: Any, *, x: Tensor | None = None, round_change: bool = False) -> None:
+def add(
+    y: Tensor, lora: LoraArgs, module: nvrtc.Module, *, x: Tensor | None = None, round_change: bool = False
+) -> None:
     """Do what `matvec.lora_add` does, for any number of rows: add scale * (B low) to y [n, D_out] of a group's first layer in
     place. x [n, D_in]: the group's input; `low` is then made first, for all members."""
     if x is not None:
@@ -225,7 +227,7 @@ def add(y: Tensor, lora: LoraArgs, module: Any, *, x: Tensor | None = None, roun
 
 
 def _up(
-    y: Tensor, rows: Sequence[int], lora: LoraArgs | None, module: Any, *, round_change: bool, parts: Tensor | None = None,
+    y: Tensor, rows: Sequence[int], lora: LoraArgs | None, module: nvrtc.Module, *, round_change: bool, parts: Tensor | None = None,
     bias: Sequence[Tensor | None] = (), chunks: int = 1, each: int = 1, dependent: bool | None = None,
 ) -> None:  # fmt: skip
     three = [*rows, *[0] * (3 - len(rows))]
@@ -250,14 +252,14 @@ def _up(
 
 @contextmanager
 def covering(
-    leaves: Sequence[Leaf], module: Any, *, least: int = cuts.MAX_ROWS + 1, most: int = MOST_ROWS
+    leaves: Sequence[Leaf], module: nvrtc.Module, *, least: int = cuts.MAX_ROWS + 1, most: int = MOST_ROWS
 ) -> Iterator[None]:
     """Let these layers multiply `least` to `most` rows by the kernel while the block runs; module None: as they do."""
     with with_products(leaves if module is not None else (), partial(_base, module=module, least=least, most=most)):
         yield
 
 
-def _base(leaf: Leaf, module: Any, least: int, most: int) -> Callable[[Tensor], Tensor]:
+def _base(leaf: Leaf, module: nvrtc.Module, least: int, most: int) -> Callable[[Tensor], Tensor]:
     original = leaf.base
 
     def base(x: Tensor) -> Tensor:
@@ -278,7 +280,7 @@ def _base(leaf: Leaf, module: Any, least: int, most: int) -> Callable[[Tensor], 
 
 
 def wrong(
-    weights: Sequence[Packed], module: Any, dtype: torch.dtype, *, counts: Sequence[int] = (9, 27, 64, 101)
+    weights: Sequence[Packed], module: nvrtc.Module, dtype: torch.dtype, *, counts: Sequence[int] = (9, 27, 64, 101)
 ) -> str | None:
     """Return what is wrong with the kernels over these weights (a group over one input), None if nothing: random rows, rows with an
     adapter of either of two ranks and without, in float64."""

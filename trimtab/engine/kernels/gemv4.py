@@ -23,7 +23,6 @@ import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -355,7 +354,7 @@ def options(
     return (*format_of, *own, *(("-DFIXED_RANKS=1",) if fixed else ()))
 
 
-def _three(values: Sequence[Any], empty: Any = None) -> list[Any]:
+def _three(values: Sequence[nvrtc.Argument], empty: nvrtc.Argument = None) -> list[nvrtc.Argument]:
     return [*values, *[empty] * (MAX_MEMBERS - len(values))]
 
 

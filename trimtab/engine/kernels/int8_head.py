@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels.selfcheck import relative_error
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.errors import DeviceError
+
+if TYPE_CHECKING:
+    from trimtab.engine.layers.linear import Leaf
 
 LARGEST_ERROR = 3e-3
 _CHECKED_ROWS = 512
@@ -59,7 +62,7 @@ def check(module: nvrtc.Module, head: head8.Head, *, counts: Iterable[int] = (1,
 
 
 def measure(
-    module: nvrtc.Module, head: head8.Head, time_us: Callable[[Callable[[], Any]], float], *, weight: Tensor | None = None,
+    module: nvrtc.Module, head: head8.Head, time_us: Callable[[Callable[[], object]], float], *, weight: Tensor | None = None,
     n: int = 1,
 ) -> Mapping[str, tuple[float, float]]:  # fmt: skip
     """Return name -> microseconds of n rows: (the kernel's, torch's over the same 8 bits) and, given the whole weight
@@ -77,7 +80,7 @@ def measure(
 
 
 def wrong(
-    module: nvrtc.Module, head: head8.Head, dtype: torch.dtype, time_us: Callable[[Callable[[], Any]], float],
+    module: nvrtc.Module, head: head8.Head, dtype: torch.dtype, time_us: Callable[[Callable[[], object]], float],
     measured: dict[str, tuple[float, float]],
 ) -> str | None:  # fmt: skip
     """Return why the kernel is not used for this head, None if it computes rightly and faster than torch here.
@@ -93,7 +96,7 @@ def wrong(
     return None if ours < theirs else f"slower here: {ours:.0f} µs against torch's {theirs:.0f}"
 
 
-def choose(leaf: Any) -> str | None:
+def choose(leaf: Leaf) -> str | None:
     """Let an 8-bit head on a GPU use the kernel if it works and is faster. Returns the reason if not, else None. leaf: the
     loaded layer in its tier."""
     packed = leaf.packed()
@@ -116,5 +119,6 @@ def choose(leaf: Any) -> str | None:
         torch.zeros(1, device=device).item()  # raises if the device is lost: then nothing goes on
         return f"{type(exc).__name__}: {exc}"
     if why is None:
+        assert packed.kernel is not None
         packed.kernel.module = module
     return why

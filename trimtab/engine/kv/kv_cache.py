@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from trimtab.engine.kv import int8 as hf_kv_int8
 from trimtab.engine.kv.pages import PagePool
 from trimtab.planning.values.byte_sizes import ALLOCATION_BYTES, round_up
 from trimtab.planning.values.kv_pool import PAGE_TOKENS, pool_tokens
+
+if TYPE_CHECKING:
+    from trimtab.engine.formats.hf_types import HFModel
 
 
 class UnsupportedLayersError(Exception):
@@ -56,7 +59,9 @@ class LayerCache(CacheLayerMixin):  # type: ignore[misc]
         self.values = self.shared.zeros(value_states, rows, value_states.shape[1], self.places, value_states.shape[-1])
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Write one position of each row of the step, and return the places that the step looks at."""
         places = self.shared.ring_places[self.places] if self.is_ring else self.shared.positions
         return self.written(key_states, value_states, places[self.shared.rows_of_step(key_states.shape[0])])
@@ -96,10 +101,10 @@ class LayerCache(CacheLayerMixin):  # type: ignore[misc]
         states: Tensor = getattr(self, name)[row]
         return states
 
-    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return min(self.places, self.shared.seen_places), 0
 
-    def get_seq_length(self, *args: Any) -> int:
+    def get_seq_length(self, *args: object) -> int:
         return 0
 
     def get_max_cache_shape(self) -> int:
@@ -122,7 +127,9 @@ class PagedLayer(LayerCache):
         self.values = self.shared.zeros(value_states, value_states.shape[1], places, value_states.shape[-1])
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Write one position of each row of the step, and return a copy of the places that the step looks at."""
         places = self.shared.step_places[self.shared.rows_of_step(key_states.shape[0])]
         return self._written(key_states, value_states, places)
@@ -401,7 +408,7 @@ def restore(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         state.copy_(copy)
 
 
-def prompt_cache(hf_model: Any, kv: str = "full") -> DynamicCache:
+def prompt_cache(hf_model: HFModel, kv: str = "full") -> DynamicCache:
     """Return an empty cache for one prompt, in full or in 8 bits ("int8")."""
     config = hf_model.config.get_text_config()
     cache = DynamicCache(config=config)
@@ -411,11 +418,11 @@ def prompt_cache(hf_model: Any, kv: str = "full") -> DynamicCache:
     return hf_kv_int8.with_form(cache, kv)
 
 
-def _prompt_layer(kind: str, config: Any) -> Any:
+def _prompt_layer(kind: str, config: Any) -> DynamicLayer:
     return DynamicSlidingWindowLayer(config.sliding_window) if kind == "sliding_attention" else DynamicLayer()
 
 
-def why_not(hf_model: Any) -> str | None:
+def why_not(hf_model: HFModel) -> str | None:
     """Return why this family's state cannot be kept by rows, None if it can."""
     for number, layer in enumerate(prompt_cache(hf_model).layers):
         if (
@@ -426,17 +433,17 @@ def why_not(hf_model: Any) -> str | None:
     return None
 
 
-def windows(hf_model: Any, context_tokens: int) -> tuple[int, ...]:
+def windows(hf_model: HFModel, context_tokens: int) -> tuple[int, ...]:
     """Return the windows of a family's sliding layers, each once; () if all layers keep every position."""
     sliding = (layer for layer in prompt_cache(hf_model).layers if type(layer) in hf_kv_int8.SLIDING_LAYERS)
     return tuple(sorted({min(int(layer.sliding_window), context_tokens) for layer in sliding}))
 
 
-def _unsupported(number: int, layer: Any) -> str:
+def _unsupported(number: int, layer: object) -> str:
     return f"layer {number} keeps a {type(layer).__name__}"
 
 
-def step_masks(hf_model: Any, cache: SlotCache, count: int) -> Any:
+def step_masks(hf_model: HFModel, cache: SlotCache, count: int) -> Tensor | dict[str, Tensor]:
     """Return the `attention_mask` of a decode step of `count` rows: a mask, or one for each kind of layer of the family.
 
     A family whose configuration lists the kinds of its layers takes a dictionary (transformers, `create_masks_for_generate`).
@@ -453,7 +460,7 @@ def step_masks(hf_model: Any, cache: SlotCache, count: int) -> Any:
     return masks
 
 
-def step_positions(hf_model: Any, cache: SlotCache, count: int) -> Tensor:
+def step_positions(hf_model: HFModel, cache: SlotCache, count: int) -> Tensor:
     """Return the `position_ids` of a decode step: [count, 1], or the same for each of three axes [3, count, 1]."""
     if _rope_module(hf_model) is None:
         return cache.positions[cache.rows_of_step(count), None]
@@ -461,7 +468,7 @@ def step_positions(hf_model: Any, cache: SlotCache, count: int) -> Tensor:
 
 
 def prompt_positions(
-    hf_model: Any, start: int, end: int, device: torch.device, offset: int = 0
+    hf_model: HFModel, start: int, end: int, device: torch.device, offset: int = 0
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return `position_ids` of a piece of text where the family would else take them from its last request. offset: what pictures
     before the piece take off its positions."""
@@ -470,45 +477,45 @@ def prompt_positions(
     return {"position_ids": torch.arange(start + offset, end + offset, device=device).expand(3, 1, end - start)}
 
 
-def reset_offset(hf_model: Any) -> None:
+def reset_offset(hf_model: HFModel) -> None:
     """Forget the last request's offset: Qwen-VL keeps it on the model."""
     module = _rope_module(hf_model)
     if module is not None:
         module.rope_deltas = None
 
 
-def copy_offset(hf_model: Any) -> None:
+def copy_offset(hf_model: HFModel) -> None:
     """Let the model keep a copy of its offset: the memory that a pass was computed in is another's soon."""
     module = _rope_module(hf_model)
     if module is not None and module.rope_deltas is not None:
         module.rope_deltas = module.rope_deltas.clone()
 
 
-def read_offset(hf_model: Any) -> int:
+def read_offset(hf_model: HFModel) -> int:
     """Return the offset that the prompt which has just gone through leaves its answer."""
     module = _rope_module(hf_model)
     deltas = None if module is None else module.rope_deltas
     return 0 if deltas is None else int(deltas)
 
 
-def _rope_module(hf_model: Any) -> Any:
+def _rope_module(hf_model: HFModel) -> Any:
     """Return the module that keeps the offset, if there is one: the model itself or the one within its head. It is asked for in
     every pass, and a model has thousands of modules below."""
     near = (hf_model, *(one for child in hf_model.children() for one in (child, *child.children())))
     return next((module for module in near if "rope_deltas" in vars(module)), None)
 
 
-def has_three_axes(hf_model: Any) -> bool:
+def has_three_axes(hf_model: HFModel) -> bool:
     """Whether the family's positions count along three axes."""
     return _rope_module(hf_model) is not None
 
 
-def placeholder_ids(hf_model: Any) -> frozenset[int]:
+def placeholder_ids(hf_model: HFModel) -> frozenset[int]:
     """Return the token ids that represent an image, frame or audio clip in a prompt."""
     return frozenset().union(*media_ids(hf_model))
 
 
-def media_ids(hf_model: Any) -> tuple[frozenset[int], frozenset[int]]:
+def media_ids(hf_model: HFModel) -> tuple[frozenset[int], frozenset[int]]:
     """Return the token ids that represent images and frames, and those that represent audio clips."""
 
     def named(*kinds: str) -> frozenset[int]:

@@ -117,7 +117,7 @@ class _Item:
     needed_by: int = 0  # blocks and snapshots behind it
     tail: int | None = None  # of a snapshot: tokens behind its last whole block
     tails: Counter[int] = field(default_factory=Counter)  # of a block: how many snapshots have so many tokens behind it
-    note: Any = None  # of a blob: what its bytes are
+    note: object = None  # of a blob: what its bytes are
 
 
 @dataclass
@@ -268,7 +268,7 @@ class PrefixStore:
         self._items.move_to_end(key)
         return item.pages, item.note
 
-    def add_blob(self, key: bytes, pages: int, note: Any = None) -> tuple[int, ...] | None:
+    def add_blob(self, key: bytes, pages: int, note: object = None) -> tuple[int, ...] | None:
         """Return this many pages to fill for a blob that is not cached yet, None if there is no room."""
         page_numbers = self._take(pages) if key not in self._items else None
         if page_numbers is not None:

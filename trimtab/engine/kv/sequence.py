@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from trimtab.engine.kv.prefix_store import Mark, PrefixKey
 from trimtab.request import GenerateRequest
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class PrefillState:
 
     inputs: Inputs
     row: TokenSequence
-    cache: Any = None
+    cache: Cache | None = None
     done_tokens: int = 0
     logits: Tensor | None = None
     offset: int = 0
@@ -113,7 +116,7 @@ class PrefillState:
 
     # The only writers of the state: a prompt begins, has chunks computed or takes states, and gives them to its row or restarts.
 
-    def begin_chunk(self, tokens: int, *, cache: Any = None) -> None:
+    def begin_chunk(self, tokens: int, *, cache: Cache | None = None) -> None:
         """Record the size of the next chunk, padding included; 0 for a pass of towers. cache: where transformers' pass writes."""
         self.chunk_tokens = tokens
         if cache is not None:
@@ -128,7 +131,7 @@ class PrefillState:
             self.offset = offset
 
     def take_states(
-        self, tokens: int, *, logits: Tensor | None = None, cache: Any = None, offset: int | None = None
+        self, tokens: int, *, logits: Tensor | None = None, cache: Cache | None = None, offset: int | None = None
     ) -> None:
         """Take states that were computed elsewhere: cached ones, another row's, or those of a pass of several prompts."""
         self.done_tokens, self.logits, self.chunk_tokens = tokens, logits, 0

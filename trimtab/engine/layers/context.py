@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -12,6 +12,9 @@ from trimtab.engine.layers.unpacked import UnpackedWeights
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.tiers.streaming import Streamer
 from trimtab.planning import Plan
+
+if TYPE_CHECKING:
+    from trimtab.engine.formats.hf_types import HFModel
 
 
 class EngineContext(Protocol):
@@ -25,7 +28,7 @@ class EngineContext(Protocol):
     def plan(self) -> Plan: ...
 
     @property
-    def hf_model(self) -> Any: ...
+    def hf_model(self) -> HFModel: ...
 
     @property
     def device(self) -> torch.device: ...
@@ -35,6 +38,9 @@ class EngineContext(Protocol):
 
     @property
     def anatomy(self) -> Anatomy: ...
+
+    @property
+    def adapters(self) -> tuple[str, ...]: ...
 
     @property
     def adapter_store(self) -> AdapterStore: ...

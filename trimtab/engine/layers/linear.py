@@ -86,7 +86,7 @@ class Leaf(nn.Module):
 @contextmanager
 def with_products(layers: Sequence[Leaf], make: Callable[[Leaf], Callable[[Tensor], Tensor]]) -> Iterator[None]:
     """Let each layer compute its base product with `make(layer)` while the block runs; no class is touched."""
-    before: list[tuple[Leaf, Any]] = []
+    before: list[tuple[Leaf, object]] = []
     try:
         for leaf in layers:
             before.append((leaf, vars(leaf).get("base")))
@@ -218,7 +218,7 @@ def compute_on_host(module: nn.Module) -> None:
     """Make a module whose tensors are on the CPU (fused experts) compute there; its inputs and output move."""
     inner: Callable[..., Tensor] = module.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
+    def forward(*args: object, **kwargs: object) -> Tensor:
         device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         on_cpu = [value.cpu() if isinstance(value, Tensor) else value for value in args]
         named = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in kwargs.items()}

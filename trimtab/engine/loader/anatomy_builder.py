@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -20,6 +20,9 @@ from trimtab.engine.loader.renames import read_renames
 from trimtab.engine.loader.tracing import Expression
 from trimtab.engine.lora.routers import takes_lora
 from trimtab.errors import RequestError
+
+if TYPE_CHECKING:
+    from trimtab.engine.formats.hf_types import HFModel
 
 # Words in names of sub-configs -> part; a sub-config with none of them (a projector's, a talker's) is no part.
 PART_WORDS: tuple[tuple[str, Part], ...] = (
@@ -32,7 +35,7 @@ READS_WHOLE_TABLE = ("deberta", "diffusion_gemma", "t5gemma")
 
 
 def build_anatomy(
-    model: Any, config: Any, sources: Mapping[str, Expression], ties: Mapping[str, str], *, dtype: str,
+    model: HFModel, config: Any, sources: Mapping[str, Expression], ties: Mapping[str, str], *, dtype: str,
     packed: Mapping[str, PackedEntry], quant: str, unquantized: Mapping[str, str], keep_unquantized: tuple[str, ...],
     windows: tuple[int | None, ...] | None, head: str = "full", file_dtype: Callable[[str], str | None] | None = None,
 ) -> Anatomy:  # fmt: skip
@@ -64,7 +67,10 @@ def build_anatomy(
 
 
 def _head_path(
-    model: Any, sources: Mapping[str, Expression], packed: Mapping[str, PackedEntry], keep_unquantized: tuple[str, ...]
+    model: HFModel,
+    sources: Mapping[str, Expression],
+    packed: Mapping[str, PackedEntry],
+    keep_unquantized: tuple[str, ...],
 ) -> str:
     """Return the path of the head that an 8-bit copy can stand for. Errors: RequestError if there is none."""
     head = model.get_output_embeddings()
@@ -242,7 +248,7 @@ class _Formats:
 class _Places:
     """Which part and which placement block a module belongs to."""
 
-    def __init__(self, model: Any, config: Any, ties: Mapping[str, str]) -> None:
+    def __init__(self, model: HFModel, config: Any, ties: Mapping[str, str]) -> None:
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
         head = model.get_output_embeddings()
         self.head = next((path for path, module in self.modules.items() if head is not None and module is head), None)

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,9 @@ from trimtab.planning import Plan
 from trimtab.planning.request.dtypes import keeps_16bit
 from trimtab.planning.values.blocks import blocks_of
 from trimtab.planning.values.byte_sizes import HEAD8, HEAD_PIECE_VALUES, buffer_bytes, packed_parts
+
+if TYPE_CHECKING:
+    pass
 
 CPU = torch.device("cpu")
 # A parameter of so many values is cast to a wider type a few rows at a time.
@@ -590,5 +593,5 @@ def _pieces(entry: TensorEntry) -> list[TensorEntry]:
     ]  # fmt: skip
 
 
-def _left(streamer: tiers.Streamer, group: tiers.Group, *_: Any) -> None:
+def _left(streamer: tiers.Streamer, group: tiers.Group, *_: object) -> None:
     streamer.leave(group)

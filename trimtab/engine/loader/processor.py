@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
 
@@ -17,6 +17,9 @@ from trimtab.checkpoint.folder import CONFIG
 from trimtab.engine.loader import transformers_model as hf
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.process.json_file import check_files, read_object
+
+if TYPE_CHECKING:
+    from trimtab.engine.formats.hf_types import Tokenizer
 
 # Fields of config.json whose token stands for something that is no text.
 PLACEHOLDERS = (
@@ -104,7 +107,7 @@ def _vocabulary(folder: Path) -> int | None:
         return None
 
 
-def check_tokenizer(tokenizer: Any, folder: Path, vocabulary: int | None) -> None:
+def check_tokenizer(tokenizer: Tokenizer, folder: Path, vocabulary: int | None) -> None:
     """Raise CheckpointError for a tokenizer without words, and for one that has more tokens than the model.
 
     Without tokenizer files transformers makes a tokenizer of special tokens alone. Tokens that were added to a vocabulary
@@ -126,7 +129,7 @@ def check_tokenizer(tokenizer: Any, folder: Path, vocabulary: int | None) -> Non
         )  # fmt: skip
 
 
-def check_named_ids(tokenizer: Any, folder: Path) -> None:
+def check_named_ids(tokenizer: Tokenizer, folder: Path) -> None:
     """Raise CheckpointError if token ids that the model's files name are ordinary words of the tokenizer.
 
     A tokenizer of another model can have exactly as many tokens. Judged are the ids that end an answer, where all of them are
@@ -156,7 +159,7 @@ def _foreign(folder: Path, name: str, words: Mapping[int, str]) -> CheckpointErr
     )  # fmt: skip
 
 
-def _word(tokenizer: Any, number: int) -> str:
+def _word(tokenizer: Tokenizer, number: int) -> str:
     """Return the token of an id if it is an ordinary word, "" for control tokens, added ones and ids without a token."""
     if number < 0 or number in set(tokenizer.all_special_ids) or number in tokenizer.added_tokens_decoder:
         return ""
@@ -173,7 +176,7 @@ def _without_video(folder: Path, first: Exception) -> Any:
     try:
         config, _ = transformers.ProcessorMixin.get_processor_dict(folder, local_files_only=True)
         kind = getattr(transformers, config.pop("processor_class"))
-        parts: dict[str, Any] = {"tokenizer": hf.load_tokenizer(folder)}
+        parts: dict[str, object] = {"tokenizer": hf.load_tokenizer(folder)}
         takes = _parts_of(kind)
         options = {"trust_remote_code": False, "local_files_only": True}
         if "image_processor" in takes:
@@ -194,7 +197,7 @@ def _without_video(folder: Path, first: Exception) -> Any:
         ) from first  # fmt: skip
 
 
-def _image_processor(folder: Path, config: dict[str, Any]) -> Any:
+def _image_processor(folder: Path, config: Mapping[str, object]) -> Any:
     """Return the image processor's class that works on Pillow pictures."""
     own = config.get("image_processor")
     name = own.get("image_processor_type") if isinstance(own, dict) else None
@@ -208,7 +211,7 @@ def _image_processor(folder: Path, config: dict[str, Any]) -> Any:
 
 
 def _accepting_no_video(processor: Any) -> Any:
-    def check(self: Any, argument_name: str, argument: Any) -> Any:
+    def check(self: object, argument_name: str, argument: object) -> object:
         # Without torchvision transformers does not export the class that it would compare with.
         if argument_name == "video_processor":
             return type(argument)
@@ -227,7 +230,7 @@ def _parts_of(kind: Any) -> set[str]:
     return {name for name in _arguments_of(kind) if name in ("image_processor", "feature_extractor", "video_processor")}
 
 
-def _no_video() -> Any:
+def _no_video() -> object:
     from transformers.video_processing_utils import BaseVideoProcessor
 
     class NoVideoProcessor(BaseVideoProcessor):  # type: ignore[misc]
@@ -236,7 +239,7 @@ def _no_video() -> Any:
         def __init__(self) -> None:
             pass
 
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def __call__(self, *args: object, **kwargs: object) -> object:
             raise RequestError("videos need torchvision, which is not installed", field="video")
 
     return NoVideoProcessor()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from trimtab.checkpoint.renames import Rename
+
+if TYPE_CHECKING:
+    from trimtab.engine.formats.hf_types import HFModel
 
 # Others convert values too, or depend on which names were seen before.
 _KINDS = ("WeightRenaming", "PrefixChange")
 
 
-def read_renames(model: Any) -> tuple[Rename, ...]:
+def read_renames(model: HFModel) -> tuple[Rename, ...]:
     """Return the model's renames in the order in which they apply, those of its sub-models included.
 
     Source: transformers 5.6.2 to 5.23.0, conversion_mapping.py get_model_conversion_mapping; 5.6.2 writes the prefix of a

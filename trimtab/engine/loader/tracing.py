@@ -8,7 +8,7 @@ draws random numbers or reads a value) is refused at once and kept in `Trace.pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +34,12 @@ class Expression:
     __slots__ = ("args", "func", "kwargs", "leaf", "output")
 
     def __init__(
-        self, leaf: str | None = None, func: Any = None, args: Any = (), kwargs: Any = None, output: int | None = None
+        self,
+        leaf: str | None = None,
+        func: Any = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        output: int | None = None,
     ) -> None:
         self.leaf, self.func, self.args, self.kwargs, self.output = leaf, func, args, kwargs or {}, output
 
@@ -73,7 +78,7 @@ class Expression:
             return known[self.leaf]
         device = next(iter(known.values())).device
 
-        def made(value: Any) -> Any:
+        def made(value: object) -> object:
             if isinstance(value, Expression):
                 return value._replay(known)
             return value.to(device) if isinstance(value, Tensor) and value.dim() else value
@@ -83,7 +88,7 @@ class Expression:
         return tensor
 
 
-def _flat(value: Any) -> Iterator[Any]:
+def _flat(value: object) -> Iterator[object]:
     if isinstance(value, (list, tuple)):
         for item in value:
             yield from _flat(item)
@@ -94,7 +99,7 @@ def _flat(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+def _mapped(value: object, change: Callable[[object], object]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_mapped(item, change) for item in value)
     if isinstance(value, dict):
@@ -121,7 +126,7 @@ class CannotFollowError(RuntimeError):
     """An operation on traced tensors that has no recordable meaning."""
 
 
-def _same(func: Any, *known: Any) -> bool:
+def _same(func: object, *known: object) -> bool:
     # Compared with ==: descriptors such as Tensor.device.__get__ are made again at every look-up.
     return any(func == item for item in known)
 
@@ -133,7 +138,9 @@ class Traced(Tensor):
     run: Trace
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., object], types: object, args: Any = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         kwargs = dict(kwargs or {})
         first = next(value for value in _flat((args, kwargs)) if isinstance(value, Traced))
         if _same(func, Tensor.device.__get__):  # type: ignore[attr-defined]
@@ -159,19 +166,19 @@ class Traced(Tensor):
         return _traced_result(func, args, kwargs, result, first.run)
 
 
-def _bare(value: Any) -> Any:
+def _bare(value: object) -> object:
     return value.as_subclass(Tensor) if isinstance(value, Traced) else value
 
 
-def _expressions(value: Any) -> Iterator[Expression]:
+def _expressions(value: object) -> Iterator[Expression]:
     return (item.expression for item in _flat(value) if isinstance(item, Traced))
 
 
-def _name_of(func: Any) -> str:
+def _name_of(func: object) -> str:
     return str(getattr(func, "__name__", func))
 
 
-def _check_recordable(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+def _check_recordable(func: object, args: object, kwargs: Mapping[str, object]) -> None:
     name = _name_of(func)
     writes = name in IN_PLACE_DUNDERS or name == "__set__" or kwargs.get("out") is not None
     if writes or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_"):
@@ -190,7 +197,7 @@ def _are_equal(args: Any) -> bool:
     return bool(a.shape == b.shape and a.dtype == b.dtype and a.run.equal(a.expression, b.expression))
 
 
-def _cast(tensor: Traced, args: Any, kwargs: dict[str, Any]) -> Traced:
+def _cast(tensor: Traced, args: Sequence[object], kwargs: Mapping[str, object]) -> Traced:
     """Record only the dtype of a `.to`: devices are the replay's business."""
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, (torch.dtype, Tensor))]
     wanted = next((value.dtype if isinstance(value, Tensor) else value for value in given), None)
@@ -200,11 +207,11 @@ def _cast(tensor: Traced, args: Any, kwargs: dict[str, Any]) -> Traced:
     return _wrap(bare, Expression(func=Tensor.to, args=(tensor.expression, wanted)), tensor.run)
 
 
-def _traced_result(func: Any, args: Any, kwargs: Any, result: Any, trace: Trace) -> Any:
-    def recorded(value: Any) -> Any:
+def _traced_result(func: object, args: Any, kwargs: object, result: object, trace: Trace) -> object:
+    def recorded(value: object) -> object:
         return value.expression if isinstance(value, Traced) else value
 
-    inputs = {"func": func, "args": _mapped(args, recorded), "kwargs": _mapped(kwargs, recorded)}
+    inputs: dict[str, Any] = {"func": func, "args": _mapped(args, recorded), "kwargs": _mapped(kwargs, recorded)}
     if isinstance(result, Tensor):
         same = _is_same_values(func, args)
         return _wrap(result, args[0].expression if same else Expression(**inputs), trace)
@@ -215,7 +222,7 @@ def _traced_result(func: Any, args: Any, kwargs: Any, result: Any, trace: Trace)
     return result
 
 
-def _is_same_values(func: Any, args: Any) -> bool:
+def _is_same_values(func: object, args: Sequence[object]) -> bool:
     if _same(func, Tensor.detach, Tensor.requires_grad_, Tensor.data.__get__):  # type: ignore[attr-defined]
         return True
     # Any other index, and `contiguous`, is recorded: it may change the strides.
@@ -264,7 +271,9 @@ class NoAllocation(TorchFunctionMode):
         super().__init__()
         self._left_bytes = self._most_bytes = most_buffer_bytes
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> object:
         kwargs = dict(kwargs or {})
         if func is not torch.empty_like or not args or isinstance(args[0], Traced) or not args[0].is_meta:
             return func(*args, **kwargs)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -40,6 +40,9 @@ from trimtab.engine.tiers.reader import read_small
 from trimtab.errors import CheckpointError
 from trimtab.process.json_file import check_file
 
+if TYPE_CHECKING:
+    from trimtab.engine.formats.hf_types import HFModel, Tokenizer
+
 # from_pretrained sets process-wide state while it runs (default dtype, patched constructors): one at a time.
 _ONE_PROBE = threading.Lock()
 
@@ -59,7 +62,7 @@ class Probe:
     owns the storage. dtype: what was asked. compares_values: whether the loader asked if stored tensors are equal.
     """
 
-    model: Any
+    model: HFModel
     config: Any
     sources: dict[str, Expression]
     missing: tuple[str, ...]
@@ -98,13 +101,13 @@ def read_config(checkpoint: Checkpoint) -> Any:
     return config
 
 
-def _declared_fields(config: Mapping[str, Any]) -> set[str]:
+def _declared_fields(config: Mapping[str, object]) -> set[str]:
     """Return the names that the config's class and those of its sub-configs read; a part can name its own class."""
     types = (part.get("model_type") for part in (config, *config.values()) if isinstance(part, Mapping))
-    waiting: list[Any] = [
+    waiting: list[object] = [
         transformers.CONFIG_MAPPING[one] for one in types if isinstance(one, str) and one in transformers.CONFIG_MAPPING
     ]
-    seen: set[Any] = set()
+    seen: set[type] = set()
     names: set[str] = set()
     while waiting:
         kind = waiting.pop()
@@ -229,13 +232,13 @@ def _trace(
     return tensors | {name: trace.tensor(name, entry.shape, dtype) for name, entry in packed.items()}
 
 
-def _declared(trace: Trace, empty: Any) -> dict[str, Traced]:
+def _declared(trace: Trace, empty: HFModel) -> dict[str, Traced]:
     tied = set(getattr(empty, "all_tied_weights_keys", None) or ())
     tensors = {name: value for name, value in empty.state_dict().items() if name not in tied}
     return {name: trace.tensor(name, tuple(value.shape), value.dtype) for name, value in tensors.items()}
 
 
-def _declared_result(model: Any, tensors: dict[str, Traced], dtype: str) -> Probe:
+def _declared_result(model: HFModel, tensors: dict[str, Traced], dtype: str) -> Probe:
     ties = _ties(model)
     sources = {name: value.expression for name, value in tensors.items()}
     sources |= {name: sources[owner] for name, owner in ties.items()}
@@ -244,7 +247,7 @@ def _declared_result(model: Any, tensors: dict[str, Traced], dtype: str) -> Prob
 
 def _load_traced(
     checkpoint: Checkpoint, kind: Any, config: Any, tensors: dict[str, Traced], dtype: torch.dtype, trace: Trace
-) -> tuple[Any, dict[str, Any]]:
+) -> tuple[HFModel, dict[str, Any]]:
     """Return (model, loading info) of stock's loader run on tensors without data."""
     try:
         with NoAllocation(MOST_BUFFER_BYTES), most_modules(MOST_MODULES + 4 * len(tensors)):
@@ -271,7 +274,7 @@ def _equal_in_files(plain: dict[str, TensorEntry], a: Expression, b: Expression)
     return torch.equal(first, second)
 
 
-def _result(checkpoint: Checkpoint, model: Any, info: dict[str, Any], dtype: str) -> Probe:
+def _result(checkpoint: Checkpoint, model: HFModel, info: dict[str, Any], dtype: str) -> Probe:
     _check_shapes(checkpoint, info)
     parameters = list(model.named_parameters(remove_duplicate=False))
     buffers = list(model.named_buffers(remove_duplicate=False))
@@ -285,7 +288,7 @@ def _result(checkpoint: Checkpoint, model: Any, info: dict[str, Any], dtype: str
     )
 
 
-def _ties(model: Any) -> dict[str, str]:
+def _ties(model: HFModel) -> dict[str, str]:
     owners: dict[int, str] = {}
     parameters = model.named_parameters(remove_duplicate=False)
     return {name: owner for name, value in parameters if (owner := owners.setdefault(id(value), name)) != name}
@@ -303,7 +306,7 @@ def _check_shapes(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
 
 
 def _check_complete(
-    checkpoint: Checkpoint, model: Any, parameters: Iterable[tuple[str, Tensor]], info: dict[str, Any]
+    checkpoint: Checkpoint, model: HFModel, parameters: Iterable[tuple[str, Tensor]], info: dict[str, Any]
 ) -> None:
     absent = set(info["missing_keys"])
     lost = [
@@ -320,7 +323,10 @@ def _check_complete(
 
 
 def _check_followed(
-    checkpoint: Checkpoint, model: Any, parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]]
+    checkpoint: Checkpoint,
+    model: HFModel,
+    parameters: Iterable[tuple[str, Tensor]],
+    buffers: Iterable[tuple[str, Tensor]],
 ) -> None:
     """Raise CheckpointError if a tensor has neither a source nor a value."""
     escaped = [name for name, value in (*parameters, *buffers) if not isinstance(value, Traced) and value.is_meta]
@@ -341,7 +347,7 @@ def _shortened(names: list[str], count: int = 20) -> str:
 # What stock quantizes -------------------------------------------------------------------------------------------------
 
 
-def stock_unquantized(model: Any, kind: str) -> dict[str, str]:
+def stock_unquantized(model: HFModel, kind: str) -> dict[str, str]:
     """Return {module_path: reason} of the plain linears that stock bitsandbytes leaves in full precision.
 
     kind "none" gives {}; the rule is the same for every other. Source: transformers 5.6.2 to 5.23.0, quantizers/base.py
@@ -449,7 +455,7 @@ def load_processor(folder: Path) -> Any:
     return _load(transformers.AutoProcessor, folder, "processor")
 
 
-def load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> Tokenizer:
     """Return the folder's tokenizer. Errors: CheckpointError if it has none that works."""
     return _load(transformers.AutoTokenizer, folder, "tokenizer")
 

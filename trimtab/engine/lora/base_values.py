@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from trimtab.adapters.adapter import AdapterTarget
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.formats import int8_head as head8
 from trimtab.planning.values.byte_sizes import ADAPTER_PIECE_VALUES, HEAD8
+
+if TYPE_CHECKING:
+    from trimtab.engine.formats.bitsandbytes import Packed
 
 # A DoRA norm takes large weights in pieces of this many values.
 NORM_VALUES = ADAPTER_PIECE_VALUES
@@ -30,6 +33,35 @@ Read = Callable[[TensorEntry], Tensor]
 Rows = Callable[[int, int], Tensor]
 T = TypeVar("T")
 Pieces = Generator[None, None, T]
+
+
+class LinearLayer(Protocol):
+    """A linear layer as its adapters see it. quant_kind: "none" for a plain weight."""
+
+    @property
+    def quant_kind(self) -> str: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    def packed(self) -> Packed: ...
+
+    def dense_rows(self, start: int, stop: int, /) -> Tensor: ...
+
+
+class TableLayer(Protocol):
+    """An embedding table as its adapters see it."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def embed_scale(self) -> Tensor | None: ...
+
+    def rows(self, ids: Tensor, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +125,7 @@ def _rows_of(weight: Tensor, device: torch.device, dtype: torch.dtype) -> Rows:
     return lambda start, stop: weight[start:stop].to(device=device, dtype=dtype, copy=True)
 
 
-def _looked_up(table: Any, device: torch.device) -> Rows:
+def _looked_up(table: TableLayer, device: torch.device) -> Rows:
     return lambda start, stop: table.rows(torch.arange(start, stop, device=device))
 
 
@@ -136,7 +168,7 @@ def _column_norms(rows: Rows, A: Tensor, B: Tensor, scale: float) -> Pieces[Tens
     return pieces[0] if len(pieces) == 1 else torch.linalg.norm(torch.stack(pieces), dim=0)
 
 
-def _equals_linear(leaf: Any, replaced: Mapping[str, Tensor], device: torch.device) -> Pieces[bool]:
+def _equals_linear(leaf: LinearLayer, replaced: Mapping[str, Tensor], device: torch.device) -> Pieces[bool]:
     # PEFT writes the whole embedding and head next to LoRA, nearly always unchanged: then they cost nothing.
     if leaf.quant_kind == HEAD8 and set(replaced) == {"weight"}:
         for rows in head8.pieces(leaf.packed().parts["weight"]):
@@ -165,7 +197,7 @@ def _equals_linear(leaf: Any, replaced: Mapping[str, Tensor], device: torch.devi
     return True
 
 
-def _equals_embedding(table: Any, replaced: Mapping[str, Tensor], device: torch.device) -> Pieces[bool]:
+def _equals_embedding(table: TableLayer, replaced: Mapping[str, Tensor], device: torch.device) -> Pieces[bool]:
     weight = replaced["weight"]
     step = max(1, COMPARED_VALUES // weight.shape[1])
     for start in range(0, weight.shape[0], step):

@@ -24,14 +24,17 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from trimtab.engine.lora import layers as lora
-from trimtab.engine.lora.store import EAGER, TOWERS, AdapterStore, AdapterTable, Selection
+from trimtab.engine.lora.store import EAGER, TOWERS, AdaptedLayer, AdapterStore, AdapterTable, Selection
+
+if TYPE_CHECKING:
+    from trimtab.engine.formats.hf_types import HFModel
 
 # Values of each trial, in rows whose size goes from 2^-11 (there eps decides) to 2^6.
 _TRIAL_ROWS = 72
@@ -138,10 +141,10 @@ class _ShortNorm:
         self.parameter: Tensor | None = module._parameters.get("weight")
         self.wide: Tensor | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: object, **kwargs: object) -> Tensor:
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return self.own(*args, **kwargs)
-        (x,) = args
+        x = args[0]
         weight: Tensor | None = getattr(self.module, "weight", None)
         form = self._form(x, weight)
         if form is None:
@@ -211,7 +214,7 @@ def _is_rms_norm(module: nn.Module) -> bool:
 # Masks ---------------------------------------------------------------------------------------------------------------
 
 
-def added_masks(hf_model: Any, masks: Any, dtype: torch.dtype) -> Any:
+def added_masks(hf_model: HFModel, masks: Any, dtype: torch.dtype) -> Any:
     """Return the masks of a step (True where a row looks), one or a dictionary of them, as numbers added to the scores.
 
     Torch's attention makes the same of a mask of True and False, with three operations in each layer.
@@ -226,7 +229,7 @@ def added_masks(hf_model: Any, masks: Any, dtype: torch.dtype) -> Any:
 # Adapters ------------------------------------------------------------------------------------------------------------
 
 
-def is_plain(adapter: Any) -> bool:
+def is_plain(adapter: object) -> bool:
     """Whether an adapter is y + scale B A x and nothing else."""
     return (
         isinstance(adapter, lora.LinearAdapter) and adapter.A is not None and adapter.B is not None
@@ -263,7 +266,7 @@ class ShortAdapters:
             self._source, self._version, self._wide = x, x._version, x.float()
         return self._wide
 
-    def can(self, leaf: Any, x: Tensor) -> bool:
+    def can(self, leaf: AdaptedLayer, x: Tensor) -> bool:
         """Whether the adapters of the rows of x are all plain at this layer, and this way is short."""
         selection: Selection = leaf.adapter_store.selection
         used = {name: leaf.adapters[name] for name in selection.active() if name is not None and name in leaf.adapters}
@@ -276,7 +279,7 @@ class ShortAdapters:
         runs = list(_runs([None if name is None else leaf.adapters.get(name) for name in selection.rows]))
         return sum(_RUN_OPS if end - start == 1 else _STACK_OPS for start, end in runs) <= _GATHER_OPS * len(used)
 
-    def apply(self, layer: Any, x: Tensor, y: Tensor) -> Tensor:
+    def apply(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
         """See `AdapterApplier`. What is not plain LoRA, or not short this way, is added by PEFT's operations."""
         if not layer.adapters:
             return y
@@ -344,7 +347,7 @@ class ShortOps:
     """The short forms of one model's norms and adapters. left_out: is told (what, why) of each kind of norm that has none."""
 
     def __init__(
-        self, hf_model: Any, store: AdapterStore, device: torch.device, left_out: Callable[[str, str], None]
+        self, hf_model: HFModel, store: AdapterStore, device: torch.device, left_out: Callable[[str, str], None]
     ) -> None:  # fmt: skip
         self.hf_model, self.adapter_store, self._tell = hf_model, store, left_out
         self.adapters = ShortAdapters()

@@ -105,7 +105,7 @@ def _has_finite_sum(values: Tensor) -> bool:
     return math.isfinite(float(values.sum(dtype=torch.promote_types(values.dtype, torch.float32))))
 
 
-def content_of(spec: AdapterSpec, tensors: Mapping[Any, Tensor]) -> str:
+def content_of(spec: AdapterSpec, tensors: Mapping[tuple[Path, int], Tensor]) -> str:
     """Return a digest of an adapter's places, scales and values. tensors: by file and the byte where each starts there."""
     digest = hashlib.sha256(repr(spec.model_dtype).encode())
     for target in spec.targets:

@@ -20,7 +20,7 @@ from trimtab.adapters.adapter import AdapterSpec, AdapterTarget
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
 from trimtab.engine.lora.attached import AttachedAdapter
-from trimtab.engine.lora.base_values import BaseValues, base_values, finished
+from trimtab.engine.lora.base_values import BaseValues, LinearLayer, TableLayer, base_values, finished
 from trimtab.engine.lora.routers import RouterAdapter, RouterModule, takes_lora
 from trimtab.engine.lora.store import TOWERS, AdapterStore
 from trimtab.errors import AdapterError, RequestError
@@ -43,7 +43,7 @@ class LinearAdapter:
     weight: Tensor | None = None
     bias: Tensor | None = None
 
-    def apply(self, leaf: Any, x: Tensor, y: Tensor) -> Tensor:
+    def apply(self, leaf: LinearLayer, x: Tensor, y: Tensor) -> Tensor:
         """Return the layer's output with this adapter; y is the base's output for x.
 
         Source: PEFT 0.21.2, lora/layer.py Linear.forward, lora/bnb.py Linear4bit.forward, lora/dora.py.
@@ -78,7 +78,7 @@ class EmbeddingAdapter:
     magnitude: Tensor | None = None
     weight: Tensor | None = None
 
-    def apply(self, table: Any, ids: Tensor, rows: Tensor) -> Tensor:
+    def apply(self, table: TableLayer, ids: Tensor, rows: Tensor) -> Tensor:
         """Return the rows of ids with this adapter; `rows` are the base's, already scaled.
 
         Source: PEFT 0.21.2, lora/layer.py Embedding.forward, lora/variants.py DoraEmbeddingVariant.forward.
@@ -111,7 +111,7 @@ class SavedModule(nn.Module):
             _parameters=original._parameters, _buffers=original._buffers, _modules=original._modules,
         )  # fmt: skip
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         selection, adapters = self.__dict__["adapter_store"].selection, self.__dict__["adapters"]
         if selection.rows is None:
             return self._run(adapters.get(selection.name), args, kwargs)
@@ -122,14 +122,14 @@ class SavedModule(nn.Module):
                 f"rows of this batch use different adapters and {type(self.__dict__['original']).__name__} takes more "
                 "than one input", field="adapter", hint="Run the requests one adapter at a time",
             )  # fmt: skip
-        (x,) = args
+        x = args[0]
         result = self._run(None, (x,), {})
         for name, index in selection.groups(self.__dict__["part"], x.shape[0], x.device):
             if name in adapters:
                 result = result.index_copy(0, index, self._run(adapters[name], (x[index],), {}))
         return result
 
-    def _run(self, saved: dict[str, Tensor] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, saved: dict[str, Tensor] | None, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         original = self.__dict__["original"]
         if saved is None:
             return original(*args, **kwargs)
@@ -167,7 +167,7 @@ class _Builder:
         return None if entry is None else self.tensor(entry, self.dtype)
 
     def linear(
-        self, path: str, leaf: Any, lora: AdapterTarget | None, saved: AdapterTarget | None
+        self, path: str, leaf: LinearLayer, lora: AdapterTarget | None, saved: AdapterTarget | None
     ) -> LinearAdapter | None:
         target = lora or saved
         assert target is not None
@@ -185,7 +185,7 @@ class _Builder:
         return adapter
 
     def embedding(
-        self, path: str, table: Any, lora: AdapterTarget | None, saved: AdapterTarget | None
+        self, path: str, table: TableLayer, lora: AdapterTarget | None, saved: AdapterTarget | None
     ) -> EmbeddingAdapter | None:
         target = lora or saved
         assert target is not None
@@ -312,7 +312,7 @@ def attach_fitted(
     model = fitting.model
     to, of = torch.device(device), getattr(torch, dtype)
     plain: list[LinearAdapter] = []
-    attached: list[tuple[str, nn.Module, Any]] = []
+    attached: list[tuple[str, nn.Module, object]] = []
     with torch.no_grad():
         if base is None:
             base = finished(base_values(model, fitting.rest, read=read, device=to, dtype=of))
@@ -375,7 +375,7 @@ def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
 
 
-def _make(builder: _Builder, path: str, module: Any, lora: AdapterTarget | None, saved: AdapterTarget | None) -> Any:
+def _make(builder: _Builder, path: str, module: Any, lora: AdapterTarget | None, saved: AdapterTarget | None) -> object:
     if hasattr(module, "dense_weight"):
         return builder.linear(path, module, lora, saved)
     if hasattr(module, "rows"):
@@ -389,7 +389,7 @@ def _make(builder: _Builder, path: str, module: Any, lora: AdapterTarget | None,
 
 
 def _install(
-    model: nn.Module, module: nn.Module, path: str, name: str, adapter: Any, targets: Mapping[str, AdapterTarget],
+    model: nn.Module, module: nn.Module, path: str, name: str, adapter: object, targets: Mapping[str, AdapterTarget],
     store: AdapterStore,
 ) -> nn.Module:  # fmt: skip
     if isinstance(adapter, RouterAdapter) and not isinstance(module, RouterModule):

@@ -26,6 +26,7 @@ from trimtab.adapter_names import check_weight, mix_name
 from trimtab.checkpoint.names import near_names
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.attached import AttachedAdapter
+from trimtab.engine.lora.base_values import LinearLayer, TableLayer
 from trimtab.engine.lora.host_adapter import ADAPTER_DTYPE, HeldAdapter
 from trimtab.engine.lora.layers import EmbeddingAdapter, Fitting, Holders, LinearAdapter, PlainPlace
 from trimtab.engine.lora.routers import RouterAdapter
@@ -46,7 +47,7 @@ class SummedLinear(LinearAdapter):
 
     parts: _Parts = field(default_factory=list)
 
-    def apply(self, leaf: Any, x: Tensor, y: Tensor) -> Tensor:
+    def apply(self, leaf: LinearLayer, x: Tensor, y: Tensor) -> Tensor:
         return _in_turn(self.parts, leaf, x, y)
 
 
@@ -56,11 +57,11 @@ class SummedEmbedding(EmbeddingAdapter):
 
     parts: _Parts = field(default_factory=list)
 
-    def apply(self, table: Any, ids: Tensor, rows: Tensor) -> Tensor:
+    def apply(self, table: TableLayer, ids: Tensor, rows: Tensor) -> Tensor:
         return _in_turn(self.parts, table, ids, rows)
 
 
-def _in_turn(parts: _Parts, layer: Any, x: Tensor, y: Tensor) -> Tensor:
+def _in_turn(parts: _Parts, layer: object, x: Tensor, y: Tensor) -> Tensor:
     value = y.float()
     for weight, adapter in parts:
         new = adapter.apply(layer, x, value.clone())

@@ -10,13 +10,16 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.errors import DeviceError
+
+if TYPE_CHECKING:
+    from trimtab.engine.lora.layers import LinearAdapter
 
 _USES_LINEAR = re.compile(r"\blinear\([^\n]*self\.weight\b|super\(\)\.forward\(")
 _CASTS = (Tensor.to, Tensor.type, Tensor.float)
@@ -33,7 +36,7 @@ def takes_lora(module: nn.Module) -> bool:
 
 
 @cache
-def _uses_linear(module_class: Any) -> bool:
+def _uses_linear(module_class: type[nn.Module]) -> bool:
     try:
         return len(_USES_LINEAR.findall(inspect.getsource(module_class.forward))) == 1
     except (OSError, TypeError):
@@ -58,7 +61,7 @@ class RouterModule(nn.Module):
     def bias(self) -> Tensor | None:
         return self._parameters.get("bias")
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         adapters, original = self.__dict__["adapters"], self.__dict__["original"]
         if not any(name in adapters for name in self.__dict__["adapter_store"].selection.active()):
             return original(*args, **kwargs)
@@ -103,7 +106,7 @@ class RouterAdapter:
 
     weight = None
 
-    def __init__(self, linear: Any) -> None:
+    def __init__(self, linear: LinearAdapter) -> None:
         self.linear, self.part = linear, linear.part
         self.A, self.B = linear.A, linear.B
 
@@ -115,8 +118,12 @@ class _AddingWeight(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             if func is nn.functional.linear and len(args) > 1 and isinstance(args[1], cls):

@@ -27,6 +27,16 @@ if TYPE_CHECKING:
 TOWERS = ("vision", "audio", "connector")
 
 
+class AdaptedLayer(Protocol):
+    """A layer, router or embedding table as what adds adapters sees it. adapters: by name, each with `apply` for such a layer."""
+
+    @property
+    def adapters(self) -> Mapping[str, Any]: ...
+
+    @property
+    def adapter_store(self) -> AdapterStore: ...
+
+
 class AdapterTable(Protocol):
     """A table on the device from which kernels read each row's adapter."""
 
@@ -44,7 +54,7 @@ class AdapterApplier(Protocol):
     def table(self) -> AdapterTable | None:
         """Where kernels look adapters up instead of `apply`, None where nothing can be looked up."""
 
-    def apply(self, layer: Any, x: Tensor, y: Tensor) -> Tensor:
+    def apply(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
         """Return the output y [B, ..., D_out] of a layer or embedding table for x [B, ..., D_in] (or ids [B, S]) with each row's
         adapter. y may be overwritten. Errors: RequestError if rows use different adapters and x is not in batch rows."""
 
@@ -115,7 +125,7 @@ class EagerAdapters:
 
     table: AdapterTable | None = None
 
-    def apply(self, layer: Any, x: Tensor, y: Tensor) -> Tensor:
+    def apply(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
         """See `AdapterApplier`."""
         adapters = layer.adapters
         if not adapters:

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Protocol
 
 from trimtab.errors import DoesNotFitError, gib
 from trimtab.planning.memory.activations import row_cache_bytes
 from trimtab.planning.values.execution import CAPTURED, MOST_GRAPHS, graph_bytes, graph_count, step_bytes
 from trimtab.planning.values.kv_pool import pool_tokens
 
+if TYPE_CHECKING:
+    import torch
 
-def extra_bytes(model: Any, rows: int, mode: str | None = None) -> int:
+    from trimtab.checkpoint.anatomy import Anatomy
+    from trimtab.planning import Plan
+
+
+class SteppedModel(Protocol):
+    """A loaded model as the memory of its steps is counted."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def anatomy(self) -> Anatomy: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def adapters(self) -> Collection[str]: ...
+
+
+def extra_bytes(model: SteppedModel, rows: int, mode: str | None = None) -> int:
     """Return what captured steps of `rows` rows take on the device beside what the model's plan counts: 0 for the steps that were
     planned, the difference for more rows and for a mode that was requested after planning. mode: None for the planned one."""
     plan, anatomy = model.plan, model.anatomy
@@ -35,7 +58,7 @@ def extra_bytes(model: Any, rows: int, mode: str | None = None) -> int:
     return max(sum(wanted.values()) + caches[0] - sum(planned.bytes.values()) - caches[1], 0)
 
 
-def check_room(model: Any, rows: int, mode: str) -> None:
+def check_room(model: SteppedModel, rows: int, mode: str) -> None:
     """Raise DoesNotFitError unless the budget leaves room for steps of another mode or of more rows than were planned."""
     plan, needed = model.plan, extra_bytes(model, rows, mode)
     free = max(plan.gpu_budget_bytes - plan.gpu_needed_bytes, 0)
@@ -47,7 +70,7 @@ def check_room(model: Any, rows: int, mode: str) -> None:
         )  # fmt: skip
 
 
-def most_graphs(model: Any, rows: int) -> int:
+def most_graphs(model: SteppedModel, rows: int) -> int:
     """Return how many graphs of steps are kept: as many as were counted, and what the budget leaves room for."""
     plan, anatomy = model.plan, model.anatomy
     mode = plan.execution.step.mode if plan.execution.step.mode in CAPTURED else "fused"

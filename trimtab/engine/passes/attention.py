@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+if TYPE_CHECKING:
+    from trimtab.engine.formats.hf_types import HFModel
 
 # Under this name transformers finds the function; no model of anyone else asks for it.
 NAME = "trimtab_grouped"
@@ -50,7 +53,7 @@ _TRIAL_TOKENS, _TRIAL_PLACES = 33, (33, 96)
 
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-    scaling: float | None = None, is_causal: bool | None = None, **kwargs: Any,
+    scaling: float | None = None, is_causal: bool | None = None, **kwargs: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Return ([B, T, H, D] contiguous, None), as `sdpa_attention_forward` of transformers with the same arguments.
 
@@ -105,7 +108,7 @@ def may_pack(query: Tensor) -> bool:
 # A model -------------------------------------------------------------------------------------------------------------
 
 
-def use_in(hf_model: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+def use_in(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> str | None:
     """Let the decoder's attention modules compute so. Return why they stay as they are, None if nothing differs.
 
     Model and decoder keep their config: masks are made as before. What attention modules read is a view of it in which only
@@ -124,7 +127,7 @@ def use_in(hf_model: Any, device: torch.device, dtype: torch.dtype) -> str | Non
     return None
 
 
-def _modules(hf_model: Any) -> Iterator[Any]:
+def _modules(hf_model: HFModel) -> Iterator[Any]:
     for module in hf_model.get_decoder().modules():
         config = getattr(module, "config", None)
         groups, width = getattr(module, "num_key_value_groups", 1), getattr(module, "head_dim", None)

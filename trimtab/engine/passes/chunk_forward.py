@@ -35,6 +35,9 @@ from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.kv_cache import LayerCache, PagedLayer, SlotCache
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from trimtab.engine.formats.hf_types import HFModel
     from trimtab.engine.passes.media_embeddings import Media
 
 CHUNKS = (16, 64, 128, 256, 512, 1024)
@@ -106,7 +109,7 @@ def _chunk(start: int, end: int, sizes: Sequence[int], *, is_last: bool) -> Chun
     return Chunk(start, end - start, min(size for size in sizes if size >= end - start), is_last)
 
 
-def why_not(hf_model: Any) -> str | None:
+def why_not(hf_model: HFModel) -> str | None:
     """Return why this family's prompts cannot go through in such chunks, None if they can."""
     if (state := hf_slots.why_not(hf_model)) is not None:
         return state
@@ -127,7 +130,7 @@ def why_not(hf_model: Any) -> str | None:
     return None
 
 
-def _is_shared(layer: Any) -> bool:
+def _is_shared(layer: object) -> bool:
     """Whether a decoder layer uses the keys and values of an earlier one."""
     return bool(getattr(getattr(layer, "self_attn", None), "is_kv_shared_layer", False))
 
@@ -148,7 +151,9 @@ class ChunkLayer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.target.lazy_initialization(key_states, value_states)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Write the chunk's keys and values. Return those that its tokens attend to: their own and the earlier ones."""
         form, dtype = self.target.shared.form, key_states.dtype
         key_states, value_states = form.hold(key_states), form.hold(value_states)
@@ -181,10 +186,10 @@ class ChunkLayer(CacheLayerMixin):  # type: ignore[misc]
         row.index_copy_(1, owner.buffers.places, new[0])
         return row[None, :, : form.places]
 
-    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.owner.form.places or self.owner.form.size, 0
 
-    def get_seq_length(self, *args: Any) -> int:
+    def get_seq_length(self, *args: object) -> int:
         return 0
 
     def get_max_cache_shape(self) -> int:
@@ -258,7 +263,7 @@ class Buffers:
 
 
 @contextmanager
-def covered(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+def covered(forwards: Mapping[nn.Module, Callable[..., object]]) -> Iterator[None]:
     """Let each module compute with another forward while the block runs; no class is touched."""
     before = {module: vars(module).get("forward") for module in forwards}
     try:
@@ -266,10 +271,10 @@ def covered(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
             vars(module)["forward"] = forward
         yield
     finally:
-        for module, forward in before.items():
+        for module, own in before.items():
             vars(module).pop("forward", None)
-            if forward is not None:
-                vars(module)["forward"] = forward
+            if own is not None:
+                vars(module)["forward"] = own
 
 
 # The pass ------------------------------------------------------------------------------------------------------------
@@ -281,7 +286,7 @@ class ChunkForward:
     Everything that a pass reads and writes stays where it is: a pass may be captured, after one of its form was not.
     """
 
-    def __init__(self, hf_model: Any, cache: SlotCache, dtype: torch.dtype) -> None:
+    def __init__(self, hf_model: HFModel, cache: SlotCache, dtype: torch.dtype) -> None:
         self.hf_model, self.cache, self.device, self.dtype = hf_model, cache, cache.device, dtype
         self.config = hf_model.config.get_text_config()
         self.decoder = hf_model.get_decoder()
@@ -373,7 +378,7 @@ class ChunkForward:
         forwards = {layer: self._layer(number, masks) for number, layer in enumerate(self.layers)}
         if form.has_embeddings:
             forwards[self.decoder] = self._with_embeddings()
-        inputs: dict[str, Any] = {
+        inputs: dict[str, object] = {
             "input_ids": buffers.ids, "position_ids": self._positions(), "past_key_values": self._cache,
             "attention_mask": self._ready if getattr(self.config, "layer_types", None) is None else masks,
             "use_cache": True, "return_dict": True,
@@ -465,34 +470,34 @@ class ChunkForward:
 
     # What modules are given ----------------------------------------------------------------------------------------
 
-    def _with_embeddings(self) -> Callable[..., Any]:
+    def _with_embeddings(self) -> Callable[..., object]:
         """Return what stands for the decoder's forward where the tokens' embeddings are given."""
         inner, embeddings = self.decoder.forward, self.buffers.embeddings
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> object:
             if args or "inputs_embeds" not in kwargs:
                 raise RuntimeError(f"{type(self.hf_model).__name__} does not give its decoder embeddings by name")
             return inner(**kwargs | {"inputs_embeds": embeddings})
 
         return forward
 
-    def _layer(self, number: int, masks: Mapping[str, Tensor | None]) -> Callable[..., Any]:
+    def _layer(self, number: int, masks: Mapping[str, Tensor | None]) -> Callable[..., object]:
         """Return what stands for a decoder layer's forward in this pass."""
         layer, mask, form = self.layers[number], masks[self._kinds[number]], self.form
-        inner: Callable[..., Any] = layer.forward
+        inner = layer.forward
 
-        def own(*args: Any, **kwargs: Any) -> Any:
+        def own(*args: object, **kwargs: object) -> Any:
             if "attention_mask" not in kwargs:
                 raise RuntimeError(f"{type(layer).__name__} is not given its mask by name")
             return inner(*args, **kwargs | {"attention_mask": mask})
 
-        def deep(*args: Any, **kwargs: Any) -> Any:
+        def deep(*args: object, **kwargs: object) -> object:
             return own(*args, **kwargs) + self.buffers.deep[number]
 
-        def skipped(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def skipped(hidden_states: Tensor, *args: object, **kwargs: object) -> object:
             return hidden_states
 
-        def last(*args: Any, **kwargs: Any) -> Any:
+        def last(*args: object, **kwargs: object) -> object:
             named = {name: self._last_of(value) for name, value in kwargs.items()}
             return inner(*map(self._last_of, args), **named | {"attention_mask": self._mask_of_last(mask)})
 
@@ -507,7 +512,7 @@ class ChunkForward:
             return mask.index_select(-2, self.buffers.last)
         return self._added(self.buffers.numbers[None, :] <= self.buffers.last)
 
-    def _last_of(self, value: Any) -> Any:
+    def _last_of(self, value: object) -> object:
         """Return a layer's input for the last token: the slice of every tensor whose second to last dimension is the tokens."""
         if isinstance(value, tuple):
             return tuple(self._last_of(one) for one in value)

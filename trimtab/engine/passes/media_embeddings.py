@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.passes.chunk_forward import covered
+
+if TYPE_CHECKING:
+    from trimtab.engine.formats.hf_types import HFModel
 
 # Families whose masks are causal for images too, unless their config says otherwise (transformers 5.23.0). Gemma 3 is not one.
 CAUSAL_IMAGES = ("gemma3n", "gemma4", "llava", "mistral3", "qwen2_5_vl", "qwen3_vl")
@@ -54,11 +57,11 @@ class _StoppedError(Exception):
         self.inputs = inputs
 
 
-def media_of(hf_model: Any, tensors: Mapping[str, Any]) -> Media:
+def media_of(hf_model: HFModel, tensors: Mapping[str, Tensor]) -> Media:
     """Return what the model's own code gives its decoder for a prompt with images or audio: the towers run, the decoder does
     not. Errors: RuntimeError for inputs of a form that is not known."""
 
-    def stop(*args: Any, **kwargs: Any) -> Any:
+    def stop(*args: object, **kwargs: object) -> object:
         if args:
             raise RuntimeError(f"{type(hf_model).__name__} calls its decoder by position")
         raise _StoppedError(kwargs)
@@ -97,7 +100,7 @@ def _dense(inputs: Mapping[str, Any], embeddings: Tensor) -> tuple[Tensor, ...]:
     return tuple(arguments)
 
 
-def looking_ahead(masks: Any) -> tuple[dict[str, Tensor], tuple[int, ...]]:
+def looking_ahead(masks: object) -> tuple[dict[str, Tensor], tuple[int, ...]]:
     """Return (kind -> [S, S], True where a token looks, of every kind; the last that each looks at) if any looks ahead."""
     if not isinstance(masks, dict):
         return {}, ()

@@ -22,13 +22,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from trimtab.engine.kv.kv_cache import LayerCache, PagedLayer, SlotCache
 from trimtab.engine.passes.chunk_forward import SMALLEST_PLACES, ChunkForward, ChunkLayer, Form, covered
+
+if TYPE_CHECKING:
+    from trimtab.engine.formats.hf_types import HFModel
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ class _PackLayer(ChunkLayer):
 class PackForward(ChunkForward):
     """Passes of several prompts through a model, their keys and values in rows of a cache. Inference only."""
 
-    def __init__(self, hf_model: Any, cache: SlotCache, dtype: torch.dtype) -> None:
+    def __init__(self, hf_model: HFModel, cache: SlotCache, dtype: torch.dtype) -> None:
         super().__init__(hf_model, cache, dtype)
         mine = [_PackLayer(one, self) if isinstance(one, LayerCache) else one for one in cache.layers]
         self._cache = type(self._cache)(layers=mine)
@@ -150,7 +153,7 @@ class PackForward(ChunkForward):
         if self.first_shared == len(self.layers):
             forwards[self.decoder] = self._with_last_tokens()
         positions = buffers.positions if self._axes == 3 else buffers.positions[0]
-        inputs: dict[str, Any] = {
+        inputs: dict[str, object] = {
             "input_ids": buffers.ids, "position_ids": positions, "past_key_values": self._cache,
             "attention_mask": self._ready if getattr(self.config, "layer_types", None) is None else masks,
             # A number would have transformers drop all tokens but the last, which may be padding.
@@ -210,11 +213,11 @@ class PackForward(ChunkForward):
 
     # What modules are given ----------------------------------------------------------------------------------------
 
-    def _with_last_tokens(self) -> Callable[..., Any]:
+    def _with_last_tokens(self) -> Callable[..., object]:
         """Return a replacement of the decoder's forward that returns the states of each row's last token only."""
         inner = self.decoder.forward
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> object:
             output = inner(*args, **kwargs)
             output.last_hidden_state = self._last_of(output.last_hidden_state)
             return output
@@ -226,7 +229,7 @@ class PackForward(ChunkForward):
             return self._added((self.pack.numbers <= self.pack.last[:, None])[:, None, :])
         return self._at_last(mask[:, 0])[:, None]
 
-    def _last_of(self, value: Any) -> Any:
+    def _last_of(self, value: object) -> object:
         """Return a layer's input for each row's last token: of every tensor whose second to last dimension is the tokens and
         whose third to last is the rows (Gemma 3n has several states of each token in front)."""
         if isinstance(value, tuple):

@@ -29,6 +29,7 @@ from trimtab.engine.kv.prefix_store import scope_of
 from trimtab.engine.towers.pieces import TowersDoneError
 
 if TYPE_CHECKING:
+    from trimtab.engine.formats.hf_types import HFModel
     from trimtab.engine.kv.sequence import Inputs
     from trimtab.engine.prefill.prefix_cache import PrefixCache
 
@@ -50,7 +51,7 @@ class EncoderCounts:
 
 @contextmanager
 def encoders(
-    hf_model: Any, cache: PrefixCache, scope: bytes, inputs: Inputs, *, is_counted: bool = True
+    hf_model: HFModel, cache: PrefixCache, scope: bytes, inputs: Inputs, *, is_counted: bool = True
 ) -> Iterator[None]:  # fmt: skip
     """While the block runs, the towers return cached outputs, and new outputs are cached. is_counted: False for a pass that
     an earlier one has been counted for. What ends by an error is not counted, because it runs again, except where only the
@@ -81,7 +82,7 @@ def encoders(
 class _Tower:
     """Stands for one function of one prompt. digests: of its images or audio, in order."""
 
-    compute: Callable[..., Any]
+    compute: Callable[..., object]
     cache: PrefixCache
     scope: bytes
     digests: Sequence[bytes]
@@ -91,7 +92,7 @@ class _Tower:
     def __post_init__(self) -> None:
         self.counts = self.cache.encoder_counts
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if not self.digests:
             return self.compute(*args, **kwargs)
         split = self._split(args, kwargs) if self.is_vision else None
@@ -101,7 +102,7 @@ class _Tower:
 
     # All of them together ---------------------------------------------------------------------------------------------
 
-    def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _whole(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         key = scope_of(self.scope, "all", _form(args, kwargs), *self.digests)
         kept = self._find(key)
         if kept is not None:
@@ -122,8 +123,8 @@ class _Tower:
     # One by one -------------------------------------------------------------------------------------------------------
 
     def _split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]] | None:
+        self, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> list[tuple[tuple[object, ...], dict[str, object]]] | None:
         """Return the arguments of each image separately, None if they cannot be separated."""
         count = len(self.digests)
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
@@ -145,7 +146,7 @@ class _Tower:
 
         return [_each_of(args, kwargs, partial(part, number=n)) for n in range(count)]
 
-    def _each(self, split: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> Any:
+    def _each(self, split: Sequence[tuple[tuple[object, ...], dict[str, object]]]) -> object:
         keys = [
             scope_of(self.scope, "one", _form(*arguments), digest)
             for arguments, digest in zip(split, self.digests, strict=True)
@@ -172,10 +173,10 @@ class _Tower:
         return _assembled([outputs[key] for key in keys])
 
 
-def _form(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+def _form(args: Sequence[object], kwargs: dict[str, object]) -> str:
     """Return what of a call is not content: shapes and plain values."""
 
-    def shown(value: Any) -> Any:
+    def shown(value: object) -> object:
         return (tuple(value.shape), str(value.dtype)) if isinstance(value, Tensor) else repr(value)
 
     return repr(([shown(value) for value in args], sorted((name, shown(value)) for name, value in kwargs.items())))
@@ -186,26 +187,26 @@ def _row(tensor: Tensor, number: int) -> Tensor:
 
 
 def _each_of(
-    args: Sequence[Any], kwargs: dict[str, Any], part: Callable[[Tensor], Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def one(value: Any) -> Any:
+    args: Sequence[object], kwargs: dict[str, object], part: Callable[[Tensor], Tensor]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    def one(value: object) -> object:
         return part(value) if isinstance(value, Tensor) else value
 
     return tuple(one(value) for value in args), {name: one(value) for name, value in kwargs.items()}
 
 
-def _joined(several: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+def _joined(several: Sequence[Sequence[Any]]) -> tuple[object, ...]:
     return tuple(
         torch.cat(values) if isinstance(values[0], Tensor) else values[0] for values in zip(*several, strict=True)
     )
 
 
-def _joined_named(several: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _joined_named(several: Sequence[dict[str, object]]) -> dict[str, object]:
     names = list(several[0])
     return dict(zip(names, _joined([[one[name] for name in names] for one in several]), strict=True))
 
 
-def _parts_of(output: Any, count: int) -> list[dict[str, Any]] | None:
+def _parts_of(output: object, count: int) -> list[dict[str, Any]] | None:
     """Return each picture's part of a tower's output, None for an output of another form."""
     pooled, deep = getattr(output, "pooler_output", None), getattr(output, "deepstack_features", None)
     is_stacked = isinstance(pooled, Tensor)
@@ -222,7 +223,7 @@ def _parts_of(output: Any, count: int) -> list[dict[str, Any]] | None:
     ]  # fmt: skip
 
 
-def _assembled(parts: Sequence[dict[str, Any]]) -> Any:
+def _assembled(parts: Sequence[dict[str, Any]]) -> object:
     pooled = [part["pooler_output"] for part in parts]
     deep = None
     if parts[0]["deepstack_features"] is not None:
@@ -235,7 +236,7 @@ def _assembled(parts: Sequence[dict[str, Any]]) -> Any:
 # Values as bytes -----------------------------------------------------------------------------------------------------
 
 
-def flattened(value: Any, tensors: list[Tensor]) -> Any:
+def flattened(value: object, tensors: list[Tensor]) -> tuple[object, str]:
     """Return a value with numbers in the place of its tensors, which are put into `tensors`."""
     if isinstance(value, Tensor):
         tensors.append(value)

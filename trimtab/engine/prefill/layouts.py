@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +19,11 @@ from trimtab.engine.lora.store import TOWERS, AdapterStore, Selection
 from trimtab.engine.prefill.rows import Passes
 from trimtab.errors import gib
 from trimtab.planning.memory.adapters import MOST_LAYOUTS
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from trimtab.engine.layers.linear import Leaf
 
 
 @dataclass(eq=False)
@@ -30,7 +35,7 @@ class PromptLayout:
 
     name: str
     buffer: Tensor
-    leaves: list[Any]
+    leaves: list[Leaf]
     has_towers: bool
     holds: tuple[str, int] | None = None
 
@@ -156,7 +161,7 @@ def _select(store: AdapterStore, layout: PromptLayout) -> None:
     store.select(Selection(layout.name))
 
 
-def part_of(module: Any, name: str) -> str | None:
+def part_of(module: nn.Module, name: str) -> str | None:
     """Return the part of the model that an adapter's piece in a module belongs to."""
     adapter = module.__dict__["adapters"][name]
     part: str | None = getattr(adapter, "part", None) or module.__dict__.get("part")

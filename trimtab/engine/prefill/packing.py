@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -32,6 +32,10 @@ from trimtab.engine.passes.packed_forward import PackForward, Piece
 from trimtab.engine.prefill import last_token as open_prompts
 from trimtab.engine.prefill.rows import Passes
 from trimtab.engine.prefill.selection import layers_of
+
+if TYPE_CHECKING:
+    from trimtab.engine.cuda import nvrtc
+    from trimtab.engine.layers.linear import Leaf
 
 
 @dataclass(frozen=True)
@@ -108,11 +112,11 @@ def choose_shape(
 class ChunkSlots(AdapterSlots):
     """The table of adapters of a pass: a row has as many tokens as the pass has places for."""
 
-    def __init__(self, *args: Any, prompt_module: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, prompt_module: nvrtc.Module, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.prompt_module = prompt_module
 
-    def add(self, leaf: Any, x: Tensor, y: Tensor) -> Tensor:
+    def add(self, leaf: Leaf, x: Tensor, y: Tensor) -> Tensor:
         """Return the layer's output with each row's adapter: x [rows, ..., D_in], y [rows, ..., D_out]."""
         rows = x.shape[0]
         flat, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
@@ -241,6 +245,7 @@ class Packs:
         prompts = self.prompts
         kernels, own = prompts.kernels(), prompts.batch.steps.kernels
         if self._slots is None and kernels.adds and own.has_lora:
+            assert kernels.module is not None
             self._slots = ChunkSlots(
                 prompts.model.hf_model, prompts.model.adapter_store, MOST_PROMPTS, prompts.device, module=own.matvec, many=own.rows,
                 slots=LEAST_SLOTS, prompt_module=kernels.module,

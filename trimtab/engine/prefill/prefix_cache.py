@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -47,6 +47,11 @@ from trimtab.engine.tiers.reader import HostMemory
 from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.planning.memory.prefix_cache import ALIGNED, BLOCK_TOKENS, LEAST_PAGE_BYTES, prefix_reason, staging_bytes
 
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
+
+    from trimtab.engine.prefill.rows import PrefillContext
+
 # A snapshot that saves fewer tokens than this is not worth its room, nor a chunk of its own behind what two prompts share.
 LEAST_SAVED_TOKENS = 64
 # An opening that saves fewer is not worth a cut: no second prompt has shown yet that it is shared. A cut costs one pass more, which
@@ -61,7 +66,7 @@ class PrefixCache:
     why_not: why this family's state cannot be kept, None if it can.
     """
 
-    def __init__(self, model: Any, capacity_bytes: int, *, block_tokens: int = BLOCK_TOKENS) -> None:
+    def __init__(self, model: PrefillContext, capacity_bytes: int, *, block_tokens: int = BLOCK_TOKENS) -> None:
         if capacity_bytes < LEAST_PAGE_BYTES:
             raise RequestError(f"must be at least {LEAST_PAGE_BYTES} bytes", field="prefix_cache", value=capacity_bytes)
         self.capacity_bytes, self.block_tokens = capacity_bytes, block_tokens
@@ -85,7 +90,7 @@ class PrefixCache:
             self._staging = torch.empty(count, dtype=torch.uint8, device=self.device)
 
     @classmethod
-    def within(cls, model: Any, capacity_bytes: int) -> PrefixCache:
+    def within(cls, model: PrefillContext, capacity_bytes: int) -> PrefixCache:
         """Return a model's cache. Errors: RequestError if no prompt could resume from so few bytes, DoesNotFitError if the plan's
         host budget leaves less."""
         plan = model.plan
@@ -168,7 +173,7 @@ class PrefixCache:
         if match.snapshot:
             self._move_snapshot(match.snapshot, match.tokens, views, into_row=True)
 
-    def put_blob(self, key: bytes, value: Any) -> None:
+    def put_blob(self, key: bytes, value: object) -> None:
         """Keep a value of tensors, dictionaries and lists, if there is room."""
         if self.store is None or self.layout is None:
             return
@@ -405,7 +410,7 @@ class Prefixes:
                 return keys.new_empty(1, other.shape[0], 1, other.shape[2], dtype=other.dtype)
         return keys
 
-    def into_cache(self, match: Match) -> Any:
+    def into_cache(self, match: Match) -> Cache:
         """Return transformers' cache with the first match.tokens tokens of a prompt."""
         cache = self.cache
         prompt_states = hf_slots.prompt_cache(self.model.hf_model, self.batch.cache.kv)
@@ -563,7 +568,7 @@ class Prefixes:
             views = self._row_views[row] = RowViews.of(layout, states)
         return views if slots.pool is None else replace(views, pages=slots.pool.pages_at(row))
 
-    def _views_of_prompt(self, prompt: Any, count: int) -> RowViews:
+    def _views_of_prompt(self, prompt: Cache, count: int) -> RowViews:
         """Return the states of a prompt that transformers runs, its sliding layers' as rings."""
         states: dict[tuple[int, str], Tensor] = {}
         assert self.cache is not None and self.cache.layout is not None

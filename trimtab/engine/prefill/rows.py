@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,11 @@ from trimtab.engine.passes.chunk_forward import ChunkForward
 from trimtab.engine.passes.prompt_job import PromptJob
 from trimtab.engine.towers.graphs import Towers
 
+if TYPE_CHECKING:
+    from trimtab.engine.layers.embedding import GatheredTable
+
+T = TypeVar("T")
+
 
 class PrefillContext(EngineContext, Protocol):
     """A loaded model as prefill sees it."""
@@ -36,9 +41,6 @@ class PrefillContext(EngineContext, Protocol):
 
     @property
     def prefill_tokens(self) -> int: ...
-
-    @property
-    def adapters(self) -> tuple[str, ...]: ...
 
     @property
     def prompt_room(self) -> PromptRoom | None: ...
@@ -80,7 +82,7 @@ class TowerUse(Protocol):
 
     def embedded(self, prompt: PrefillState, start: int, end: int) -> AbstractContextManager[None]: ...
 
-    def with_towers(self, prompt: PrefillState, compute: Callable[[], Any], *, is_counted: bool = True) -> Any: ...
+    def with_towers(self, prompt: PrefillState, compute: Callable[[], T], *, is_counted: bool = True) -> T: ...
 
 
 class LayoutUse(Protocol):
@@ -142,7 +144,7 @@ class Passes(Protocol):
     def room(self) -> PromptRoom | None: ...
 
     @property
-    def staged_tables(self) -> Sequence[Any]: ...
+    def staged_tables(self) -> Sequence[GatheredTable]: ...
 
     @property
     def placeholders(self) -> frozenset[int]: ...

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,6 +33,8 @@ from trimtab.engine.towers.pieces import (
     TowersDoneError,
 )
 from trimtab.errors import RequestError
+
+T = TypeVar("T")
 
 
 class TowerPasses:
@@ -122,7 +124,7 @@ class TowerPasses:
         decoder = self.prompts.model.hf_model.get_decoder()
         inner = decoder.forward
 
-        def decode(**kwargs: Any) -> Any:
+        def decode(**kwargs: object) -> object:
             return inner(**kwargs | {"inputs_embeds": embeddings[:, start:end]})
 
         with covered({decoder: decode}):
@@ -130,7 +132,7 @@ class TowerPasses:
         if end == embeddings.shape[1]:
             del self._embeddings[prompt]
 
-    def with_towers(self, prompt: PrefillState, compute: Callable[[], Any], *, is_counted: bool = True) -> Any:
+    def with_towers(self, prompt: PrefillState, compute: Callable[[], T], *, is_counted: bool = True) -> T:
         """Return what `compute` returns: transformers' pass of a whole prompt with media. On a CPU the towers go through in
         pieces before the decoder while rows are being decoded. is_counted: False where an earlier pass has counted the
         look-ups of its media.
@@ -146,7 +148,7 @@ class TowerPasses:
         is_counted = is_counted and not pieces.is_done
         inner = decoder.forward
 
-        def decode(*args: Any, **kwargs: Any) -> Any:
+        def decode(*args: object, **kwargs: Any) -> object:
             try:
                 pieces.end()
             except TowersDoneError:
@@ -191,7 +193,7 @@ def unloaded_error(prompt: PrefillState, adapters: Sequence[str]) -> RequestErro
     )  # fmt: skip
 
 
-def _may_be_chunked(inputs: Mapping[str, Any]) -> bool:
+def _may_be_chunked(inputs: Mapping[str, object]) -> bool:
     """Whether the inputs of a decoder's pass of a whole prompt with media can be given in chunks as embeddings alone: no token
     looks ahead, positions count up, and later layers add nothing."""
     positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")

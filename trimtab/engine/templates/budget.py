@@ -9,16 +9,16 @@ Counts depend on template and messages alone, never on the machine. Imports no t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import update_wrapper
 from types import BuiltinMethodType, MethodType
 from typing import Any, ClassVar
 
 from jinja2 import Template, nodes
-from jinja2.compiler import CodeGenerator, Frame
+from jinja2.compiler import CodeGenerator, Frame, MacroRef
 from jinja2.exceptions import SecurityError
 from jinja2.lexer import Token, TokenStream
-from jinja2.runtime import BlockReference, LoopContext, Macro, Undefined, markup_join, str_join
+from jinja2.runtime import BlockReference, Context, LoopContext, Macro, Undefined, markup_join, str_join
 from jinja2.sandbox import SandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Joiner, Namespace
 from markupsafe import Markup, escape
@@ -58,15 +58,15 @@ _CALLABLE = (Macro, BlockReference, LoopContext, Joiner, Undefined)
 class _Formatter(SandboxedFormatter):
     """`str.format`: widths count before they are written."""
 
-    _env: Any
+    _env: _Metered
 
-    def format_field(self, value: Any, format_spec: str) -> str:
+    def format_field(self, value: object, format_spec: str) -> str:
         meter: Meter = self._env.meter
         meter.step()
         meter.read(meter.size(value) + digits(format_spec))
         return str(super().format_field(value, format_spec))
 
-    def convert_field(self, value: Any, conversion: Any) -> Any:
+    def convert_field(self, value: object, conversion: Any) -> object:
         self._env.meter.weighed(value)
         return super().convert_field(value, conversion)
 
@@ -77,7 +77,7 @@ class _Generator(CodeGenerator):
     _repeats = True  # whether the next block is one that runs several times
     _is_left = False  # whether the next sum is the left part of another one, which frees it
 
-    def blockvisit(self, nodes_: Any, frame: Frame) -> None:
+    def blockvisit(self, nodes_: Iterable[nodes.Node], frame: Frame) -> None:
         if self._repeats:
             steps, chars = _block_cost(nodes_)
             self.writeline(f"environment.tick({steps}, {chars})")
@@ -92,7 +92,7 @@ class _Generator(CodeGenerator):
         self._repeats = True
         super().visit_For(node, frame)
 
-    def macro_body(self, node: Any, frame: Frame) -> Any:
+    def macro_body(self, node: nodes.Macro | nodes.CallBlock, frame: Frame) -> tuple[Frame, MacroRef]:
         self._repeats = True
         return super().macro_body(node, frame)
 
@@ -104,7 +104,7 @@ class _Generator(CodeGenerator):
             return
         super().visit_Call(node, frame, forward_caller=forward_caller)
 
-    def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+    def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: object) -> None:
         if frame.eval_ctx.volatile:
             self.write("(environment.escaped if context.eval_ctx.autoescape else environment.text)(")
         elif frame.eval_ctx.autoescape:
@@ -195,7 +195,7 @@ def _block_cost(block: Iterable[nodes.Node]) -> tuple[int, int]:
     """Return the most steps of a block and the characters of its literals; blocks that are repeated count for themselves."""
     steps, chars = 4, 0
     for node in block:
-        branches: list[Any] = []
+        branches: list[Sequence[nodes.Node]] = []
         if isinstance(node, nodes.Output):
             chars += sum(len(data.data) for data in node.find_all(nodes.TemplateData))
             chars += sum(len(one.value) for one in node.find_all(nodes.Const) if isinstance(one.value, str))
@@ -235,7 +235,7 @@ def _is_short(one: nodes.Node, other: nodes.Node) -> bool:
 class _Template(Template):
     """A template whose every rendering has a budget of its own."""
 
-    environment: Any
+    environment: _Metered
 
     def render(self, *args: Any, **kwargs: Any) -> str:
         with self.environment.meter.fresh(dict(*args, **kwargs)):
@@ -262,7 +262,7 @@ class _Metered(SandboxedEnvironment):
         if meter.steps < 0 or meter.chars < 0:
             meter.check()
 
-    def getattr(self, obj: Any, attribute: str) -> Any:
+    def getattr(self, obj: Any, attribute: str) -> object:
         """As jinja2's, at once where the answer is known: a key of a message, an allowed method."""
         kind = type(obj)
         if kind is dict and attribute not in _DICT_NAMES:
@@ -272,7 +272,7 @@ class _Metered(SandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def compile(
-        self, source: Any, name: Any = None, filename: Any = None, raw: bool = False, defer_init: bool = False
+        self, source: object, name: object = None, filename: object = None, raw: bool = False, defer_init: bool = False
     ) -> Any:
         """As jinja2's, with a budget: constants are folded here."""
         if isinstance(source, str) and len(source) > MAX_TEMPLATE_CHARS:
@@ -280,17 +280,19 @@ class _Metered(SandboxedEnvironment):
         with self.meter.fresh({}):
             return super().compile(source, name, filename, raw, defer_init)  # type: ignore[call-overload]
 
-    def _tokenize(self, source: str, name: Any, filename: Any = None, state: Any = None) -> TokenStream:
+    def _tokenize(
+        self, source: str, name: str | None, filename: str | None = None, state: str | None = None
+    ) -> TokenStream:
         return TokenStream(_few(super()._tokenize(source, name, filename, state)), name, filename)
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: object, operator: str, left: object, right: object) -> object:
         """As jinja2's, counted."""
         self.meter.step()
         if operator != "%" or type(left) is not int:
             self.meter.read(BINOPS[operator](self.meter, left, right))
         return self.binop_table[operator](left, right)
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: object) -> object:  # noqa: N805
         """As jinja2's, counted. Errors: SpentError; SecurityError for what has no rule."""
         meter = __self.meter
         kind = type(__obj)
@@ -318,7 +320,9 @@ class _Metered(SandboxedEnvironment):
         finally:
             meter.depth -= 1
 
-    def _count_method(self, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _count_method(
+        self, method: MethodType | BuiltinMethodType, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> None:
         owner, name, meter = method.__self__, method.__name__, self.meter
         costs = KINDS.get(type(owner))
         cost = costs.get(name) if costs is not None else method_cost(method)
@@ -331,7 +335,7 @@ class _Metered(SandboxedEnvironment):
         if meter.steps < 0 or meter.chars < 0:
             meter.check()
 
-    def wrap_str_format(self, value: Any) -> Any:
+    def wrap_str_format(self, value: object) -> Callable[..., str] | None:
         """As jinja2's, with widths counted."""
         if not isinstance(value, (MethodType, BuiltinMethodType)) or value.__name__ not in ("format", "format_map"):
             return None
@@ -340,7 +344,7 @@ class _Metered(SandboxedEnvironment):
             return None
         is_map = value.__name__ == "format_map"
 
-        def formatted(*args: Any, **kwargs: Any) -> str:
+        def formatted(*args: Any, **kwargs: object) -> str:
             self.meter.read(len(text))
             names = args[0] if is_map and len(args) == 1 else kwargs
             return _Formatter(self).vformat(str(text), () if is_map else args, names)
@@ -348,7 +352,7 @@ class _Metered(SandboxedEnvironment):
         formatted.is_metered = True  # type: ignore[attr-defined]
         return formatted if not isinstance(text, Markup) else None
 
-    def text(self, value: Any) -> str:
+    def text(self, value: object) -> str:
         """Return a value as the text that a template writes."""
         if type(value) is str:
             meter = self.meter
@@ -358,7 +362,7 @@ class _Metered(SandboxedEnvironment):
             return value
         return str(self.meter.weighed(value))
 
-    def added(self, value: Any) -> Any:
+    def added(self, value: object) -> object:
         """Return a sum."""
         meter = self.meter
         meter.chars -= len(value) if type(value) is str else sum_cost(value)
@@ -366,44 +370,44 @@ class _Metered(SandboxedEnvironment):
             meter.check()
         return value
 
-    def passed(self, value: Any) -> Any:
+    def passed(self, value: object) -> object:
         """Return a sum that is a part of another sum, and freed after it."""
         if type(value) is str:
             self.meter.freed += len(value)
         return self.added(value)
 
-    def escaped(self, value: Any) -> Any:
+    def escaped(self, value: object) -> Markup:
         """Return a value as the text that a template writes where it escapes."""
         self.meter.read(6 * self.meter.size(value))
         return escape(value)
 
-    def concatenated(self, parts: tuple[Any, ...], is_markup: bool) -> str:
+    def concatenated(self, parts: tuple[object, ...], is_markup: bool) -> str:
         """Return the texts of values in one."""
         self.meter.step()
         self.meter.read((6 if is_markup else 1) * sum(map(self.meter.size, parts)))
         return markup_join(parts) if is_markup else str_join(parts)
 
-    def weighed(self, value: Any) -> Any:
+    def weighed(self, value: object) -> object:
         """Return a value that is read whole."""
         return value if type(value) in SCALARS else self.meter.weighed(value)
 
-    def searched(self, value: Any) -> Any:
+    def searched(self, value: object) -> object:
         """Return a value in which a short constant is looked for."""
         if not isinstance(value, Mapping):
             self.meter.read(length(value))
         return value
 
-    def key(self, value: Any) -> Any:
+    def key(self, value: object) -> object:
         """Return a value by which another is looked up: texts and numbers know their hash, tuples read all elements."""
         return value if type(value) in SCALARS or type(value) is str else self.meter.weighed(value)
 
-    def sliced(self, value: Any) -> Any:
+    def sliced(self, value: object) -> object:
         """Return a value of which a part is copied."""
         self.meter.step()
         self.meter.read(length(value))
         return value
 
-    def tested(self, value: Any) -> Any:
+    def tested(self, value: object) -> object:
         """Return what the condition of a loop says of one element: a step."""
         self.meter.step()
         return value
@@ -412,7 +416,7 @@ class _Metered(SandboxedEnvironment):
 def _metered_call(meter: Meter, function: Any, cost: Cost, *, name: str = "", passed: bool = False) -> Any:
     """Return a filter, test or function that counts before it runs. passed: whether jinja2 gives it its context first."""
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(*args: object, **kwargs: object) -> object:
         given = args[1:] if passed else args
         meter.steps -= 1
         meter.chars -= cost(meter, *given, **kwargs)
@@ -420,14 +424,14 @@ def _metered_call(meter: Meter, function: Any, cost: Cost, *, name: str = "", pa
             meter.check()
         return function(*args, **kwargs)
 
-    def read_whole(*args: Any, **kwargs: Any) -> Any:
+    def read_whole(*args: Any, **kwargs: object) -> object:
         if args[passed:] and is_iterator(args[passed]):
             args = (*args[:passed], list(args[passed]), *args[passed + 1 :])
         return counted(*args, **kwargs)
 
-    def lazy(*args: Any, **kwargs: Any) -> Any:
+    def lazy(*args: object, **kwargs: object) -> object:
         """Generators in generators would nest on the C stack: elements are made at once."""
-        made = counted(*args, **kwargs)
+        made: Any = counted(*args, **kwargs)
         if not is_iterator(made):
             return made
         elements = list(made)
@@ -435,7 +439,7 @@ def _metered_call(meter: Meter, function: Any, cost: Cost, *, name: str = "", pa
         meter.check()
         return iter(elements)
 
-    made = read_whole if name in READ_WHOLE else lazy if name in LAZY else counted
+    made: Callable[..., object] = read_whole if name in READ_WHOLE else lazy if name in LAZY else counted
     if not isinstance(function, type):
         update_wrapper(made, function)
     made.is_metered = True  # type: ignore[attr-defined]
@@ -450,7 +454,7 @@ def _few(tokens: Iterable[Token]) -> Iterator[Token]:
         yield token
 
 
-def _is_passed(function: Any) -> bool:
+def _is_passed(function: object) -> bool:
     """Whether jinja2 gives a filter or test its context, evaluation context or environment first."""
     return getattr(function, "jinja_pass_arg", None) is not None
 
@@ -467,7 +471,7 @@ def _namespace(meter: Meter, base: Any) -> Any:
     """Return a namespace (transformers has one of its own) that counts the texts which an assignment frees."""
 
     class Metered(base):  # type: ignore[misc]
-        def __setitem__(self, name: str, value: Any) -> None:
+        def __setitem__(self, name: str, value: object) -> None:
             before = object.__getattribute__(self, "_Namespace__attrs").get(name)
             super().__setitem__(name, value)
             if type(before) is str and sys.getrefcount(before) <= _ALONE:
@@ -476,11 +480,11 @@ def _namespace(meter: Meter, base: Any) -> Any:
     return Metered
 
 
-def _global(meter: Meter, name: str, function: Any) -> Any:
+def _global(meter: Meter, name: str, function: Any) -> object:
     if isinstance(function, type) and issubclass(function, Namespace):
         function = _namespace(meter, function)
     counted = _metered_call(meter, function, GLOBALS[name])
-    fromkeys: Any = getattr(function, "fromkeys", None)
+    fromkeys = getattr(function, "fromkeys", None)
     if fromkeys is not None:  # `dict` in templates is an object that is called
         counted.fromkeys = _metered_call(meter, fromkeys, GLOBALS[name])
     return counted

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from types import GeneratorType
-from typing import Any
+from types import BuiltinMethodType, GeneratorType, MethodType
+from typing import Any, TypeVar
 
 from jinja2.ext import Extension
 from jinja2.runtime import LoopContext
 from jinja2.utils import Cycler, Namespace
+
+T = TypeVar("T")
 
 # Of one template. The largest published ones have about 30,000 characters and 8,000 words and signs.
 MAX_TEMPLATE_CHARS, MAX_TEMPLATE_TOKENS = 256 * 2**10, 24_000
@@ -41,7 +43,7 @@ class Meter:
         self.lock = threading.RLock()
         self.steps = self.chars = self.depth = 0
         self.freed = self._reusable = 0
-        self._inputs: Mapping[str, Any] | None = None
+        self._inputs: Mapping[str, object] | None = None
 
     def step(self) -> None:
         """Count a step. Errors: SpentError."""
@@ -75,24 +77,24 @@ class Meter:
         if self.chars < 0:
             raise SpentError("it reads and writes more characters than a chat template may")
 
-    def weighed(self, value: Any) -> Any:
+    def weighed(self, value: T) -> T:
         """Return a value whose characters are counted."""
         self.read(self.size(value))
         return value
 
-    def size(self, value: Any) -> int:
+    def size(self, value: object) -> int:
         """Return the characters of a value written out, its elements included: a list that holds another twice has it twice.
 
         Errors: SpentError for a value larger than the budget, and for one of too many levels.
         """
-        kind = type(value)
-        if kind is str:
+        if type(value) is str:
             return len(value)
-        return ITEM if kind in SCALARS else self._measured(value)[0]
+        return ITEM if type(value) in SCALARS else self._measured(value)[0]
 
-    def _measured(self, value: Any) -> tuple[int, int]:
+    def _measured(self, value: object) -> tuple[int, int]:
         """Return the characters and the number of values."""
-        total, count, level, depth = 0, 0, [value], 0
+        level: list[Any] = [value]
+        total, count, depth = 0, 0, 0
         while level:
             below: list[Any] = []
             for one in level:
@@ -131,7 +133,7 @@ class Meter:
             raise SpentError("it makes a value that is larger than a chat template may write")
 
     @contextmanager
-    def fresh(self, inputs: Mapping[str, Any]) -> Iterator[None]:
+    def fresh(self, inputs: Mapping[str, object]) -> Iterator[None]:
         """The budget of one rendering. inputs: what the template is given."""
         with self.lock:
             before = self.steps, self.chars, self.depth, self._inputs, self.freed, self._reusable
@@ -160,7 +162,7 @@ def length(value: Any) -> int:
     return len(value) * (1 if isinstance(value, (str, bytes)) else ITEM) if hasattr(value, "__len__") else 1
 
 
-def _number(value: Any, default: int = 0) -> int:
+def _number(value: object, default: int = 0) -> int:
     return int(value) if isinstance(value, (int, float)) and abs(value) < 2**53 else default if value is None else 2**53
 
 
@@ -171,7 +173,7 @@ Cost = Callable[..., int]
 def times(factor: int) -> Cost:
     """Return the cost of what reads all its arguments, so many times."""
 
-    def cost(meter: Meter, *args: Any, **kwargs: Any) -> int:
+    def cost(meter: Meter, *args: object, **kwargs: object) -> int:
         total = 0
         for value in args:
             total += len(value) if type(value) is str else meter.size(value)
@@ -180,107 +182,107 @@ def times(factor: int) -> Cost:
     return cost
 
 
-def _shallow(meter: Meter, *args: Any, **kwargs: Any) -> int:
+def _shallow(meter: Meter, *args: object, **kwargs: object) -> int:
     return sum(map(length, args))
 
 
-def _lazily(meter: Meter, value: Any, *args: Any, **kwargs: Any) -> int:
+def _lazily(meter: Meter, value: object, *args: object, **kwargs: object) -> int:
     """Of what goes through a collection and reads its arguments once for each element."""
     return 3 * length(value) + sum(map(meter.size, args)) + sum(map(meter.size, kwargs.values()))
 
 
-def _constant(meter: Meter, *args: Any, **kwargs: Any) -> int:
+def _constant(meter: Meter, *args: object, **kwargs: object) -> int:
     return 1
 
 
-def _positional(meter: Meter, *args: Any, **kwargs: Any) -> int:
+def _positional(meter: Meter, *args: object, **kwargs: object) -> int:
     return 1 + sum(map(meter.size, args))
 
 
-def _own(meter: Meter, text: Any, *args: Any, **kwargs: Any) -> int:
+def _own(meter: Meter, text: Sized, *args: object, **kwargs: object) -> int:
     return len(text)
 
 
-def _arguments(meter: Meter, text: Any, *args: Any, **kwargs: Any) -> int:
+def _arguments(meter: Meter, text: object, *args: object, **kwargs: object) -> int:
     return 1 + sum(map(meter.size, args))
 
 
-def _split(meter: Meter, text: Any, sep: Any = None, *args: Any, **kwargs: Any) -> int:
+def _split(meter: Meter, text: str, sep: object = None, *args: object, **kwargs: object) -> int:
     pieces = text.count(sep) if isinstance(sep, str) and sep else len(text) // 2
     return len(text) + ITEM * pieces
 
 
-def _padded(meter: Meter, text: Any, width: Any = 80, *args: Any, **kwargs: Any) -> int:
+def _padded(meter: Meter, text: object, width: object = 80, *args: object, **kwargs: object) -> int:
     return meter.size(text) + abs(_number(width))
 
 
-def _joined(meter: Meter, items: Any, sep: Any = "", *args: Any, **kwargs: Any) -> int:
+def _joined(meter: Meter, items: Any, sep: object = "", *args: object, **kwargs: object) -> int:
     length = len(items) if hasattr(items, "__len__") else 1
     return 6 * meter.size(items) + 6 * length * meter.size(kwargs.get("d", sep))
 
 
-def _joined_by(meter: Meter, sep: Any, items: Any = (), *args: Any) -> int:
+def _joined_by(meter: Meter, sep: object, items: object = (), *args: object) -> int:
     return _joined(meter, items, sep)
 
 
-def _replaced(meter: Meter, text: Any, old: Any = "", new: Any = "", *args: Any, **kwargs: Any) -> int:
+def _replaced(meter: Meter, text: object, old: object = "", new: object = "", *args: object, **kwargs: object) -> int:
     size = meter.size(text)
-    is_plain = isinstance(text, str) and isinstance(old, str) and old
-    places = text.count(old) if is_plain else size + 1
+    places = text.count(old) if isinstance(text, str) and isinstance(old, str) and old else size + 1
     return size + meter.size(old) + places * meter.size(new)
 
 
-def _translated(meter: Meter, text: Any, table: Any = (), *args: Any) -> int:
+def _translated(meter: Meter, text: Sized, table: object = (), *args: object) -> int:
     values = table.values() if isinstance(table, Mapping) else table if isinstance(table, (list, tuple)) else ()
     longest = max((len(one) for one in values if isinstance(one, str)), default=1)
     return meter.size(table) + len(text) * max(longest, 1)
 
 
-def _tabs(meter: Meter, text: Any, tabsize: Any = 8, *args: Any, **kwargs: Any) -> int:
+def _tabs(meter: Meter, text: str, tabsize: object = 8, *args: object, **kwargs: object) -> int:
     return len(text) + text.count("\t") * abs(_number(kwargs.get("tabsize", tabsize)))
 
 
-def _indented(meter: Meter, text: Any, width: Any = 4, *args: Any, **kwargs: Any) -> int:
+def _indented(meter: Meter, text: object, width: object = 4, *args: object, **kwargs: object) -> int:
     width = kwargs.get("width", width)
     size = meter.size(text)
     lines = text.count("\n") + 2 if isinstance(text, str) else size
     return size + lines * (len(width) if isinstance(width, str) else abs(_number(width)))
 
 
-def _batched(meter: Meter, value: Any, count: Any = 1, *args: Any, **kwargs: Any) -> int:
+def _batched(meter: Meter, value: object, count: object = 1, *args: object, **kwargs: object) -> int:
     """Also of `slice`: both make up to `count` elements that the value does not have."""
     return length(value) + ITEM * sum(
         abs(_number(number)) for number in (count, *kwargs.values()) if not isinstance(number, str)
     )
 
 
-def _rounded(meter: Meter, value: Any, precision: Any = 0, *args: Any, **kwargs: Any) -> int:
+def _rounded(meter: Meter, value: object, precision: object = 0, *args: object, **kwargs: object) -> int:
     return 4 ** min(abs(_number(kwargs.get("precision", precision))) // 8, 64)
 
 
-def _converted(meter: Meter, value: Any, *args: Any, **kwargs: Any) -> int:
+def _converted(meter: Meter, value: object, *args: object, **kwargs: object) -> int:
     size = meter.size(value)
     return size if size * 4 <= MAX_INT_BITS else MAX_CHARS * size
 
 
-def _wrapped(meter: Meter, text: Any, width: Any = 79, *args: Any, **kwargs: Any) -> int:
+def _wrapped(meter: Meter, text: object, width: object = 79, *args: object, **kwargs: object) -> int:
     others = sum(meter.size(value) for value in (*args, *kwargs.values()))
     return meter.size(text) * (64 + others)
 
 
-def _dumped(meter: Meter, value: Any, *args: Any, **kwargs: Any) -> int:
-    def width(option: Any) -> int:
+def _dumped(meter: Meter, value: object, *args: object, **kwargs: object) -> int:
+    def width(option: object) -> int:
         return abs(_number(option)) if not isinstance(option, (str, list, tuple)) else meter.size(option)
 
     return meter.size(value) * (1 + sum(map(width, args)) + sum(map(width, kwargs.values())))
 
 
-def _sorted_keys(meter: Meter, value: Any, *args: Any, **kwargs: Any) -> int:
-    is_by_key = not (args or kwargs) and isinstance(value, Mapping)
-    return 8 * meter.size(list(value) if is_by_key else value)
+def _sorted_keys(meter: Meter, value: object, *args: object, **kwargs: object) -> int:
+    if not (args or kwargs) and isinstance(value, Mapping):
+        value = list(value)
+    return 8 * meter.size(value)
 
 
-def _summed(meter: Meter, value: Any, attribute: Any = None, start: Any = 0, **kwargs: Any) -> int:
+def _summed(meter: Meter, value: object, attribute: object = None, start: object = 0, **kwargs: object) -> int:
     count = (
         1
         if isinstance(kwargs.get("start", start), (int, float)) and attribute is None
@@ -292,7 +294,7 @@ def _summed(meter: Meter, value: Any, attribute: Any = None, start: Any = 0, **k
 _WIDTH = re.compile(r"\d+")
 
 
-def _formatted(meter: Meter, pattern: Any, *args: Any, **kwargs: Any) -> int:
+def _formatted(meter: Meter, pattern: object, *args: object, **kwargs: object) -> int:
     """Of `%`: each width and precision of the pattern adds its number of characters."""
     pattern = str(meter.weighed(pattern))
     if "*" in pattern and "%" in pattern:
@@ -302,11 +304,11 @@ def _formatted(meter: Meter, pattern: Any, *args: Any, **kwargs: Any) -> int:
     return len(pattern) + widths + 6 * places * (sum(map(meter.size, args)) + sum(map(meter.size, kwargs.values())))
 
 
-def _timed(meter: Meter, pattern: Any, *args: Any) -> int:
+def _timed(meter: Meter, pattern: object, *args: object) -> int:
     return 256 * meter.size(pattern) ** 2
 
 
-def _lorem(meter: Meter, *args: Any, **kwargs: Any) -> int:
+def _lorem(meter: Meter, *args: object, **kwargs: object) -> int:
     count, longest = (*args[:1], 5)[0], (*args[3:4], 100)[0]
     return 10 * abs(_number(kwargs.get("n", count))) * abs(_number(kwargs.get("max", longest)))
 
@@ -351,7 +353,7 @@ _STR: Mapping[str, Cost] = {
     "expandtabs": _tabs, "join": _joined_by, "replace": _replaced, "translate": _translated,
 }  # fmt: skip
 # Methods, by the type of their object. `format` and `format_map` are metered where they are read (`wrap_str_format`).
-METHODS: Sequence[tuple[type | tuple[type, ...], Mapping[str, Cost]]] = (
+METHODS: Sequence[tuple[type | tuple[type[Any], ...], Mapping[str, Cost]]] = (
     (str, _STR),
     (Mapping, {"copy": _shallow, "get": _arguments, "items": _constant, "keys": _constant, "values": _constant}),
     ((list, tuple), {"copy": _shallow, "count": times(1), "index": times(1)}),
@@ -362,11 +364,11 @@ METHODS: Sequence[tuple[type | tuple[type, ...], Mapping[str, Cost]]] = (
 )
 
 
-def _bits(value: Any) -> int:
+def _bits(value: object) -> int:
     return value.bit_length() if isinstance(value, int) else 0
 
 
-def _product_cost(meter: Meter, left: Any, right: Any) -> int:
+def _product_cost(meter: Meter, left: object, right: object) -> int:
     if isinstance(left, int) and isinstance(right, int):
         return _int_cost(_bits(left) + _bits(right))
     for one, other in ((left, right), (right, left)):
@@ -375,7 +377,7 @@ def _product_cost(meter: Meter, left: Any, right: Any) -> int:
     return ITEM
 
 
-def _power_cost(meter: Meter, left: Any, right: Any) -> int:
+def _power_cost(meter: Meter, left: object, right: object) -> int:
     if isinstance(left, int) and isinstance(right, int):
         return _int_cost(_bits(left) * max(right, 1))
     return ITEM
@@ -385,12 +387,12 @@ def _int_cost(bits: int) -> int:
     return ITEM if bits <= MAX_INT_BITS else MAX_CHARS * bits
 
 
-def sum_cost(made: Any) -> int:
+def sum_cost(made: object) -> int:
     """Return what a sum costs, by its result."""
     return _int_cost(_bits(made)) if isinstance(made, int) else length(made)
 
 
-def _remainder_cost(meter: Meter, left: Any, right: Any) -> int:
+def _remainder_cost(meter: Meter, left: object, right: object) -> int:
     return _formatted(meter, left, right) if isinstance(left, (str, bytes)) else ITEM
 
 
@@ -402,7 +404,7 @@ KINDS: Mapping[type, Mapping[str, Cost]] = {
 } | {dict: METHODS[1][1]}  # fmt: skip
 
 
-def method_cost(method: Any) -> Cost | None:
+def method_cost(method: MethodType | BuiltinMethodType) -> Cost | None:
     """Return what a bound method costs, None for one that may not be called."""
     owner, name = method.__self__, method.__name__
     if isinstance(owner, Extension):
@@ -419,7 +421,7 @@ _ITERATORS = frozenset(
 )  # fmt: skip
 
 
-def is_iterator(value: Any) -> bool:
+def is_iterator(value: object) -> bool:
     """Whether a value is read only once."""
     return type(value) in _ITERATORS
 

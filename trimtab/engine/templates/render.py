@@ -7,12 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
 from trimtab.engine.templates.budget import metered
 from trimtab.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+    from jinja2.sandbox import SandboxedEnvironment
+
+    from trimtab.engine.formats.hf_types import ChatTemplateOwner
 
 # Where a template may stand, first what is read first.
 FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
@@ -31,7 +37,7 @@ _here = _Here()
 _installing = threading.Lock()
 
 
-def render(owner: Any, messages: Sequence[Any], folder: Path, **options: Any) -> str:
+def render(owner: ChatTemplateOwner, messages: Sequence[object], folder: Path, **options: object) -> str:
     """Return the text that `owner.apply_chat_template` renders: a processor's or tokenizer's. folder: where its files are.
 
     Errors: REFUSALS as they are; CheckpointError, with the template's line, for one that cannot be compiled, that fails, or that
@@ -92,7 +98,7 @@ def _install() -> None:
         if getattr(stock, "is_switch", False):
             return
 
-        def compile_template(chat_template: Any) -> Any:
+        def compile_template(chat_template: str) -> object:
             if not _here.is_metered:
                 return stock(chat_template)
             compiled = _compiled(chat_template, stock)
@@ -105,7 +111,7 @@ def _install() -> None:
 
 
 @lru_cache(maxsize=16)
-def _compiled(template: str, stock: Callable[[str], Any]) -> Any:
+def _compiled(template: str, stock: Callable[[str], Template]) -> Template | Exception:
     """Return a compiled template, or why it cannot be compiled: a failure is not tried again at every request."""
     try:
         return _environment(stock).from_string(template)
@@ -114,5 +120,5 @@ def _compiled(template: str, stock: Callable[[str], Any]) -> Any:
 
 
 @lru_cache(maxsize=1)
-def _environment(stock: Callable[[str], Any]) -> Any:
+def _environment(stock: Callable[[str], Any]) -> SandboxedEnvironment:
     return metered(stock("").environment)

@@ -9,14 +9,17 @@ What is not covered: kernels of other packages that index by themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trimtab.errors import RequestError
+
+if TYPE_CHECKING:
+    from trimtab.engine.formats.hf_types import HFModel
 
 # Towers whose positions are computed for any size, that resize every picture to one, or that media_check.py looks at first.
 KNOWN = (
@@ -40,7 +43,9 @@ class BeyondTableError(IndexError):
 class CheckedIndices(TorchDispatchMode):
     """While it is on, operations that look something up raise BeyondTableError before they run."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         look = _LOOK_UPS.get(func.overloadpacket)
         if look is not None:
             for indices, entries, may_be_negative in look(*args):
@@ -48,7 +53,7 @@ class CheckedIndices(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _check(indices: Any, entries: int, may_be_negative: bool) -> None:
+def _check(indices: object, entries: int, may_be_negative: bool) -> None:
     if not isinstance(indices, Tensor) or indices.dtype in (torch.bool, torch.uint8) or not indices.numel():
         return
     least, most = (int(value) for value in torch.aminmax(indices))
@@ -59,14 +64,14 @@ def _check(indices: Any, entries: int, may_be_negative: bool) -> None:
 
 
 # (indices, entries, whether they may count from the end) of one operation.
-LookUps = Iterator[tuple[Any, int, bool]]
+LookUps = Iterator[tuple[object, int, bool]]
 
 
-def _of_embedding(weight: Tensor, indices: Tensor, *rest: Any) -> LookUps:
+def _of_embedding(weight: Tensor, indices: Tensor, *rest: object) -> LookUps:
     yield indices, weight.shape[0], False
 
 
-def _of_index(table: Tensor, indices: Sequence[Tensor | None], *rest: Any) -> LookUps:
+def _of_index(table: Tensor, indices: Sequence[Tensor | None], *rest: object) -> LookUps:
     axis = 0
     for one in indices:
         if one is not None and one.dtype in (torch.bool, torch.uint8):
@@ -77,11 +82,11 @@ def _of_index(table: Tensor, indices: Sequence[Tensor | None], *rest: Any) -> Lo
         axis += 1
 
 
-def _along(table: Tensor, axis: int, indices: Tensor, *rest: Any) -> LookUps:
+def _along(table: Tensor, axis: int, indices: Tensor, *rest: object) -> LookUps:
     yield indices, table.shape[axis] if table.dim() else 1, False
 
 
-_LOOK_UPS: dict[Any, Callable[..., LookUps]] = {
+_LOOK_UPS: dict[object, Callable[..., LookUps]] = {
     _ATEN.embedding: _of_embedding, _ATEN.index: _of_index, _ATEN._unsafe_index: _of_index, _ATEN.index_put: _of_index,
     _ATEN.index_put_: _of_index, _ATEN.index_select: _along, _ATEN.gather: _along, _ATEN.scatter: _along,
     _ATEN.scatter_: _along, _ATEN.scatter_add: _along, _ATEN.scatter_add_: _along, _ATEN.index_add: _along,
@@ -89,14 +94,14 @@ _LOOK_UPS: dict[Any, Callable[..., LookUps]] = {
 }  # fmt: skip
 
 
-def unknown_towers(config: Any) -> tuple[str, ...]:
+def unknown_towers(config: object) -> tuple[str, ...]:
     """Return the model types of a model's towers that are not in KNOWN."""
     names = [name for name in getattr(config, "sub_configs", None) or {} if "vision" in name or "audio" in name]
     kinds = [getattr(getattr(config, name, None), "model_type", None) for name in names]
     return tuple(kind for kind in kinds if kind is not None and kind not in KNOWN)
 
 
-def guard_towers(hf_model: Any) -> tuple[str, ...]:
+def guard_towers(hf_model: HFModel) -> tuple[str, ...]:
     """Have every part of a model that is not its decoder checked while it runs, where a tower of it is not known.
 
     Returns the names of those parts. They raise RequestError for media that lead beyond a table, or to shapes that do not go
@@ -104,7 +109,7 @@ def guard_towers(hf_model: Any) -> tuple[str, ...]:
     """
     if not unknown_towers(getattr(hf_model, "config", None)):
         return ()
-    base: Any = getattr(hf_model, "model", hf_model)
+    base = getattr(hf_model, "model", hf_model)
     decoder = hf_model.get_decoder() if hasattr(hf_model, "get_decoder") else None
     guarded = []
     for name, part in base.named_children():
@@ -115,8 +120,8 @@ def guard_towers(hf_model: Any) -> tuple[str, ...]:
     return tuple(guarded)
 
 
-def _guarded(forward: Callable[..., Any], field: str) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
+def _guarded(forward: Callable[..., object], field: str) -> Callable[..., object]:
+    def run(*args: object, **kwargs: object) -> object:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return forward(*args, **kwargs)  # nothing can be read while steps are captured
         try:

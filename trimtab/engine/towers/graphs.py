@@ -43,6 +43,7 @@ from trimtab.planning.memory.towers import BUFFERS, SHAPES
 from trimtab.planning.values.execution import CAPTURED
 
 if TYPE_CHECKING:
+    from trimtab.engine.formats.hf_types import HFModel
     from trimtab.engine.layers.context import EngineContext
 
 TOWERS = ("vision", "audio")
@@ -84,7 +85,7 @@ class _Buffers:
         """Let the next pass copy everything, and release all tensors of this one."""
         self._sources = [None] * len(self.inputs)
 
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self) -> tuple[tuple[object, ...], dict[str, object]]:
         """Return a layer's arguments, made of the buffers."""
         args, kwargs = filled(self.form, iter(self.inputs))
         return args, kwargs
@@ -109,7 +110,7 @@ class _Layer:
     outputs: list[Tensor]
     serial: int | None
 
-    def result(self) -> Any:
+    def result(self) -> object:
         return filled(self.form, iter([one.clone() for one in self.outputs]))
 
 
@@ -196,19 +197,19 @@ class Towers:
 
     # One layer --------------------------------------------------------------------------------------------------------
 
-    def _forward_of(self, layer: nn.Module, pieces: TowerPieces | None) -> Callable[..., Any]:
-        compute: Callable[..., Any] = layer.forward
+    def _forward_of(self, layer: nn.Module, pieces: TowerPieces | None) -> Callable[..., object]:
+        compute: Callable[..., object] = layer.forward
         if self.is_on and self.all_layers[layer] == "resident":
             compute = partial(self._run, layer, compute)
         if pieces is None:
             return compute
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> object:
             return pieces.run(compute, args, kwargs)
 
         return forward
 
-    def _run(self, layer: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run(self, layer: nn.Module, inner: Callable[..., object], *args: object, **kwargs: object) -> object:
         tensors: list[Tensor] = []
         try:
             form = form_of((args, kwargs), tensors, self._values)
@@ -290,8 +291,8 @@ class Towers:
     # Capturing --------------------------------------------------------------------------------------------------------
 
     def _capture(
-        self, layer: nn.Module, inner: Callable[..., Any], shape: tuple[Hashable, Hashable], tensors: Sequence[Tensor]
-    ) -> Any:  # fmt: skip
+        self, layer: nn.Module, inner: Callable[..., object], shape: tuple[Hashable, Hashable], tensors: Sequence[Tensor]
+    ) -> object:  # fmt: skip
         """Compute a layer, keep a graph of it that gave the same, and return what it returns."""
         start = time.perf_counter()
         buffers = self._buffers.get(shape[0])
@@ -322,7 +323,7 @@ class Towers:
         self.capture_s += time.perf_counter() - start
         return captured.result()
 
-    def _compute(self, inner: Callable[..., Any], buffers: _Buffers, outputs: Sequence[Tensor]) -> None:
+    def _compute(self, inner: Callable[..., object], buffers: _Buffers, outputs: Sequence[Tensor]) -> None:
         """What a graph repeats."""
         args, kwargs = buffers.arguments()
         parts: list[Tensor] = []
@@ -331,7 +332,7 @@ class Towers:
             target.copy_(source)
 
     def _graph(
-        self, inner: Callable[..., Any], buffers: _Buffers, outputs: Sequence[Tensor]
+        self, inner: Callable[..., object], buffers: _Buffers, outputs: Sequence[Tensor]
     ) -> torch.cuda.CUDAGraph | None:
         """Return a graph whose first replay gave the values of `outputs`; None if that is impossible, and then nothing is
         captured any more."""
@@ -376,7 +377,7 @@ def padded_frames(frames: int) -> int:
 
 
 @contextmanager
-def padded_sounds(hf_model: Any) -> Iterator[None]:
+def padded_sounds(hf_model: HFModel) -> Iterator[None]:
     """Give the audio tower a few lengths of audio while the block runs, in families where padding changes nothing."""
     owner, halvings = getattr(hf_model, "model", None), PADDED_SOUNDS.get(hf_model.config.model_type)
     if halvings is None or owner is None or not hasattr(owner, "get_audio_features"):
@@ -384,7 +385,7 @@ def padded_sounds(hf_model: Any) -> Iterator[None]:
         return
     inner = owner.get_audio_features
 
-    def features(input_features: Tensor, input_features_mask: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def features(input_features: Tensor, input_features_mask: Tensor, *args: object, **kwargs: object) -> object:
         frames = input_features.shape[1]
         more = padded_frames(frames) - frames
         if not more:

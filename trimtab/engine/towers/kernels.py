@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -24,6 +24,9 @@ from trimtab.engine.kernels.dequantize import ChunkAdapters, PromptKernels
 from trimtab.engine.layers.linear import HostLeaf, Leaf
 from trimtab.engine.lora.fewer_ops import ShortOps
 from trimtab.engine.lora.store import TOWERS
+
+if TYPE_CHECKING:
+    from trimtab.engine.layers.context import EngineContext
 
 
 class TowerAdapters(ChunkAdapters):
@@ -37,7 +40,7 @@ class TowerAdapters(ChunkAdapters):
 class TowerOps:
     """What the passes of one model's towers use. kernels, short: as chosen for its prompts."""
 
-    def __init__(self, model: Any, kernels: PromptKernels, short: ShortOps) -> None:
+    def __init__(self, model: EngineContext, kernels: PromptKernels, short: ShortOps) -> None:
         self._kernels, self._short = kernels, short
         self.leaves = four_bit_towers(model)
         self.adapters = TowerAdapters(kernels.module if kernels.adds else None)
@@ -50,7 +53,7 @@ class TowerOps:
             yield
 
 
-def four_bit_towers(model: Any) -> list[Leaf]:
+def four_bit_towers(model: EngineContext) -> list[Leaf]:
     """Return the layers over 4-bit weights of a model's towers and connectors that its device computes, streamed ones included."""
     paths = {row.module_path for row in model.anatomy.rows if row.part in TOWERS}
     return [

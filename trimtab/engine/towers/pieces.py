@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -55,7 +54,13 @@ class _NotKept(Tensor):
     """A placeholder for a tensor that was not kept. It has a shape and a type, and can be passed on."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func in _OF_SHAPES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -82,7 +87,7 @@ class _Output:
     def _watch(self, tensors: Sequence[Tensor]) -> None:
         self._returned = [(weakref.ref(one), one._version) for one in tensors]
 
-    def again(self) -> Any:
+    def again(self) -> object:
         """Return it once more, as tensors that may be written into."""
         if self.tensors is None:
             empty = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self.shapes]
@@ -138,7 +143,7 @@ class TowerPieces:
         self._left, self._may_end = positions or 0, positions is not None
         self._seconds, self._until = seconds, None
 
-    def run(self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, compute: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Return what a layer returns. Errors: PausedError where this piece ends before it."""
         number, self._number = self._number, self._number + 1
         given = _given(args, kwargs)
@@ -184,7 +189,7 @@ class TowerPieces:
     def _is_over(self) -> bool:
         return self._left <= 0 or (self._until is not None and self._now() >= self._until)
 
-    def _add(self, given: Hashable, output: Any) -> None:
+    def _add(self, given: Hashable, output: object) -> None:
         tensors: list[Tensor] = []
         try:
             form = form_of(output, tensors, lambda one: ())
@@ -193,7 +198,7 @@ class TowerPieces:
             return
         self._outputs.append(_Output(given, form, tensors))
 
-    def _give_on(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: int) -> None:
+    def _give_on(self, args: tuple[object, ...], kwargs: dict[str, object], before: int) -> None:
         tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
         for output in self._outputs[:before]:
             output.given_on(tensors)
@@ -210,7 +215,7 @@ class TowerPieces:
         return False
 
 
-def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+def _given(args: tuple[object, ...], kwargs: dict[str, object]) -> Hashable:
     """Return the form of a layer's arguments, None for one that has none."""
     try:
         return form_of((args, kwargs), [], lambda one: ())
@@ -218,7 +223,7 @@ def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
         return None
 
 
-def _positions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _positions(args: tuple[object, ...], kwargs: dict[str, object]) -> int:
     """Return the positions of the first tensor of a layer's arguments: all of its dimensions but the last."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):

@@ -26,6 +26,7 @@ from trimtab.engine.batch.sampling import Sampler
 from trimtab.engine.calls.embedding import Embedding
 from trimtab.engine.calls.prompt_logprobs import PromptScores
 from trimtab.engine.chat import prompt as chat
+from trimtab.engine.chat.content_parts import parts_in
 from trimtab.engine.chat.media import SAMPLE_RATE, picture_bytes, sound_rate
 from trimtab.engine.chat.media_ahead import audio_ahead, images_ahead
 from trimtab.engine.kv.sequence import Inputs
@@ -293,7 +294,7 @@ class LoadedEngine:
         """Return a job with its media decoded, its images resized and its audio turned into features, on a thread of the pool."""
         try:
             decoded = chat.decode_media(self.model, job.prompt, audio_s=self._audio_s)
-            parts = [part for message in decoded for part in message["content"]]
+            parts: list[Mapping[str, object]] = [part for message in decoded for part in parts_in(message)]
             self._has_learned.wait(LEARN_S)
             for kind, ahead_of in (("image", images_ahead), ("audio", audio_ahead)):
                 media = [part[kind] for part in parts if part["type"] == kind]

@@ -28,9 +28,9 @@ class _Asked:
 
         self.processor_folder = folder
         self.device, self.dtype = torch.device("cpu"), getattr(torch, dtype)
-        self.hf_model = SimpleNamespace(config=hf.read_config(read_checkpoint(folder)))
+        self.hf_model: Any = SimpleNamespace(config=hf.read_config(read_checkpoint(folder)))
         # The routes' plans are made for these prompts, so memory is not counted here.
-        self.plan = SimpleNamespace(request=SimpleNamespace(images=10**6, audio_s=MAX_SOUND_S))
+        self.plan: Any = SimpleNamespace(request=SimpleNamespace(images=10**6, audio_s=MAX_SOUND_S))
 
     @cached_property
     def processor(self) -> Any:
