@@ -194,3 +194,7 @@ def test_a_sound_of_which_the_end_would_be_cut_off_is_refused():
     with pytest.raises(RequestError, match=r"lasts 30.1 s, this model reads 30 s and would ignore the rest") as caught:
         prepared("gemma4", audios=[np.zeros(481_600, np.float32)])
     assert caught.value.field == "audio"
+
+
+def test_a_prompt_without_audio_needs_no_feature_extractor():
+    check_sound_lengths(None, [], 16_000)

@@ -85,8 +85,10 @@ def _positions(vision: Any, encoded: Mapping[str, object]) -> int | None:
     return int(vision.image_size // vision.patch_size) if _is_pixtral(vision) else None
 
 
-def check_sound_lengths(extractor: FeatureExtractor, sounds: Sequence[np.ndarray], rate: int) -> None:
+def check_sound_lengths(extractor: FeatureExtractor | None, sounds: Sequence[np.ndarray], rate: int) -> None:
     """Raise RequestError(field="audio") for audio that gives no frame, or whose end the feature extractor would cut off."""
+    if extractor is None or not sounds:  # a model without audio has no extractor
+        return
     limit = _most_samples(extractor)
     for number, samples in enumerate(sounds):
         if limit is not None and len(samples) > limit:
