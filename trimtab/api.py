@@ -398,7 +398,7 @@ def _plan_to_load(given: Plan | str | Path, options: Mapping[str, Any], decode: 
     known = [name for name in signature(plan).parameters if name not in ("model", "decode")]
     for name in options:
         if name not in known:
-            raise RequestError("unknown option", field=name, allowed=near_names(name, known) or known)
+            raise RequestError("unknown option", field=name, allowed=known, near=near_names(name, known))
     is_saved = not isinstance(given, Plan) and str(given).endswith(".json") and Path(given).is_file()
     if isinstance(given, Plan) or is_saved:
         for name, value in options.items():

@@ -37,8 +37,12 @@ def gib(byte_count: int) -> str:
     return f"{byte_count} B"
 
 
-def _near(allowed: Sequence[str]) -> str:
-    return ", ".join(allowed)
+def choices_text(allowed: Sequence[str], near: Sequence[str] = ()) -> str:
+    """Return the names that a wrong one probably meant, as a question; every choice where none is near."""
+    if near:
+        *others, last = near
+        return f" (did you mean {', '.join(others)}{' or ' if others else ''}{last}?)"
+    return f" (choices: {', '.join(allowed)})" if allowed else ""
 
 
 def public_fields(error: BaseException) -> dict[str, Any]:
@@ -71,19 +75,22 @@ class TrimtabError(Exception):
 class RequestError(TrimtabError):
     """The question is wrong: an option that names nothing, contradicts another or has no effect.
 
+    allowed: every accepted value. near: those that the wrong one probably meant; the message names them alone.
     number: which image or sound of several, counted from 0.
     """
 
+    near: tuple[str, ...] = ()
     number: int | None = None
 
     def __init__(
-        self, reason: str, *, field: str, value: Any = None, allowed: Sequence[str] = (), hint: str = ""
-    ) -> None:
+        self, reason: str, *, field: str, value: Any = None, allowed: Sequence[str] = (), near: Sequence[str] = (),
+        hint: str = "",
+    ) -> None:  # fmt: skip
         self.reason, self.field, self.value, self.allowed = reason, field, value, tuple(allowed)
+        if near:
+            self.near = tuple(near)
         message = f"{field}={value!r}: {reason}" if value is not None else f"{field}: {reason}"
-        if allowed:
-            message += f" (choices: {_near(self.allowed)})"
-        super().__init__(message, hint=hint)
+        super().__init__(message + choices_text(self.allowed, self.near), hint=hint)
 
 
 class CheckpointError(TrimtabError):

@@ -8,7 +8,9 @@ from difflib import SequenceMatcher
 
 # Beyond this many characters from its end a name is not compared: the cost grows with the square of the length.
 COMPARED_CHARS = 200
-MIN_SCORE = 0.5
+# How alike a name must be, from 0 to 1: a path of modules has parts that differ between families, a plain word has none.
+# 0.6 is difflib's own cutoff, which keeps "foo" from "tools".
+MIN_SCORE, MIN_WORD_SCORE = 0.5, 0.6
 
 # What families call the same part. Source: the module names of transformers 5.23.0's multimodal models.
 SAME_PART: tuple[tuple[str, ...], ...] = (
@@ -56,9 +58,11 @@ def near_names(name: str, choices: Iterable[str], count: int = 3) -> list[str]:
     A choice is near when its text is alike, when it ends like the name and shares words with it, or when it is alike
     once the part has the name that the choices' family gives it ("multi_modal_projector" is "embed_vision" elsewhere).
     """
-    comparison = _Comparison(name)
-    scored = [(choice != name, -comparison.score(choice), choice) for choice in dict.fromkeys(choices)]
-    near = sorted(item for item in scored if -item[1] >= MIN_SCORE)
+    comparison = _Comparison(name.lower())
+    scored = [(choice != name, -comparison.score(choice.lower()), choice) for choice in dict.fromkeys(choices)]
+    near = sorted(
+        item for item in scored if -item[1] >= (MIN_SCORE if "." in item[2] or "." in name else MIN_WORD_SCORE)
+    )
     return [choice for *_, choice in near[: max(count, 0)]]
 
 

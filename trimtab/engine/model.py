@@ -225,7 +225,7 @@ class LoadedModel(Asking):
         if one is None or one.spec is None:
             raise RequestError(
                 "no adapter of this name is loaded", field="adapter", value=name,
-                allowed=near_names(name, list(self.adapters)) or list(self.adapters),
+                allowed=self.adapters, near=near_names(name, self.adapters),
             )  # fmt: skip
         return one.spec
 
@@ -534,7 +534,7 @@ class LoadedModel(Asking):
         known = [item.name for item in fields(GenerateRequest)]
         for name in options:
             if name not in known:
-                raise RequestError("unknown option", field=name, allowed=near_names(name, known) or known)
+                raise RequestError("unknown option", field=name, allowed=known, near=near_names(name, known))
         request = GenerateRequest(**options)
         self.check_tokens(request)
         self._check_adapter(adapter)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.names import near_names
-from trimtab.errors import CheckpointError, RequestError
+from trimtab.errors import CheckpointError, RequestError, choices_text
 from trimtab.process.json_file import JsonError, read_bytes
 from trimtab.serve.contract.quotas import KeyLimits
 from trimtab.serve.contract.settings import Limits
@@ -75,7 +75,11 @@ def apply_config(options: argparse.Namespace, parser: argparse.ArgumentParser) -
         action = actions.get(name)
         if action is None:
             near = near_names(name, [*actions, *TABLES])
-            problems.append(f"unknown key {name!r}" + (f" (did you mean {' or '.join(near)}?)" if near else ""))
+            listed = (
+                choices_text((), near)
+                or " (`trimtab serve --help` lists the flags; a key is a flag's name with _ for -)"
+            )
+            problems.append(f"unknown key {name!r}{listed}")
             continue
         if isinstance(wrong := _value(action, value, folder), _Wrong):
             problems.append(f"{name}: {wrong.why}")
@@ -159,8 +163,7 @@ def _limits(made: argparse.Namespace, options: argparse.Namespace, table: Any) -
     known = [item.name for item in fields(Limits)]
     for name in table:
         if name not in known:
-            near = near_names(name, known)
-            wrong.append(f"limits.{name}: unknown limit" + (f" (did you mean {' or '.join(near)}?)" if near else ""))
+            wrong.append(f"limits.{name}: unknown limit{choices_text(known, near_names(name, known))}")
     made.limit = _beside(table, options.limit)
     return wrong
 
@@ -205,9 +208,7 @@ def _key(name: str, table: Any, folder: Path) -> tuple[str, KeyLimits]:
         raise RequestError("must be a table", field="keys")
     for item in table:
         if item not in KEY_FIELDS:
-            raise RequestError(
-                "is not known", field=item, allowed=near_names(item, list(KEY_FIELDS)) or list(KEY_FIELDS)
-            )
+            raise RequestError("is not known", field=item, allowed=tuple(KEY_FIELDS), near=near_names(item, KEY_FIELDS))
     if ("key" in table) == ("key_file" in table):
         raise RequestError("give either key or key_file", field="key")
     if "key" in table:

@@ -46,14 +46,27 @@ from trimtab.cli.flags.weights import chosen
 from trimtab.cli.flags.wording import in_flags
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.planning.options import Option
+from trimtab.planning.plan.plan import check_is_plan
 from trimtab.planning.request.overrides import NO_GPU
 from trimtab.request import LoadRequest
 
 if TYPE_CHECKING:
     from trimtab.engine.batch.generate import Answer
 
+# `plan --card list`.
+LIST = "list"
 # Of an adapter that no command takes: the code of AdapterError (`exit_codes.EXIT_CODES`).
 SPOILED = 5
+
+
+class ListOrCard(InPlaceOf):
+    """--card: a card's name, or `list`, which needs no model."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if values == LIST:
+            super().__call__(parser, namespace, values, option_string)
+        else:
+            setattr(namespace, self.dest, values)
 
 
 def add(command: Command) -> None:
@@ -63,7 +76,9 @@ def add(command: Command) -> None:
     planned.add_argument(
         "--card",
         metavar="CARD",
-        help='plan for another GPU, from estimates: "RTX 4060 8GB", or a size: 8GiB',
+        action=ListOrCard,
+        other=next(action for action in planned._actions if action.dest == "model"),
+        help='plan for another GPU, from estimates: "RTX 4060 8GB", or a size: 8GiB; `list` prints every profile',
     )
     request, output = group_of(planned, "largest request"), group_of(planned, "output")
     request.add_argument("--batch", type=int, metavar="N", help="rows decoded together (default: 1)")
@@ -132,7 +147,10 @@ def run_plan(options: argparse.Namespace) -> int:
     from trimtab.planning.values.cards import find_card
     from trimtab.report.charts import check_path
 
+    if options.card == LIST:
+        return _print_cards(options)
     if is_saved_plan(options):
+        check_is_plan(options.model)
         raise RequestError(
             "is a saved plan", field="MODEL", value=options.model,
             hint="Give the model to plan again, or load the plan: trimtab run",
@@ -183,6 +201,19 @@ def run_plan(options: argparse.Namespace) -> int:
     for path in (options.save, options.picture):
         if path:
             print_text(f"written: {path}", file=sys.stderr)
+    return 0
+
+
+def _print_cards(options: argparse.Namespace) -> int:
+    """Print the cards that have profiles. Errors: RequestError for a model, which would not be planned."""
+    from trimtab.planning.values.cards import cards_text, known_cards
+
+    if options.model is not None:
+        raise RequestError("prints the profiles and plans nothing", field="--card", value=LIST, hint="Omit MODEL")
+    if options.json:
+        print_json({"cards": [card.to_json() | {"title": card.title} for card in known_cards()]})
+    else:
+        print_text(cards_text())
     return 0
 
 

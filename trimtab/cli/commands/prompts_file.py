@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import trimtab
+from trimtab.checkpoint.names import near_names
 from trimtab.errors import RequestError
 from trimtab.process.files import write_whole
 from trimtab.process.json_file import JsonError, parse
@@ -89,9 +90,10 @@ def _read_line(number: int, line: bytes, folder: Path) -> PromptLine:
 
 
 def _request(values: Mapping[str, Any], name: str, folder: Path) -> dict[str, Any]:
+    known = (*FIELDS, *OPTIONS)
     for key in values:
         if key not in (*FIELDS, *UNUSED, *OPTIONS):
-            raise RequestError("unknown key", field=f"{name}: {key}", allowed=(*FIELDS, *OPTIONS))
+            raise RequestError("unknown key", field=f"{name}: {key}", allowed=known, near=near_names(key, known))
     if ("prompt" in values) == ("messages" in values):
         raise RequestError("must have either a prompt or messages", field=name)
     request = {key: values[key] for key in (*OPTIONS, "system") if values.get(key) is not None}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.adapter_names import parse_adapters, parse_unweighted
+from trimtab.checkpoint.names import near_names
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.planning import Plan
 from trimtab.planning.request.max_memory import merged_budgets
@@ -297,7 +298,8 @@ def adapter_to_use(use: str | None, names: Sequence[str], *, also: Sequence[str]
     if use is None and len(names) > 1:
         raise RequestError("several adapters are given; name the one that answers", field="--use", allowed=allowed)
     if use is not None and use not in names:
-        raise RequestError("no adapter of this name is given", field="--use", value=use, allowed=allowed)
+        near = near_names(use, allowed)
+        raise RequestError("no adapter of this name is given", field="--use", value=use, allowed=allowed, near=near)
     return use if use is not None else next(iter(names), None)
 
 

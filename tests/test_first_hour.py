@@ -1,0 +1,124 @@
+"""What a newcomer types wrong in the first hour: each mistake is named as it was typed, with what to do.
+
+Nothing here imports torch: a mistake that needs none is known before it.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import trimtab
+from trimtab.checkpoint.names import near_names
+from trimtab.cli import main as cli
+from trimtab.errors import CheckpointError, RequestError
+from trimtab.planning.plan.plan import Plan
+from trimtab.serve.contract.errors import MOST_NAMES, UnknownModelError
+from trimtab.serve.contract.settings import Limits
+
+DEMO = Path(trimtab.__file__).parent / "demo"
+BASE, STYLE, SPECIALIST = DEMO / "base", DEMO / "adapters" / "style", DEMO / "adapters" / "specialist"
+
+
+@pytest.fixture
+def ask(capsys):
+    """Run a command; return (exit code, stdout, stderr)."""
+
+    def run(*arguments):
+        code = cli.main([str(one) for one in arguments])
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+# Near matches ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_near_name_is_a_question_and_every_choice_stays_in_the_field():
+    error = RequestError("is no name", field="f", value="a", allowed=("aa", "ab", "zz"), near=("aa", "ab"))
+    assert str(error) == "f='a': is no name (did you mean aa or ab?)"
+    assert error.allowed == ("aa", "ab", "zz") and error.near == ("aa", "ab")
+    assert error.to_dict()["fields"]["near"] == ("aa", "ab")
+    assert RequestError.from_dict(json.loads(json.dumps(error.to_dict()))).near == ("aa", "ab")
+
+
+def test_without_a_near_name_every_choice_is_shown_and_the_error_has_no_field_for_it():
+    error = RequestError("is no name", field="f", value="q", allowed=("aa", "ab"))
+    assert str(error) == "f='q': is no name (choices: aa, ab)"
+    assert error.near == () and "near" not in error.to_dict()["fields"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "near"),
+    [("foo", []), ("timeout", []), ("image_pixel", ["image_pixels"]), ("IMAGE_PIXELS", ["image_pixels"])],
+)
+def test_a_limit_that_resembles_none_lists_all(typed, near):
+    with pytest.raises(RequestError) as caught:
+        Limits.of({typed: "3"})
+    assert list(caught.value.near)[:1] == near and {"image_pixels", "body_s", "tools"} <= set(caught.value.allowed)
+    assert ("choices: " in str(caught.value)) == (not near)
+
+
+def test_a_wrong_adapter_means_the_near_one_and_not_that_there_is_no_other(ask):
+    two = ("--adapter", f"style={STYLE}", "--adapter", f"specialist={SPECIALIST}")
+    code, _, err = ask("run", BASE, "hi", *two, "--use", "styel")
+    assert code == 2 and "--use styel: no adapter of this name is given (did you mean style?)" in err
+    code, _, err = ask("run", BASE, "hi", *two, "--use", "zzz")
+    assert code == 2 and "(choices: style, specialist, base)" in err
+
+
+def test_a_served_name_is_asked_for_and_a_long_list_says_that_it_goes_on():
+    error = UnknownModelError("styel", ["gemma", "style", "specialist"])
+    assert "(did you mean style?)" in str(error) and error.allowed == ("style", "gemma", "specialist")
+    many = [f"adapter-{number}" for number in range(100)]
+    error = UnknownModelError("zzz", many)
+    assert len(error.allowed) == MOST_NAMES and "20 of 100; GET /v1/models lists all" in str(error)
+
+
+@pytest.mark.parametrize("name", ["STYLE", "Style", "styel"])
+def test_case_is_no_difference(name):
+    assert near_names(name, ["specialist", "style"]) == ["style"]
+
+
+# A model's own file as MODEL ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("command", [("run", "hi"), ("chat",), ("plan",)], ids=lambda words: words[0])
+def test_a_file_of_a_model_is_no_plan_and_its_folder_is_named(ask, command, name):
+    code, _, err = ask(command[0], BASE / name, *command[1:])
+    assert code == 3 and "another release" not in err
+    assert f"{BASE / name}: is not a plan that `trimtab plan --save` wrote" in err
+    assert f"A model is given as its folder: {BASE}" in err
+
+
+def test_a_file_of_a_model_is_no_plan_in_python_either(tmp_path):
+    shutil.copy(BASE / "tokenizer.json", tmp_path / "mine.json")
+    with pytest.raises(CheckpointError, match="is not a plan that") as caught:
+        Plan.load(tmp_path / "mine.json")
+    assert "as its folder or hub id" in caught.value.hint
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "{}", '"plan"', "null"])
+def test_json_of_another_kind_is_no_plan(tmp_path, text):
+    (tmp_path / "a.json").write_text(text, encoding="utf-8")
+    with pytest.raises(CheckpointError, match="is not a plan that"):
+        Plan.load(tmp_path / "a.json")
+
+
+# --card list ----------------------------------------------------------------------------------------------------------
+
+
+def test_card_list_prints_the_cards_without_a_model(ask):
+    code, out, _ = ask("plan", "--card", "list")
+    assert code == 0 and "GeForce RTX 4060 8GB" in out
+    code, out, _ = ask("plan", "--card", "list", "--json")
+    assert code == 0 and "GeForce RTX 4060 8GB" in [card["title"] for card in json.loads(out)["cards"]]
+
+
+def test_card_list_plans_nothing(ask):
+    code, _, err = ask("plan", BASE, "--card", "list")
+    assert code == 2 and "Omit MODEL" in err
+    code, _, err = ask("plan", "--card", "T4")
+    assert code == 2 and "required: MODEL" in err
