@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 
 import trimtab
+from tests.adapters import TEXT, pair, small_anatomy, write_adapter
+from trimtab.adapters.file import read_adapter
+from trimtab.adapters.match import match_adapter
 from trimtab.checkpoint.names import near_names
+from trimtab.checkpoint.unreadable import address_hint
 from trimtab.cli import main as cli
-from trimtab.errors import CheckpointError, RequestError
+from trimtab.errors import AdapterError, CheckpointError, RequestError
 from trimtab.planning.plan.plan import Plan
 from trimtab.serve.contract.errors import MOST_NAMES, UnknownModelError
 from trimtab.serve.contract.settings import Limits
@@ -122,3 +126,79 @@ def test_card_list_plans_nothing(ask):
     assert code == 2 and "Omit MODEL" in err
     code, _, err = ask("plan", "--card", "T4")
     assert code == 2 and "required: MODEL" in err
+
+
+# What the user typed ---------------------------------------------------------------------------------------------------
+
+
+def test_a_bug_that_is_not_known_is_named_by_its_flag(ask):
+    code, _, err = ask("doctor", "--probe", "Z9")
+    assert code == 2 and "--probe Z9: is not in the catalogue of known bugs (choices: A1, " in err
+
+
+@pytest.mark.parametrize(
+    ("given", "blamed"),
+    [
+        (("--max-memory", '{"0": "4GiB"}'), "--max-memory cuda:0"),
+        (("--device", "cuda:0"), "--device cuda:0"),
+        (("--device", "cuda:0", "--max-memory", '{"0": "4GiB"}'), "--device cuda:0"),
+    ],
+)
+def test_a_device_that_is_not_here_is_blamed_on_the_flag_that_names_it(ask, monkeypatch, given, blamed):
+    def refuse(device, bytes_now):
+        raise RequestError("this machine has 0 CUDA devices", field="device", value=device)
+
+    monkeypatch.setattr("trimtab.machine.machine_cache.find_machine", refuse)
+    code, _, err = ask("plan", BASE, *given)
+    assert code == 2 and err.startswith(f"trimtab: {blamed}: this machine has 0 CUDA devices")
+
+
+def test_a_device_that_is_not_here_is_blamed_on_max_memory_in_python(monkeypatch):
+    def refuse(device, bytes_now):
+        raise RequestError("this machine has 0 CUDA devices", field="device", value=device)
+
+    monkeypatch.setattr("trimtab.machine.machine_cache.find_machine", refuse)
+    for options, field in (({"max_memory": {0: "4GiB"}}, "max_memory"), ({"device": "cuda:0"}, "device")):
+        with pytest.raises(RequestError) as caught:
+            trimtab.plan(BASE, **options)
+        assert (caught.value.field, caught.value.value) == (field, "cuda:0")
+
+
+def test_an_address_as_model_says_what_to_do(ask):
+    code, _, err = ask("plan", "https://huggingface.co/google/gemma-4-E4B-it/tree/main")
+    assert code == 3 and "is an address" in err
+    assert "`trimtab pull google/gemma-4-E4B-it` fetches it; then give google/gemma-4-E4B-it" in err
+    code, _, err = ask("plan", "https://example.com/model.tar")
+    assert code == 3 and "download it, and give the folder, or a hub id" in err
+
+
+def test_an_address_as_adapter_or_medium_says_what_to_do(ask):
+    code, _, err = ask("inspect", "style=https://example.com/adapter")
+    assert code == 3 and "is an address, not a folder" in err and "download it" in err
+    for flag in ("--image", "--audio"):
+        code, _, err = ask("run", BASE, "hi", flag, "https://example.com/x.png")
+        assert (
+            code == 2
+            and f"{flag} https://example.com/x.png: no such file. Nothing is read from an address: download" in err
+        )
+
+
+@pytest.mark.parametrize("text", ["C:/models/gemma", "google/gemma", "a:b", "x=https", "./https:", ""])
+def test_a_path_is_no_address(text):
+    assert address_hint(text) == ""
+
+
+def test_a_model_as_adapter_is_called_a_model(ask):
+    code, _, err = ask("plan", BASE, "--adapter", BASE)
+    assert code == 3 and "this is a model, not an adapter" in err and "missing" not in err
+
+
+def test_the_adapter_of_another_model_begins_with_the_model_that_it_was_made_for(tmp_path):
+    shapes = pair(f"{TEXT}.layers.0.self_attn.q_proj", 999, 16)
+    folder = write_adapter(tmp_path / "a", shapes, base_model_name_or_path="google/gemma-4-E2B-it")
+    with pytest.raises(AdapterError) as caught:
+        match_adapter(read_adapter(folder), small_anatomy())
+    first, *others = str(caught.value).splitlines()
+    assert first.startswith(f"{folder}: was made for google/gemma-4-E2B-it, and this model differs: ")
+    assert first.endswith(f"{len(caught.value.problems)} problem{'s' * (len(caught.value.problems) != 1)}")
+    assert any("999" in line for line in others)

@@ -93,31 +93,35 @@ def plan(
         "gpu_memory_bytes": parse_bytes(gpu_memory, field_name="gpu_memory"),
         "host_memory_bytes": parse_bytes(host_memory, field_name="host_memory"), "device": device,
     }  # fmt: skip
-    return plan_request(
-        LoadRequest(
-            model=str(model),
-            adapters=paths_of(adapters),
-            **(budgets if max_memory is None else merged_budgets(max_memory, **budgets, card=card)),
-            quant=quant,
-            dtype=dtype,
-            context_tokens=context,
-            batch=batch,
-            images=images,
-            audio_s=audio_s,
-            place=dict(place) if isinstance(place, Mapping) else {} if place is None else place,
-            device_map=dict(device_map) if device_map is not None else None,
-            keep_unquantized=keep_unquantized if isinstance(keep_unquantized, str) else tuple(keep_unquantized),  # type: ignore[arg-type]
-            offload_dir=str(offload_dir) if offload_dir is not None else None,
-            head=head,
-            decode=decode,
-            card=card,
-            prefix_cache_bytes=parse_bytes(prefix_cache, field_name="prefix_cache") or 0,
-            batch_invariant=batch_invariant,
-            kv_tokens=kv_tokens,
-            kv=kv,
-            answer_tokens=answer_tokens,
-        )
+    request = LoadRequest(
+        model=str(model),
+        adapters=paths_of(adapters),
+        **(budgets if max_memory is None else merged_budgets(max_memory, **budgets, card=card)),
+        quant=quant,
+        dtype=dtype,
+        context_tokens=context,
+        batch=batch,
+        images=images,
+        audio_s=audio_s,
+        place=dict(place) if isinstance(place, Mapping) else {} if place is None else place,
+        device_map=dict(device_map) if device_map is not None else None,
+        keep_unquantized=keep_unquantized if isinstance(keep_unquantized, str) else tuple(keep_unquantized),  # type: ignore[arg-type]
+        offload_dir=str(offload_dir) if offload_dir is not None else None,
+        head=head,
+        decode=decode,
+        card=card,
+        prefix_cache_bytes=parse_bytes(prefix_cache, field_name="prefix_cache") or 0,
+        batch_invariant=batch_invariant,
+        kv_tokens=kv_tokens,
+        kv=kv,
+        answer_tokens=answer_tokens,
     )
+    try:
+        return plan_request(request)
+    except RequestError as exc:
+        if exc.field != "device" or max_memory is None or device != "auto":
+            raise
+        raise RequestError(exc.reason, field="max_memory", value=exc.value, allowed=exc.allowed, hint=exc.hint) from exc
 
 
 @dataclass

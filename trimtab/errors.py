@@ -135,15 +135,20 @@ class DoesNotFitError(TrimtabError):
 
 
 class AdapterError(TrimtabError):
-    """Adapter and model do not match; `problems` lists every mismatch, not the first one."""
+    """Adapter and model do not match; `problems` lists every mismatch, not the first one.
 
-    def __init__(self, path: str | os.PathLike[str], problems: Sequence[str], *, hint: str = "") -> None:
+    about: what the first line says before their number.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], problems: Sequence[str], *, hint: str = "", about: str = ""
+    ) -> None:
         self.path, self.problems = os.fspath(path), tuple(problems)
         shown = [f"  - {problem}" for problem in self.problems[:SHOWN_PROBLEMS]]
         if len(self.problems) > SHOWN_PROBLEMS:
             shown.append(f"  - and {len(self.problems) - SHOWN_PROBLEMS} more (`problems` has all)")
         count = len(self.problems)
-        lines = [f"{self.path}: {count} problem{'s' if count != 1 else ''}", *shown]
+        lines = [f"{self.path}: {about}{count} problem{'s' if count != 1 else ''}", *shown]
         super().__init__("\n".join([*lines, hint] if hint else lines))
         self.hint = hint
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from trimtab.checkpoint.config_limits import check_config, check_layers, most_tensors
 from trimtab.checkpoint.headers import TensorEntry, read_header
-from trimtab.checkpoint.unreadable import check_reachable, checkpoint_refusal, reading
+from trimtab.checkpoint.unreadable import address_hint, check_reachable, checkpoint_refusal, reading
 from trimtab.errors import CheckpointError
 from trimtab.process.json_file import read_object
 
@@ -154,8 +154,10 @@ def find_folder(model: str | os.PathLike[str]) -> Path:
     if os.path.exists(path):
         if path.suffix.lower() == ".gguf":
             raise CheckpointError("is a GGUF file", path=path, hint=GGUF_HINT)
-        raise CheckpointError("is a file; give the folder that holds it", path=path)
+        raise CheckpointError("is a file; give the folder that holds it", path=path, hint=f"Give {path.parent}")
     check_reachable(path)
+    if hint := address_hint(text, takes_hub_id=True):
+        raise CheckpointError("is an address, not a folder", path=text, hint=hint)
     parts = text.split("/")
     if len(parts) > 2 or not all(_HUB_NAME.fullmatch(part) for part in parts):
         raise CheckpointError("no such folder", path=path)

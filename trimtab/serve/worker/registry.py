@@ -33,6 +33,7 @@ from trimtab.adapter_names import split_weight
 from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.folder import read_loadable
 from trimtab.checkpoint.names import near_names
+from trimtab.checkpoint.unreadable import address_hint
 from trimtab.errors import AdapterError, CheckpointError, RequestError, TrimtabError, choices_text
 from trimtab.planning.values.kv_pool import check_pool
 from trimtab.process.json_file import JsonError, read_bytes
@@ -202,6 +203,7 @@ def check_present(models: Sequence[ServedModel]) -> None:
             problems.append(f"model {model.name}: {exc}")
         problems += [
             f"adapter {name} of {model.name}: {path}: {'is a file, not a folder' if os.path.exists(path) else 'no such folder'}"
+            + (f". {hint}" if (hint := address_hint(path)) else "")
             for name, path in model.adapters.items() if not os.path.isdir(path)
         ]  # fmt: skip
     if problems:
