@@ -3,7 +3,9 @@
 Nothing here imports torch: a mistake that needs none is known before it.
 """
 
+import argparse
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -16,8 +18,10 @@ from trimtab.adapters.match import match_adapter
 from trimtab.checkpoint.names import near_names
 from trimtab.checkpoint.unreadable import address_hint
 from trimtab.cli import main as cli
+from trimtab.cli.flags.mistakes import ELSEWHERE
 from trimtab.errors import AdapterError, CheckpointError, RequestError
 from trimtab.planning.plan.plan import Plan
+from trimtab.request import LoadRequest, full_dtype, token_count
 from trimtab.serve.contract.errors import MOST_NAMES, UnknownModelError
 from trimtab.serve.contract.settings import Limits
 
@@ -202,3 +206,107 @@ def test_the_adapter_of_another_model_begins_with_the_model_that_it_was_made_for
     assert first.startswith(f"{folder}: was made for google/gemma-4-E2B-it, and this model differs: ")
     assert first.endswith(f"{len(caught.value.problems)} problem{'s' * (len(caught.value.problems) != 1)}")
     assert any("999" in line for line in others)
+
+
+# Flags and commands ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("run", "base", "hi", "--max-tokens", "5"), ": --max-tokens 5; --max-tokens (did you mean --max-new-tokens?)"),
+        (("run", "base", "hi", "--adapters", "a=b"), "--adapters (did you mean --adapter?)"),
+        (("serve", "base", "--gpu_memory=4GiB"), "--gpu_memory (did you mean --gpu-memory?)"),
+        (("run", "base", "-p", "hi"), "PROMPT has no flag: trimtab run MODEL PROMPT"),
+        (("run", "--model", "base", "hi"), "MODEL has no flag: trimtab run MODEL PROMPT"),
+        (("chat", "base", "--ctx-size", "512"), "--ctx-size (did you mean --context?)"),
+        (("bench", "base", "--max-tokens", "5"), "--max-tokens (did you mean --new-tokens?)"),
+        (("inspect", "a", "--zzz"), "--zzz (`trimtab inspect --help` lists the flags)"),
+        (("run", "base", "hi", "there", "-1.5"), "unrecognized arguments: there -1.5\n"),
+        (("rn", "base", "hi"), "there is no command 'rn' (did you mean run"),
+        (("qqq",), "there is no command 'qqq' (choices: plan, inspect, run, demo, chat, "),
+        (("run", "base"), "required: PROMPT; - reads standard input, --prompt-file and --prompts read files, and `trimtab chat M"),
+        (("run", "base", "hi", "--context", "4q"), "argument --context: '4q' is not a number of tokens, such as 4096 or 4k"),
+    ],
+)  # fmt: skip
+def test_a_mistyped_flag_or_command_is_asked_for(ask, given, said):
+    code, out, err = ask(*given)
+    assert code == 2 and not out and said in err and err.startswith("usage: trimtab")
+
+
+def test_a_mistyped_flag_is_one_json_object_too(ask):
+    code, out, _ = ask("run", "base", "hi", "--max-tokens", "5", "--json")
+    error = json.loads(out)["error"]
+    assert code == 2 and error["class"] == "RequestError" and "did you mean --max-new-tokens" in error["message"]
+
+
+def test_every_flag_of_another_program_leads_to_one_of_ours():
+    commands = next(one for one in cli.parser()._actions if one.dest == "name").choices
+    ours = {word for command in commands.values() for action in command._actions
+            for word in (*action.option_strings, action.metavar)}  # fmt: skip
+    assert set(" ".join(ELSEWHERE.values()).split()) <= ours
+    assert not set(ELSEWHERE) & {word for action in commands["run"]._actions for word in action.option_strings}
+
+
+@pytest.mark.parametrize(
+    ("given", "as_if"),
+    [(["-V"], ["--version"]), (["version"], ["--version"]), (["help"], ["--help"]), (["help", "run"], ["run", "--help"])],
+)  # fmt: skip
+def test_help_and_version_are_commands_too(given, as_if, capsys):
+    outputs = []
+    for arguments in (given, as_if):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        outputs.append((caught.value.code, capsys.readouterr().out))
+    assert outputs[0] == outputs[1] and outputs[0][0] == 0 and "trimtab" in outputs[0][1]
+
+
+def test_version_as_json_has_both_spellings(ask):
+    assert ask("version", "--json")[:2] == ask("--version", "--json")[:2] and ask("version", "--json")[0] == 0
+
+
+def test_trimtab_alone_prints_its_help_and_asked_nothing(ask):
+    code, out, err = ask()
+    assert code == 2 and not out and err.startswith("usage: trimtab") and "\n    chat " in err and "exit codes:" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("4k", 4096), ("4096", 4096), ("128K", 131072), ("0", 0), ("-1", -1), ("1_000", 1000)]
+)
+def test_k_is_1024_tokens(text, tokens):
+    assert token_count(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "k", "4kk", "4 GiB", "4.5k", "4m", "kk"])
+def test_what_is_no_number_of_tokens_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="such as 4096 or 4k"):
+        token_count(text)
+
+
+def test_every_number_of_tokens_takes_k():
+    commands = next(one for one in cli.parser()._actions if one.dest == "name").choices
+    for name, command in commands.items():
+        for action in command._actions:
+            if re.match("(most )?tokens (of|whose)", action.help or ""):
+                assert action.type is token_count, (name, action.option_strings)
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_several_adapters_need_a_name_in_every_command(ask, command):
+    prompt = ("hi",) if command == "run" else ()
+    code, _, err = ask(command, BASE, *prompt, "--adapter", f"style={STYLE}", "--adapter", f"specialist={SPECIALIST}")
+    assert (
+        code == 2
+        and "--use: several adapters are given; name the one that answers (choices: style, specialist, base)" in err
+    )
+    assert "`base` answers without one" in err
+
+
+def test_a_dtype_of_torch_is_its_name():
+    """The class is imitated: torch's is in tests/test_request.py."""
+    kind = type("dtype", (), {"__module__": "torch", "__str__": lambda self: "torch.float16"})
+    for given in (kind(), "torch.float16", "fp16", "float16"):
+        assert full_dtype(given) == "float16" and LoadRequest(model="m", dtype=given).dtype == "float16"
+    with pytest.raises(RequestError, match="unknown choice"):
+        LoadRequest(model="m", dtype="torch.float15")
+    assert full_dtype(None) is None and full_dtype(16) == 16

@@ -34,9 +34,11 @@ from trimtab.planning.request.max_memory import merged_budgets
 from trimtab.planning.values.cards import check_budget, check_here, find_card
 from trimtab.planning.values.kv_pool import check_pool
 from trimtab.process import threads
-from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, LoadRequest, parse_bytes
+from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, LoadRequest, full_dtype, parse_bytes
 
 if TYPE_CHECKING:
+    import torch
+
     from trimtab.engine.model import LoadedModel
     from trimtab.engine.planned_adapters import PlannedAdapters
 
@@ -48,7 +50,7 @@ def plan(
     gpu_memory: int | float | str | None = None,
     host_memory: int | float | str | None = None,
     quant: str = "auto",
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     context: int = 4096,
     batch: int = 1,
     images: int = 1,
@@ -98,7 +100,7 @@ def plan(
         adapters=paths_of(adapters),
         **(budgets if max_memory is None else merged_budgets(max_memory, **budgets, card=card)),
         quant=quant,
-        dtype=dtype,
+        dtype=full_dtype(dtype),
         context_tokens=context,
         batch=batch,
         images=images,

@@ -28,6 +28,8 @@ from trimtab.process.json_file import read_object
 from trimtab.process.packages import versions_of
 
 if TYPE_CHECKING:
+    import torch
+
     from trimtab.adapters.adapter import AdapterSpec
     from trimtab.merging.files.layout import Shard
     from trimtab.merging.files.write import Sources
@@ -47,7 +49,7 @@ def merge(
     out: str | Path,
     *,
     adapters: Mapping[str, AdapterOption] | Sequence[str | Path] | str | Path | None = None,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     requantize: str | None = None,
     overwrite: bool = False,
     check: bool = False,
@@ -57,9 +59,9 @@ def merge(
 
     model: a checkpoint folder or a hub id in the local cache. out: the new folder; overwrite: replace it if it exists.
     adapters: name -> PEFT folder, name -> (folder, weight), or folders alone; a weight of -1 removes a merged adapter.
-    dtype: of every floating-point tensor ("bfloat16", "bf16", ...); None keeps the dtypes of the files. requantize: "nf4"
-    or "nf4-dq" writes a bitsandbytes checkpoint. check: read the result again and check every value. progress: called with
-    (bytes written, total bytes).
+    dtype: of every floating-point tensor ("bfloat16", "bf16", torch.bfloat16, ...); None keeps the dtypes of the files.
+    requantize: "nf4" or "nf4-dq" writes a bitsandbytes checkpoint. check: read the result again and check every value. progress:
+    called with (bytes written, total bytes).
     Errors: RequestError, CheckpointError, AdapterError; DoesNotFitError if the disk has too little space; ParityError of
     the check.
     """

@@ -29,6 +29,7 @@ from typing import Any
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import CheckpointError, RequestError, choices_text
 from trimtab.process.json_file import JsonError, read_bytes
+from trimtab.request import token_count
 from trimtab.serve.contract.quotas import KeyLimits
 from trimtab.serve.contract.settings import Limits
 
@@ -138,14 +139,19 @@ def _value(action: argparse.Action, value: Any, folder: Path) -> Any:
             return value
         has_names = "=" in str(action.metavar)
         return _Wrong("must be a list of texts or a table" if has_names else 'must be a list of texts, such as ["..."]')
-    if action.type in (int, float):
+    if isinstance(value, str) and action.type is token_count:
+        try:
+            return token_count(value)
+        except argparse.ArgumentTypeError as exc:
+            return _Wrong(str(exc))
+    if action.type in (int, float, token_count):
         if (
             isinstance(value, bool)
             or not isinstance(value, (int, float))
-            or (action.type is int and not isinstance(value, int))
+            or (action.type is not float and not isinstance(value, int))
         ):
-            return _Wrong("must be an integer" if action.type is int else "must be a number")
-        return action.type(value)
+            return _Wrong("must be a number" if action.type is float else "must be an integer")
+        return float(value) if action.type is float else value
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         return _Wrong("must be a text")
     text = str(value)

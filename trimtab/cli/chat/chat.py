@@ -48,7 +48,8 @@ def add(command: Command) -> None:
     talk.add_argument(
         "--use",
         metavar="NAME",
-        help=f"the first adapter, `base` for none, or a mix: {MIX_FORM} (default: the only one)",
+        help=f"the first adapter, `base` for none, or a mix: {MIX_FORM} (default: the only one, or all if they have "
+        "weights)",
     )
     talk.add_argument("--images", type=int, metavar="N", help=f"images of one conversation (default: {CHAT_IMAGES})")
     talk.add_argument("--audio-s", type=float, metavar="S", help="seconds of audio of one conversation (default: 30)")
@@ -76,7 +77,7 @@ def run_chat(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace, decode: str) -> tuple[Plan, Any]:
-    """Return the plan, and the adapter or mix that answers first: with several and no weights, the base."""
+    """Return the plan, and the adapter or mix that answers first."""
     is_default, is_off = options.prefix_cache is None, options.prefix_cache == "off"
     counted = {} if options.images is not None else {"images": CHAT_IMAGES}
     if is_off:
@@ -84,7 +85,7 @@ def _plan(options: argparse.Namespace, decode: str) -> tuple[Plan, Any]:
     elif is_default and decode != "eager" and not is_saved_plan(options):
         counted["prefix_cache_bytes"] = parse_bytes(PREFIX_CACHE, field_name="--prefix-cache") or 0
     source = plan_or_request(options, **counted, head="auto", dtype="auto", decode=decode)
-    adapter = chosen(options, source, base_of_several=True)
+    adapter = chosen(options, source)
     if isinstance(source, Plan):
         return source, adapter
     try:

@@ -13,7 +13,7 @@ from trimtab.cli.flags.flags import adapter_to_use, add_placement, check_media, 
 from trimtab.cli.flags.output import Command, give_report, saying
 from trimtab.planning import Plan
 from trimtab.process.exit_codes import exit_code
-from trimtab.request import DECODE_MODES, LoadRequest
+from trimtab.request import DECODE_MODES, LoadRequest, token_count
 
 
 def add(command: Command) -> None:
@@ -35,8 +35,8 @@ def add(command: Command) -> None:
     ask.add_argument(
         "--runs", type=int, default=3, metavar="N", help="runs of each engine, each a process (default: 3)"
     )
-    ask.add_argument("--new-tokens", type=int, metavar="N", help="tokens of each answer (default: 64)")
-    ask.add_argument("--prompt-tokens", type=int, metavar="N", help="tokens of the prompt (default: 512)")
+    ask.add_argument("--new-tokens", type=token_count, metavar="N", help="tokens of each answer (default: 64)")
+    ask.add_argument("--prompt-tokens", type=token_count, metavar="N", help="tokens of the prompt (default: 512)")
     ask.add_argument(
         "--prompts", metavar="FILE", help="a JSONL file with id, text, image, audio, instead of a generated prompt"
     )
