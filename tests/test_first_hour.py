@@ -5,8 +5,11 @@ Nothing here imports torch: a mistake that needs none is known before it.
 
 import argparse
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from trimtab.adapters.match import match_adapter
 from trimtab.checkpoint.names import near_names
 from trimtab.checkpoint.unreadable import address_hint
 from trimtab.cli import main as cli
+from trimtab.cli.commands.prompts_file import Doubts, read_prompts
 from trimtab.cli.flags.mistakes import ELSEWHERE
 from trimtab.errors import AdapterError, CheckpointError, RequestError
 from trimtab.planning.plan.plan import Plan
@@ -310,3 +314,103 @@ def test_a_dtype_of_torch_is_its_name():
     with pytest.raises(RequestError, match="unknown choice"):
         LoadRequest(model="m", dtype="torch.float15")
     assert full_dtype(None) is None and full_dtype(16) == 16
+
+
+# Before torch ----------------------------------------------------------------------------------------------------------
+
+# Runs command lines one after another; one that imports torch ends there, as code "torch".
+CHILD = """
+import contextlib, importlib.abc, io, json, sys
+
+class Torch(BaseException):
+    pass
+
+class Guard(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise Torch
+
+sys.meta_path.insert(0, Guard())
+from trimtab.cli import main as cli
+said = []
+for words in json.load(sys.stdin):
+    err = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(err):
+            code = cli.main(words)
+    except Torch:
+        code = "torch"
+    assert "torch" not in sys.modules
+    said.append([code, err.getvalue()])
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def mistakes(tmp_path_factory):
+    """Return (words of a command line, exit code, what stderr has) of mistakes that need no torch to be found."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    bare = folder / "bare"
+    bare.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BASE / name, bare)
+    files = {"text": "hello\nyou\n", "one": '{"prompt": "a"}\n', "none": "",
+             "image": '{"prompt": "a", "image": "no.png"}\n', "named": '{"prompt": "a", "adapter": "styel"}\n'}  # fmt: skip
+    prompts = {}
+    for name, text in files.items():
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        prompts[name] = ["--prompts", str(folder / f"{name}.jsonl"), "--out", str(folder / f"{name}-out.jsonl")]
+    (folder / "notes.txt").write_text("my notes\n", encoding="utf-8")
+    style, both = (
+        ["--adapter", f"style={STYLE}"],
+        ["--adapter", f"style={STYLE}", "--adapter", f"specialist={SPECIALIST}"],
+    )
+    base, several = str(BASE), "several adapters are given"
+    return [
+        (["run", str(folder / "no"), "hi"], 3, "no such folder"),
+        (["run", str(bare), "hi"], 3, "no weights"), (["chat", str(bare)], 3, "no weights"),
+        (["run", str(bare), *prompts["one"]], 3, "no weights"), (["tune", str(bare)], 3, "no weights"),
+        (["run", base, " "], 2, "PROMPT: is empty"),
+        (["run", base, "hi", "--image", str(folder / "no.png")], 2, "no such file"),
+        (["run", base, "hi", "--audio", str(folder / "no.wav")], 2, "no such file"),
+        (["run", base, "hi", *both], 2, several), (["run", base, "hi", *style, "--use", "styel"], 2, "did you mean style?"),
+        (["run", base, "hi", "--adapter", f"a={folder / 'no'}"], 3, "no such folder"),
+        (["run", base, *prompts["one"], *both], 2, several),
+        (["run", base, *prompts["one"], *style, "--use", "zz"], 2, "no adapter of this name"),
+        (["run", base, *prompts["none"]], 2, "holds no prompt"),
+        (["run", base, *prompts["text"]], 2, "no line can be answered; the first: line 1: is not JSON"),
+        (["run", base, *prompts["image"]], 2, f"line 1: there is no image file {folder / 'no.png'}"),
+        (["run", base, *prompts["named"], *style], 2, "line 1: no adapter of the name 'styel' is given (did you mean style?)"),
+        (["run", base, *prompts["one"][:2], "--out", str(folder / "notes.txt")], 2, "was not written by trimtab run"),
+        (["run", base, *prompts["one"][:2], "--out", str(folder)], 2, "--out"),
+        (["chat", base, *both], 2, several), (["verify", base, *both], 2, several), (["bench", base, *both], 2, several),
+        (["bench", base, "--image", str(folder / "no.png")], 2, "no such file"),
+        (["merge", base, str(folder / "merged"), "--adapter", f"a={folder / 'no'}"], 3, "no such folder"),
+        (["inspect", str(STYLE), "--model", str(folder / "no")], 3, "no such folder"),
+    ]  # fmt: skip
+
+
+def test_a_mistake_that_needs_no_torch_is_told_before_it_is_imported(mistakes, tmp_path):
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}  # where nothing is known of the demo's model
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD], input=json.dumps([words for words, *_ in mistakes]), capture_output=True, text=True,
+        env=environment, timeout=240, check=True,
+    )  # fmt: skip
+    for (words, code, text), (their_code, err) in zip(mistakes, json.loads(done.stdout), strict=True):
+        assert their_code == code and text in err, (words, their_code, err)
+
+
+def test_some_wrong_lines_are_told_first_and_counted(tmp_path):
+    lines = ['{"prompt": "a", "adapter": "zz"}', '{"prompt": "b"}', "{", '{"prompt": "c", "adapter": "style"}']
+    (tmp_path / "p.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    doubts = Doubts()
+    for line in read_prompts(str(tmp_path / "p.jsonl")):
+        doubts.add(line)
+    for names, count, first in (
+        (("style",), 2, "line 1: no adapter"),
+        (("style", "zz"), 1, "line 3: is not JSON"),
+        ((), 3, "line 1"),
+    ):
+        wrong, error = doubts.with_adapters(names)
+        assert wrong == count and str(error).startswith(first)
+    assert Doubts().with_adapters(()) == (0, None)

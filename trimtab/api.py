@@ -18,7 +18,7 @@ from trimtab.adapters.file import check_beside, stamps_of
 from trimtab.adapters.values import value_problems
 from trimtab.adapters.vocabulary import check_vocabulary
 from trimtab.checkpoint.anatomy import Anatomy
-from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
+from trimtab.checkpoint.folder import Checkpoint, check_has_weights, read_checkpoint
 from trimtab.checkpoint.names import near_names
 from trimtab.checkpoint.prequantized import split_packed
 from trimtab.errors import DoesNotFitError, RequestError, TrimtabError
@@ -132,7 +132,8 @@ class PlanInputs:
 
     process_bytes: host memory of this process before it began to load libraries, where it has begun; None: asked now.
     sees_values: whether a plan looks through the values of adapters for NaN and infinity. A server looks before it starts a worker,
-    and the worker at what it reads. adapters, specs: by folder, while its files stay the same; a spec by its anatomy's identity.
+    and the worker at what it reads. is_to_load: whether a checkpoint without weights is refused. adapters, specs: by folder, while
+    its files stay the same; a spec by its anatomy's identity.
     """
 
     probe: Any = None
@@ -140,6 +141,7 @@ class PlanInputs:
     anatomies: dict[tuple[Any, ...], Anatomy] = field(default_factory=dict)
     machines: dict[tuple[str, str | None], tuple[Machine, Rates]] = field(default_factory=dict)
     sees_values: bool = True
+    is_to_load: bool = False
     adapters: dict[str, AdapterFile] = field(default_factory=dict)
     specs: dict[tuple[str, int], tuple[AdapterSpec, Anatomy]] = field(default_factory=dict)
 
@@ -193,6 +195,8 @@ def _planned(
     from trimtab.machine.memory import disk_free_bytes, host_available_bytes, process_bytes
 
     checkpoint = read_checkpoint(request.model)
+    if inputs.is_to_load:
+        check_has_weights(checkpoint)
     every = {**(later or {}), **request.adapters}
     files = {name: inputs.adapter(path) for name, path in every.items()}  # before anything that takes long
     for path in every.values():
@@ -426,9 +430,9 @@ def inspect(adapter: str | Path, *, model: str | Path | None = None) -> dict[str
     report = {"not_finite": list(value_problems(file.tensors))}
     if model is None:
         return describe(file, None) | report
-    from trimtab.engine.loader import transformers_model as hf
-
     checkpoint = read_checkpoint(str(model))
     check_vocabulary(file.folder, checkpoint.folder)
+    from trimtab.engine.loader import transformers_model as hf
+
     anatomy = hf.read_anatomy(checkpoint, quant="none", dtype="bfloat16")
     return describe(file, match_adapter(file, anatomy)) | report

@@ -61,14 +61,8 @@ def _only_gguf(folder: Path) -> str | None:
 
 
 @reading(adapter_refusal)
-def read_adapter(path: str | Path, *, values: bool = True, takes: Collection[str] = ()) -> AdapterFile:
-    """Return configuration and header of the adapter in a folder.
-
-    values: also look through its values for NaN and infinity; nothing is kept of them. takes: fields of the configuration
-    that the caller computes itself. Errors: AdapterError with every reason: missing or foreign files, weights beside them
-    that change the output, bad JSON, another method than LoRA, configuration fields that change the output in a way not
-    supported, tensors with values that are not finite. CheckpointError if the safetensors header is not sound.
-    """
+def check_is_adapter(path: str | Path) -> None:
+    """Raise AdapterError for what is no folder that PEFT wrote. Nothing in it is read."""
     folder = Path(path)
     if not folder.is_dir():
         check_reachable(folder)
@@ -83,6 +77,19 @@ def read_adapter(path: str | Path, *, values: bool = True, takes: Collection[str
     problems = _missing_files(folder)
     if problems:
         raise AdapterError(folder, problems)
+
+
+@reading(adapter_refusal)
+def read_adapter(path: str | Path, *, values: bool = True, takes: Collection[str] = ()) -> AdapterFile:
+    """Return configuration and header of the adapter in a folder.
+
+    values: also look through its values for NaN and infinity; nothing is kept of them. takes: fields of the configuration
+    that the caller computes itself. Errors: AdapterError with every reason: missing or foreign files, weights beside them
+    that change the output, bad JSON, another method than LoRA, configuration fields that change the output in a way not
+    supported, tensors with values that are not finite. CheckpointError if the safetensors header is not sound.
+    """
+    check_is_adapter(path)
+    folder = Path(path)
     stamps = stamps_of(folder)
     config = _read_config(folder / CONFIG_NAME)
     beside, notes = _beside(folder)

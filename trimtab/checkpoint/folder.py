@@ -79,12 +79,17 @@ def read_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
 def read_loadable(model: str | os.PathLike[str]) -> Checkpoint:
     """Return a checkpoint that has weights. Errors: CheckpointError, as `read_checkpoint`."""
     checkpoint = read_checkpoint(model)
+    check_has_weights(checkpoint)
+    return checkpoint
+
+
+def check_has_weights(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError for a checkpoint without weights, which can be planned alone."""
     if not checkpoint.has_weights:
         raise CheckpointError(
             "has a config.json but no weights: it can be planned, not loaded", path=checkpoint.folder,
             hint="Add the safetensors files",
         )  # fmt: skip
-    return checkpoint
 
 
 def check_unchanged(checkpoint: Checkpoint) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab._version import __version__
+from trimtab.adapters.file import check_is_adapter
 from trimtab.checkpoint.folder import CONFIG, Checkpoint, check_unchanged, read_checkpoint
 from trimtab.checkpoint.writer import write_synced
 from trimtab.errors import AdapterError, CheckpointError, ParityError, RequestError, TrimtabError
@@ -86,6 +87,8 @@ def merge_request(request: MergeRequest, *, progress: Progress | None = None) ->
             "none is given, and without dtype= or requantize= the merge would be a copy", field="adapters",
             hint="Give an adapter with adapters=, or set the format of the new checkpoint with dtype= or requantize=",
         )  # fmt: skip
+    for folder in folders.values():
+        check_is_adapter(folder)  # before anything that takes long
     with ExitStack() as stack:
         work = _prepare(request, checkpoint, stack)
         small = _small_files(checkpoint, work.replaced)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from trimtab.adapter_names import MIX_FORM
-from trimtab.api import plan_request
 from trimtab.cli.chat.input import Reader, line_reader, terminal_reader
 from trimtab.cli.chat.session import Session
 from trimtab.cli.flags.flags import (
@@ -22,7 +21,7 @@ from trimtab.cli.flags.flags import (
     sampling_options,
     system_of,
 )
-from trimtab.cli.flags.opening import opened, say_fallbacks
+from trimtab.cli.flags.opening import opened, planned, say_fallbacks
 from trimtab.cli.flags.output import Command, print_text
 from trimtab.cli.flags.pull import add_pull, pull_if_asked
 from trimtab.cli.flags.weights import chosen
@@ -89,12 +88,12 @@ def _plan(options: argparse.Namespace, decode: str) -> tuple[Plan, Any]:
     if isinstance(source, Plan):
         return source, adapter
     try:
-        return plan_request(source), adapter
+        return planned(source), adapter
     except (DoesNotFitError, RequestError) as exc:
         if not is_default or (isinstance(exc, RequestError) and exc.field != "prefix_cache"):
             raise
         is_large = isinstance(exc, DoesNotFitError)
         why = "the host budget has no room for a prefix cache" if is_large else f"the default prefix cache {exc.reason}"
-    plan = plan_request(replace(source, prefix_cache_bytes=0))
+    plan = planned(replace(source, prefix_cache_bytes=0))
     print_text(f"{why}: every turn computes the whole prompt again", file=sys.stderr)
     return plan, adapter

@@ -47,10 +47,11 @@ def add(command: Command) -> None:
 
 
 def run_bench(options: argparse.Namespace) -> int:
+    request = _request(options)
     from trimtab.benchmark.bench import bench
     from trimtab.benchmark.chart import draw
 
-    report = bench(_request(options), say=saying(options))
+    report = bench(request, say=saying(options))
     give_report(report, options, draw=draw)
     if report.ours.failure is None:
         return 0
@@ -58,14 +59,21 @@ def run_bench(options: argparse.Namespace) -> int:
 
 
 def _request(options: argparse.Namespace) -> Any:
+    load = plan_or_request(options)
+    request = load.request if isinstance(load, Plan) else load
+    adapter = adapter_to_use(options.use, list(request.adapters))
+    find_folder(request.model)
+    for name, path in request.adapters.items():
+        read_adapter(path)
+        check_beside(path, name)
+    if options.image or options.audio:
+        check_media(options.image, options.audio)
+    # Only now what imports torch.
     from trimtab.benchmark.bench import NEW_TOKENS, BenchRequest
     from trimtab.benchmark.chart import check_picture_path
     from trimtab.benchmark.report import check_save_path
     from trimtab.verification.routes.prompts import read_prompts
 
-    load = plan_or_request(options)
-    request = load.request if isinstance(load, Plan) else load
-    adapter = adapter_to_use(options.use, list(request.adapters))
     if options.save:
         check_save_path(options.save)
     if options.picture:
@@ -79,10 +87,4 @@ def _request(options: argparse.Namespace) -> Any:
     )  # fmt: skip
     if options.new_tokens is not None and isinstance(load, LoadRequest):  # checked by now
         timed = replace(timed, load=replace(load, answer_tokens=options.new_tokens))
-    if options.image or options.audio:
-        check_media(options.image, options.audio)
-    find_folder(request.model)  # before a process is started that needs them
-    for name, path in request.adapters.items():
-        read_adapter(path)
-        check_beside(path, name)
     return timed

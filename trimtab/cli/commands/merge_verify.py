@@ -148,7 +148,7 @@ def run_verify(options: argparse.Namespace) -> int:
 
 def _request(options: argparse.Namespace) -> Plan | LoadRequest:
     source = plan_or_request(options)
-    if options.use is not None:
+    if options.use is not None or options.against != "alone":
         adapter_to_use(options.use, list((source if isinstance(source, LoadRequest) else source.request).adapters))
     return source
 

@@ -39,7 +39,7 @@ from trimtab.cli.flags.flags import (
     system_of,
 )
 from trimtab.cli.flags.highlight import Style
-from trimtab.cli.flags.opening import end_text, opened, say_beside, say_fallbacks
+from trimtab.cli.flags.opening import end_text, opened, planned, say_beside, say_fallbacks
 from trimtab.cli.flags.output import Command, print_json, print_text
 from trimtab.cli.flags.pull import add_pull, pull_if_asked
 from trimtab.cli.flags.weights import chosen
@@ -337,8 +337,6 @@ def prompt_of(options: argparse.Namespace) -> str:
 
 def _plan_to_run(options: argparse.Namespace, decode: str) -> tuple[trimtab.Plan, Any]:
     """Return the plan, and the adapter or mix that answers."""
-    from trimtab.api import plan_request
-
     # Arguments first: a file is not opened for a request that cannot be made.
     counted = {"images": len(options.image), "head": "auto", "dtype": "auto", "decode": decode}
     counted |= answer_length(options.max_new_tokens)
@@ -347,7 +345,7 @@ def _plan_to_run(options: argparse.Namespace, decode: str) -> tuple[trimtab.Plan
     sound_s = check_media(options.image, options.audio)
     if isinstance(source, LoadRequest) and sound_s:
         source = load_request(options, **counted, audio_s=sound_s)
-    return (plan_request(source) if isinstance(source, LoadRequest) else source), adapter
+    return planned(source), adapter
 
 
 def run_demo(options: argparse.Namespace) -> int:
