@@ -120,7 +120,7 @@ def test_an_unknown_name_is_refused_with_near_names():
         find_card("RTX 4061")
     assert (caught.value.field, caught.value.value) == ("card", "RTX 4061")
     assert "GeForce RTX 4060 8GB" in caught.value.near and "did you mean GeForce RTX 4060 8GB, " in str(caught.value)
-    assert "8GiB" in caught.value.hint and "--card list" in caught.value.hint
+    assert "8GiB" in caught.value.hint and "card='list'" in caught.value.hint
 
 
 def test_a_size_that_the_card_was_not_made_with_is_refused_with_those_that_it_was():
@@ -449,7 +449,7 @@ def test_of_images_and_rows_the_most_is_named_that_fits_by_halving(e4b, tries_on
 def test_a_name_that_is_no_nvidia_card_resembles_none_and_is_told_what_lists_them(name):
     with pytest.raises(RequestError, match="Only NVIDIA cards have profiles") as caught:
         find_card(name)
-    assert caught.value.near == () and "`trimtab plan --card list`" in caught.value.hint
+    assert caught.value.near == () and "card='list'" in caught.value.hint
 
 
 def test_digits_that_changed_places_come_first():

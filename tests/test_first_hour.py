@@ -101,13 +101,13 @@ def test_case_is_no_difference(name):
 def test_a_file_of_a_model_is_no_plan_and_its_folder_is_named(ask, command, name):
     code, _, err = ask(command[0], BASE / name, *command[1:])
     assert code == 3 and "another release" not in err
-    assert f"{BASE / name}: is not a plan that `trimtab plan --save` wrote" in err
+    assert f"{BASE / name}: is not a saved plan" in err
     assert f"A model is given as its folder: {BASE}" in err
 
 
 def test_a_file_of_a_model_is_no_plan_in_python_either(tmp_path):
     shutil.copy(BASE / "tokenizer.json", tmp_path / "mine.json")
-    with pytest.raises(CheckpointError, match="is not a plan that") as caught:
+    with pytest.raises(CheckpointError, match="is not a saved plan") as caught:
         Plan.load(tmp_path / "mine.json")
     assert "as its folder or hub id" in caught.value.hint
 
@@ -115,7 +115,7 @@ def test_a_file_of_a_model_is_no_plan_in_python_either(tmp_path):
 @pytest.mark.parametrize("text", ["[]", "3", "{}", '"plan"', "null"])
 def test_json_of_another_kind_is_no_plan(tmp_path, text):
     (tmp_path / "a.json").write_text(text, encoding="utf-8")
-    with pytest.raises(CheckpointError, match="is not a plan that"):
+    with pytest.raises(CheckpointError, match="is not a saved plan"):
         Plan.load(tmp_path / "a.json")
 
 
@@ -132,6 +132,8 @@ def test_card_list_prints_the_cards_without_a_model(ask):
 def test_card_list_plans_nothing(ask):
     code, _, err = ask("plan", BASE, "--card", "list")
     assert code == 2 and "Omit MODEL" in err
+    code, _, err = ask("plan", BASE, "--card", "M3 Max")
+    assert code == 2 and "prints them with --card list" in err and "did you mean" not in err
     code, _, err = ask("plan", "--card", "T4")
     assert code == 2 and "required: MODEL" in err
 

@@ -272,6 +272,6 @@ def _no_plan(path: str | os.PathLike[str]) -> CheckpointError:
     folder = os.path.dirname(os.fspath(path)) or "."
     is_checkpoint = os.path.isfile(os.path.join(folder, "config.json"))
     return CheckpointError(
-        "is not a plan that `trimtab plan --save` wrote", path=path,
+        "is not a saved plan", path=path,
         hint="A model is given as its folder" + (f": {folder}" if is_checkpoint else " or hub id"),
     )  # fmt: skip

@@ -231,7 +231,7 @@ def _box_gb(memory_mib: int) -> int:
 
 
 _HINT = (
-    "Only NVIDIA cards have profiles; `trimtab plan --card list` prints them. "
+    "Only NVIDIA cards have profiles; the command `trimtab plan` prints them with card='list'. "
     'A bare size, such as "8GiB", plans for an unknown card of that size'
 )
 # How alike a card's name must be to be one that was meant: difflib's ratio, without the words that many names share.
