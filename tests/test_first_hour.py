@@ -386,7 +386,6 @@ def mistakes(tmp_path_factory):
         (["run", base, *prompts["one"][:2], "--out", str(folder / "notes.txt")], 2, "was not written by trimtab run"),
         (["run", base, *prompts["one"][:2], "--out", str(folder)], 2, "--out"),
         (["chat", base, *both], 2, several), (["verify", base, *both], 2, several), (["bench", base, *both], 2, several),
-        (["bench", base, "--image", str(folder / "no.png")], 2, "no such file"),
         (["merge", base, str(folder / "merged"), "--adapter", f"a={folder / 'no'}"], 3, "no such folder"),
         (["inspect", str(STYLE), "--model", str(folder / "no")], 3, "no such folder"),
     ]  # fmt: skip

@@ -62,12 +62,6 @@ def _request(options: argparse.Namespace) -> Any:
     load = plan_or_request(options)
     request = load.request if isinstance(load, Plan) else load
     adapter = adapter_to_use(options.use, list(request.adapters))
-    find_folder(request.model)
-    for name, path in request.adapters.items():
-        read_adapter(path)
-        check_beside(path, name)
-    if options.image or options.audio:
-        check_media(options.image, options.audio)
     # Only now what imports torch.
     from trimtab.benchmark.bench import NEW_TOKENS, BenchRequest
     from trimtab.benchmark.chart import check_picture_path
@@ -87,4 +81,10 @@ def _request(options: argparse.Namespace) -> Any:
     )  # fmt: skip
     if options.new_tokens is not None and isinstance(load, LoadRequest):  # checked by now
         timed = replace(timed, load=replace(load, answer_tokens=options.new_tokens))
+    if options.image or options.audio:
+        check_media(options.image, options.audio)
+    find_folder(request.model)  # before a process is started that needs them
+    for name, path in request.adapters.items():
+        read_adapter(path)
+        check_beside(path, name)
     return timed
