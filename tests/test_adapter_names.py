@@ -175,7 +175,7 @@ def test_a_model_by_its_path_is_planned_and_loaded(tmp_path: Path) -> None:
 def test_options_of_load_are_checked_by_name() -> None:
     with pytest.raises(RequestError) as caught:
         trimtab.load(demo.BASE, contxt=5)
-    assert (caught.value.field, caught.value.allowed) == ("contxt", ("context",))
+    assert (caught.value.field, caught.value.near) == ("contxt", ("context",))
     with pytest.raises(RequestError) as caught:
         trimtab.load(3)  # type: ignore[arg-type]
     assert caught.value.field == "plan"

@@ -135,7 +135,7 @@ def test_a_keep_pattern_that_names_nothing_is_refused_with_near_names(built):
     with pytest.raises(RequestError) as caught:
         anatomy_of(built("llama"), keep_unquantized=("model.layers.0.self_attn.out_proj",))
     assert caught.value.field == "keep_unquantized"
-    assert "model.layers.0.self_attn.o_proj" in caught.value.allowed
+    assert "model.layers.0.self_attn.o_proj" in caught.value.near
 
 
 @pytest.mark.parametrize(("quant", "label"), [("nf4", "nf4"), ("nf4-dq", "nf4-dq"), ("int8", "int8")])

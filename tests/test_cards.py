@@ -24,6 +24,7 @@ from trimtab.planning.request.card_machine import machine_of, rates_of
 from trimtab.planning.values.cards import (
     LANE_BPS,
     Card,
+    cards_text,
     check_here,
     find_card,
     known_cards,
@@ -120,14 +121,14 @@ def test_an_unknown_name_is_refused_with_near_names():
     with pytest.raises(RequestError) as caught:
         find_card("RTX 4061")
     assert (caught.value.field, caught.value.value) == ("card", "RTX 4061")
-    assert "GeForce RTX 4060 8GB" in caught.value.allowed
-    assert "8GiB" in caught.value.hint
+    assert "GeForce RTX 4060 8GB" in caught.value.near and "did you mean GeForce RTX 4060 8GB, " in str(caught.value)
+    assert "8GiB" in caught.value.hint and "card='list'" in caught.value.hint
 
 
 def test_a_size_that_the_card_was_not_made_with_is_refused_with_those_that_it_was():
     with pytest.raises(RequestError) as caught:
         find_card("RTX 3060 24GB")
-    assert {"GeForce RTX 3060 12GB", "GeForce RTX 3060 8GB"} <= set(caught.value.allowed)
+    assert {"GeForce RTX 3060 12GB", "GeForce RTX 3060 8GB"} <= set(caught.value.near)
 
 
 def test_a_card_of_several_sizes_needs_its_size():
@@ -213,7 +214,7 @@ def test_a_device_map_with_a_gpu_is_checked_on_a_machine_without_one():
     assert plan.tier_of("model.vision_tower.encoder.layers.0") == "stream"
     with pytest.raises(RequestError) as caught:
         trimtab.plan(BASE, card="T4", device_map=device_map | {"model.vision_towers": "cpu"})
-    assert caught.value.field == "device_map" and "model.vision_tower" in caught.value.allowed
+    assert caught.value.field == "device_map" and "model.vision_tower" in caught.value.near
     with pytest.raises(RequestError) as caught:
         trimtab.plan(BASE, card="T4", device_map={"": 1})
     assert caught.value.allowed == ("cuda:0", "cpu", "disk")
@@ -465,11 +466,24 @@ def test_of_images_and_rows_the_most_is_named_that_fits_by_halving(e4b, tries_on
             trimtab.plan(e4b, **options | {name: larger})
 
 
-@pytest.mark.parametrize("name", ["foo", "RX 7900 XTX", "M2 Max"])
-def test_a_name_that_is_no_nvidia_card_is_refused_with_cards_and_says_so(name):
+@pytest.mark.parametrize("name", ["foo", "RX 7900 XTX", "M2 Max", "M3 Max"])
+def test_a_name_that_is_no_nvidia_card_resembles_none_and_is_told_what_lists_them(name):
     with pytest.raises(RequestError, match="Only NVIDIA cards have profiles") as caught:
         find_card(name)
-    assert caught.value.allowed and all(find_card(title) for title in caught.value.allowed)
+    assert caught.value.near == () and "card='list'" in caught.value.hint
+
+
+def test_digits_that_changed_places_come_first():
+    with pytest.raises(RequestError) as caught:
+        find_card("RTX 4006")
+    assert caught.value.near[0] == "GeForce RTX 4060 8GB"
+
+
+def test_the_list_of_cards_has_every_name_as_it_is_taken():
+    lines = cards_text().splitlines()
+    for card in known_cards():
+        (line,) = [line for line in lines if line.startswith(f"{card.title}  ")]
+        assert find_card(line.partition("  ")[0]) == card and f" {card.bandwidth_GBps:g} " in line
 
 
 def test_every_larger_card_has_a_profile_with_more_memory():

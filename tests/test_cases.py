@@ -41,7 +41,7 @@ def test_unknown_case_is_refused_with_near_names():
     with pytest.raises(RequestError) as caught:
         find_cases(["r03-split-4bits"])
     assert caught.value.field == "case" and caught.value.value == "r03-split-4bits"
-    assert "R03_SPLIT_4BIT" in caught.value.allowed and len(caught.value.allowed) <= 3
+    assert "R03_SPLIT_4BIT" in caught.value.near and len(caught.value.near) <= 3
 
 
 def test_name_like_nothing_is_refused_with_all_names():

@@ -111,7 +111,7 @@ def test_the_version_is_the_packages(capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["paln"], ["plan"], ["plan", "m", "--contxt", "5"], ["plan", "m", "--cont", "5"], ["plan", "m", "--context", "x"],
+    [["paln"], ["plan"], ["plan", "m", "--contxt", "5"], ["plan", "m", "--cont", "5"], ["plan", "m", "--context", "x"],
      ["run", "m"], ["inspect"], ["demo", "extra"], ["run", "m", "p", "--batch", "2"]],
 )  # fmt: skip
 def test_a_wrong_command_line_says_how_it_is_written(arguments, capsys):

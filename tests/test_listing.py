@@ -86,10 +86,14 @@ def test_versions_as_json(capsys):
     assert {"python", "torch", "transformers", "peft", "bitsandbytes"} <= set(found)
 
 
-@pytest.mark.parametrize("command", [(), ("run",), ("chat",), ("pull",), ("serve",), ("verify",), ("completion",)])
-def test_exit_codes_are_in_the_help(command, capsys):
+def test_exit_codes_are_in_the_help_once(capsys):
+    for command in ("run", "chat", "pull", "serve", "verify", "completion"):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        text = capsys.readouterr().out
+        assert "`trimtab --help` lists the exit codes" in text and "exit codes:" not in text
     with pytest.raises(SystemExit):
-        cli.main([*command, "--help"])
+        cli.main(["--help"])
     text = capsys.readouterr().out
     assert "exit codes:" in text
     for code in (*(code for _, code in exit_codes.EXIT_CODES), cli.STOPPED, cli.READER_GONE):

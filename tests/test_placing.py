@@ -72,7 +72,7 @@ def test_the_asking_pattern_is_kept_for_the_reason():
 
 def test_a_pattern_that_names_nothing_is_refused_with_near_names():
     error = refused(resolve_place, {"model.vision_towr": "stream"}, BLOCKS, E2B)
-    assert error.field == "place['model.vision_towr']" and "model.vision_tower" in error.allowed
+    assert error.field == "place['model.vision_towr']" and "model.vision_tower" in error.near
 
 
 def test_a_pattern_like_no_name_is_refused_with_the_parts_of_the_model():
@@ -170,7 +170,7 @@ def test_on_a_machine_without_gpu_the_cpu_is_where_things_are():
 def test_unknown_keys_are_listed_all_with_near_names():
     error = map_refused({"model.multi_modal_projector": "cpu", "model.vision_towers": "cpu", "": 0})
     assert error.value == ["model.multi_modal_projector", "model.vision_towers"]
-    assert "model.vision_tower" in error.allowed
+    assert "model.vision_tower" in error.near
 
 
 @pytest.mark.parametrize(

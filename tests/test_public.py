@@ -17,6 +17,7 @@ from trimtab import errors
 from trimtab.cli import main as cli
 from trimtab.cli.commands import merge_verify as merging
 from trimtab.cli.flags import flags
+from trimtab.cli.flags.mistakes import ELSEWHERE
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.process import exit_codes, interrupts
 from trimtab.verification.server.report import EXIT_CANNOT_TELL
@@ -266,7 +267,7 @@ def test_flags_in_the_docs_and_in_error_messages_exist():
         "--only",
         # Of servers that are asked whether their adapter is alive.
         "--return-tokens-as-token-ids", "--lora-init-without-apply", "--lora-target-modules", "--enable-lora", "--lora-modules",
-        "--max-lora-rank", "--lora-paths", "--lora", "--modelfile",
+        "--max-lora-rank", "--lora-paths", "--lora", "--modelfile", *ELSEWHERE,
     }  # fmt: skip
     unknown = {
         (name, flag)

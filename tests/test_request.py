@@ -6,7 +6,7 @@ import pytest
 import trimtab
 from tests.test_vocabulary import BASE
 from trimtab.errors import RequestError
-from trimtab.request import GenerateRequest, parse_bytes
+from trimtab.request import GenerateRequest, LoadRequest, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,12 @@ def test_options_of_numpy_become_pythons():
     expected = GenerateRequest(max_new_tokens=3, temperature=0.5, seed=7, stop_token_ids=(5,), logit_bias=((4, 1.5),))
     assert request == expected
     assert {type(value) for value in (request.max_new_tokens, request.temperature, request.seed)} == {int, float}
+
+
+def test_torchs_own_dtypes_are_taken() -> None:
+    import torch
+
+    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16"), (torch.float32, "float32")):
+        assert LoadRequest(model="m", dtype=dtype).dtype == name  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="unknown choice"):
+        LoadRequest(model="m", dtype=torch.int8)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from trimtab.adapters.file import check_beside, stamps_of
 from trimtab.adapters.values import value_problems
 from trimtab.adapters.vocabulary import check_vocabulary
 from trimtab.checkpoint.anatomy import Anatomy
-from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
+from trimtab.checkpoint.folder import Checkpoint, check_has_weights, read_checkpoint
 from trimtab.checkpoint.names import check_options
 from trimtab.checkpoint.prequantized import split_packed
 from trimtab.errors import DoesNotFitError, RequestError, TrimtabError
@@ -34,9 +34,10 @@ from trimtab.planning.request.max_memory import merged_budgets
 from trimtab.planning.values.cards import check_budget, check_here, find_card
 from trimtab.planning.values.kv_pool import check_pool
 from trimtab.process import threads
-from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, LoadRequest, parse_bytes
+from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, LoadRequest, full_dtype, parse_bytes
 
 if TYPE_CHECKING:
+    import torch
     from typing_extensions import Unpack
 
     from trimtab.engine.model import LoadedModel
@@ -51,7 +52,7 @@ def plan(
     gpu_memory: int | float | str | None = None,
     host_memory: int | float | str | None = None,
     quant: str = "auto",
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     context: int = 4096,
     batch: int = 1,
     images: int = 1,
@@ -94,31 +95,35 @@ def plan(
         "gpu_memory_bytes": parse_bytes(gpu_memory, field_name="gpu_memory"),
         "host_memory_bytes": parse_bytes(host_memory, field_name="host_memory"), "device": device,
     }  # fmt: skip
-    return plan_request(
-        LoadRequest(
-            model=str(model),
-            adapters=paths_of(adapters),
-            **(budgets if max_memory is None else merged_budgets(max_memory, **budgets, card=card)),
-            quant=quant,
-            dtype=dtype,
-            context_tokens=context,
-            batch=batch,
-            images=images,
-            audio_s=audio_s,
-            place=dict(place) if isinstance(place, Mapping) else {} if place is None else place,
-            device_map=dict(device_map) if device_map is not None else None,
-            keep_unquantized=keep_unquantized if isinstance(keep_unquantized, str) else tuple(keep_unquantized),  # type: ignore[arg-type]
-            offload_dir=str(offload_dir) if offload_dir is not None else None,
-            head=head,
-            decode=decode,
-            card=card,
-            prefix_cache_bytes=parse_bytes(prefix_cache, field_name="prefix_cache") or 0,
-            batch_invariant=batch_invariant,
-            kv_tokens=kv_tokens,
-            kv=kv,
-            answer_tokens=answer_tokens,
-        )
+    request = LoadRequest(
+        model=str(model),
+        adapters=paths_of(adapters),
+        **(budgets if max_memory is None else merged_budgets(max_memory, **budgets, card=card)),
+        quant=quant,
+        dtype=full_dtype(dtype),
+        context_tokens=context,
+        batch=batch,
+        images=images,
+        audio_s=audio_s,
+        place=dict(place) if isinstance(place, Mapping) else {} if place is None else place,
+        device_map=dict(device_map) if device_map is not None else None,
+        keep_unquantized=keep_unquantized if isinstance(keep_unquantized, str) else tuple(keep_unquantized),  # type: ignore[arg-type]
+        offload_dir=str(offload_dir) if offload_dir is not None else None,
+        head=head,
+        decode=decode,
+        card=card,
+        prefix_cache_bytes=parse_bytes(prefix_cache, field_name="prefix_cache") or 0,
+        batch_invariant=batch_invariant,
+        kv_tokens=kv_tokens,
+        kv=kv,
+        answer_tokens=answer_tokens,
     )
+    try:
+        return plan_request(request)
+    except RequestError as exc:
+        if exc.field != "device" or max_memory is None or device != "auto":
+            raise
+        raise RequestError(exc.reason, field="max_memory", value=exc.value, allowed=exc.allowed, hint=exc.hint) from exc
 
 
 @dataclass
@@ -127,8 +132,8 @@ class PlanInputs:
 
     process_bytes: host memory of this process before it began to load libraries; None: it has not begun, read now.
     sees_values: whether a plan searches the values of adapters for NaN and infinity. A server searches before it starts
-    a worker, and the worker when it reads an adapter. adapters, specs: by folder, as long as its files do not change; a
-    spec also by its anatomy's identity.
+    a worker, and the worker when it reads an adapter. is_to_load: whether a checkpoint without weights is refused.
+    adapters, specs: by folder, as long as its files do not change; a spec also by its anatomy's identity.
     """
 
     probe: Any = None
@@ -136,6 +141,7 @@ class PlanInputs:
     anatomies: dict[tuple[Any, ...], Anatomy] = field(default_factory=dict)
     machines: dict[tuple[str, str | None], tuple[Machine, Rates]] = field(default_factory=dict)
     sees_values: bool = True
+    is_to_load: bool = False
     adapters: dict[str, AdapterFile] = field(default_factory=dict)
     specs: dict[tuple[str, int], tuple[AdapterSpec, Anatomy]] = field(default_factory=dict)
 
@@ -189,6 +195,8 @@ def _planned(
     from trimtab.machine.memory import disk_free_bytes, host_available_bytes, process_bytes
 
     checkpoint = read_checkpoint(request.model)
+    if inputs.is_to_load:
+        check_has_weights(checkpoint)
     every = {**(later or {}), **request.adapters}
     files = {name: inputs.adapter(path) for name, path in every.items()}  # before any slow work
     for path in every.values():
@@ -426,9 +434,9 @@ def inspect(adapter: str | Path, *, model: str | Path | None = None) -> dict[str
     report = {"not_finite": list(value_problems(file.tensors))}
     if model is None:
         return describe(file, None) | report
-    from trimtab.engine.loader import transformers_model as hf
-
     checkpoint = read_checkpoint(str(model))
     check_vocabulary(file.folder, checkpoint.folder)
+    from trimtab.engine.loader import transformers_model as hf
+
     anatomy = hf.read_anatomy(checkpoint, quant="none", dtype="bfloat16")
     return describe(file, match_adapter(file, anatomy)) | report

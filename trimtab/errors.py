@@ -37,8 +37,12 @@ def gib(byte_count: int) -> str:
     return f"{byte_count} B"
 
 
-def _near(allowed: Sequence[str]) -> str:
-    return ", ".join(allowed)
+def choices_text(allowed: Sequence[str], near: Sequence[str] = ()) -> str:
+    """Return the names that a wrong one probably meant, as a question; every choice where none is near."""
+    if near:
+        *others, last = near
+        return f" (did you mean {', '.join(others)}{' or ' if others else ''}{last}?)"
+    return f" (choices: {', '.join(allowed)})" if allowed else ""
 
 
 def public_fields(error: BaseException) -> dict[str, Any]:
@@ -72,19 +76,22 @@ class TrimtabError(Exception):
 class RequestError(TrimtabError):
     """The question is wrong: an option that names nothing, contradicts another or has no effect.
 
+    allowed: every accepted value. near: the probable intended values; the message names only these.
     number: index of the image or audio clip, from 0.
     """
 
+    near: tuple[str, ...] = ()
     number: int | None = None
 
     def __init__(
-        self, reason: str, *, field: str, value: Any = None, allowed: Sequence[str] = (), hint: str = ""
-    ) -> None:
+        self, reason: str, *, field: str, value: Any = None, allowed: Sequence[str] = (), near: Sequence[str] = (),
+        hint: str = "",
+    ) -> None:  # fmt: skip
         self.reason, self.field, self.value, self.allowed = reason, field, value, tuple(allowed)
+        if near:
+            self.near = tuple(near)
         message = f"{field}={value!r}: {reason}" if value is not None else f"{field}: {reason}"
-        if allowed:
-            message += f" (choices: {_near(self.allowed)})"
-        super().__init__(message, hint=hint)
+        super().__init__(message + choices_text(self.allowed, self.near), hint=hint)
 
 
 class CheckpointError(TrimtabError):
@@ -134,15 +141,20 @@ class DoesNotFitError(TrimtabError):
 
 
 class AdapterError(TrimtabError):
-    """Adapter and model do not match; `problems` lists every mismatch."""
+    """Adapter and model do not match; `problems` lists every mismatch.
 
-    def __init__(self, path: str | os.PathLike[str], problems: Sequence[str], *, hint: str = "") -> None:
+    about: what the first line says before their number.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], problems: Sequence[str], *, hint: str = "", about: str = ""
+    ) -> None:
         self.path, self.problems = os.fspath(path), tuple(problems)
         shown = [f"  - {problem}" for problem in self.problems[:SHOWN_PROBLEMS]]
         if len(self.problems) > SHOWN_PROBLEMS:
             shown.append(f"  - and {len(self.problems) - SHOWN_PROBLEMS} more (`problems` has all)")
         count = len(self.problems)
-        lines = [f"{self.path}: {count} problem{'s' if count != 1 else ''}", *shown]
+        lines = [f"{self.path}: {about}{count} problem{'s' if count != 1 else ''}", *shown]
         super().__init__("\n".join([*lines, hint] if hint else lines))
         self.hint = hint
 

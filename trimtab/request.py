@@ -6,6 +6,7 @@ and raise RequestError; neither touches a file or imports torch.
 
 from __future__ import annotations
 
+import argparse
 import math
 import numbers
 import re
@@ -83,9 +84,25 @@ def parse_bytes(value: int | float | str | None, *, field_name: str) -> int | No
     return size
 
 
-def full_dtype(text: str | None) -> str | None:
-    """Return torch's spelling of a dtype given as "bf16", "fp16", "fp32" or in full; None stays None."""
-    return SHORT_DTYPES.get(text, text) if isinstance(text, str) else text
+def token_count(text: str) -> int:
+    """Return a number of tokens: "4096", or "4k", where k is 1024. Errors: argparse.ArgumentTypeError."""
+    number, k = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
+    try:
+        return int(number) * k
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, such as 4096 or 4k") from exc
+
+
+def full_dtype(dtype: Any) -> Any:
+    """Return the name of a dtype given as "bf16", "fp16", "fp32" or in full, or as torch's own: torch.bfloat16 is "bfloat16".
+
+    What is none of these comes back as it is. torch is not imported: its values are known by where their class is from.
+    """
+    text = str(dtype) if type(dtype).__module__ == "torch" else dtype
+    if not isinstance(text, str):
+        return dtype
+    text = text.removeprefix("torch.")
+    return SHORT_DTYPES.get(text, text)
 
 
 def check_choice(value: str, allowed: tuple[str, ...], *, field_name: str) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 from trimtab.adapters.config import config_problems
 from trimtab.adapters.values import value_problems
 from trimtab.adapters.weights_beside import weights_beside
-from trimtab.checkpoint.folder import Stamp, stamp_of
+from trimtab.checkpoint.folder import CONFIG, Stamp, stamp_of
 from trimtab.checkpoint.headers import TensorEntry, read_header
-from trimtab.checkpoint.unreadable import adapter_refusal, check_reachable, reading
+from trimtab.checkpoint.unreadable import adapter_refusal, address_hint, check_reachable, reading
 from trimtab.errors import AdapterError
 from trimtab.printable import printable
 from trimtab.process.json_file import JsonError, read_json
@@ -61,6 +61,25 @@ def _only_gguf(folder: Path) -> str | None:
 
 
 @reading(adapter_refusal)
+def check_is_adapter(path: str | Path) -> None:
+    """Raise AdapterError for what is no folder that PEFT wrote. Nothing in it is read."""
+    folder = Path(path)
+    if not folder.is_dir():
+        check_reachable(folder)
+        if folder.is_file() and folder.suffix.lower() == GGUF:
+            raise AdapterError(folder, [f"is a GGUF file; {GGUF_HINT}"])
+        if hint := address_hint(str(path)):
+            raise AdapterError(str(path), ["is an address, not a folder"], hint=hint)
+        is_file = folder.is_file()
+        raise AdapterError(folder, ["is a file; name the folder that holds it" if is_file else "no such folder"])
+    if gguf := _only_gguf(folder):
+        raise AdapterError(folder, [f"has GGUF files and no adapter of PEFT ({gguf}); {GGUF_HINT}"])
+    problems = _missing_files(folder)
+    if problems:
+        raise AdapterError(folder, problems)
+
+
+@reading(adapter_refusal)
 def read_adapter(
     path: str | Path, *, values: bool = True, takes: Collection[str] = (), log_name: str | None = None
 ) -> AdapterFile:
@@ -72,18 +91,8 @@ def read_adapter(
     change the output, bad JSON, another method than LoRA, configuration fields that change the output in a way not
     supported, tensors with values that are not finite. CheckpointError if the safetensors header is invalid.
     """
+    check_is_adapter(path)
     folder = Path(path)
-    if not folder.is_dir():
-        check_reachable(folder)
-        if folder.is_file() and folder.suffix.lower() == GGUF:
-            raise AdapterError(folder, [f"is a GGUF file; {GGUF_HINT}"])
-        what = "is a file; name the folder that holds it" if folder.is_file() else "no such folder"
-        raise AdapterError(folder, [what])
-    if gguf := _only_gguf(folder):
-        raise AdapterError(folder, [f"has GGUF files and no adapter of PEFT ({gguf}); {GGUF_HINT}"])
-    problems = _missing_files(folder)
-    if problems:
-        raise AdapterError(folder, problems)
     stamps = stamps_of(folder)
     config = _read_config(folder / CONFIG_NAME)
     beside, notes = _beside(folder)
@@ -136,6 +145,8 @@ def check_values(file: AdapterFile) -> None:
 
 def _missing_files(folder: Path) -> list[str]:
     missing = [name for name in (CONFIG_NAME, TENSORS_NAME) if not (folder / name).is_file()]
+    if len(missing) == 2 and (folder / CONFIG).is_file():
+        return ["this is a model, not an adapter: give it as the model, and a folder that PEFT wrote as the adapter"]
     problems = [f"{name} is missing" for name in missing]
     if missing:
         problems += [f"{name} {words}" for name, words in _OTHER_FILES.items() if (folder / name).exists()]

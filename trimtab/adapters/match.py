@@ -224,13 +224,19 @@ def match_adapter(file: AdapterFile, anatomy: Anatomy) -> AdapterSpec:
     if not problems and not targets:
         problems.append(f"nothing to apply: all {len(keys)} tensors have no effect on this model")
     if problems:
-        raise AdapterError(file.folder, problems)
+        raise AdapterError(file.folder, problems, about=_made_for(file) if lost or builder.is_other_shape else "")
     idle = rules.idle(lambda: _other_names(anatomy, rewrite), former_words(anatomy.renames, places.rows))
     notes = [*builder.notes(), *rules.idle_notes(idle)]
     targets += builder.tied_copies(targets)
     targets += builder.tied_originals(targets, originals)
     targets.sort(key=lambda target: places.order[target.module_path])
     return AdapterSpec(file, tuple(targets), tuple(no_effect), rewrite.label, anatomy.dtype, tuple(notes), idle)
+
+
+def _made_for(file: AdapterFile) -> str:
+    """Return what an error about names and shapes begins with: the model that the adapter was trained on, as its file has it."""
+    base = file.config.get("base_model_name_or_path")
+    return f"was made for {base}, and this model differs: " if isinstance(base, str) and base else ""
 
 
 def _other_names(anatomy: Anatomy, rewrite: Rewrite) -> Iterator[str]:
@@ -291,6 +297,7 @@ class _Builder:
     ) -> None:  # fmt: skip
         self.file, self.config, self.anatomy, self.places = file, file.config, anatomy, places
         self.rules, self.problems = rules, problems
+        self.is_other_shape = False  # whether a tensor has another shape than the module that it names
 
     def target(self, path: str, group: str, roles: dict[str, AdapterKey]) -> AdapterTarget:
         row = self.places.rows[path]
@@ -364,6 +371,7 @@ class _Builder:
         }  # fmt: skip
         for role, entry in entries.items():
             if entry.shape != expected[role]:
+                self.is_other_shape = True
                 own, wanted = entry.shape, expected[role]
                 # The vocabulary is the last dimension of a table's A, and the first of a head's B.
                 resized = ""
@@ -384,6 +392,7 @@ class _Builder:
         for name, entry in entries.items():
             own = tensors[name].shape
             if entry.shape != own:
+                self.is_other_shape = True
                 why = _resized_words(entry.shape[0]) if vocabulary and entry.shape[1:] == own[1:] and own else ""
                 self.problems.append(f"{entry.tensor_name}: shape {list(entry.shape)}, the model's is {list(own)}{why}")
             if not self._is_announced(row, roles[name]):

@@ -40,8 +40,10 @@ def check_kwargs(peft_kwargs: Mapping[str, Any]) -> None:
         if name in REFUSED:
             raise RequestError(f"is not supported: {REFUSED[name]}", field=name, value=value, hint="Leave it out")
         if name not in ALLOWED:
-            near = near_names(name, (*ALLOWED, *REFUSED)) or list(ALLOWED)
-            raise RequestError("load_peft has no such argument", field=name, value=value, allowed=near)
+            raise RequestError(
+                "load_peft has no such argument", field=name, value=value, allowed=tuple(ALLOWED),
+                near=near_names(name, (*ALLOWED, *REFUSED)),
+            )  # fmt: skip
         if not isinstance(value, bool):
             raise RequestError("must be true or false", field=name, value=value)
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from trimtab.checkpoint.config_limits import check_config, check_layers, most_tensors
 from trimtab.checkpoint.headers import TensorEntry, read_header
-from trimtab.checkpoint.unreadable import check_reachable, checkpoint_refusal, reading
+from trimtab.checkpoint.unreadable import address_hint, check_reachable, checkpoint_refusal, reading
 from trimtab.errors import CheckpointError
 from trimtab.process.json_file import read_object
 
@@ -79,12 +79,17 @@ def read_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
 def read_loadable(model: str | os.PathLike[str]) -> Checkpoint:
     """Return a checkpoint that has weights. Errors: CheckpointError, as `read_checkpoint`."""
     checkpoint = read_checkpoint(model)
+    check_has_weights(checkpoint)
+    return checkpoint
+
+
+def check_has_weights(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError for a checkpoint without weights, which can be planned alone."""
     if not checkpoint.has_weights:
         raise CheckpointError(
             "has a config.json but no weights: it can be planned, not loaded", path=checkpoint.folder,
             hint="Add the safetensors files",
         )  # fmt: skip
-    return checkpoint
 
 
 def check_unchanged(checkpoint: Checkpoint) -> None:
@@ -154,8 +159,10 @@ def find_folder(model: str | os.PathLike[str]) -> Path:
     if os.path.exists(path):
         if path.suffix.lower() == ".gguf":
             raise CheckpointError("is a GGUF file", path=path, hint=GGUF_HINT)
-        raise CheckpointError("is a file; give the folder that holds it", path=path)
+        raise CheckpointError("is a file; give the folder that holds it", path=path, hint=f"Give {path.parent}")
     check_reachable(path)
+    if hint := address_hint(text, takes_hub_id=True):
+        raise CheckpointError("is an address, not a folder", path=text, hint=hint)
     parts = text.split("/")
     if len(parts) > 2 or not all(_HUB_NAME.fullmatch(part) for part in parts):
         raise CheckpointError("no such folder", path=path)

@@ -21,6 +21,7 @@ import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from trimtab.checkpoint.folder import CONFIG, INDEX, SINGLE, hub_cache
+from trimtab.checkpoint.unreadable import address_hint
 from trimtab.errors import CheckpointError, RequestError, gib
 from trimtab.process.json_file import read_json
 
@@ -67,7 +68,12 @@ def pull(
     try:
         return _pull(model, branch, emit, endpoint)
     except HFValidationError as exc:
-        raise RequestError("is not a hub id of the form OWNER/NAME", field="model", value=model) from exc
+        raise RequestError(
+            "is not a hub id of the form OWNER/NAME",
+            field="model",
+            value=model,
+            hint=address_hint(model, takes_hub_id=True),
+        ) from exc
     except OfflineModeIsEnabled as exc:
         raise RequestError("the hub is switched off: HF_HUB_OFFLINE is set", field="model", value=model) from exc
     except HfHubHTTPError as exc:

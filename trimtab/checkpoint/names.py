@@ -10,7 +10,9 @@ from trimtab.errors import RequestError
 
 # Only this many characters at the end of a name are compared, because the cost grows with the square of the length.
 COMPARED_CHARS = 200
-MIN_SCORE = 0.5
+# How alike a name must be, from 0 to 1: a path of modules has parts that differ between families, a plain word has none.
+# 0.6 is difflib's own cutoff, which keeps "foo" from "tools".
+MIN_SCORE, MIN_WORD_SCORE = 0.5, 0.6
 
 # The names of the same part in different families. Source: the module names of transformers 5.23.0's multimodal models.
 SAME_PART: tuple[tuple[str, ...], ...] = (
@@ -53,13 +55,11 @@ def _matches_whole(pattern: str, path: str) -> bool:
 
 
 def check_options(options: Iterable[str], known: Iterable[str]) -> None:
-    """Return nothing. Errors: RequestError for an option that a call does not take, with those that may have been meant."""
+    """Raise RequestError for an option that a call does not take, with the probable intended ones."""
     names = list(known)
     for name in options:
         if name not in names:
-            near = near_names(name, names)
-            hint = f"Did you mean {' or '.join(near)}?" if near else ""
-            raise RequestError("unknown option", field=name, allowed=near or names, hint=hint)
+            raise RequestError("unknown option", field=name, allowed=names, near=near_names(name, names))
 
 
 def near_names(name: str, choices: Iterable[str], count: int = 3) -> list[str]:
@@ -68,9 +68,11 @@ def near_names(name: str, choices: Iterable[str], count: int = 3) -> list[str]:
     A choice is near when its text is alike, when it ends like the name and shares words with it, or when it is alike
     after its part gets the name from the choices' family ("multi_modal_projector" is "embed_vision" elsewhere).
     """
-    comparison = _Comparison(name)
-    scored = [(choice != name, -comparison.score(choice), choice) for choice in dict.fromkeys(choices)]
-    near = sorted(item for item in scored if -item[1] >= MIN_SCORE)
+    comparison = _Comparison(name.lower())
+    scored = [(choice != name, -comparison.score(choice.lower()), choice) for choice in dict.fromkeys(choices)]
+    near = sorted(
+        item for item in scored if -item[1] >= (MIN_SCORE if "." in item[2] or "." in name else MIN_WORD_SCORE)
+    )
     return [choice for *_, choice in near[: max(count, 0)]]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
@@ -34,6 +35,24 @@ def check_reachable(path: str | os.PathLike[str]) -> None:
     except OSError as exc:
         if exc.errno != errno.ENAMETOOLONG:
             raise
+
+
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/.*)?")
+
+
+def address_hint(text: str, *, takes_hub_id: bool = False) -> str:
+    """Return what to do with a web address that was given as a file or folder; "" for any other text.
+
+    takes_hub_id: whether a hub id would do, which the address of a hub's page has in it.
+    """
+    if not _ADDRESS.match(text):
+        return ""
+    if takes_hub_id and (page := _HUB_PAGE.fullmatch(text)):
+        return f"Nothing is read from an address. `trimtab pull {page[1]}` fetches it; then give {page[1]}"
+    return "Nothing is read from an address: download it, and give the " + (
+        "folder, or a hub id such as google/gemma-4-E4B-it" if takes_hub_id else "path on this machine"
+    )
 
 
 def reading(refusal: Callable[[Any, OSError], TrimtabError]) -> Callable[[Reader], Reader]:

@@ -37,6 +37,7 @@ from typing import Any, NoReturn
 import trimtab
 from trimtab.cli.flags.examples import examples_text
 from trimtab.cli.flags.flags import give_model, group_of
+from trimtab.cli.flags.mistakes import unknown_command, unknown_flags
 from trimtab.cli.flags.output import COLORS, print_error, print_json, use_color
 from trimtab.cli.flags.wording import Words, words_of
 from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, TrimtabError, public_fields
@@ -66,6 +67,8 @@ REFUSED = tuple(
 )  # fmt: skip
 JSON_HELP = {"": "print one JSON object and nothing else", "chat": "print each answer as one line of JSON"}
 NO_WORDS = Words()
+# The code of a command line that asks nothing, as of one that cannot be read.
+USAGE = 2
 STOPPED, READER_GONE = interrupts.STOPPED, 141
 
 
@@ -78,9 +81,19 @@ class UsageError(RequestError):
 
 
 class _Parser(argparse.ArgumentParser):
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Return the options. Errors: UsageError of the command that was named, for words that it does not take."""
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            command = getattr(options, "parser", self)
+            meant = unknown_flags(unknown, command)
+            command.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {meant}" if meant else ""))
+        return options
+
     def error(self, message: str) -> NoReturn:
         if message.endswith(": PROMPT"):
             message += "; - reads standard input, --prompt-file and --prompts read files"
+            message += ", and `trimtab chat MODEL` holds a conversation"
         raise UsageError(message, usage=self.format_usage().strip())
 
 
@@ -107,8 +120,17 @@ def _color_behind_command(given: list[str]) -> list[str]:
     return [rest[0], *color, *rest[1:]] if color and rest and not rest[0].startswith("-") else given
 
 
+def _as_flags(given: list[str]) -> list[str]:
+    """Return the arguments with `help` and `version`, which many programs have as commands, as the flags that they are here."""
+    first = given[0] if given else ""
+    if first == "help":
+        named = [word for word in given[1:2] if not word.startswith("-")]
+        return [*named, "--help", *given[1 + len(named) :]]
+    return ["--version", *given[1:]] if first in ("version", "-V") else given
+
+
 def _main(arguments: Sequence[str] | None) -> int:
-    given = _color_behind_command(list(sys.argv[1:] if arguments is None else arguments))
+    given = _as_flags(_color_behind_command(list(sys.argv[1:] if arguments is None else arguments)))
     as_json = "--json" in given
     _prepare_terminal()
     words = Words()
@@ -117,6 +139,10 @@ def _main(arguments: Sequence[str] | None) -> int:
         if set(given) == {"--version", "--json"}:
             print_json(versions())
             return 0
+        if not given:
+            parser().print_help(sys.stderr)
+            return USAGE
+        check_command(given[0])
         options = parser(given[:1]).parse_args(given)
         words = words_of(options)
         give_model(options)
@@ -234,6 +260,15 @@ def versions() -> dict[str, str | None]:
 # Flags ----------------------------------------------------------------------------------------------------------------
 
 
+def check_command(word: str) -> None:
+    """Raise UsageError for a first word that is neither a command nor a flag."""
+    commands = [name for names in FILES.values() for name in names]
+    if not word.startswith("-") and word not in commands:
+        raise UsageError(
+            f"{unknown_command(word, commands)}. `trimtab --help` says what each does", usage="usage: trimtab COMMAND ...",
+        )  # fmt: skip
+
+
 def parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Return the parser of every command; a command is the function in `command`.
 
@@ -245,6 +280,7 @@ def parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
         epilog=exit_codes_text(), formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     top.add_argument(
+        "-V",
         "--version",
         action="version",
         version=f"trimtab {trimtab.__version__}",

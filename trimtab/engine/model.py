@@ -232,7 +232,7 @@ class LoadedModel(Asking):
         if one is None or one.spec is None:
             raise RequestError(
                 "no adapter of this name is loaded", field="adapter", value=name,
-                allowed=near_names(name, list(self.adapters)) or list(self.adapters),
+                allowed=self.adapters, near=near_names(name, self.adapters),
             )  # fmt: skip
         return one.spec
 

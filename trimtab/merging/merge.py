@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab._version import __version__
+from trimtab.adapters.file import check_is_adapter
 from trimtab.checkpoint.folder import CONFIG, Checkpoint, check_unchanged, read_checkpoint
 from trimtab.checkpoint.writer import write_synced
 from trimtab.errors import AdapterError, CheckpointError, ParityError, RequestError, TrimtabError
@@ -29,6 +30,8 @@ from trimtab.process.json_file import read_object
 from trimtab.process.packages import versions_of
 
 if TYPE_CHECKING:
+    import torch
+
     from trimtab.adapters.adapter import AdapterSpec
     from trimtab.merging.files.layout import Shard
     from trimtab.merging.files.write import Sources
@@ -48,7 +51,7 @@ def merge(
     out: str | Path,
     *,
     adapters: Mapping[str, AdapterOption] | Sequence[str | Path] | str | Path | None = None,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     requantize: str | None = None,
     overwrite: bool = False,
     check: bool = False,
@@ -58,9 +61,9 @@ def merge(
 
     model: a checkpoint folder or a hub id in the local cache. out: the new folder; overwrite: replace it if it exists.
     adapters: name -> PEFT folder, name -> (folder, weight), or folders alone; a weight of -1 removes a merged adapter.
-    dtype: of every floating-point tensor ("bfloat16", "bf16", ...); None keeps the dtypes of the files. requantize: "nf4"
-    or "nf4-dq" writes a bitsandbytes checkpoint. check: read the result again and check every value. progress: called with
-    (bytes written, total bytes).
+    dtype: of every floating-point tensor ("bfloat16", "bf16", torch.bfloat16, ...); None keeps the dtypes of the files.
+    requantize: "nf4" or "nf4-dq" writes a bitsandbytes checkpoint. check: read the result again and check every value. progress:
+    called with (bytes written, total bytes).
     Errors: RequestError, CheckpointError, AdapterError; DoesNotFitError if the disk has too little space; ParityError of
     the check.
     """
@@ -84,6 +87,8 @@ def merge_request(request: MergeRequest, *, progress: Progress | None = None) ->
             "none is given, and without dtype= or requantize= the merge would be a copy", field="adapters",
             hint="Give an adapter with adapters=, or set the format of the new checkpoint with dtype= or requantize=",
         )  # fmt: skip
+    for folder in folders.values():
+        check_is_adapter(folder)  # before anything that takes long
     import_libraries(checkpoint, check=request.check)
     started = time.monotonic()  # libraries are imported once in a process: no merge is slower or faster by them
     with ExitStack() as stack:

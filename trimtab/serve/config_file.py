@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.names import near_names
-from trimtab.errors import CheckpointError, RequestError
+from trimtab.errors import CheckpointError, RequestError, choices_text
 from trimtab.process.json_file import JsonError, read_bytes
+from trimtab.request import token_count
 from trimtab.serve.contract.quotas import KeyLimits
 from trimtab.serve.contract.settings import Limits
 
@@ -76,7 +77,11 @@ def apply_config(options: argparse.Namespace, parser: argparse.ArgumentParser) -
         action = actions.get(name)
         if action is None:
             near = near_names(name, [*actions, *TABLES])
-            problems.append(f"unknown key {name!r}" + (f" (did you mean {' or '.join(near)}?)" if near else ""))
+            listed = (
+                choices_text((), near)
+                or " (`trimtab serve --help` lists the flags; a key is a flag's name with _ for -)"
+            )
+            problems.append(f"unknown key {name!r}{listed}")
             continue
         if isinstance(wrong := _value(action, value, folder), _Wrong):
             problems.append(f"{name}: {wrong.why}")
@@ -135,14 +140,19 @@ def _value(action: argparse.Action, value: Any, folder: Path) -> Any:
             return value
         has_names = "=" in str(action.metavar)
         return _Wrong("must be a list of texts or a table" if has_names else 'must be a list of texts, such as ["..."]')
-    if action.type in (int, float):
+    if isinstance(value, str) and action.type is token_count:
+        try:
+            return token_count(value)
+        except argparse.ArgumentTypeError as exc:
+            return _Wrong(str(exc))
+    if action.type in (int, float, token_count):
         if (
             isinstance(value, bool)
             or not isinstance(value, (int, float))
-            or (action.type is int and not isinstance(value, int))
+            or (action.type is not float and not isinstance(value, int))
         ):
-            return _Wrong("must be an integer" if action.type is int else "must be a number")
-        return action.type(value)
+            return _Wrong("must be a number" if action.type is float else "must be an integer")
+        return float(value) if action.type is float else value
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         return _Wrong("must be a text")
     text = str(value)
@@ -160,8 +170,7 @@ def _limits(made: argparse.Namespace, options: argparse.Namespace, table: Any) -
     known = [item.name for item in fields(Limits)]
     for name in table:
         if name not in known:
-            near = near_names(name, known)
-            wrong.append(f"limits.{name}: unknown limit" + (f" (did you mean {' or '.join(near)}?)" if near else ""))
+            wrong.append(f"limits.{name}: unknown limit{choices_text(known, near_names(name, known))}")
     made.limit = _beside(table, options.limit)
     return wrong
 
@@ -206,9 +215,7 @@ def _key(name: str, table: Any, folder: Path) -> tuple[str, KeyLimits]:
         raise RequestError("must be a table", field="keys")
     for item in table:
         if item not in KEY_FIELDS:
-            raise RequestError(
-                "is not known", field=item, allowed=near_names(item, list(KEY_FIELDS)) or list(KEY_FIELDS)
-            )
+            raise RequestError("is not known", field=item, allowed=tuple(KEY_FIELDS), near=near_names(item, KEY_FIELDS))
     if ("key" in table) == ("key_file" in table):
         raise RequestError("give either key or key_file", field="key")
     if "key" in table:

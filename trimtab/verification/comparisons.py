@@ -80,7 +80,7 @@ def _adapter(request: LoadRequest, adapter: str | None) -> str | None:
     if adapter is not None and adapter not in names:
         raise RequestError(
             "no adapter of this name is loaded", field="adapter", value=adapter,
-            allowed=near_names(adapter, names) or names,
+            allowed=names, near=near_names(adapter, names),
         )  # fmt: skip
     return adapter or (names[0] if names else None)
 
@@ -223,7 +223,10 @@ def _merged_folder(word: str, checkpoint: Checkpoint) -> Path:
     path = Path(word)
     is_path = path.exists() or path.is_absolute() or word.startswith(("./", "../"))
     if not is_path:
-        raise RequestError("unknown comparison", field="against", value=word, allowed=(*AGAINST, FOLDER_HINT))
+        near = near_names(word, AGAINST)
+        raise RequestError(
+            "unknown comparison", field="against", value=word, allowed=(*AGAINST, FOLDER_HINT), near=near
+        )
     merged = read_checkpoint(word)
     wrong = [
         f"{name} is {theirs}, the model's is {ours}"

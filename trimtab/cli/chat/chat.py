@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from trimtab.adapter_names import MIX_FORM
-from trimtab.api import plan_request
 from trimtab.cli.chat.input import Reader, line_reader, terminal_reader
 from trimtab.cli.chat.session import Session
 from trimtab.cli.flags.flags import (
@@ -22,7 +21,7 @@ from trimtab.cli.flags.flags import (
     sampling_options,
     system_of,
 )
-from trimtab.cli.flags.opening import opened, say_fallbacks
+from trimtab.cli.flags.opening import opened, planned, say_fallbacks
 from trimtab.cli.flags.output import Command, has_color, print_text
 from trimtab.cli.flags.pull import add_pull, pull_if_asked
 from trimtab.cli.flags.weights import chosen
@@ -48,7 +47,8 @@ def add(command: Command) -> None:
     talk.add_argument(
         "--use",
         metavar="NAME",
-        help=f"the first adapter, `base` for none, or a mix: {MIX_FORM} (default: the only one)",
+        help=f"the first adapter, `base` for none, or a mix: {MIX_FORM} (default: the only one, or all if they have "
+        "weights)",
     )
     talk.add_argument("--images", type=int, metavar="N", help=f"images of one conversation (default: {CHAT_IMAGES})")
     talk.add_argument("--audio-s", type=float, metavar="S", help="seconds of audio of one conversation (default: 30)")
@@ -78,7 +78,7 @@ def run_chat(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace, decode: str) -> tuple[Plan, Any]:
-    """Return the plan, and the first active adapter or mix: with several and no weights, the base."""
+    """Return the plan, and the adapter or mix that answers first."""
     is_default, is_off = options.prefix_cache is None, options.prefix_cache == "off"
     counted = {} if options.images is not None else {"images": CHAT_IMAGES}
     if is_off:
@@ -86,16 +86,16 @@ def _plan(options: argparse.Namespace, decode: str) -> tuple[Plan, Any]:
     elif is_default and decode != "eager" and not is_saved_plan(options):
         counted["prefix_cache_bytes"] = parse_bytes(PREFIX_CACHE, field_name="--prefix-cache") or 0
     source = plan_or_request(options, **counted, head="auto", dtype="auto", decode=decode)
-    adapter = chosen(options, source, base_of_several=True)
+    adapter = chosen(options, source)
     if isinstance(source, Plan):
         return source, adapter
     try:
-        return plan_request(source), adapter
+        return planned(source), adapter
     except (DoesNotFitError, RequestError) as exc:
         if not is_default or (isinstance(exc, RequestError) and exc.field != "prefix_cache"):
             raise
         is_large = isinstance(exc, DoesNotFitError)
         why = "the host budget has no room for a prefix cache" if is_large else f"the default prefix cache {exc.reason}"
-    plan = plan_request(replace(source, prefix_cache_bytes=0))
+    plan = planned(replace(source, prefix_cache_bytes=0))
     print_text(f"{why}: every turn computes the whole prompt again", file=sys.stderr)
     return plan, adapter

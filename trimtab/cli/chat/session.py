@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.adapter_names import MIX_FORM, is_mix, parse_mix
+from trimtab.checkpoint.names import near_names
 from trimtab.cli.chat import file as chat_file
 from trimtab.cli.chat.input import Reader
+from trimtab.cli.flags.flags import BASE
 from trimtab.cli.flags.highlight import Style, apart
 from trimtab.cli.flags.opening import end_text
 from trimtab.cli.flags.output import has_color, print_error, print_text, set_off
-from trimtab.cli.flags.weights import BASE, mix_text
+from trimtab.cli.flags.weights import mix_text
 from trimtab.cli.flags.wording import as_typed
 from trimtab.errors import RequestError, TrimtabError, gib
 from trimtab.printable import printable
@@ -151,7 +153,8 @@ class Session:
             name, _, rest = line[1:].partition(" ")
             if name not in self._commands:
                 raise RequestError(
-                    "no such command", field=f"/{name}", allowed=_near(name, self._commands),
+                    "no such command", field=f"/{name}", allowed=tuple(f"/{one}" for one in self._commands),
+                    near=tuple(f"/{one}" for one in near_names(name, self._commands)),
                     hint="/help lists the commands; a message that begins with a slash begins with two",
                 )  # fmt: skip
             if name in ALONE and rest.strip():
@@ -222,7 +225,8 @@ class Session:
         if name not in self.model.adapters:
             raise RequestError(
                 "no adapter of this name is loaded", field="adapter", value=name,
-                allowed=(*self.model.adapters, BASE_NAMES[0]), hint=f"/adapter {name}=PATH loads it",
+                allowed=(*self.model.adapters, BASE_NAMES[0]), near=near_names(name, self.model.adapters),
+                hint=f"/adapter {name}=PATH loads it",
             )  # fmt: skip
         return name
 
@@ -323,12 +327,6 @@ def _path(rest: str, command: str) -> str:
     if not path:
         raise RequestError("takes the name of a file", field=command)
     return str(Path(path).expanduser())
-
-
-def _near(name: str, known: Any) -> tuple[str, ...]:
-    from trimtab.checkpoint.names import near_names
-
-    return tuple(f"/{one}" for one in near_names(name, list(known)))
 
 
 def _takes_nothing(command: str) -> RequestError:

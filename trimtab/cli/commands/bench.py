@@ -12,7 +12,7 @@ from trimtab.cli.flags.flags import adapter_to_use, add_placement, check_media, 
 from trimtab.cli.flags.output import Command, give_report, saying
 from trimtab.planning import Plan
 from trimtab.process.exit_codes import exit_code
-from trimtab.request import DECODE_MODES, LoadRequest
+from trimtab.request import DECODE_MODES, LoadRequest, token_count
 
 
 def add(command: Command) -> None:
@@ -34,8 +34,8 @@ def add(command: Command) -> None:
     ask.add_argument(
         "--runs", type=int, default=3, metavar="N", help="runs of each engine, each a process (default: 3)"
     )
-    ask.add_argument("--new-tokens", type=int, metavar="N", help="tokens of each answer (default: 64)")
-    ask.add_argument("--prompt-tokens", type=int, metavar="N", help="tokens of the prompt (default: 512)")
+    ask.add_argument("--new-tokens", type=token_count, metavar="N", help="tokens of each answer (default: 64)")
+    ask.add_argument("--prompt-tokens", type=token_count, metavar="N", help="tokens of the prompt (default: 512)")
     ask.add_argument(
         "--prompts", metavar="FILE", help="a JSONL file with id, text, image, audio, instead of a generated prompt"
     )
@@ -46,10 +46,11 @@ def add(command: Command) -> None:
 
 
 def run_bench(options: argparse.Namespace) -> int:
+    request = _request(options)
     from trimtab.benchmark.bench import bench
     from trimtab.benchmark.chart import draw
 
-    report = bench(_request(options), say=saying(options))
+    report = bench(request, say=saying(options))
     give_report(report, options, draw=draw)
     if report.ours.failure is None:
         return 0
@@ -57,14 +58,15 @@ def run_bench(options: argparse.Namespace) -> int:
 
 
 def _request(options: argparse.Namespace) -> Any:
+    load = plan_or_request(options)
+    request = load.request if isinstance(load, Plan) else load
+    adapter = adapter_to_use(options.use, list(request.adapters))
+    # Only now what imports torch.
     from trimtab.benchmark.bench import NEW_TOKENS, BenchRequest
     from trimtab.benchmark.chart import check_picture_path
     from trimtab.benchmark.report import check_save_path
     from trimtab.verification.routes.prompts import read_prompts
 
-    load = plan_or_request(options)
-    request = load.request if isinstance(load, Plan) else load
-    adapter = adapter_to_use(options.use, list(request.adapters))
     if options.save:
         check_save_path(options.save)
     if options.picture:

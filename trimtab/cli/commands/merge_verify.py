@@ -25,7 +25,7 @@ from trimtab.errors import RequestError, TrimtabError
 from trimtab.planning import Plan
 from trimtab.process import interrupts
 from trimtab.process.exit_codes import UNFINISHED
-from trimtab.request import LoadRequest
+from trimtab.request import LoadRequest, token_count
 
 DIFFERS = 1
 # Flags that only --check uses, and the dtype's other spellings among verify's routes.
@@ -68,7 +68,7 @@ def add(command: Command) -> None:
     verified.add_argument("--lanes", action="store_true", help="also try every way to merge, with one verdict each")
     verified.add_argument("--python", metavar="EXE", help="the Python interpreter of the stock side")
     verified.add_argument(
-        "--max-new-tokens", type=int, metavar="N", help="tokens of each answer (default: 32; 8 for a server)"
+        "--max-new-tokens", type=token_count, metavar="N", help="tokens of each answer (default: 32; 8 for a server)"
     )
     verified.add_argument("--save", metavar="FILE", help="write the report as .json, .md or .html")
     remote.add(verified)
@@ -150,7 +150,7 @@ def run_verify(options: argparse.Namespace) -> int:
 
 def _request(options: argparse.Namespace) -> Plan | LoadRequest:
     source = plan_or_request(options)
-    if options.use is not None:
+    if options.use is not None or options.against != "alone":
         adapter_to_use(options.use, list((source if isinstance(source, LoadRequest) else source.request).adapters))
     return source
 

@@ -41,13 +41,14 @@ from trimtab.cli.flags.flags import (
     system_of,
 )
 from trimtab.cli.flags.highlight import Style
-from trimtab.cli.flags.opening import end_text, opened, say_beside, say_fallbacks
+from trimtab.cli.flags.opening import end_text, opened, planned, say_beside, say_fallbacks
 from trimtab.cli.flags.output import Command, print_json, print_text, set_off
 from trimtab.cli.flags.pull import add_pull, pull_if_asked
 from trimtab.cli.flags.weights import chosen
 from trimtab.cli.flags.wording import in_flags
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.planning.options import Option
+from trimtab.planning.plan.plan import check_is_plan
 from trimtab.planning.request.overrides import NO_GPU
 from trimtab.printable import printable
 from trimtab.request import TIERS, LoadRequest
@@ -55,8 +56,20 @@ from trimtab.request import TIERS, LoadRequest
 if TYPE_CHECKING:
     from trimtab.engine.batch.generate import Answer
 
+# `plan --card list`.
+LIST = "list"
 # For an unusable adapter: the code of AdapterError (`exit_codes.EXIT_CODES`).
 SPOILED = 5
+
+
+class ListOrCard(InPlaceOf):
+    """--card: a card's name, or `list`, which needs no model."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if values == LIST:
+            super().__call__(parser, namespace, values, option_string)
+        else:
+            setattr(namespace, self.dest, values)
 
 
 def add(command: Command) -> None:
@@ -66,7 +79,9 @@ def add(command: Command) -> None:
     planned.add_argument(
         "--card",
         metavar="CARD",
-        help='plan for another GPU, from estimates: "RTX 4060 8GB", or a size: 8GiB',
+        action=ListOrCard,
+        other=next(action for action in planned._actions if action.dest == "model"),
+        help='plan for another GPU, from estimates: "RTX 4060 8GB", or a size: 8GiB; `list` prints every profile',
     )
     request, output = group_of(planned, "largest request"), group_of(planned, "output")
     request.add_argument("--batch", type=int, metavar="N", help="rows decoded together (default: 1)")
@@ -135,7 +150,10 @@ def run_plan(options: argparse.Namespace) -> int:
     from trimtab.planning.values.cards import find_card
     from trimtab.report.charts import check_path
 
+    if options.card == LIST:
+        return _print_cards(options)
     if is_saved_plan(options):
+        check_is_plan(options.model)
         raise RequestError(
             "is a saved plan", field="MODEL", value=options.model,
             hint="Give the model to plan again, or load the plan: trimtab run",
@@ -197,6 +215,19 @@ def _colored(text: str) -> str:
     first, _, rest = printable(text).partition("\n")
     rest = _TIERS.sub(lambda tier: set_off(tier.group(), tier.group(), sys.stdout), rest)
     return f"{set_off(first, 'heading', sys.stdout)}\n{rest}"
+
+
+def _print_cards(options: argparse.Namespace) -> int:
+    """Print the cards that have profiles. Errors: RequestError for a model, which would not be planned."""
+    from trimtab.planning.values.cards import cards_text, known_cards
+
+    if options.model is not None:
+        raise RequestError("prints the profiles and plans nothing", field="--card", value=LIST, hint="Omit MODEL")
+    if options.json:
+        print_json({"cards": [card.to_json() | {"title": card.title} for card in known_cards()]})
+    else:
+        print_text(cards_text())
+    return 0
 
 
 def _narrow(plan: trimtab.Plan) -> str:
@@ -320,8 +351,6 @@ def prompt_of(options: argparse.Namespace) -> str:
 
 def _plan_to_run(options: argparse.Namespace, decode: str) -> tuple[trimtab.Plan, Any]:
     """Return the plan, and the active adapter or mix."""
-    from trimtab.api import plan_request
-
     # Arguments first: a file is not opened for an invalid request.
     counted = {"images": len(options.image), "head": "auto", "dtype": "auto", "decode": decode}
     counted |= answer_length(options.max_new_tokens)
@@ -330,7 +359,7 @@ def _plan_to_run(options: argparse.Namespace, decode: str) -> tuple[trimtab.Plan
     sound_s = check_media(options.image, options.audio)
     if isinstance(source, LoadRequest) and sound_s:
         source = load_request(options, **counted, audio_s=sound_s)
-    return (plan_request(source) if isinstance(source, LoadRequest) else source), adapter
+    return planned(source), adapter
 
 
 def run_demo(options: argparse.Namespace) -> int:

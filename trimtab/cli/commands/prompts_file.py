@@ -15,13 +15,15 @@ import os
 import shutil
 import sys
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import trimtab
+from trimtab.adapter_names import is_mix
+from trimtab.checkpoint.names import near_names
 from trimtab.errors import RequestError
 from trimtab.process.files import write_whole
 from trimtab.process.json_file import JsonError, parse
@@ -89,9 +91,10 @@ def _read_line(number: int, line: bytes, folder: Path) -> PromptLine:
 
 
 def _request(values: Mapping[str, Any], name: str, folder: Path) -> dict[str, Any]:
+    known = (*FIELDS, *OPTIONS)
     for key in values:
         if key not in (*FIELDS, *UNUSED, *OPTIONS):
-            raise RequestError("unknown key", field=f"{name}: {key}", allowed=(*FIELDS, *OPTIONS))
+            raise RequestError("unknown key", field=f"{name}: {key}", allowed=known, near=near_names(key, known))
     if ("prompt" in values) == ("messages" in values):
         raise RequestError("must have either a prompt or messages", field=name)
     request = {key: values[key] for key in (*OPTIONS, "system") if values.get(key) is not None}
@@ -108,6 +111,68 @@ def _request(values: Mapping[str, Any], name: str, folder: Path) -> dict[str, An
         if files:
             request[kind] = [str(folder / file) for file in files]
     return request
+
+
+class Doubts:
+    """What is wrong with the lines of a file, as far as it is known without a model. Lines are kept by their adapter alone."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._first: tuple[int, RequestError] | None = None
+        self._adapters: dict[str, tuple[int, int]] = {}  # name -> (its lines, the first one's number)
+
+    def add(self, line: PromptLine) -> None:
+        """Count a line that is wrong, or note which adapter it names."""
+        problem = line.request if isinstance(line.request, RequestError) else _missing_file(line)
+        if problem is not None:
+            self._count += 1
+            self._first = self._first or (line.number, problem)
+            return
+        assert not isinstance(line.request, RequestError)
+        name = line.request.get("adapter")
+        if isinstance(name, str) and not is_mix(name):
+            lines, number = self._adapters.get(name, (0, line.number))
+            self._adapters[name] = lines + 1, number
+
+    def with_adapters(self, names: Collection[str]) -> tuple[int, RequestError | None]:
+        """Return how many lines are wrong where these adapters are given, and what is wrong with the first."""
+        count, found = self._count, [] if self._first is None else [self._first]
+        for name, (lines, number) in self._adapters.items():
+            if name not in (*names, "base"):
+                count += lines
+                near = near_names(name, names)
+                reason = f"no adapter of the name {name!r} is given"
+                error = RequestError(reason, field=f"line {number}", allowed=tuple(names), near=near)
+                found.append((number, error))
+        return count, min(found, key=lambda one: one[0])[1] if found else None
+
+
+def _missing_file(line: PromptLine) -> RequestError | None:
+    assert not isinstance(line.request, RequestError)
+    for kind in ("image", "audio"):
+        for path in line.request.get(kind, ()):
+            if not os.path.isfile(path):
+                return RequestError(f"there is no {kind} file {path}", field=f"line {line.number}")
+    return None
+
+
+def check_answers_file(path: str) -> None:
+    """Raise RequestError for a folder, and for a file that no run wrote, before anything is loaded."""
+    try:
+        with Path(path).open("rb") as file:
+            begun = file.read(len(BEGUN))
+    except FileNotFoundError:
+        return
+    except OSError as exc:
+        raise RequestError(f"cannot be written ({exc.strerror})", field="--out", value=path) from exc
+    if begun != BEGUN[: len(begun)]:
+        raise _foreign(path, 1)
+
+
+def _foreign(path: str, count: int) -> RequestError:
+    return RequestError(
+        f"line {count} was not written by trimtab run", field="--out", value=path, hint="Give another file"
+    )
 
 
 class AnswersFile:
@@ -206,12 +271,7 @@ class AnswersFile:
         return dict(values)
 
     def _foreign(self, count: int) -> RequestError:
-        return RequestError(
-            f"line {count} was not written by trimtab run",
-            field="--out",
-            value=str(self.path),
-            hint="Give another file",
-        )
+        return _foreign(str(self.path), count)
 
     def _check_header(self, values: Mapping[str, Any]) -> None:
         if values.get("options_sha256") == self._header["options_sha256"]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
-from trimtab.api import plan_request
-from trimtab.cli.commands.prompts_file import AnswersFile, PromptLine, read_prompts
+from trimtab.cli.commands.prompts_file import AnswersFile, Doubts, PromptLine, check_answers_file, read_prompts
 from trimtab.cli.flags import model_text as show
 from trimtab.cli.flags.flags import (
     answer_length,
@@ -19,7 +19,7 @@ from trimtab.cli.flags.flags import (
     sampling_options,
     system_of,
 )
-from trimtab.cli.flags.opening import opened, say_fallbacks
+from trimtab.cli.flags.opening import opened, planned, say_fallbacks
 from trimtab.cli.flags.output import print_json, print_text
 from trimtab.cli.flags.weights import chosen
 from trimtab.errors import RequestError, TrimtabError
@@ -38,18 +38,23 @@ def run_many(options: argparse.Namespace) -> int:
     if options.out is None:
         raise RequestError("--prompts needs a file for the answers", field="--out")
     check_folder_of(options.out, "--out")
+    check_answers_file(options.out)
     lines = images = 0
     has_unnamed = False  # a prompt without its own adapter
+    doubts = Doubts()
     for line in read_prompts(options.prompts):
         lines, images = lines + 1, max(images, line.images)
+        doubts.add(line)
         has_unnamed = has_unnamed or not (isinstance(line.request, RequestError) or "adapter" in line.request)
     if not lines:
         raise RequestError("holds no prompt", field="--prompts", value=options.prompts)
     counted = {"images": max(images, 1), "batch": ROWS if options.rows is None else options.rows}
     counted |= answer_length(options.max_new_tokens)
     source = plan_or_request(options, **counted, head="auto", dtype="auto", decode=decode)
-    plan = source if isinstance(source, Plan) else plan_request(source)
-    defaults = {"system": system, "adapter": chosen(options, plan, base_of_several=not has_unnamed), **answering}
+    adapter = chosen(options, source, base_of_several=not has_unnamed)
+    _say_wrong(options, doubts, lines, (source.request if isinstance(source, Plan) else source).adapters)
+    plan = planned(source)
+    defaults = {"system": system, "adapter": adapter, **answering}
     answers = AnswersFile(options.out, _header(plan, defaults, decode, options.stop_at_turn_end))
     with closing(answers):
         answers.open()
@@ -76,6 +81,23 @@ def run_many(options: argparse.Namespace) -> int:
     else:
         print_text(_text(summary), file=sys.stderr)
     return 2 if summary["errors"] else 0
+
+
+def _say_wrong(options: argparse.Namespace, doubts: Doubts, lines: int, names: Collection[str]) -> None:
+    """Say on stderr how many prompts cannot be answered, and why the first cannot, before anything is imported or loaded.
+
+    Errors: RequestError where none can and no answers are there yet.
+    """
+    count, first = doubts.with_adapters(names)
+    if first is None:
+        return
+    if count == lines and not os.path.exists(options.out):
+        raise RequestError(
+            f"no line can be answered; the first: {first}", field="--prompts", value=options.prompts,
+            hint="Each line is one JSON object with a prompt, or messages",
+        )  # fmt: skip
+    if not options.json:
+        print_text(f"{count} of {lines} prompts cannot be answered; the first: {first}", file=sys.stderr, flush=True)
 
 
 def _header(plan: Plan, defaults: Mapping[str, Any], decode: str, stop_at_turn_end: bool | None) -> dict[str, Any]:

@@ -7,9 +7,9 @@ import sys
 
 from trimtab.cli.flags import model_text as show
 from trimtab.cli.flags.flags import add_placement, check_folder_of, plan_or_request
+from trimtab.cli.flags.opening import planned
 from trimtab.cli.flags.output import Command, print_json, print_text
 from trimtab.errors import RequestError
-from trimtab.planning import Plan
 
 # The 4-bit kernels decode each weight once for up to this many rows (engine/cuda/launch_config.py).
 MOST_ROWS = 8
@@ -25,14 +25,13 @@ def add(command: Command) -> None:
 
 def run_tune(options: argparse.Namespace) -> int:
     import trimtab
-    from trimtab.api import plan_request
     from trimtab.process.files import write_text
 
     if not 1 <= options.rows <= MOST_ROWS:
         raise RequestError(f"must be between 1 and {MOST_ROWS}", field="--rows", value=options.rows)
     source = plan_or_request(options, batch=options.rows, images=0, audio_s=0.0, head="auto", dtype="auto")
     check_folder_of(options.export, "--export")
-    plan = source if isinstance(source, Plan) else plan_request(source)
+    plan = planned(source)
     if not plan.execution_device.startswith("cuda"):
         raise RequestError(
             f"the model runs on {plan.execution_device}; launch configurations are of GPU kernels", field="device",

@@ -1,8 +1,6 @@
-"""The end of each command's --help: examples and exit codes."""
+"""The end of each command's --help: examples, and where the exit codes are."""
 
 from __future__ import annotations
-
-from trimtab.process.exit_codes import exit_codes_text
 
 _MODEL = "google/gemma-4-E4B-it"
 _ADAPTER = "--adapter medical=PATH"
@@ -37,6 +35,6 @@ EXAMPLES = {
 
 
 def examples_text(command: str) -> str:
-    """Return the examples of one command and the exit codes, for --help."""
+    """Return the examples of one command, for --help."""
     lines = [f"  trimtab {command} {words}".rstrip() for words in EXAMPLES[command]]
-    return "\n".join(["examples:", *lines, "", exit_codes_text()])
+    return "\n".join(["examples:", *lines, "", "`trimtab --help` lists the exit codes of all commands."])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.adapter_names import parse_adapters, parse_unweighted
+from trimtab.checkpoint.names import near_names
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.planning import Plan
 from trimtab.planning.request.max_memory import merged_budgets
@@ -22,6 +23,7 @@ from trimtab.request import (
     GenerateRequest,
     LoadRequest,
     parse_bytes,
+    token_count,
 )
 
 MAX_MEMORY = '{"0": "4GiB", "cpu": "16GiB"}'
@@ -56,7 +58,10 @@ def add_placement(
         + ("(default: full)" if compares else "(default: auto, 8 bits if that keeps more of the decoder on the GPU)"),
     )  # fmt: skip
     add_dtype(group, "bfloat16" if compares else "bfloat16; the plan decides on GPUs without it")
-    group.add_argument("--context", type=int, metavar="N", help="most tokens of prompt plus answer (default: 4096)")
+    group.add_argument(
+        "--context", type=token_count, metavar="N",
+        help="most tokens of prompt plus answer, such as 4096 or 4k; k is 1024, as in every number of tokens (default: 4096)",
+    )  # fmt: skip
     group.add_argument(
         "--place", action="append", metavar="PATTERN=TIER",
         help=f"place blocks, modules or a modality in a tier ({', '.join(TIERS)}); repeatable, the last match wins",
@@ -77,7 +82,7 @@ def add_placement(
         help="give an answer the same bits alone and in a batch (slower: steps compute all rows)",
     )  # fmt: skip
     group.add_argument(
-        "--kv-tokens", type=int, metavar="N",
+        "--kv-tokens", type=token_count, metavar="N",
         help="tokens whose keys and values all rows hold together (default: the whole context for each row)",
     )  # fmt: skip
     group.add_argument(
@@ -113,7 +118,7 @@ def add_dtype(group: Any, default: str) -> None:
 def add_answer_tokens(group: Any) -> None:
     """Add the answer length of a plan, for commands without another source of it."""
     group.add_argument(
-        "--answer-tokens", type=int, metavar="N",
+        "--answer-tokens", type=token_count, metavar="N",
         help=f"tokens of an expected answer: the fastest placement for it is taken (default: {DEFAULT_NEW_TOKENS})",
     )  # fmt: skip
 
@@ -134,7 +139,7 @@ def add_sampling(command: argparse.ArgumentParser, *, longest: str = "256, or wh
     """Add the sampling flags. longest: the default of the longest answer, as text."""
     group = group_of(command, "sampling")
     group.add_argument(
-        "--max-new-tokens", type=int, metavar="N", help=f"most tokens of the answer (default: {longest})"
+        "--max-new-tokens", type=token_count, metavar="N", help=f"most tokens of the answer (default: {longest})"
     )
     group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: 0)")
     group.add_argument("--top-k", type=int, metavar="N", help="sample from the N most likely tokens")
@@ -293,13 +298,21 @@ def plan_or_request(options: argparse.Namespace, **counted: Any) -> Plan | LoadR
     return Plan.load(options.model)
 
 
+# `--use base`, and `/adapter base` of a chat.
+BASE = "base"
+
+
 def adapter_to_use(use: str | None, names: Sequence[str], *, also: Sequence[str] = ()) -> str | None:
     """Return the active adapter, the only one without --use. also: other accepted values. Errors: RequestError."""
     allowed = (*names, *also)
     if use is None and len(names) > 1:
-        raise RequestError("several adapters are given; name the one that answers", field="--use", allowed=allowed)
+        raise RequestError(
+            "several adapters are given; name the one that answers", field="--use", allowed=allowed,
+            hint="`base` answers without one" if BASE in also else "",
+        )  # fmt: skip
     if use is not None and use not in names:
-        raise RequestError("no adapter of this name is given", field="--use", value=use, allowed=allowed)
+        near = near_names(use, allowed)
+        raise RequestError("no adapter of this name is given", field="--use", value=use, allowed=allowed, near=near)
     return use if use is not None else next(iter(names), None)
 
 

@@ -14,12 +14,20 @@ from trimtab.checkpoint.folder import find_folder
 from trimtab.cli.flags import model_text as show
 from trimtab.cli.flags.output import print_text
 from trimtab.machine import preload
+from trimtab.request import LoadRequest
 
 if TYPE_CHECKING:
     from trimtab.engine.batch.generate import Answer
 
 ENDED_AT_ONCE = "the answer is empty: the model ended it immediately"
 STOPPED_AT_ONCE = "the answer is empty: it ended immediately, by a stop text or by the model"
+
+
+def planned(source: trimtab.Plan | LoadRequest) -> trimtab.Plan:
+    """Return the plan of a model that will be loaded. What needs no torch to be found wrong is found before it is imported."""
+    from trimtab.api import PlanInputs, plan_request
+
+    return plan_request(source, inputs=PlanInputs(is_to_load=True)) if isinstance(source, LoadRequest) else source
 
 
 @contextmanager

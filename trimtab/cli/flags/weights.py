@@ -7,13 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimtab.adapter_names import is_mix, parse_adapters, parse_mix
-from trimtab.cli.flags.flags import adapter_to_use
+from trimtab.cli.flags.flags import BASE, adapter_to_use
 from trimtab.errors import RequestError
 from trimtab.planning import Plan
 from trimtab.request import LoadRequest
-
-# `--use base`, and `/adapter base` of a chat.
-BASE = "base"
 
 
 def chosen(options: argparse.Namespace, source: Plan | LoadRequest, *, base_of_several: bool = False) -> Any:

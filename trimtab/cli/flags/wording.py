@@ -12,7 +12,7 @@ _OTHERWISE = {
     "context_tokens": ("--context",), "gpu_memory_bytes": ("--gpu-memory",), "host_memory_bytes": ("--host-memory",),
     "adapters": ("--adapter",), "adapter": ("--use", "--adapter"), "new_tokens": ("--new-tokens", "--max-new-tokens"),
     "max_tokens": ("--max-new-tokens",), "timeout_s": ("--timeout",), "grace_s": ("--grace",), "queue_limit": ("--queue",),
-    "idle_unload_s": ("--idle-unload",),
+    "idle_unload_s": ("--idle-unload",), "ids": ("--probe",),
 }  # fmt: skip
 _POSITIONAL = ("model", "out", "prompt")
 _BUDGETS = ("--gpu-memory", "--host-memory")
@@ -34,6 +34,8 @@ class Words:
 def words_of(options: argparse.Namespace) -> Words:
     """Return the names for a parsed command line."""
     flags = flags_of(options.parser)
+    if getattr(options, "max_memory", None) is not None and getattr(options, "device", None) is None:
+        flags["device"] = "--max-memory"  # which chose it
     if getattr(options, "config", None) is None:
         return Words(flags)
     from trimtab.serve.config_file import keys_of
@@ -51,7 +53,7 @@ def flags_of(command: argparse.ArgumentParser) -> dict[str, str]:
             named[argument] = flag
     positional = {action.dest for action in command._actions if not action.option_strings}
     words = {name: name.upper() for name in _POSITIONAL if name in positional}
-    return named | words | ({"registry": "MODEL"} if "model" in positional else {})
+    return named | words | (dict.fromkeys(("registry", "url"), "MODEL") if "model" in positional else {})
 
 
 def as_typed(text: str) -> str:

@@ -6,7 +6,6 @@ that cannot be installed or run is reported and skipped; Ctrl-C keeps the result
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,6 +16,7 @@ from packaging.version import InvalidVersion, Version
 
 from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.folder import read_checkpoint
+from trimtab.checkpoint.names import near_names
 from trimtab.doctor.bisect.environments import (
     PACKAGES,
     Base,
@@ -109,10 +109,10 @@ def check_range(package_range: Range) -> Range:
     """Return the range with the package's known name. Errors: as of `parse_range`."""
     name = package_range.package.lower().replace("-", "_")
     if name not in PACKAGES:
-        near = difflib.get_close_matches(name, PACKAGES) or PACKAGES
         raise RequestError(
-            "is not a package that can be bisected", field="bisect", value=package_range.package, allowed=tuple(near)
-        )
+            "is not a package that can be bisected", field="bisect", value=package_range.package, allowed=PACKAGES,
+            near=near_names(name, PACKAGES),
+        )  # fmt: skip
     low, high = (_version(text) for text in (package_range.low, package_range.high))
     if low >= high:
         raise RequestError(
@@ -138,7 +138,7 @@ def releases_between(package_range: Range, known: Sequence[str]) -> tuple[str, .
             nearest = sorted(known, key=lambda text: _distance(Version(text), Version(end)))[:4]
             raise RequestError(
                 f"the package index has no such release of {package_range.package}", field="bisect", value=end,
-                allowed=sorted_versions(nearest),
+                allowed=sorted_versions(known), near=sorted_versions(nearest),
             )  # fmt: skip
     low, high = Version(package_range.low), Version(package_range.high)
     return tuple(text for text, version in zip(known, versions, strict=True) if low <= version <= high)

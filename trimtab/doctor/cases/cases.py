@@ -297,8 +297,8 @@ def find_cases(names: Sequence[str | Case] | None) -> tuple[Case, ...]:
         elif name in by_name:
             cases.append(by_name[name])
         else:
-            near = near_names(name.upper().replace("-", "_"), CASE_NAMES) or list(CASE_NAMES)
-            raise RequestError("no such case", field="case", value=name, allowed=near)
+            near = near_names(name.upper().replace("-", "_"), CASE_NAMES)
+            raise RequestError("no such case", field="case", value=name, allowed=CASE_NAMES, near=near)
     order = {name: place for place, name in enumerate(CASE_NAMES)}
     return tuple(
         sorted({case.name: case for case in cases}.values(), key=lambda case: order.get(case.name, len(order)))

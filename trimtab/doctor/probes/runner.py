@@ -6,7 +6,6 @@ new process continues with the next one.
 
 from __future__ import annotations
 
-import difflib
 import io
 import os
 import shutil
@@ -16,6 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from trimtab.checkpoint.names import near_names
 from trimtab.doctor.catalogue import FILES, read_entry
 from trimtab.doctor.facts.bug import STATES, UNKNOWN, Bug, Seen
 from trimtab.errors import RequestError
@@ -102,9 +102,9 @@ def _chosen(entries: tuple[Entry, ...], ids: Sequence[str]) -> tuple[Entry, ...]
     known = [entry.bug.id for entry in entries]
     for bug_id in ids:
         if bug_id.upper() not in known:
-            near = difflib.get_close_matches(bug_id.upper(), known, n=5, cutoff=0.4)
+            near = near_names(bug_id, known)
             raise RequestError(
-                "is not in the catalogue of known bugs", field="ids", value=bug_id, allowed=near or known
+                "is not in the catalogue of known bugs", field="ids", value=bug_id, allowed=known, near=near
             )
     requested = {bug_id.upper() for bug_id in ids}
     return tuple(entry for entry in entries if not requested or entry.bug.id in requested)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from trimtab.checkpoint.names import near_names
 from trimtab.engine.batch import sampling as hf_generate
 from trimtab.engine.batch.request import Constraint, Drawn, First, Prompt, Row
 from trimtab.engine.chat.prompt import fitted
@@ -172,7 +173,11 @@ class Batch:
         request = fitted(self.model, inputs, request)
         if adapter is not None and adapter not in self.model.adapter_store.names:
             raise RequestError(
-                "no adapter of this name is loaded", field="adapter", value=adapter, allowed=self.model.adapters
+                "no adapter of this name is loaded",
+                field="adapter",
+                value=adapter,
+                allowed=self.model.adapters,
+                near=near_names(str(adapter), self.model.adapters),
             )
         sampler = hf_generate.Sampler(request, self.model.device)
         row = Row(

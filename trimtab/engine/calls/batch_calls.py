@@ -128,8 +128,8 @@ def _prepared(model: AskedModel, index: int, request: object, options: Mapping[s
         for name in values:
             if name not in QUESTION and name not in OPTIONS:
                 known = (*QUESTION, *OPTIONS)
-                allowed = near_names(str(name), known) or known
-                raise RequestError("unknown key", field=f"requests[{index}].{name}", allowed=allowed)
+                near = near_names(str(name), known)
+                raise RequestError("unknown key", field=f"requests[{index}].{name}", allowed=known, near=near)
         inputs, answering, adapter = model.question(values["prompt"], {**options, **values})
         return inputs, answering, adapter
 

@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from trimtab.checkpoint.names import check_options
+from trimtab.checkpoint.names import check_options, near_names
 from trimtab.engine.batch.generate import Answer, Timed
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.media import SAMPLE_RATE, read_audio, read_image, several
@@ -178,7 +178,7 @@ class Conversation:
         known = ("role", "content", "images", "audios") if role == "user" else ("role", "content", "adapter")
         for key in message:
             if key not in known:
-                raise RequestError("unknown key", field=str(key), allowed=known)
+                raise RequestError("unknown key", field=str(key), allowed=known, near=near_names(str(key), known))
         if message.get("role") != role:
             raise RequestError(
                 "questions and answers take turns", field="role", value=message.get("role"), allowed=(role,)

@@ -119,7 +119,10 @@ def _check_keep(keep_unquantized: tuple[str, ...], rows: tuple[ModuleRow, ...]) 
     lost = [pattern for pattern in keep_unquantized if not any(matches(pattern, path) for path in linears)]
     if lost:
         near = [name for pattern in lost for name in near_names(pattern, linears)]
-        raise RequestError("names no linear module", field="keep_unquantized", value=lost, allowed=near)
+        raise RequestError(
+            "names no linear module", field="keep_unquantized", value=lost, near=near,
+            hint="A pattern is a module's path, or a part of it with *; `trimtab plan` lists the blocks",
+        )  # fmt: skip
 
 
 # Rows -----------------------------------------------------------------------------------------------------------------

@@ -417,7 +417,7 @@ def detach(model: nn.Module, name: str, *, store: AdapterStore | None = None) ->
     holders = None if store is None else store.holders.get(name)
     if store is None or holders is None:
         known = sorted(store.names) if store is not None else []
-        raise RequestError("no such adapter", field="adapter", value=name, allowed=known)
+        raise RequestError("no such adapter", field="adapter", value=name, allowed=known, near=near_names(name, known))
     for one in holders.fitting.plain:
         one.leaf.adapters.pop(name, None)
     for path, module in holders.rest:

@@ -88,7 +88,7 @@ class Mixes:
             if name not in known:
                 raise RequestError(
                     "no adapter of this name is loaded", field="adapter", value=name,
-                    allowed=near_names(str(name), list(known)) or list(known),
+                    allowed=known, near=near_names(str(name), known),
                 )  # fmt: skip
             check_weight(name, weight)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from trimtab.checkpoint.names import near_names
 from trimtab.errors import RequestError
 
 if TYPE_CHECKING:
@@ -219,7 +220,9 @@ class AdapterStore:
     def _check(self, names: Sequence[str | None]) -> None:
         for name in names:
             if name is not None and name not in self.names:
-                raise RequestError("no such adapter", field="adapter", value=name, allowed=sorted(self.names))
+                known = sorted(self.names)
+                near = near_names(name, known)
+                raise RequestError("no such adapter", field="adapter", value=name, allowed=known, near=near)
 
     # How they are added ----------------------------------------------------------------------------------------------
 

@@ -236,13 +236,40 @@ class Plan:
 
         Errors: CheckpointError if the file cannot be read, or with the field if it is no plan of this version.
         """
-        try:
-            values = read_json(path, "plan")
-        except OSError as exc:
-            raise CheckpointError(f"cannot be read ({exc.strerror})", path=path) from exc
-        except JsonError as exc:
-            raise CheckpointError(str(exc), path=path) from exc
+        values = _read_values(path)
         try:
             return cls.from_json(values)
         except RequestError as exc:
+            if not _may_be_plan(values):
+                raise _no_plan(path) from exc
             raise CheckpointError(f"is not a plan of this version: {exc}", path=path, cause=exc) from exc
+
+
+def check_is_plan(path: str | os.PathLike[str]) -> None:
+    """Raise CheckpointError for a file that is no plan of any release, such as a model's config.json."""
+    if not _may_be_plan(_read_values(path)):
+        raise _no_plan(path)
+
+
+def _read_values(path: str | os.PathLike[str]) -> Any:
+    try:
+        return read_json(path, "plan")
+    except OSError as exc:
+        raise CheckpointError(f"cannot be read ({exc.strerror})", path=path) from exc
+    except JsonError as exc:
+        raise CheckpointError(str(exc), path=path) from exc
+
+
+def _may_be_plan(values: Any) -> bool:
+    """Return whether a JSON value may be a plan of any release: every one has a version, a request and placements."""
+    return isinstance(values, Mapping) and bool({"request", "placements"} & {*values} or {*values} == {"version"})
+
+
+def _no_plan(path: str | os.PathLike[str]) -> CheckpointError:
+    """Return the error of a file that is no plan; in a checkpoint's folder it names that."""
+    folder = os.path.dirname(os.fspath(path)) or "."
+    is_checkpoint = os.path.isfile(os.path.join(folder, "config.json"))
+    return CheckpointError(
+        "is not a saved plan", path=path,
+        hint="A model is given as its folder" + (f": {folder}" if is_checkpoint else " or hub id"),
+    )  # fmt: skip

@@ -65,7 +65,7 @@ def resolve_place(place: Mapping[str, str], blocks: Sequence[Block], anatomy: An
         if not hit:
             raise RequestError(
                 "matches no block, module or modality of this model", field=f"place[{pattern!r}]", value=tier,
-                allowed=near_names(pattern, _names_of(anatomy, blocks)) or anatomy.parts,
+                allowed=anatomy.parts, near=near_names(pattern, _names_of(anatomy, blocks)),
                 hint="`trimtab plan` lists the blocks",
             )  # fmt: skip
         applied = [block for block in hit if tier in block.allowed_tiers and _moves(pattern, tier, block, anatomy)]
@@ -208,7 +208,7 @@ def _check_keys(devices: Mapping[str, str], blocks: Sequence[Block], anatomy: An
         near = dict.fromkeys(name for key in unknown for name in near_names(key, sorted(paths)))
         raise RequestError(
             f"{len(unknown)} keys name no module of this model: {', '.join(unknown)}", field="device_map",
-            value=unknown, allowed=tuple(near),
+            value=unknown, near=tuple(near),
         )  # fmt: skip
 
 

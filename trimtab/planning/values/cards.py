@@ -22,6 +22,7 @@ from typing import Any
 from trimtab.checkpoint.names import COMPARED_CHARS
 from trimtab.errors import DeviceError, RequestError, gib
 from trimtab.planning.values.reading import read_row
+from trimtab.process.text_table import aligned
 from trimtab.request import parse_bytes
 
 MIB = 2**20
@@ -58,6 +59,8 @@ _DROPPED = frozenset(
     + ("design", "with", "q", "blackwell", "sxm", "sxm2", "sxm3", "sxm4", "sxm5", "hbm2", "hbm2e", "hbm3", "hbm3e")
 )
 _LAPTOP = "laptop"
+# Words of many names: alone they make no two of them alike.
+_SHARED = frozenset((_LAPTOP, "super", "ti"))
 _SAME_WORD = {"mobile": _LAPTOP, "notebook": _LAPTOP, "max": _LAPTOP, "s": "super"}
 
 
@@ -184,9 +187,16 @@ def _named(text: str) -> Card:
         "there is no profile of this card",
         field="card",
         value=text,
-        allowed=_near(text, words) or larger_cards(known_cards()[0])[:8],
+        near=_near(text, words),
         hint=_HINT,
     )
+
+
+def cards_text() -> str:
+    """Return every profile, one a line: its name as `--card` takes it, bandwidth, link and compute capability."""
+    rows = [("card", "GB/s", "PCIe", "capability")]
+    rows += [(card.title, f"{card.bandwidth_GBps:g}", card.pcie, card.capability) for card in known_cards()]
+    return "\n".join([*aligned(rows), "", 'A bare size, such as "8GiB", is an unknown card of that size.'])
 
 
 def larger_cards(card: Card) -> list[str]:
@@ -222,7 +232,12 @@ def _box_gb(memory_mib: int) -> int:
     return next((box for box in BOX_GB if box + 0.1 >= size), round(size))
 
 
-_HINT = 'Only NVIDIA cards have profiles. A bare size, such as "8GiB", plans for an unknown card of that size'
+_HINT = (
+    "Only NVIDIA cards have profiles; the command `trimtab plan` prints them with card='list'. "
+    'A bare size, such as "8GiB", plans for an unknown card of that size'
+)
+# How alike a card's name must be to be one that was meant: difflib's ratio, without the words that many names share.
+MIN_ALIKE, NEAR_CARDS = 0.6, 5
 
 
 def _is_in_box(card: Card, box_gb: float) -> bool:
@@ -231,14 +246,16 @@ def _is_in_box(card: Card, box_gb: float) -> bool:
 
 
 def _near(text: str, words: frozenset[str]) -> list[str]:
-    """Return the titles nearest to a name: those with the same number first, then those with similar spelling."""
+    """Return the titles nearest to a name: those with the same number, otherwise those with similar spelling; often none."""
     numbers = {word for word in words if any(char.isdigit() for char in word)}
     shared = [card.title for card in known_cards() if numbers & _words(card.name)]
     titles: dict[str, list[str]] = {}
     for card in known_cards():
-        titles.setdefault(" ".join(sorted(_words(card.name))), []).append(card.title)
-    alike = get_close_matches(" ".join(sorted(words))[:COMPARED_CHARS], titles, n=5, cutoff=0.5)
-    return list(dict.fromkeys([*shared, *(title for name in alike for title in titles[name])]))[:8]
+        titles.setdefault(" ".join(sorted(_words(card.name) - _SHARED)), []).append(card.title)
+    wanted = " ".join(sorted(words - _SHARED))[:COMPARED_CHARS]
+    alike = get_close_matches(wanted, titles, n=5, cutoff=MIN_ALIKE)
+    alike.sort(key=lambda name: sorted(name) != sorted(wanted))  # two digits that changed places
+    return (shared or [title for name in alike for title in titles[name]])[:NEAR_CARDS]
 
 
 def _words(name: str) -> frozenset[str]:

@@ -99,7 +99,8 @@ class AdapterShelf:
                     "no adapter of this name is loaded",
                     field="model",
                     value=part,
-                    allowed=near_names(part, known) or known,
+                    allowed=known,
+                    near=near_names(part, known),
                 )
         if name is not None and is_mix(name):
             self._check_mix(name)

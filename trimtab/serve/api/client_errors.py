@@ -38,7 +38,7 @@ def for_client(exc: RequestError, job: Job) -> RequestError:
         hint = "Shorten it, or lower max_tokens" if job.kind == "answer" else "Shorten it"
     elif hint.startswith(PLAN_HINT):
         hint = ""
-    return RequestError(exc.reason, field=field, value=value, allowed=exc.allowed, hint=hint)
+    return RequestError(exc.reason, field=field, value=value, allowed=exc.allowed, near=exc.near, hint=hint)
 
 
 def _path(kind: str, number: int | None, messages: Any) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trimtab.checkpoint.names import near_names
 from trimtab.errors import RequestError
 from trimtab.serve.api.body import BodyLimits, JsonCounter
 from trimtab.serve.api.schemas import ChatRequest, ToolChosen
@@ -40,7 +41,8 @@ def _tools_of(body: ChatRequest, limits: Limits) -> dict[str, Any]:
         return {}
     must_call = "" if choice == "required" else choice.function.name if isinstance(choice, ToolChosen) else None
     if must_call and must_call not in names:
-        raise RequestError("is not one of the tools", field="tool_choice.function.name", allowed=names[:8])
+        near = near_names(must_call, names)
+        raise RequestError("is not one of the tools", field="tool_choice.function.name", allowed=names[:8], near=near)
     # One strict tool constrains the calls of all tools: the tool of a call is unknown before it is written.
     is_strict = any(tool["function"].get("strict") for tool in tools)
     for place, tool in enumerate(tools):

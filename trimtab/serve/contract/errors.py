@@ -58,8 +58,14 @@ class UnknownModelError(RequestError):
     """No model or adapter of this name is served."""
 
     def __init__(self, name: str, known: Sequence[str], *, field: str = "model") -> None:
-        near = near_names(name[:NEAR_CHARACTERS], _nearest(name, known)) or list(known)
-        super().__init__("is not served here", field=field, value=name, allowed=near[:MOST_NAMES])
+        near = near_names(name[:NEAR_CHARACTERS], _nearest(name, known))
+        shown = list(dict.fromkeys([*near, *known]))[:MOST_NAMES]
+        hint = (
+            ""
+            if near or len(shown) == len(known)
+            else f"These are {len(shown)} of {len(known)}; GET /v1/models lists all"
+        )
+        super().__init__("is not served here", field=field, value=name, allowed=shown, near=near, hint=hint)
 
 
 def _nearest(name: str, known: Sequence[str]) -> list[str]:

@@ -92,7 +92,7 @@ class Limits:
         for name, text in texts.items():
             if name not in known:
                 raise RequestError(
-                    "is not a limit", field="limit", value=name, allowed=near_names(name, list(known)) or list(known)
+                    "is not a limit", field="limit", value=name, allowed=tuple(known), near=near_names(name, known)
                 )
             is_float = isinstance(known[name].default, float)
             try:

@@ -33,7 +33,8 @@ from trimtab.adapter_names import split_weight
 from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.folder import read_loadable
 from trimtab.checkpoint.names import near_names
-from trimtab.errors import AdapterError, CheckpointError, RequestError, TrimtabError
+from trimtab.checkpoint.unreadable import address_hint
+from trimtab.errors import AdapterError, CheckpointError, RequestError, TrimtabError, choices_text
 from trimtab.planning.values.kv_pool import check_pool
 from trimtab.process.json_file import JsonError, read_bytes
 from trimtab.request import DECODE_MODES, LoadRequest, check_choice, parse_bytes
@@ -79,7 +80,7 @@ class ServedModel:
             if name not in self.adapters:
                 raise RequestError(
                     "is not an adapter of this model", field="keep", value=name,
-                    allowed=near_names(name, list(self.adapters)) or list(self.adapters),
+                    allowed=tuple(self.adapters), near=near_names(name, self.adapters),
                 )  # fmt: skip
         check_rows(self.rows)
         check_pool(self.request.kv_tokens, rows=self.rows)
@@ -202,6 +203,7 @@ def check_present(models: Sequence[ServedModel]) -> None:
             problems.append(f"model {model.name}: {exc}")
         problems += [
             f"adapter {name} of {model.name}: {path}: {'is a file, not a folder' if os.path.exists(path) else 'no such folder'}"
+            + (f". {hint}" if (hint := address_hint(path)) else "")
             for name, path in model.adapters.items() if not os.path.isdir(path)
         ]  # fmt: skip
     if problems:
@@ -235,8 +237,8 @@ def _table_problems(table: Mapping[str, Any], folder: Path) -> list[str]:
     for key, value in table.items():
         kinds = _KINDS.get(key)
         if kinds is None:
-            near = near_names(key, [*_OWN, *_PLACEMENT])
-            problems.append(f"{key}: unknown key" + (f" (did you mean {' or '.join(near)}?)" if near else ""))
+            known = (*_OWN, *_PLACEMENT)
+            problems.append(f"{key}: unknown key{choices_text(known, near_names(key, known))}")
         elif not _is_of(value, kinds):
             problems.append(f"{key}: must be {' or '.join(_WORDS.get(kind, kind.__name__) for kind in kinds)}")
         elif key in ("keep", "keep_unquantized") and not all(isinstance(item, str) for item in value):

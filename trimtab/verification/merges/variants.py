@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from trimtab.checkpoint.names import near_names
 from trimtab.errors import RequestError
 from trimtab.verification.merges.retention import Survival, mean_survival
 from trimtab.verification.merges.variants_text import lanes_text
@@ -205,5 +206,7 @@ def check_names(names: Sequence[str] | None) -> tuple[Lane, ...]:
         return LANES
     for name in names:
         if name not in BY_NAME:
-            raise RequestError("no such lane", field="lanes", value=name, allowed=tuple(BY_NAME))
+            raise RequestError(
+                "no such lane", field="lanes", value=name, allowed=tuple(BY_NAME), near=near_names(name, BY_NAME)
+            )
     return tuple(lane for lane in LANES if lane.name in names or lane.name == FIRST)

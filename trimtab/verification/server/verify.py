@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
+from trimtab.checkpoint.names import near_names
 from trimtab.errors import AdapterError, DoesNotFitError, RequestError
 from trimtab.process.packages import stack_versions
 from trimtab.process.work_folder import work_folder
@@ -180,7 +181,10 @@ def _adapter_name(adapters: Mapping[str, Any], adapter: str | None) -> str:
     if adapter is None and len(adapters) > 1:
         raise RequestError("which one should the server answer with?", field="adapter", allowed=tuple(adapters))
     if adapter is not None and adapter not in adapters:
-        raise RequestError("no adapter of this name is given", field="adapter", value=adapter, allowed=tuple(adapters))
+        near = near_names(adapter, adapters)
+        raise RequestError(
+            "no adapter of this name is given", field="adapter", value=adapter, allowed=tuple(adapters), near=near
+        )
     return adapter or next(iter(adapters))
 
 
