@@ -42,7 +42,7 @@ def main() -> None:
     given = parser.parse_args()
     import trimtab
     from bench.load import environment, sized
-    from trimtab.engine.prefill.packing import Packs
+    from trimtab.engine.prefill.packing import PackedPrefill
 
     made = sized(given.size, given.work, 8, device="cuda")
     plan = trimtab.plan(
@@ -56,11 +56,11 @@ def main() -> None:
         audio_s=0.0,
     )
     found: list[dict[str, Any]] = []
-    own = Packs.why_not
+    own = PackedPrefill.why_not
     with trimtab.load(plan) as model:
         for tokens in LENGTHS:
             for way in ("together", "one by one"):
-                Packs.why_not = own if way == "together" else lambda self: "left out"  # type: ignore[method-assign]
+                PackedPrefill.why_not = own if way == "together" else lambda self: "left out"  # type: ignore[method-assign]
                 times = [answered(model, tokens, list(made.adapters), 1000 * turn) for turn in range(REPEAT + 1)][1:]
                 about = {"prompts": PROMPTS, "tokens": tokens, "answer": ANSWER, "rows": ROWS}
                 found.append({**about, "way": way, "ms": round(statistics.median(times), 1)})

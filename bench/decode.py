@@ -255,7 +255,7 @@ def agreement(bench: Bench) -> dict[str, Any]:
             batch = bench.batch(decode, 2, ["r8", None])
             scores[decode] = batch.logits().clone()
             batch.cache.positions[:2] -= 1
-            batch.tell_tokens()
+            batch.write_last_tokens()
             for _ in range(found["steps"]):
                 batch.step()
             tokens[decode] = [row.answer_ids for row in batch.active]

@@ -203,10 +203,10 @@ def steps_of(given: argparse.Namespace, kv: str, logits: dict[int, Tensor]) -> l
             if count > given.rows:
                 continue
             batch.active[:] = going[:count]
-            batch.tell_tokens()
+            batch.write_last_tokens()
             made = batch.steps.run(batch.state())[0].double().cpu()
-            batch.tell_tokens()
-            ms = timed(lambda: (batch.steps.run(batch.state()), batch.tell_tokens()))
+            batch.write_last_tokens()
+            ms = timed(lambda: (batch.steps.run(batch.state()), batch.write_last_tokens()))
             found.append({
                 "model": given.model, "kv": kv, "mode": plan.execution.step.mode, "rows": count,
                 "context": given.context, "written": given.context // 2, "ms": ms,

@@ -62,7 +62,7 @@ def kernels(model: Any) -> list[dict[str, Any]]:
                 out = torch.empty(rows, heads * dim, device=model.device).bfloat16()
 
                 def run(keys: Any = keys, values: Any = values, table: Any = table, out: Any = out) -> None:
-                    fused.turn_and_attend(
+                    fused.rope_and_attention(
                         qkv, heads, weight, weight, 1e-6, cos, cos, keys, values, positions, positions, 1.0, None, out, q,  # noqa: B023
                         scratch, module, pages=table,  # noqa: B023
                     )  # fmt: skip
@@ -97,11 +97,11 @@ def steps(model: Any, rows: int, tokens: int, kv_tokens: int | None, about: dict
         if count > rows:
             continue
         batch.active[:] = going[:count]
-        batch.tell_tokens()
+        batch.write_last_tokens()
         logits = batch.steps.run(batch.state())[0].float().cpu()
         other = about.setdefault("logits", {}).setdefault(count, logits)
-        batch.tell_tokens()
-        ms = timed(lambda: (batch.steps.run(batch.state()), batch.tell_tokens()))
+        batch.write_last_tokens()
+        ms = timed(lambda: (batch.steps.run(batch.state()), batch.write_last_tokens()))
         found.append({
             "what": "step", "layout": layout, "rows": count, "ms": ms, "equal": bool(torch.equal(logits, other)),
             "largest_difference": float((logits - other).abs().max()), "largest_logit": float(other.abs().max()),

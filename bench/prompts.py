@@ -120,10 +120,10 @@ class Bench:
 
     def batch(self, mode: str) -> Any:
         from trimtab.engine.batch.batch import Batch
-        from trimtab.engine.prefill.prefill import Prompts
+        from trimtab.engine.prefill.prefill import PrefillRunner
 
         batch = Batch(self.model, rows=1, decode=mode)
-        batch.prompts = Prompts(batch, mode)
+        batch.prompts = PrefillRunner(batch, mode)
         batch.ends = frozenset()
         return batch
 

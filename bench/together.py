@@ -51,9 +51,9 @@ def steps(
             batch.active[:] = rows[:count]
             for number, row in enumerate(batch.active):
                 row.adapter = names[number % adapters] if adapters else None
-            batch.tell_tokens()
+            batch.write_last_tokens()
             batch.steps.run(batch.state())
-            ms = timed(lambda: (batch.steps.run(batch.state()), batch.tell_tokens()))
+            ms = timed(lambda: (batch.steps.run(batch.state()), batch.write_last_tokens()))
             found.append({"what": "step", "rows": count, "adapters": adapters, "ms": ms, **about})
             print(json.dumps(found[-1]), flush=True)
     batch.active[:] = rows
@@ -107,7 +107,7 @@ def beside(model: Any, batch: Any, name: str, about: dict[str, Any]) -> list[dic
         if count > len(rows):
             continue
         batch.active[:] = rows[:count]
-        batch.tell_tokens()
+        batch.write_last_tokens()
         batch.steps.run(batch.state())
         step = batch.steps._graphs[next(reversed(batch.steps._graphs))].graph
         for tokens in BESIDE_TOKENS:

@@ -20,7 +20,7 @@ from trimtab.engine.batch.batch import Batch
 from trimtab.engine.kv.kv_cache import PagedLayer
 from trimtab.engine.passes import attention as hf_attention
 from trimtab.engine.passes.attention import attention, grouped
-from trimtab.engine.prefill.prefill import Prompts
+from trimtab.engine.prefill.prefill import PrefillRunner
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 # (heads of keys, group, tokens, places, width): last blocks of one query, keys on both sides of a multiple of 8 and of 32.
@@ -168,7 +168,7 @@ def load(family, folder, **options):
 def in_chunks(model, inputs, rows=1):
     """Return the scores of a prompt's last token, computed in chunks of 8 and 16 tokens, and the batch."""
     batch = Batch(model, rows=rows, decode="eager")
-    batch.prompts = Prompts(batch, "static", (8, 16))
+    batch.prompts = PrefillRunner(batch, "static", (8, 16))
     prompt = batch.begin(inputs, trimtab.GenerateRequest(max_new_tokens=2))
     assert batch.prompts.takes(prompt)
     while not prompt.step():

@@ -15,7 +15,7 @@ from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch import sampling as hf_generate
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.prefill.prefill import Prompts
+from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
 
@@ -116,7 +116,7 @@ def test_a_prompt_goes_through_in_pieces(model, monkeypatch):
     whole = model.answer(list(prompt_ids), max_new_tokens=8).token_ids
     monkeypatch.setattr(type(model), "prefill_tokens", 5)
     batch = Batch(model, rows=1)
-    batch.prompts = Prompts(batch, "eager")
+    batch.prompts = PrefillRunner(batch, "eager")
     prompt = batch.begin(model.prepare(list(prompt_ids)), GenerateRequest(max_new_tokens=8))
     steps = 1
     while not prompt.step():

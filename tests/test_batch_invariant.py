@@ -20,7 +20,7 @@ from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.decode import batch_invariant as company
 from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.prefill.prefill import Prompts
+from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import RequestError
 from trimtab.planning.plan import narrow
 from trimtab.planning.values import execution
@@ -70,7 +70,7 @@ def batch_of(model, *, static=False):
     batch = Batch(model, rows=model.plan.request.batch)
     batch.ends = frozenset()
     if static:  # chunks of still shapes, run as they are on a CPU
-        batch.prompts = Prompts(batch, "static", (16, PIECE))
+        batch.prompts = PrefillRunner(batch, "static", (16, PIECE))
     return batch
 
 
@@ -200,7 +200,7 @@ def test_a_placeholder_that_was_drawn_changes_nobody_elses_bits(model):
     said = {one.row: [(one.token_id, one.logprob)] for one in rows}
     third = rows[2].row
     third.token_ids[-1] = min(hf_slots.placeholder_ids(model.hf_model))
-    batch.tell_tokens()
+    batch.write_last_tokens()
     while any(row.finish is None for row in batch.active):
         for one in batch.step():
             said[one.row].append((one.token_id, one.logprob))

@@ -27,7 +27,7 @@ from tests.test_prefill import (
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.families.chunk import ChunkLayers
 from trimtab.engine.prefill import packing as packed_prompts
-from trimtab.engine.prefill.prefill import Prompts
+from trimtab.engine.prefill.prefill import PrefillRunner
 
 # On both sides of a chunk of 8 and 16 tokens and of the window of 8; several chunks, the last one nearly empty and full.
 LENGTHS = (1, 7, 8, 9, 15, 16, 17, 40, 48)
@@ -44,7 +44,7 @@ def load(family, folder, **options):
 
 def batch_of(model, *, sizes=(8, 16), rows=1):
     batch = Batch(model, rows=rows, decode="fused")
-    batch.prompts = Prompts(batch, "auto" if ON_GPU else "static", sizes)
+    batch.prompts = PrefillRunner(batch, "auto" if ON_GPU else "static", sizes)
     return batch
 
 

@@ -19,7 +19,7 @@ from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve.api.client_errors import for_client
 from trimtab.serve.api.request_kinds import REQUESTS
 from trimtab.serve.contract.client_words import ALSO_SENT, HIDDEN, RENAMED
-from trimtab.serve.contract.errors import error_json, error_response, plain_error, told_error
+from trimtab.serve.contract.errors import error_from_worker, error_json, error_response, plain_error
 from trimtab.serve.contract.job import Job
 from trimtab.serve.worker.supervisor import ModelFailedError
 
@@ -89,7 +89,7 @@ def test_no_error_text_of_a_lower_layer_has_its_words_in_an_answer(as_failure):
         fields = {"hint": hint, "path": "", "problems": [reason] if name == "AdapterError" else []}
         error = {"class": name, "message": f"{reason}. {hint}" if hint else reason, "fields": fields}
         if as_failure:
-            answer = told_error(plain_error(ModelFailedError(error)))[1]
+            answer = error_from_worker(plain_error(ModelFailedError(error)))[1]
         else:
             if name == "RequestError" and FOREIGN.search(reason):
                 continue  # of a request to load: it reaches a client as a failure alone
@@ -112,7 +112,7 @@ def test_no_error_text_of_a_lower_layer_has_its_words_in_an_answer(as_failure):
     ],
 )  # fmt: skip
 def test_what_a_client_cannot_follow_is_left_out_and_the_rest_stays(error, kept, left_out):
-    text = json.dumps(told_error(plain_error(error))[1])
+    text = json.dumps(error_from_worker(plain_error(error))[1])
     assert kept in text and left_out not in text
 
 

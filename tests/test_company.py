@@ -24,7 +24,7 @@ from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.prefill import packing as packed_prompts
-from trimtab.engine.prefill.prefill import Prompts
+from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
 
@@ -42,7 +42,7 @@ def asks(count):
 def batch_of(model, decode, sizes, rows):  # noqa: F811
     batch = Batch(model, rows=rows, decode=decode)
     if sizes:
-        batch.prompts = Prompts(batch, "static", sizes)
+        batch.prompts = PrefillRunner(batch, "static", sizes)
         assert batch.prompts.sizes == sizes
     return batch
 
@@ -191,7 +191,7 @@ def with_pool(model, tokens):  # noqa: F811
 def packed_with_cached_beginnings(model, monkeypatch, *, tolerance=TOLERANCE):  # noqa: F811
     """Prompts go together, twice, and say what they say alone; the second time the prefix cache has their beginnings."""
     monkeypatch.setattr(packed_prompts, "LEAST_TOKENS", 32)
-    monkeypatch.setattr(Prompts, "most_packed", property(lambda self: 256))
+    monkeypatch.setattr(PrefillRunner, "most_packed", property(lambda self: 256))
     asked = [(name, f"{text} {'again and ' * 18}again") for name, text in asks(8)]
     by_ask = {ask: alone(batch_of(model, "eager", (), 1), ask) for ask in dict.fromkeys(asked)}
     with keeping_prefixes(model):
@@ -223,7 +223,7 @@ def test_an_answer_is_the_same_alone_and_in_company(model, replayed, decode, siz
 @pytest.mark.parametrize(("decode", "cached"), [("eager", True), slow_on_cpu("graph", False)])
 def test_an_answer_is_the_same_alone_and_in_a_pass_of_several_prompts(model, replayed, decode, cached, monkeypatch):  # noqa: F811
     monkeypatch.setattr(packed_prompts, "LEAST_TOKENS", 32)
-    monkeypatch.setattr(Prompts, "most_packed", property(lambda self: 256))
+    monkeypatch.setattr(PrefillRunner, "most_packed", property(lambda self: 256))
     # What is shorter than a block of 32 tokens is not cached.
     asked = [(name, f"{text} {'again and ' * 18}again") for name, text in asks(8)]
     by_ask = {ask: alone(batch_of(model, "eager", (), 1), ask) for ask in dict.fromkeys(asked)}

@@ -55,8 +55,8 @@ def test_steps_of_buffers_alone_give_what_the_batch_gives(model):  # noqa: F811 
     state = again.state()
     assert state.adapters == ("style", "style") and state.longest == max(len(row.token_ids) for row in again.active)
     again.active.clear()  # nobody asks the batch any more
-    logits, likeliest = DecodeStep(model, buffers, "eager").run(state)
-    assert torch.equal(logits, expected) and torch.equal(likeliest, expected.argmax(-1))
+    logits, argmax_logits = DecodeStep(model, buffers, "eager").run(state)
+    assert torch.equal(logits, expected) and torch.equal(argmax_logits, expected.argmax(-1))
 
 
 def test_a_step_ahead_reads_one_place_more(model):  # noqa: F811 - the fixture

@@ -17,7 +17,7 @@ from tests.merging import state_of
 from trimtab.adapter_names import mix_name
 from trimtab.errors import AdapterError, RequestError
 from trimtab.merging import merge
-from trimtab.serve.adapters.adapter_cache import AdapterShelf
+from trimtab.serve.adapters.adapter_cache import AdapterCache
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -110,7 +110,7 @@ def test_weights_of_a_merge_move_towards_what_an_adapter_makes_of_those_before_i
 
 @pytest.mark.parametrize("names", list(itertools.permutations(("dora", "lora"))))
 def test_a_server_refuses_a_mix_whose_order_would_count(names: tuple[str, str], loaded: Any) -> None:
-    shelf = AdapterShelf(loaded)
+    shelf = AdapterCache(loaded)
     with pytest.raises(RequestError) as caught:
         shelf.check(mix_name(dict.fromkeys(names, 1.0)))
     assert (caught.value.field, caught.value.value) == ("adapter", "dora+lora")

@@ -108,7 +108,7 @@ def test_each_layers_own_input_is_what_the_module_projects(dtype):
 def test_scores_in_torch_are_what_the_head_and_the_batch_made_of_them(dtype, softcap):
     logits, following = random(3, 1001, dtype=dtype, spread=20.0), torch.full((5, 1), 9)
     logits[1, 17] = math.nan
-    found = ends.likeliest(logits, softcap, following[:3, 0])
+    found = ends.argmax_logits(logits, softcap, following[:3, 0])
     wanted = modules_scores(logits, softcap)
     assert torch.equal(found[0].nan_to_num(99), wanted[0].nan_to_num(99)) and found[0].dtype == torch.float32
     assert torch.equal(found[1], wanted[1]) and int(found[1][1]) == -1
@@ -140,7 +140,7 @@ def test_a_token_is_refused_exactly_where_eager_refuses_its_logits(dtype, kernel
     largest = torch.finfo(dtype).max
     logits[0, width // 2], logits[1, 0], logits[2, width - 1], logits[3] = math.nan, math.inf, -math.inf, -math.inf
     logits[4, width // 3], logits[5] = largest, -largest
-    scores, tokens = ends.likeliest(logits, softcap, None, cpu_module(1) if kernel else None)
+    scores, tokens = ends.argmax_logits(logits, softcap, None, cpu_module(1) if kernel else None)
     capped = modules_scores(logits, softcap)[0]
     for row in range(6):
         try:
@@ -166,11 +166,11 @@ def test_scores_of_the_kernel_are_torchs_whatever_the_width_and_the_rows(n, widt
         room, following = poisoned(n + 1, width, dtype=torch.float32), torch.full((n, 3), -5)
         out = room[:n], torch.full((n,), -7)
         for _ in range(2):  # the second finds the counters as the first left them
-            scores, tokens = ends.likeliest(logits, softcap, following[:, 1], module, out=out)
+            scores, tokens = ends.argmax_logits(logits, softcap, following[:, 1], module, out=out)
         wanted = modules_scores(logits, softcap)
         # A tanh that is one float32 step away may round to the other side.
         assert torch.equal(scores, wanted[0]) if softcap is None else close(scores.to(dtype), wanted[0].to(dtype))
-        assert torch.equal(tokens, ends.with_likeliest(scores)[1])
+        assert torch.equal(tokens, ends.with_argmax(scores)[1])
         assert torch.equal(following[:, 1], tokens) and (following[:, ::2] == -5).all() and room[n].isnan().all()
         aligned = width % 8 == 0 and stride % 8 == 0
         assert module.launches == [f"likeliest_{8 if aligned else 1}"] * 2
@@ -192,7 +192,7 @@ def test_ties_zeros_infinities_and_what_is_not_a_number(width):
     for order in ORDERS:
         for softcap in (None, 30.0):
             following = torch.full((8,), -5)
-            scores, tokens = ends.likeliest(rows, softcap, following, cpu_module(order))
+            scores, tokens = ends.argmax_logits(rows, softcap, following, cpu_module(order))
             expected = modules_scores(rows, softcap)
             # A softcap makes infinite logits finite.
             wanted = [5, width - 1, -1, 400, -1, -1, -1] if softcap is None else [5, width - 1, 0, 400, 20, -1, -1]
@@ -209,7 +209,7 @@ def test_every_softcap_of_every_number_is_rounded_as_torch_rounds():
         bits = torch.arange(0, 2**16, dtype=torch.int32).to(torch.int16).view(dtype)
         logits = bits[bits.isfinite()][None, ::3]
         for softcap in (30.0, 50.0, 7.3):
-            scores, _ = ends.likeliest(logits, softcap, None, cpu_module())
+            scores, _ = ends.argmax_logits(logits, softcap, None, cpu_module())
             wanted = modules_scores(logits, softcap)[0]
             assert int((scores != wanted).sum()) <= 8 and close(scores.to(dtype), wanted.to(dtype))
 
@@ -242,7 +242,7 @@ def test_an_id_without_a_row_gives_no_numbers_and_no_token():
     module, out = cpu_module(), random(3, 16)
     ends.rows(torch.tensor([-1, 4, 5]), [ends.Lookup(random(5, 16), 2.0, out)], module)
     assert out.isnan().any(1).tolist() == [True, False, True] and out[0].isnan().all()
-    assert ends.likeliest(out, None, None, module)[1].tolist()[::2] == [-1, -1]
+    assert ends.argmax_logits(out, None, None, module)[1].tolist()[::2] == [-1, -1]
     with pytest.raises(IndexError):
         ends.rows(torch.tensor([5]), [ends.Lookup(random(5, 16), 2.0, out[:1])])
 
@@ -274,8 +274,8 @@ def test_what_a_kernel_cannot_read_is_done_in_torch():
     mixed = poisoned(2, 2, 264)
     ends.per_layer(random(2, 528), random(2, 2, 264), None, 1e-6, 0.1, 1.0, mixed, module)
     assert not mixed.isnan().any()
-    assert ends.likeliest(random(2, 9).double().float(), 30.0, None, module)[0].dtype == torch.float32
-    assert ends.likeliest(random(65, 9), None, None, module)[1].shape == (65,)
+    assert ends.argmax_logits(random(2, 9).double().float(), 30.0, None, module)[0].dtype == torch.float32
+    assert ends.argmax_logits(random(65, 9), None, None, module)[1].shape == (65,)
     assert module.launches == []
     assert "multiples of 8" in ends.why_not(ends.Sizes(100, 36), torch.bfloat16)
     assert "float32" in ends.why_not(SIZES, torch.float32)
@@ -380,7 +380,7 @@ def test_ends_that_are_wrong_or_slow_are_left_out_by_name(monkeypatch):
 
 def test_launches_of_the_ends_overlap_with_the_others():
     module = SimpleNamespace(overlap=False)
-    with kernels.Kernels(ends=module).overlapping(True):
+    with kernels.DeviceKernels(ends=module).overlapping(True):
         assert module.overlap
     assert not module.overlap
 

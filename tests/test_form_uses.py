@@ -6,19 +6,19 @@ import pytest
 
 from trimtab.engine.cuda.graph_cache import GraphCache
 from trimtab.engine.decode.graph_uses import PERIOD, FormUses
-from trimtab.engine.prefill.prefill import Prompts
+from trimtab.engine.prefill.prefill import PrefillRunner
 
 
 @pytest.fixture
 def prompts(monkeypatch):
     """Prompts with room for two graphs, both there: of the base, and of an adapter with the serial 7."""
-    made = object.__new__(Prompts)
+    made = object.__new__(PrefillRunner)
     made.captures, made._uses, made._graphs = True, FormUses(), GraphCache()
     made._graphs[("first", None)] = SimpleNamespace(serial=None)
     made._graphs[("second", "a")] = SimpleNamespace(serial=7)
     plan = SimpleNamespace(request=SimpleNamespace(batch_invariant=False))
     made.model = SimpleNamespace(plan=plan, adapter_store=SimpleNamespace(serials={"a": 7}))
-    monkeypatch.setattr(Prompts, "_most_graphs", lambda self: 2)
+    monkeypatch.setattr(PrefillRunner, "_most_graphs", lambda self: 2)
     return made
 
 

@@ -47,10 +47,10 @@ def on_cpu(monkeypatch):
 
     both_ends = run.CpuModule(ends.source(), ends.NAMES)
     ends.prepare(both_ends)
-    chosen = kernels.Kernels(small, products, ends=both_ends)
+    chosen = kernels.DeviceKernels(small, products, ends=both_ends)
     monkeypatch.setattr(nvrtc, "why_not", lambda device: None)
     monkeypatch.setattr(fused, "load_attention", attention)
-    monkeypatch.setattr(decode_step.Kernels, "none", staticmethod(lambda: chosen))
+    monkeypatch.setattr(decode_step.DeviceKernels, "none", staticmethod(lambda: chosen))
     return chosen
 
 
@@ -72,7 +72,7 @@ def test_adapters_by_table_serve_captured_modules(on_cpu, replayed, tmp_path, de
                 for row, name in zip(one.active, names, strict=True):
                     row.adapter = name
                     row.token_ids.append(11)
-                one.tell_tokens()
+                one.write_last_tokens()
             wanted, found = eager.logits(), batch.logits()
             assert (found - wanted).abs().max() <= 2**-6 * wanted.abs().max()
         # One launch a layer: A x is made by those of the first of a group. The kernels' check launched it three times.
@@ -138,7 +138,7 @@ def test_a_step_of_mixed_rows_from_the_kernels_is_the_modules(on_cpu, replayed):
             for one in (expected, batch):
                 for row, token in zip(one.active, wanted.argmax(-1).tolist(), strict=True):
                     row.token_ids.append(token)
-                one.tell_tokens()
+                one.write_last_tokens()
             if step == 1:  # rows change their adapters: nothing is captured anew
                 captured = batch.steps.captures
                 for one in (expected, batch):
@@ -189,7 +189,7 @@ def test_a_step_with_kernels_at_its_ends_alone_is_that_of_plain_torch(on_cpu, re
         for _ in range(3):
             tokens, found = [], []
             for one, kernels_of_ends in ((expected, None), (batch, on_cpu.ends)):
-                one.steps._choice.kernels = kernels.Kernels(ends=kernels_of_ends)
+                one.steps._choice.kernels = kernels.DeviceKernels(ends=kernels_of_ends)
                 scores, greedy = one._forward()
                 one._advance()
                 tokens.append(one.tokens[:3, 0].tolist())

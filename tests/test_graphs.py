@@ -22,7 +22,7 @@ from trimtab.engine.decode import decode_step, step_capture, step_choice
 from trimtab.engine.layers import embedding as tables
 from trimtab.engine.memory import reserve as transient_room
 from trimtab.engine.memory import step_memory
-from trimtab.engine.prefill.prefill import Prompts
+from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
 
@@ -69,7 +69,7 @@ def through(batch, inputs, request, **options):
 def joined(model, decode, asked, *, tokens=48, rows=None):
     """Return a batch whose rows have read their prompts. asked: (adapter, prompt, media) a row."""
     batch = Batch(model, rows=rows or len(asked), decode=decode)
-    batch.prompts = Prompts(batch, "eager")  # steps are in question
+    batch.prompts = PrefillRunner(batch, "eager")  # steps are in question
     request = GenerateRequest(max_new_tokens=tokens)
     for name, prompt, media in asked:
         through(batch, model.prepare(prompt, **media), request, adapter=name)
@@ -298,7 +298,7 @@ def test_teacher_forced_scores_agree_past_the_sliding_window(family, decode):
             for number in range(40):
                 for row in batch.active:
                     row.token_ids[-1] = 20 + number
-                batch.tell_tokens()
+                batch.write_last_tokens()
                 scores.append(batch.logits().clone())
                 for row in batch.active:
                     row.token_ids.append(0)
@@ -315,7 +315,7 @@ def test_a_drawn_picture_token_is_embedded_as_transformers_does(model, decode):
     for way in ("eager", decode):
         batch = joined(model, way, ASKED[:1])
         batch.active[0].token_ids[-1] = token
-        batch.tell_tokens()
+        batch.write_last_tokens()
         found[way] = batch.logits().clone()
     assert torch.equal(found["eager"], found[decode])
 
@@ -404,9 +404,9 @@ def test_rows_that_draw_are_queued_ahead_too_and_say_the_same(model, decode, rep
         batch, rows, ahead, told = Batch(model, rows=4, decode=decode), [], [], []
         if not look_ahead:
             monkeypatch.setattr(batch.steps, "may_look_ahead", lambda: False)
-        run, tell = batch.steps.run, batch.tell_tokens
+        run, tell = batch.steps.run, batch.write_last_tokens
         monkeypatch.setattr(batch.steps, "run", lambda state: ahead.append(state.ahead) or run(state))
-        monkeypatch.setattr(batch, "tell_tokens", lambda: told.append(True) or tell())
+        monkeypatch.setattr(batch, "write_last_tokens", lambda: told.append(True) or tell())
         for options in DRAWS:
             request = GenerateRequest(max_new_tokens=24, **options)
             rows.append(through(batch, model.prepare("Hello"), request, adapter="style"))
@@ -649,9 +649,9 @@ def test_every_family_is_captured_or_says_why(family, tmp_path):
 
 
 def test_whether_launches_overlap_beside_copied_layers_is_measured_for_that_batch():
-    """Kernels are shared by models of one shape: what paid for a resident one is not taken for one with copied layers."""
+    """DeviceKernels are shared by models of one shape: what paid for a resident one is not taken for one with copied layers."""
     same, other = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 3.0]])
-    kernels, tries, told = decode_step.Kernels(matvec=object(), overlap_pays=True), [], []
+    kernels, tries, told = decode_step.DeviceKernels(matvec=object(), overlap_pays=True), [], []
 
     def pays(tier, part, *, overlapping=(1.0, same), order=()):
         capture = object.__new__(step_capture.StepCapture)

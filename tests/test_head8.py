@@ -17,7 +17,7 @@ from trimtab.engine.cuda import nvrtc
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.kernels import int8_head as head8_choice
 from trimtab.engine.layers.embedding import GatheredTable
-from trimtab.engine.layers.linear import HostLeaf, ResidentLeaf, StagedLeaf
+from trimtab.engine.layers.linear import HostLeaf, ResidentLeaf, StagedLinear
 from trimtab.engine.loader import transformers_model as hf
 from trimtab.engine.tiers.reader import read_small
 from trimtab.errors import CheckpointError, DeviceError, RequestError
@@ -310,7 +310,7 @@ def test_the_table_may_stay_in_the_checkpoint_file(demo_plan):
         assert torch.equal(model.logits(ASKED[1]), resident.logits(ASKED[1]))
 
 
-@pytest.mark.parametrize("tier, kind", [("stream", StagedLeaf), ("disk", StagedLeaf), ("host", HostLeaf)])
+@pytest.mark.parametrize("tier, kind", [("stream", StagedLinear), ("disk", StagedLinear), ("host", HostLeaf)])
 def test_every_tier_gives_the_same_logits(demo_plan, tier, kind, tmp_path):
     plan = trimtab.plan(
         DEMO / "base", head="int8", device="cpu", context=256, images=0, audio_s=0, place={"head": tier},

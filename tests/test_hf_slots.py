@@ -68,7 +68,7 @@ def test_keys_and_values_of_all_layers_are_one_piece_of_memory_and_lie_apart(fam
 
 def test_what_is_more_than_was_counted_has_memory_of_its_own():
     asked = []
-    cache = hf_slots.SlotCache(2, 64, torch.device("cpu"), bytes_of=lambda rows: asked.append(rows) or 5000)
+    cache = hf_slots.BatchedKVCache(2, 64, torch.device("cpu"), bytes_of=lambda rows: asked.append(rows) or 5000)
     like = torch.ones(1, dtype=torch.bfloat16)
     first, second, third = cache.zeros(like, 100), cache.zeros(like, 3, 8), cache.zeros(like, 4096)
     assert asked == [2]
@@ -76,5 +76,5 @@ def test_what_is_more_than_was_counted_has_memory_of_its_own():
     assert third.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
     assert [one.shape for one in (first, second, third)] == [(100,), (3, 8), (4096,)]
     assert not any(bool(one.any()) for one in (first, second, third))
-    alone = hf_slots.SlotCache(2, 64, torch.device("cpu")).zeros(like, 100)
+    alone = hf_slots.BatchedKVCache(2, 64, torch.device("cpu")).zeros(like, 100)
     assert alone.untyped_storage().nbytes() == 200

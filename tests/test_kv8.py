@@ -393,7 +393,7 @@ def test_a_graph_of_a_step_is_counted_with_the_kernels_that_8_bits_add():
                 launched.append(func)
             return func(*args, **(kwargs or {}))
 
-    cache = hf_slots.SlotCache(2, 64, torch.device("cpu"), kv="int8")
+    cache = hf_slots.BatchedKVCache(2, 64, torch.device("cpu"), kv="int8")
     layer = LayerCache(cache, 64, is_ring=False)
     states = torch.randn(2, 2, 1, 8).to(torch.bfloat16)
     layer.lazy_initialization(round_states(states), round_states(states))

@@ -163,8 +163,8 @@ def test_a_step_writes_its_place_to_its_page_and_nothing_else(heads, kv_heads, d
     queries = torch.empty(n, heads, dim, dtype=torch.bfloat16)
     given = [qkv, heads, q_weight, k_weight, 1e-6, cos, sin]
     rest = [positions, positions, dim**-0.5, None]
-    fused.turn_and_attend(*given, keys, values, *rest, outs[0], queries, None, module, mode=mode)
-    fused.turn_and_attend(*given, *found[:2], *rest, outs[1], queries, None, module, mode=mode, pages=pool.table)
+    fused.rope_and_attention(*given, keys, values, *rest, outs[0], queries, None, module, mode=mode)
+    fused.rope_and_attention(*given, *found[:2], *rest, outs[1], queries, None, module, mode=mode, pages=pool.table)
     assert torch.equal(outs[0][:3], outs[1][:3]) or (
         not is_ours and fused_check.relative_error(outs[1][:3], outs[0][:3].double()) < 2e-3
     )

@@ -16,7 +16,7 @@ from tests.test_graphs import demo
 from tests.test_prefill import DEVICE, LENGTHS, ON_GPU, TOLERANCE, answered, differ, eager, ids, through
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.families.last_layers import LastLayers, OneAdapter
-from trimtab.engine.prefill.prefill import Prompts
+from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.planning.values.kv_pool import PAGE_TOKENS
 
 # bfloat16, other kernels: as of a whole step in tests/test_fused_kernels.py.
@@ -36,7 +36,7 @@ def model(tmp_path_factory):
 
 def batch_of(model, *, sizes=(8, 16), rows=1):
     batch = Batch(model, rows=rows, decode="fused")
-    batch.prompts = Prompts(batch, "auto" if ON_GPU else "static", sizes)
+    batch.prompts = PrefillRunner(batch, "auto" if ON_GPU else "static", sizes)
     return batch
 
 
@@ -90,7 +90,7 @@ def test_states_in_pages_are_read_there(tmp_path):
 
 def test_steps_of_modules_have_prompts_of_modules(model):
     for batch in (eager(model), Batch(model, rows=1, decode="eager")):
-        batch.prompts = Prompts(batch, "static", (16,))
+        batch.prompts = PrefillRunner(batch, "static", (16,))
         answered(batch, model.prepare(ids(9)))
         assert batch.prompts.lasts is None and batch.prompts._forward.lasts is None
 
@@ -102,7 +102,7 @@ def test_an_adapter_with_norms_of_its_own_leaves_them_to_the_modules(tmp_path):
     plan = trimtab.plan(base, quant="none", dtype="float32", context=96, device=DEVICE, adapters={"norms": norms})
     with trimtab.load(plan, decode="auto") as model:
         batch = Batch(model, rows=1)
-        batch.prompts = Prompts(batch, "auto" if ON_GPU else "static", (16,))
+        batch.prompts = PrefillRunner(batch, "auto" if ON_GPU else "static", (16,))
         batch.steps._choice.is_fusable = True  # as in the mode "fused", whose step refuses such an adapter
         for name in ("norms", None):
             wanted, found = (through(one, model.prepare(ids(9)), adapter=name).logits for one in (eager(model), batch))
@@ -141,7 +141,7 @@ def test_the_sources_themselves_compute_them_with_the_adapter_in_the_products(on
     with demo(place) as model:
         expected = eager(model)
         batch = Batch(model, rows=1, decode="fused")
-        batch.prompts = Prompts(batch, "static", (16, 64))
+        batch.prompts = PrefillRunner(batch, "static", (16, 64))
         for name in (None, "specialist", "rslora-dora"):
             wanted = answered(expected, model.prepare(ids(21)), adapter=name)
             before = len(on_cpu.matvec.launches)

@@ -16,7 +16,7 @@ from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import compile_ahead
 from trimtab.engine.kernels import device_kernels as kernels
 from trimtab.engine.kernels import gemv4 as matvec
-from trimtab.engine.kernels.device_kernels import Kernels, Product
+from trimtab.engine.kernels.device_kernels import DeviceKernels, Product
 from trimtab.errors import DeviceError
 
 pytestmark = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
@@ -50,9 +50,9 @@ def ways(product, module, *, held):
 
 def configured(module, product, monkeypatch, **facts):
     """Return the kernels after one product was prepared."""
-    made = Kernels(matvec=module, **facts)
+    made = DeviceKernels(matvec=module, **facts)
     compiled = []
-    monkeypatch.setattr(Kernels, "products", lambda self, *_: [product])
+    monkeypatch.setattr(DeviceKernels, "products", lambda self, *_: [product])
     monkeypatch.setattr(tuning, "compile_cuts", lambda wanted, *_: compiled.extend(cut for _, _, cut in wanted))
     made.prepare([], torch.bfloat16, [product.n])
     return made, compiled
@@ -154,19 +154,21 @@ def test_what_was_fastest_on_such_a_card_is_used_with_the_registers_that_it_spil
 
 def test_a_product_is_prepared_once(module, product, monkeypatch):
     configured(module, product, monkeypatch)
-    monkeypatch.setattr(Kernels, "_configure", lambda *_: pytest.fail("prepared again"))
-    Kernels(matvec=module).prepare([], torch.bfloat16, [2])
+    monkeypatch.setattr(DeviceKernels, "_configure", lambda *_: pytest.fail("prepared again"))
+    DeviceKernels(matvec=module).prepare([], torch.bfloat16, [2])
 
 
 def test_choosing_kernels_tunes_nothing(monkeypatch):
     """What a first answer waits for: checks, and one timing a shape against the layers' own; never a search over cuts."""
-    monkeypatch.setattr(Kernels, "tune", lambda *_, **__: pytest.fail("tuned in front of an answer"))
+    monkeypatch.setattr(DeviceKernels, "tune", lambda *_, **__: pytest.fail("tuned in front of an answer"))
     prepared = []
-    monkeypatch.setattr(Kernels, "prepare", lambda self, groups, dtype, counts, progress=None: prepared.extend(counts))
-    monkeypatch.setattr(kernels, "_choose", lambda *_: Kernels(matvec=object()))
+    monkeypatch.setattr(
+        DeviceKernels, "prepare", lambda self, groups, dtype, counts, progress=None: prepared.extend(counts)
+    )
+    monkeypatch.setattr(kernels, "_choose", lambda *_: DeviceKernels(matvec=object()))
     monkeypatch.setattr(kernels, "of_this_process", kernels.ChosenKernels)
     leaf = type("Leaf", (), {"in_features": 64, "out_features": 64, "quant_kind": "nf4", "device": "cpu", "dtype": 1})()
-    Kernels.choose([[[leaf]]], [], rows=4)
+    DeviceKernels.choose([[[leaf]]], [], rows=4)
     assert prepared == [1, 2, 4]
 
 

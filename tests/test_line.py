@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.job import Job
-from trimtab.serve.scheduling.queue import Lines
+from trimtab.serve.scheduling.queue import FairQueue
 
 
 @dataclass(eq=False)
@@ -34,7 +34,7 @@ def take(line, adapters=ALL):
 
 
 def line_of(*entries):
-    line = Lines()
+    line = FairQueue()
     for one in entries:
         line.add(one)
     return line
@@ -103,7 +103,7 @@ MOVES = st.lists(
 @settings(deadline=None, max_examples=examples(100))
 def test_while_a_client_waits_every_other_has_one_turn_at_most(moves):
     """moves: a client sends a request, the next one is taken, or the request of a number leaves."""
-    line, entries, waiting = Lines(), [], []
+    line, entries, waiting = FairQueue(), [], []
     turns = defaultdict(lambda: defaultdict(int))  # of a client that waits: the turns of others since it last had one
     for move in [*moves, *["take"] * len(moves)]:
         if move == "take" and waiting:

@@ -237,7 +237,7 @@ def test_a_load_that_fails_after_its_last_block_closes_what_streams(built, monke
 
 def test_a_streamed_weight_has_its_buffers_from_the_start(built):
     with trimtab.load(plan_of(built("llama"), place={"*": "stream"})) as model:
-        staged = [module.staged for module in model.hf_model.modules() if isinstance(module, leaves.StagedLeaf)]
+        staged = [module.staged for module in model.hf_model.modules() if isinstance(module, leaves.StagedLinear)]
         assert staged and all(one.streamer is model.streamer for one in staged)
         with pytest.raises(FrozenInstanceError):
             staged[0].streamer = None

@@ -61,7 +61,7 @@ def test_a_step_of_ten_rows_from_the_kernels_is_the_modules(on_cpu, replayed, mo
             for one in (eager, batch):
                 for row in one.active:
                     row.token_ids.append(11)
-                one.tell_tokens()
+                one.write_last_tokens()
         launched = on_cpu.rows.launches
         assert launched.count("rows_product_16") > 5 and "rows_low" in launched and "rows_up" in launched
         # What is too narrow for the kernel takes the layers' own way, with the same table of adapters.

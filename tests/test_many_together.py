@@ -13,8 +13,8 @@ from tests.test_many import QUESTION, REQUESTS, alone
 from trimtab import demo
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.prefill import packing as packed_prompts
-from trimtab.engine.prefill.packing import Packs
-from trimtab.engine.prefill.prefill import Prompts
+from trimtab.engine.prefill.packing import PackedPrefill
+from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import RequestError
 
 ROWS = 8
@@ -43,20 +43,20 @@ class Passes(list):
 @pytest.fixture
 def passes(monkeypatch):
     """Let batches on a CPU compute prompts as a GPU does, in chunks and several at once; the sizes of the passes."""
-    own_init, own_run, found = Batch.__post_init__, Packs.run, Passes()
+    own_init, own_run, found = Batch.__post_init__, PackedPrefill.run, Passes()
 
     def init(self):
         own_init(self)
         found.batches.append(weakref.ref(self))
-        self.prompts = Prompts(self, "static", (16, 64))
+        self.prompts = PrefillRunner(self, "static", (16, 64))
 
     def run(self, together, numbers):
         found.append(len(together.prompts))
         return own_run(self, together, numbers)
 
     monkeypatch.setattr(Batch, "__post_init__", init)
-    monkeypatch.setattr(Packs, "run", run)
-    monkeypatch.setattr(Prompts, "most_packed", property(lambda self: 512))
+    monkeypatch.setattr(PackedPrefill, "run", run)
+    monkeypatch.setattr(PrefillRunner, "most_packed", property(lambda self: 512))
     monkeypatch.setattr(packed_prompts, "LEAST_TOKENS", 16)
     return found
 
@@ -96,7 +96,7 @@ def test_a_pass_that_fails_leaves_each_prompt_to_itself(model, passes, monkeypat
         raise RequestError("is not possible together", field="prompt")
 
     expected = [alone(model, request) for request in REQUESTS]
-    monkeypatch.setattr(Packs, "run", refused)
+    monkeypatch.setattr(PackedPrefill, "run", refused)
     found = list(model.batch(REQUESTS, rows=ROWS, max_new_tokens=10))
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
 
@@ -105,10 +105,10 @@ def test_a_pass_that_fails_leaves_each_prompt_to_itself(model, passes, monkeypat
 def test_a_first_token_that_cannot_be_drawn_is_the_error_of_its_request(model, passes, monkeypatch, errors):
     own = Batch._draw
 
-    def draw(self, row, logits, likeliest):
+    def draw(self, row, logits, argmax_logits):
         if row.adapter == "specialist" and not row.answer_ids:
             raise RequestError("has no token", field="prompt")
-        return own(self, row, logits, likeliest)
+        return own(self, row, logits, argmax_logits)
 
     adapters = [None, "specialist", "style", None]
     requests = [{"prompt": f"{QUESTION} {number}", "adapter": name} for number, name in enumerate(adapters)]
@@ -152,7 +152,7 @@ def test_a_batch_whose_answers_nobody_wants_is_nobodys(passes, monkeypatch, erro
         assert [made() for made in passes.batches] == [None]
         own = Batch._draw
 
-        def draw(self, row, logits, likeliest):
+        def draw(self, row, logits, argmax_logits):
             raise RequestError("has no token", field="prompt")
 
         monkeypatch.setattr(Batch, "_draw", draw)

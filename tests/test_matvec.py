@@ -270,7 +270,7 @@ def test_every_cut_gives_the_same_product(modules, n, splits):
 
 
 def held(n, units, k_warps, pairs, chunk, splits, total):
-    cut = cuts.Cut(n, units, k_warps, units, chunk, 0, splits, chunk, -(-total // units), 0, 0.0, pairs)
+    cut = cuts.LaunchConfig(n, units, k_warps, units, chunk, 0, splits, chunk, -(-total // units), 0, 0.0, pairs)
     return dataclasses.replace(cut, shared_bytes=cut.needed_bytes(n))
 
 
@@ -346,7 +346,7 @@ def test_a_ring_that_goes_round_many_times_gives_the_same_product(modules, n, gr
     group, x = group_of(rows, columns), torch.randn(n, columns).bfloat16()
     outs = []
     for stages in (1, 2, 3, 13):
-        cut = cuts.Cut(n, 13, k_warps, groups, 8, stages * groups, 1, 16, 1, 0, 0.0)
+        cut = cuts.LaunchConfig(n, 13, k_warps, groups, 8, stages * groups, 1, 16, 1, 0, 0.0)
         cut = dataclasses.replace(cut, shared_bytes=cut.needed_bytes(n))
         if cut.shared_bytes > H200["shared_bytes"] or cut.stages > cuts.MOST_STAGES:
             continue

@@ -50,7 +50,7 @@ def both(batch, prompt):
     row = prompt.row
     first = batch.logits()[row.number].clone()
     row.token_ids.append(7)
-    batch.tell_tokens()
+    batch.write_last_tokens()
     after = batch.logits()[row.number].clone()
     return torch.stack([first, after]).cpu(), row
 

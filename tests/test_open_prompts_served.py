@@ -15,7 +15,7 @@ from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.prefill import last_token as open_prompts
-from trimtab.engine.prefill.prefill import Prompts
+from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.engine.prefill.prefix_cache import PrefixCache
 from trimtab.errors import DeviceError
 from trimtab.request import GenerateRequest
@@ -95,7 +95,7 @@ def test_every_answer_of_a_busy_server_is_the_one_that_its_request_gets_alone(mo
     engine.shelf.add("specialist", PATHS["specialist"])
     try:
         if way == "captured":
-            engine.batch.prompts = Prompts(engine.batch, "static", (16, 64))
+            engine.batch.prompts = PrefillRunner(engine.batch, "static", (16, 64))
             engine.batch.cache.has_prompt_row = True
         if looks_ahead:
             ahead(engine.batch)
@@ -177,11 +177,11 @@ def test_scores_that_are_not_numbers_are_not_kept(looks_ahead, tmp_path):
         batch.step()
         assert prompt.row.finish == "error"
         batch.steps.run = run
-        batch.tell_tokens()
+        batch.write_last_tokens()
         batch.step()
         assert not batch.prefixes._unsaved
         batch.leave(prompt.row)
-        batch.tell_tokens()
+        batch.write_last_tokens()
         again = opened(batch, model.prepare(ids(29)))
         assert again.is_open and again.row.cached_tokens == 0
         batch.enter(again)

@@ -24,7 +24,7 @@ from trimtab.engine.memory import step_memory
 from trimtab.engine.memory.out_of_memory import is_out_of_memory, naming_out_of_memory
 from trimtab.errors import AdapterError, DeviceError, DoesNotFitError
 from trimtab.planning.memory.adapters import copies_bytes, first_adapter_bytes
-from trimtab.serve.adapters.adapter_cache import AdapterShelf
+from trimtab.serve.adapters.adapter_cache import AdapterCache
 
 __all__ = ["replayed"]
 CPU_ONLY = pytest.mark.skipif(os.environ.get("TRIMTAB_TEST_DEVICE", "cpu") != "cpu", reason="stands for a GPU")
@@ -177,7 +177,7 @@ def test_an_adapter_whose_scratch_does_not_fit_is_refused_by_name(tmp_path, monk
             model.load_adapter("a", adapter)
         assert caught.value.block == "adapter a" and "adapters=" in caught.value.hint
         with pytest.raises(DoesNotFitError, match="adapter a"):
-            AdapterShelf(model).add("a", adapter)
+            AdapterCache(model).add("a", adapter)
 
 
 def test_copies_for_captured_prompts_are_counted_for_each_size():
@@ -216,7 +216,7 @@ def test_an_adapter_on_the_head_that_comes_later_is_refused_where_the_plan_chose
             model.load_adapter("late", adapter)
         assert "changes lm_head" in caught.value.problems[0] and "head='full'" in str(caught.value)
         with pytest.raises(AdapterError, match="head='full'"):
-            AdapterShelf(model).add("late", adapter)
+            AdapterCache(model).add("late", adapter)
         model.load_adapter("other", pico.adapter(base, tmp_path / "other", targets="text"))
     with trimtab.load(trimtab.plan(base, head="int8", context=64, device="cpu", images=0, audio_s=0.0)) as model:
         model.load_adapter("late", adapter)  # 8 bits asked for by name

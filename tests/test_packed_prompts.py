@@ -42,7 +42,7 @@ from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.dequantize import PromptKernels, wrong_add_rows
 from trimtab.engine.prefill import packing as packed_prompts
 from trimtab.engine.prefill.packing import ADAPTER_INSIDE, choose_shape, shapes_of
-from trimtab.engine.prefill.prefill import Prompts
+from trimtab.engine.prefill.prefill import PrefillRunner
 
 # On both sides of the families' window of 8 tokens, and of rows of 8 and 16 places.
 LENGTHS = (1, 7, 8, 9, 15, 16, 3, 12)
@@ -82,7 +82,7 @@ def both(batch, prompts):
         prompt.row.request = REQUEST
         row = batch.join(prompt).row
         row.token_ids[-1] = 7
-    batch.tell_tokens()
+    batch.write_last_tokens()
     batch._ahead = None
     after = batch.logits().clone()
     found = [torch.stack([first[prompt], after[prompt.row.number]]).cpu() for prompt in prompts]
@@ -169,8 +169,8 @@ def test_each_prompt_of_a_pass_has_its_own_adapter(demo, monkeypatch):  # noqa: 
 def test_a_pass_is_captured_the_second_time_and_serves_prompts_of_other_lengths(demo, replayed, monkeypatch):  # noqa: F811
     batch = wide(captured(demo, (16, 64), 9), monkeypatch, 128)
     batch.prompts.staged_tables = []
-    monkeypatch.setattr(packed_prompts.Packs, "why_not", lambda self: None)
-    monkeypatch.setattr(packed_prompts.Packs, "_table", lambda self: None)
+    monkeypatch.setattr(packed_prompts.PackedPrefill, "why_not", lambda self: None)
+    monkeypatch.setattr(packed_prompts.PackedPrefill, "_table", lambda self: None)
     sets = [(9, 16, 12, 3), (1, 2, 3), (16, 15, 14, 13), (5, 6, 7)]
     for number, counts in enumerate(sets):
         expected = [answered(eager(demo), demo.prepare(ids(count))) for count in counts]
@@ -280,7 +280,7 @@ def test_over_weights_with_adapters_inside_passes_are_chosen_as_they_were_measur
         assert (choice == ((tokens, count), list(range(count)))) == pays, (tokens, count)
 
 
-# Kernels -------------------------------------------------------------------------------------------------------------
+# DeviceKernels -------------------------------------------------------------------------------------------------------------
 
 
 @on_cpu
@@ -310,11 +310,11 @@ def test_rows_of_a_pass_and_of_the_step_after_it_find_their_adapters_in_tables(
         alone = eager(model)
         expected = [answered(alone, model.prepare(ids(count)), adapter=name) for name, count in zip(names, counts)]
         batch = wide(Batch(model, rows=6), monkeypatch, 256)
-        batch.prompts = Prompts(batch, "static", (16, 64))
+        batch.prompts = PrefillRunner(batch, "static", (16, 64))
         batch.prompts.captures, batch.prompts.staged_tables = True, []
         batch.prompts._kernels = PromptKernels(module=cpu_module(), adds=True)
-        monkeypatch.setattr(packed_prompts.Packs, "_has_products", lambda self: True)
-        monkeypatch.setattr(Prompts, "has_room_for", lambda *given: True)
+        monkeypatch.setattr(packed_prompts.PackedPrefill, "_has_products", lambda self: True)
+        monkeypatch.setattr(PrefillRunner, "has_room_for", lambda *given: True)
         for _ in range(2):
             prompts = [
                 batch.begin(model.prepare(ids(count)), REQUEST, adapter=name) for name, count in zip(names, counts)

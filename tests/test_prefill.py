@@ -33,7 +33,7 @@ from trimtab.engine.passes import media_embeddings as hf_prompt_media
 from trimtab.engine.passes.chunk_forward import Chunk, chunks_of
 from trimtab.engine.passes.media_embeddings import Media
 from trimtab.engine.prefill import prefill as prefill_graphs
-from trimtab.engine.prefill.prefill import Prompts
+from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import RequestError
 from trimtab.planning.memory.activations import use_of
 from trimtab.planning.memory.prompts import choose_chunks, prompt_graph_bytes
@@ -63,14 +63,14 @@ def load(family, folder, **options):
 
 def eager(model, rows=1):
     batch = Batch(model, rows=rows, decode="eager")
-    batch.prompts = Prompts(batch, "eager")
+    batch.prompts = PrefillRunner(batch, "eager")
     return batch
 
 
 def in_chunks(model, sizes, rows=1):
     skip_without_rings(model)
     batch = Batch(model, rows=rows, decode="eager")  # steps as transformers runs them: prompts alone are in question
-    batch.prompts = Prompts(batch, "auto" if ON_GPU else "static", sizes)
+    batch.prompts = PrefillRunner(batch, "auto" if ON_GPU else "static", sizes)
     assert batch.prompts.sizes == tuple(sizes)
     return batch
 
@@ -89,7 +89,7 @@ def answered(batch, inputs, **options):
     row = batch.join(prompt).row
     # The token that is fed back is the test's own: a tie would be another prompt.
     row.token_ids[-1] = 7
-    batch.tell_tokens()
+    batch.write_last_tokens()
     batch._ahead = None
     after = batch.logits()[row.number].clone()
     batch.leave(row)
@@ -255,7 +255,7 @@ def test_attention_of_another_kind_is_named(tmp_path):
     with load("llama", tmp_path) as model:
         model.hf_model.config._attn_implementation = "eager"
         batch = Batch(model, rows=1)
-        batch.prompts = Prompts(batch, "static")
+        batch.prompts = PrefillRunner(batch, "static")
         assert not batch.prompts.is_on
         assert named(batch) == ["its attention is eager, not sdpa"]
 
@@ -281,7 +281,7 @@ def test_prompts_that_wait_for_their_rows_do_not_meet():
                 batch.leave(joined)
             row = batch.join(slow).row
             row.token_ids[-1] = 7
-            batch.tell_tokens()
+            batch.write_last_tokens()
             batch._ahead = None
             assert differ(batch.logits()[row.number].cpu(), alone[30][1]) < TOLERANCE
 
@@ -295,7 +295,7 @@ def test_a_prompt_that_was_through_and_lost_its_place_goes_through_again():
         assert first.done_tokens == 0 and not batch.prompts.holds(first)
         row = batch.join(first).row
         row.token_ids[-1] = 7
-        batch.tell_tokens()
+        batch.write_last_tokens()
         batch._ahead = None
         expected = answered(eager(model), model.prepare(ids(20)))[1]
         assert differ(batch.logits()[0].cpu(), expected) < TOLERANCE
@@ -377,8 +377,8 @@ def replayed(monkeypatch):
         made.append(Again(self, form, output))
         return made[-1]
 
-    monkeypatch.setattr(Prompts, "_warm", warm)
-    monkeypatch.setattr(Prompts, "_record", record)
+    monkeypatch.setattr(PrefillRunner, "_warm", warm)
+    monkeypatch.setattr(PrefillRunner, "_record", record)
     return made
 
 
@@ -463,7 +463,7 @@ def test_what_cannot_be_captured_runs_as_it_is_and_is_named(demo, replayed, monk
     def refused(*args):
         raise RuntimeError("no graph today")
 
-    monkeypatch.setattr(Prompts, "_record", refused)
+    monkeypatch.setattr(PrefillRunner, "_record", refused)
     batch = captured(demo, (16,))
     expected = answered(eager(demo), demo.prepare(ids(40)))
     for _ in range(3):
@@ -609,7 +609,7 @@ def test_the_count_imports_no_torch():
 @pytest.mark.parametrize(("given", "batch", "mode"), [((4.5,), 2, "eager"), ((4,), 1, "graph")])
 def test_more_rows_than_were_planned_keep_the_planned_chunks(given, batch, mode):
     """A pass of transformers' own would have a cache that a plan with chunks does not count."""
-    prompts = object.__new__(Prompts)
+    prompts = object.__new__(PrefillRunner)
     planned = narrow_plan(*given, batch=batch)
     assert planned.execution.prompt.mode == mode and planned.execution.prompt.chunks
     prompts.model = SimpleNamespace(plan=planned, prefill_tokens=planned.prefill_tokens)

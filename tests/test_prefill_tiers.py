@@ -32,7 +32,7 @@ from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.layers.embedding import FileRows, GatheredTable
-from trimtab.engine.prefill.prefill import Prompts
+from trimtab.engine.prefill.prefill import PrefillRunner
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="static chunks on a CPU")
 # Where everything that can leave the device goes -> the (tier, home) of decoder layers and of tables.
@@ -163,8 +163,10 @@ def test_captured_prompts_refuse_layers_that_the_cpu_reads_and_transformers_pass
     with load("gemma4", tmp_path / "b", place={"model.language_model.layers.3": tier}) as model:
         batch = Batch(poisoned(model), rows=1, decode="eager")
         with monkeypatch.context() as patched:  # as on a GPU
-            patched.setattr(Prompts, "captures", property(lambda self: True, lambda self, value: None), raising=False)
-            batch.prompts = Prompts(batch, "auto")
+            patched.setattr(
+                PrefillRunner, "captures", property(lambda self: True, lambda self, value: None), raising=False
+            )
+            batch.prompts = PrefillRunner(batch, "auto")
             assert not batch.prompts.is_on
         assert named(batch) == [f"model.language_model.layers.3 is in tier {tier}: the CPU takes part in every chunk"]
         prompt = through(batch, model.prepare(ids(40)))

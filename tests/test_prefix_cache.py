@@ -21,7 +21,7 @@ from trimtab.engine.batch.batch import Batch
 from trimtab.engine.chat.marks import marks_of, turns_of
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.prefix_store import Mark, PrefixKey
-from trimtab.engine.prefill.prefill import Prompts
+from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.engine.prefill.prefix_cache import PrefixCache, Prefixes
 from trimtab.errors import DeviceError, DoesNotFitError, RequestError
 from trimtab.request import GenerateRequest
@@ -57,7 +57,7 @@ def scores(batch, inputs, **options):
     first = prompt.logits.clone()
     row = batch.join(prompt).row
     row.token_ids[-1] = 7
-    batch.tell_tokens()
+    batch.write_last_tokens()
     batch._ahead = None
     after = batch.logits()[row.number].clone()
     batch.leave(row)
@@ -439,7 +439,7 @@ def test_every_chunk_behind_a_cached_picture_has_the_pictures_offset(family):
         first = prompt.logits.clone()
         row = batch.join(prompt).row
         row.token_ids[-1] = 7
-        batch.tell_tokens()
+        batch.write_last_tokens()
         batch._ahead = None
         assert differ(torch.stack([first, batch.logits()[row.number]]).cpu(), expected) < TOLERANCE
 
@@ -606,7 +606,7 @@ def test_pictures_of_a_server_are_known_by_their_pixels(served, cuts_soon):
     model, _ = served
     keeping(model, capacity=2**26)
     engine = LoadedEngine(model, rows=2)
-    engine.batch.prompts = Prompts(engine.batch, "static", (16, 64))
+    engine.batch.prompts = PrefillRunner(engine.batch, "static", (16, 64))
 
     def ask(name, number):
         picture = (DEMO / "images" / f"image_{number}.png").read_bytes()

@@ -27,7 +27,7 @@ from tests.test_prefill import (
 )
 from trimtab.engine.memory import shared_pool as prompt_room
 from trimtab.engine.memory.reserve import torch_bytes
-from trimtab.engine.memory.shared_pool import LEAST_SHARE, LEFT_BYTES, PromptRoom, room_of
+from trimtab.engine.memory.shared_pool import LEAST_SHARE, LEFT_BYTES, PrefillMemoryPool, room_of
 from trimtab.planning.memory.prompts import room_bytes
 
 CUDA = torch.device("cuda:0")
@@ -95,10 +95,10 @@ def device(monkeypatch, knows_what_lives):
 
     monkeypatch.setattr(torch.cuda, "device", here)
     monkeypatch.setattr(torch.cuda, "stream", here)
-    monkeypatch.setattr(PromptRoom, "_call_libraries", lambda _: None)
+    monkeypatch.setattr(PrefillMemoryPool, "_call_libraries", lambda _: None)
     monkeypatch.setattr(prompt_room.torch, "empty", empty)
     monkeypatch.setattr(prompt_room, "side_stream", here)
-    monkeypatch.setattr(PromptRoom, "using", here)
+    monkeypatch.setattr(PrefillMemoryPool, "using", here)
 
     class Graphs:
         def __init__(self, pool):
@@ -155,13 +155,13 @@ def test_the_segment_is_what_passes_take_where_torch_holds_more_elsewhere(device
 )
 def test_without_the_memory_there_is_no_room(device, state):
     device.update(state)
-    room = PromptRoom(CUDA, 64 * MIB)
+    room = PrefillMemoryPool(CUDA, 64 * MIB)
     assert not room.make() and not room.is_made and room.held_bytes == 0 and room.check()
 
 
 def test_another_error_leaves_no_half_of_a_room(device):
     device["fails"] = RuntimeError("operation not permitted when stream is capturing")
-    room = PromptRoom(CUDA, 64 * MIB)
+    room = PrefillMemoryPool(CUDA, 64 * MIB)
     with pytest.raises(RuntimeError, match="not permitted"):
         room.make()
     assert not room.is_made
@@ -170,7 +170,7 @@ def test_another_error_leaves_no_half_of_a_room(device):
 
 
 def test_graphs_go_when_a_pass_leaves_something_and_only_then(device):
-    room, owner = PromptRoom(CUDA, 64 * MIB), Owner()
+    room, owner = PrefillMemoryPool(CUDA, 64 * MIB), Owner()
     room.owners.add(owner)
     assert room.make() and room.check() and owner.dropped == 0
     device["blocks"] = [(1, 3 * MIB)]
@@ -185,7 +185,7 @@ def test_graphs_go_when_a_pass_leaves_something_and_only_then(device):
 
 
 def test_a_room_is_lent_where_the_budget_has_no_other_memory(device):
-    room, owner = PromptRoom(CUDA, 64 * MIB), Owner()
+    room, owner = PrefillMemoryPool(CUDA, 64 * MIB), Owner()
     room.owners.add(owner)
     assert room.make()
     room.lend(64 * MIB)
@@ -197,7 +197,7 @@ def test_a_room_is_lent_where_the_budget_has_no_other_memory(device):
 
 
 def test_an_owner_that_is_gone_is_forgotten(device):
-    room = PromptRoom(CUDA, 64 * MIB)
+    room = PrefillMemoryPool(CUDA, 64 * MIB)
     room.owners.add(Owner())
     assert room.make() and not list(room.owners)
     room.release()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from tests.test_serve_engine import LOOK, PATHS, ask, engine, model, run  # noqa: F401 - fixtures
-from trimtab.engine.prefill.prefill import Prompts
+from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.engine.prefill.prefix_cache import PrefixCache
 from trimtab.errors import RequestError
 
@@ -18,7 +18,7 @@ TOKENS = 8
 @pytest.fixture
 def chunked(engine):  # noqa: F811
     """An engine whose prompts go through in chunks of at most 64 tokens, as on a GPU."""
-    engine.batch.prompts = Prompts(engine.batch, "static", (16, 64))
+    engine.batch.prompts = PrefillRunner(engine.batch, "static", (16, 64))
     return engine
 
 

@@ -23,7 +23,7 @@ from trimtab.serve.ray import config as scale
 from trimtab.serve.ray import deploy as on_ray
 from trimtab.serve.ray import ingress as front_module
 from trimtab.serve.ray import replica
-from trimtab.serve.ray.ingress import Front, Replicas, summed
+from trimtab.serve.ray.ingress import Ingress, Replicas, summed
 from trimtab.serve.ray.replica import Replica
 from trimtab.serve.scheduling.scheduler import StoppingError
 from trimtab.serve.worker.ipc import event_from_message, event_to_message, job_to_message
@@ -535,7 +535,7 @@ def test_the_front_is_the_single_servers_app(monkeypatch):
         [model(adapters={"one": "/1"})], Settings(api_keys=(KEY,), admin_keys=("admin",), page=False), replicas=(1, 2)
     )
     handle = Handle(answer)
-    app = Front(json.loads(json.dumps(arguments)), handle).__serve_build_asgi_app__()
+    app = Ingress(json.loads(json.dumps(arguments)), handle).__serve_build_asgi_app__()
     body = {"model": "one", "messages": [{"role": "user", "content": "Hi"}]}
     with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
         assert client.post("/v1/chat/completions", json=body).status_code == 401

@@ -28,7 +28,7 @@ from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.chat import prompt as chat
-from trimtab.engine.kernels.embed_and_logits import with_likeliest
+from trimtab.engine.kernels.embed_and_logits import with_argmax
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.prefill import prefill as prefill_graphs
 from trimtab.engine.prefill import tower_passes
@@ -541,7 +541,7 @@ def test_texts_go_on_between_the_pieces_of_an_image(model, engine, monkeypatch):
     expected = {name: found[0] for name, found in run(engine, *jobs).items()}
     monkeypatch.setattr(tower_passes, "PIECE_POSITIONS", 1)
     engine = LoadedEngine(model, rows=4, resident_limit=1)
-    engine.batch.prompts = prompts = prefill_graphs.Prompts(engine.batch, "static", (64, 128))
+    engine.batch.prompts = prompts = prefill_graphs.PrefillRunner(engine.batch, "static", (64, 128))
     pieces, prefill = [], engine.prefill
 
     def counted(answer, most_tokens):
@@ -631,7 +631,7 @@ def test_a_row_whose_scores_are_not_numbers_ends_alone(model, engine, monkeypatc
         for row in self.active:
             if row.adapter == "specialist" and len(row.answer_ids) == 2:
                 logits[row.number, 7] = float("nan")
-        return with_likeliest(logits)
+        return with_argmax(logits)
 
     expected = model.answer(LOOK, max_new_tokens=40).text
     monkeypatch.setattr(Batch, "_forward", broken)

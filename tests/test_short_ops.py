@@ -521,7 +521,7 @@ def test_scores_of_every_family_are_the_modules(family, dtype, allowed, tmp_path
             for number in range(12):
                 for row in batch.active:
                     row.token_ids[-1] = 20 + number
-                batch.tell_tokens()
+                batch.write_last_tokens()
                 scores.append(batch.logits().clone())
                 for row in batch.active:
                     row.token_ids.append(0)

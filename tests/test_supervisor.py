@@ -17,7 +17,7 @@ import pytest
 from tests import toy_worker
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
-from trimtab.serve.contract.errors import error_response, told_error
+from trimtab.serve.contract.errors import error_from_worker, error_response
 from trimtab.serve.contract.job import Job
 from trimtab.serve.scheduling.scheduler import StoppingError
 from trimtab.serve.worker.pulse import Patience
@@ -278,7 +278,7 @@ def test_a_stopped_worker_is_not_ready_and_is_put_back(is_asked):
         if is_asked:
             error = ends(told, 1)["running"].error
             assert error["class"] == "WorkerDiedError" and "did not respond for" in error["message"]
-            response = error_response(*told_error(error))
+            response = error_response(*error_from_worker(error))
             assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
         assert late.get(timeout=WAIT_S).kind == "started"
         assert late.get(timeout=WAIT_S).text == str(supervisor.pid) != str(pid)

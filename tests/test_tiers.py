@@ -47,7 +47,7 @@ def stack(quant: str, tmp_path, *, home: str, count: int = 4, slots: int = 2, cu
     streamer = tiers.Streamer(CPU, groups, slot_count=slots, spill=spill)
     streamer.poison = True
     for path, *weight in staged:
-        staged_leaves.append(leaves.StagedLeaf(path, tiers.Staged(streamer, *weight), **common).eval())
+        staged_leaves.append(leaves.StagedLinear(path, tiers.Staged(streamer, *weight), **common).eval())
     return staged_leaves, resident, streamer
 
 

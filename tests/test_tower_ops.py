@@ -27,7 +27,7 @@ from tests.test_tower_graphs import MODE, same
 from trimtab.engine.formats.bitsandbytes import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.dequantize import LEAST_TOKENS, PAYING_RANK, PromptKernels
-from trimtab.engine.layers.linear import HostLeaf, StagedLeaf, with_products
+from trimtab.engine.layers.linear import HostLeaf, StagedLinear, with_products
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.fewer_ops import ShortOps
 from trimtab.engine.lora.store import EAGER
@@ -187,7 +187,7 @@ def test_streamed_towers_use_the_kernels_and_layers_on_the_host_do_not(tmp_path)
         assert any(path.startswith("model.vision_tower.encoder.layers.") for path in paths)
         assert not any(path.startswith("model.audio_tower.layers.") for path in paths)
         kinds = {type(model.hf_model.get_submodule(path)) for path in paths}
-        assert StagedLeaf in kinds and HostLeaf not in kinds
+        assert StagedLinear in kinds and HostLeaf not in kinds
         ops, _ = ops_of(model, norms=False)
         is_bitsandbytes_own(model, "gemma4", ops)
 

@@ -16,7 +16,7 @@ from trimtab.engine.cuda.chosen_configs import ProductCuts
 from trimtab.engine.families import step as hf_gemma4
 from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import gemv4 as matvec
-from trimtab.engine.kernels.device_kernels import Kernels
+from trimtab.engine.kernels.device_kernels import DeviceKernels
 from trimtab.errors import DeviceError, RequestError
 from trimtab.machine import user_cache as own_folder
 
@@ -41,7 +41,7 @@ def model(monkeypatch, tmp_path):
     product = SimpleNamespace(groups=[[SimpleNamespace(shape=(2560, 2048))]], n=1, gate=None, key=KEY)
     module = SimpleNamespace(products=ProductCuts({KEY: WAYS[1]}))
 
-    class Tuned(Kernels):
+    class Tuned(DeviceKernels):
         def products(self, *_):
             return [product]
 
@@ -79,7 +79,7 @@ def test_the_fastest_of_each_product_is_kept_and_reported(model):
 
 
 def test_a_card_whose_kernels_are_not_used_says_why(model):
-    model.batch.steps.kernels = Kernels(left_out={"fused 4-bit products": "slower here"})
+    model.batch.steps.kernels = DeviceKernels(left_out={"fused 4-bit products": "slower here"})
     with pytest.raises(DeviceError, match="fused 4-bit products: slower here"):
         tune_model.tune_model(model)
 

@@ -46,7 +46,7 @@ def test_every_number_gets_torchs_own_score(module, softcap, dtype):
     """Also a quotient by a number whose inverse is not exact, and every tanh."""
     logits = torch.arange(-(2**15), 2**15, dtype=torch.int32, device=DEVICE).to(torch.int16).view(dtype)
     logits = logits[logits.isfinite()][None, :63488]
-    found, wanted = (ends.likeliest(logits, softcap, None, one) for one in (module, None))
+    found, wanted = (ends.argmax_logits(logits, softcap, None, one) for one in (module, None))
     # Another compiler's tanh may be a float32 step away, and that rounds to the other side once in thousands.
     assert int((found[0] != wanted[0]).sum()) <= 64 and (softcap is not None or torch.equal(found[0], wanted[0]))
     assert (found[0] - wanted[0]).abs().max() <= torch.finfo(dtype).eps * wanted[0].abs().max()
@@ -67,7 +67,7 @@ def test_captured_steps_go_on_from_token_to_token(module, overlap):
             tensor.fill_(math.nan)
         ends.rows(tokens[:, 0], [ends.Lookup(table, 22.6, h)], one)
         ends.per_layer(h, h.view(n, 2, 256), None, 1e-6, 0.04, 0.7, mixed, one)
-        return ends.likeliest(mixed.view(n, width) @ head.T, 30.0, tokens[:, 0], one)
+        return ends.argmax_logits(mixed.view(n, width) @ head.T, 30.0, tokens[:, 0], one)
 
     def start():
         tokens.copy_(torch.tensor([[5], [77], [4095]]))
@@ -83,7 +83,7 @@ def test_captured_steps_go_on_from_token_to_token(module, overlap):
         before = tokens.clone()
         graph.replay()
         scores, greedy = outputs[0].clone(), tokens[:, 0].clone()
-        assert torch.equal(ends.with_likeliest(scores)[1], greedy) and torch.equal(outputs[1], greedy)
+        assert torch.equal(ends.with_argmax(scores)[1], greedy) and torch.equal(outputs[1], greedy)
         tokens.copy_(before)
         wanted = step(None)[0]
         assert (scores - wanted).abs().max() <= 2**-6 * wanted.abs().max()

@@ -75,7 +75,7 @@ def test_a_ring_that_goes_round_gives_the_same_product(module, weights, n, group
     x = torch.randn(n, 2560, device=DEVICE).bfloat16()
     wanted = tuning._exact(x, group)
     for piece, stages in ((8, 1), (8, 2), (8, 3), (20, 1)):
-        cut = cuts.Cut(n, 10, k_warps, groups, piece, stages * groups, 1, 40, 125, 0, 0.0)
+        cut = cuts.LaunchConfig(n, 10, k_warps, groups, piece, stages * groups, 1, 40, 125, 0, 0.0)
         cut = dataclasses.replace(cut, shared_bytes=cut.needed_bytes(n))
         if cut.shared_bytes > module.shared_bytes:
             continue

@@ -23,7 +23,7 @@ from tests.test_packed_prompts import (
     wide,
 )
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.prefill.prefill import Prompts
+from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.planning.memory.unpacked import ITEM
 
 # bfloat16: one rounding of a product in another order moves a score by a few steps of 2^-8 of the largest.
@@ -45,7 +45,7 @@ def test_packed_prompts_and_many_rows_over_unpacked_weights_are_those_of_modules
         alone = eager(model)
         expected = [answered(alone, model.prepare(ids(count)), adapter=name) for name, count in zip(names, counts)]
         batch = wide(Batch(model, rows=16), monkeypatch, 1024)
-        batch.prompts = Prompts(batch, "auto", (16, 64, 128))
+        batch.prompts = PrefillRunner(batch, "auto", (16, 64, 128))
         assert batch.prompts.packs.why_not() is None and batch.steps.is_captured and batch.steps.kernels.has_lora
         for _ in range(4):
             prompts = [

@@ -14,7 +14,7 @@ from tests.test_prefill import DEVICE, TOLERANCE, answered, differ, eager, ids, 
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.cuda.capture_stream import side_stream
 from trimtab.engine.cuda.graph_cache import GraphCache
-from trimtab.engine.memory.shared_pool import PromptRoom
+from trimtab.engine.memory.shared_pool import PrefillMemoryPool
 
 MIB = 2**20
 GPU = torch.device("cuda", 0)
@@ -30,7 +30,7 @@ class Owner:
 
 @pytest.fixture
 def room():
-    made = PromptRoom(GPU, 64 * MIB)
+    made = PrefillMemoryPool(GPU, 64 * MIB)
     assert not made.is_made and made.make() and made.make()
     yield made
     made.release()
@@ -83,7 +83,7 @@ def test_what_a_pass_leaves_drops_the_graphs_once(room):
 
 
 def test_a_room_that_the_device_has_no_memory_for_is_not_made():
-    room = PromptRoom(GPU, 2**42)
+    room = PrefillMemoryPool(GPU, 2**42)
     assert not room.make() and not room.is_made
     with room.using():
         assert torch.ones(3, device=GPU).sum() == 3

@@ -12,7 +12,7 @@ from tests.test_encoder_cache import asked, tensors_of
 from tests.test_tower_graphs import *
 from tests.test_tower_graphs import DEVICE, features, same
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.prefill.prefill import Prompts
+from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.engine.towers.graphs import Towers
 from trimtab.planning.memory.towers import BUFFERS, POOL
 
@@ -42,7 +42,7 @@ def test_layouts_of_adapters_share_the_graphs_of_towers(tmp_path):
     names = {name: pico.adapter(base, tmp_path / name, targets="all", seed=number) for number, name in enumerate("ab")}
     plan = trimtab.plan(base, adapters=names, quant="none", dtype="float32", context=96, device=DEVICE)
     with trimtab.load(plan, decode="auto") as model:
-        prompts = Prompts(Batch(model, rows=1), "auto")
+        prompts = PrefillRunner(Batch(model, rows=1), "auto")
         given = {
             key: value.to(DEVICE) if isinstance(value, torch.Tensor) else value
             for key, value in asked(model, "gemma3", [1]).items()

@@ -42,7 +42,7 @@ from trimtab.engine.lora.store import TOWERS, AdapterStore
 from trimtab.engine.memory import reserve as transient_room
 from trimtab.engine.memory.out_of_memory import naming_out_of_memory
 from trimtab.engine.memory.rates import bound_stacks, bound_workspaces
-from trimtab.engine.memory.shared_pool import PromptRoom, room_of
+from trimtab.engine.memory.shared_pool import PrefillMemoryPool, room_of
 from trimtab.engine.model_calls import Asking
 from trimtab.engine.prefill import prefix_cache
 from trimtab.engine.towers.bounds_check import guard_towers
@@ -103,7 +103,7 @@ class LoadedModel(Asking):
         self._preparing = threading.Lock()
         self.batch_kept: Batch | None = None
         self.prefix_cache: PrefixCache | None = None
-        self.prompt_room: PromptRoom | None = None
+        self.prompt_room: PrefillMemoryPool | None = None
         # For the kernels of steps and chunks; on a CPU each layer has its own share of them instead.
         self.unpacked: UnpackedWeights | None = None
         self.unpacked_bytes = 0
@@ -153,7 +153,7 @@ class LoadedModel(Asking):
         self._attach(name, held)
 
     def lend_prompt_room(self) -> None:
-        """Give back the memory of captured prompts where a pass of another kind needs it (`PromptRoom.lend`)."""
+        """Give back the memory of captured prompts where a pass of another kind needs it (`PrefillMemoryPool.lend`)."""
         if self.prompt_room is not None:
             self.prompt_room.lend(self.free_adapter_bytes())
 

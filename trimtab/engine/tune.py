@@ -14,7 +14,7 @@ from trimtab.engine.cuda import shipped_configs as launch_configs
 from trimtab.engine.families import step as hf_gemma4
 from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import gemv4 as matvec
-from trimtab.engine.kernels.device_kernels import Kernels
+from trimtab.engine.kernels.device_kernels import DeviceKernels
 from trimtab.engine.model import LoadedModel
 from trimtab.errors import DeviceError, RequestError
 from trimtab.planning.values.execution import PRODUCT_ROWS
@@ -61,7 +61,7 @@ def tune_model(
     if not 1 <= rows <= max(PRODUCT_ROWS):
         raise RequestError(f"must be between 1 and {max(PRODUCT_ROWS)}", field="rows", value=rows)
     batch = Batch(model, rows=rows)
-    kernels: Kernels = batch.steps.kernels
+    kernels: DeviceKernels = batch.steps.kernels
     if kernels.matvec is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in kernels.left_out.items()) or "they were not chosen"
         raise DeviceError(f"the 4-bit kernels are not used on this card: {reasons}", device=str(model.device))

@@ -23,7 +23,7 @@ from typing import Any
 from trimtab.adapter_names import check_mix, is_mix, parse_mix
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.process.redact import own_folders
-from trimtab.serve.contract.errors import UnknownModelError, plain_error, told_error
+from trimtab.serve.contract.errors import UnknownModelError, error_from_worker, plain_error
 from trimtab.serve.contract.job import Event, Job
 from trimtab.serve.contract.settings import Settings
 from trimtab.serve.scheduling.deadline import Clock
@@ -466,7 +466,7 @@ class Pool:
                         report["loaded"].append(shown)
                 except TrimtabError as exc:
                     report["problems"].append(
-                        f"{shown}: {told_error(plain_error(exc), self.folders)[1]['error']['message']}"
+                        f"{shown}: {error_from_worker(plain_error(exc), self.folders)[1]['error']['message']}"
                     )
                 kept = tuple(name for name in member.served.kept if name in named)
                 member.served = replace(member.served, adapters=dict(named), kept=kept, weights=dict(weights))
@@ -499,7 +499,7 @@ class Pool:
             "in_flight": member.in_flight, "waiting": member.waiting, "adapters": sorted(member.adapters),
             "named": sorted(member.served.adapters),
             "takes": self.takes(name), "numbers": supervisor.numbers if is_ready else {}, "plan": plan,
-            "error": None if failure is None else told_error(failure, self.folders)[1]["error"]["message"],
+            "error": None if failure is None else error_from_worker(failure, self.folders)[1]["error"]["message"],
             "context_tokens": self.context_tokens(name), "tier_bytes": _tier_bytes(plan, is_loaded=is_ready),
         }  # fmt: skip
 

@@ -30,14 +30,14 @@ from torch import Tensor
 
 from trimtab.checkpoint.names import near_names
 from trimtab.engine.batch import sampling as hf_generate
-from trimtab.engine.batch.request import Constraint, Drawn, First, Prompt, Row
+from trimtab.engine.batch.request import Constraint, PendingToken, Prompt, Row, SampledToken
 from trimtab.engine.chat.prompt import fitted
 from trimtab.engine.chat.turn_end import end_token_ids
 from trimtab.engine.cuda import finite
 from trimtab.engine.decode import batch_invariant as company
 from trimtab.engine.decode import decode_step
 from trimtab.engine.decode.step_choice import Fallback
-from trimtab.engine.kernels.embed_and_logits import with_likeliest
+from trimtab.engine.kernels.embed_and_logits import with_argmax
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.batch_state import BatchState, StepBuffers
 from trimtab.engine.kv.pages import RowPages
@@ -110,7 +110,7 @@ class Batch:
             raise RequestError("a batch has at least one row", field="rows", value=self.rows)
         self.context_tokens = self.context_tokens or self.model.context_tokens
         self.ends = frozenset(end_token_ids(self.model.hf_model))
-        self.cache = hf_slots.SlotCache(
+        self.cache = hf_slots.BatchedKVCache(
             self.rows, self.context_tokens, self.model.device, kv_tokens=self.model.plan.request.kv_tokens,
             kv=self.model.plan.request.kv, bytes_of=partial(_kv_bytes, self.model, self.context_tokens, self.rows),
         )  # fmt: skip
@@ -126,7 +126,7 @@ class Batch:
         self.steps = decode_step.DecodeStep(
             self.model, StepBuffers(self.tokens, self.cache, self.rows, self.context_tokens), mode
         )
-        self.prompts = prefill_graphs.Prompts(self, "eager" if mode == "eager" else "auto")
+        self.prompts = prefill_graphs.PrefillRunner(self, "eager" if mode == "eager" else "auto")
         self.prefixes = prefix_cache.Prefixes(self)
         self.captures_ahead = CaptureAhead(self)
 
@@ -265,8 +265,8 @@ class Batch:
             prompt.row.logits = prompt.logits
         prompt.first = self._first(prompt.row, prompt.logits)
 
-    def _first(self, row: Row, logits: Tensor) -> First:
-        token, why = with_likeliest(logits)[1], None
+    def _first(self, row: Row, logits: Tensor) -> PendingToken:
+        token, why = with_argmax(logits)[1], None
         if row.constraint is None and not row.sampler.is_greedy:
             try:
                 token = torch.where(token < 0, token, row.sampler.queue(row.token_ids, logits))
@@ -278,7 +278,7 @@ class Batch:
         event = torch.cuda.Event() if on_gpu else None
         if event is not None:
             event.record()
-        return First(host, event, why)
+        return PendingToken(host, event, why)
 
     def _close_up(self) -> None:
         """Move placed prompts down, in their order, to where rows have left."""
@@ -287,7 +287,7 @@ class Batch:
                 self.cache.move(row.number, number)
                 row.number = number
 
-    def join(self, prompt: Prompt) -> Drawn:
+    def join(self, prompt: Prompt) -> SampledToken:
         """Make a complete prompt an active row and return its first token.
 
         Errors: RequestError if no row is free, or if an earlier placed prompt has not joined.
@@ -361,7 +361,7 @@ class Batch:
                 hint="Run the requests one at a time",
             ) from exc  # fmt: skip
 
-    def step(self, behind: Callable[[], bool] | None = None) -> list[Drawn]:
+    def step(self, behind: Callable[[], bool] | None = None) -> list[SampledToken]:
         """Return the next token of every unfinished row, in the order of the rows. A row without a token gets an `error`.
 
         behind: called after the step is queued and before anything waits for it. It may compute prompts and let them join, and
@@ -381,7 +381,7 @@ class Batch:
             has_moved = self._told  # a row that left was filled by another
         else:
             if ahead is not None:
-                self.tell_tokens()  # it had gone on to tokens that nobody drew
+                self.write_last_tokens()  # it had gone on to tokens that nobody drew
             logits, greedy = self._forward()
         # From here on the step counts as done: if memory ran out before, the same one can be done again.
         self._advance()
@@ -406,7 +406,7 @@ class Batch:
         if self._ahead is None and (
             has_tuned or not wrote_tokens or any(d.token_id != tokens[places[d.row]] for d in sampled)
         ):
-            self.tell_tokens()
+            self.write_last_tokens()
         return sampled
 
     def _queue_draws(
@@ -508,12 +508,12 @@ class Batch:
         """Return [rows, V] float32 of one decode step of all rows, their last tokens written into the cache."""
         if self._ahead is not None:
             self._ahead = None
-            self.tell_tokens()
+            self.write_last_tokens()
         self.prefixes.flush()
         logits, _ = self._forward()
         self._advance()
         self._keep_first_logits(self.active, {row: row.number for row in self.active}, logits)
-        self.tell_tokens()  # a captured step has gone on to the likeliest ones
+        self.write_last_tokens()  # a captured step has gone on to the likeliest ones
         return logits
 
     def _forward(self) -> tuple[Tensor, Tensor]:
@@ -532,7 +532,7 @@ class Batch:
             if row.written == row.prompt_tokens:
                 self.prefixes.first_logits(row, logits[places[row]])
 
-    def _draw(self, row: Row, logits: Tensor, token: int) -> Drawn:
+    def _draw(self, row: Row, logits: Tensor, token: int) -> SampledToken:
         if token < 0:
             # A GPU that samples from such a row is lost for all of them.
             raise finite.no_numbers(self.model.device, adapter=row.adapter)
@@ -540,13 +540,13 @@ class Batch:
             token = row.sampler.draw(row.token_ids, row.constraint(row.token_ids, logits))
         top_count = self._top[row]
         if top_count is None:
-            return Drawn(row, token)
+            return SampledToken(row, token)
         logprobs = torch.log_softmax(logits, dim=-1)
         values, ids = logprobs.topk(top_count) if top_count else (logprobs[:0], logprobs[:0])
         top = tuple((int(place), float(value)) for place, value in zip(ids.tolist(), values.tolist(), strict=True))
-        return Drawn(row, token, float(logprobs[token]), top)
+        return SampledToken(row, token, float(logprobs[token]), top)
 
-    def _commit(self, sampled: Drawn) -> None:
+    def _commit(self, sampled: SampledToken) -> None:
         row, token = sampled.row, sampled.token_id
         row.token_ids.append(token)
         if token in self.ends or token in row.request.stop_token_ids:
@@ -554,7 +554,7 @@ class Batch:
         elif len(row.answer_ids) >= row.request.answer_tokens:
             row.finish = "length"
 
-    def tell_tokens(self) -> None:
+    def write_last_tokens(self) -> None:
         """Write each row's last token to where the next step reads it."""
         self._told = True
         tokens = torch.tensor([[row.token_ids[-1]] for row in self.active])
@@ -576,7 +576,7 @@ class Batch:
             self.cache.move(last.number, number)
             self.active[number] = last
             last.number = number
-            self.tell_tokens()
+            self.write_last_tokens()
 
 
 def _kv_bytes(model: BatchModel, context_tokens: int, rows: int, held_rows: int) -> int:

@@ -30,7 +30,7 @@ from trimtab.request import DEFAULT_NEW_TOKENS, GenerateRequest
 
 if TYPE_CHECKING:
     from trimtab.engine.batch.batch import Batch, BatchModel
-    from trimtab.engine.batch.request import Drawn
+    from trimtab.engine.batch.request import SampledToken
     from trimtab.engine.formats.hf_types import Tokenizer
 
 Finish = Literal["stop", "length", "cancelled"]
@@ -318,7 +318,7 @@ def _kv_of(model: object) -> str:
     return "full" if plan is None else str(plan.request.kv)
 
 
-def logprobs_of(sampled: Drawn) -> tuple[TokenLogprob, ...]:
+def logprobs_of(sampled: SampledToken) -> tuple[TokenLogprob, ...]:
     """Return what a batch reports with a token, in an answer's form."""
     return () if sampled.logprob is None else (TokenLogprob(sampled.token_id, sampled.logprob, sampled.top),)
 

@@ -31,7 +31,7 @@ class Row(TokenSequence):
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledToken:
     """One sampled token of one row.
 
     token_id: its id. logprob: under the model's own distribution (before temperature and truncation). top: the most likely
@@ -45,7 +45,7 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class First:
+class PendingToken:
     """A prompt's first token on its way to the host, complete after `event`. why: the reason why none could be sampled."""
 
     token: Tensor
@@ -64,7 +64,7 @@ class Prompt(PrefillState):
     row: Row
     batch: Batch = field(kw_only=True)
     top_logprobs: int | None = None
-    first: First | None = None
+    first: PendingToken | None = None
     source: Row | None = None
 
     @property

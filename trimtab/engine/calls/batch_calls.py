@@ -30,7 +30,7 @@ from trimtab.request import GenerateRequest, check_choice
 
 if TYPE_CHECKING:
     from trimtab.engine.batch.batch import Batch
-    from trimtab.engine.batch.request import Drawn, Prompt, Row
+    from trimtab.engine.batch.request import Prompt, Row, SampledToken
     from trimtab.engine.calls.asked_model import AskedModel, Chosen
 
 QUESTION = ("prompt", "image", "audio", "system", "adapter", "template_kwargs")
@@ -56,7 +56,7 @@ class _Flight:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
-    def take(self, sampled: Drawn) -> None:
+    def take(self, sampled: SampledToken) -> None:
         if not self.token_ids:
             self.first = time.perf_counter()
         token = sampled.token_id

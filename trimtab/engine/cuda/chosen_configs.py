@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from trimtab.engine.cuda.launch_config import Cut, CutKey
+from trimtab.engine.cuda.launch_config import CutKey, LaunchConfig
 
 
 @dataclass(eq=False)
@@ -18,9 +18,9 @@ class ProductCuts:
     products whose configuration was set. tables: address of a code -> (the weights of each byte value [256, 2] float16, the code).
     """
 
-    chosen: dict[CutKey, Cut] = field(default_factory=dict)
-    known: dict[CutKey, tuple[Cut, str]] = field(default_factory=dict)
-    shipped: tuple[dict[CutKey, Cut], str] | None = None
+    chosen: dict[CutKey, LaunchConfig] = field(default_factory=dict)
+    known: dict[CutKey, tuple[LaunchConfig, str]] = field(default_factory=dict)
+    shipped: tuple[dict[CutKey, LaunchConfig], str] | None = None
     measured: set[CutKey] = field(default_factory=set)
     prepared: set[CutKey] = field(default_factory=set)
     tables: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)

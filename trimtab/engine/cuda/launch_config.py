@@ -28,7 +28,7 @@ CutKey = tuple[str, tuple[int, ...], int, int, bool]
 
 
 @dataclass(frozen=True)
-class Cut:
+class LaunchConfig:
     """One launch configuration for n rows of x.
 
     Its numbers: units (of 16 rows) per block, warps per unit and units in flight, blocks of 64 per piece and pieces in flight,
@@ -126,7 +126,7 @@ def units_of(rows: Sequence[int], *, pair: bool) -> int:
 def cuts(
     rows: Sequence[int], columns: int, n: int, *, multiprocessors: int, shared_bytes: int, pair: bool = False,
     bandwidth: float = 4.2e12,
-) -> list[Cut]:  # fmt: skip
+) -> list[LaunchConfig]:  # fmt: skip
     """Return the launch configurations of a matmul, the probably fastest first; empty if none fits.
 
     rows: D_out of each member. shared_bytes: the limit of a block. pair: the outputs of two members are multiplied, so both are
@@ -149,7 +149,7 @@ def cuts(
                     continue
                 for k_warps, groups in _warps(piece // _BATCH, each):
                     cut = _with_stages(
-                        Cut(n, each, k_warps, groups, piece, 0, splits, chunk, grid, 0, 0.0), shared_bytes
+                        LaunchConfig(n, each, k_warps, groups, piece, 0, splits, chunk, grid, 0, 0.0), shared_bytes
                     )
                     if cut is not None:
                         cost = _estimate(cut, columns * sum(rows) * 0.516, multiprocessors, bandwidth)
@@ -160,7 +160,7 @@ def cuts(
 
 def _held(
     rows: Sequence[int], columns: int, n: int, multiprocessors: int, shared_bytes: int, pair: bool, bandwidth: float
-) -> list[Cut]:
+) -> list[LaunchConfig]:
     """Return the cuts whose weights go straight into registers: every warp has as many pairs of blocks as every other."""
     blocks, units, configs = columns // BLOCK, units_of(rows, pair=pair), []
     for splits in (1, 2, 4, 8):
@@ -178,7 +178,7 @@ def _held(
                         continue
                     if splits > 1 and splits * grid * each * 16 * n > MOST_PARTS:
                         continue
-                    cut = Cut(n, each, k_warps, each, chunk, 0, splits, chunk, grid, 0, 0.0, held)
+                    cut = LaunchConfig(n, each, k_warps, each, chunk, 0, splits, chunk, grid, 0, 0.0, held)
                     cut = replace(cut, shared_bytes=cut.needed_bytes(n))
                     if cut.shared_bytes <= shared_bytes:
                         cost = _estimate_held(cut, columns * sum(rows) * 0.516, multiprocessors, bandwidth)
@@ -208,7 +208,7 @@ def _sizes(units: int, splits: int, multiprocessors: int, pair: bool) -> list[in
     return sorted({min(-(-each // step) * step, -(-units // step) * step) for each in wanted if each <= 24})
 
 
-def _with_stages(cut: Cut, shared_bytes: int) -> Cut | None:
+def _with_stages(cut: LaunchConfig, shared_bytes: int) -> LaunchConfig | None:
     """Return the cut with as many pieces under way as fit and as there are; None if not even two (or all) fit."""
     pieces = -(-cut.units // cut.groups) * (cut.chunk // cut.piece)  # of a group
     room = (shared_bytes - cut.needed_bytes(cut.n)) // cut.stage_bytes // cut.groups
@@ -220,7 +220,7 @@ def _with_stages(cut: Cut, shared_bytes: int) -> Cut | None:
     return replace(staged, shared_bytes=staged.needed_bytes(cut.n))
 
 
-def _estimate(cut: Cut, nbytes: float, multiprocessors: int, bandwidth: float) -> float:
+def _estimate(cut: LaunchConfig, nbytes: float, multiprocessors: int, bandwidth: float) -> float:
     count, warps = cut.grid * cut.splits, cut.k_warps * cut.groups
     waves = -(-count // (cut.resident * multiprocessors))
     each = -(-count // multiprocessors)  # blocks that one multiprocessor gets, in all waves
@@ -239,7 +239,7 @@ def _estimate(cut: Cut, nbytes: float, multiprocessors: int, bandwidth: float) -
     return max(alone_us, 1.8 + max(parts)) + 0.2 * sum(parts) + (1.5 if cut.splits > 1 else 0.0)
 
 
-def _estimate_held(cut: Cut, nbytes: float, multiprocessors: int, bandwidth: float) -> float:
+def _estimate_held(cut: LaunchConfig, nbytes: float, multiprocessors: int, bandwidth: float) -> float:
     count = cut.grid * cut.splits
     each = -(-count // multiprocessors)  # blocks that one multiprocessor gets, in all waves
     waves = -(-count // (cut.resident * multiprocessors))
@@ -259,17 +259,17 @@ def _estimate_held(cut: Cut, nbytes: float, multiprocessors: int, bandwidth: flo
     )
 
 
-def unlike(configs: Sequence[Cut], limit: int) -> list[Cut]:
+def unlike(configs: Sequence[LaunchConfig], limit: int) -> list[LaunchConfig]:
     """Return up to `limit` of the best estimates that really differ: two of three hold weights in registers."""
     held = _unlike([cut for cut in configs if cut.held], limit - limit // 3)
     return [*held, *_unlike([cut for cut in configs if not cut.held], limit - len(held))]
 
 
-def _unlike(configs: Sequence[Cut], limit: int) -> list[Cut]:
+def _unlike(configs: Sequence[LaunchConfig], limit: int) -> list[LaunchConfig]:
     # Of each number of splits, then of block sizes.
     by_splits = {cut.splits: cut for cut in reversed(configs)}
     best = [*configs[:1], *[by_splits[splits] for splits in (1, 2, 4) if splits in by_splits]]
-    others: dict[tuple[int, ...], Cut] = {}
+    others: dict[tuple[int, ...], LaunchConfig] = {}
     for cut in configs:
         others.setdefault((cut.units.bit_length(), cut.k_warps * cut.groups, cut.k_warps, cut.piece, cut.held), cut)
     return list(dict.fromkeys([*best, *others.values()]))[:limit]

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from typing import Any
 
-from trimtab.engine.cuda.launch_config import Cut, CutKey, cuts
+from trimtab.engine.cuda.launch_config import CutKey, LaunchConfig, cuts
 from trimtab.machine.user_cache import hashed, own_folder, read_own, write_own
 from trimtab.process.json_file import parse
 
@@ -57,7 +57,7 @@ class KernelLimits:
     local_bytes: int
 
 
-def why_not(cut: Cut, limits: KernelLimits, shared_bytes: int, *, is_timed: bool = False) -> str | None:
+def why_not(cut: LaunchConfig, limits: KernelLimits, shared_bytes: int, *, is_timed: bool = False) -> str | None:
     """Return why a compiled kernel cannot be launched well with a configuration on a card, or None. is_timed: on such a card it was
     the fastest, with a few spilled registers."""
     if limits.static_shared_bytes + cut.shared_bytes > shared_bytes:
@@ -76,7 +76,7 @@ def why_not(cut: Cut, limits: KernelLimits, shared_bytes: int, *, is_timed: bool
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-def document(target: Target, configs: Mapping[CutKey, Cut], about: Mapping[str, str]) -> dict[str, object]:
+def document(target: Target, configs: Mapping[CutKey, LaunchConfig], about: Mapping[str, str]) -> dict[str, object]:
     """Return what a file of configurations holds. about: releases that they were measured with."""
     rows = [
         {"rows": list(key[1]), "columns": key[2], "pair": key[4], **asdict(replace(cut, estimated_us=0.0))}
@@ -92,7 +92,7 @@ def to_text(whole: Mapping[str, Any]) -> str:
     return f'{head[:-2]},\n "configs": [\n{lines}\n ]\n}}\n'
 
 
-def from_text(text: str) -> tuple[Target, dict[CutKey, Cut]]:
+def from_text(text: str) -> tuple[Target, dict[CutKey, LaunchConfig]]:
     """Return the card of a document and its configurations; those that this code would not make itself are dropped.
 
     Errors: ValueError for a text that is no such document.
@@ -105,7 +105,7 @@ def from_text(text: str) -> tuple[Target, dict[CutKey, Cut]]:
         rows = [dict(row) for row in whole["configs"]]
     except (TypeError, KeyError, AttributeError) as exc:
         raise ValueError(f"not launch configurations: {exc}") from exc
-    configs: dict[CutKey, Cut] = {}
+    configs: dict[CutKey, LaunchConfig] = {}
     for row in rows:
         with suppress(TypeError, KeyError, ValueError, ZeroDivisionError):
             key, cut = _config(row)
@@ -113,10 +113,10 @@ def from_text(text: str) -> tuple[Target, dict[CutKey, Cut]]:
     return target, configs
 
 
-def _config(row: dict[str, Any]) -> tuple[CutKey, Cut]:
+def _config(row: dict[str, Any]) -> tuple[CutKey, LaunchConfig]:
     """Return one configuration. Errors: ValueError unless `cuts` would make it, TypeError and KeyError for another form."""
     rows, columns, pair = tuple(row.pop("rows")), row.pop("columns"), row.pop("pair")
-    cut = Cut(**row)
+    cut = LaunchConfig(**row)
     if not all(isinstance(size, int) and 0 < size < 2**24 for size in (*rows, columns, cut.n, cut.shared_bytes)):
         raise ValueError("a size is out of range")
     candidates = cuts(rows, columns, cut.n, multiprocessors=1, shared_bytes=cut.shared_bytes, pair=pair)
@@ -126,7 +126,7 @@ def _config(row: dict[str, Any]) -> tuple[CutKey, Cut]:
     return ("cut", rows, columns, cut.n, pair), cut
 
 
-def shipped(target: Target) -> tuple[dict[CutKey, Cut], str]:
+def shipped(target: Target) -> tuple[dict[CutKey, LaunchConfig], str]:
     """Return the configurations that came with this package for a card's compute capability, and how they were measured."""
     name = f"launch_configs_sm_{target.capability[0]}{target.capability[1]}.json"
     file = resources.files("trimtab.engine.kernels") / "cuda" / name
@@ -139,7 +139,7 @@ def shipped(target: Target) -> tuple[dict[CutKey, Cut], str]:
     return fitting, SHIPPED if is_such else SHIPPED_ELSEWHERE
 
 
-def kept(target: Target) -> dict[CutKey, Cut]:
+def kept(target: Target) -> dict[CutKey, LaunchConfig]:
     """Return the configurations that were tuned on this card with these kernels."""
     try:
         text = read_own(own_folder(FOLDER) / hashed(_key(target)), _key(target), limit_bytes=MOST_BYTES)
@@ -148,7 +148,7 @@ def kept(target: Target) -> dict[CutKey, Cut]:
         return {}
 
 
-def keep(target: Target, configs: Mapping[CutKey, Cut], about: Mapping[str, str]) -> None:
+def keep(target: Target, configs: Mapping[CutKey, LaunchConfig], about: Mapping[str, str]) -> None:
     """Save the configurations that were tuned on this card, together with earlier ones. If the folder cannot be written, later
     processes tune again."""
     with suppress(OSError):

@@ -61,7 +61,7 @@ def one_by_one(steps: DecodeStep, rows: Mapping[int, str | None]) -> tuple[Tenso
             cache.first_row = number
             store.set(name)
             with torch.no_grad():
-                scores, token = ends.likeliest(steps._modules(1), None, None, None)
+                scores, token = ends.argmax_logits(steps._modules(1), None, None, None)
             logits.append(scores[0].clone())
             tokens.append(token[0].clone())
     finally:

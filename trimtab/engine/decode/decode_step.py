@@ -29,7 +29,7 @@ from trimtab.engine.decode.step_capture import CapturedStep, StepCapture
 from trimtab.engine.decode.step_choice import Fallback, StepChoice
 from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
-from trimtab.engine.kernels.device_kernels import Kernels
+from trimtab.engine.kernels.device_kernels import DeviceKernels
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.batch_state import BatchState, StepBuffers
 from trimtab.engine.layers import embedding as tables
@@ -97,7 +97,7 @@ class DecodeStep:
         return self._choice.fallbacks
 
     @property
-    def kernels(self) -> Kernels:
+    def kernels(self) -> DeviceKernels:
         """Which kernels of our own steps are made of."""
         return self._choice.kernels
 
@@ -214,7 +214,7 @@ class DecodeStep:
         with torch.no_grad():
             if self._fused is not None and step is self._fused:
                 return self._fused(count, next_tokens)
-            return ends.likeliest(step(count), None, next_tokens, self.kernels.ends)
+            return ends.argmax_logits(step(count), None, next_tokens, self.kernels.ends)
 
     def _finish_and_go_on(self, step: Step, count: int) -> tuple[Tensor, Tensor]:
         return self._finish(step, count, self.tokens[:count, 0])

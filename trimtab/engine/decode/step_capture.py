@@ -20,7 +20,7 @@ from torch import Tensor
 from trimtab.engine.cuda.capture_stream import side_stream
 from trimtab.engine.cuda.graph_cache import GraphCache
 from trimtab.engine.decode.step_choice import StepChoice
-from trimtab.engine.kernels.device_kernels import Kernels
+from trimtab.engine.kernels.device_kernels import DeviceKernels
 from trimtab.engine.layers import embedding as tables
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.engine.tiers import streaming as tiers
@@ -97,7 +97,7 @@ class StepCapture:
         self._pays_beside_copies: bool | None = None
 
     @property
-    def kernels(self) -> Kernels:
+    def kernels(self) -> DeviceKernels:
         return self.choice.kernels
 
     def overlap_pays(self, run: Run, keep: object, count: int) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trimtab.engine.kernels import dequantize as prompt_kernels
-from trimtab.engine.kernels.device_kernels import Kernels
+from trimtab.engine.kernels.device_kernels import DeviceKernels
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.layers.linear import Leaf
 from trimtab.engine.memory.out_of_memory import naming_out_of_memory
@@ -46,7 +46,7 @@ class StepChoice:
         check_choice(mode, DECODE_MODES, field_name="decode")
         self.model, self.mode, self.rows, self.device = model, mode, rows, model.device
         self.fallbacks: list[Fallback] = []
-        self.kernels = Kernels.none()
+        self.kernels = DeviceKernels.none()
         self.is_fusable = False
         self.four_bit: list[Leaf] = []
         self.is_captured = mode != "eager" and self._may_capture()
@@ -128,9 +128,9 @@ class StepChoice:
 
     def _take_for_adapters(self) -> None:
         if self.device.type == "cuda":
-            self._take(Kernels.for_adapters(self.device, self.model.dtype))
+            self._take(DeviceKernels.for_adapters(self.device, self.model.dtype))
 
-    def _take(self, kernels: Kernels) -> None:
+    def _take(self, kernels: DeviceKernels) -> None:
         self.kernels = kernels
         for name, reason in {**kernels.left_out, **kernels.plain_products}.items():
             self.fall_back(name, reason, requested=False)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trimtab.engine.batched_lora.table import RANK_STEP
 from trimtab.engine.families import step as hf_gemma4
-from trimtab.engine.families.step import FusedStep, Where
+from trimtab.engine.families.step import FusedStep, TokenPositions
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kv.kv_cache import LayerCache, PagedLayer
 from trimtab.engine.kv.pages import PageTable
@@ -96,7 +96,7 @@ class _Pass:
     norm: matvec.Norm | None
     turns: dict[str, tuple[Tensor, Tensor]]
     states: dict[str, tuple[Tensor, Tensor]]
-    where: Where
+    where: TokenPositions
 
 
 def _is_whole(part: Tensor | None) -> bool:
@@ -191,7 +191,7 @@ class LastLayers:
         step.empty(1)
         x = step.buffer("x", h.shape, h.dtype)
         step.add_norm(None, h, None, self.layers[self.first].input_layernorm, None, None, x)
-        where = Where(self._position, self._ring, pages)
+        where = TokenPositions(self._position, self._ring, pages)
         self._pass = _Pass(h, x, None, step.turns(h[:, None], self._position), states, where)
 
     def _states(self) -> tuple[dict[str, tuple[Tensor, Tensor]], PageTable | None]:

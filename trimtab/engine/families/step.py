@@ -22,14 +22,14 @@ from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import selfcheck as fused_check
-from trimtab.engine.kv.kv_cache import SlotCache
+from trimtab.engine.kv.kv_cache import BatchedKVCache
 from trimtab.engine.layers.embedding import Table
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf, packed_together, staged_in
 from trimtab.engine.lora.layers import SavedModule
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
-    from trimtab.engine.kernels.device_kernels import Kernels
+    from trimtab.engine.kernels.device_kernels import DeviceKernels
     from trimtab.engine.kv.pages import PageTable
     from trimtab.engine.layers.unpacked import UnpackedWeights
 
@@ -61,13 +61,15 @@ def why_not(hf_model: HFModel) -> str | None:
 
 def choose_kernels(
     hf_model: HFModel, rows: int, *, is_invariant: bool = False, progress: Callable[[int, int], None] | None = None
-) -> Kernels:
+) -> DeviceKernels:
     """Return the kernels that work and pay for this model's steps of up to `rows` rows. is_invariant: of all of them, each with the
     bits that it has alone. progress: of measuring them."""
-    from trimtab.engine.kernels.device_kernels import Kernels
+    from trimtab.engine.kernels.device_kernels import DeviceKernels
 
     groups = product_groups(hf_model)
-    kernels = Kernels.choose(groups, attention_kinds(hf_model), rows=rows, sizes=_sizes(hf_model), progress=progress)
+    kernels = DeviceKernels.choose(
+        groups, attention_kinds(hf_model), rows=rows, sizes=_sizes(hf_model), progress=progress
+    )
     if is_invariant and rows <= cuts.MAX_ROWS:
         kernels.compile_fixed(groups, groups[0][0][0].dtype, rows)
     return kernels
@@ -152,7 +154,7 @@ class NormLayer(Protocol):
 
 
 @dataclass(frozen=True)
-class Where:
+class TokenPositions:
     """Where the tokens of a pass are in their rows of the cache. Shapes: positions, ring [n] int64: the position, and its place in
     a sliding layer's buffer. pages: of full layers that lie in a pool's."""
 
@@ -169,7 +171,7 @@ class FusedStep:
     """
 
     def __init__(
-        self, hf_model: HFModel, cache: SlotCache, tokens: Tensor, kernels: Kernels, unpacked: UnpackedWeights | None = None
+        self, hf_model: HFModel, cache: BatchedKVCache, tokens: Tensor, kernels: DeviceKernels, unpacked: UnpackedWeights | None = None
     ) -> None:  # fmt: skip
         self.hf_model, self.cache, self.tokens, self.kernels = hf_model, cache, tokens, kernels
         self.unpacked = unpacked
@@ -242,7 +244,7 @@ class FusedStep:
         turns = self.turns(hidden, positions)
         norm: matvec.Norm | None = None  # of x, which is not applied yet
         shared: dict[str, tuple[Tensor, Tensor]] = {}
-        where = Where(
+        where = TokenPositions(
             positions,
             self.buffer("ring", (count,), torch.long),
             None if self.cache.pool is None else self.cache.pool.table,
@@ -345,7 +347,7 @@ class FusedStep:
         return next(iter(self.cache.ring_places), self.cache.context_tokens)
 
     def layer(
-        self, number: int, where: Where, turns: dict[str, tuple[Tensor, Tensor]], shared: dict[str, tuple[Tensor, Tensor]],
+        self, number: int, where: TokenPositions, turns: dict[str, tuple[Tensor, Tensor]], shared: dict[str, tuple[Tensor, Tensor]],
         h: Tensor, x: Tensor, norm: matvec.Norm | None, extra: Tensor | None, following: NormLayer | None,
     ) -> tuple[Tensor, matvec.Norm]:  # fmt: skip
         """Return the last product's output, and the norm that makes the next layer's input (and h) of it.
@@ -361,7 +363,7 @@ class FusedStep:
 
     def _layer(
         self, layer: Any, number: int, kind: str, turn: tuple[Tensor, ...], shared: dict[str, tuple[Tensor, Tensor]],
-        where: Where, h: Tensor, x: Tensor, norm: matvec.Norm | None, extra: Tensor | None, following: NormLayer | None,
+        where: TokenPositions, h: Tensor, x: Tensor, norm: matvec.Norm | None, extra: Tensor | None, following: NormLayer | None,
     ) -> tuple[Tensor, matvec.Norm]:  # fmt: skip
         attention = layer.self_attn
         attended = self._attend(layer, number, kind, turn, shared, where, x, norm)
@@ -384,7 +386,7 @@ class FusedStep:
 
     def _attend(
         self, layer: Any, number: int, kind: str, turn: tuple[Tensor, ...],
-        shared: dict[str, tuple[Tensor, Tensor]], where: Where, x: Tensor, norm: matvec.Norm | None,
+        shared: dict[str, tuple[Tensor, Tensor]], where: TokenPositions, x: Tensor, norm: matvec.Norm | None,
     ) -> Tensor:  # fmt: skip
         attention = layer.self_attn
         count, dim = x.shape[0], attention.head_dim
@@ -409,7 +411,7 @@ class FusedStep:
         if keys is None or values is None:
             keys, values = shared[kind]
         attended = self.buffer("looked", (count, heads * dim), x.dtype)
-        fused.turn_and_attend(
+        fused.rope_and_attention(
             joined, heads, attention.q_norm.weight, weight, attention.q_norm.eps, cos, sin, keys, values, places,
             where.positions, attention.scaling, None, attended, queries, self._scratch(count, heads, dim),
             self.kernels.small, mode=mode, ahead=_ahead([layer.mlp.gate_proj, layer.mlp.up_proj]), pages=pages,
@@ -549,7 +551,7 @@ class FusedStep:
 
     def _head(self, x: Tensor, next_tokens: Tensor | None) -> tuple[Tensor, Tensor]:
         cap = self.config.final_logit_softcapping
-        return ends.likeliest(self.hf_model.lm_head(x), cap, next_tokens, self.kernels.ends)
+        return ends.argmax_logits(self.hf_model.lm_head(x), cap, next_tokens, self.kernels.ends)
 
     # Buffers -----------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Kernels between the matmuls of a decode step, in few launches: norms, rotary embedding, attention, gates.
+"""DeviceKernels between the matmuls of a decode step, in few launches: norms, rotary embedding, attention, gates.
 
 n rows, one token each. Every function takes a module (`load`) and launches one kernel where x lies on its device and the
 shapes suit (`why_not`), else it computes the same in torch. The torch paths round where transformers' Gemma 4 modules
@@ -10,7 +10,7 @@ A module serves one stream at a time (its counters are shared by its launches). 
 positions on the host: a captured launch serves every length that the cache has places for. dependent: start before the
 kernel in front ends, as `nvrtc.Module.launch` has it (None: as the module's `overlap` says); every thread of every kernel
 waits by itself before it reads what the kernels in front made. Attention does not wait for what stands since before the step:
-positions, the norms' weights, and (`turn_and_attend`) keys and values of all places but each row's newest. Whoever
+positions, the norms' weights, and (`rope_and_attention`) keys and values of all places but each row's newest. Whoever
 changes these does it by a launch that does not overlap the ones behind it, as torch's own are.
 
 What it does not know: whether a kernel is faster here than torch (bench/kernels.py measures).
@@ -371,7 +371,7 @@ def attend(
     )  # fmt: skip
 
 
-def turn_and_attend(
+def rope_and_attention(
     qkv: Tensor, heads: int, q_weight: Tensor, k_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, keys: Tensor,
     values: Tensor, places: Tensor, positions: Tensor, scaling: float, softcap: float | None, out: Tensor,
     queries: Tensor, scratch: Tensor | None, module: nvrtc.Module | None = None, *, mode: str = "own",

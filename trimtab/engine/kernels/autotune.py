@@ -18,7 +18,7 @@ from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda import shipped_configs as launch_configs
 from trimtab.engine.cuda.capture_stream import side_stream
 from trimtab.engine.cuda.graph_cache import GraphCache
-from trimtab.engine.cuda.launch_config import BLOCK, Cut
+from trimtab.engine.cuda.launch_config import BLOCK, LaunchConfig
 from trimtab.engine.formats.bitsandbytes import Packed, quantize, shell
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels.gemv4 import NESTED
@@ -48,7 +48,7 @@ def _exact(x: Tensor, weights: Sequence[Packed]) -> Tensor:
 
 def check(
     weights: Sequence[Packed], module: nvrtc.Module, *, dtype: torch.dtype = torch.bfloat16, rows: Sequence[int] = (1, 3, 8),
-    cut: Cut | None = None, rank: int = 8,
+    cut: LaunchConfig | None = None, rank: int = 8,
 ) -> str | None:  # fmt: skip
     """Return what is wrong with the kernels over these weights on this device, or None; outputs are poisoned first.
 
@@ -149,7 +149,7 @@ class _Product:
         self.lora = matvec.lora_args(slots, numbers, 8)
         self.gate = None if gate is None else matvec.Gate(gate)
 
-    def answers(self, cut: Cut | None) -> list[Tensor]:
+    def answers(self, cut: LaunchConfig | None) -> list[Tensor]:
         """Return the outputs without and with adapters; cut None: as `matvec.choose` says."""
         results = []
         for lora in (None, self.lora):
@@ -159,7 +159,7 @@ class _Product:
             results.append(self.out.clone())
         return results
 
-    def is_right(self, cut: Cut, wanted: Sequence[Tensor]) -> bool:
+    def is_right(self, cut: LaunchConfig, wanted: Sequence[Tensor]) -> bool:
         """Whether a cut runs here and computes what was wanted."""
         try:
             results = self.answers(cut)
@@ -171,7 +171,7 @@ class _Product:
 
 
 def why_not_cut(
-    weights: Sequence[Packed], n: int, module: nvrtc.Module, cut: Cut, *, dtype: torch.dtype, gate: str | None,
+    weights: Sequence[Packed], n: int, module: nvrtc.Module, cut: LaunchConfig, *, dtype: torch.dtype, gate: str | None,
     small: nvrtc.Module | None = None, is_timed: bool = False,
 ) -> str | None:  # fmt: skip
     """Return why a launch configuration that was not measured here is not used, or None.
@@ -209,7 +209,7 @@ def why_not_cut(
 def tune(
     groups: Sequence[Sequence[Packed]], n: int, module: nvrtc.Module, *, dtype: torch.dtype = torch.bfloat16,
     gate: str | None = None, limit: int = 8, repeat: int = 3, small: nvrtc.Module | None = None,
-) -> dict[Cut, float]:  # fmt: skip
+) -> dict[LaunchConfig, float]:  # fmt: skip
     """Time the cuts that may be fastest over groups of the same shapes, keep the fastest one; return µs a product.
 
     groups: as many layers' weights as it takes to be larger than the card's L2 cache, or the second run reads no memory. Each cut
@@ -220,12 +220,12 @@ def tune(
     weights, device = groups[0], module.device
     product = _Product(weights, n, module, dtype, gate)
     columns, overlap = weights[0].shape[1], module.capability >= (9, 0)
-    wanted, times = product.answers(None), dict[Cut, float]()
+    wanted, times = product.answers(None), dict[LaunchConfig, float]()
     for cut in cuts.unlike(matvec.ways(weights, n, module, pair=product.pair), limit):
         if not product.is_right(cut, wanted):
             continue
 
-        def run(cut: Cut = cut) -> None:
+        def run(cut: LaunchConfig = cut) -> None:
             for group in groups:
                 matvec.matvec4(
                     product.x, group, product.out, gate=product.gate, module=module, cut=cut, dependent=overlap
@@ -247,7 +247,7 @@ def tune(
 
 
 def _norm_in_front(
-    groups: Sequence[Sequence[Packed]], y: Tensor, out: Tensor, cut: Cut, gate: matvec.Gate | None, module: nvrtc.Module,
+    groups: Sequence[Sequence[Packed]], y: Tensor, out: Tensor, cut: LaunchConfig, gate: matvec.Gate | None, module: nvrtc.Module,
     small: nvrtc.Module, *, overlap: bool = False,
 ) -> tuple[Callable[[], None], Callable[[], None], Callable[[], bool]]:  # fmt: skip
     """Return (`add_norm` and the product, a product with its norm, whether the second computes what the first does)."""
@@ -275,7 +275,7 @@ def _norm_in_front(
 
 
 def _norm_pays(
-    groups: Sequence[Sequence[Packed]], y: Tensor, out: Tensor, cut: Cut, gate: matvec.Gate | None, module: nvrtc.Module,
+    groups: Sequence[Sequence[Packed]], y: Tensor, out: Tensor, cut: LaunchConfig, gate: matvec.Gate | None, module: nvrtc.Module,
     small: nvrtc.Module, *, overlap: bool, repeat: int,
 ) -> bool | None:  # fmt: skip
     """Whether a product with its norm takes less time than `add_norm` and the product; None if its result differs."""
@@ -299,7 +299,7 @@ def compile_ahead(
 
 
 def compile_cuts(
-    wanted: Sequence[tuple[Sequence[Packed], bool, Cut]],
+    wanted: Sequence[tuple[Sequence[Packed], bool, LaunchConfig]],
     module: nvrtc.Module,
     dtype: torch.dtype,
     *,

@@ -20,7 +20,7 @@ from torch import Tensor
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import shipped_configs as launch_configs
 from trimtab.engine.cuda.check_cache import KeptChecks
-from trimtab.engine.cuda.launch_config import Cut, CutKey
+from trimtab.engine.cuda.launch_config import CutKey, LaunchConfig
 from trimtab.engine.formats.bitsandbytes import Packed
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning
@@ -65,7 +65,7 @@ class Product:
 
 
 @dataclass(eq=False)
-class Kernels:
+class DeviceKernels:
     """The compiled modules, None where plain torch is used. small: norms, rotation, attention, gates. matvec: products of
     4-bit weights and LoRA. rows: the same for steps of more rows (`with_rows`). ends: tables in front of the layers, scores behind
     the head. left_out: name -> reason.
@@ -105,11 +105,11 @@ class Kernels:
         return repr([modules, sorted((key, str(self.matvec.products.chosen[key])) for key in self.configs)])
 
     @staticmethod
-    def none() -> Kernels:
-        return Kernels()
+    def none() -> DeviceKernels:
+        return DeviceKernels()
 
     @staticmethod
-    def for_adapters(device: torch.device, dtype: torch.dtype) -> Kernels:
+    def for_adapters(device: torch.device, dtype: torch.dtype) -> DeviceKernels:
         """Return the kernels that choose adapters by table, for a step that stays with the model's own modules."""
         chosen, key = of_this_process().for_adapters, (str(device), dtype)
         if key not in chosen:
@@ -123,7 +123,7 @@ class Kernels:
                 str(dtype),
             )
             checks.save()
-            chosen[key] = Kernels(None, compiled, left_out, checks=checks)
+            chosen[key] = DeviceKernels(None, compiled, left_out, checks=checks)
         return chosen[key]
 
     @property
@@ -140,7 +140,7 @@ class Kernels:
     def choose(
         groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[tuple[int, int, int]], *, rows: int,
         sizes: ends.Sizes | None = None, progress: Progress | None = None,
-    ) -> Kernels:  # fmt: skip
+    ) -> DeviceKernels:  # fmt: skip
         """Return what works and pays for layers like these on their device, for steps of up to `rows` rows.
 
         groups: for every shape the groups of linear layers that have it; a group reads one input. attention: (heads, kv
@@ -212,19 +212,19 @@ class Kernels:
             [(one.groups[0], one.gate is not None, chosen[one.key]) for one in products], self.matvec, dtype, fixed=True
         )
 
-    def _config_of(self, one: Product, dtype: torch.dtype) -> tuple[Cut, str] | None:
+    def _config_of(self, one: Product, dtype: torch.dtype) -> tuple[LaunchConfig, str] | None:
         """Return a product's launch configuration, and how it is known: as `matvec.config_of`, or as it was checked before."""
         kept = None if matvec.is_tuned_before(one.groups[0], one.n, self.matvec, pair=one.gate is not None) else (
             self.checks.find(*self._config_key(one, dtype))
         )  # fmt: skip
         if kept is not None:
-            return Cut(**kept["cut"]), kept["status"]
+            return LaunchConfig(**kept["cut"]), kept["status"]
         return matvec.config_of(one.groups[0], one.n, self.matvec, pair=one.gate is not None)
 
     def _config_key(self, one: Product, dtype: torch.dtype) -> tuple[object, ...]:
         return "configuration", one.key, _form_of(one.groups[0]), str(dtype), one.gate, self.small is not None
 
-    def _configure(self, one: Product, config: tuple[Cut, str] | None, dtype: torch.dtype) -> None:
+    def _configure(self, one: Product, config: tuple[LaunchConfig, str] | None, dtype: torch.dtype) -> None:
         """Take a product's configuration, or the next one that this card can run, and keep for later processes that it can."""
         if config is None:
             return  # `choose` says why nothing fits
@@ -276,7 +276,7 @@ class Kernels:
             report(2 * len(wanted), 2 * len(wanted))
         return len(wanted)
 
-    def with_rows(self, leaves: Sequence[Leaf], dtype: torch.dtype) -> Kernels:
+    def with_rows(self, leaves: Sequence[Leaf], dtype: torch.dtype) -> DeviceKernels:
         """Choose the kernels for steps of more rows than the matrix-vector kernels take, once; returns itself. leaves: the layers
         over 4-bit weights."""
         if self.rows is not None or ROWS in self.left_out or not leaves:
@@ -332,7 +332,7 @@ class Kernels:
 
 
 def check_bytes(attention: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> int:
-    """Return how many bytes of the device choosing kernels takes for a while. attention: as for `Kernels.choose`."""
+    """Return how many bytes of the device choosing kernels takes for a while. attention: as for `DeviceKernels.choose`."""
     return max(CHECK_BYTES, fused_check.check_bytes(attention, dtype, rows=MOST_ROWS))
 
 
@@ -341,7 +341,7 @@ def pair_kind(group: Sequence[Leaf]) -> str | None:
     return "gelu_tanh" if len(group) == 2 and group[0].out_features == group[1].out_features else None
 
 
-def instead_of(cut: Cut, ways: Sequence[Cut]) -> list[Cut]:
+def instead_of(cut: LaunchConfig, ways: Sequence[LaunchConfig]) -> list[LaunchConfig]:
     """Return which configurations are tried where this one cannot run: those of the same blocks that hold fewer weights in
     registers, then the best estimates."""
     blocks = (cut.units, cut.k_warps, cut.groups, cut.splits)
@@ -380,8 +380,8 @@ class LayerShapes:
 class ChosenKernels:
     """The kernels that were compiled and checked in a process: code is loaded into the device's context, which its models share."""
 
-    for_layers: dict[LayerShapes, Kernels] = field(default_factory=dict)
-    for_adapters: dict[tuple[str, torch.dtype], Kernels] = field(default_factory=dict)
+    for_layers: dict[LayerShapes, DeviceKernels] = field(default_factory=dict)
+    for_adapters: dict[tuple[str, torch.dtype], DeviceKernels] = field(default_factory=dict)
 
 
 @cache
@@ -393,7 +393,7 @@ def of_this_process() -> ChosenKernels:
 def _choose(
     groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[tuple[int, int, int]], sizes: ends.Sizes | None,
     rows: int = 1,
-) -> Kernels:  # fmt: skip
+) -> DeviceKernels:  # fmt: skip
     first = [one[0] for one in groups]
     device, dtype = first[0][0].device, first[0][0].dtype
     left_out: dict[str, str] = {}
@@ -414,7 +414,7 @@ def _choose(
         PRODUCTS, left_out, lambda: matvec.load(device), lambda module, times: _wrong_products(module, first, dtype, times),
         checks, str(dtype), forms, measured=measured,
     )  # fmt: skip
-    chosen = Kernels(small, products, left_out, measured, checks=checks)
+    chosen = DeviceKernels(small, products, left_out, measured, checks=checks)
     if sizes is not None and not chosen.is_empty:
         chosen.ends = _tried(
             ENDS, left_out, lambda: ends.load(device), lambda module, times: _wrong_ends(module, sizes, dtype, times),
@@ -497,7 +497,7 @@ def _wrong_products(
     measured: dict[str, tuple[float, float]],
 ) -> str | None:  # fmt: skip
     """Return what is wrong with the products, or that they are slower than the layers' own over all groups."""
-    kernels, ours, theirs = Kernels(matvec=module, measured_us=measured), 0.0, 0.0
+    kernels, ours, theirs = DeviceKernels(matvec=module, measured_us=measured), 0.0, 0.0
     for group in groups:
         packed = [leaf.packed() for leaf in group]
         if any(matvec.why_not(one, dtype, module.device) for one in packed):

@@ -31,7 +31,7 @@ from trimtab.engine.kernels import selfcheck as fused_check
 
 MAX_LAYER = 256  # values of one layer's own input
 NAMES = ("rows", "per_layer", "likeliest_8", "likeliest_1")
-_MAX_ROWS = 64  # of `likeliest`, whose blocks find each other by a counter a row
+_MAX_ROWS = 64  # of `argmax_logits`, whose blocks find each other by a counter a row
 _TYPES = (torch.bfloat16, torch.float16)
 # A check at load must not need memory that the plan does not know of: few rows of a table, and whole rows of scores once.
 _CHECKED_IDS, _CHECKED_SCORES = 64, 2**14
@@ -162,7 +162,7 @@ def per_layer(
 # Behind the head ------------------------------------------------------------------------------------------------------
 
 
-def with_likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+def with_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the logits [..., V] and the most likely token of each row [...], -1 where the largest score is not finite.
 
     `finite.check_logits` refuses the same rows.
@@ -172,7 +172,7 @@ def with_likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     return logits, torch.where(best.isfinite(), token, -1)
 
 
-def likeliest(
+def argmax_logits(
     logits: Tensor, softcap: float | None, following: Tensor | None = None, module: nvrtc.Module | None = None, *,
     out: tuple[Tensor, Tensor] | None = None, dependent: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -190,7 +190,7 @@ def likeliest(
     ):  # fmt: skip
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
-        scores, tokens = with_likeliest(logits.float())
+        scores, tokens = with_argmax(logits.float())
         if following is not None:
             following.copy_(tokens.clamp(min=0))
         return scores, tokens
@@ -261,8 +261,8 @@ class _Inputs:
     def per_layer(self, module: nvrtc.Module | None) -> None:
         per_layer(self.product, self.own, self.weight, 1e-6, self.weight.shape[0] ** -0.5, 2**-0.5, self.mixed, module)
 
-    def likeliest(self, module: nvrtc.Module | None) -> tuple[Tensor, Tensor]:
-        return likeliest(self.logits, self.softcap, self.following, module)
+    def argmax_logits(self, module: nvrtc.Module | None) -> tuple[Tensor, Tensor]:
+        return argmax_logits(self.logits, self.softcap, self.following, module)
 
 
 def check(
@@ -329,8 +329,8 @@ def _wrong_scores(module: nvrtc.Module, inputs: _Inputs) -> str | None:
             torch.full_like(inputs.ids, -9),
             (torch.full_like(logits, math.nan, dtype=torch.float32), inputs.ids - 99),
         )
-        scores, tokens = likeliest(logits, inputs.softcap, following, module, out=out)
-        wanted = likeliest(logits, inputs.softcap)
+        scores, tokens = argmax_logits(logits, inputs.softcap, following, module, out=out)
+        wanted = argmax_logits(logits, inputs.softcap)
         what = f"likeliest of {width} scores{name and f' ({name})'}"
         finite = wanted[0].isfinite()
         if not torch.equal(finite, scores.isfinite()) or not torch.equal(wanted[0].isnan(), scores.isnan()):
@@ -342,7 +342,7 @@ def _wrong_scores(module: nvrtc.Module, inputs: _Inputs) -> str | None:
         steps = 4 * torch.finfo(logits.dtype).eps
         if not torch.allclose(scores[finite], wanted[0][finite], rtol=steps, atol=1e-6):
             return f"{what}: one of them is not torch's"
-        token = with_likeliest(scores)[1]
+        token = with_argmax(scores)[1]
         if not torch.equal(tokens, token) or not torch.equal(following, token.clamp(min=0)):
             return f"{what}: {tokens.tolist()} instead of {token.tolist()}"
     return None
@@ -360,5 +360,5 @@ def measure(
     runs: dict[str, Callable[[nvrtc.Module | None], Any]] = {"rows": inputs.rows}
     if sizes.per_layer:
         runs["per_layer"] = inputs.per_layer
-    runs[f"likeliest of {sizes.vocabulary}"] = inputs.likeliest
+    runs[f"likeliest of {sizes.vocabulary}"] = inputs.argmax_logits
     return {name: (time_us(partial(run, module)), time_us(partial(run, None))) for name, run in runs.items()}

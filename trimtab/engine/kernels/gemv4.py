@@ -30,7 +30,7 @@ from torch import Tensor
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda import shipped_configs as launch_configs
-from trimtab.engine.cuda.launch_config import BLOCK, MAX_ROWS, Cut, CutKey
+from trimtab.engine.cuda.launch_config import BLOCK, MAX_ROWS, CutKey, LaunchConfig
 from trimtab.engine.formats.bitsandbytes import Packed
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.errors import DeviceError
@@ -258,7 +258,9 @@ def target_of(module: nvrtc.Module) -> launch_configs.Target:
     )  # fmt: skip
 
 
-def config_of(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> tuple[Cut, str] | None:
+def config_of(
+    weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False
+) -> tuple[LaunchConfig, str] | None:
     """Return the launch configuration of a product that is known without measuring, and how it is known: tuned on this card,
     shipped for such cards, or the best estimate. None if nothing fits the card."""
     key = cut_key(weights, n, pair=pair)
@@ -340,7 +342,7 @@ def _check_lora(lora: LoraArgs, members: int, n: int) -> None:
 def options(
     packed: Packed,
     dtype: torch.dtype,
-    cut: Cut | None = None,
+    cut: LaunchConfig | None = None,
     *,
     members: int = 1,
     pair: bool = False,
@@ -359,7 +361,7 @@ def _three(values: Sequence[nvrtc.Argument], empty: nvrtc.Argument = None) -> li
 
 
 def arguments(
-    x: Tensor, weights: Sequence[Packed], out: Tensor, cut: Cut, *, bias: Sequence[Tensor | None], lora: LoraArgs | None,
+    x: Tensor, weights: Sequence[Packed], out: Tensor, cut: LaunchConfig, *, bias: Sequence[Tensor | None], lora: LoraArgs | None,
     gate: Gate | None, module: nvrtc.Module, low_room: int = 0, norm: Norm | None = None, ahead: Sequence[Tensor] = (),
 ) -> list[nvrtc.Argument]:  # fmt: skip
     """Return the kernel's arguments in its order; no part is read."""
@@ -405,21 +407,21 @@ def takes_norm(weights: Sequence[Packed], n: int, module: nvrtc.Module | None, *
     return module is not None and _same_codes(weights) and choose(weights, n, module, pair=pair).normed
 
 
-def tuned_cuts(module: nvrtc.Module) -> dict[CutKey, Cut]:
+def tuned_cuts(module: nvrtc.Module) -> dict[CutKey, LaunchConfig]:
     """Return the cuts that were measured."""
     products = module.products
     return {key: products.chosen[key] for key in products.measured if key in products.chosen}
 
 
-def ways(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> list[Cut]:
+def ways(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> list[LaunchConfig]:
     """Return the cuts of this product that fit the module's device, the most likely to be fast first."""
     rows, columns = [packed.shape[0] for packed in weights], weights[0].shape[1]
     facts = {"multiprocessors": module.multiprocessors, "shared_bytes": module.shared_bytes}
     return cuts.cuts(rows, columns, n, pair=pair, **facts)
 
 
-def choose(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> Cut:
-    """Return the cut of this product: what was set for it (`Kernels.prepare`, `tune`), or the best estimate of those that need no
+def choose(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> LaunchConfig:
+    """Return the cut of this product: what was set for it (`DeviceKernels.prepare`, `tune`), or the best estimate of those that need no
     kernel of their own."""
     key = cut_key(weights, n, pair=pair)
     chosen = module.products.chosen
@@ -437,7 +439,7 @@ def choose(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: boo
 def matvec4(
     x: Tensor, weights: Sequence[Packed], out: Tensor, *, bias: Sequence[Tensor | None] = (), lora: LoraArgs | None = None,
     gate: Gate | None = None, norm: Norm | None = None, module: nvrtc.Module | None, dependent: bool | None = None,
-    cut: Cut | None = None, ahead: Sequence[Tensor] = (),
+    cut: LaunchConfig | None = None, ahead: Sequence[Tensor] = (),
 ) -> None:  # fmt: skip
     """Write the outputs of 1 to 3 layers over the same input: x [n, D_in] -> out [n, D_out of all], in x's dtype.
 

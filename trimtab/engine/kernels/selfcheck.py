@@ -18,10 +18,10 @@ from trimtab.engine.kernels.attention_and_norms import (
     add_norm,
     attend,
     gated,
+    rope_and_attention,
     rope_write,
     scratch_values,
     turn,
-    turn_and_attend,
 )
 from trimtab.engine.kv.pages import PagePool
 from trimtab.planning.values.kv_pool import PAGE_TOKENS
@@ -180,7 +180,7 @@ def _wrong_turn(
         if mode != "shared":  # what is there before must not be looked at
             keys[each, :, places] = values[each, :, places] = math.nan
         written = keys.clone(), values.clone()
-        turn_and_attend(
+        rope_and_attention(
             qkv, heads, q_weight, k_weight, 1e-6, cos, sin, *written, places, positions, dim**-0.5, None, out, q, None, module,
             mode=mode,
         )  # fmt: skip
@@ -230,7 +230,7 @@ def check_pages(
             qkv, q = random(n, (heads + parts * kv_heads) * dim), random(n, heads, dim)
             outs = [torch.full((n, heads * dim), math.nan, dtype=dtype, device=module.device) for _ in range(2)]
             for (keys, values), out, table in ((whole, outs[0], None), (paged, outs[1], pool.table)):
-                turn_and_attend(
+                rope_and_attention(
                     qkv, heads, weight, weight, 1e-6, cos, sin, keys, values, positions, positions, scale, None, out, q, None,
                     module, mode=mode, pages=table,
                 )  # fmt: skip
@@ -279,7 +279,7 @@ def measure(
             )  # fmt: skip
 
         def both_at_once(one: nvrtc.Module | None, heads: int = heads, dim: int = dim) -> None:
-            turn_and_attend(
+            rope_and_attention(
                 qkv, heads, turn[0], turn[0], 1e-6, turn, turn, keys, values, positions, positions, dim**-0.5,  # noqa: B023
                 None, attended, q, scratch, one,  # noqa: B023
             )  # fmt: skip

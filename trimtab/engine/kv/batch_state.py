@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from trimtab.engine.kv.kv_cache import SlotCache
+from trimtab.engine.kv.kv_cache import BatchedKVCache
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,7 +19,7 @@ class StepBuffers:
     """
 
     tokens: Tensor
-    cache: SlotCache
+    cache: BatchedKVCache
     rows: int
     context_tokens: int
 

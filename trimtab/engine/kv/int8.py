@@ -118,7 +118,7 @@ SLIDING_LAYERS = (DynamicSlidingWindowLayer, Int8SlidingLayer)
 
 
 def with_form(cache: DynamicCache, kv: str) -> DynamicCache:
-    """Return an empty cache whose layers keep this form; layers of other kinds stay, and `SlotCache` refuses them by name."""
+    """Return an empty cache whose layers keep this form; layers of other kinds stay, and `BatchedKVCache` refuses them by name."""
     if kv == "int8":
         for layer in cache.layers:
             # The release's own constructors differ in what they take; nothing of the two classes does.

@@ -43,7 +43,7 @@ class LayerCache(CacheLayerMixin):  # type: ignore[misc]
 
     is_compileable = True
 
-    def __init__(self, shared: SlotCache, places: int, is_ring: bool) -> None:
+    def __init__(self, shared: BatchedKVCache, places: int, is_ring: bool) -> None:
         super().__init__()
         self.shared, self.places, self.is_ring = shared, places, is_ring
         self.is_sliding = is_ring
@@ -67,7 +67,7 @@ class LayerCache(CacheLayerMixin):  # type: ignore[misc]
         return self.written(key_states, value_states, places[self.shared.rows_of_step(key_states.shape[0])])
 
     def written(self, key_states: Tensor, value_states: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Do what `update` does. Shapes: states [n, H, 1, D]; places [n] int64, as `SlotCache.begin` writes them."""
+        """Do what `update` does. Shapes: states [n, H, 1, D]; places [n] int64, as `BatchedKVCache.begin` writes them."""
         step = self.shared.rows_of_step(key_states.shape[0])
         rows = self.shared.row_numbers[step]
         form, dtype = self.shared.form, key_states.dtype
@@ -117,7 +117,7 @@ class LayerCache(CacheLayerMixin):  # type: ignore[misc]
 class PagedLayer(LayerCache):
     """A full layer's keys and values in pages of a pool: [H, P, D]."""
 
-    def __init__(self, shared: SlotCache, pool: PagePool) -> None:
+    def __init__(self, shared: BatchedKVCache, pool: PagePool) -> None:
         super().__init__(shared, shared.context_tokens, is_ring=False)
         self.pool = pool
 
@@ -176,7 +176,7 @@ class PagedLayer(LayerCache):
         """Do nothing: the pool's table says where a row is."""
 
 
-class SlotCache(Cache):  # type: ignore[misc]
+class BatchedKVCache(Cache):  # type: ignore[misc]
     """The keys and values of `rows` rows of up to `context_tokens` positions.
 
     positions [rows]: the position that the next step writes, on the device. masks: what the model takes as
@@ -403,7 +403,7 @@ class SlotCache(Cache):  # type: ignore[misc]
 
 
 def restore(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy back what `SlotCache.rings` copied."""
+    """Copy back what `BatchedKVCache.rings` copied."""
     for state, copy in pairs:
         state.copy_(copy)
 
@@ -443,7 +443,7 @@ def _unsupported(number: int, layer: object) -> str:
     return f"layer {number} keeps a {type(layer).__name__}"
 
 
-def step_masks(hf_model: HFModel, cache: SlotCache, count: int) -> Tensor | dict[str, Tensor]:
+def step_masks(hf_model: HFModel, cache: BatchedKVCache, count: int) -> Tensor | dict[str, Tensor]:
     """Return the `attention_mask` of a decode step of `count` rows: a mask, or one for each kind of layer of the family.
 
     A family whose configuration lists the kinds of its layers takes a dictionary (transformers, `create_masks_for_generate`).
@@ -460,7 +460,7 @@ def step_masks(hf_model: HFModel, cache: SlotCache, count: int) -> Tensor | dict
     return masks
 
 
-def step_positions(hf_model: HFModel, cache: SlotCache, count: int) -> Tensor:
+def step_positions(hf_model: HFModel, cache: BatchedKVCache, count: int) -> Tensor:
     """Return the `position_ids` of a decode step: [count, 1], or the same for each of three axes [3, count, 1]."""
     if _rope_module(hf_model) is None:
         return cache.positions[cache.rows_of_step(count), None]

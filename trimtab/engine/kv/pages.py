@@ -28,7 +28,7 @@ from trimtab.errors import DoesNotFitError
 from trimtab.planning.values.kv_pool import FIRST, NONE, PAGE_TOKENS, SCRAP, pages_of
 
 if TYPE_CHECKING:
-    from trimtab.engine.kv.kv_cache import SlotCache
+    from trimtab.engine.kv.kv_cache import BatchedKVCache
     from trimtab.engine.kv.sequence import TokenSequence
 
 
@@ -137,7 +137,7 @@ class PagePool:
 class RowPages:
     """Which of a batch's requests have which pages; every request has room where rows share no pool."""
 
-    def __init__(self, cache: SlotCache, context_tokens: int) -> None:
+    def __init__(self, cache: BatchedKVCache, context_tokens: int) -> None:
         self.cache, self.context_tokens = cache, context_tokens
         # Gives pages back when it is called, or when nobody knows the request any more.
         self._given: weakref.WeakKeyDictionary[TokenSequence, weakref.finalize[..., TokenSequence]] = (

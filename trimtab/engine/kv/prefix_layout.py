@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from trimtab.engine.kv.kv_cache import LayerCache, SlotCache
+from trimtab.engine.kv.kv_cache import BatchedKVCache, LayerCache
 from trimtab.planning.memory.prefix_cache import ALIGNED, LEAST_PAGE_BYTES
 from trimtab.planning.values.kv_pool import PAGE_TOKENS
 
@@ -55,7 +55,7 @@ class Layout:
     block_tokens: int
 
     @classmethod
-    def of(cls, cache: SlotCache, block_tokens: int) -> Layout:
+    def of(cls, cache: BatchedKVCache, block_tokens: int) -> Layout:
         """Return the layout of a family from the shapes of its first states."""
         fields: dict[bool, list[PageField]] = {False: [], True: []}
         ends = {False: 0, True: 0}

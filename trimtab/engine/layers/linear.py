@@ -99,7 +99,7 @@ def with_products(layers: Sequence[Leaf], make: Callable[[Leaf], Callable[[Tenso
                 vars(leaf)["base"] = base
 
 
-class StillLeaf(Leaf):
+class StationaryLinear(Leaf):
     """The weight stays where it is computed with."""
 
     def __init__(self, module_path: str, packed: Packed, own_bias: Tensor | None, **kwargs: Any) -> None:
@@ -116,7 +116,7 @@ class StillLeaf(Leaf):
         return self._widened(dequantize_rows(self._packed, start, stop, self.device))
 
 
-class ResidentLeaf(StillLeaf):
+class ResidentLeaf(StationaryLinear):
     """The weight stays on the execution device."""
 
     def __init__(self, module_path: str, packed: Packed, **kwargs: Any) -> None:
@@ -141,7 +141,7 @@ class ResidentLeaf(StillLeaf):
         self.__dict__["shell"] = unpacked_shell(weight, self._own_bias)
 
 
-class StagedLeaf(Leaf):
+class StagedLinear(Leaf):
     """The weight is in host memory or on disk and is copied to the execution device block by block."""
 
     def __init__(self, module_path: str, staged: Staged, **kwargs: Any) -> None:
@@ -161,7 +161,7 @@ class StagedLeaf(Leaf):
         return self.staged.open()[1]
 
 
-class HostLeaf(StillLeaf):
+class HostLeaf(StationaryLinear):
     """The weight stays in host memory and the CPU computes with it; activations move."""
 
     def __init__(self, module_path: str, packed: Packed, **kwargs: Any) -> None:
@@ -181,7 +181,7 @@ def packed_together(leaves: Sequence[Leaf]) -> list[Packed]:
 
     Errors: RuntimeError if streamed ones are in several pieces: opening the next would give the place of the one before to others.
     """
-    staged = [leaf.staged for leaf in leaves if isinstance(leaf, StagedLeaf)]
+    staged = [leaf.staged for leaf in leaves if isinstance(leaf, StagedLinear)]
     if any((one.group, one.piece) != (staged[0].group, staged[0].piece) for one in staged):
         raise RuntimeError(f"{leaves[0].module_path} and what is computed with it are copied in several pieces")
     return [leaf.packed() for leaf in leaves]
@@ -189,7 +189,7 @@ def packed_together(leaves: Sequence[Leaf]) -> list[Packed]:
 
 def staged_in(module: nn.Module) -> Iterator[Staged]:
     """Yield what says where the streamed weights of a module's layers are."""
-    return (leaf.staged for leaf in module.modules() if isinstance(leaf, StagedLeaf))
+    return (leaf.staged for leaf in module.modules() if isinstance(leaf, StagedLinear))
 
 
 def last_reader(block: nn.Module, group: Group) -> nn.Module:

@@ -457,7 +457,7 @@ class _Filler:
         self, row: ModuleRow, staged: Callable[[tiers.Streamer], tiers.Staged], common: Mapping[str, Any]
     ) -> None:
         def put(streamer: tiers.Streamer) -> None:
-            leaf = leaves.StagedLeaf(row.module_path, staged(streamer), **common)
+            leaf = leaves.StagedLinear(row.module_path, staged(streamer), **common)
             self.probe.model.set_submodule(row.module_path, leaf.eval())
             if row.is_head8:
                 self.head = leaf

@@ -1,6 +1,6 @@
 """Device memory for the temporary tensors of prompts: one segment, which captured passes and all others share.
 
-    room = PromptRoom(device, nbytes)
+    room = PrefillMemoryPool(device, nbytes)
     room.make()                                  # once, before the first graph of a prompt is captured
     with room.using():                           # on the stream that captures
         logits = forward.run(form)
@@ -53,7 +53,7 @@ class Owner(Protocol):
     def drop_graphs(self) -> None: ...
 
 
-class PromptRoom:
+class PrefillMemoryPool:
     """The room of one model. nbytes: of its segment. torch_bytes: what the plan counts for torch, where the room is to hold the
     rest of it; 0 where it holds `nbytes`. dtype: of the model. owners: of its graphs.
     """
@@ -213,7 +213,7 @@ def _begin(index: int, handle: tuple[int, int]) -> None:
     begin(index, handle)
 
 
-def room_of(plan: Plan, anatomy: Anatomy, device: torch.device) -> PromptRoom | None:
+def room_of(plan: Plan, anatomy: Anatomy, device: torch.device) -> PrefillMemoryPool | None:
     """Return the room of a model whose prompts are captured, None for any other."""
     is_captured = plan.execution.prompt.mode in CAPTURED
     if device.type != "cuda" or not is_captured or not has_room(plan.request.batch, plan.gpu_budget_bytes):
@@ -222,7 +222,7 @@ def room_of(plan: Plan, anatomy: Anatomy, device: torch.device) -> PromptRoom | 
     # The room is all that the plan counts: torch never joins segments, and a pass at its worst would need more of them than its
     # tensors hold. Captured towers have segments of their own.
     takes_rest = towers is None or towers.mode not in CAPTURED
-    return PromptRoom(
+    return PrefillMemoryPool(
         device, room_bytes(plan, anatomy), torch_bytes=torch_bytes(plan) if takes_rest else 0,
         dtype=getattr(torch, plan.request.dtype),
     )  # fmt: skip

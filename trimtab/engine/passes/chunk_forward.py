@@ -1,7 +1,7 @@
 """A prompt chunk with fixed shapes and addresses, so that a CUDA graph can hold it.
 
     chunks = chunks_of(prompt_tokens, CHUNKS)
-    forward = ChunkForward(hf_model, cache, dtype)   # keys and values go into a row of a SlotCache
+    forward = ChunkForward(hf_model, cache, dtype)   # keys and values go into a row of a BatchedKVCache
     forward.begin(row)
     for chunk in chunks:
         forward.load(chunk, token_ids)           # the only copy from the host
@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.kv.kv_cache import LayerCache, PagedLayer, SlotCache
+from trimtab.engine.kv.kv_cache import BatchedKVCache, LayerCache, PagedLayer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -286,7 +286,7 @@ class ChunkForward:
     Everything that a pass reads and writes stays where it is: a pass may be captured, after one of its form was not.
     """
 
-    def __init__(self, hf_model: HFModel, cache: SlotCache, dtype: torch.dtype) -> None:
+    def __init__(self, hf_model: HFModel, cache: BatchedKVCache, dtype: torch.dtype) -> None:
         self.hf_model, self.cache, self.device, self.dtype = hf_model, cache, cache.device, dtype
         self.config = hf_model.config.get_text_config()
         self.decoder = hf_model.get_decoder()

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from trimtab.engine.kv.kv_cache import LayerCache, PagedLayer, SlotCache
+from trimtab.engine.kv.kv_cache import BatchedKVCache, LayerCache, PagedLayer
 from trimtab.engine.passes.chunk_forward import SMALLEST_PLACES, ChunkForward, ChunkLayer, Form, covered
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class _PackLayer(ChunkLayer):
 class PackForward(ChunkForward):
     """Passes of several prompts through a model, their keys and values in rows of a cache. Inference only."""
 
-    def __init__(self, hf_model: HFModel, cache: SlotCache, dtype: torch.dtype) -> None:
+    def __init__(self, hf_model: HFModel, cache: BatchedKVCache, dtype: torch.dtype) -> None:
         super().__init__(hf_model, cache, dtype)
         mine = [_PackLayer(one, self) if isinstance(one, LayerCache) else one for one in cache.layers]
         self._cache = type(self._cache)(layers=mine)

@@ -130,7 +130,7 @@ class ChunkSlots(AdapterSlots):
         return y
 
 
-class Packs:
+class PackedPrefill:
     """The passes of several prompts of one batch."""
 
     def __init__(self, prompts: Passes) -> None:

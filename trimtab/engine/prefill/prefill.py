@@ -50,7 +50,7 @@ from trimtab.engine.passes.chunk_forward import Chunk, Form
 from trimtab.engine.passes.prompt_job import PromptJob
 from trimtab.engine.prefill import last_token as open_prompts
 from trimtab.engine.prefill.layouts import Layouts, values_of
-from trimtab.engine.prefill.packing import Packs
+from trimtab.engine.prefill.packing import PackedPrefill
 from trimtab.engine.prefill.rows import Rows
 from trimtab.engine.prefill.selection import select_adapter
 from trimtab.engine.prefill.tower_passes import TowerPasses, unloaded_error
@@ -77,7 +77,7 @@ class _Captured:
     serial: int | None  # of the adapter whose own addresses it reads
 
 
-class Prompts:
+class PrefillRunner:
     """The captured prompts of one batch. mode: "auto", on a GPU where the plan leaves room; "static": the same passes, never
     captured, on any device; "eager": none. sizes: of chunks, None for what fits. counted_bytes: what the plan has counted for
     them already."""
@@ -117,7 +117,7 @@ class Prompts:
         if (self.captures or mode == "static") and (why := self._why_not(sizes)) is not None:
             self.fall_back(why)
         batch.cache.has_prompt_row = self.is_on and batch.rows > 1
-        self.packs = Packs(self)
+        self.packs = PackedPrefill(self)
         if self.room is not None:
             self.room.owners.add(self)
 

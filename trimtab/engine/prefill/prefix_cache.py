@@ -37,7 +37,7 @@ from torch import Tensor
 from trimtab.engine.decode import batch_invariant as company
 from trimtab.engine.kv import int8 as hf_kv_int8
 from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.kv.kv_cache import LayerCache, SlotCache
+from trimtab.engine.kv.kv_cache import BatchedKVCache, LayerCache
 from trimtab.engine.kv.prefix_layout import CopyBuffer, Layout, PageField, RowViews, copy, holds_window
 from trimtab.engine.kv.prefix_store import Match, PrefixKey, PrefixStore, scope_of
 from trimtab.engine.kv.sequence import Inputs, PrefillState, Reuse, TokenSequence
@@ -134,7 +134,7 @@ class PrefixCache:
         ours = {name: counts.get(name, 0) for name in names}
         return ours | media | {"bytes": used, "capacity_bytes": self.capacity_bytes}
 
-    def learn(self, cache: SlotCache) -> bool:
+    def learn(self, cache: BatchedKVCache) -> bool:
         """Set the layout from a family's first states. Returns whether it is known and a page fits."""
         if self.layout is None:
             layout = Layout.of(cache, self.block_tokens)

@@ -14,7 +14,7 @@ from trimtab.engine.families.chunk import ChunkLayers
 from trimtab.engine.families.last_layers import LastLayers
 from trimtab.engine.kernels.dequantize import PromptKernels
 from trimtab.engine.kv.batch_state import BatchState
-from trimtab.engine.kv.kv_cache import SlotCache
+from trimtab.engine.kv.kv_cache import BatchedKVCache
 from trimtab.engine.kv.pages import RowPages
 from trimtab.engine.kv.prefix_store import Match
 from trimtab.engine.kv.sequence import PrefillState, TokenSequence
@@ -22,7 +22,7 @@ from trimtab.engine.layers.context import EngineContext
 from trimtab.engine.layers.linear import Leaf
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.host_adapter import HeldAdapter
-from trimtab.engine.memory.shared_pool import PromptRoom
+from trimtab.engine.memory.shared_pool import PrefillMemoryPool
 from trimtab.engine.passes.chunk_forward import ChunkForward
 from trimtab.engine.passes.prompt_job import PromptJob
 from trimtab.engine.towers.graphs import Towers
@@ -43,7 +43,7 @@ class PrefillContext(EngineContext, Protocol):
     def prefill_tokens(self) -> int: ...
 
     @property
-    def prompt_room(self) -> PromptRoom | None: ...
+    def prompt_room(self) -> PrefillMemoryPool | None: ...
 
     @property
     def prefix_cache(self) -> Any: ...  # `PrefixCache`, which itself reads this
@@ -97,8 +97,10 @@ class LayoutUse(Protocol):
 
 
 class Passes(Protocol):
-    """The captured prompts of a batch (`Prompts`), as the parts that it owns see them. firsts, lasts: what computes layers of a
-    pass in place of modules, made for the present steps."""
+    """The captured prompts of a batch (`PrefillRunner`), as the parts that it owns see them.
+
+    firsts, lasts: what computes layers of a pass in place of modules, made for the present steps.
+    """
 
     firsts: ChunkLayers | None
     lasts: LastLayers | None
@@ -141,7 +143,7 @@ class Passes(Protocol):
     def towers(self) -> Towers: ...
 
     @property
-    def room(self) -> PromptRoom | None: ...
+    def room(self) -> PrefillMemoryPool | None: ...
 
     @property
     def staged_tables(self) -> Sequence[GatheredTable]: ...
@@ -190,7 +192,7 @@ class Rows(Protocol):
     def context_tokens(self) -> int | None: ...
 
     @property
-    def cache(self) -> SlotCache: ...
+    def cache(self) -> BatchedKVCache: ...
 
     @property
     def pages(self) -> RowPages: ...

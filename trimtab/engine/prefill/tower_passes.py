@@ -19,7 +19,7 @@ from torch import Tensor
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.sequence import PrefillState
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
-from trimtab.engine.memory.shared_pool import PromptRoom
+from trimtab.engine.memory.shared_pool import PrefillMemoryPool
 from trimtab.engine.passes.chunk_forward import covered
 from trimtab.engine.passes.media_embeddings import Media, looking_ahead, media_of
 from trimtab.engine.prefill.rows import Passes
@@ -88,7 +88,7 @@ class TowerPasses:
             return media
         return self.media_of(prompt)
 
-    def _room(self) -> PromptRoom | None:
+    def _room(self) -> PrefillMemoryPool | None:
         """Return the room that towers share with prompts, None for captured towers: their graphs have memory of their own, and what
         lies between two of them must not be allocated where a graph of a prompt may write."""
         return None if self.prompts.towers.captures else self.prompts.room

@@ -26,7 +26,7 @@ from trimtab.serve.adapters.host_adapters import HeldAdapters
 VERSION = "@"  # no adapter name contains it
 
 
-class AdapterShelf:
+class AdapterCache:
     """Every adapter that may be requested: all in host memory, some on the model.
 
     kept: names that are never removed from the model. resident_limit: how many may be on it at once, including mixes

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from trimtab.serve.api.openai_shape import Shape, json_body
-from trimtab.serve.contract.errors import error_response, note_refusal, plain_error, told_error
+from trimtab.serve.contract.errors import error_from_worker, error_response, note_refusal, plain_error
 from trimtab.serve.contract.field_names import Names, client_error
 from trimtab.serve.contract.job import Event
 from trimtab.serve.contract.log import write_traceback
@@ -142,7 +142,7 @@ async def answer(
 
 def _refused(error: Mapping[str, Any], shape: Shape, folders: Sequence[str]) -> Response:
     note_refusal(error, folders)
-    status, body = told_error(error, folders)
+    status, body = error_from_worker(error, folders)
     return error_response(status, shape.error(status, body))
 
 
@@ -221,7 +221,7 @@ class _Stream(EventSourceResponse):
                 assert event.error is not None
                 self._ended = event.error["class"]
                 note_refusal(event.error, self._folders)
-                body = self._shape.error(*told_error(event.error, self._folders))
+                body = self._shape.error(*error_from_worker(event.error, self._folders))
                 yield {"event": "error", "data": json.dumps(body)}
                 return
             for piece in self._shape.pieces(index, event):

@@ -119,7 +119,7 @@ def _object(
     }  # fmt: skip
 
 
-def told_error(error: Mapping[str, Any], folders: Sequence[str] = ()) -> tuple[int, dict[str, Any]]:
+def error_from_worker(error: Mapping[str, Any], folders: Sequence[str] = ()) -> tuple[int, dict[str, Any]]:
     """Return status and object of an error from the worker."""
     return error_json(error["class"], error["message"], error["fields"], folders)
 

@@ -51,12 +51,19 @@ from trimtab.serve.api.request_kinds import (
 from trimtab.serve.api.responses import CLIENT_LEFT, Merged, answer
 from trimtab.serve.api.responses_shape import ResponsesShape
 from trimtab.serve.contract import log as journal
-from trimtab.serve.contract.errors import error_json, error_response, http_error, note_refusal, plain_error, told_error
+from trimtab.serve.contract.errors import (
+    error_from_worker,
+    error_json,
+    error_response,
+    http_error,
+    note_refusal,
+    plain_error,
+)
 from trimtab.serve.contract.field_names import Names, client_error, client_field
 from trimtab.serve.contract.job import Event, Job
 from trimtab.serve.contract.quotas import Quotas
 from trimtab.serve.contract.settings import IGNORED_HEADER, Settings
-from trimtab.serve.http.auth import Door, client_of, sender_of
+from trimtab.serve.http.auth import AccessMiddleware, client_of, sender_of
 from trimtab.serve.http.live import Live
 from trimtab.serve.http.openapi import BESIDE, description
 from trimtab.serve.media.fetch import Fetcher
@@ -112,7 +119,7 @@ def on_trimtab_error(folders: Sequence[str] = ()) -> Callable[[Request, Exceptio
         assert isinstance(exc, TrimtabError)
         error = client_error(plain_error(exc), _names_of(request))
         note_refusal(error, folders)
-        return _as_asked(request, *told_error(error, folders))
+        return _as_asked(request, *error_from_worker(error, folders))
 
     return handle
 
@@ -186,7 +193,7 @@ def make_app(
 
     routes = [*api.routes(), *extra]
     paths = [getattr(route, "path", "") for route in routes]
-    middleware = [Middleware(Door, live=live, body_limits=api.body_limits)]
+    middleware = [Middleware(AccessMiddleware, live=live, body_limits=api.body_limits)]
     if settings.cors_origins:
         cors = Middleware(
             CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["GET", "POST"],

@@ -30,7 +30,7 @@ OPEN_PATHS = ("/health", "/ready")
 POST_PATHS = (*REQUESTS, *ADMIN_PATHS)
 
 
-class Door:
+class AccessMiddleware:
     """Checks the key and counts the bytes of a body before anything reads it. body_limits: the limits of each path."""
 
     def __init__(self, app: ASGIApp, live: Live, body_limits: Callable[[str], BodyLimits]) -> None:

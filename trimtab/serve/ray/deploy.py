@@ -55,12 +55,12 @@ def application(arguments: dict) -> Any:
     """Return the Ray Serve application of `arguments_of`'s values. Errors: RequestError."""
     from ray import serve
 
-    from trimtab.serve.ray.ingress import Front
+    from trimtab.serve.ray.ingress import Ingress
 
     models, settings = read_arguments(arguments)
     handles = [_copies(model, settings, arguments) for model in models]
     front = serve.deployment(
-        serve.ingress()(Front), name=FRONT, num_replicas=1, max_ongoing_requests=100_000,
+        serve.ingress()(Ingress), name=FRONT, num_replicas=1, max_ongoing_requests=100_000,
         ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=settings.grace_s,
         max_constructor_retry_count=CONSTRUCTOR_TRIES,
     )  # fmt: skip

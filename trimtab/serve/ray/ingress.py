@@ -48,7 +48,7 @@ NAMES = ("adapters", "resident", "kept", "lost")
 log = logging.getLogger("trimtab.serve")
 
 
-class Front:
+class Ingress:
     """The ingress of the application. arguments: from `config.arguments_of`. handles: one per model, in their order."""
 
     def __init__(self, arguments: Mapping[str, Any], *handles: Any) -> None:

@@ -24,7 +24,7 @@ class Waiting(Protocol):
 Entry = TypeVar("Entry", bound=Waiting)
 
 
-class Lines(Generic[Entry]):
+class FairQueue(Generic[Entry]):
     """Requests by client (`Job.sender`) and adapter, the client whose turn is longest ago first. The client that had the last turn
     stays at the front and is skipped, so that clients who come before the next turn precede it."""
 

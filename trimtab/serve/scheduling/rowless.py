@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Generic
 
 from trimtab.serve.scheduling.in_progress import InProgress, Room
-from trimtab.serve.scheduling.queue import Entry, Lines
+from trimtab.serve.scheduling.queue import Entry, FairQueue
 
 # The seconds of a piece where nobody waits for a token.
 PIECE_S = 0.15
@@ -31,7 +31,7 @@ class Rowless(Generic[Entry]):
     `InProgress` takes it."""
 
     def __init__(self, room: Room[Entry]) -> None:
-        self.lines: Lines[Entry] = Lines()
+        self.lines: FairQueue[Entry] = FairQueue()
         self.begun: InProgress[Entry] = InProgress(room)
         self.complete: list[Entry] = []
         self._groups: set[str] = set()  # of requests whose first choice waits or is computed here

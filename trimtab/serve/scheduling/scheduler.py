@@ -28,7 +28,7 @@ from trimtab.serve.contract.engine_protocol import Engine
 from trimtab.serve.contract.job import Event, Job
 from trimtab.serve.scheduling.budget import Budget
 from trimtab.serve.scheduling.in_progress import InProgress, Room
-from trimtab.serve.scheduling.queue import Lines
+from trimtab.serve.scheduling.queue import FairQueue
 from trimtab.serve.scheduling.rowless import Rowless
 
 # How long taking up what has been prepared may take of each turn; one job is taken up in any case.
@@ -112,7 +112,7 @@ class Scheduler:
         now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.engine, self._tell, self.queue_limit, self._now = engine, emit, queue_limit, now
-        self._lines: Lines[_Entry] = Lines()
+        self._lines: FairQueue[_Entry] = FairQueue()
         self._arrived: deque[_Entry] = deque()
         room: Room[_Entry] = Room(engine.beside_tokens)
         self._begun: InProgress[_Entry] = InProgress(room)
@@ -367,7 +367,7 @@ class Scheduler:
             if self._now() - start >= ADMIT_S:
                 return
 
-    def _next(self, lines: Lines[_Entry], fits: Callable[[_Entry], bool] | None = None) -> _Entry | None:
+    def _next(self, lines: FairQueue[_Entry], fits: Callable[[_Entry], bool] | None = None) -> _Entry | None:
         """Return the job of the client and the adapter whose turn it is, and put both last. None if none can be chosen now. lines:
         of those that need a row, or of those that need none; both need slots for their adapters. fits: which of them can be chosen.
 
@@ -377,7 +377,7 @@ class Scheduler:
         being prepared waits for no slot: nobody passes it, and it keeps nobody back.
         """
         passes: dict[str | None, int] = {}  # adapters that may begin -> how many of `passed` come before them
-        passed: list[tuple[Lines[_Entry], str | None]] = []
+        passed: list[tuple[FairQueue[_Entry], str | None]] = []
         seen: set[str] = set()
         is_barred = False
         # What needs no row waits for a slot only where its turn has come.

@@ -21,7 +21,7 @@ from PIL import Image
 from trimtab.adapter_names import parts_of
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.batch.generate import Detokenizer, hidden_ids
-from trimtab.engine.batch.request import Drawn, Row
+from trimtab.engine.batch.request import Row, SampledToken
 from trimtab.engine.batch.sampling import Sampler
 from trimtab.engine.calls.embedding import Embedding
 from trimtab.engine.calls.prompt_logprobs import PromptScores
@@ -37,7 +37,7 @@ from trimtab.errors import RequestError, TrimtabError
 from trimtab.planning.memory.activations import passing_tokens
 from trimtab.planning.memory.media import LEAST_BUDGET_BYTES, MEDIA, patch_bytes, request_bytes, sound_bytes
 from trimtab.request import GenerateRequest
-from trimtab.serve.adapters.adapter_cache import AdapterShelf
+from trimtab.serve.adapters.adapter_cache import AdapterCache
 from trimtab.serve.api.client_errors import for_client
 from trimtab.serve.contract.job import Event, Job, Token
 from trimtab.serve.contract.log import write_traceback
@@ -74,7 +74,7 @@ def decoded_bytes(job: Job, *, model_type: str, audio_s: float) -> int:
 class LoadedEngine:
     """The scheduler's engine on a loaded model. rows: requests decoded together. prompt_limit: the most tokens of a
     prompt (None: the context). audio_s: most seconds of all audio of a request (None, or more than planned: the planned
-    ones). held: as for `AdapterShelf`.
+    ones). held: as for `AdapterCache`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class LoadedEngine:
         self.model, self.rows, self.prompt_limit = model, rows, prompt_limit
         model.forget_batch()
         self.batch = Batch(model, rows)
-        self.shelf = AdapterShelf(model, kept=kept, resident_limit=resident_limit, held=held)
+        self.shelf = AdapterCache(model, kept=kept, resident_limit=resident_limit, held=held)
         plan = model.plan
         planned_s = float(plan.request.audio_s)
         self._audio_s = planned_s if audio_s is None else min(audio_s, planned_s)
@@ -379,7 +379,7 @@ class LoadedEngine:
             return True
 
     def prefill_together(self, candidates: Sequence[Answer], most_tokens: int) -> tuple[int, list[Answer]]:
-        """Compute several prompts in one pass, each with its adapter, if that is faster (`packing.Packs`). Complete
+        """Compute several prompts in one pass, each with its adapter, if that is faster (`packing.PackedPrefill`). Complete
         prompts get their rows.
 
         Errors: as `prefill`; then nothing has changed.
@@ -482,7 +482,7 @@ class LoadedEngine:
             if row.error is not None and not answer.is_over:
                 self._break(answer, row.error)
 
-    def _told(self, answer: Answer, sampled: Drawn) -> None:
+    def _told(self, answer: Answer, sampled: SampledToken) -> None:
         answer.first_token = answer.first_token or time.monotonic()
         try:
             self._take(answer, sampled)
@@ -512,7 +512,7 @@ class LoadedEngine:
 
     # Tokens to text ---------------------------------------------------------------------------------------------------
 
-    def _take(self, answer: Answer, sampled: Drawn) -> None:
+    def _take(self, answer: Answer, sampled: SampledToken) -> None:
         if answer.is_over:
             return
         assert answer.detokenizer is not None
@@ -534,7 +534,7 @@ class LoadedEngine:
             answer.is_over = True
             answer.pending.append(Event(job.id, "done", finish=finish, usage=self._usage(answer)))
 
-    def _token(self, sampled: Drawn) -> Token:
+    def _token(self, sampled: SampledToken) -> Token:
         assert sampled.logprob is not None
         decode = self._tokenizer.decode
         top = tuple((token, str(decode([token])), logprob) for token, logprob in sampled.top)

@@ -124,7 +124,7 @@ def _stepped(model: Any, inputs: Inputs, continuation: Sequence[int], adapter: s
     logits = []
     for token in continuation:
         row.token_ids[-1] = token
-        batch.tell_tokens()
+        batch.write_last_tokens()
         logits.append(batch.logits()[0].to(before.device, before.dtype, copy=True))
         row.token_ids.append(token)
     batch.leave(row)
