@@ -10,7 +10,6 @@ from tests.test_vocabulary import BASE
 from trimtab.cli import main as cli
 from trimtab.cli.commands import bench as bench_command
 from trimtab.cli.commands import plan_run as line
-from trimtab.cli.commands import run_prompts as many
 from trimtab.cli.commands.serve import served_models
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.planning import Plan
@@ -101,7 +100,6 @@ def asked(monkeypatch):
         raise Asked(request)
 
     monkeypatch.setattr("trimtab.api.plan_request", planned)
-    monkeypatch.setattr(many, "plan_request", planned)
 
     def call(*words) -> LoadRequest:
         options = cli.parser().parse_args([str(word) for word in words])

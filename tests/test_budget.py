@@ -45,7 +45,7 @@ def test_the_largest_chunk_that_fits_is_taken():
 
 def test_the_first_chunk_of_a_turn_is_the_least_or_one_that_takes_hardly_longer():
     assert told(chunks=[(1024, 0.036), (512, 0.022), (256, 0.015)]).size(0.001, is_first=True) == 256
-    # DeviceKernels launched one by one: every chunk takes as long.
+    # Kernels launched one by one: every chunk takes as long.
     assert told(chunks=[(1024, 0.110), (512, 0.108), (256, 0.106)]).size(0.001, is_first=True) == 1024
 
 

@@ -649,7 +649,7 @@ def test_every_family_is_captured_or_says_why(family, tmp_path):
 
 
 def test_whether_launches_overlap_beside_copied_layers_is_measured_for_that_batch():
-    """DeviceKernels are shared by models of one shape: what paid for a resident one is not taken for one with copied layers."""
+    """Kernels are shared by models of one shape: what paid for a resident one is not taken for one with copied layers."""
     same, other = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 3.0]])
     kernels, tries, told = decode_step.DeviceKernels(matvec=object(), overlap_pays=True), [], []
 

@@ -452,8 +452,8 @@ def test_bad_jobs_are_refused_by_name_and_the_others_go_on(engine):
     broken = [{"role": "user", "content": [{"type": "image", "image": b"not a picture"}]}]
     found = run(engine, ask("a", adapter="stile"), ask("b", prompt=broken), ask("c", tokens=5000), ask("d"))
     fields = {name: event.error["fields"] for name, (_, event, _) in found.items() if event.kind == "error"}
-    assert {name: fields["a"][name] for name in ("field", "value", "allowed")} == {
-        "field": "model", "value": "stile", "allowed": ("style",)
+    assert {name: fields["a"][name] for name in ("field", "value", "allowed", "near")} == {
+        "field": "model", "value": "stile", "allowed": ("style", "specialist", "rslora-dora"), "near": ("style",)
     }  # fmt: skip
     assert fields["b"]["field"] == "messages[0].content[0].image_url" and fields["b"]["value"] is None
     assert fields["c"]["field"] == "messages" and fields["c"]["hint"] == "Shorten it, or lower max_tokens"

@@ -1,6 +1,6 @@
 """Compute capability 7.5 (T4, RTX 20, GTX 16): kernels compile for it, float16 is chosen with care. Not run on such a card.
 
-DeviceKernels are compiled for 8.6, 8.9 and 12.0 too, which nobody here has either.
+Kernels are compiled for 8.6, 8.9 and 12.0 too, which nobody here has either.
 
 The compiler is NVRTC, or a toolkit's nvcc where that is installed; without either the tests of compiling are skipped.
 """

@@ -233,7 +233,7 @@ def test_one_of_several_adapters_must_be_named(base, adapter):
     found = refused(base, adapters={"a": adapter, "b": adapter}, against="resident")
     assert (found.field, found.allowed) == ("adapter", ("a", "b"))
     found = refused(base, adapters={"one": adapter, "two": adapter}, adapter="ono", against="resident")
-    assert found.value == "ono" and found.allowed == ("one",)
+    assert found.value == "ono" and found.allowed == ("one", "two") and found.near == ("one",)
 
 
 def test_an_adapter_of_another_model_is_refused_before_a_route_runs(base, tmp_path):

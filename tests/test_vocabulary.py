@@ -185,9 +185,7 @@ def test_a_plan_stands_in_place_of_model_and_budgets(command: str, ask: Any, tmp
     wrong = tmp_path / "a.plan"  # whatever its ending
     wrong.write_text("{}", encoding="utf-8")
     code, _, err = ask(command, "--plan", str(wrong), MODEL="")
-    assert (code, "is not a plan of this version" in err) == (
-        (2, False) if command == "tune" and code == 2 else (3, True)
-    )
+    assert (code, "is not a saved plan" in err) == ((2, False) if command == "tune" and code == 2 else (3, True))
     code, _, err = ask(command, "--plan", str(wrong))
     assert (
         code == 2 and err.startswith("trimtab: --plan ") and "cannot be combined with MODEL: both name the model" in err

@@ -210,7 +210,7 @@ class CpuModule:
     def variant(self, options: tuple[str, ...]) -> CpuModule:
         """The same source compiled with other options; its launches count as this module's."""
         if options not in self.variants:
-            # DeviceKernels that these options bring.
+            # Kernels that these options bring.
             names = ("matvec_held",) if any("HELD" in option for option in options) else self.variant_names
             made = CpuModule(self._source, names, options=options, **self._facts)
             made.launches = self.launches

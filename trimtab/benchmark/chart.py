@@ -1,6 +1,6 @@
 """The chart of a benchmark: a panel per figure, a bar per engine, its spread as a whisker, the limit as a line.
 
-SampledToken with the same shapes as a plan: .svg; the same report gives the same bytes.
+Drawn with the same shapes as a plan: .svg; the same report gives the same bytes.
 """
 
 from __future__ import annotations

@@ -340,7 +340,7 @@ class _Planner:
         elif self.is_captured and not self.captures_prompts:
             counted |= {"fragments": FRAGMENT_BYTES}
         if self.mode == "fused":
-            # DeviceKernels are checked while no request runs: in the memory of a prompt's activations, and beyond it.
+            # Kernels are checked while no request runs: in the memory of a prompt's activations, and beyond it.
             more = check_bytes(self.anatomy) - self.needs.activation_bytes - counted.get("logits", 0)
             counted |= {"checks": more} if more > 0 else {}
         return counted

@@ -32,7 +32,7 @@ from trimtab.engine.cuda.shipped_configs import KernelLimits
 from trimtab.errors import DeviceError
 from trimtab.machine.user_cache import hashed, own_folder, prune, read_own, touch, write_own
 
-# DeviceKernels that need no bf16 arithmetic are made for 7.5 too (cuda/values.cuh); bf16 and tensor cores' m16n8k16 begin with 8.0.
+# Kernels that need no bf16 arithmetic are made for 7.5 too (cuda/values.cuh); bf16 and tensor cores' m16n8k16 begin with 8.0.
 LEAST_CAPABILITY, BF16_CAPABILITY = (7, 5), (8, 0)
 # Above this a kernel must ask for its dynamic shared memory (CUDA C++ Programming Guide, cudaFuncSetAttribute).
 PLAIN_SHARED_BYTES = 48 * 1024

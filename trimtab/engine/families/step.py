@@ -171,7 +171,8 @@ class FusedStep:
     """
 
     def __init__(
-        self, hf_model: HFModel, cache: BatchedKVCache, tokens: Tensor, kernels: DeviceKernels, unpacked: UnpackedWeights | None = None
+        self, hf_model: HFModel, cache: BatchedKVCache, tokens: Tensor, kernels: DeviceKernels,
+        unpacked: UnpackedWeights | None = None,
     ) -> None:  # fmt: skip
         self.hf_model, self.cache, self.tokens, self.kernels = hf_model, cache, tokens, kernels
         self.unpacked = unpacked

@@ -1,4 +1,4 @@
-"""DeviceKernels between the matmuls of a decode step, in few launches: norms, rotary embedding, attention, gates.
+"""Kernels between the matmuls of a decode step, in few launches: norms, rotary embedding, attention, gates.
 
 n rows, one token each. Every function takes a module (`load`) and launches one kernel where x lies on its device and the
 shapes suit (`why_not`), else it computes the same in torch. The torch paths round where transformers' Gemma 4 modules

@@ -1,4 +1,4 @@
-"""DeviceKernels for prompt chunks beside cuBLAS: 4-bit weights unpacked in one launch, LoRA in two.
+"""Kernels for prompt chunks beside cuBLAS: 4-bit weights unpacked in one launch, LoRA in two.
 
 bitsandbytes unpacks a weight with doubly quantized scales in three launches, and torch adds a LoRA in five that pass over the
 output in float32. Here a weight becomes the same bits in one launch (`unpack`), and a LoRA is A x, then y + scale B (A x) in
@@ -48,7 +48,7 @@ _MOST_RANK = nvrtc.PLAIN_SHARED_BYTES // (4 * _TOKENS)
 # Beyond this rank torch's products in float32 are faster (bench/results/prompt_kernels.json, 512 tokens over E4B's gate: 26 us
 # against 50 for rank 8, 234 against 71 for rank 64).
 PAYING_RANK = 8
-# DeviceKernels are tried on a layer of up to so many weights.
+# Kernels are tried on a layer of up to so many weights.
 TRIED_VALUES = 8 * 2**20
 # bitsandbytes' own products of fewer rows read packed weights.
 LEAST_TOKENS = 9

@@ -1,4 +1,4 @@
-"""DeviceKernels for 9 to 128 rows, of decode steps and of prompts: 4-bit matmuls on tensor cores, adapters per row.
+"""Kernels for 9 to 128 rows, of decode steps and of prompts: 4-bit matmuls on tensor cores, adapters per row.
 
 The matrix-vector kernels (gemv4.py) decode a weight once for 8 rows at most. Here a weight is decoded once for up to 64: it
 becomes code * absmax, rounded once to the type of x, which is what bitsandbytes unpacks; sums are float32, rounded once. So a

@@ -421,8 +421,8 @@ def ways(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool 
 
 
 def choose(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> LaunchConfig:
-    """Return the cut of this product: what was set for it (`DeviceKernels.prepare`, `tune`), or the best estimate of those that need no
-    kernel of their own."""
+    """Return the cut of this product: what was set for it (`DeviceKernels.prepare`, `tune`), or the best estimate of those
+    that need no kernel of their own."""
     key = cut_key(weights, n, pair=pair)
     chosen = module.products.chosen
     if key not in chosen:

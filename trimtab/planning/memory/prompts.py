@@ -30,7 +30,7 @@ BESIDE_ROOM_BYTES = 16 * 2**20
 # With smaller chunks, a prompt of 512 tokens takes as long as without capture, because every chunk unpacks every
 # weight.
 LEAST_LARGEST = 128
-# DeviceKernels of one pass: for a 4-bit weight two for its scales, one for the weight, one for the product; for an adapter
+# Kernels of one pass: for a 4-bit weight two for its scales, one for the weight, one for the product; for an adapter
 # the input in float32, two products, scaling and sum; for everything else of a layer (norms, rotation, attention,
 # gates), and around layers.
 QUANTIZED_KERNELS, PLAIN_KERNELS, ADAPTER_KERNELS, LAYER_KERNELS, OTHER_KERNELS = 4, 1, 5, 40, 120

@@ -21,7 +21,7 @@ GRAPHS, BUFFERS, POOL = "tower_graphs", "tower_buffers", "tower_activations"
 PARTS = ("vision", "audio", "connector")
 # Shapes of each tower whose graphs are kept.
 SHAPES = 4
-# DeviceKernels of a layer in addition to its linears: norms, rotation, attention, convolutions, gates; two for each linear
+# Kernels of a layer in addition to its linears: norms, rotation, attention, convolutions, gates; two for each linear
 # that is clipped.
 LAYER_KERNELS, CLIP_KERNELS = 60, 2
 # Copies of the inputs and outputs of each layer.

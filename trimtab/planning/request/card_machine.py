@@ -16,7 +16,7 @@ from trimtab.planning.values.machine import Machine
 # The driver's share of an idle card.
 DRIVER_BYTES = 256 * MIB
 # A bare context grows with the multiprocessors: 524 MiB with 132 of them (H200, driver 580), half of it for the stacks
-# of all possible threads, 1 KiB each; with stacks of 512 bytes, as this process requests, 391 MiB. DeviceKernels are counted
+# of all possible threads, 1 KiB each; with stacks of 512 bytes, as this process requests, 391 MiB. Kernels are counted
 # by the plan (planning/values/execution.py).
 THREAD_STACK_BYTES = 512
 CONTEXT_BASE_BYTES, CONTEXT_BYTES_EACH = 131 * MIB, 2 * MIB

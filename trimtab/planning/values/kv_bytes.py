@@ -25,7 +25,7 @@ SCALE_BYTES = 4
 # Mean KL of next-token distributions, 8 bits against full keys and values, over the demo's prompts, the largest of its adapters and
 # formats (bench/results/kv8.json).
 KV8_KL = 6.3e-4
-# DeviceKernels of one layer's step: magnitudes, scale, division, rounding and joining of keys and of values, writing them,
+# Kernels of one layer's step: magnitudes, scale, division, rounding and joining of keys and of values, writing them,
 # and converting both back. An assumption: counted in the code, each as long as a small kernel in a graph. Neither was
 # measured, so a plan marks it as an estimate (`Phase.estimated_s`).
 LAYER_KERNELS = 24
