@@ -78,6 +78,7 @@ def serving(**options):
     try:
         assert process.stdout.readline().startswith("toy: ")
         found = Server(process, process.stdout.readline().split()[0])
+        assert process.stdout.readline().startswith("base URL for clients: ")
         headers = {"authorization": f"Bearer {options['api_keys'][0]}"} if options.get("api_keys") else {}
         found.until(lambda: found.ask("GET", "/ready", **headers)[0] == 200, WAIT_S)
         yield found
