@@ -123,8 +123,7 @@ def _made(
     known: _Known, is_explained: bool = True, held_bytes: int = 0, media: MediaMemory = NO_MEDIA,
 ) -> Plan:  # fmt: skip
     """Return the plan without the stamps of its files. known: results of plans for other executions and requests.
-    is_explained: whether an error names the sufficient budget, which needs a further search.
-    """
+    is_explained: whether an error names the sufficient budget, which needs a further search."""
 
     def planned(one: Anatomy, head: str, mode: str, reason: str) -> Plan:
         def with_chunks(chunks: tuple[int, ...], captured: bool, *, only_whole: bool, explains: bool) -> Plan:
@@ -151,8 +150,7 @@ def _made(
 @dataclass(frozen=True)
 class _Known:
     """Cached values of plans for one machine. blocks: of the anatomies, by their identity and format. items: the
-    choices, also by use and by whether steps are captured.
-    """
+    choices, also by use and by whether steps are captured."""
 
     blocks: dict[tuple[int, str], tuple[Block, ...]] = field(default_factory=dict)
     items: dict[tuple[int, str, Use, bool], list[Item]] = field(default_factory=dict)
@@ -228,8 +226,7 @@ class _Planner:
 
     def _with_best_buffers(self, chosen: list[Choice], totals: Totals) -> Plan:
         """Return the plan of a captured step that copies blocks, with two staging buffers or with one: a second one
-        hides more of the copies, and takes the memory of a block.
-        """
+        hides more of the copies, and takes the memory of a block."""
         given, one = self.limits, replace(self.limits, slots=1)
         alone = (chosen, totals) if given == one else Search(self.items, one).best()
         if self.only_whole and (alone is None or self._copies(alone[0])):
@@ -248,8 +245,7 @@ class _Planner:
 
     def _waits_s(self, chosen: Sequence[Choice], slots: int) -> float:
         """Return the seconds that one staging buffer adds to the passes of a prompt, because it alternates between
-        copying and computing. Captured passes through blocks of several pieces add none: the copies continue.
-        """
+        copying and computing. Captured passes through blocks of several pieces add none: the copies continue."""
         staged = [block for block, choice in zip(self.blocks, chosen, strict=True) if choice.staged_bytes]
         if slots != 1 or len(staged) < 2:
             return 0.0
@@ -282,16 +278,13 @@ class _Planner:
             or (requested is not None and requested.tier == tier and requested.home in (None, home))
         ]
         if requested is not None and not all(self._runs_in_mode(block, choice.tier) for choice in choices):
-            raise ModeRefusedError(
-                f"{block.block_path} is placed in tier {requested.tier}: the CPU takes part in every step"
-            )
+            why = f"{block.block_path} is placed in tier {requested.tier}: the CPU takes part in every step"
+            raise ModeRefusedError(why)
         if requested is not None and not choices:
             raise RequestError(
                 f"{block.block_path} is not one tensor of the checkpoint, so its rows cannot be read from there",
-                field="device_map",
-                value=requested.asked,
-                allowed=("cpu", self.machine.execution_device),
-            )
+                field="device_map", value=requested.asked, allowed=("cpu", self.machine.execution_device),
+            )  # fmt: skip
         return Item(tuple(choices), block.is_table, block.load_transient_bytes, block.dense_bytes)
 
     def _choice(self, block: Block, tier: str, home: str) -> Choice:
@@ -322,9 +315,7 @@ class _Planner:
         )  # fmt: skip
 
     def _runs_in_mode(self, block: Block, tier: str) -> bool:
-        """Return whether a captured step can run with the block in this tier: the CPU must compute nothing at every
-        token.
-        """
+        """Return whether a captured step can run with the block in this tier: the CPU computes nothing at a token."""
         return not (self.is_captured and block.part in ("language", "head") and tier in ("host", "disk"))
 
     def _execution_bytes(self) -> dict[str, int]:
@@ -392,9 +383,8 @@ class _Planner:
         limits, request = self.limits, self.request
         resident = sum(choice.device_bytes for choice in chosen)
         host_weights = {
-            f"{tier}_weights": sum(c.host_bytes for c in chosen if c.tier == tier)
-            for tier in ("gather", "stream", "host")
-        }
+            f"{tier}_weights": sum(c.host_bytes for c in chosen if c.tier == tier) for tier in ("gather", "stream", "host")
+        }  # fmt: skip
         gpu = {
             "weights": resident, "fixed": limits.load_bytes, "adapters": self.adapter_bytes,
             "kv_cache": self.needs.kv_cache_bytes, "activations": self.needs.activation_bytes,
@@ -451,8 +441,7 @@ class _Planner:
             )  # fmt: skip
         step = Phase(
             mode=self.mode, bytes=counted, reason=self.mode_reason, seconds=one_s + estimated_s,
-            is_asked=self.request.decode != "auto",
-            estimated_s=estimated_s,
+            is_asked=self.request.decode != "auto", estimated_s=estimated_s,
         )  # fmt: skip
         prompt = Phase(
             mode="graph" if self.captures_prompts else "eager", bytes=self.prompt_bytes, reason=self._prompt_reason(),
@@ -535,9 +524,8 @@ class _Planner:
 
     def _disk_error(self) -> DoesNotFitError:
         why = "the disk has too little space for the spill file"
-        return self._error(
-            "disk", self._spilled_bytes(), self.limits.disk_budget_bytes or 0, why, argument="offload_dir"
-        )
+        budget_bytes = self.limits.disk_budget_bytes or 0
+        return self._error("disk", self._spilled_bytes(), budget_bytes, why, argument="offload_dir")
 
     def _spilled_bytes(self) -> int:
         """Return the bytes of the blocks that the request puts on disk."""
