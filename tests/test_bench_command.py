@@ -40,6 +40,7 @@ def asked(*arguments):
     return command._request(cli.parser().parse_args(["bench", *arguments]))
 
 
+@pytest.mark.slow
 def test_the_demo_beside_stock(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(benching, "read_environment", read_only_environment)  # has a process of its own, and tests
 

@@ -176,6 +176,7 @@ def test_script_stands_alone(found):
     assert imported <= stock and found.name in text and "/work" not in text
 
 
+@pytest.mark.slow
 def test_script_of_the_first_report_shows_its_error(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", case_script.script_of(case("R03_SPLIT_4BIT"))], capture_output=True, text=True, cwd=tmp_path,

@@ -11,6 +11,7 @@ from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 
 from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import step_ends as cpu_module
+from tests.long_runs import slow_on_cpu
 from tests.test_fused import close
 from trimtab.engine.cuda import finite, nvrtc
 from trimtab.engine.kernels import device_kernels as kernels
@@ -332,7 +333,12 @@ WRONG = [
 
 
 @on_cpu
-@pytest.mark.parametrize("right, wrong, named", WRONG, ids=range(len(WRONG)))
+# A compiled source each: every third one by default.
+@pytest.mark.parametrize(
+    "right, wrong, named",
+    [case if place % 3 == 0 else slow_on_cpu(*case) for place, case in enumerate(WRONG)],
+    ids=range(len(WRONG)),
+)
 def test_the_check_at_load_names_a_kernel_that_is_wrong(right, wrong, named):
     assert ends.source().count(right) == 1
     # A softcap makes infinite scores finite.

@@ -10,6 +10,7 @@ from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import small as cpu_module
+from tests.long_runs import slow_on_cpu
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import selfcheck as fused_check
@@ -414,7 +415,12 @@ WRONG_ATTEND = [
 
 
 @on_cpu
-@pytest.mark.parametrize("right, wrong, named", WRONG_SMALL + WRONG_ATTEND, ids=range(9))
+# A compiled source each: every third one by default.
+@pytest.mark.parametrize(
+    "right, wrong, named",
+    [case if place % 3 == 0 else slow_on_cpu(*case) for place, case in enumerate(WRONG_SMALL + WRONG_ATTEND)],
+    ids=range(9),
+)
 def test_the_check_at_load_names_a_kernel_that_is_wrong(right, wrong, named):
     is_small = "attend" not in named
     source = fused.source("fused.cu" if is_small else "attend.cu")

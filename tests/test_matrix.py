@@ -338,6 +338,7 @@ def test_first_reports_case_fails_as_its_versions_do():
 
 
 @pytest.mark.slow  # 23 s; test_cases.py runs the script of the first report
+@pytest.mark.slow
 def test_wrapper_target_is_refused_by_stock_peft(real):
     run = real["BROAD_TARGETS_4BIT"]
     assert (run["label"], run["lane"]) == (
@@ -346,6 +347,7 @@ def test_wrapper_target_is_refused_by_stock_peft(real):
     )
 
 
+@pytest.mark.slow
 def test_real_records_hold_no_path_of_this_machine(real):
     for run in real.values():
         text = json.dumps({key: value for key, value in run.items() if key != "script"})

@@ -71,6 +71,7 @@ def extra_bytes(base: Path, own: Path, out: Path, **options: object) -> int:
 @pytest.mark.parametrize(
     "options", [{}, pytest.param({"requantize": "nf4-dq"}, marks=pytest.mark.slow)], ids=["plain", "packed"]
 )
+@pytest.mark.slow
 def test_memory_beyond_the_imports_is_bounded_and_does_not_grow_with_the_model(
     options: dict[str, object], tmp_path: Path
 ) -> None:

@@ -191,6 +191,7 @@ def test_interpreter_without_the_packages_gets_not_applicable_everywhere(tmp_pat
         assert verdict.seen.state == NOT_APPLICABLE and "install" in verdict.seen.evidence, verdict
 
 
+@pytest.mark.slow
 def test_chosen_probes_run_live_in_the_order_of_the_catalogue():
     name = set_of({name: importlib.metadata.version(name) for name in SETS["newest"]})
     if name is None:

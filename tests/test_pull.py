@@ -171,6 +171,7 @@ def test_a_download_that_breaks_off_goes_on_where_it_was(hub, trimtab_, tmp_path
     assert found.read_bytes() == (demo.BASE / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_run_pulls_once_when_it_is_asked_to_and_never_otherwise(hub, trimtab_):
     question = ["Who are you?", "--device", "cpu", "--context", "64", "--max-new-tokens", "4", "--quant", "none"]
     refused = trimtab_("run", "someone/demo", *question)

@@ -22,7 +22,7 @@ from PIL import Image
 
 import trimtab
 from tests import pico, stock, talking, talking_families
-from tests.long_runs import crossed
+from tests.long_runs import crossed, slow_on_cpu
 from trimtab import api
 from trimtab.cli import main as cli
 from trimtab.engine import float16_check
@@ -64,7 +64,7 @@ def compiled(source, options, folder, target=TARGET):
     return made.read_bytes()
 
 
-@pytest.mark.parametrize("target", [TARGET, *NEWER])
+@pytest.mark.parametrize("target", [TARGET, NEWER[0], *(slow_on_cpu(target) for target in NEWER[1:])])
 @pytest.mark.parametrize(
     "module", [ends, fused, head8, many_rows, matvec, prompt_kernels], ids=lambda one: one.__name__.rpartition(".")[2]
 )
