@@ -223,8 +223,9 @@ def test_a_plan_counts_the_pool_and_says_what_it_holds(tmp_path):
     whole, paged = trimtab.plan(folder, **given), trimtab.plan(folder, **given, kv_tokens=2000)
     assert whole.pool_tokens is None and paged.pool_tokens == 2048
     assert "keys and values" not in str(whole) and "2048 tokens for 16 rows of up to 512" in str(paged)
-    # Both also count prompts in progress: two and a half contexts beside 4 of the pool and 16 of the rows.
-    assert paged.gpu["kv_cache"] == pytest.approx(whole.gpu["kv_cache"] * (4 + 2.5) / (16 + 2.5), rel=0.05)
+    # Contexts of the pool and of the rows, and of prompts in progress where these are not captured.
+    others = 2.5 if DEVICE == "cpu" else 0
+    assert paged.gpu["kv_cache"] == pytest.approx(whole.gpu["kv_cache"] * (4 + others) / (16 + others), rel=0.05)
     assert trimtab.Plan.from_json(paged.to_json()).pool_tokens == 2048
     with trimtab.load(paged) as model:
         batch = Batch(model, rows=16)
