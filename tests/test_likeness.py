@@ -84,3 +84,10 @@ def test_list_is_as_good_as_the_page_says_and_not_worse():
         rows = score_traces.likeness()[half].values()
         assert sum(one["listed"] for one in rows) >= least_listed * sum(one["with_an_entry"] for one in rows)
         assert sum(one["silent"] for one in rows) >= least_silent * sum(one["without_an_entry"] for one in rows)
+
+
+def test_page_shows_these_counts_and_the_answer_to_each_paste():
+    page = score_traces.PAGE.read_text(encoding="utf-8")
+    assert score_traces.likeness_table(score_traces.likeness()) in page
+    assert page.count("<!-- paste -->") == len(score_traces._PASTE.findall(page)) > 3
+    assert score_traces.answered(page) == page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 
@@ -70,6 +71,34 @@ def test_plan_and_merge_stay_functions_beside_their_former_folders():
 def test_every_former_name_leads_to_a_file():
     for old, new in former_names.moves().items():
         assert (rooms.PACKAGE / f"{new}.py").is_file(), (old, new)
+
+
+def test_a_former_folder_has_the_names_of_its_package_and_warns():
+    code = (
+        "import warnings\n"
+        "with warnings.catch_warnings(record=True) as told:\n"
+        "    warnings.simplefilter('always')\n"
+        "    from trimtab.plan import Plan, make_plan\n"
+        "    from trimtab.merge import MergeRequest\n"
+        "import trimtab.planning, trimtab.merging\n"
+        "assert Plan is trimtab.planning.Plan and MergeRequest is trimtab.merging.MergeRequest\n"
+        "print(len([one for one in told if issubclass(one.category, DeprecationWarning)]))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=rooms.ROOT)
+    assert int(ran.stdout) >= 3, ran.stderr
+
+
+def test_no_docstring_names_a_file_by_its_former_name():
+    present = {
+        file.name for folder in ("trimtab", "tests", "tools", "bench") for file in (rooms.ROOT / folder).rglob("*.py")
+    }
+    former = {f"{old.rpartition('/')[2]}.py" for old in former_names.moves()} - present
+    names = re.compile(rf"(?<![\w/])({'|'.join(sorted(map(re.escape, former)))})(?!\w)")
+    files = [file for file in rooms.PACKAGE.rglob("*.py") if file.name != "former_names.py"]
+    found = {
+        file.name: hits for file in files if (hits := sorted(set(names.findall(file.read_text(encoding="utf-8")))))
+    }
+    assert found == {}
 
 
 def test_a_name_that_never_was_is_not_found():

@@ -59,9 +59,9 @@ def sentence(file: Path) -> str:
     return re.split(r"(?<=[.?])\s", text)[0]
 
 
-def imports(file: Path, modules: dict[str, Path]) -> Iterator[Path]:
-    """Yield the files of the package that a file imports anywhere, for type checkers too."""
-    for node in _statements(ast.parse(file.read_text(encoding="utf-8"))):
+def imports(file: Path, modules: Mapping[str, Path], *, types: bool = True) -> Iterator[Path]:
+    """Yield the files of the package that a file imports anywhere. types: those for type checkers alone too."""
+    for node in _statements(ast.parse(file.read_text(encoding="utf-8")), types):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -72,24 +72,28 @@ def imports(file: Path, modules: dict[str, Path]) -> Iterator[Path]:
         yield from (modules[name] for name in names if name in modules)
 
 
-def _statements(tree: ast.AST) -> Iterator[ast.AST]:
+def _statements(tree: ast.AST, types: bool) -> Iterator[ast.AST]:
     """Yield what may be an import: statements at any depth, without the expressions in them, which are most of a tree."""
     ahead = [tree]
     while ahead:
         node = ahead.pop()
         yield node
+        is_for_types = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            if field == "body" and is_for_types and not types:
+                continue
             inner = getattr(node, field, ())
             ahead += inner if isinstance(inner, list) else ()
 
 
-def graph() -> dict[Path, set[Path]]:
-    """Return file -> the files of the package that it imports, types included."""
+def graph(package: Path | None = None, *, types: bool = True) -> dict[Path, set[Path]]:
+    """Return file -> the other files of a package (None: this one) that it imports. types: as in `imports`."""
+    folder = PACKAGE if package is None else package
     modules = {
-        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
-        for file in PACKAGE.rglob("*.py")
+        ".".join(file.relative_to(folder.parent).with_suffix("").parts).removesuffix(".__init__"): file
+        for file in folder.rglob("*.py")
     }
-    return {file: set(imports(file, modules)) for file in modules.values()}
+    return {file: set(imports(file, modules, types=types)) - {file} for file in modules.values()}
 
 
 def upward(imported: Mapping[Path, Collection[Path]] | None = None) -> list[str]:
@@ -98,8 +102,7 @@ def upward(imported: Mapping[Path, Collection[Path]] | None = None) -> list[str]
     found = set()
     for file, others in (graph() if imported is None else imported).items():
         for other in others:
-            is_package = other.name == "__init__.py" and other.parent != PACKAGE
-            if rank[room_of(other)] > rank[room_of(file)] and not is_package:
+            if rank[room_of(other)] > rank[room_of(file)]:
                 found.add(f"{file.relative_to(PACKAGE).as_posix()} -> {other.relative_to(PACKAGE).as_posix()}")
     return sorted(found)
 

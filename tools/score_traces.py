@@ -40,7 +40,7 @@ PAGE_WIDTH = 132
 _POST = re.compile(r"(/t/[^/]+/\d+)/\d+$")
 _TABLE = re.compile(r"(<!-- scores -->\n).*?(<!-- /scores -->)", re.DOTALL)
 _LIKENESS = re.compile(r"(<!-- likeness -->\n).*?(<!-- /likeness -->)", re.DOTALL)
-_PASTE = re.compile(r"(<!-- paste -->\n```text\n(.*?)\n```\n\n```text\n).*?(\n```\n<!-- /paste -->)", re.DOTALL)
+_PASTE = re.compile(r"(<!-- paste -->\n```text\n(.*?)\n```\n\n```text\n).*?(```\n<!-- /paste -->)", re.DOTALL)
 WORDS = {
     "tune": "looked at while the signatures were written", "held-out": "looked at once, afterwards",
     "blind": "collected after the signatures were written",
@@ -170,7 +170,12 @@ def page(text: str, found: Mapping[str, Any]) -> str:
     if _LIKENESS.search(text):
         alike = likeness_table(likeness())
         text = _LIKENESS.sub(lambda match: match[1] + alike + match[2], text)
-    return _PASTE.sub(lambda match: match[1] + diagnosis_text(diagnose(match[2])) + match[3], text)
+    return answered(text)
+
+
+def answered(text: str) -> str:
+    """Return the page with today's answer to each paste that it shows."""
+    return _PASTE.sub(lambda match: f"{match[1]}{diagnosis_text(diagnose(match[2])).rstrip()}\n{match[3]}", text)
 
 
 def _share(one: Mapping[str, Any], name: str) -> str:

@@ -1,4 +1,8 @@
-"""Which modules had other names before 0.2.0? The old names can be imported until 0.3.0, with a warning."""
+"""Which modules had other names before 0.2.0? The old names can be imported until 0.3.0, with a warning.
+
+A former module whose name is a room now has no alias: trimtab.process, trimtab.cli, trimtab.serve.media, trimtab.serve.worker, and
+trimtab.doctor.bisect, cases, preflight and probes.
+"""
 
 from __future__ import annotations
 
@@ -154,9 +158,20 @@ def _dotted(path: str) -> str:
 
 
 class _Folder(ModuleType):
-    """A former folder, now an empty module. Where it replaces `trimtab.plan` or `trimtab.merge`, it can be called like
-    the function.
+    """A former folder, with the names of the package that replaced it. Where it replaces `trimtab.plan` or `trimtab.merge`, it
+    can be called like the function.
     """
+
+    def __getattr__(self, name: str) -> Any:
+        new = None if name.startswith("__") else modules().get(self.__name__)
+        if new is None:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(new), name)
+        warnings.warn(
+            f"{self.__name__}.{name} is {new}.{name} now; the former name goes with 0.3.0", DeprecationWarning,
+            stacklevel=_outside(),
+        )  # fmt: skip
+        return value
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         name = self.__name__.rpartition(".")[2]

@@ -12,7 +12,7 @@ its buffer then.
 PEFT rounds the base product, the change and the sum. Here cuBLAS sums in float32 and rounds once, which is more precise.
 
 What stays with `prompt_kernels.add` and torch: float16, whose range the parts of v would leave; ranks above MOST_RANK; rows with
-adapters of their own (slots.py); DoRA and whatever else is not plain LoRA; weights that the plan keeps unpacked; models whose plan
+adapters of their own (table.py); DoRA and whatever else is not plain LoRA; weights that the plan keeps unpacked; models whose plan
 counts no adapter, since the shared room for an unpacked weight then has no place for the columns.
 """
 

@@ -3,7 +3,8 @@
 The matrix-vector kernels (gemv4.py) decode a weight once for 8 rows at most. Here a weight is decoded once for up to 64: it
 becomes code * absmax, rounded once to the type of x, which is what bitsandbytes unpacks; sums are float32, rounded once. So a
 product equals `functional.linear` over the unpacked weight up to the order of its sum. An adapter adds y + scale B (A x) in
-float32, its change rounded first over a quantized layer, as PEFT does; which one a row uses stands in the table of slots.py.
+float32, its change rounded first over a quantized layer, as PEFT does; which one a row uses is in the table
+(batched_lora/table.py).
 
 Every kernel has its torch path, and is compared with float64 on the card before it is used (`wrong`).
 

@@ -114,7 +114,12 @@ class PrefillState:
         """Whether all but its last token are complete, and that one goes through with the rows' next step."""
         return self.ends_in_step and self.logits is None and 0 < self.done_tokens == self.inputs.prompt_tokens - 1
 
-    # The only writers of the state: a prompt begins, has chunks computed or takes states, and gives them to its row or restarts.
+    # Only these write the state: a prompt begins, has chunks computed or takes states, and gives them to its row or restarts.
+    # `may_end_in_step` is a setting of the caller.
+
+    def begin(self, *, ends_in_step: bool) -> None:
+        """Record how a prompt without a computed token is computed: with or without its last token."""
+        self.ends_in_step, self.offset = ends_in_step, 0
 
     def begin_chunk(self, tokens: int, *, cache: Cache | None = None) -> None:
         """Record the size of the next chunk, padding included; 0 for a pass of towers. cache: where transformers' pass writes."""
@@ -126,7 +131,9 @@ class PrefillState:
         """Record a computed chunk. logits [V]: of the last token, once all are computed. offset: of later positions."""
         assert self.done_tokens < done_tokens <= self.inputs.prompt_tokens
         assert (logits is not None) == (done_tokens == self.inputs.prompt_tokens)
-        self.done_tokens, self.logits = done_tokens, logits
+        self.done_tokens = done_tokens
+        if logits is not None:
+            self.logits = logits
         if offset is not None:
             self.offset = offset
 
@@ -149,7 +156,7 @@ class PrefillState:
         self.logits = None
 
     def restart(self, *, keeps_logits: bool = False) -> None:
-        """Drop the states: every token is computed again. keeps_logits: the prompt is complete, and lost its states alone."""
+        """Drop the states: every token is computed again. keeps_logits: the prompt is complete and lost its states alone."""
         self.cache, self.done_tokens = None, 0
         if not keeps_logits:
             self.logits = None

@@ -1,4 +1,4 @@
-"""The layers that replace Linears in the module tree: each computes with a weight that a tier holds (tiers.py).
+"""The layers that replace Linears in the module tree: each computes with a weight that a tier holds (tiers/streaming.py).
 
 Leaves compute, blocks schedule. A weight stays where it is computed with (resident, or on the host), or is opened in its
 block's buffer. A leaf whose block is not staged fetches it, so the answer never depends on the order of calls.

@@ -9,8 +9,8 @@ RMS norm of transformers is eight of them; torch has one. Which one operation a 
 tried, before it is used: `FORMS` says which there are, `why_other` when one counts as equal. A norm that equals none
 stays as it is and is named.
 
-An adapter that no kernel looks up in a table (`slots.py`) is added as y + scale B A x in float32, rounded once; PEFT,
-whose roundings prompts keep (`lora.py`), rounds the change over a quantized layer before it adds it. Masks are what
+An adapter that no kernel looks up in a table (`batched_lora/table.py`) is added as y + scale B A x in float32, rounded once; PEFT,
+whose roundings prompts keep (`layers.py`), rounds the change over a quantized layer before it adds it. Masks are what
 attention would make of them, made once instead of in every layer. What else lies between products (rotation, attention,
 gates) stays transformers'. No class is touched: a module's `forward` is covered by one in its own `__dict__` while the
 step lasts.

@@ -6,8 +6,8 @@
 
 A pass costs about as much as FIXED_TOKENS tokens beyond its own: its weights are read and unpacked whatever it has to compute. So
 prompts of about one length are worth a pass of that length; a short one beside a long one is not, as both take as many places.
-Shapes are few (`shapes_of`), because each is a graph. A row finds its adapter in a table (slots.py) as rows of a step do, in blocks
-of tokens of one row (`prompt_kernels.add_rows`).
+Shapes are few (`shapes_of`), because each is a graph. A row finds its adapter in a table (batched_lora/table.py) as rows of a step
+do, in blocks of tokens of one row (`prompt_kernels.add_rows`).
 
 What goes through alone: images and audio, what is longer than a chunk or has to be cut for a snapshot, adapters that no table
 holds, and everything where graphs have no room (`why_not`).

@@ -1,6 +1,6 @@
 """Prompts as CUDA graphs, or as transformers runs them; `fallbacks` has the reason.
 
-    prompts = Prompts(batch)
+    prompts = PrefillRunner(batch)
     if prompts.takes(prompt):        # else: transformers' own pass
         is_through = prompts.step(prompt)
 
@@ -265,7 +265,7 @@ class PrefillRunner:
         kept = self.batch.prefixes.find(prompt, may_end_at=may_end_at)
         chunks: list[Chunk] | None = []
         if kept.tokens < inputs.prompt_tokens:
-            prompt.ends_in_step = open_prompts.ends_in_step(prompt, self.batch, may_end_at)
+            prompt.begin(ends_in_step=open_prompts.ends_in_step(prompt, self.batch, may_end_at))
             chunks = open_prompts.chunks_of(prompt, self.sizes, kept.tokens, self.batch.prefixes, may_end_at)
         return None if chunks is None else PromptJob(chunks, media, offset, self.serial_of(prompt.row.adapter), kept)
 

@@ -369,8 +369,8 @@ class Prefixes:
             reuse.logits = kept
         return match
 
-    def resume(self, prompt: PrefillState) -> int:
-        """Start a prompt that transformers computes after its cached part. Returns the offset of its positions there.
+    def resume(self, prompt: PrefillState) -> None:
+        """Start a prompt that transformers computes after its cached part, at the positions of that part.
 
         Images and audio are computed with the whole prompt: it resumes after the last one, or not at all.
         """
@@ -379,10 +379,10 @@ class Prefixes:
         needs_offset = prompt.inputs.has_media and hf_slots.has_three_axes(self.model.hf_model)
         if not match.tokens or (needs_offset and match.offset is None):
             prompt.row.cached_tokens = 0
-            return 0
-        reuse = prompt.row.reuse
-        prompt.take_states(match.tokens, logits=None if reuse is None else reuse.logits, cache=self.into_cache(match))
-        return (match.offset or 0) if needs_offset else 0
+            return
+        reuse, offset = prompt.row.reuse, (match.offset or 0) if needs_offset else 0
+        logits = None if reuse is None else reuse.logits
+        prompt.take_states(match.tokens, logits=logits, cache=self.into_cache(match), offset=offset)
 
     def border(self, prompt: PrefillState) -> int:
         """Return where a prompt's next piece has to end at the latest, so that a snapshot can be taken."""

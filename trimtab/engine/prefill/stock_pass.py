@@ -20,10 +20,9 @@ def step(batch: Rows, prompt: PrefillState, most_tokens: int | None = None) -> b
     model = batch.model
     if not prompt.done_tokens:
         is_text = not prompt.inputs.has_media and prompt.logits is None
-        prompt.ends_in_step = is_text and open_prompts.ends_in_step(prompt, batch)
-        is_between = batch.prompts.tower_passes.is_between_pieces(prompt)
-        # The chunks behind a resumed one go on at its positions.
-        prompt.offset = 0 if is_between else batch.prefixes.resume(prompt)
+        prompt.begin(ends_in_step=is_text and open_prompts.ends_in_step(prompt, batch))
+        if not batch.prompts.tower_passes.is_between_pieces(prompt):
+            batch.prefixes.resume(prompt)
     tensors, count = dict(prompt.inputs.tensors), prompt.inputs.prompt_tokens
     start, last = prompt.done_tokens, count - prompt.ends_in_step
     if start == count:  # the same prompt went through before

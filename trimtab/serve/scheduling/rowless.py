@@ -1,7 +1,7 @@
 """Which prompts that need no row go through between the turns of those that do: embeddings, and log-probabilities of a prompt.
 
 Such a prompt goes through in pieces of a fraction of a second, one piece a turn at most. Requests that wait for a row pass it
-between two pieces, whoever sent them, and so do short ones of its own kind (in_progress.py). Clients take turns (line.py). While
+between two pieces, whoever sent them, and so do short ones of its own kind (in_progress.py). Clients take turns (queue.py). While
 rows are being answered a piece has the time that budget.py leaves beside a step; a longer one waits until enough of it has gone by.
 Prompts of rows come first: beside them it has `LEAST_SHARE` of that time, or every second turn without rows.
 

@@ -7,7 +7,7 @@ join the rows in the next turn, so that the device always has work. Inputs are p
 images delay nobody. Imports no torch: the engine behind it does the work, and in the tests a mock one. No clock of its own: time
 comes from `now`.
 
-Clients take turns, and so do the adapters of one client (line.py). A long prompt is chosen only when the one before it is complete:
+Clients take turns, and so do the adapters of one client (queue.py). A long prompt is chosen only when the previous one is complete:
 a client that comes later waits for one prompt of another client, not for all that were sent before. Where prompts have keys and
 values of their own, as on a CPU, short ones pass it between its chunks (in_progress.py). What needs no row, embeddings and
 log-probabilities of prompts, goes through in pieces between the turns and delays no other prompt by more than one (rowless.py).
