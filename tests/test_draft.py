@@ -799,7 +799,7 @@ def test_a_draft_that_would_still_hold_one_is_refused(monkeypatch):
 
 @pytest.fixture
 def catalogue(monkeypatch):
-    monkeypatch.setattr(draft, "read_bugs", lambda: BUGS)
+    monkeypatch.setattr(draft, "known_bugs", lambda: BUGS)
 
 
 def written(folder, **options):
@@ -873,7 +873,7 @@ def test_no_runs_no_drafts():
 
 
 def test_the_catalogue_s_own_bugs_are_read():
-    assert all(isinstance(found, Bug) for found in draft.read_bugs().values())
+    assert all(isinstance(found, Bug) for found in draft.known_bugs().values())
 
 
 def test_a_bucket_is_found_by_label():

@@ -123,7 +123,9 @@ def plan(
     except RequestError as exc:
         if exc.field != "device" or max_memory is None or device != "auto":
             raise
-        raise RequestError(exc.reason, field="max_memory", value=exc.value, allowed=exc.allowed, hint=exc.hint) from exc
+        raise RequestError(
+            exc.reason, field="max_memory", value=exc.value, allowed=exc.allowed, near=exc.near, hint=exc.hint
+        ) from exc
 
 
 @dataclass

@@ -12,6 +12,7 @@ from types import NoneType
 from typing import Any
 
 from trimtab.adapters.patterns import MAX_CHARS, PatternError, check_count, is_plain, parse, shown
+from trimtab.checkpoint.config_limits import short
 
 # Read by match_adapter or by the checks below.
 SUPPORTED = (
@@ -58,47 +59,47 @@ def config_problems(config: Mapping[str, Any]) -> list[str]:
         shown = "is missing" if kind is None else f"is {kind!r}"
         return [f"peft_type {shown}: only LORA adapters can be applied"]
     problems = [
-        f"{field}={_short(config[field])}: {reason} is not supported"
+        f"{field}={short(config[field])}: {reason} is not supported"
         for field, reason in REFUSED.items()
         if _is_on(config.get(field))
     ]
     problems += [
-        f"{field}={_short(value)}: unknown field, its effect is not known"
+        f"{field}={short(value)}: unknown field, its effect is not known"
         for field, value in config.items()
         if field not in FIELDS and _is_on(value)
     ]
     for field in ("use_rslora", "use_dora", "lora_bias", "fan_in_fan_out", "ensure_weight_tying"):
         if not isinstance(config.get(field), (bool, NoneType)):  # PEFT 0.21.2 reads null as false in these five
-            problems.append(f"{field}={_short(config[field])}: must be true or false")
+            problems.append(f"{field}={short(config[field])}: must be true or false")
     return problems + _value_problems(config)
 
 
 def _value_problems(config: Mapping[str, Any]) -> list[str]:
     problems = []
     if not _is_rank(config.get("r", 8)):
-        problems.append(f"r={_short(config['r'])}: {_RANK}")
+        problems.append(f"r={short(config['r'])}: {_RANK}")
     if not _is_number(config.get("lora_alpha", 8)):
-        problems.append(f"lora_alpha={_short(config['lora_alpha'])}: must be a finite number")
+        problems.append(f"lora_alpha={short(config['lora_alpha'])}: must be a finite number")
     problems += _pattern_problems(config, "rank_pattern", _is_rank, _RANK)
     problems += _pattern_problems(config, "alpha_pattern", _is_number, "must be a finite number")
     if config.get("bias", "none") not in ("none", "all", "lora_only"):
-        problems.append(f"bias={_short(config['bias'])}: must be none, all or lora_only")
+        problems.append(f"bias={short(config['bias'])}: must be none, all or lora_only")
     if config.get("lora_bias") is True and config.get("use_dora") is True:
         problems.append("lora_bias and use_dora together: PEFT has no such adapter")
     saved = config.get("modules_to_save")
     if saved is not None and not (isinstance(saved, list) and all(isinstance(name, str) and name for name in saved)):
-        problems.append(f"modules_to_save={_short(saved)}: must be a list of names")
+        problems.append(f"modules_to_save={short(saved)}: must be a list of names")
     problems += _selection_problems(config)
     init = config.get("init_lora_weights", True)
     if init is not None and not isinstance(init, bool):
         text = str(init).lower()
         if text.startswith(_CHANGES_BASE):
             problems.append(
-                f"init_lora_weights={_short(init)}: the adapter was trained on a changed base weight; save it with "
+                f"init_lora_weights={short(init)}: the adapter was trained on a changed base weight; save it with "
                 "path_initial_model_for_weight_conversion to turn it into a plain LoRA"
             )
         elif text not in _KEEPS_BASE:
-            problems.append(f"init_lora_weights={_short(init)}: unknown initialisation")
+            problems.append(f"init_lora_weights={short(init)}: unknown initialisation")
     return problems
 
 
@@ -128,7 +129,7 @@ def _selection_problems(config: Mapping[str, Any]) -> list[str]:
             isinstance(entry, str) for entry in entries
         ):
             if not is_mapping and field != "modules_to_save":
-                problems.append(f"{field}={_short(value)}: must be a list of names or a regular expression")
+                problems.append(f"{field}={short(value)}: must be a list of names or a regular expression")
             continue
         try:
             check_count(entries, are_plain=form is None)
@@ -152,11 +153,11 @@ def _pattern_problems(config: Mapping[str, Any], field: str, is_valid: Callable[
     if patterns is None:
         return []
     if not isinstance(patterns, dict):
-        return [f"{field}={_short(patterns)}: must map module names to values"]
+        return [f"{field}={short(patterns)}: must map module names to values"]
     problems = []
     for pattern, value in patterns.items():
         if not is_valid(value):
-            problems.append(f"{field}[{shown(pattern)}]={_short(value)}: {reason}")
+            problems.append(f"{field}[{shown(pattern)}]={short(value)}: {reason}")
     return problems
 
 
@@ -175,8 +176,3 @@ def _is_number(value: Any) -> bool:
         return math.isfinite(value)
     except OverflowError:  # an integer beyond the range of a float
         return False
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -128,16 +128,17 @@ def _wrong_numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
 def _refuse(problems: list[tuple[str, Any, str]], path: Path) -> None:
     if not problems:
         return
-    lines = [f"{field} is {_short(value)}: {why}" for field, value, why in problems[:5]]
+    lines = [f"{field} is {short(value)}: {why}" for field, value, why in problems[:5]]
     more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
     field, value, why = problems[0]
     raise CheckpointError(
-        "; ".join(lines) + more, path=path, cause=RequestError(why, field=field, value=_short(value)),
+        "; ".join(lines) + more, path=path, cause=RequestError(why, field=field, value=short(value)),
         hint="The file is damaged, or not the config of a model",
     )  # fmt: skip
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """Return a value of a foreign file as text, of at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -91,10 +91,15 @@ class _Parser(argparse.ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
-        if message.endswith(": PROMPT"):
+        if message.endswith(" PROMPT"):
             message += "; - reads standard input, --prompt-file and --prompts read files"
             message += ", and `trimtab chat MODEL` holds a conversation"
-        raise UsageError(message, usage=self.format_usage().strip())
+        raise UsageError(message, usage=self._form())
+
+    def _form(self) -> str:
+        """Return the form of the command in one line: 20 lines of flags would hide the message."""
+        words = [str(action.metavar or action.dest) for action in self._actions if not action.option_strings]
+        return f"usage: {self.prog} {' '.join(words)} [options]"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

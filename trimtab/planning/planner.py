@@ -63,7 +63,7 @@ from trimtab.planning.values.execution import (
 from trimtab.planning.values.kv_bytes import added_step_s
 from trimtab.planning.values.machine import Machine
 from trimtab.planning.values.pipeline import evened
-from trimtab.planning.values.rows import OUTSIDE_PEAK, Placement
+from trimtab.planning.values.rows import OUTSIDE_PEAK, PHASE_WORDS, Placement
 from trimtab.request import DEFAULT_QUANT, LoadRequest
 
 # A ring of page-locked buffers for file tensors, tensors that are read before they are used, and packed weights of a
@@ -562,12 +562,12 @@ class _Planner:
         }  # fmt: skip
 
     def _taken(self) -> str:
-        limits, needs = self.limits, self.needs
+        limits, needs, phase = self.limits, self.needs, PHASE_WORDS.get(self.needs.phase, self.needs.phase)
         counted = self.execution_bytes | self.prompt_bytes | self.prefix_bytes
         buffers = sum(count for name, count in counted.items() if name not in OUTSIDE_PEAK)
         return (
             f"cannot move {gib(limits.load_bytes)}, adapters {gib(self.adapter_bytes)}, "
-            f"KV cache {gib(needs.kv_cache_bytes)}, activations {gib(needs.activation_bytes)} ({needs.phase}), "
+            f"KV cache {gib(needs.kv_cache_bytes)}, activations {gib(needs.activation_bytes)} ({phase}), "
             f"buffers of steps and prompts {gib(buffers)}, driver and libraries {gib(limits.context_bytes)}"
         )
 

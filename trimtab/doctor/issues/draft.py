@@ -33,6 +33,7 @@ from trimtab.doctor.issues.issue import Fact, facts_of, issue_markdown
 from trimtab.doctor.issues.not_to_file import not_to_file
 from trimtab.doctor.issues.owner import fixed_here, owner_of
 from trimtab.doctor.issues.scripts import script
+from trimtab.doctor.traces.answer import known_bugs
 from trimtab.errors import RequestError
 from trimtab.process.files import whole_folder
 from trimtab.process.redact import check_clean, clean
@@ -165,7 +166,7 @@ def make_drafts(
     if not runs:
         raise RequestError("drafts require recorded runs", field="runs")
     evidence = evidence_of(runs)
-    known = read_bugs() if bugs is None else bugs
+    known = known_bugs() if bugs is None else bugs
     reproduce = run_script if run_script is not None else lambda text: draft_run.run_script(text, python=python)
     probed = (*_probed(verdicts, "this installation"), *_others(other_verdicts))
     values = environment.to_json() if hasattr(environment, "to_json") else dict(environment or {})
@@ -181,13 +182,6 @@ def make_drafts(
     )
     check_clean(text, what=NOT_TO_FILE)
     return Drafts(None, drafts, withheld, decisions, text)
-
-
-def read_bugs() -> dict[str, Bug]:
-    """Return the catalogue of known bugs by id."""
-    from trimtab.doctor.probes.runner import read_catalogue
-
-    return {entry.bug.id: entry.bug for entry in read_catalogue()}
 
 
 def _probed(verdicts: Iterable[Any], where: str) -> list[Probed]:

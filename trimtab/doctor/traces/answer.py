@@ -120,24 +120,25 @@ def _looks_like(paste: Paste) -> tuple[Alike, ...]:
     has_frames = any(not frame.startswith("torch/") for trace in paste.traces for frame in trace.frames)
     if has_frames or paste.text.count("\n") >= PASTE_LINES:
         return ()
-    return tuple(Alike(_bugs()[bug_id], score, _tell(bug_id)) for bug_id, score in _index().alike(paste.text))
+    return tuple(Alike(known_bugs()[bug_id], score, _tell(bug_id)) for bug_id, score in _index().alike(paste.text))
 
 
 def _tell(bug_id: str) -> tuple[str, ...]:
     asks = dict.fromkeys(one.ask for one in SIGNATURES if one.catalogue == bug_id and one.ask)
     return (
-        *(f"ask: {ask}" for ask in list(asks)[:1] or [f"is it so: {_bugs()[bug_id].trigger}"]),
+        *(f"ask: {ask}" for ask in list(asks)[:1] or [f"is it so: {known_bugs()[bug_id].trigger}"]),
         f"run: trimtab doctor --probe {bug_id}",
     )
 
 
 @cache
 def _index() -> Index:
-    return index_of(_bugs().values())
+    return index_of(known_bugs().values())
 
 
 @cache
-def _bugs() -> Mapping[str, Bug]:
+def known_bugs() -> Mapping[str, Bug]:
+    """Return the catalogue of known bugs by id."""
     from trimtab.doctor.probes.runner import read_catalogue
 
     return {entry.bug.id: entry.bug for entry in read_catalogue()}
@@ -158,7 +159,7 @@ def _answer(finding: Finding, paste: Paste) -> Answer:
             owner="", trackers=(), fix="not known", way_round="", ask=(*finding.asks, *ASK_UNKNOWN), **facts,
         )  # fmt: skip
     signature = finding.match.signature
-    bug = _bugs().get(signature.catalogue)
+    bug = known_bugs().get(signature.catalogue)
     return Answer(
         label=signature.label, meaning=signature.meaning, confidence=finding.confidence, rests_on=finding.rests_on, bug=bug,
         bucket=_bucket(signature.label), owner=", ".join(bug.owner) if bug else signature.owner,

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from trimtab.errors import gib
 from trimtab.planning.plan.plan import Plan
-from trimtab.planning.plan.table import (
-    grouped,
-    held_limit,
-    keys_and_values,
-    predicted_rate,
-    tensors_peak,
-    time_text,
-    verdict,
-)
-from trimtab.planning.values.rows import OUTSIDE_PEAK
+from trimtab.planning.plan.table import grouped, keys_and_values, memory_use, predicted_rate, time_text, verdict
 
 WIDTH = 80
 # What a plan is printed in at the least and at the most.
@@ -74,19 +65,10 @@ def narrow_table(plan: Plan, width: int = WIDTH) -> str:
 
 
 def _devices(plan: Plan, wrapped: Callable[..., list[str]]) -> list[str]:
-    def items(named: Iterable[tuple[str, int]]) -> str:
-        return ", ".join(f"{name.replace('_', ' ')} {gib(count)}" for name, count in named if count)
-
-    inside = items((name, count) for name, count in plan.gpu.items() if name not in OUTSIDE_PEAK)
-    outside = items((name, plan.gpu[name]) for name in OUTSIDE_PEAK if name in plan.gpu)
-    device = (
-        f"{plan.execution_device}: {gib(plan.gpu_needed_bytes)} of a budget of {gib(plan.gpu_budget_bytes)}: "
-        f"{tensors_peak(plan)}: {inside}{f'; beside tensors {outside}' if outside else ''}"
-    )
-    host = (
-        f"host: {gib(plan.host_peak_bytes)} of a budget of {gib(plan.host_budget_bytes)}: "
-        f"{items(plan.host.items())}{held_limit(plan)}"
-    )
+    on_device, on_host = memory_use(plan)
+    budget = gib(plan.gpu_budget_bytes)
+    device = f"{plan.execution_device}: {gib(plan.gpu_needed_bytes)} of a budget of {budget}: {on_device}"
+    host = f"host: {gib(plan.host_peak_bytes)} of a budget of {gib(plan.host_budget_bytes)}: {on_host}"
     disk = [f"disk: {gib(plan.disk_bytes)} in a spill file that ends with the process"] if plan.disk_bytes else []
     media = [f"media: {plan.media_reason}"] if plan.media_reason else []
     kept = [f"prefix cache: {plan.prefix_reason}"] if plan.prefix_reason else []

@@ -10,7 +10,7 @@ from trimtab.errors import gib
 from trimtab.planning.values.byte_sizes import HELD_OBJECT_BYTES
 from trimtab.planning.values.execution import Execution, Phase
 from trimtab.planning.values.kv_bytes import KV8_KL
-from trimtab.planning.values.rows import OUTSIDE_PEAK, Placement, Unquantized
+from trimtab.planning.values.rows import OUTSIDE_PEAK, PHASE_WORDS, Placement, Unquantized
 from trimtab.process.text_table import aligned
 
 if TYPE_CHECKING:
@@ -34,9 +34,8 @@ def verdict(plan: Plan) -> str:
 
 def tensors_peak(plan: Plan) -> str:
     """Return what the tensors of the execution device take at most, and when."""
-    return (
-        f"tensors at most {gib(plan.gpu_peak_bytes)} ({plan.peak_phase}), {gib(plan.gpu_load_peak_bytes)} while loading"
-    )
+    phase = PHASE_WORDS.get(plan.peak_phase, plan.peak_phase)
+    return f"tensors at most {gib(plan.gpu_peak_bytes)} ({phase}), {gib(plan.gpu_load_peak_bytes)} while loading"
 
 
 def table(plan: Plan) -> str:
@@ -103,19 +102,25 @@ def time_text(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
 
 
-def _devices(plan: Plan) -> list[str]:
+def memory_use(plan: Plan) -> tuple[str, str]:
+    """Return the items of the execution device's memory and of the host's, each as text."""
+
     def items(named: Iterable[tuple[str, int]]) -> str:
         return ", ".join(f"{name.replace('_', ' ')} {gib(count)}" for name, count in named if count)
 
     gpu = plan.gpu
     inside = items((name, count) for name, count in gpu.items() if name not in OUTSIDE_PEAK)
     outside = items((name, gpu[name]) for name in OUTSIDE_PEAK if name in gpu)
+    device = f"{tensors_peak(plan)}: {inside}{f'; beside tensors {outside}' if outside else ''}"
+    return device, items(plan.host.items()) + held_limit(plan)
+
+
+def _devices(plan: Plan) -> list[str]:
+    device, host = memory_use(plan)
     rows = [
-        (plan.execution_device, f"needs {gib(plan.gpu_needed_bytes)}", f"budget {gib(plan.gpu_budget_bytes)}",
-         f"{tensors_peak(plan)}: {inside}{f'; beside tensors {outside}' if outside else ''}"),
-        ("host", f"needs {gib(plan.host_peak_bytes)}", f"budget {gib(plan.host_budget_bytes)}",
-         items(plan.host.items()) + held_limit(plan)),
-    ]  # fmt: skip
+        (plan.execution_device, f"needs {gib(plan.gpu_needed_bytes)}", f"budget {gib(plan.gpu_budget_bytes)}", device),
+        ("host", f"needs {gib(plan.host_peak_bytes)}", f"budget {gib(plan.host_budget_bytes)}", host),
+    ]
     if plan.disk_bytes:
         rows.append(("disk", gib(plan.disk_bytes), "", "a spill file that ends with the process"))
     return aligned(rows)

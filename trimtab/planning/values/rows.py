@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 # Items that count against the device budget but are not in torch's peak.
 OUTSIDE_PEAK = ("kernels", "graphs", "prompt_graphs", "tower_graphs", "fragments", "cuda_context", "allocator_reserve")
+# Phases of a request in the JSON of a plan that texts call otherwise.
+PHASE_WORDS = {"pictures": "images", "sound": "audio"}
 
 
 @dataclass(frozen=True, kw_only=True)

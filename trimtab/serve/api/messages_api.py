@@ -57,14 +57,9 @@ class UrlSource(Strict):
     url: str
 
 
-def _kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"<{kind}>"
-
-
 Source = Annotated[
     Annotated[Base64Source, Tag("<base64>")] | Annotated[UrlSource, Tag("<url>")],
-    Discriminator(_kind, custom_error_type="source", custom_error_message="its type must be base64 or url"),
+    Discriminator(wire.kind_of, custom_error_type="source", custom_error_message="its type must be base64 or url"),
 ]
 
 
@@ -104,7 +99,7 @@ Block = Annotated[
     | Annotated[ToolResultBlock, Tag("<tool_result>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")],
     Discriminator(
-        _kind, custom_error_type="block", custom_error_message=f"its type must be one of {', '.join(BLOCKS)}"
+        wire.kind_of, custom_error_type="block", custom_error_message=f"its type must be one of {', '.join(BLOCKS)}"
     ),
 ]
 

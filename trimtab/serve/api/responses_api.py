@@ -56,18 +56,15 @@ class ReasoningText(Strict):
     text: Text
 
 
-def _kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"<{kind}>"
-
-
 PARTS = ("input_text", "input_image", "input_audio", "output_text")
 InputPart = Annotated[
     Annotated[InputText, Tag("<input_text>")]
     | Annotated[InputImage, Tag("<input_image>")]
     | Annotated[AudioPart, Tag("<input_audio>")]
     | Annotated[OutputText, Tag("<output_text>")],
-    Discriminator(_kind, custom_error_type="part", custom_error_message=f"its type must be one of {', '.join(PARTS)}"),
+    Discriminator(
+        wire.kind_of, custom_error_type="part", custom_error_message=f"its type must be one of {', '.join(PARTS)}"
+    ),
 ]
 Parts = Annotated[
     Annotated[Text, Tag("<text>")] | Annotated[list[InputPart], FIRST_ERROR, Tag("<list>")],

@@ -79,6 +79,12 @@ MOST_UNKNOWN = 8
 _ITEMS = {"input": "items"}
 
 
+def kind_of(value: Any) -> str:
+    """Return the tag of a part or source by its `type`, which a discriminator compares."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{kind}>"
+
+
 class Strict(BaseModel):
     # strict: "5" is no number and 1 no boolean. Tags of unions are written <so>: they are not part of a field's path.
     model_config = ConfigDict(
