@@ -36,8 +36,9 @@ from trimtab.errors import TrimtabError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MOST_S, MOST_BYTES = 1.0, 500 * 2**20
-# Building the modules of a declared layer takes transformers about 12 ms: of 126 layers, the most of a published model, 1.5 s.
-LAYER_S = 0.02
+# Building the modules of a layer takes transformers about 12 ms: of 126 layers, the most of a published model, 1.5 s. A part that
+# names no number has its class's default, such as 26 or 32.
+LAYER_S, DEFAULT_LAYERS = 0.02, 32
 HANG_S = 120.0
 SHOWN = 20
 RECORD = ROOT / "bench" / "results" / "fuzz_files.json"
@@ -101,11 +102,11 @@ def _case(given: Input, random: Random) -> tuple[str, float, int, str, float]:
 
 
 def _layers(mutated: bytes) -> int:
-    """Return the largest number of layers that a config declares; 0 for another file."""
+    """Return the largest number of layers of a config's parts; 0 for another file."""
     with suppress(ValueError, RecursionError, AttributeError, TypeError):
         config = json.loads(mutated)
         parts = (config, *(part for part in config.values() if isinstance(part, dict)))
-        return max(min(int(part.get("num_hidden_layers") or 0), MODULES) for part in parts)
+        return max(min(int(part.get("num_hidden_layers", DEFAULT_LAYERS) or 0), MODULES) for part in parts)
     return 0
 
 
