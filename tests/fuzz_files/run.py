@@ -105,6 +105,8 @@ def _layers(mutated: bytes) -> int:
     """Return the largest number of layers of a config's parts; 0 for another file."""
     with suppress(ValueError, RecursionError, AttributeError, TypeError):
         config = json.loads(mutated)
+        if "model_type" not in config and "architectures" not in config:
+            return 0
         parts = (config, *(part for part in config.values() if isinstance(part, dict)))
         return max(min(int(part.get("num_hidden_layers", DEFAULT_LAYERS) or 0), MODULES) for part in parts)
     return 0
