@@ -198,3 +198,11 @@ def test_a_config_of_many_labels_is_read():
     config = {"id2label": labels, "label2id": {f"{label} {number}": int(number) for number, label in labels.items()}}
     assert len(json.dumps(config)) < KINDS["config.json"].nbytes
     check_config(config, PATH)
+
+
+def test_a_config_of_hundreds_of_parts_is_refused_before_anything_copies_them():
+    part = {"hidden_size": 8, "rope_parameters": {"rope_theta": 1.0}}
+    check_config({"model_type": "llama", "parts": [part] * 127}, PATH)
+    with pytest.raises(CheckpointError, match=r"config\.json is 258: a model has at most 256 objects"):
+        check_config({"model_type": "llama", "parts": [part] * 129}, PATH)
+    check_config({"model_type": "llama", "quantization_config": {"modules": [{}] * 1000}}, PATH)

@@ -52,10 +52,15 @@ MOST_PATCHES = 2**22
 MOST_MODULES = 40_000
 # Buffers that a model computes while it is built, together: three times the masks of CodeGen and GPT-Neo, which have one a layer.
 MOST_BUFFER_BYTES = 384 * 2**20
+# Objects in a config: defaults of transformers 5.23.0 have at most 58. A loader copies each of them several times.
+MOST_OBJECTS = 256
 
 
 def check_config(config: Mapping[str, Any], path: Path) -> None:
     """Raise CheckpointError, with the field, if the architecture is no text or a count is larger than in any model."""
+    objects = sum(isinstance(value, Mapping) for _, value in _values(config))
+    if objects > MOST_OBJECTS:
+        _refuse([("config.json", objects, f"a model has at most {MOST_OBJECTS} objects in its config")], path)
     problems = list(_wrong_types(config))
     problems += [one for one in _wrong_numbers(config) if _is_read(one[0]) and one[1] > largest(one[0])]
     _refuse(problems, path)
