@@ -579,9 +579,7 @@ def _words(error: Mapping[str, Any]) -> str:
     name = next((step for step in error["loc"] if step in _HARMLESS_ONLY), None)
     if name is None and error["type"] == "literal_error" and _path(error["loc"]).startswith("tools["):
         name = "this type of tool"
-    if name is None:
-        return text
-    return f"not supported: {name} ({text}{'; ' + LENIENT if name in NO_EFFECT else ''})"
+    return text if name is None else f"not supported: {name} ({text}{'; ' + LENIENT if name in NO_EFFECT else ''})"
 
 
 def _plain(text: str) -> str:
