@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.cuda_on_cpu import run
+from tests.long_runs import slow_on_cpu
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.formats.bitsandbytes import dequantize, quantize, shell
 from trimtab.engine.kernels import attention_and_norms as fused
@@ -440,8 +441,12 @@ def test_nothing_is_read_or_written_beyond_its_end():
 
 
 @needs_gxx
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "splits"),
+    [
+        (torch.bfloat16, 2), (torch.float16, 1), slow_on_cpu(torch.bfloat16, 1), slow_on_cpu(torch.float16, 2),
+    ],
+)  # fmt: skip
 def test_each_row_uses_its_own_adapter(modules, dtype, splits):
     torch.manual_seed(8)
     rows, columns, n, width = (48, 16, 17), 512, 8, 20
@@ -481,7 +486,7 @@ def test_each_row_uses_its_own_adapter(modules, dtype, splits):
     [
         pytest.param((48, 16, 17), None, marks=pytest.mark.slow),
         ((48, 48), held(8, 6, 1, 2, 8, 2, 6)),
-        ((48, 48), None),
+        slow_on_cpu((48, 48), None),
     ],
 )
 def test_fixed_ranks_give_a_row_the_same_bits_beside_larger_adapters(modules, rows, cut):
@@ -547,9 +552,9 @@ def test_fixed_ranks_make_a_x_in_the_same_order_beside_larger_adapters():
     [
         ((80, 33), held(1, 3, 4, 1, 16, 1, 8)),
         ((80,), held(1, 1, 5, 1, 20, 1, 5)),  # warps that no value is left for
-        ((48, 16, 17), held(4, 5, 1, 1, 8, 2, 6)),  # two blocks along K
-        ((48, 48), held(2, 4, 2, 2, 16, 1, 6)),  # with a gate
-        ((48, 48), held(8, 6, 1, 2, 8, 2, 6)),  # outputs in several rounds
+        slow_on_cpu((48, 16, 17), held(4, 5, 1, 1, 8, 2, 6)),  # two blocks along K
+        slow_on_cpu((48, 48), held(2, 4, 2, 2, 16, 1, 6)),  # with a gate
+        ((48, 48), held(8, 6, 1, 2, 8, 2, 6)),  # with a gate; outputs in several rounds
         ((48, 48), None),  # through the ring, with a gate
     ],
 )
@@ -591,9 +596,14 @@ def test_high_ranks_take_several_values_a_block_and_several_threads_an_output(mo
 
 @needs_gxx
 @pytest.mark.parametrize(
-    ("splits", "n"), [(1, 5), (2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 1), (2, 5)))]
+    ("kind", "splits", "n"),
+    [
+        *((kind, 1, 5) for kind in fused.ACTIVATIONS),
+        (fused.ACTIVATIONS[0], 2, 1),
+        *(slow_on_cpu(kind, *case) for kind in fused.ACTIVATIONS for case in ((1, 1), (2, 5))),
+        *(slow_on_cpu(kind, 2, 1) for kind in fused.ACTIVATIONS[1:]),
+    ],
 )
-@pytest.mark.parametrize("kind", fused.ACTIVATIONS)
 def test_gate_and_product_are_one_launch(modules, n, kind, splits):
     """act(gate) up of two layers, and act(product) other: the same bits as the product and the gate one after the other."""
     torch.manual_seed(11)
@@ -755,7 +765,7 @@ def test_the_check_at_load_finds_a_kernel_that_is_wrong(modules, monkeypatch):
     [
         ((80, 33), held(1, 3, 4, 1, 16, 1, 8), False, True, True),
         ((48, 48), held(2, 4, 2, 2, 16, 1, 6), True, False, True),
-        ((32,), held(3, 2, 4, 1, 16, 1, 2), False, False, False),
+        slow_on_cpu((32,), held(3, 2, 4, 1, 16, 1, 2), False, False, False),
         ((32,), held(5, 2, 8, 1, 16, 1, 2), False, True, True),  # a warp has two pieces of a row, the last one
     ],
 )

@@ -13,6 +13,7 @@ import torch
 
 import trimtab
 from tests import long_runs, pico
+from tests.long_runs import slow_on_cpu
 from tests.test_batch import DEVICE, PROMPTS, STEP_TOLERANCE, through, to_the_end
 from tests.test_company import (
     Company,
@@ -80,8 +81,13 @@ def test_rows_in_pages_say_what_they_say_alone(family, tmp_path):
         assert layers[0].keys[:, SCRAP * PAGE_TOKENS : FIRST * PAGE_TOKENS].isfinite().all()
 
 
-@pytest.mark.parametrize("sizes", [(), (16, 64)], ids=["eager prompts", "chunks"])
-@pytest.mark.parametrize("decode", ["eager", "fused", "graph"])
+@pytest.mark.parametrize(
+    ("decode", "sizes"),
+    [
+        ("eager", ()), ("fused", (16, 64)), ("graph", (16, 64)), slow_on_cpu("eager", (16, 64)), slow_on_cpu("fused", ()),
+        slow_on_cpu("graph", ()),
+    ],
+)  # fmt: skip
 def test_an_answer_in_pages_is_the_same_alone_and_in_company(model, replayed, decode, sizes):  # noqa: F811
     asked = asks(10)
     with_pool(model, 4 * CONTEXT)

@@ -116,6 +116,7 @@ def test_a_fault_of_the_part_on_experts_is_named(base, adapter, faults, name):
     assert (report.verdict.word, report.verdict.fault) == ("wrong", name), str(report)
 
 
+@pytest.mark.slow
 def test_a_server_without_the_adapter_is_seen_to_ignore_it(base, adapter):
     with load(base) as model:
         assert ask(base, adapter, model).verdict.word == "ignored"

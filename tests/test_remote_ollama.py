@@ -93,6 +93,7 @@ def test_an_adapter_in_ollama_is_alive_by_raw_generation_with_logprobs(served):
     assert {body["model"] for body in server.bodies} == {"mine", "gemma"}
 
 
+@pytest.mark.slow
 def test_an_adapter_that_ollama_ignores_shows_in_releases_without_logprobs_too(served):
     server = Ollama(served, {"mine": None, "gemma": None}, top=0)
     report = ask(server, remote_base="gemma")

@@ -105,6 +105,7 @@ def test_prompts_with_adapters_in_turn_have_the_scores_of_the_modules(columned):
 
 
 @needs_sources
+@pytest.mark.slow
 def test_an_adapter_whose_table_has_gone_has_its_columns_written_again(columned, monkeypatch):
     model, batch, _ = columned
     monkeypatch.setattr(unpacked_columns, "MOST_TABLES", 1)
