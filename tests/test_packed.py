@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
-from trimtab.checkpoint.prequantized import split_packed
 from trimtab.errors import CheckpointError
+from trimtab.formats.packed import split_packed
 
 BNB = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
 SPELLED = {"uint8": "U8", "int8": "I8", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32"}

@@ -17,7 +17,7 @@ from trimtab import api
 from trimtab.adapters.adapter import describe, match_adapter, read_adapter
 from trimtab.adapters.vocabulary import check_vocabulary
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.checkpoint.prequantized import split_packed
+from trimtab.formats.packed import split_packed
 from trimtab.planning import Plan
 
 DEMO = Path(__file__).resolve().parent.parent.parent / "trimtab" / "demo"

@@ -13,16 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.engine.formats.bitsandbytes import (  # fmt: skip
-    Packed,
-    Shell,
-    dequantize,
-    dequantize_rows,
-    is_narrow,
-    shell,
-    unpacked_shell,
-    widened,
-)
+from trimtab.engine.formats.packed import Packed, Shell, is_narrow, unpacked_shell, widened
+from trimtab.engine.formats.weights import dequantize, dequantize_rows, shell
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.tiers.streaming import Group, Staged

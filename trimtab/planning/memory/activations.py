@@ -17,6 +17,7 @@ from math import ceil, prod
 from types import MappingProxyType
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, KVLayer, ModuleRow, Part
+from trimtab.formats.record import is_dequantized
 from trimtab.planning.values.blocks import quant_of, widened_bytes
 from trimtab.planning.values.byte_sizes import ADAPTER_PIECE_VALUES, HEAD_CHUNK_VALUES
 from trimtab.planning.values.kv_bytes import copy_bytes, paged_copy_bytes, position_bytes, step_copy_bytes, why_not_int8
@@ -63,7 +64,7 @@ COEFFICIENTS: Mapping[str, tuple[float, str]] = MappingProxyType(
         "experts.rows": (8, "rows a token becomes in fused experts: the usual top-k, which the anatomy does not say"),
         "logits.model": (3, "x d: logits, divided by the soft cap, after tanh"),
         "head8.chunk": (1, "x f: the weights of an 8-bit head that are computed with at a time (engine/formats/int8_head.py)"),
-        "widened.chunk": (1, "x f: weights held in 16 bits, cast to be computed with (engine/formats/bitsandbytes.py, WideShell)"),
+        "widened.chunk": (1, "x f: weights held in 16 bits, cast to be computed with (engine/formats/packed.py, WideShell)"),
         "logits.float": (3, "x f: generate's float32 copy, its sorted or masked form, probabilities"),
         "vision.pixels": (3, "x f: pixel patches as given, shifted, and cast"),
         "vision.hidden": (4, "x d: residual, norm output, clamped input, attention output"),
@@ -250,7 +251,7 @@ def widths_of(anatomy: Anatomy, part: Part, *, quant: str) -> Widths:
         if row.kind != "linear" or weight is None or not _is_layer(row):
             continue
         out_features, in_features = weight.shape[0], prod(weight.shape[1:])
-        if row.quantized and quant in ("nf4", "nf4-dq", "fp4"):
+        if row.quantized and is_dequantized(row.stored or quant):
             dequantized = max(dequantized, weight.numel)
         if "attn" in row.module_path or "attention" in row.module_path:
             query = max(query, out_features, in_features)

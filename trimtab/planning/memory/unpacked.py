@@ -18,8 +18,9 @@ from dataclasses import replace
 from math import prod
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
+from trimtab.formats.record import is_dequantized
 from trimtab.planning.plan.plan import Plan
-from trimtab.planning.values.execution import CAPTURED, FUSED_DTYPES, FUSED_QUANTS, KERNEL_ROWS
+from trimtab.planning.values.execution import CAPTURED, FUSED_DTYPES, KERNEL_ROWS
 
 ITEM = "unpacked_weights"
 # Columns after each row for a prompt's adapter (engine/batched_lora/unpacked_columns.py): three for each rank of the
@@ -62,7 +63,7 @@ def with_unpacked(plan: Plan, anatomy: Anatomy, *, shared_bytes: int | None = No
     """
     share = _share_on_gpu(plan) if shared_bytes is None else MOST_SHARE
     if (
-        not share or plan.request.quant not in FUSED_QUANTS
+        not share or not is_dequantized(plan.request.quant)
         or any(row.part in ("language", "head") and row.tier != "resident" for row in plan.placements)
     ):  # fmt: skip
         return plan

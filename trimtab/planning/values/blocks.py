@@ -15,17 +15,11 @@ from typing import Literal
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow, Part, TensorRow
 from trimtab.errors import gib
-from trimtab.planning.values.byte_sizes import (
-    HEAD8,
-    HEAD_PIECE_BYTES,
-    allocated_bytes,
-    buffer_bytes,
-    packed_bytes,
-    packed_parts,
-)
+from trimtab.formats.record import HEAD8, packed_bytes, packed_parts
+from trimtab.planning.values.byte_sizes import HEAD_PIECE_BYTES, allocated_bytes, buffer_bytes
 from trimtab.planning.values.copy_order import pieces_of
 from trimtab.planning.values.rows import Unquantized
-from trimtab.request import DEFAULT_QUANT, QUANTS, TIERS
+from trimtab.request import DEFAULT_QUANT, TIERS
 
 Paid = Literal["token", "image", "audio", "request"]
 LINEAR_TIERS = ("resident", "stream", "disk", "host")
@@ -118,7 +112,7 @@ def quant_of(anatomy: Anatomy, quant: str) -> str:
     """Return the format of quantized weights; "auto" is the checkpoint's own if it is packed, else the default."""
     if quant != "auto":
         return quant
-    return anatomy.prequantized if anatomy.prequantized in QUANTS else DEFAULT_QUANT
+    return anatomy.prequantized or DEFAULT_QUANT
 
 
 def tied_paths(anatomy: Anatomy) -> dict[str, str]:
@@ -140,7 +134,8 @@ def leaves_of(row: ModuleRow, quant: str, tied: Mapping[str, str], *, prequantiz
         tensors = [tensor for tensor in row.tensors if len(tensor.shape) == 3 and not tensor.is_buffer]
     else:
         return ()
-    kind = HEAD8 if row.is_head8 else quant if row.quantized and row.kind != "embedding" else "none"
+    own = row.stored or quant
+    kind = HEAD8 if row.is_head8 else own if row.quantized and row.kind != "embedding" else "none"
     return tuple(
         Leaf(
             tensor_path=tensor.tensor_path, module_path=row.module_path, shape=tensor.shape,
