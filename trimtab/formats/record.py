@@ -134,8 +134,11 @@ def is_dequantized(name: str) -> bool:
 
 
 def rounds_change(name: str) -> bool:
-    """Return whether PEFT rounds an adapter's change before it adds it, over weights in a format: so it does in bitsandbytes' layers.
-    Weights of other formats are those of a plain Linear in the stock stack (`dequantize=True`), where the sum is rounded."""
+    """Return whether PEFT rounds an adapter's change before it adds it, over weights in a format.
+
+    So it does over bitsandbytes' layers. Weights of other formats are those of a plain Linear in the stock stack (`dequantize=True`),
+    where the sum is rounded. Source: PEFT 0.21.2, lora/layer.py Linear.forward, lora/bnb.py Linear4bit.forward.
+    """
     return stored_format(name).family in ("codebook", "int8", "head8")
 
 

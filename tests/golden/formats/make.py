@@ -1,9 +1,10 @@
-"""Writes the golden weights of the formats: file tensors as a format's own library stores them, and the weight that it makes of them.
+"""Writes the golden weights of the formats: file tensors as a format's own library stores them, and what it makes of them.
 
-    python -m tests.golden.formats.make    (with compressed-tensors 0.20.0 and auto-round 0.16.1, installed without their dependencies)
+    python -m tests.golden.formats.make    (with compressed-tensors 0.20.0 and auto-round 0.16.1, without their dependencies)
 
-golden.safetensors has, for each case of `cases.json`, `CASE/X.part` and `CASE/expected`. compressed-tensors packs and unpacks its own
-files and AWQ's; transformers' Fp8Dequantize unpacks official FP8 files; auto-round's layers unpack GPTQ's. No line of trimtab runs.
+golden.safetensors has, for each case of `cases.json`, `CASE/part` and `CASE/expected`. compressed-tensors packs and unpacks its
+own files and AWQ's; transformers' Fp8Dequantize unpacks official FP8 files; auto-round's layers unpack GPTQ's. No line of trimtab
+runs.
 """
 
 from __future__ import annotations
@@ -133,7 +134,9 @@ def gptq(rows: int, columns: int, group: int, bits: int, *, ordered: bool = Fals
 
 CASES = {
     "ct-int4-g32": lambda: compressed(24, 96, num_bits=4, strategy="group", group_size=32),
-    "ct-int4-g128-zp-f16": lambda: compressed(16, 256, num_bits=4, strategy="group", group_size=128, symmetric=False, scale_dtype="float16"),
+    "ct-int4-g128-zp-f16": lambda: compressed(
+        16, 256, num_bits=4, strategy="group", group_size=128, symmetric=False, scale_dtype="float16"
+    ),
     "ct-int4-g32-f32": lambda: compressed(16, 64, num_bits=4, strategy="group", group_size=32, scale_dtype="float32"),
     "ct-int4-row-odd": lambda: compressed(9, 37, num_bits=4, strategy="channel"),
     "ct-int8-g32-zp": lambda: compressed(13, 64, num_bits=8, strategy="group", group_size=32, symmetric=False),
