@@ -112,17 +112,17 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed], str]] = {
         ct_config(4, "int", strategy="group", group_size=32, symmetric=False),
         lambda weight: ct(weight, symmetric=False), "int4-g32-zp",
     ),
-    "ct-int8": (ct_config(8, "int", strategy="group", group_size=64), lambda weight: ct(weight, bits=8, group=64), "int8-g64"),
+    "ct-int8": (ct_config(8, "int", strategy="group", group_size=32), lambda weight: ct(weight, bits=8), "int8-g32"),
     "ct-fp8": (
         ct_config(8, "float", strategy="channel"), lambda weight: fp8(weight, block=(1, 0), name="weight_scale"), "fp8-row",
     ),
     "fp8-block": (
-        {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
-        lambda weight: fp8(weight, block=(128, 128)), "fp8-128x128",
+        {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"},
+        lambda weight: fp8(weight, block=(32, 32)), "fp8-32x32",
     ),
     "fp8-f32": (
-        {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
-        lambda weight: fp8(weight, block=(128, 128), dtype=torch.float32), "fp8-128x128",
+        {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"},
+        lambda weight: fp8(weight, block=(32, 32), dtype=torch.float32), "fp8-32x32",
     ),
     "fp8-tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, lambda weight: fp8(weight, block=(0, 0)), "fp8-tensor"),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq, "int4-g32-zp"),

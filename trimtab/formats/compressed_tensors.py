@@ -36,7 +36,8 @@ def read(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, Pack
     """Return (plain tensors, packed weights by name). Errors: CheckpointError for what is not read, and with every wrong weight."""
     schemes = list(_schemes(checkpoint))
     problems: list[tuple[str, str]] = []
-    packed, used = float8.weights(checkpoint.tensors, problems)
+    blocks = [one["block_structure"] for one in schemes if one.get("block_structure")]
+    packed, used = float8.weights(checkpoint.tensors, problems, blocks[0] if blocks else None)
     for name, entry in checkpoint.tensors.items():
         stem, dot, last = name.rpartition(".")
         if last != PACKED:

@@ -34,6 +34,10 @@ HEAD8 = "head8"
 SHOWN_PROBLEMS = 20
 # File tensors that are read with the headers, not with the weights.
 UNREAD_PARTS = ("quant_state", "weight_shape")
+# Weights of files' own formats are dequantized so many values at a time, with at most so many bytes a value beside the result: two
+# float32 copies of float8 values and of their scales; 4-bit values, the same in a byte each and in the type of the scales.
+DEQUANTIZED_VALUES = 2**20
+DEQUANTIZED_BYTES = 8
 # Types of scales that are read.
 SCALE_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -67,6 +71,17 @@ class StoredFormat:
     def is_dequantized(self) -> bool:
         """Whether a product without a kernel of its own makes the whole weight in 16 bits."""
         return self.family in ("codebook", "grouped", "float8")
+
+    @property
+    def is_own(self) -> bool:
+        """Whether only torch's operations read it: every product dequantizes the weight, also of one row."""
+        return self.family in ("grouped", "float8")
+
+    def reading_bytes(self, shape: Sequence[int]) -> int:
+        """Return the bytes beside the file tensors of a weight while its values are laid out anew."""
+        if self.family != "grouped":
+            return 0
+        return prod(shape) * (3 if self.has_zero else 2 if self.bits == 4 else 1)
 
     @property
     def tables(self) -> tuple[str, ...]:
@@ -136,8 +151,9 @@ def is_dequantized(name: str) -> bool:
 def rounds_change(name: str) -> bool:
     """Return whether PEFT rounds an adapter's change before it adds it, over weights in a format.
 
-    So it does over bitsandbytes' layers. Weights of other formats are those of a plain Linear in the stock stack (`dequantize=True`),
-    where the sum is rounded. Source: PEFT 0.21.2, lora/layer.py Linear.forward, lora/bnb.py Linear4bit.forward.
+    So it does over bitsandbytes' layers. Weights of other formats are those of a plain Linear in the stock stack
+    (`dequantize=True`), where the sum is rounded. Source: PEFT 0.21.2, lora/layer.py Linear.forward, lora/bnb.py
+    Linear4bit.forward.
     """
     return stored_format(name).family in ("codebook", "int8", "head8")
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from trimtab.engine.formats.packed import DequantizedShell, Packed, Shell
 from trimtab.errors import CheckpointError
-from trimtab.formats.record import PackedEntry, stored_format
-from trimtab.planning.values.byte_sizes import HEAD_CHUNK_VALUES
+from trimtab.formats.record import DEQUANTIZED_VALUES, PackedEntry, stored_format
 
 
 def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Packed:
@@ -34,30 +33,26 @@ def _scales(kind: str, shape: tuple[int, ...]) -> tuple[int, int]:
     return (-(-shape[0] // high) if high else 1, -(-shape[1] // wide) if wide else 1)
 
 
-def dequantize(packed: Packed) -> Tensor:
-    """Return the weight [D_out, D_in] in its own type; beside it a few rows are in memory at a time."""
-    return dequantize_rows(packed, 0, packed.shape[0], packed.parts["weight"].device)
+def dequantize(packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the weight [D_out, D_in] in its own type, or then cast to another; a few rows are in memory beside it at a time."""
+    return dequantize_rows(packed, 0, packed.shape[0], packed.parts["weight"].device, dtype)
 
 
-def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device) -> Tensor:
-    """Return rows of the weight as `weights.dequantize_rows`."""
+def dequantize_rows(
+    packed: Packed, start: int, stop: int, device: torch.device, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return rows of the weight as `weights.dequantize_rows`, or then cast to another type."""
     columns = packed.shape[1]
     high, wide = stored_format(packed.kind).block
-    out = torch.empty(stop - start, columns, dtype=packed.dtype, device=device)
-    # Whole blocks of rows at a time: rows of a block share their scales.
-    step = max(1, HEAD_CHUNK_VALUES // columns)
+    out = torch.empty(stop - start, columns, dtype=dtype or packed.dtype, device=device)
+    step = max(1, DEQUANTIZED_VALUES // columns)
     scale = packed.parts["scale"].to(device)
-    across = scale if wide == 0 else scale.repeat_interleave(wide, dim=1)[:, :columns]
     for first in range(start, stop, step):
         last = min(first + step, stop)
         values = packed.parts["weight"][first:last].to(device).to(torch.float32)
-        if high == 1:
-            values *= across[first:last]
-        elif high == 0:
-            values *= across
-        else:
-            values *= across[torch.arange(first, last, device=device) // high]
-        out[first - start : last - start].copy_(values)
+        factor = scale if high == 0 else scale[torch.arange(first, last, device=device) // high]
+        values *= factor if wide == 0 else factor.repeat_interleave(wide, dim=1)[:, :columns]
+        out[first - start : last - start].copy_(values.to(packed.dtype))
     return out
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from trimtab.engine.formats.packed import DequantizedShell, Packed, Shell
 from trimtab.errors import CheckpointError
-from trimtab.formats.record import PackedEntry, StoredFormat, stored_format
-from trimtab.planning.values.byte_sizes import HEAD_CHUNK_VALUES
+from trimtab.formats.record import DEQUANTIZED_VALUES, PackedEntry, StoredFormat, stored_format
 
 # AWQ's int32 holds eight outputs in this order, from its lowest bits (AutoAWQ 0.2.9, packing_utils.py: AWQ_ORDER).
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -107,11 +106,11 @@ def _awq_values(words: Tensor) -> Tensor:
 # Computing ------------------------------------------------------------------------------------------------------------
 
 
-def dequantize(packed: Packed) -> Tensor:
-    """Return the weight [D_out, D_in] in its own type; beside it a few rows are in memory at a time."""
+def dequantize(packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the weight [D_out, D_in] in its own type, or then cast to another; a few rows are in memory beside it at a time."""
     rows, columns = packed.shape
-    out = torch.empty(rows, columns, dtype=packed.dtype, device=packed.parts["weight"].device)
-    form, step = stored_format(packed.kind), max(1, HEAD_CHUNK_VALUES // columns)
+    out = torch.empty(rows, columns, dtype=dtype or packed.dtype, device=packed.parts["weight"].device)
+    form, step = stored_format(packed.kind), max(1, DEQUANTIZED_VALUES // columns)
     for start in range(0, rows, step):
         _fill(out[start : start + step], packed.parts, slice(start, start + step), form)
     return out

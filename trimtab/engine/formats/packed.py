@@ -152,11 +152,12 @@ class DequantizedShell:
     """`y = x W^T + b` over a weight that is dequantized at each call: memory for the whole weight, then torch's product."""
 
     def __init__(
-        self, packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype, dequantize: Callable[[Packed], Tensor]
-    ) -> None:
+        self, packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype,
+        dequantize: Callable[[Packed, torch.dtype], Tensor],
+    ) -> None:  # fmt: skip
         self.packed, self.compute_dtype, self.dequantize = packed, compute_dtype, dequantize
         self.bias = None if bias is None else bias.to(compute_dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight = self.dequantize(self.packed).to(self.compute_dtype)
+        weight = self.dequantize(self.packed, self.compute_dtype)
         return nn.functional.linear(x.to(self.compute_dtype), weight, self.bias).to(x.dtype)

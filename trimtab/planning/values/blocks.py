@@ -15,7 +15,7 @@ from typing import Literal
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow, Part, TensorRow
 from trimtab.errors import gib
-from trimtab.formats.record import HEAD8, packed_bytes, packed_parts
+from trimtab.formats.record import HEAD8, packed_bytes, packed_parts, stored_format
 from trimtab.planning.values.byte_sizes import HEAD_PIECE_BYTES, allocated_bytes, buffer_bytes
 from trimtab.planning.values.copy_order import pieces_of
 from trimtab.planning.values.rows import Unquantized
@@ -34,7 +34,7 @@ class Leaf:
 
     packs: whether loading packs it (quantized by us, not already packed in the file). load_transient_bytes: bytes on
     the execution device while that happens: the whole weight, its packed form and, for int8, its float16 copy; an 8-bit
-    head is made in chunks, directly in its final memory.
+    head is made in chunks, directly in its final memory. reading_bytes: the part of them that lays out a file's values anew.
     """
 
     tensor_path: str
@@ -43,6 +43,7 @@ class Leaf:
     parts: Mapping[str, int]
     dense_bytes: int
     packs: bool
+    reading_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +59,7 @@ class Leaf:
     @property
     def load_transient_bytes(self) -> int:
         if not self.packs:
-            return self.nbytes
+            return self.nbytes + self.reading_bytes
         if "scale" in self.parts:
             return min(HEAD_PIECE_BYTES, 13 * prod(self.shape))
         return self.dense_bytes + self.nbytes + (2 * prod(self.shape) if "SCB" in self.parts else 0)
@@ -141,6 +142,7 @@ def leaves_of(row: ModuleRow, quant: str, tied: Mapping[str, str], *, prequantiz
             tensor_path=tensor.tensor_path, module_path=row.module_path, shape=tensor.shape,
             parts=packed_parts(tensor.shape, kind, tensor.dtype), dense_bytes=tensor.nbytes,
             packs=kind == HEAD8 or (kind != "none" and not prequantized),
+            reading_bytes=stored_format(kind).reading_bytes(tensor.shape) if row.stored else 0,
         )
         for tensor in tensors
         if tensor.tensor_path not in tied
