@@ -73,7 +73,7 @@ def _schemes(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
             continue
-        form = group.get("format") or quantization.get("format")
+        form = str(group.get("format") or quantization.get("format"))
         if form in NOT_READ:
             raise _refused(checkpoint, f"its weights are {NOT_READ[form]}", form)
         rounded = group.get("input_activations")
