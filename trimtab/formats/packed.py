@@ -36,11 +36,10 @@ def split_packed(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[s
                 "is quantized, but config.json has no quantization_config", path=checkpoint.folder, tensor_name=marked,
                 hint="Get config.json of the same release of the model again",
             )  # fmt: skip
-    read = READERS.get(method or "bitsandbytes")
+    read = READERS.get("bitsandbytes" if method is None else method)
     if read is None:
-        raise CheckpointError(
-            f"is quantized with {method!r}; {', '.join(READERS)} are read", path=checkpoint.folder, hint=HINT
-        )
+        named = f"is quantized with {method!r:.60}" if method else "is quantized, and config.json names no quant_method"
+        raise CheckpointError(f"{named}; {', '.join(READERS)} are read", path=checkpoint.folder, hint=HINT)
     plain, packed = read(checkpoint)
     if method is not None and checkpoint.has_weights and not packed:
         raise CheckpointError(
@@ -51,13 +50,13 @@ def split_packed(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[s
 
 
 def quant_method(quantization: Mapping[str, Any] | None) -> str | None:
-    """Return the method that a quantization_config names; old configs of bitsandbytes do not name it."""
+    """Return the method that a quantization_config names, "" if it names none; old configs of bitsandbytes do not name it."""
     if quantization is None:
         return None
     method = quantization.get("quant_method")
     if method is None and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit")):
         return "bitsandbytes"
-    return str(method)
+    return str(method or "")
 
 
 def format_names(packed: Mapping[str, PackedEntry]) -> list[str]:
