@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from trimtab.engine.formats.bitsandbytes import dequantize
+from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec

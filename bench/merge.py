@@ -258,8 +258,8 @@ def _weight_error(dense: Path, packed: Path) -> float:
     from contextlib import ExitStack
 
     from trimtab.checkpoint.folder import read_checkpoint
-    from trimtab.checkpoint.prequantized import split_packed
     from trimtab.engine.tiers.reader import PositionedFile
+    from trimtab.formats.packed import split_packed
     from trimtab.merging.changes.delta import EntryRows
     from trimtab.merging.changes.dequantize import PackedRows
 

@@ -18,7 +18,8 @@ import torch
 from torch.nn import functional
 
 from trimtab.engine.batched_lora import columns as adapter_columns
-from trimtab.engine.formats.bitsandbytes import dequantize, quantize
+from trimtab.engine.formats.bitsandbytes import quantize
+from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.autotune import graph_us
 from trimtab.engine.lora import layers as lora

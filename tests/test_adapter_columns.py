@@ -16,7 +16,8 @@ from tests.test_prefill import answered, differ, eager, ids, in_chunks
 from trimtab.engine.batched_lora import columns as adapter_columns
 from trimtab.engine.batched_lora.columns import LARGEST_ERROR, AdapterColumns, extended_width, groups_of, wrong
 from trimtab.engine.cuda.check_cache import KeptChecks
-from trimtab.engine.formats.bitsandbytes import dequantize, quantize
+from trimtab.engine.formats.bitsandbytes import quantize
+from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.dequantize import PromptKernels
 from trimtab.engine.layers.linear import ResidentLeaf

@@ -11,14 +11,16 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from tests.anatomies import e_series
-from trimtab.engine.formats import bitsandbytes as quant
 from trimtab.engine.formats import int8_head as head8
+from trimtab.engine.formats import weights
+from trimtab.engine.formats.bitsandbytes import quantize
+from trimtab.engine.formats.packed import Packed, keep
 from trimtab.engine.layers import embedding as tables
 from trimtab.engine.layers import linear as leaves
 from trimtab.engine.lora import base_values
 from trimtab.engine.lora.store import AdapterStore
+from trimtab.formats.record import HEAD8
 from trimtab.planning.memory import activations
-from trimtab.planning.values.byte_sizes import HEAD8
 
 CPU = torch.device("cpu")
 KINDS = ("none", HEAD8, "int8", "fp4", "nf4", "nf4-dq")
@@ -29,23 +31,23 @@ PIECE = 128 * WIDTH
 def packed_of(kind, rows, columns, dtype=torch.bfloat16):
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
     if kind == "none":
-        return quant.keep(weight)
+        return keep(weight)
     if kind == HEAD8:
         q, scale = head8.quantize_rows(weight)
-        return quant.Packed(HEAD8, (rows, columns), dtype, {"weight": q, "scale": scale}, {})
-    return quant.quantize(weight, kind)
+        return Packed(HEAD8, (rows, columns), dtype, {"weight": q, "scale": scale}, {})
+    return quantize(weight, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("columns", [64, 40, 6, 33])
 def test_dequantized_rows_are_the_rows_of_the_dequantized_weight(kind, columns):
     packed = packed_of(kind, 96, columns)
-    whole = quant.dequantize(packed).clone()
+    whole = weights.dequantize(packed).clone()
     for start, stop in ((0, 96), (0, 1), (31, 33), (37, 90), (95, 96)):
-        rows = quant.dequantize_rows(packed, start, stop, CPU)
+        rows = weights.dequantize_rows(packed, start, stop, CPU)
         assert rows.dtype == whole.dtype and torch.equal(rows, whole[start:stop])
         rows.zero_()  # it is nobody else's
-    assert torch.equal(quant.dequantize(packed), whole)
+    assert torch.equal(weights.dequantize(packed), whole)
 
 
 def model_with(kind, dtype=torch.bfloat16):

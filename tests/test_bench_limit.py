@@ -11,7 +11,7 @@ from tests.anatomies import e_series, small
 from tests.test_planner import CPU, E2B, TABLE, plan
 from trimtab.benchmark.roofline import Bandwidth, Read, limit_of, plan_reads, resident_reads
 from trimtab.checkpoint.anatomy import KVLayer
-from trimtab.planning.values.byte_sizes import packed_bytes
+from trimtab.formats.record import packed_bytes
 
 RATES = Bandwidth(device_Bps=1e12, host_Bps=1e10, link_Bps=2e10, disk_Bps=1e9)
 RESIDENT = {"*": "resident"}

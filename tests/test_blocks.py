@@ -6,8 +6,8 @@ import pytest
 
 from tests.anatomies import e_series, small
 from trimtab.checkpoint.anatomy import ModuleRow, TensorRow
+from trimtab.formats.record import packed_bytes
 from trimtab.planning.values.blocks import blocks_of, quant_of, tied_paths, why_fixed
-from trimtab.planning.values.byte_sizes import packed_bytes
 
 E2B = e_series("E2B")
 EMBED = "model.language_model.embed_tokens"

@@ -5,6 +5,7 @@ import pytest
 from tests.anatomies import e_series, small
 from trimtab.checkpoint.anatomy import KVLayer
 from trimtab.errors import RequestError
+from trimtab.formats.record import packed_bytes, packed_parts
 from trimtab.planning.memory.activations import COEFFICIENTS, kv_cache_bytes, needs_of, patches_of, use_of
 from trimtab.planning.values.byte_sizes import (
     Rates,
@@ -13,8 +14,6 @@ from trimtab.planning.values.byte_sizes import (
     allocated_bytes,
     allocator_reserve_bytes,
     buffer_bytes,
-    packed_bytes,
-    packed_parts,
     seconds,
 )
 from trimtab.request import LoadRequest

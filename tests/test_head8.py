@@ -21,8 +21,9 @@ from trimtab.engine.layers.linear import HostLeaf, ResidentLeaf, StagedLinear
 from trimtab.engine.loader import transformers_model as hf
 from trimtab.engine.tiers.reader import read_small
 from trimtab.errors import CheckpointError, DeviceError, RequestError
+from trimtab.formats.record import HEAD8, packed_parts
 from trimtab.planning import Plan
-from trimtab.planning.values.byte_sizes import HEAD8, HEAD_CHUNK_VALUES, buffer_bytes, packed_parts
+from trimtab.planning.values.byte_sizes import HEAD_CHUNK_VALUES, buffer_bytes
 from trimtab.request import LoadRequest
 
 DEMO = Path(trimtab.__file__).parent / "demo"

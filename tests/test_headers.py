@@ -104,7 +104,7 @@ def test_metadata_is_text_by_text(tmp_path: Path) -> None:
 
 def test_reading_needs_neither_torch_nor_the_safetensors_library() -> None:
     code = (
-        "import sys, trimtab.checkpoint.headers, trimtab.checkpoint.folder, trimtab.checkpoint.prequantized\n"
+        "import sys, trimtab.checkpoint.headers, trimtab.checkpoint.folder, trimtab.formats.packed\n"
         "import trimtab.checkpoint.names\n"
         "print([name for name in ('torch', 'safetensors', 'transformers', 'numpy') if name in sys.modules])"
     )

@@ -21,13 +21,13 @@ from transformers import initialization
 from tests import pico, stock
 from tests.long_runs import crossed
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.checkpoint.prequantized import split_packed
 from trimtab.demo.demo import FOLDER
 from trimtab.engine.loader import processor as hf_processor
 from trimtab.engine.loader import transformers_model as hf
 from trimtab.engine.loader.tracing import Traced
 from trimtab.engine.tiers.reader import read_small
 from trimtab.errors import CheckpointError, RequestError
+from trimtab.formats.packed import split_packed
 
 
 @pytest.fixture(scope="module")

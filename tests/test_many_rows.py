@@ -8,7 +8,8 @@ import torch
 from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import rows as cpu_module
-from trimtab.engine.formats.bitsandbytes import dequantize, quantize
+from trimtab.engine.formats.bitsandbytes import quantize
+from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec

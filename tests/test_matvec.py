@@ -15,7 +15,8 @@ import torch
 from tests.cuda_on_cpu import run
 from tests.long_runs import slow_on_cpu
 from trimtab.engine.cuda import launch_config as cuts
-from trimtab.engine.formats.bitsandbytes import dequantize, quantize, shell
+from trimtab.engine.formats.bitsandbytes import quantize
+from trimtab.engine.formats.weights import dequantize, shell
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import gemv4 as matvec

@@ -15,10 +15,11 @@ from tests import merging, pico, stock
 from tests.long_runs import crossed
 from tests.merging import load, tensors_of
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.checkpoint.prequantized import split_packed
-from trimtab.engine.formats.bitsandbytes import dequantize, prequantized, quantize
+from trimtab.engine.formats.bitsandbytes import quantize
+from trimtab.engine.formats.weights import dequantize, prequantized
 from trimtab.engine.tiers.reader import PositionedFile, read_small
 from trimtab.errors import CheckpointError
+from trimtab.formats.packed import split_packed
 from trimtab.merging import merge
 from trimtab.merging.changes.dequantize import PackedRows
 from trimtab.merging.files import quantize as pack
@@ -116,7 +117,7 @@ def test_a_packed_base_is_unpacked_in_float32_bit_for_bit(quant: str, tmp_path: 
     assert len(packed) == 14
     for name, entry in packed.items():
         parts = read_small({part: value for part, value in entry.parts.items() if part != "quant_state"})
-        whole = prequantized(entry, parts)
+        whole = prequantized(entry, parts, torch.float32)
         wanted = dequantize(type(whole)(whole.kind, whole.shape, torch.float32, whole.parts, whole.codes))
         files = {file: PositionedFile(file) for file in found.files}
         rows = PackedRows(entry, lambda part, files=files: files[part.file])

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
-from trimtab.checkpoint.prequantized import split_packed
 from trimtab.errors import CheckpointError
+from trimtab.formats.packed import split_packed
 
 BNB = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
 SPELLED = {"uint8": "U8", "int8": "I8", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32"}
@@ -155,10 +155,11 @@ def test_a_config_alone_is_not_asked_for_packed_weights(tmp_path: Path) -> None:
 # What is refused: the whole -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "mxfp4", None])
+@pytest.mark.parametrize("method", ["mxfp4", "exl3", None])
 def test_another_quantization_is_refused_by_name(tmp_path: Path, method: str | None) -> None:
     error = refusal(tmp_path, four_bit(), {"quantization_config": {"quant_method": method, "bits": 4}})
-    assert f"is quantized with {method!r}; only bitsandbytes" in str(error)
+    named = f"is quantized with {method!r}" if method else "names no quant_method"
+    assert f"{named}; bitsandbytes, compressed-tensors" in str(error)
     assert "unquantized checkpoint" in error.hint
 
 

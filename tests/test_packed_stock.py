@@ -13,7 +13,8 @@ import torch
 
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.checkpoint.prequantized import PackedEntry, split_packed
+from trimtab.formats.packed import split_packed
+from trimtab.formats.record import PackedEntry
 
 KINDS: dict[str, dict[str, Any]] = {
     "nf4": {"bnb_4bit_quant_type": "nf4"},

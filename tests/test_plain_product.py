@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trimtab.engine.formats.bitsandbytes import PlainShell
+from trimtab.engine.formats.packed import PlainShell
 
 BATCHED = {torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default}
 

@@ -13,7 +13,8 @@ from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import prompts as cpu_module
 from trimtab.engine.cuda.check_cache import KeptChecks
-from trimtab.engine.formats.bitsandbytes import dequantize, quantize
+from trimtab.engine.formats.bitsandbytes import quantize
+from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.dequantize import PromptKernels, add, unpack, wrong_add, wrong_unpack
 from trimtab.engine.layers.linear import ResidentLeaf

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import trimtab
 from tests import pico, stock
 from trimtab.engine.formats import bitsandbytes as quant
+from trimtab.engine.formats import weights
 from trimtab.errors import DeviceError, RequestError
 
 
@@ -86,12 +87,12 @@ def test_rows_that_begin_inside_a_block_have_that_block_s_scale(kind, shape):
     bytes_ = packed.parts["weight"].flatten()
     codes = packed.codes["code"][torch.stack((bytes_ >> 4, bytes_ & 15), 1).flatten().long()][: weight.numel()]
     expected = (codes * scales.repeat_interleave(packed.blocksize)[: weight.numel()]).view(shape)
-    assert torch.equal(quant.dequantize(packed), expected)
+    assert torch.equal(weights.dequantize(packed), expected)
     bias, x = torch.randn(shape[0]), torch.randn(2, 3, shape[1])
-    layer = quant.shell(packed, bias, torch.float32)
+    layer = weights.shell(packed, bias, torch.float32)
     assert torch.equal(layer(x), torch.nn.functional.linear(x, expected, bias))
-    half = quant.shell(packed, bias, torch.bfloat16)  # rounded once, from the codes
+    half = weights.shell(packed, bias, torch.bfloat16)  # rounded once, from the codes
     rounded = torch.nn.functional.linear(x.bfloat16(), expected.bfloat16(), bias.bfloat16())
     assert torch.equal(half(x), rounded.float())
-    rows = quant.dequantize_rows(packed, 1, 2, torch.device("cpu"))
+    rows = weights.dequantize_rows(packed, 1, 2, torch.device("cpu"))
     assert torch.equal(rows, expected[1:2])

@@ -24,7 +24,7 @@ from tests.test_encoder_cache import asked, tensors_of
 from tests.test_execution import E4B
 from tests.test_prefill import WITH_PICTURES, eager, in_chunks, picture, through
 from tests.test_tower_graphs import MODE, same
-from trimtab.engine.formats.bitsandbytes import dequantize
+from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.dequantize import LEAST_TOKENS, PAYING_RANK, PromptKernels
 from trimtab.engine.layers.linear import HostLeaf, StagedLinear, with_products

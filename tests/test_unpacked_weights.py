@@ -14,7 +14,7 @@ from tests.test_fused_kernels import on_cpu  # noqa: F401
 from tests.test_graphs import joined, replayed  # noqa: F401
 from tests.test_many_step import STEP_TOLERANCE, wide
 from tests.test_prefill import answered, differ, eager, ids, in_chunks
-from trimtab.engine.formats.bitsandbytes import dequantize, shell
+from trimtab.engine.formats.weights import dequantize, shell
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.layers.unpacked import UnpackedWeights

@@ -20,8 +20,8 @@ from trimtab.adapters.vocabulary import check_vocabulary
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import Checkpoint, check_has_weights, read_checkpoint
 from trimtab.checkpoint.names import check_options
-from trimtab.checkpoint.prequantized import split_packed
 from trimtab.errors import DoesNotFitError, RequestError, TrimtabError
+from trimtab.formats.packed import format_names, split_packed
 from trimtab.planning import Machine, Plan, Rates, make_plan
 from trimtab.planning.memory.adapters import head_change, held_bytes
 from trimtab.planning.memory.media import ServedMedia, media_memory
@@ -34,7 +34,7 @@ from trimtab.planning.request.max_memory import merged_budgets
 from trimtab.planning.values.cards import check_budget, check_here, find_card
 from trimtab.planning.values.kv_pool import check_pool
 from trimtab.process import threads
-from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, LoadRequest, full_dtype, parse_bytes
+from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, QUANTS, LoadRequest, full_dtype, parse_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -342,13 +342,15 @@ def resolve_quant(quant: str, checkpoint: Checkpoint) -> str:
     """Return the format to load in. Errors: RequestError if another format is requested of an already quantized
     checkpoint.
     """
-    kinds = {
-        "nf4-dq" if entry.kind == "nf4" and entry.nested else entry.kind
-        for entry in split_packed(checkpoint)[1].values()
-    }
+    kinds = format_names(split_packed(checkpoint)[1])
     if not kinds:
+        if quant not in ("auto", *QUANTS):
+            raise RequestError(
+                "is a format of files, which trimtab reads and does not make; this checkpoint is not quantized", field="quant",
+                value=quant, allowed=("auto", *QUANTS),
+            )  # fmt: skip
         return DEFAULT_QUANT if quant == "auto" else quant
-    own = sorted(kinds)[0]
+    own = kinds[0]
     if quant not in ("auto", *kinds):
         raise RequestError(
             f"the checkpoint is already quantized ({', '.join(sorted(kinds))}) and is used as it is, never quantized twice",

@@ -21,6 +21,8 @@ from trimtab.errors import RequestError
 TIERS = ("resident", "gather", "stream", "disk", "host")
 QUANTS = ("none", "int8", "fp4", "nf4", "nf4-dq")
 DEFAULT_QUANT = "nf4-dq"
+# Formats of files (formats/record.py): they are read, never made.
+STORED = re.compile(r"(?:int[48]|fp8)-[a-z0-9-]{1,40}\Z", re.ASCII)
 # The output head as the checkpoint has it, or an 8-bit copy of it.
 HEADS = ("full", "int8")
 # Values of a request's head: "auto" lets the plan choose.
@@ -173,7 +175,8 @@ class LoadRequest:
     answer_tokens: int = DEFAULT_NEW_TOKENS
 
     def __post_init__(self) -> None:
-        check_choice(self.quant, ("auto", *QUANTS), field_name="quant")
+        if not STORED.match(self.quant):
+            check_choice(self.quant, ("auto", *QUANTS), field_name="quant")
         object.__setattr__(self, "dtype", full_dtype(self.dtype))
         check_choice(self.dtype, ("auto", *DTYPES), field_name="dtype")
         check_choice(self.head, HEAD_CHOICES, field_name="head")

@@ -17,7 +17,8 @@ from trimtab import api
 from trimtab.adapters.adapter import describe, match_adapter, read_adapter
 from trimtab.adapters.vocabulary import check_vocabulary
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.checkpoint.prequantized import split_packed
+from trimtab.formats.packed import split_packed
+from trimtab.formats.record import UNREAD_PARTS
 from trimtab.planning import Plan
 
 DEMO = Path(__file__).resolve().parent.parent.parent / "trimtab" / "demo"
@@ -125,6 +126,36 @@ def headers(work: Path) -> list[Input]:
     return inputs
 
 
+def formats(work: Path) -> list[Input]:
+    """Weights in each quantized format of files, with their config, read and dequantized."""
+    from safetensors.torch import load_file, save_file
+
+    from tests.golden.formats.make import FOLDER
+
+    def use(folder: Path) -> None:
+        import torch
+
+        from trimtab.engine.formats.weights import dequantize, prequantized
+        from trimtab.engine.tiers.reader import read_small
+
+        for entry in split_packed(read_checkpoint(folder))[1].values():
+            parts = read_small({name: part for name, part in entry.parts.items() if name not in UNREAD_PARTS})
+            dequantize(prequantized(entry, parts, torch.bfloat16))
+
+    inputs = []
+    golden = load_file(FOLDER / "golden.safetensors")
+    for case, settings in json.loads((FOLDER / "cases.json").read_text())["configs"].items():
+        folder = _made(work / case)
+        (folder / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": settings}))
+        parts = {name.partition("/")[2]: part for name, part in golden.items() if name.startswith(f"{case}/")}
+        save_file(
+            {f"x.{name}": part for name, part in parts.items() if name != "expected"}, folder / "model.safetensors"
+        )
+        files = (("config.json", mutate.of_text), ("model.safetensors", mutate.of_header))
+        inputs.append(Input(folder, files, use))
+    return inputs
+
+
 def indexes(work: Path) -> list[Input]:
     """The index of a checkpoint in shards."""
     folder = pico.build("llama", work / "shards", shards=3)
@@ -204,5 +235,5 @@ def _safetensors(tensors: dict[str, tuple[str, list[int]]], tail: bytes) -> byte
 # Kind -> (its inputs, how many cases `make test-all` tries).
 KINDS: dict[str, tuple[Callable[[Path], list[Input]], int]] = {
     "adapters": (adapters, 20_000), "plans": (plans, 20_000), "configs": (configs, 20_000), "headers": (headers, 20_000),
-    "indexes": (indexes, 2_000), "tokenizers": (tokenizers, 2_000), "media": (media, 2_000),
+    "formats": (formats, 2_000), "indexes": (indexes, 2_000), "tokenizers": (tokenizers, 2_000), "media": (media, 2_000),
 }  # fmt: skip

@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
 from tests.test_graphs import ASKED, answers, demo, joined
 from trimtab.engine.cuda.capture_stream import side_stream
 from trimtab.engine.cuda.graph_cache import GraphCache
-from trimtab.engine.formats.bitsandbytes import dequantize
+from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels.autotune import RandomWeights

@@ -17,7 +17,7 @@ from tests import pico, stock
 from tests.test_load import inputs_of
 from trimtab.engine.cuda.capture_stream import side_stream
 from trimtab.engine.cuda.graph_cache import GraphCache
-from trimtab.engine.formats.bitsandbytes import Packed
+from trimtab.engine.formats.packed import Packed
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import device_kernels as kernels

@@ -14,7 +14,8 @@ from tests.test_prefill import answered, differ, eager, ids, in_chunks, named
 from trimtab.engine.batched_lora import columns as adapter_columns
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda.check_cache import KeptChecks
-from trimtab.engine.formats.bitsandbytes import dequantize, quantize
+from trimtab.engine.formats.bitsandbytes import quantize
+from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.planning.memory import unpacked
 from trimtab.planning.memory.prompts import ADAPTER_COLUMNS

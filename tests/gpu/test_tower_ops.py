@@ -12,7 +12,8 @@ from tests.test_prefill import in_chunks, picture
 from tests.test_tower_graphs import same
 from tests.test_tower_ops import *
 from tests.test_tower_ops import CHANCE, TOLERANCE, far, loaded, ops_of
-from trimtab.engine.formats.bitsandbytes import dequantize, quantize
+from trimtab.engine.formats.bitsandbytes import quantize
+from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.dequantize import PromptKernels
 from trimtab.engine.layers.linear import ResidentLeaf

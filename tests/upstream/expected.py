@@ -83,6 +83,9 @@ EXPECTED_C_TO_H: dict[str, tuple[str, str]] = {
     "I17": (N, f"{N} or {P} or {F}"),  # only a GPU shows it
     "I14": (f"{N} or {P}", f"{N} or {P}"),  # only a CPU with AVX512-BF16 shows it
     "I16": (f"{N} or {P}", f"{N} or {P}"),  # only a CPU with AVX512 shows it
+    "I18": (N, P),
+    "I19": (N, P),
+    "I20": (N, P),
 }
 
 EXPECTED = EXPECTED_A_TO_B | EXPECTED_C_TO_H

@@ -25,9 +25,9 @@ from typing import Any
 
 from trimtab.adapters.adapter import AdapterSpec, AdapterTarget
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, KVLayer, ModuleRow, TensorRow
+from trimtab.formats.record import packed_bytes
 from trimtab.planning import Plan
 from trimtab.planning.values.blocks import leaves_of, quant_of, tied_paths
-from trimtab.planning.values.byte_sizes import packed_bytes
 from trimtab.planning.values.kv_bytes import position_bytes
 
 # The parts of a model that a decode step computes.

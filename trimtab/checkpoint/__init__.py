@@ -2,9 +2,5 @@
 
 from trimtab.checkpoint.folder import Checkpoint, check_unchanged, read_checkpoint
 from trimtab.checkpoint.headers import Header, TensorEntry, read_header
-from trimtab.checkpoint.prequantized import PackedEntry, split_packed
 
-__all__ = [
-    "Checkpoint", "Header", "PackedEntry", "TensorEntry", "check_unchanged", "read_checkpoint", "read_header",
-    "split_packed",
-]  # fmt: skip
+__all__ = ["Checkpoint", "Header", "TensorEntry", "check_unchanged", "read_checkpoint", "read_header"]

@@ -63,7 +63,8 @@ class ModuleRow:
     for modules that have nothing to quantize). wraps: path of the inner linear of a wrapper such as
     Gemma4ClippableLinear. gather_only: an embedding whose table is only indexed, so rows can be fetched on demand.
     is_head8: the output head in 8 bits (`--head int8`). is_router: a router of experts that multiplies with its weight
-    like a Linear; before transformers 5 it was one.
+    like a Linear; before transformers 5 it was one. stored: the format in which the checkpoint's files hold its quantized weight
+    (`formats/record.py`); None if the files hold it unquantized.
     """
 
     module_path: str
@@ -78,6 +79,7 @@ class ModuleRow:
     gather_only: bool = False
     is_head8: bool = False
     is_router: bool = False
+    stored: str | None = None
 
     @cached_property
     def weight(self) -> TensorRow | None:
@@ -109,7 +111,8 @@ class Anatomy:
     """The whole empty model in rows, plus the few sizes a plan needs.
 
     missing_projections: paths of k/v projections that KV-shared layers do not have although their siblings do; an
-    adapter key that aims at one has no effect. prequantized: the format of a checkpoint that is already packed.
+    adapter key that aims at one has no effect. prequantized: the format of most values of a checkpoint that is
+    already quantized.
     tower_tokens: (part, soft tokens of one image or audio clip) where the config fixes them; else the processor
     decides. capture_unsupported, fused_unsupported: why decode steps of this family cannot be captured, or use the
     fused kernels; prompts_unsupported: why its prompts cannot be captured; None if they can. images_look_ahead: whether

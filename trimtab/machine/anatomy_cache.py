@@ -18,7 +18,7 @@ from typing import Any
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.anatomy_json import form, read_anatomy, write_anatomy
 from trimtab.checkpoint.folder import CONFIG, Checkpoint
-from trimtab.checkpoint.prequantized import split_packed
+from trimtab.formats.packed import split_packed
 from trimtab.machine.installed import versions
 from trimtab.machine.user_cache import hashed, own_folder, prune, read_own, touch, write_own
 from trimtab.process.json_file import JsonError, parse, read_bytes
@@ -30,7 +30,8 @@ MOST_FILES, MOST_BYTES, MOST_FILE_BYTES = 64, 64 * 2**20, 16 * 2**20
 SHAPING_FILES = (CONFIG, "generation_config.json")
 # This package's files that make an anatomy: an editable installation keeps its version when they change.
 MAKERS = (
-    "checkpoint/anatomy.py", "checkpoint/prequantized.py", "engine/loader/anatomy_builder.py",
+    "checkpoint/anatomy.py", "formats/record.py", "formats/packed.py", "formats/bitsandbytes.py", "formats/compressed_tensors.py",
+    "formats/float8.py", "formats/transposed.py", "engine/loader/anatomy_builder.py",
     "engine/loader/transformers_model.py", "engine/loader/tracing.py", "engine/families/step.py", "engine/kv/kv_cache.py",
     "engine/passes/chunk_forward.py",
 )  # fmt: skip

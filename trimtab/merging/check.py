@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from trimtab.checkpoint.folder import Checkpoint
-from trimtab.checkpoint.prequantized import split_packed
 from trimtab.engine.tiers.reader import PositionedFile, bytes_of
+from trimtab.formats.packed import split_packed
 from trimtab.merging.changes.delta import EntryRows, Rows, row_pieces
 from trimtab.merging.changes.dequantize import PackedRows
 from trimtab.merging.check_exact import Exact, PackedBase, packed_range, rounded_once, ulp

@@ -190,7 +190,7 @@ def _prepare(request: MergeRequest, checkpoint: Checkpoint, stack: ExitStack) ->
 
 def _unpacked(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint as if its packed weights were plain, to find out which weights stock would pack."""
-    from trimtab.checkpoint.prequantized import split_packed
+    from trimtab.formats.packed import split_packed
 
     plain, packed = split_packed(checkpoint)
     if not packed:

@@ -16,6 +16,7 @@ from functools import partial
 
 from trimtab.checkpoint.anatomy import Anatomy, first_equal
 from trimtab.errors import DoesNotFitError, RequestError, gib
+from trimtab.formats.record import CODE_BYTES, packed_bytes, stored_format
 from trimtab.planning.memory.activations import PREFILL_CHUNK_TOKENS, Use, needs_of, patches_of, smaller_needs, use_of
 from trimtab.planning.memory.adapters import copies_bytes
 from trimtab.planning.memory.media import NO_MEDIA, MediaMemory
@@ -38,12 +39,10 @@ from trimtab.planning.step_work import prompt_linears, step_work, works_of
 from trimtab.planning.values.blocks import Block, blocks_of, places_of, quant_of, unquantized_of
 from trimtab.planning.values.budget import Choice, Item, Limits, Totals, slots_of, totals_of
 from trimtab.planning.values.byte_sizes import (
-    CODE_BYTES,
     Rates,
     Weights,
     allocated_bytes,
     allocator_reserve_bytes,
-    packed_bytes,
     seconds,
     unhidden_s,
 )
@@ -354,7 +353,7 @@ class _Planner:
     def _fixed_bytes(self) -> int:
         """Return the bytes that stay on the execution device in every plan, including look-up tables of 4-bit formats."""
         quant, on_cpu = self.request.quant, self.machine.on_cpu
-        tables = {"nf4-dq": tuple(CODE_BYTES), "nf4": ("code",), "fp4": ("code",)}.get(quant, ())
+        tables = stored_format(quant).tables
         codes = sum(CODE_BYTES[name] if on_cpu else allocated_bytes(CODE_BYTES[name]) for name in tables)
         return codes + sum(block.fixed_bytes if on_cpu else block.fixed_allocated_bytes for block in self.blocks)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.checkpoint.names import near_names
-from trimtab.checkpoint.prequantized import split_packed
 from trimtab.errors import RequestError
+from trimtab.formats.packed import split_packed
 from trimtab.planning import Plan
 from trimtab.request import LoadRequest
 from trimtab.verification.routes import compare

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from trimtab.adapter_names import Adapters, paths_of
 from trimtab.adapters.vocabulary import check_vocabulary
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
-from trimtab.checkpoint.prequantized import split_packed
 from trimtab.errors import RequestError, TrimtabError
+from trimtab.formats.packed import split_packed
 from trimtab.planning import Plan
 from trimtab.process.packages import STOCK, check_installed, stack_versions
 from trimtab.process.runner import check_python

@@ -19,6 +19,7 @@ from trimtab.checkpoint.folder import CONFIG, hub_cache, read_checkpoint
 from trimtab.cli.flags.flags import add_budgets, add_device, add_dtype, load_request
 from trimtab.cli.flags.output import Command, print_json, print_text
 from trimtab.errors import AdapterError, RequestError, TrimtabError, gib
+from trimtab.formats.packed import format_names, split_packed
 from trimtab.process.text_table import aligned
 from trimtab.request import DECODE_MODES, HEAD_CHOICES, KV_FORMS, QUANTS, SHORT_DTYPES, LoadRequest
 
@@ -114,7 +115,7 @@ def _model(name: str, request: LoadRequest | None) -> dict[str, Any]:
         about |= {
             "folder": str(checkpoint.folder), "class": (checkpoint.config.get("architectures") or ["-"])[0],
             "bytes": sum(entry.nbytes for entry in checkpoint.tensors.values()),
-            "format": (checkpoint.quantization or {}).get("quant_method") or _dtype(checkpoint.tensors.values()),
+            "format": ", ".join(format_names(split_packed(checkpoint)[1])) or _dtype(checkpoint.tensors.values()),
         }  # fmt: skip
         if request is None:
             return about

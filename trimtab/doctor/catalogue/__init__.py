@@ -74,6 +74,9 @@ FILES: tuple[str, ...] = (
     "i15_graph_pool",
     "i16_row_scales",
     "i17_snapshot_references",
+    "i18_fp8_blocks",
+    "i19_packed_linear",
+    "i20_gguf_linear",
 )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, ModuleRow
 from trimtab.doctor.preflight.shape import ModelShape
-from trimtab.planning.values.byte_sizes import packed_bytes
+from trimtab.formats.record import packed_bytes
 
 
 def stock_kept(shape: ModelShape, *, takes_map: bool) -> dict[str, str]:

@@ -30,7 +30,8 @@ from torch.nn import functional
 
 from trimtab.engine.batched_lora.table import TOGETHER
 from trimtab.engine.cuda.check_cache import KeptChecks
-from trimtab.engine.formats.bitsandbytes import Packed, dequantize
+from trimtab.engine.formats.packed import Packed
+from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.gemm4 import PAYING_ROWS
 from trimtab.engine.layers.linear import Leaf

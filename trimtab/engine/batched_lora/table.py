@@ -30,6 +30,7 @@ from trimtab.engine.layers.linear import Leaf
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import TOWERS, AdapterStore, AdapterTable
 from trimtab.errors import RequestError
+from trimtab.formats.record import rounds_change
 
 if TYPE_CHECKING:
     from trimtab.engine.cuda import nvrtc
@@ -282,8 +283,7 @@ class AdapterSlots:
         """Return the layer's output with each row's adapter: x [n, ..., D_in], y [n, ..., D_out] of one token per row."""
         rows = x.shape[0]
         args, made_of = self._taken(leaf, x)
-        # PEFT rounds the change over a quantized layer, and the sum over another.
-        round_change = leaf.quant_kind != "none"
+        round_change = rounds_change(leaf.quant_kind)
         if self.many is not None and rows > cuts.MAX_ROWS:
             many_rows.add(y.view(rows, -1), args, self.many, x=made_of, round_change=round_change)
         else:

@@ -19,7 +19,9 @@ from trimtab.engine.cuda import shipped_configs as launch_configs
 from trimtab.engine.cuda.capture_stream import side_stream
 from trimtab.engine.cuda.graph_cache import GraphCache
 from trimtab.engine.cuda.launch_config import BLOCK, LaunchConfig
-from trimtab.engine.formats.bitsandbytes import Packed, quantize, shell
+from trimtab.engine.formats.bitsandbytes import quantize
+from trimtab.engine.formats.packed import Packed
+from trimtab.engine.formats.weights import shell
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels.gemv4 import NESTED
 from trimtab.engine.kernels.selfcheck import relative_error

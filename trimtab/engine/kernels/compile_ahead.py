@@ -14,7 +14,7 @@ import torch
 
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda.nvrtc import Job
-from trimtab.engine.formats.bitsandbytes import Packed
+from trimtab.engine.formats.packed import Packed
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import embed_and_logits as ends

@@ -22,7 +22,8 @@ from torch.nn import functional
 
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda.check_cache import KeptChecks
-from trimtab.engine.formats.bitsandbytes import Packed, dequantize
+from trimtab.engine.formats.packed import Packed
+from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels.gemv4 import LoraColumns
 from trimtab.engine.layers.linear import Leaf
 from trimtab.engine.lora import fewer_ops as short_ops

@@ -26,7 +26,8 @@ from torch.nn import functional
 
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import nvrtc
-from trimtab.engine.formats.bitsandbytes import Packed, dequantize
+from trimtab.engine.formats.packed import Packed
+from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels.gemv4 import LoraArgs
 from trimtab.engine.layers.linear import Leaf, with_products

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.engine.formats.bitsandbytes import is_narrow, widened
+from trimtab.engine.formats.packed import is_narrow, widened
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.tiers.reader import PositionedFile, bytes_of, seen_by

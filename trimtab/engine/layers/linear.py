@@ -13,19 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.engine.formats.bitsandbytes import (  # fmt: skip
-    Packed,
-    Shell,
-    dequantize,
-    dequantize_rows,
-    is_narrow,
-    shell,
-    unpacked_shell,
-    widened,
-)
+from trimtab.engine.formats.packed import Packed, Shell, is_narrow, unpacked_shell, widened
+from trimtab.engine.formats.weights import dequantize, dequantize_rows, shell
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.tiers.streaming import Group, Staged
+from trimtab.formats.record import rounds_change
 
 
 class Leaf(nn.Module):
@@ -72,8 +65,10 @@ class Leaf(nn.Module):
         return self._widened(dequantize_rows(self.packed(), start, stop, self.device))
 
     def _widened(self, weight: Tensor, *, copy: bool = False) -> Tensor:
-        """Return an unquantized weight in the computing dtype, another one in that of its format."""
-        return widened(weight, self.dtype, copy=copy) if self.quant_kind == "none" else weight
+        """Return the weight in the type in which it is computed with: of bitsandbytes' formats in that of the format."""
+        if self.quant_kind == "none":
+            return widened(weight, self.dtype, copy=copy)
+        return weight if rounds_change(self.quant_kind) else weight.to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.adapted(x, self.base(x))

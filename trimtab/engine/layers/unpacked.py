@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trimtab.engine.formats.bitsandbytes import dequantize
+from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf, with_products
+from trimtab.formats.record import is_dequantized, rounds_change
 from trimtab.planning.memory.unpacked import ITEM, aligned, columns_of
 
 
@@ -51,8 +52,9 @@ class UnpackedWeights:
             return None
         leaves = [
             one for one in model.hf_model.get_decoder().modules()
-            if isinstance(one, ResidentLeaf) and one.quant_kind in ("nf4", "fp4") and one.dtype == model.dtype
-            and one.packed().dtype == one.dtype  # of another type, releases of bitsandbytes round in different places
+            if isinstance(one, ResidentLeaf) and is_dequantized(one.quant_kind) and one.dtype == model.dtype
+            # Of another type, releases of bitsandbytes round in different places.
+            and (one.packed().dtype == one.dtype or not rounds_change(one.quant_kind))
         ]  # fmt: skip
         with torch.no_grad():
             return cls(leaves, columns_of(model.plan)) if leaves else None

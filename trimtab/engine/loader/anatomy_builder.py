@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, Kind, KVLayer, ModuleRow, Part, TensorRow
 from trimtab.checkpoint.names import is_under, matches, near_names
-from trimtab.checkpoint.prequantized import PackedEntry
 from trimtab.engine.loader.renames import read_renames
 from trimtab.engine.loader.tracing import Expression
 from trimtab.engine.lora.routers import takes_lora
 from trimtab.errors import RequestError
+from trimtab.formats.packed import format_names
+from trimtab.formats.record import PackedEntry
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
@@ -57,7 +58,7 @@ def build_anatomy(
     _check_keep(keep_unquantized, rows)
     caches = _Caches(places, config.get_text_config(), windows)
     text = config.get_text_config()
-    kinds = sorted({"nf4-dq" if entry.kind == "nf4" and entry.nested else entry.kind for entry in packed.values()})
+    kinds = format_names(packed)
     return Anatomy(
         model_class=type(model).__name__, model_type=str(config.model_type), dtype=dtype, rows=rows,
         kv_layers=tuple(caches.layers()), hidden_size=int(text.hidden_size), vocab_size=int(text.vocab_size),
@@ -140,10 +141,11 @@ def _rows(
             continue
         kind = _kind(path, module, tensors)
         quantized, why = (False, "") if is_head8 else formats.of(path, module, kind)
+        stored = formats.stored(path) if quantized else None
         yield ModuleRow(
             module_path=path, class_name=type(module).__name__, part=places.part(path), kind=kind,
             block=places.block(path), tensors=tensors, quantized=quantized, why_unquantized=why, wraps=wraps,
-            gather_only=path in places.tables, is_head8=is_head8, is_router=takes_lora(module),
+            gather_only=path in places.tables, is_head8=is_head8, is_router=takes_lora(module), stored=stored,
         )  # fmt: skip
 
 
@@ -235,11 +237,15 @@ class _Formats:
             return False, f"a {type(module).__name__}, only plain Linear is quantized"
         return False, ""
 
+    def stored(self, path: str) -> str | None:
+        """Return the format in which the files hold a linear's whole weight, None if they hold it unquantized or in several."""
+        expression = self.sources.get(f"{path}.weight")
+        entry = self.packed.get(expression.leaves[0]) if expression is not None and expression.is_leaf else None
+        return None if entry is None else entry.format_name
+
     def _why_not(self, path: str) -> str:
         if self.packed:
-            expression = self.sources.get(f"{path}.weight")
-            is_packed = expression is not None and expression.is_leaf and expression.leaves[0] in self.packed
-            return "" if is_packed else "the checkpoint stores it unpacked"
+            return "" if self.stored(path) else "the checkpoint stores it unpacked"
         if any(matches(pattern, path) for pattern in self.keep):
             return "requested with keep_unquantized"
         return self.unquantized.get(path, "")

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, TensorRow
 from trimtab.checkpoint.folder import Checkpoint, read_loadable
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.checkpoint.prequantized import PackedEntry, split_packed
 from trimtab.engine.formats import int8_head as head8
-from trimtab.engine.formats.bitsandbytes import CodeTables, Packed, dequantize, is_narrow, keep, prequantized, quantize
+from trimtab.engine.formats.bitsandbytes import quantize
+from trimtab.engine.formats.packed import CodeTables, Packed, is_narrow, keep
+from trimtab.engine.formats.weights import dequantize, prequantized
 from trimtab.engine.kernels import int8_head as head8_choice
 from trimtab.engine.layers import embedding as tables
 from trimtab.engine.layers import linear as leaves
@@ -37,10 +38,12 @@ from trimtab.engine.tiers.arena import Arena
 from trimtab.engine.tiers.reader import Reader, Wanted
 from trimtab.engine.tiers.spill import Spill
 from trimtab.errors import CheckpointError, TrimtabError
+from trimtab.formats.packed import split_packed
+from trimtab.formats.record import HEAD8, UNREAD_PARTS, PackedEntry, packed_parts
 from trimtab.planning import Plan
 from trimtab.planning.request.dtypes import keeps_16bit
 from trimtab.planning.values.blocks import blocks_of
-from trimtab.planning.values.byte_sizes import HEAD8, HEAD_PIECE_VALUES, buffer_bytes, packed_parts
+from trimtab.planning.values.byte_sizes import HEAD_PIECE_VALUES, buffer_bytes
 
 if TYPE_CHECKING:
     pass
@@ -206,11 +209,8 @@ class _Filler:
             return 0
         expression = self.probe.sources[weight.tensor_path]
         entry = self.packed.get(expression.leaves[0]) if expression.is_leaf else None
-        if entry is None:
-            return buffer_bytes(packed_parts(weight.shape, self.plan.request.quant, weight.dtype))
-        kept = ("weight", "absmax", "nested_absmax", "SCB")
-        sizes = {name: part.nbytes for name, part in entry.parts.items() if name in kept}
-        return buffer_bytes(sizes | ({"offset": 4} if entry.nested else {}))
+        kind = self.plan.request.quant if entry is None else entry.format_name
+        return buffer_bytes(packed_parts(weight.shape, kind, weight.dtype))
 
     # What is read, in order -------------------------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class _Filler:
                             yield Wanted(self.entries[name], device, self._passes(row, tensor))
                             continue
                         for part, entry in packed.parts.items():
-                            if part != "quant_state":
+                            if part not in UNREAD_PARTS:
                                 yield Wanted(entry, device)
 
     def _cast_in_pieces(self, tensor: TensorRow) -> TensorEntry | None:
@@ -292,8 +292,8 @@ class _Filler:
     def _fetch_packed(self, entry: PackedEntry) -> Packed:
         assert self.reader is not None
         self.uses[entry.tensor_name] -= 1
-        parts = {name: self.reader.take(part) for name, part in entry.parts.items() if name != "quant_state"}
-        return prequantized(entry, parts)
+        parts = {name: self.reader.take(part) for name, part in entry.parts.items() if name not in UNREAD_PARTS}
+        return prequantized(entry, parts, self.dtype)
 
     def _dense(self, tensor: TensorRow) -> Tensor | None:
         """Return the tensor as stock would hold it, or as its file does where the anatomy says so; None when it comes from no file

@@ -25,7 +25,6 @@ from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
 from trimtab.checkpoint.config_limits import MOST_BUFFER_BYTES, MOST_MODULES, check_declared
 from trimtab.checkpoint.folder import CONFIG, Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.checkpoint.prequantized import PackedEntry, split_packed
 from trimtab.engine.loader.anatomy_builder import build_anatomy
 from trimtab.engine.loader.tracing import (  # fmt: skip
     Expression,
@@ -38,6 +37,8 @@ from trimtab.engine.loader.tracing import (  # fmt: skip
 )
 from trimtab.engine.tiers.reader import read_small
 from trimtab.errors import CheckpointError
+from trimtab.formats.packed import split_packed
+from trimtab.formats.record import PackedEntry
 from trimtab.process.json_file import check_file
 
 if TYPE_CHECKING:

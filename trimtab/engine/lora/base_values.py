@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from trimtab.adapters.adapter import AdapterTarget
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.formats import int8_head as head8
-from trimtab.planning.values.byte_sizes import ADAPTER_PIECE_VALUES, HEAD8
+from trimtab.formats.record import HEAD8
+from trimtab.planning.values.byte_sizes import ADAPTER_PIECE_VALUES
 
 if TYPE_CHECKING:
-    from trimtab.engine.formats.bitsandbytes import Packed
+    from trimtab.engine.formats.packed import Packed
 
 # A DoRA norm takes large weights in pieces of this many values.
 NORM_VALUES = ADAPTER_PIECE_VALUES

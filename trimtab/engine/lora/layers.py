@@ -24,6 +24,7 @@ from trimtab.engine.lora.base_values import BaseValues, LinearLayer, TableLayer,
 from trimtab.engine.lora.routers import RouterAdapter, RouterModule, takes_lora
 from trimtab.engine.lora.store import TOWERS, AdapterStore
 from trimtab.errors import AdapterError, RequestError
+from trimtab.formats.record import rounds_change
 
 
 @dataclass(eq=False)
@@ -59,8 +60,7 @@ class LinearAdapter:
             plain = y if bias is None else y - bias
             return (y + ((self.magnitude - 1) * plain + self.magnitude * delta * self.scale)).to(y.dtype)
         delta.mul_(self.scale)
-        # Over a quantized layer PEFT rounds the change before adding it; over a plain one it rounds the sum.
-        return (y + delta).to(y.dtype) if leaf.quant_kind == "none" else y + delta.to(y.dtype)
+        return y + delta.to(y.dtype) if rounds_change(leaf.quant_kind) else (y + delta).to(y.dtype)
 
 
 @dataclass(eq=False)

@@ -219,11 +219,12 @@ def _measure(device: torch.device) -> Rates:
 
 def _host_matmul() -> tuple[float, float]:
     """Return (packed bytes a second of a one-row product in NF4, operations a second of a product with many rows)."""
-    from trimtab.engine.formats import bitsandbytes as quant
+    from trimtab.engine.formats.bitsandbytes import quantize
+    from trimtab.engine.formats.weights import shell
 
     weight = torch.randn(GEMV_SIDE, GEMV_SIDE).to(torch.bfloat16)
-    packed = quant.quantize(weight, "nf4-dq")
-    layer = quant.shell(packed, None, torch.bfloat16)
+    packed = quantize(weight, "nf4-dq")
+    layer = shell(packed, None, torch.bfloat16)
     row, many = (torch.randn(count, GEMV_SIDE).to(torch.bfloat16) for count in (1, 128))
     with torch.no_grad():
         rate = packed.nbytes / _median_s(lambda: layer(row), repeat=3)

@@ -32,6 +32,7 @@ from trimtab.engine.passes.packed_forward import PackForward, Piece
 from trimtab.engine.prefill import last_token as open_prompts
 from trimtab.engine.prefill.rows import Passes
 from trimtab.engine.prefill.selection import layers_of
+from trimtab.formats.record import rounds_change
 
 if TYPE_CHECKING:
     from trimtab.engine.cuda import nvrtc
@@ -125,7 +126,7 @@ class ChunkSlots(AdapterSlots):
             return super().add(leaf, x, y)
         prompt_kernels.add_rows(
             self.columns_of(leaf), self.row_slots[:rows], tokens, flat, out, self.prompt_module,
-            largest_rank=self.largest_rank, round_change=leaf.quant_kind != "none",
+            largest_rank=self.largest_rank, round_change=rounds_change(leaf.quant_kind),
         )  # fmt: skip
         return y
 

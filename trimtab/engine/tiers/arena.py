@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from trimtab.engine.formats.bitsandbytes import Packed
+from trimtab.engine.formats.packed import Packed
 from trimtab.engine.tiers.streaming import Part, aligned
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.cuda.capture_stream import wait_for_all
-from trimtab.engine.formats.bitsandbytes import Packed
+from trimtab.engine.formats.packed import Packed
 from trimtab.engine.tiers.reader import HostMemory
 from trimtab.engine.tiers.spill import Spill
 from trimtab.errors import CheckpointError

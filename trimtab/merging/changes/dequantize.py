@@ -1,6 +1,8 @@
 """Dequantizing a packed weight to float32, a few rows at a time.
 
-4-bit: two values per byte, the first in the high half; value = code[index] x the block's scale. Double quantization
+`packed_rows` chooses: bitsandbytes' weights are read from the file by rows, those of other formats once, packed.
+
+bitsandbytes, 4-bit: two values per byte, the first in the high half; value = code[index] x the block's scale. Double quantization
 keeps the scales as 8-bit codes of a second table, less their mean. int8: row-wise, value = integer x row maximum / 127.
 Source: bitsandbytes 0.49.2 and 0.50.2, functional.py, dequantize_4bit and int8_vectorwise_dequant; the products are
 float32 there too, so the values are the same bit for bit.
@@ -10,13 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.checkpoint.prequantized import PackedEntry
+from trimtab.engine.formats.weights import dequantize_rows, prequantized
 from trimtab.engine.tiers.reader import PositionedFile, bytes_of
+from trimtab.formats.record import UNREAD_PARTS, PackedEntry, stored_format
 from trimtab.merging.changes.delta import EntryRows
 
 INT8_STEP = 7.874015718698502e-3  # 1 / 127, as bitsandbytes spells it
@@ -73,3 +77,23 @@ class PackedRows:
         blocks = self._scale[first // self._block : math.ceil(last / self._block)]
         scale = blocks.repeat_interleave(self._block)[first % self._block :][: last - first]
         return (self._code[index] * scale).view(stop - start, columns)
+
+
+class StoredRows:
+    """Rows of a weight in another format than bitsandbytes', float32 without rounding. The packed weight is kept in memory."""
+
+    def __init__(self, entry: PackedEntry, open_file: OpenFile) -> None:
+        read = {name: part for name, part in entry.parts.items() if name not in UNREAD_PARTS}
+        parts = {name: EntryRows(open_file(part), part).all() for name, part in read.items()}
+        packed = prequantized(entry, parts, torch.float32)
+        wide = {name: part.float() if name == "scale" else part for name, part in packed.parts.items()}
+        self.shape, self._packed = entry.shape, replace(packed.with_parts(wide, {}), dtype=torch.float32)
+
+    def __call__(self, start: int, stop: int) -> Tensor:
+        return dequantize_rows(self._packed, start, stop, torch.device("cpu"))
+
+
+def packed_rows(entry: PackedEntry, open_file: OpenFile) -> PackedRows | StoredRows:
+    """Return the rows of a packed weight, float32."""
+    is_bitsandbytes = stored_format(entry.kind).family in ("codebook", "int8")
+    return PackedRows(entry, open_file) if is_bitsandbytes else StoredRows(entry, open_file)

@@ -11,10 +11,12 @@ from typing import Any
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import CONFIG, INDEX_SUFFIX, Checkpoint
 from trimtab.checkpoint.headers import TensorEntry, read_header
-from trimtab.checkpoint.prequantized import STATE, PackedEntry, split_packed
 from trimtab.checkpoint.writer import Layout, NewTensor, lay_out, same_layout
 from trimtab.engine.loader.transformers_model import Probe
 from trimtab.errors import CheckpointError
+from trimtab.formats.bitsandbytes import STATE
+from trimtab.formats.packed import split_packed
+from trimtab.formats.record import PackedEntry
 from trimtab.merging.changes.inverse import is_cast
 from trimtab.merging.changes.plan import Edit, Recipe
 from trimtab.process.json_file import read_object
@@ -102,13 +104,15 @@ def plan_shards(
     """
     plain, packed = split_packed(checkpoint)
     dtypes = _Dtypes(checkpoint, probe, dtype, packed)
+    # Some layouts have no file tensor of the weight's own name: it stands where its packed values do.
+    weights = {entry.parts["weight"].tensor_name: name for name, entry in packed.items()}
     shards = []
     for file in checkpoint.files:
         header = read_header(file)
         entries = sorted(header.tensors.values(), key=lambda entry: entry.start)
         outs = []
         for entry in entries:
-            name = entry.tensor_name
+            name = weights.get(entry.tensor_name, entry.tensor_name)
             if name not in plain and name not in packed:
                 continue  # statistics of a packed weight: in the same file as the weight
             shape = packed[name].shape if name in packed else entry.shape
@@ -122,7 +126,7 @@ def plan_shards(
         for name, holder in recipe.added.items():
             leaf, edit = recipe.copies[name]
             if holder == file.name:
-                source = checkpoint.tensors[leaf]
+                source = packed[leaf].parts["weight"] if leaf in packed else checkpoint.tensors[leaf]
                 shape = packed[leaf].shape if leaf in packed else source.shape
                 outs.append(Out(name, leaf, dtypes.of(leaf, source), shape, (edit,)))
         shards.append(_shard(checkpoint.folder, file, outs, entries, header.metadata))

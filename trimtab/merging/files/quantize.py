@@ -3,7 +3,7 @@
 Stock uses the largest magnitude of a block of 64 as its scale, which spends a level on one value. Here each block tries
 a few smaller scales, refits each to its codes by least squares, and keeps the scale with the smallest squared error of
 base plus change. With double quantization the scales are packed first and the codes chosen for the scales that will be
-read back. Format: `checkpoint/prequantized.py`; the levels are bitsandbytes' tables.
+read back. Format: `formats/bitsandbytes.py`; the levels are bitsandbytes' tables.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from trimtab.checkpoint.prequantized import STATE
 from trimtab.engine.tiers.reader import bytes_of
+from trimtab.formats.bitsandbytes import STATE
 from trimtab.merging.changes.delta import Rows, row_pieces
 from trimtab.merging.files.layout import BLOCKSIZE, NESTED_BLOCKSIZE, state_json
 from trimtab.process.json_file import parse

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from trimtab.checkpoint.folder import Checkpoint
-from trimtab.checkpoint.prequantized import split_packed
 from trimtab.checkpoint.writer import PositionedWriter
 from trimtab.engine.tiers.reader import PositionedFile, bytes_of
+from trimtab.formats.packed import split_packed
 from trimtab.merging.changes.delta import Change, EntryRows, Rows, merged, row_count, row_pieces
-from trimtab.merging.changes.dequantize import PackedRows
+from trimtab.merging.changes.dequantize import packed_rows
 from trimtab.merging.changes.inverse import lay_back, without_casts
 from trimtab.merging.changes.plan import Adapters, Edit
 from trimtab.merging.files import quantize as pack
@@ -70,7 +70,7 @@ class Sources:
     def rows(self, leaf: str) -> Rows:
         """Return the rows of a base tensor: as stored, or in float32 if it is packed."""
         if leaf in self.packed:
-            return PackedRows(self.packed[leaf], lambda entry: self._files[entry.file])
+            return packed_rows(self.packed[leaf], lambda entry: self._files[entry.file])
         entry = self.checkpoint.tensors[leaf]
         return EntryRows(self._files[entry.file], entry)
 

@@ -17,6 +17,7 @@ from math import ceil, prod
 from types import MappingProxyType
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, KVLayer, ModuleRow, Part
+from trimtab.formats.record import DEQUANTIZED_BYTES, DEQUANTIZED_VALUES, stored_format
 from trimtab.planning.values.blocks import quant_of, widened_bytes
 from trimtab.planning.values.byte_sizes import ADAPTER_PIECE_VALUES, HEAD_CHUNK_VALUES
 from trimtab.planning.values.kv_bytes import copy_bytes, paged_copy_bytes, position_bytes, step_copy_bytes, why_not_int8
@@ -63,7 +64,7 @@ COEFFICIENTS: Mapping[str, tuple[float, str]] = MappingProxyType(
         "experts.rows": (8, "rows a token becomes in fused experts: the usual top-k, which the anatomy does not say"),
         "logits.model": (3, "x d: logits, divided by the soft cap, after tanh"),
         "head8.chunk": (1, "x f: the weights of an 8-bit head that are computed with at a time (engine/formats/int8_head.py)"),
-        "widened.chunk": (1, "x f: weights held in 16 bits, cast to be computed with (engine/formats/bitsandbytes.py, WideShell)"),
+        "widened.chunk": (1, "x f: weights held in 16 bits, cast to be computed with (engine/formats/packed.py, WideShell)"),
         "logits.float": (3, "x f: generate's float32 copy, its sorted or masked form, probabilities"),
         "vision.pixels": (3, "x f: pixel patches as given, shifted, and cast"),
         "vision.hidden": (4, "x d: residual, norm output, clamped input, attention output"),
@@ -226,13 +227,17 @@ def row_cache_bytes(
 
 @dataclass(frozen=True)
 class Widths:
-    """Widths of one part's layers: D, query, MLP and the largest weight that is dequantized at once, in numbers."""
+    """Widths of one part's layers: D, query, MLP and the largest weight that is dequantized at once, in numbers.
+
+    own_bytes: of the largest weight that is dequantized for one row as well, and of what is made beside it.
+    """
 
     hidden: int
     query: int
     mlp: int
     dequantized: int
     expert: int = 0
+    own_bytes: int = 0
 
 
 @lru_cache(maxsize=KEPT)
@@ -240,7 +245,7 @@ def widths_of(anatomy: Anatomy, part: Part, *, quant: str) -> Widths:
     """Return the widest linears of a part: linears with "attn" or "attention" in the path are attention, all others
     MLP.
     """
-    hidden = query = mlp = dequantized = expert = 0
+    hidden = query = mlp = dequantized = expert = own_bytes = 0
     for row in anatomy.rows:
         if row.part != part:
             continue
@@ -250,14 +255,17 @@ def widths_of(anatomy: Anatomy, part: Part, *, quant: str) -> Widths:
         if row.kind != "linear" or weight is None or not _is_layer(row):
             continue
         out_features, in_features = weight.shape[0], prod(weight.shape[1:])
-        if row.quantized and quant in ("nf4", "nf4-dq", "fp4"):
+        if row.quantized and (form := stored_format(row.stored or quant)).is_own:
+            beside = DEQUANTIZED_BYTES * min(weight.numel, DEQUANTIZED_VALUES)
+            own_bytes = max(own_bytes, weight.numel * DTYPE_BYTES[anatomy.dtype] + beside)
+        elif row.quantized and form.is_dequantized:
             dequantized = max(dequantized, weight.numel)
         if "attn" in row.module_path or "attention" in row.module_path:
             query = max(query, out_features, in_features)
         else:
             mlp = max(mlp, out_features, in_features)
         hidden = max(hidden, min(out_features, in_features))
-    return Widths(hidden, query, mlp, dequantized, expert)
+    return Widths(hidden, query, mlp, dequantized, expert, own_bytes)
 
 
 def _is_layer(row: ModuleRow) -> bool:
@@ -473,7 +481,7 @@ class _Counter:
         rows: tokens in it. pairs: query-key pairs of a full mask. repeated: tokens whose keys and values are repeated.
         """
         query, mlp = wide.query, wide.mlp
-        weight = self.d("dequantized", wide.dequantized) if rows > 1 else 0.0
+        weight = max(self.d("dequantized", wide.dequantized) if rows > 1 else 0.0, wide.own_bytes)
         mask = self.d("attention.mask_float", pairs) if masked else 0.0
         normed = wide.hidden * self.dtype_bytes
         return (

@@ -14,8 +14,9 @@ from dataclasses import replace
 from math import prod
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
+from trimtab.formats.record import HEAD8, packed_bytes
 from trimtab.planning.plan.plan import Plan
-from trimtab.planning.values.byte_sizes import HEAD8, Rates, packed_bytes
+from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.execution import KERNEL_ROWS, LEAST_CAPABILITY, head_rows
 
 KERNEL_DTYPE = "bfloat16"

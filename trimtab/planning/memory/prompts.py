@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
+from trimtab.formats.record import is_dequantized
 from trimtab.planning.memory.activations import FLOAT32_BYTES, KEPT, Use, needs_of, use_of
 from trimtab.planning.plan.plan import Plan
 from trimtab.planning.values.blocks import quant_of
@@ -164,7 +165,7 @@ def _unpacked_bytes(anatomy: Anatomy, quant: str, *, has_adapters: bool) -> int:
     The decoder's weights have the columns of adapters in bfloat16.
     """
     columns = ADAPTER_COLUMNS if has_adapters and anatomy.dtype == "bfloat16" else 0
-    is_packed = quant_of(anatomy, quant) in ("nf4", "nf4-dq", "fp4")
+    is_packed = is_dequantized(quant_of(anatomy, quant))
     return _largest_weight(anatomy, columns) * DTYPE_BYTES[anatomy.dtype] if is_packed else 0
 
 

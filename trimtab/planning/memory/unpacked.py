@@ -18,6 +18,7 @@ from dataclasses import replace
 from math import prod
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
+from trimtab.formats.record import is_dequantized
 from trimtab.planning.plan.plan import Plan
 from trimtab.planning.values.execution import CAPTURED, FUSED_DTYPES, FUSED_QUANTS, KERNEL_ROWS
 
@@ -61,8 +62,10 @@ def with_unpacked(plan: Plan, anatomy: Anatomy, *, shared_bytes: int | None = No
     shared_bytes: of the memory that device and host share on a CPU, None on a GPU.
     """
     share = _share_on_gpu(plan) if shared_bytes is None else MOST_SHARE
+    # On a GPU only kernels of bitsandbytes' 4-bit formats read the copy.
+    is_read = plan.request.quant in FUSED_QUANTS if shared_bytes is None else is_dequantized(plan.request.quant)
     if (
-        not share or plan.request.quant not in FUSED_QUANTS
+        not share or not is_read
         or any(row.part in ("language", "head") and row.tier != "resident" for row in plan.placements)
     ):  # fmt: skip
         return plan

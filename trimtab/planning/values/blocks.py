@@ -15,17 +15,11 @@ from typing import Literal
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow, Part, TensorRow
 from trimtab.errors import gib
-from trimtab.planning.values.byte_sizes import (
-    HEAD8,
-    HEAD_PIECE_BYTES,
-    allocated_bytes,
-    buffer_bytes,
-    packed_bytes,
-    packed_parts,
-)
+from trimtab.formats.record import HEAD8, packed_bytes, packed_parts, stored_format
+from trimtab.planning.values.byte_sizes import HEAD_PIECE_BYTES, allocated_bytes, buffer_bytes
 from trimtab.planning.values.copy_order import pieces_of
 from trimtab.planning.values.rows import Unquantized
-from trimtab.request import DEFAULT_QUANT, QUANTS, TIERS
+from trimtab.request import DEFAULT_QUANT, TIERS
 
 Paid = Literal["token", "image", "audio", "request"]
 LINEAR_TIERS = ("resident", "stream", "disk", "host")
@@ -40,7 +34,7 @@ class Leaf:
 
     packs: whether loading packs it (quantized by us, not already packed in the file). load_transient_bytes: bytes on
     the execution device while that happens: the whole weight, its packed form and, for int8, its float16 copy; an 8-bit
-    head is made in chunks, directly in its final memory.
+    head is made in chunks, directly in its final memory. reading_bytes: the part of them that lays out a file's values anew.
     """
 
     tensor_path: str
@@ -49,6 +43,7 @@ class Leaf:
     parts: Mapping[str, int]
     dense_bytes: int
     packs: bool
+    reading_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +59,7 @@ class Leaf:
     @property
     def load_transient_bytes(self) -> int:
         if not self.packs:
-            return self.nbytes
+            return self.nbytes + self.reading_bytes
         if "scale" in self.parts:
             return min(HEAD_PIECE_BYTES, 13 * prod(self.shape))
         return self.dense_bytes + self.nbytes + (2 * prod(self.shape) if "SCB" in self.parts else 0)
@@ -118,7 +113,7 @@ def quant_of(anatomy: Anatomy, quant: str) -> str:
     """Return the format of quantized weights; "auto" is the checkpoint's own if it is packed, else the default."""
     if quant != "auto":
         return quant
-    return anatomy.prequantized if anatomy.prequantized in QUANTS else DEFAULT_QUANT
+    return anatomy.prequantized or DEFAULT_QUANT
 
 
 def tied_paths(anatomy: Anatomy) -> dict[str, str]:
@@ -140,12 +135,14 @@ def leaves_of(row: ModuleRow, quant: str, tied: Mapping[str, str], *, prequantiz
         tensors = [tensor for tensor in row.tensors if len(tensor.shape) == 3 and not tensor.is_buffer]
     else:
         return ()
-    kind = HEAD8 if row.is_head8 else quant if row.quantized and row.kind != "embedding" else "none"
+    own = row.stored or quant
+    kind = HEAD8 if row.is_head8 else own if row.quantized and row.kind != "embedding" else "none"
     return tuple(
         Leaf(
             tensor_path=tensor.tensor_path, module_path=row.module_path, shape=tensor.shape,
             parts=packed_parts(tensor.shape, kind, tensor.dtype), dense_bytes=tensor.nbytes,
             packs=kind == HEAD8 or (kind != "none" and not prequantized),
+            reading_bytes=stored_format(kind).reading_bytes(tensor.shape) if row.stored else 0,
         )
         for tensor in tensors
         if tensor.tensor_path not in tied

@@ -7,22 +7,14 @@ link, and the overlap of copies with computation is counted only within one bloc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import ceil, prod
+from math import ceil
 
-from trimtab.checkpoint.anatomy import DTYPE_BYTES
 from trimtab.errors import RequestError
 
-# Block sizes of bitsandbytes' 4-bit formats: one scale per 64 weights, and with double quantization one second-level
-# scale per 256 of those (bitsandbytes functional.py, quantize_4bit).
-WEIGHT_BLOCK = 64
-NESTED_BLOCK = 256
-# Look-up tables are shared by all weights of one model: 16 and 256 float32 entries.
-CODE_BYTES = {"code": 64, "nested_code": 1024}
 # An 8-bit head (engine/formats/int8_head.py) is made in chunks of this many weights, and used in float32 in chunks of
 # this many. A chunk being made exists as read (at most 4 bytes per weight), twice in float32 and once in 8 bits.
-HEAD8 = "head8"
 HEAD_PIECE_VALUES = 2 * 2**20
 HEAD_PIECE_BYTES = 13 * HEAD_PIECE_VALUES
 HEAD_CHUNK_VALUES = 4 * 2**20
@@ -49,34 +41,6 @@ RESERVE_PERCENT = 3
 
 def round_up(byte_count: int, step: int) -> int:
     return -(-byte_count // step) * step
-
-
-def packed_parts(shape: Sequence[int], kind: str, dtype: str) -> dict[str, int]:
-    """Return the bytes of each part of a stored weight, by part name.
-
-    Shapes: [D_out, D_in] or [E, D_out, D_in]. kind: "none", "int8", "fp4", "nf4", "nf4-dq" or HEAD8. An odd number of weights
-    is padded to a whole byte. Source: bitsandbytes 0.50.2, quantize_4bit (absmax float32, or uint8 with float32
-    second-level scales and one float32 offset) and int8_vectorwise_quant (one float32 per output row).
-    """
-    numel = prod(shape)
-    if kind == "none":
-        return {"weight": numel * DTYPE_BYTES[dtype]}
-    if kind == "int8":
-        return {"weight": numel, "SCB": 4 * prod(shape[:-1])}
-    if kind == HEAD8:
-        return {"weight": numel, "scale": 4 * prod(shape[:-1])}
-    if kind not in ("fp4", "nf4", "nf4-dq"):
-        raise ValueError(f"unknown weight format: {kind!r}")
-    blocks = ceil(numel / WEIGHT_BLOCK)
-    if kind != "nf4-dq":
-        return {"weight": (numel + 1) // 2, "absmax": 4 * blocks}
-    nested = 4 * ceil(blocks / NESTED_BLOCK)
-    return {"weight": (numel + 1) // 2, "absmax": blocks, "nested_absmax": nested, "offset": 4}
-
-
-def packed_bytes(shape: Sequence[int], kind: str, dtype: str) -> int:
-    """Return the exact bytes of a stored weight, without padding between its parts."""
-    return sum(packed_parts(shape, kind, dtype).values())
 
 
 def buffer_bytes(parts: Mapping[str, int]) -> int:

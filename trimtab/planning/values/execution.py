@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow
+from trimtab.formats.record import HEAD8, packed_bytes
 from trimtab.planning.values.budget import STAGING_SLOTS
-from trimtab.planning.values.byte_sizes import HEAD8, Rates, packed_bytes
+from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.kv_bytes import added_node_bytes, step_copy_bytes
 from trimtab.planning.values.pipeline import Stage, pipeline_s
 

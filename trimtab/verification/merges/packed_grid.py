@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimtab.checkpoint.prequantized import PackedEntry
 from trimtab.engine.tiers.reader import PositionedFile
+from trimtab.formats.record import PackedEntry
 from trimtab.merging.changes.dequantize import PackedRows
 from trimtab.merging.check_exact import rounded_once
 

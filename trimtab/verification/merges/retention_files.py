@@ -10,8 +10,9 @@ from torch import Tensor
 
 from trimtab.adapters.adapter import AdapterTarget, match_adapter, read_adapter
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.checkpoint.prequantized import split_packed
 from trimtab.errors import CheckpointError
+from trimtab.formats.packed import split_packed
+from trimtab.formats.record import UNREAD_PARTS
 from trimtab.verification.merges.packed_grid import Grid, read_grid
 from trimtab.verification.merges.retention import Survival, lora_delta, survival
 from trimtab.verification.merges.weights import ModuleWeight, module_weight, saved_weight
@@ -58,14 +59,16 @@ class _Weights:
         return expression is not None and not any(leaf in self.packed for leaf in expression.leaves)
 
     def _fetch(self, name: str) -> Tensor:
-        from trimtab.engine.formats.bitsandbytes import dequantize, prequantized
+        import torch
+
+        from trimtab.engine.formats.weights import dequantize, prequantized
         from trimtab.engine.tiers.reader import read_small
 
         if name not in self.packed:
             return read_small({name: self.entries[name]})[name]
         entry = self.packed[name]
-        parts = {part: tensor for part, tensor in entry.parts.items() if part != "quant_state"}
-        return dequantize(prequantized(entry, read_small(parts)))
+        parts = {part: tensor for part, tensor in entry.parts.items() if part not in UNREAD_PARTS}
+        return dequantize(prequantized(entry, read_small(parts), torch.float32))
 
 
 def survival_of_files(

@@ -7,6 +7,7 @@ which PEFT refuses, is replaced in a copy of the adapter by the exact paths that
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
@@ -31,6 +32,8 @@ from trimtab.verification.routes import teacher_forcing as forced
 from trimtab.verification.routes.loaded_changes import sketch
 
 Emit = Callable[[dict[str, Any]], None]
+# quant_method -> the package that transformers needs to dequantize such weights while it loads (None: no other).
+DEQUANTIZED_BY_STOCK: dict[str, str | None] = {"fp8": None, "compressed-tensors": "compressed_tensors"}
 LIBRARIES = ("bitsandbytes", "accelerate", "peft", "transformers", "safetensors", "torch")
 _KEY = re.compile(r"^base_model\.model\.(.+?)\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)(\..*)?$")
 
@@ -47,6 +50,7 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
         with recorded_warnings() as counts:
             model = load_base(route["folder"], route["quant"], route["dtype"], route["device"])
             model, notes = with_adapters(model, route["adapters"], Path(request["out"]))
+            notes = dense_note(route["folder"]) + notes
         emit(
             {"event": "loaded", "seconds": time.monotonic() - started, "device": route["device"], "tiers": {},
              "quant": route["quant"], "adapters": list(route["adapters"]), "notes": notes, "warnings": dict(counts),
@@ -74,17 +78,63 @@ def bound_attention() -> None:
 
 
 def load_base(folder: str, quant: str, dtype: str, device: str) -> Any:
-    """Return the stock model on one device, in eval mode, with bitsandbytes' quantization as trimtab names it."""
+    """Return the stock model on one device, in eval mode, with bitsandbytes' quantization as trimtab names it.
+
+    Of other formats stock dequantizes the weights while it loads, where it can (`dense_note`), else our reader does.
+    """
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
-    options: dict[str, Any] = {}
-    if getattr(config, "quantization_config", None) is None and quant != "none":
+    options: dict[str, Any] = {"device_map": {"": device}}
+    method = _method(config)
+    if method is None and quant != "none":
         options["quantization_config"] = _quantization(transformers, quant, dtype)
     name = (config.architectures or ["AutoModelForCausalLM"])[0]
     model_class = getattr(transformers, name)
-    model = model_class.from_pretrained(folder, dtype=getattr(torch, dtype), device_map={"": device}, **options)
+    source: str | None = folder
+    if method not in (None, "bitsandbytes"):
+        options["config"] = config
+        if method in DEQUANTIZED_BY_STOCK and _has(DEQUANTIZED_BY_STOCK[method]):
+            config.quantization_config["dequantize"] = True
+        else:
+            del config.quantization_config
+            source, options["state_dict"] = None, _dense_state(Path(folder), getattr(torch, dtype))
+    model = model_class.from_pretrained(source, dtype=getattr(torch, dtype), **options)
     return without_cpu_repacking(model.eval())
+
+
+def _method(config: Any) -> str | None:
+    settings = getattr(config, "quantization_config", None)
+    return None if settings is None else str(dict(settings).get("quant_method", "bitsandbytes"))
+
+
+def _has(package: str | None) -> bool:
+    return package is None or importlib.util.find_spec(package) is not None
+
+
+def dense_note(folder: str) -> list[str]:
+    """Return a note where the stock stack cannot load a checkpoint's format here, and computes with what our reader made of it."""
+    settings = read_object(Path(folder) / "config.json", "config.json").get("quantization_config")
+    method = settings.get("quant_method", "bitsandbytes") if isinstance(settings, dict) else "bitsandbytes"
+    if method == "bitsandbytes" or (method in DEQUANTIZED_BY_STOCK and _has(DEQUANTIZED_BY_STOCK[method])):
+        return []
+    return [f"the weights ({method}) were dequantized by trimtab's reader: the stock stack cannot here"]
+
+
+def _dense_state(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint with its packed weights dequantized."""
+    from trimtab.checkpoint.folder import read_checkpoint
+    from trimtab.engine.formats.weights import dequantize, prequantized
+    from trimtab.engine.tiers.reader import read_small
+    from trimtab.formats.packed import split_packed
+    from trimtab.formats.record import UNREAD_PARTS
+
+    plain, packed = split_packed(read_checkpoint(folder))
+    state: dict[str, torch.Tensor] = dict(read_small(plain))
+    for name, entry in packed.items():
+        parts = read_small({part: tensor for part, tensor in entry.parts.items() if part not in UNREAD_PARTS})
+        state[name] = dequantize(prequantized(entry, parts, dtype))
+    return state
 
 
 def _quantization(transformers: Any, quant: str, dtype: str) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.errors import CheckpointError
+from trimtab.formats.record import PackedEntry, refuse
 from trimtab.process.json_file import parse
 
 STATE = "quant_state.bitsandbytes__"
@@ -28,21 +28,6 @@ STORAGE_BYTES = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 LOGICAL_DTYPES = ("float16", "bfloat16", "float32")
 MAX_STATE_BYTES = 65536
 ROW_FORMAT = 0  # the only entry of LINEAR_8BIT_WEIGHTS_FORMAT_MAPPING that bitsandbytes still reads
-SHOWN_PROBLEMS = 20
-
-
-@dataclass(frozen=True)
-class PackedEntry:
-    """One packed weight. shape, dtype: of the unpacked weight. parts: its file tensors. state: the 4-bit JSON."""
-
-    tensor_name: str
-    kind: str
-    shape: tuple[int, ...]
-    dtype: str
-    blocksize: int | None
-    nested: bool
-    parts: Mapping[str, TensorEntry]
-    state: Mapping[str, Any]
 
 
 @dataclass
@@ -60,13 +45,8 @@ class _Group:
         return is_right
 
 
-def split_packed(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, PackedEntry]]:
-    """Return (plain tensors, packed weights by name); side tensors are in neither.
-
-    Errors: CheckpointError with every inconsistent group, for another quantization than bitsandbytes', and for a config
-    that declares quantization although the files are not quantized.
-    """
-    _check_method(checkpoint)
+def read(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, PackedEntry]]:
+    """Return (plain tensors, packed weights by name) of bitsandbytes' layout. Errors: CheckpointError with every wrong weight."""
     plain, groups = _groups(checkpoint.tensors)
     packed: dict[str, PackedEntry] = {}
     for group in groups.values():
@@ -78,41 +58,8 @@ def split_packed(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[s
         (name, f"{entry.dtype} without its quantization statistics")
         for name, entry in plain.items() if name.endswith("weight") and entry.dtype in ("uint8", "int8")
     ]  # fmt: skip
-    _refuse(checkpoint, problems)
-    if checkpoint.quantization is not None and checkpoint.has_weights and not packed:
-        raise CheckpointError(
-            "config.json says quantized, but no weight is packed", path=checkpoint.folder,
-            hint="Remove quantization_config from config.json if the weights are full precision",
-        )  # fmt: skip
+    refuse(checkpoint, problems)
     return plain, packed
-
-
-def _check_method(checkpoint: Checkpoint) -> None:
-    quantization = checkpoint.quantization
-    if quantization is None:
-        return
-    method = quantization.get("quant_method")
-    if method is None and (
-        quantization.get("load_in_4bit") or quantization.get("load_in_8bit")
-    ):  # the form of old configs
-        method = "bitsandbytes"
-    if method != "bitsandbytes":
-        raise CheckpointError(
-            f"is quantized with {method!r}; only bitsandbytes 4-bit and 8-bit is read", path=checkpoint.folder,
-            hint="Use the unquantized checkpoint of the same model: trimtab quantizes while it loads",
-        )  # fmt: skip
-
-
-def _refuse(checkpoint: Checkpoint, problems: list[tuple[str, str]]) -> None:
-    if not problems:
-        return
-    names = list(dict.fromkeys(name for name, _ in problems))
-    shown = "; ".join(f"{name}: {problem}" for name, problem in problems[:SHOWN_PROBLEMS])
-    more = f"; and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
-    raise CheckpointError(
-        f"packed weights are inconsistent ({len(problems)} problems of {len(names)} weights): {shown}{more}",
-        path=checkpoint.folder, tensor_name=names[0] if len(names) == 1 else None,
-    )  # fmt: skip
 
 
 def _groups(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], dict[str, _Group]]:

@@ -1,0 +1,158 @@
+"""Checkpoints in the formats of publishers, packed by plain torch: no line of trimtab or of a format's library.
+
+`write(folder, form)` quantizes the linear layers of a checkpoint in place and returns the folder of the same model with the
+dequantized weights, unquantized: what stock transformers and PEFT compute with it is the truth.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Packed = tuple[dict[str, Tensor], Tensor]
+LINEAR = ("_proj.weight", "linear.weight", "fc1.weight", "fc2.weight", "qkv.weight", "proj.weight")
+
+
+def words(values: Tensor, bits: int) -> Tensor:
+    """Return values [n, m] packed into int32 [n, m bits / 32], the first in the lowest bits."""
+    each = 32 // bits
+    wide = torch.nn.functional.pad(values.long(), (0, -values.shape[1] % each)).view(values.shape[0], -1, each)
+    summed = (wide << (torch.arange(each) * bits)).sum(-1)
+    return torch.where(summed >= 2**31, summed - 2**32, summed).to(torch.int32)
+
+
+def rounded(weight: Tensor, bits: int, group: int, scale_dtype: torch.dtype, *, symmetric: bool):
+    """Return (q [D_out, D_in], zero [D_out, groups], scale [D_out, groups], the dequantized weight)."""
+    blocks = weight.float().view(weight.shape[0], -1, group)
+    top = (1 << bits) - 1
+    if symmetric:
+        scale = (blocks.abs().amax(-1) / (top // 2)).clamp(min=1e-6).to(scale_dtype)
+        zero = torch.full_like(scale, (top + 1) // 2, dtype=torch.int64)
+    else:
+        low, high = blocks.amin(-1).clamp(max=0), blocks.amax(-1).clamp(min=0)
+        scale = ((high - low) / top).clamp(min=1e-6).to(scale_dtype)
+        zero = (-low / scale.float()).round().clamp(1, top).long()
+    q = (blocks / scale.float()[..., None] + zero[..., None]).round().clamp(0, top).long()
+    exact = (q - zero[..., None]).double() * scale.double()[..., None]
+    return q.view(weight.shape), zero, scale, exact.to(scale_dtype).view(weight.shape)
+
+
+def ct(weight: Tensor, *, bits: int = 4, group: int = 32, symmetric: bool = True) -> Packed:
+    q, zero, scale, dense = rounded(weight, bits, group, torch.bfloat16, symmetric=symmetric)
+    parts = {"weight_packed": words(q, bits), "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
+    if not symmetric:
+        parts["weight_zero_point"] = words(zero.t(), bits).t().contiguous()
+    return parts, dense
+
+
+def awq(weight: Tensor, *, group: int = 32) -> Packed:
+    q, zero, scale, dense = rounded(weight, 4, group, torch.float16, symmetric=False)
+
+    def in_order(values: Tensor) -> Tensor:
+        return words(values.view(values.shape[0], -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1), 4)
+
+    return {
+        "qweight": in_order(q.t().contiguous()),
+        "qzeros": in_order(zero.t().contiguous()),
+        "scales": scale.t().contiguous(),
+    }, dense
+
+
+def gptq(weight: Tensor, *, group: int = 32, ordered: bool = False) -> Packed:
+    columns = weight.shape[1]
+    order = (
+        torch.randperm(columns, generator=torch.Generator().manual_seed(columns)) if ordered else torch.arange(columns)
+    )
+    q, zero, scale, dense = rounded(weight[:, order], 4, group, torch.float16, symmetric=False)
+    back = order.argsort()
+    parts = {
+        "qweight": words(q[:, back], 4).t().contiguous(), "qzeros": words(zero.t() - 1, 4), "scales": scale.t().contiguous(),
+        "g_idx": (back // group).to(torch.int32),
+    }  # fmt: skip
+    return parts, dense[:, back].contiguous()
+
+
+def fp8(
+    weight: Tensor, *, block: tuple[int, int], name: str = "weight_scale_inv", dtype: torch.dtype = torch.bfloat16
+) -> Packed:
+    rows, columns = weight.shape
+    high, wide = block[0] or rows, block[1] or columns
+    spread = torch.zeros(-(-rows // high) * high, -(-columns // wide) * wide)
+    spread[:rows, :columns] = weight.float()
+    blocks = spread.view(-(-rows // high), high, -(-columns // wide), wide)
+    scale = (blocks.abs().amax((1, 3)) / 448).clamp(min=1e-6).to(dtype)
+    whole = scale.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
+    q = (weight.float() / whole.float()).to(torch.float8_e4m3fn)
+    dense = (q.double() * whole.double()).to(torch.bfloat16)
+    return {"weight": q, name: scale.reshape(1) if block == (0, 0) else scale}, dense
+
+
+def ct_config(bits: int, kind: str, **weights: Any) -> dict[str, Any]:
+    scheme = {"targets": ["Linear"], "weights": {"num_bits": bits, "type": kind, **weights}}
+    form = "pack-quantized" if kind == "int" else "float-quantized"
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": scheme},
+        "ignore": ["lm_head"],
+    }
+
+
+# name -> (quantization_config, what packs a weight [D_out, D_in], the format's name in plans)
+FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed], str]] = {
+    "ct-int4": (ct_config(4, "int", strategy="group", group_size=32), ct, "int4-g32"),
+    "ct-int4-zp": (
+        ct_config(4, "int", strategy="group", group_size=32, symmetric=False),
+        lambda weight: ct(weight, symmetric=False), "int4-g32-zp",
+    ),
+    "ct-int8": (ct_config(8, "int", strategy="group", group_size=32), lambda weight: ct(weight, bits=8), "int8-g32"),
+    "ct-fp8": (
+        ct_config(8, "float", strategy="channel"), lambda weight: fp8(weight, block=(1, 0), name="weight_scale"), "fp8-row",
+    ),
+    "fp8-block": (
+        {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"},
+        lambda weight: fp8(weight, block=(32, 32)), "fp8-32x32",
+    ),
+    "fp8-f32": (
+        {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"},
+        lambda weight: fp8(weight, block=(32, 32), dtype=torch.float32), "fp8-32x32",
+    ),
+    "fp8-tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, lambda weight: fp8(weight, block=(0, 0)), "fp8-tensor"),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq, "int4-g32-zp"),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}, gptq, "int4-g32-zp"),
+    "gptq-ordered": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True},
+        lambda weight: gptq(weight, ordered=True), "int4-g32-zp-idx",
+    ),
+}  # fmt: skip
+
+
+def write(source: Path, folder: Path, form: str) -> tuple[Path, Path]:
+    """Write `source` quantized, and with the same values unquantized; returns both folders."""
+    settings, pack, _ = FORMS[form]
+    small, dense = folder / "small", folder / "dense"
+    for target in (small, dense):
+        shutil.copytree(source, target, dirs_exist_ok=True)
+    packed_tensors: dict[str, Tensor] = {}
+    dense_tensors: dict[str, Tensor] = {}
+    for file in source.glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            packed_tensors[name] = dense_tensors[name] = tensor
+            if not name.endswith(LINEAR) or tensor.dim() != 2 or tensor.shape[1] % 64 or tensor.shape[0] % 8:
+                continue
+            parts, values = pack(tensor)
+            del packed_tensors[name]
+            packed_tensors |= {name.removesuffix("weight") + part: value for part, value in parts.items()}
+            dense_tensors[name] = values.to(tensor.dtype)
+        save_file(packed_tensors, small / file.name, {"format": "pt"})
+        save_file(dense_tensors, dense / file.name, {"format": "pt"})
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    return small, dense

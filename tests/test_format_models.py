@@ -1,0 +1,137 @@
+"""Do models in each file format answer as the stock stack does with the same weights, in every tier, adapters on?"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import trimtab
+from tests import pico, stock
+from tests.long_runs import slow_on_cpu
+from tests.quantized_files import FORMS, write
+from trimtab.engine.layers.linear import ResidentLeaf
+from trimtab.errors import RequestError
+from trimtab.verification.routes import stock_run
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+TIERS = ("resident", "stream", "disk", "host")
+VARIANTS = {
+    "none": None,
+    "lora": {},
+    "dora": {"dora": True},
+    "rslora": {"rslora": True},
+    "saved": {"modules_to_save": ["norm"]},
+}
+FAMILIES = ("llama", "qwen3_vl", "gemma4", "qwen3_moe", "gemma3n")
+
+
+@cache
+def files(family: str, form: str, root: Path) -> tuple[Path, Path]:
+    return write(pico.built(family), root / f"{family}-{form}", form)
+
+
+@cache
+def adapter(family: str, variant: str, root: Path) -> Path:
+    return pico.adapter(pico.built(family), root / f"{family}-{variant}", targets="all", **VARIANTS[variant])
+
+
+@cache
+def expected(family: str, form: str, variant: str, root: Path) -> torch.Tensor:
+    model = stock.load_stock(files(family, form, root)[1])
+    given = pico.inputs(family, model.config)
+    if VARIANTS[variant] is not None:
+        model = stock.with_adapter(model, adapter(family, variant, root))
+    return stock.logits(model, given)
+
+
+@pytest.fixture
+def root(tmp_path_factory):
+    return tmp_path_factory.getbasetemp()
+
+
+def cases():
+    """Yield every combination: by default a few of llama in which every two values meet, and each format in another family."""
+    forms, variants = list(FORMS), list(VARIANTS)
+    whole = list(itertools.product(forms, TIERS, variants))
+    missing = {pair for one in whole for pair in itertools.combinations(one, 2)}
+    kept = set()
+    while missing:
+        best = max(whole, key=lambda one: len(missing & set(itertools.combinations(one, 2))))
+        missing -= set(itertools.combinations(best, 2))
+        kept.add(("llama", *best))
+    for number, form in enumerate(forms):
+        kept.add((FAMILIES[1 + number % 4], form, TIERS[number // 4 % 4], variants[number % 5]))
+    for family in FAMILIES:
+        for one in whole:
+            yield (family, *one) if (family, *one) in kept else slow_on_cpu(family, *one)
+
+
+@pytest.mark.parametrize(("family", "form", "tier", "variant"), list(cases()))
+def test_logits_are_those_of_the_stock_stack(family, form, tier, variant, root):
+    small, _ = files(family, form, root)
+    adapters = {} if VARIANTS[variant] is None else {"one": adapter(family, variant, root)}
+    place = {"*": tier} if tier == "resident" else {"language": tier}
+    plan = trimtab.plan(small, adapters=adapters, place=place, device="cpu", context=64, audio_s=1.0)
+    assert plan.request.quant == FORMS[form][2]
+    with trimtab.load(plan) as model:
+        model.adapter_store.set("one" if adapters else None)
+        found = stock.logits(model.hf_model, pico.inputs(family, model.hf_model.config))
+    assert torch.equal(found, expected(family, form, variant, root))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_merge_is_the_sum_in_float64_rounded_once(form, root, tmp_path):
+    small, dense = files("llama", form, root)
+    folder = adapter("llama", "lora", root)
+    trimtab.merge(small, tmp_path / "merged", adapters=folder, check=True)
+    written = load_file(tmp_path / "merged" / "model.safetensors")
+    lora = {name: tensor.double() for name, tensor in load_file(folder / "adapter_model.safetensors").items()}
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    name = "model.layers.0.self_attn.q_proj.weight"
+    stem = f"base_model.model.{name.removesuffix('.weight')}"
+    delta = lora[f"{stem}.lora_B.weight"] @ lora[f"{stem}.lora_A.weight"] * (settings["lora_alpha"] / settings["r"])
+    base = load_file(dense / "model.safetensors")[name].double()
+    # Half a unit of bfloat16 for the result, and for the base, which stands here rounded to it.
+    off = (written[name].double() - (base + delta)).abs()
+    assert bool((off <= 2**-8 * ((base + delta).abs() + base.abs())).all())
+    assert "quantization_config" not in (tmp_path / "merged" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_stock_route_of_verify_has_the_same_weights(form, root):
+    small, dense = files("llama", form, root)
+    model = stock_run.load_base(str(small), "auto", "bfloat16", "cpu")
+    truth = load_file(dense / "model.safetensors")
+    for name, weight in model.state_dict().items():
+        assert name not in truth or torch.equal(weight, truth[name]), name
+
+
+def test_a_plan_counts_the_bytes_of_the_format(root):
+    small, dense = files("llama", "ct-int4", root)
+    plan = trimtab.plan(small, device="cpu", context=64, place={"*": "resident"})
+    with trimtab.load(plan) as model:
+        layers = [
+            one.stored for one in model.hf_model.modules() if isinstance(one, ResidentLeaf) and one.quant_kind != "none"
+        ]
+    assert len(layers) == 14 and {one.kind for one in layers} == {"int4-g32"}
+    # Four bits a value and a bfloat16 scale for 32 of them.
+    assert sum(one.nbytes for one in layers) == sum(one.shape[0] * one.shape[1] for one in layers) * 9 // 16
+    whole = trimtab.plan(dense, quant="none", device="cpu", context=64, place={"*": "resident"})
+    assert whole.gpu["weights"] - plan.gpu["weights"] == sum(one.shape[0] * one.shape[1] for one in layers) * 23 // 16
+
+
+@pytest.mark.parametrize("quant", ["int4-g32", "fp8-row"])
+def test_a_format_of_files_is_not_made(quant):
+    with pytest.raises(RequestError, match="reads and does not make"):
+        trimtab.plan(pico.built("llama"), quant=quant, device="cpu")
+
+
+def test_a_quantized_checkpoint_is_not_quantized_again(root):
+    with pytest.raises(RequestError, match="already quantized \\(int4-g32\\)"):
+        trimtab.plan(files("llama", "ct-int4", root)[0], quant="nf4", device="cpu")

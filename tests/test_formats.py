@@ -1,0 +1,221 @@
+"""Are weights of each file format read as the format's own library reads them, and wrong files refused by name?"""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from tests.golden.formats.make import FOLDER
+from trimtab.checkpoint.folder import read_checkpoint
+from trimtab.engine.formats import weights
+from trimtab.engine.tiers.reader import PositionedFile, read_small
+from trimtab.errors import CheckpointError
+from trimtab.formats.packed import split_packed
+from trimtab.formats.record import UNREAD_PARTS, packed_parts, stored_format
+from trimtab.merging.changes.dequantize import packed_rows
+
+CONFIGS = json.loads((FOLDER / "cases.json").read_text())["configs"]
+NAMES = {
+    "ct-int4-g32": "int4-g32", "ct-int4-g128-zp-f16": "int4-g128-zp", "ct-int4-g32-f32": "int4-g32-f32",
+    "ct-int4-row-odd": "int4-row", "ct-int8-g32-zp": "int8-g32-zp", "ct-int8-row": "int8-row", "ct-fp8-row": "fp8-row",
+    "ct-fp8-tensor": "fp8-tensor", "ct-fp8-block": "fp8-128x128", "fp8-bf16": "fp8-128x128", "fp8-f32": "fp8-128x128",
+    "awq-g32": "int4-g32-zp", "awq-g128": "int4-g128-zp", "gptq-g32": "int4-g32-zp", "gptq-ordered": "int4-g32-zp-idx",
+    "gptq_v2-int8": "int8-row-zp",
+}  # fmt: skip
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return load_file(FOLDER / "golden.safetensors")
+
+
+def stored(golden, case):
+    return {name.partition("/")[2]: part for name, part in golden.items() if name.startswith(f"{case}/")}
+
+
+def written(folder: Path, parts: dict[str, torch.Tensor], quantization: dict[str, Any] | None):
+    folder.mkdir(exist_ok=True)
+    config = {"model_type": "llama"} | ({} if quantization is None else {"quantization_config": quantization})
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({f"m.x.{name}": part.contiguous() for name, part in parts.items()}, folder / "model.safetensors")
+    return read_checkpoint(folder)
+
+
+def read(checkpoint, dtype=torch.bfloat16):
+    entry = split_packed(checkpoint)[1]["m.x.weight"]
+    parts = {name: part for name, part in entry.parts.items() if name not in UNREAD_PARTS}
+    return entry, weights.prequantized(entry, read_small(parts), dtype)
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_weight_is_what_its_own_library_makes_of_it(golden, case, tmp_path):
+    parts = stored(golden, case)
+    expected = parts.pop("expected")
+    entry, packed = read(written(tmp_path, parts, CONFIGS[case]), dtype=expected.dtype)
+    assert entry.format_name == NAMES[case] and entry.shape == tuple(expected.shape)
+    whole = weights.dequantize(packed)
+    assert whole.dtype == expected.dtype and torch.equal(whole, expected)
+    for start, stop in ((0, 1), (3, 8), (0, expected.shape[0])):
+        assert torch.equal(weights.dequantize_rows(packed, start, stop, CPU), expected[start:stop])
+    nbytes = {name: part.numel() * part.element_size() for name, part in packed.parts.items()}
+    assert nbytes == packed_parts(entry.shape, entry.format_name, "bfloat16")
+    # A product is torch's over that weight.
+    x = torch.randn(3, expected.shape[1], dtype=torch.bfloat16)
+    y = weights.shell(packed, None, torch.bfloat16)(x)
+    assert torch.equal(y, torch.nn.functional.linear(x, expected.to(torch.bfloat16)))
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_merge_reads_the_weight_without_rounding(golden, case, tmp_path):
+    parts = stored(golden, case)
+    expected = parts.pop("expected")
+    entry, _ = read(written(tmp_path, parts, CONFIGS[case]))
+    with ExitStack() as stack:
+        opened = PositionedFile(tmp_path / "model.safetensors")
+        stack.callback(opened.close)
+        rows = packed_rows(entry, lambda part: opened)(2, 7)
+    # One rounding from there to what the library makes; in float32 nothing is lost but bits below its own type.
+    assert rows.dtype == torch.float32 and torch.equal(rows.to(expected.dtype), expected[2:7])
+
+
+@given(
+    rows=st.integers(1, 20), groups=st.integers(1, 4), size=st.sampled_from([8, 24, 32]), bits=st.sampled_from([4, 8]),
+    seed=st.integers(0, 10**6),
+)  # fmt: skip
+def test_integers_are_the_formula_in_float64(tmp_path_factory, rows, groups, size, bits, seed):
+    generator = torch.Generator().manual_seed(seed)
+    columns = groups * size
+    q = torch.randint(0, 1 << bits, (rows, columns), generator=generator)
+    each = 32 // bits
+    wide = torch.cat((q, torch.zeros(rows, -columns % each, dtype=torch.int64)), 1).view(rows, -1, each)
+    packed = (wide << (torch.arange(each) * bits)).sum(-1)
+    packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+    scale = (torch.rand(rows, groups, generator=generator) + 0.1).to(torch.bfloat16)
+    parts = {"weight_packed": packed, "weight_scale": scale, "weight_shape": torch.tensor([rows, columns])}
+    declared = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": size, "symmetric": True}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"g": {"weights": declared}},
+    }
+    _, found = read(written(tmp_path_factory.mktemp("w"), parts, config))
+    exact = (q.double() - (1 << (bits - 1))).view(rows, groups, size) * scale.double()[..., None]
+    # bfloat16 has 8 significant bits: half a unit in the last place, and nothing else.
+    torch.testing.assert_close(weights.dequantize(found).double(), exact.view(rows, columns), rtol=2**-8, atol=0)
+
+
+CT = CONFIGS["ct-int4-g32"]
+
+
+def group(**changes):
+    return CT | {"config_groups": {"group_0": CT["config_groups"]["group_0"] | changes}}
+
+
+def with_weights(**changes):
+    return group(weights=CT["config_groups"]["group_0"]["weights"] | changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (None, "no quantization_config"),
+        ({"quant_method": "exl3"}, "'exl3'"),
+        ({"quant_method": "compressed-tensors"}, "config_groups"),
+        (CT | {"config_groups": {}}, "config_groups"),
+        (CT | {"config_groups": {str(n): {} for n in range(100)}}, "config_groups"),
+        (CT | {"transform_config": {"R1": 1}}, "rotated"),
+        (CT | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
+        (group(format="nvfp4-pack-quantized"), "NVFP4"),
+        (group(input_activations={"type": "int", "num_bits": 8}), "activations"),
+        (with_weights(num_bits=8), "in 8 bits"),
+        (with_weights(group_size=16), "no config group declares"),
+        (with_weights(group_size=True), "no config group declares"),
+        (with_weights(group_size=0), "no config group declares"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
+        ({"quant_method": "awq", "bits": 3}, "3 bits"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
+        ({"quant_method": "gptq", "bits": True}, "bits a weight"),
+    ],
+)
+def test_a_config_that_is_not_read_is_refused_by_name(golden, config, words, tmp_path):
+    parts = stored(golden, "ct-int4-g32")
+    parts.pop("expected")
+    with pytest.raises(CheckpointError, match=words):
+        split_packed(written(tmp_path, parts, config))
+
+
+def without(*names):
+    return lambda parts: [parts.pop(name) for name in names]
+
+
+def changed(name, change):
+    return lambda parts: parts.update({name: change(parts[name])})
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "words"),
+    [
+        ("ct-int4-g32", without("weight_scale"), "has no weight_scale"),
+        ("ct-int4-g32", without("weight_shape"), "has no weight_shape"),
+        ("ct-int4-g32", changed("weight_shape", lambda t: t * 2), "its shape"),
+        ("ct-int4-g32", changed("weight_shape", lambda t: t - t), "weight_shape is"),
+        ("ct-int4-g32", changed("weight_shape", lambda t: -t), "weight_shape is"),
+        ("ct-int4-g32", changed("weight_shape", lambda t: t[:1]), "weight_shape is"),
+        ("ct-int4-g32", changed("weight_packed", lambda t: t[:, :-1]), "in 4 bits"),
+        ("ct-int4-g32", changed("weight_packed", lambda t: t.to(torch.uint8)), "NVFP4"),
+        ("ct-int4-g32", changed("weight_scale", lambda t: t[:-1]), "weight_scale is"),
+        ("ct-int4-g32", changed("weight_scale", lambda t: t.to(torch.int8)), "weight_scale is"),
+        ("ct-int4-g128-zp-f16", changed("weight_zero_point", lambda t: t[:-1]), "weight_zero_point is"),
+        ("ct-fp8-row", changed("weight", lambda t: t.to(torch.float8_e5m2)), "float8_e5m2"),
+        ("ct-fp8-row", without("weight_scale"), "needs one of"),
+        ("ct-fp8-row", changed("weight_scale", lambda t: t[:7]), "no scale of a weight"),
+        ("fp8-bf16", changed("weight", lambda t: t.view(1, *t.shape)), "not a matrix"),
+        ("awq-g32", without("qzeros"), "has no qzeros"),
+        ("awq-g32", changed("scales", lambda t: t[:1]), "groups"),
+        ("awq-g32", changed("qweight", lambda t: t[:, :-1]), "qweight is"),
+        ("gptq-g32", changed("g_idx", lambda t: t[:-1]), "g_idx is"),
+        ("gptq-g32", changed("qzeros", lambda t: t.to(torch.int64)), "qzeros are"),
+    ],
+)
+def test_wrong_file_tensors_are_refused_by_name(golden, case, change, words, tmp_path):
+    parts = stored(golden, case)
+    parts.pop("expected")
+    change(parts)
+    with pytest.raises(CheckpointError, match=words):
+        split_packed(written(tmp_path, parts, CONFIGS[case]))
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "words"),
+    [
+        ("ct-int4-g32", changed("weight_scale", lambda t: t.fill_(math.nan)), "not finite"),
+        ("fp8-f32", changed("weight_scale_inv", lambda t: t.fill_(math.inf)), "not finite"),
+        ("gptq-g32", changed("g_idx", lambda t: t.flip(0)), "desc_act"),
+        ("gptq-ordered", changed("g_idx", lambda t: t + 99), "groups that are not there"),
+        ("gptq-ordered", changed("g_idx", lambda t: t - 99), "groups that are not there"),
+    ],
+)
+def test_wrong_values_are_refused_when_they_are_read(golden, case, change, words, tmp_path):
+    parts = stored(golden, case)
+    parts.pop("expected")
+    change(parts)
+    with pytest.raises(CheckpointError, match=words):
+        read(written(tmp_path, parts, CONFIGS[case]))
+
+
+@pytest.mark.parametrize(
+    "name", ["int4-g0", "int5-g32", "int4-g32-zp-zp", "fp8-0x1", "fp8-", "int4", "nf4-g32", "int4-g1234567"]
+)
+def test_a_name_that_is_no_format_is_an_error(name):
+    with pytest.raises(ValueError, match="unknown weight format"):
+        stored_format(name)

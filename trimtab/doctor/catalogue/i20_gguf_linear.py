@@ -1,0 +1,43 @@
+"""I20: PEFT refuses every linear layer of a GGUF file that transformers keeps packed."""
+
+from __future__ import annotations
+
+import warnings
+
+from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, Bug, Seen
+from trimtab.doctor.facts.probe_kit import Kit
+
+BUG = Bug(
+    id="I20",
+    name="gguf-linear",
+    title="PEFT puts no adapter on a GGUF file that transformers keeps packed",
+    symptom="ValueError: Target module GgufLinear(in_features=..., ggml_type=...) is not supported. Currently, only the following "
+    "modules are supported: `torch.nn.Linear`, ...",
+    trigger="a GGUF checkpoint loaded with transformers without dequantizing it, and PEFT on its linear layers",
+    cause="integrations/gguf/utils.py GgufLinear is an nn.Module and no nn.Linear, and PEFT has no dispatcher for it",
+    affected=(Affected("peft"),),
+    versions="transformers 5.23.0 with PEFT 0.21.2, run; transformers 5.20.0 has the class, 5.16.0 has not (read)",
+    way_round="load the file dequantized (in 16 bits), or use the safetensors files of the same model",
+    owner=("huggingface/peft", "huggingface/transformers"),
+    trackers=(),
+    trimtab="it does not read GGUF yet, and says so by name",
+    evidence="run",
+)  # fmt: skip
+
+
+def probe(kit: Kit) -> Seen:
+    """Put a LoRA on one packed layer of type Q4_0."""
+    from torch import nn
+
+    try:
+        import peft
+        from transformers.integrations.gguf.utils import GgufLinear
+    except ImportError as exc:
+        return Seen(NOT_APPLICABLE, str(exc))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            peft.get_peft_model(nn.Sequential(GgufLinear(32, 8, 2)), peft.LoraConfig(r=2, target_modules=["0"]))
+        except ValueError as exc:
+            return Seen(PRESENT, f"ValueError: {str(exc)[:120]}")
+    return Seen(FIXED, "PEFT adapts the layer")

@@ -1,0 +1,147 @@
+"""4-bit and 8-bit integers with a scale, and perhaps a zero point, for each group of a row: compressed-tensors, AWQ, GPTQ.
+
+weight uint8 [D_out, D_in bits / 8], the first of two 4-bit values in the high half of a byte; scale [D_out, groups]; zero uint8
+[D_out, groups]; index int32 [D_in], the group of each column. A value is (q - zero) * scale, rounded once to the weight's type;
+without zero points, zero is half the range. So every layout of files becomes one, without loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.formats.packed import DequantizedShell, Packed, Shell
+from trimtab.errors import CheckpointError
+from trimtab.formats.record import DEQUANTIZED_VALUES, PackedEntry, StoredFormat, stored_format
+
+# AWQ's int32 holds eight outputs in this order, from its lowest bits (AutoAWQ 0.2.9, packing_utils.py: AWQ_ORDER).
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Packed:
+    """Return the weight of file tensors. dtype: of a weight whose scales are float32. Errors: CheckpointError for scales that are
+    not finite and an order of inputs that fits no groups."""
+    form = stored_format(entry.kind)
+    layout = str(entry.state["layout"])
+    found = _packed(entry, parts, form) if layout == "packed" else _transposed(entry, parts, form, layout)
+    if not bool(torch.isfinite(found["scale"]).all()):
+        raise CheckpointError("has scales that are not finite", path="", tensor_name=entry.tensor_name)
+    own = found["scale"].dtype
+    return Packed(entry.kind, entry.shape, dtype if own == torch.float32 else own, found, {})
+
+
+def _packed(entry: PackedEntry, parts: Mapping[str, Tensor], form: StoredFormat) -> dict[str, Tensor]:
+    """compressed-tensors: values in order along a row, the first in the lowest bits."""
+    rows, columns = entry.shape
+    groups = form.groups(columns)
+    data = parts["weight"].contiguous().view(torch.uint8)[:, : -(-columns * form.bits // 8)]
+    found = {
+        "weight": _halves_swapped(data) if form.bits == 4 else data.contiguous(),
+        "scale": parts["weight_scale"].reshape(rows, groups).contiguous(),
+    }
+    if form.has_zero:  # packed along D_out
+        across = parts["weight_zero_point"].t().contiguous().view(torch.uint8)
+        values = _nibbles(across) if form.bits == 4 else across
+        found["zero"] = values[:, :rows].t().contiguous()
+    return found
+
+
+def _transposed(entry: PackedEntry, parts: Mapping[str, Tensor], form: StoredFormat, layout: str) -> dict[str, Tensor]:
+    """AWQ and GPTQ: [D_in, D_out], packed along D_out (AWQ) or D_in (GPTQ)."""
+    rows, columns = entry.shape
+    if layout == "awq":
+        values = _awq_values(parts["weight"]).t()
+        zero = _awq_values(parts["qzeros"]).t()
+    else:
+        data = parts["weight"].t().contiguous().view(torch.uint8)  # [D_out, D_in bits / 8]
+        values = _nibbles(data) if form.bits == 4 else data
+        stored = parts["qzeros"].contiguous().view(torch.uint8)
+        zero = (_nibbles(stored) if form.bits == 4 else stored).t()
+        if layout == "gptq":  # one less than the zero point is stored
+            zero = zero + 1
+    pairs = values[:, :columns].contiguous()
+    found = {
+        "weight": pairs[:, 0::2] << 4 | pairs[:, 1::2] if form.bits == 4 else pairs,
+        "scale": parts["scales"].t().contiguous(),
+        "zero": zero[:rows].contiguous(),
+    }
+    index = parts.get("g_idx")
+    if index is None:
+        return found
+    if int(index.min()) < 0 or int(index.max()) >= form.groups(columns):
+        raise CheckpointError("g_idx names groups that are not there", path="", tensor_name=entry.tensor_name)
+    if form.has_index:
+        found["index"] = index
+    elif form.group and not torch.equal(index.long(), torch.arange(columns, device=index.device) // form.group):
+        raise CheckpointError(
+            "has inputs in another order (g_idx), but config.json says desc_act false",
+            path="",
+            tensor_name=entry.tensor_name,
+        )
+    return found
+
+
+def _nibbles(data: Tensor) -> Tensor:
+    """Return the two 4-bit values of each byte [n, m], the low one first: [n, 2 m]."""
+    return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
+
+
+def _halves_swapped(data: Tensor) -> Tensor:
+    return data << 4 | data >> 4
+
+
+def _awq_values(words: Tensor) -> Tensor:
+    """Return the values [n, 8 m] of int32 words [n, m] in the order of outputs."""
+    nibbles = _nibbles(words.contiguous().view(torch.uint8)).view(words.shape[0], -1, 8)
+    out = torch.empty_like(nibbles)
+    out[..., list(AWQ_ORDER)] = nibbles
+    return out.flatten(1)
+
+
+# Computing ------------------------------------------------------------------------------------------------------------
+
+
+def dequantize(packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the weight [D_out, D_in] in its own type, or then cast to another; a few rows are in memory beside it at a time."""
+    rows, columns = packed.shape
+    out = torch.empty(rows, columns, dtype=dtype or packed.dtype, device=packed.parts["weight"].device)
+    form, step = stored_format(packed.kind), max(1, DEQUANTIZED_VALUES // columns)
+    for start in range(0, rows, step):
+        _fill(out[start : start + step], packed.parts, slice(start, start + step), form)
+    return out
+
+
+def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device) -> Tensor:
+    """Return rows of the weight as `weights.dequantize_rows`."""
+    parts = {name: part if name == "index" else part[start:stop] for name, part in packed.parts.items()}
+    moved = {name: part.to(device) for name, part in parts.items()}
+    return dequantize(Packed(packed.kind, (stop - start, packed.shape[1]), packed.dtype, moved, {}))
+
+
+def _fill(out: Tensor, parts: Mapping[str, Tensor], rows: slice, form: StoredFormat) -> None:
+    """Write rows of the weight. A float32 scale is multiplied in float32; the others in their own type, where q - zero is exact."""
+    data, scale, columns = parts["weight"][rows], parts["scale"][rows], out.shape[1]
+    if form.bits == 4:
+        data = torch.stack((data >> 4, data & 15), dim=-1).flatten(1)[:, :columns]
+    # Exact in 16 bits: at most 8 bits are significant.
+    zero: Tensor | float = parts["zero"][rows].to(scale.dtype) if form.has_zero else float(1 << (form.bits - 1))
+    groups, size = scale.shape[1], form.group or columns
+    is_whole = columns == groups * size and not form.has_index
+    values = data.to(scale.dtype)
+    if is_whole:
+        by_group = values.view(-1, groups, size)
+        by_group.sub_(zero[..., None] if isinstance(zero, Tensor) else zero).mul_(scale[..., None])
+    else:
+        index = parts["index"] if form.has_index else torch.arange(columns, device=data.device) // size
+        values.sub_(zero[:, index] if isinstance(zero, Tensor) else zero).mul_(scale[:, index])
+    out.copy_(values)
+
+
+def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Shell:
+    """Return a layer that dequantizes the weight at each call."""
+    return DequantizedShell(packed, bias, compute_dtype, dequantize)

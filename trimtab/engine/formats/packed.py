@@ -1,0 +1,163 @@
+"""A weight in its stored form, and the layers over weights that are not quantized.
+
+A `Packed` weight is a few plain tensors (`parts`) and its format. Tiers move the parts; a *shell* is a callable layer built over
+parts that are already where they are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.engine.formats import int8_head as head8
+from trimtab.formats.record import NESTED_BLOCK, WEIGHT_BLOCK
+from trimtab.planning.values.byte_sizes import HEAD_CHUNK_VALUES
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One weight in its stored form.
+
+    kind: its format's name (`trimtab/formats/record.py`; "nf4" with double quantization too). shape, dtype: of the weight that it
+    stands for, [D_out, D_in]. parts: "weight" always, and what its format has beside it. codes: the small look-up tables of a 4-bit
+    weight ("code" [16], "nested_code" [256]), shared between weights and never moved by a tier. kernel: of an 8-bit head, what
+    computes it.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: Mapping[str, Tensor]
+    codes: Mapping[str, Tensor]
+    blocksize: int = WEIGHT_BLOCK
+    nested_blocksize: int = NESTED_BLOCK
+    kernel: head8.Kernel | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.numel() * part.element_size() for part in self.parts.values())
+
+    def with_parts(self, parts: Mapping[str, Tensor], codes: Mapping[str, Tensor]) -> Packed:
+        """Return the same weight over other tensors: views of a staging buffer, or copies on another device."""
+        return replace(self, parts=dict(parts), codes=dict(codes))
+
+    def to(self, device: torch.device) -> Packed:
+        """Return a copy whose every tensor is on the device (itself where it already is)."""
+        return self.with_parts(
+            {name: part.to(device) for name, part in self.parts.items()},
+            {name: code.to(device) for name, code in self.codes.items()},
+        )
+
+
+class CodeTables:
+    """The look-up tables of one loaded model: one copy of each distinct table a device.
+
+    Not a constant: bitsandbytes 0.49.2 writes into one entry of its dynamic table on the CPU, so a table is shared only
+    after a comparison of all its bytes.
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[torch.device, str], list[Tensor]] = {}
+
+    def share(self, packed: Packed) -> Packed:
+        """Return the weight with its tables replaced by the shared equal ones."""
+        return packed.with_parts(packed.parts, {name: self.one(name, code) for name, code in packed.codes.items()})
+
+    def one(self, name: str, code: Tensor) -> Tensor:
+        known = self._tables.setdefault((code.device, name), [])
+        for table in known:
+            if torch.equal(table, code):
+                return table
+        known.append(code.clone())
+        return known[-1]
+
+    def on(self, packed: Packed, device: torch.device) -> dict[str, Tensor]:
+        """Return the weight's tables on another device, shared there as well."""
+        return {name: self.one(name, code.to(device)) for name, code in packed.codes.items()}
+
+
+def keep(weight: Tensor) -> Packed:
+    """Return the weight as it is, not quantized."""
+    return Packed("none", tuple(weight.shape), weight.dtype, {"weight": weight}, {})
+
+
+Shell = Callable[[Tensor], Tensor]
+
+
+class PlainShell(nn.Module):
+    """`y = x W^T + b` over a weight that is not quantized. Its tensors are not parameters: the tier owns them."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight: Tensor
+        self.bias: Tensor | None
+        self.__dict__["weight"], self.__dict__["bias"] = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "cpu" or x.dim() < 3 or self.bias is not None:
+            return nn.functional.linear(x, self.weight, self.bias)
+        # The last token of a prompt is a view whose strides torch takes for no matrix where the weight needs no gradient: bfloat16
+        # then takes 30 times as long on CPUs with AVX512-BF16 (I14 of the doctor's catalogue). The bits are those of a Parameter.
+        rows = nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight)
+        return rows.view(*x.shape[:-1], rows.shape[-1])
+
+
+def is_narrow(stored: torch.dtype, computed: torch.dtype) -> bool:
+    """Whether a weight is held in fewer bits than it is computed with (`planning/request/dtypes.py::keeps_16bit`)."""
+    return stored.itemsize < computed.itemsize
+
+
+def widened(weight: Tensor, dtype: torch.dtype, *, copy: bool = False) -> Tensor:
+    """Return a weight in the computing dtype where it is held in fewer bits, else in its own. copy: in memory of its own."""
+    return weight.to(dtype if is_narrow(weight.dtype, dtype) else weight.dtype, copy=copy)
+
+
+class WideShell:
+    """`y = x W^T + b` in x's type over a weight in a narrower one, [D_out, D_in]: a few rows of it are cast at a time.
+
+    Beside its output it holds HEAD_CHUNK_VALUES values of x's type. The cast is exact from 16 bits to float32.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+        self.step = max(1, HEAD_CHUNK_VALUES // weight.shape[1])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        out = torch.empty(flat.shape[0], self.weight.shape[0], dtype=x.dtype, device=x.device)
+        for start in range(0, self.weight.shape[0], self.step):
+            rows = slice(start, start + self.step)
+            bias = None if self.bias is None else self.bias[rows]
+            out[:, rows] = nn.functional.linear(flat, self.weight[rows].to(x.dtype), bias)
+        return out.view(*x.shape[:-1], -1)
+
+
+def unpacked_shell(weight: Tensor, bias: Tensor | None) -> Shell:
+    """Return a callable layer over a weight that is kept unpacked, [D_out, D_in]: what bitsandbytes computes on a CPU after it has
+    unpacked a 4-bit weight, so the same bits; and what `DequantizedShell` computes. Source: bitsandbytes 0.49.2 and 0.50.2,
+    nn.Linear4bit.forward."""
+    if bias is not None:
+        bias = bias.to(weight.dtype)
+
+    def product(x: Tensor) -> Tensor:
+        return nn.functional.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
+
+    return product
+
+
+class DequantizedShell:
+    """`y = x W^T + b` over a weight that is dequantized at each call: memory for the whole weight, then torch's product."""
+
+    def __init__(
+        self, packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype,
+        dequantize: Callable[[Packed, torch.dtype], Tensor],
+    ) -> None:  # fmt: skip
+        self.packed, self.compute_dtype, self.dequantize = packed, compute_dtype, dequantize
+        self.bias = None if bias is None else bias.to(compute_dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = self.dequantize(self.packed, self.compute_dtype)
+        return nn.functional.linear(x.to(self.compute_dtype), weight, self.bias).to(x.dtype)

@@ -1,0 +1,94 @@
+"""What can be done with a stored weight, whatever its format: read it, dequantize it, compute with it.
+
+`FORMATS` has one record a family of formats. Nothing outside this room and the kernels knows how a weight is laid out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.formats import bitsandbytes, float8, grouped
+from trimtab.engine.formats import int8_head as head8
+from trimtab.engine.formats.packed import Packed, PlainShell, Shell, WideShell, is_narrow
+from trimtab.formats.record import Family, PackedEntry, stored_format
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How weights of a family of formats are handled.
+
+    read: (entry, its file tensors by part on the device where they are computed, dtype) -> the weight; nothing is quantized again.
+    dequantize: the weight [D_out, D_in] in its own type, on its device. dequantize_rows: some of its rows, copied to a device
+    first. shell: a layer over the parts where they are, without a copy: parts that are views of a staging buffer give a layer over
+    whatever the buffer holds.
+    """
+
+    dequantize: Callable[[Packed], Tensor]
+    dequantize_rows: Callable[[Packed, int, int, torch.device], Tensor]
+    shell: Callable[[Packed, Tensor | None, torch.dtype], Shell]
+    read: Callable[[PackedEntry, Mapping[str, Tensor], torch.dtype], Packed] | None = None
+
+
+def _plain_shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Shell:
+    kind = WideShell if is_narrow(packed.dtype, compute_dtype) else PlainShell
+    return kind(packed.parts["weight"], bias)
+
+
+def _head_rows(packed: Packed, start: int, stop: int, device: torch.device) -> Tensor:
+    q, scale = (packed.parts[name][start:stop].to(device) for name in ("weight", "scale"))
+    return head8.dense(q, scale, packed.dtype)
+
+
+_BITSANDBYTES = WeightFormat(
+    bitsandbytes.dequantize, bitsandbytes.dequantize_rows, bitsandbytes.shell, bitsandbytes.read
+)
+FORMATS: Mapping[Family, WeightFormat] = {
+    "none": WeightFormat(
+        lambda packed: packed.parts["weight"],
+        lambda packed, start, stop, device: packed.parts["weight"][start:stop].to(device, copy=True),
+        _plain_shell,
+    ),
+    "codebook": _BITSANDBYTES,
+    "int8": _BITSANDBYTES,
+    "head8": WeightFormat(
+        lambda packed: head8.dense(packed.parts["weight"], packed.parts["scale"], packed.dtype),
+        _head_rows,
+        lambda packed, bias, _: head8.Head(packed.parts["weight"], packed.parts["scale"], bias, packed.kernel),
+    ),
+    "grouped": WeightFormat(grouped.dequantize, grouped.dequantize_rows, grouped.shell, grouped.read),
+    "float8": WeightFormat(float8.dequantize, float8.dequantize_rows, float8.shell, float8.read),
+}
+
+
+def _of(kind: str) -> WeightFormat:
+    return FORMATS[stored_format(kind).family]
+
+
+def prequantized(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Packed:
+    """Return a weight that is already packed in a checkpoint. Nothing is quantized again. parts: the file tensors of the entry
+    by their part names, on the device on which they are computed or packed. dtype: of weights whose file names none."""
+    read = _of(entry.kind).read
+    assert read is not None, entry.kind
+    return read(entry, parts, dtype)
+
+
+def dequantize(packed: Packed) -> Tensor:
+    """Return the weight [D_out, D_in] that the packed form stands for, in its own dtype, on its device."""
+    return _of(packed.kind).dequantize(packed)
+
+
+def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device) -> Tensor:
+    """Return rows `start` to `stop` of the weight [D_out, D_in] in memory of their own, on a device: the bits of `dequantize`.
+
+    Only these rows are copied to the device and dequantized.
+    """
+    return _of(packed.kind).dequantize_rows(packed, start, stop, device)
+
+
+def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Shell:
+    """Return a callable layer over the packed parts: x [..., D_in] -> y [..., D_out]."""
+    return _of(packed.kind).shell(packed, bias, compute_dtype)

@@ -1,0 +1,152 @@
+"""compressed-tensors checkpoints: integers packed into int32, and float8, each with its scales.
+
+`pack-quantized`: `X.weight_packed` int32 [D_out, D_in bits / 32], the first value in the lowest bits, each plus half the range;
+`X.weight_scale` [D_out, groups] (or [D_out]), `X.weight_shape` int64 [2], and where zero points are not 0 `X.weight_zero_point`
+int32, packed along D_out. `float-quantized`, `naive-quantized`: `X.weight` float8 with `X.weight_scale` (float8.py). Source:
+compressed-tensors 0.20.0, compressors/pack_quantized and naive_quantized. Of the weights only `weight_shape` is read.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from math import ceil
+from typing import Any
+
+from trimtab.checkpoint.folder import Checkpoint
+from trimtab.checkpoint.headers import TensorEntry
+from trimtab.errors import CheckpointError
+from trimtab.formats import float8
+from trimtab.formats.record import SCALE_DTYPES, PackedEntry, refuse
+
+PACKED = "weight_packed"
+# Formats of weights that are not read, with what they are, for the message.
+NOT_READ = {
+    "nvfp4-pack-quantized": "4-bit floats (NVFP4)", "mxfp4-pack-quantized": "4-bit floats (MXFP4)",
+    "mxfp6-pack-quantized": "6-bit floats (MXFP6)", "mxfp8-quantized": "8-bit floats in groups of 32 (MXFP8)",
+    "int-quantized": "8-bit integers with rounded activations", "marlin-24": "2:4 sparse weights",
+    "sparse-24-bitmask": "2:4 sparse weights", "sparse-bitmask": "sparse weights",
+}  # fmt: skip
+BITS = (4, 8)
+MOST_GROUPS = 64
+HINT = "Use the unquantized checkpoint of the same model, or one in pack-quantized with 4 or 8 bits"
+
+
+def read(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, PackedEntry]]:
+    """Return (plain tensors, packed weights by name). Errors: CheckpointError for what is not read, and with every wrong weight."""
+    schemes = list(_schemes(checkpoint))
+    problems: list[tuple[str, str]] = []
+    blocks = [one["block_structure"] for one in schemes if one.get("block_structure")]
+    packed, used = float8.weights(checkpoint.tensors, problems, blocks[0] if blocks else None)
+    for name, entry in checkpoint.tensors.items():
+        stem, dot, last = name.rpartition(".")
+        if last != PACKED:
+            continue
+        parts = {"weight": entry}
+        for part in ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale"):
+            if (side := checkpoint.tensors.get(f"{stem}{dot}{part}")) is not None:
+                parts[part] = side
+                used.add(f"{stem}{dot}{part}")
+        used.add(name)
+        weight = f"{stem}{dot}weight"
+        found = _weight(weight, parts, schemes)
+        if isinstance(found, str):
+            problems.append((weight, found))
+        else:
+            packed[weight] = found
+    refuse(checkpoint, problems)
+    return {name: entry for name, entry in checkpoint.tensors.items() if name not in used}, packed
+
+
+def _schemes(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:
+    """Yield the `weights` of each config group. Errors: CheckpointError for formats and transforms that are not read."""
+    quantization = checkpoint.quantization or {}
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, dict) or not 0 < len(groups) <= MOST_GROUPS:
+        raise _refused(checkpoint, f"config_groups is no object of 1 to {MOST_GROUPS} groups", None)
+    if quantization.get("transform_config"):
+        raise _refused(checkpoint, "its weights are rotated (transform_config)", quantization["transform_config"])
+    sparsity = quantization.get("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity.get("format") not in (None, "dense"):
+        raise _refused(checkpoint, "its weights are sparse (sparsity_config)", sparsity.get("format"))
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict):
+            continue
+        form = str(group.get("format") or quantization.get("format"))
+        if form in NOT_READ:
+            raise _refused(checkpoint, f"its weights are {NOT_READ[form]}", form)
+        rounded = group.get("input_activations")
+        if isinstance(rounded, dict) and rounded.get("type") == "int":
+            raise _refused(
+                checkpoint, "its activations are rounded to integers (input_activations)", rounded.get("num_bits")
+            )
+        yield weights
+
+
+def _refused(checkpoint: Checkpoint, why: str, value: object) -> CheckpointError:
+    return CheckpointError(
+        f"cannot be read: {why}" + ("" if value is None else f": {value!s:.100}"), path=checkpoint.folder, hint=HINT
+    )
+
+
+def _weight(name: str, parts: Mapping[str, TensorEntry], schemes: list[Mapping[str, Any]]) -> PackedEntry | str:
+    """Return a weight, or what is wrong with its file tensors."""
+    weight, scale, shape_entry = parts["weight"], parts.get("weight_scale"), parts.get("weight_shape")
+    if "weight_global_scale" in parts or weight.dtype == "uint8":
+        return "is in 4-bit floats (NVFP4), which are not read"
+    if "weight_g_idx" in parts:
+        return "has the order of its activations (weight_g_idx), which is not read in this layout"
+    if scale is None or shape_entry is None:
+        return f"has no {'weight_scale' if scale is None else 'weight_shape'}"
+    shape = _shape(shape_entry)
+    if isinstance(shape, str):
+        return shape
+    rows, columns = shape
+    if weight.dtype != "int32" or len(weight.shape) != 2 or weight.shape[0] != rows:
+        return f"weight_packed is {weight.dtype} {list(weight.shape)}, its shape [{rows}, {columns}] needs int32 [{rows}, ...]"
+    bits = next((bits for bits in BITS if weight.shape[1] == ceil(columns * bits / 32)), None)
+    if bits is None or not any(one.get("num_bits") == bits for one in schemes):
+        declared = ", ".join(sorted({str(one.get("num_bits")) for one in schemes}))
+        return f"weight_packed is {list(weight.shape)}, which is not [{rows}, {columns}] in {declared} bits (4 and 8 are read)"
+    if scale.dtype not in SCALE_DTYPES or scale.shape[:1] != (rows,) or len(scale.shape) > 2:
+        return f"weight_scale is {scale.dtype} {list(scale.shape)}, a float for each of {rows} rows or of their groups is needed"
+    groups = scale.shape[1] if len(scale.shape) == 2 else 1
+    size = _group_size(columns, groups, bits, schemes)
+    if size is None:
+        return f"weight_scale has {groups} groups a row of {columns}, which no config group declares"
+    zero = parts.get("weight_zero_point")
+    if zero is not None and (zero.dtype != "int32" or zero.shape != (ceil(rows * bits / 32), groups)):
+        return f"weight_zero_point is {zero.dtype} {list(zero.shape)}, int32 [{ceil(rows * bits / 32)}, {groups}] is needed"
+    kind = f"int{bits}-{f'g{size}' if size else 'row'}{'-zp' if zero is not None else ''}"
+    kind += "-f32" if scale.dtype == "float32" else ""
+    kept = {part: entry for part, entry in parts.items() if part != "weight_shape"}
+    return PackedEntry(name, kind, shape, scale.dtype, size or None, False, kept, {"layout": "packed"})
+
+
+def _group_size(columns: int, groups: int, bits: int, schemes: list[Mapping[str, Any]]) -> int | None:
+    """Return the values of a row with one scale, 0 for all of them, as a config group with so many bits declares it."""
+    if groups == 1:
+        return 0
+    for one in schemes:
+        size = one.get("group_size")
+        if one.get("num_bits") == bits and isinstance(size, int) and not isinstance(size, bool) and size > 0:
+            if ceil(columns / size) == groups and size < 10**6:
+                return size
+    return None
+
+
+def _shape(entry: TensorEntry) -> tuple[int, int] | str:
+    """Return the shape that a `weight_shape` holds, or what is wrong with it."""
+    width = {"int64": "<2q", "int32": "<2i"}.get(entry.dtype)
+    if width is None or entry.shape != (2,):
+        return f"weight_shape is {entry.dtype} {list(entry.shape)}, int64 [2] is needed"
+    try:
+        with open(entry.file, "rb") as handle:
+            handle.seek(entry.start)
+            rows, columns = struct.unpack(width, handle.read(entry.nbytes))
+    except (OSError, struct.error) as exc:
+        return f"weight_shape cannot be read ({exc})"
+    if not (0 < rows < 2**31 and 0 < columns < 2**31):
+        return f"weight_shape is [{rows}, {columns}]"
+    return rows, columns

@@ -1,0 +1,70 @@
+"""Which weights of a checkpoint are quantized, and in which format?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trimtab.checkpoint.folder import Checkpoint
+from trimtab.checkpoint.headers import TensorEntry
+from trimtab.errors import CheckpointError
+from trimtab.formats import bitsandbytes, compressed_tensors, float8, transposed
+from trimtab.formats.record import PackedEntry
+
+Read = Callable[[Checkpoint], tuple[dict[str, TensorEntry], dict[str, PackedEntry]]]
+# quant_method of config.json -> what reads that layout of files.
+READERS: Mapping[str, Read] = {
+    "bitsandbytes": bitsandbytes.read, "compressed-tensors": compressed_tensors.read, "fp8": float8.read,
+    "fbgemm_fp8": float8.read, "awq": transposed.read_awq, "gptq": transposed.read_gptq,
+}  # fmt: skip
+# Side tensors that only quantized files have: without a quantization_config nobody says what they mean.
+MARKS = (".weight_packed", ".weight_scale_inv", ".qweight")
+HINT = "Use the unquantized checkpoint of the same model: trimtab quantizes while it loads"
+
+
+def split_packed(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, PackedEntry]]:
+    """Return (plain tensors, packed weights by name); side tensors are in neither.
+
+    Errors: CheckpointError with every inconsistent weight, for a format that is not read, and for a config that declares
+    quantization although the files are not quantized.
+    """
+    method = quant_method(checkpoint.quantization)
+    if method is None:
+        marked = next((name for name in checkpoint.tensors if name.endswith(MARKS)), None)
+        if marked is not None:
+            raise CheckpointError(
+                "is quantized, but config.json has no quantization_config", path=checkpoint.folder, tensor_name=marked,
+                hint="Get config.json of the same release of the model again",
+            )  # fmt: skip
+    read = READERS.get("bitsandbytes" if method is None else method)
+    if read is None:
+        named = f"is quantized with {method!r:.60}" if method else "is quantized, and config.json names no quant_method"
+        raise CheckpointError(f"{named}; {', '.join(READERS)} are read", path=checkpoint.folder, hint=HINT)
+    plain, packed = read(checkpoint)
+    if method is not None and checkpoint.has_weights and not packed:
+        raise CheckpointError(
+            "config.json says quantized, but no weight is packed", path=checkpoint.folder,
+            hint="Remove quantization_config from config.json if the weights are full precision",
+        )  # fmt: skip
+    return plain, packed
+
+
+def quant_method(quantization: Mapping[str, Any] | None) -> str | None:
+    """Return the method that a quantization_config names, "" if it names none; old configs of bitsandbytes do not name it."""
+    if quantization is None:
+        return None
+    method = quantization.get("quant_method")
+    if method is None and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit")):
+        return "bitsandbytes"
+    return str(method or "")
+
+
+def format_names(packed: Mapping[str, PackedEntry]) -> list[str]:
+    """Return the formats of packed weights by their names in plans, that of the most values first."""
+    values: dict[str, int] = {}
+    for entry in packed.values():
+        count = 1
+        for side in entry.shape:
+            count *= side
+        values[entry.format_name] = values.get(entry.format_name, 0) + count
+    return sorted(values, key=lambda name: (-values[name], name))

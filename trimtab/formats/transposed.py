@@ -1,0 +1,112 @@
+"""AWQ and GPTQ checkpoints: integers packed into int32, stored [D_in, D_out], with zero points and scales of groups of D_in.
+
+AWQ (`version` gemm): `X.qweight` [D_in, D_out / 8] with the eight outputs of an int32 in the order 0 2 4 6 1 3 5 7, `X.qzeros`
+[groups, D_out / 8] in the same order, `X.scales` [groups, D_out]. GPTQ: `X.qweight` [D_in bits / 32, D_out], `X.qzeros` [groups,
+D_out bits / 32] with one less than the zero points (not in gptq_v2), `X.scales` [groups, D_out], `X.g_idx` [D_in], the group
+of each input. Source: AutoAWQ 0.2.9, utils/packing_utils.py; GPTQModel 4, nn_modules/qlinear. Only headers are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trimtab.checkpoint.folder import Checkpoint
+from trimtab.checkpoint.headers import TensorEntry
+from trimtab.errors import CheckpointError
+from trimtab.formats.record import SCALE_DTYPES, PackedEntry, refuse
+
+PARTS = ("qweight", "qzeros", "scales", "g_idx")
+MOST_GROUP = 10**6
+Split = tuple[dict[str, TensorEntry], dict[str, PackedEntry]]
+
+
+def read_awq(checkpoint: Checkpoint) -> Split:
+    """Return (plain tensors, packed weights by name) of AWQ files. Errors: CheckpointError."""
+    settings = checkpoint.quantization or {}
+    version = str(settings.get("version", "gemm")).lower()
+    if version != "gemm":
+        raise _refused(checkpoint, f"is packed for AWQ's {version[:50]!r}; 'gemm' is read")
+    return _read(checkpoint, _bits(checkpoint, settings, "w_bit", (4,)), settings, "awq")
+
+
+def read_gptq(checkpoint: Checkpoint) -> Split:
+    """Return (plain tensors, packed weights by name) of GPTQ files. Errors: CheckpointError."""
+    settings = checkpoint.quantization or {}
+    form = str(settings.get("checkpoint_format") or "gptq")
+    if form not in ("gptq", "gptq_v2"):
+        raise _refused(checkpoint, f"is packed as {form[:50]!r}; 'gptq' and 'gptq_v2' are read")
+    return _read(checkpoint, _bits(checkpoint, settings, "bits", (4, 8)), settings, form)
+
+
+def _refused(checkpoint: Checkpoint, why: str) -> CheckpointError:
+    return CheckpointError(
+        why,
+        path=checkpoint.folder,
+        hint="Use the unquantized checkpoint of the same model: trimtab quantizes while it loads",
+    )
+
+
+def _bits(checkpoint: Checkpoint, settings: Mapping[str, Any], other: str, known: tuple[int, ...]) -> int:
+    bits = settings.get("bits", settings.get(other))
+    if bits not in known or isinstance(bits, bool):
+        raise _refused(checkpoint, f"has {bits!s:.20} bits a weight; {', '.join(map(str, known))} are read")
+    return int(bits)
+
+
+def _read(checkpoint: Checkpoint, bits: int, settings: Mapping[str, Any], layout: str) -> Split:
+    size = settings.get("group_size", settings.get("q_group_size", 128))
+    problems: list[tuple[str, str]] = []
+    packed: dict[str, PackedEntry] = {}
+    used: set[str] = set()
+    for name in checkpoint.tensors:
+        stem, dot, last = name.rpartition(".")
+        if last != "qweight":
+            continue
+        parts = {
+            part: checkpoint.tensors[f"{stem}{dot}{part}"]
+            for part in PARTS
+            if f"{stem}{dot}{part}" in checkpoint.tensors
+        }
+        used |= {f"{stem}{dot}{part}" for part in parts}
+        found = _weight(f"{stem}{dot}weight", parts, bits, size, layout, desc_act=settings.get("desc_act") is True)
+        if isinstance(found, str):
+            problems.append((f"{stem}{dot}weight", found))
+        else:
+            packed[found.tensor_name] = found
+    refuse(checkpoint, problems)
+    return {name: entry for name, entry in checkpoint.tensors.items() if name not in used}, packed
+
+
+def _weight(
+    name: str, parts: Mapping[str, TensorEntry], bits: int, size: object, layout: str, *, desc_act: bool
+) -> PackedEntry | str:
+    """Return a weight, or what is wrong with its file tensors."""
+    missing = [part for part in ("qweight", "qzeros", "scales") if part not in parts]
+    if missing:
+        return f"has no {', '.join(missing)}"
+    each, weight, scale, zero = 32 // bits, parts["qweight"], parts["scales"], parts["qzeros"]
+    if weight.dtype != "int32" or len(weight.shape) != 2 or scale.dtype not in SCALE_DTYPES or len(scale.shape) != 2:
+        return f"qweight is {weight.dtype} {list(weight.shape)}, scales are {scale.dtype} {list(scale.shape)}; matrices are needed"
+    rows, columns = scale.shape[1], weight.shape[0] * (1 if layout == "awq" else each)
+    wide = (columns, rows // each) if layout == "awq" else (columns // each, rows)
+    if not rows or not columns or rows % each or weight.shape != wide:
+        return f"qweight is {list(weight.shape)}, scales for {rows} outputs need {list(wide)}"
+    if size == -1 or size == columns:
+        size = columns
+    if not isinstance(size, int) or isinstance(size, bool) or not 0 < size < MOST_GROUP:
+        return f"group_size is {size!s:.20}"
+    groups = scale.shape[0]
+    if groups != -(-columns // size):
+        return f"scales have {groups} groups, {columns} inputs in groups of {size} need {-(-columns // size)}"
+    if zero.dtype != "int32" or zero.shape != (groups, rows // each):
+        return f"qzeros are {zero.dtype} {list(zero.shape)}, int32 [{groups}, {rows // each}] is needed"
+    index = parts.get("g_idx")
+    if index is not None and (index.dtype != "int32" or index.shape != (columns,)):
+        return f"g_idx is {index.dtype} {list(index.shape)}, int32 [{columns}] is needed"
+    # Without the order of activations (desc_act) the index says nothing that the size of groups does not: checked when it is read.
+    is_ordered = index is not None and groups > 1 and desc_act
+    marks = "-zp" + ("-idx" if is_ordered else "") + ("-f32" if scale.dtype == "float32" else "")
+    kind = f"int{bits}-{'row' if groups == 1 else f'g{size}'}{marks}"
+    kept = {"weight" if part == "qweight" else part: entry for part, entry in parts.items()}
+    return PackedEntry(name, kind, (rows, columns), scale.dtype, size, False, kept, {"layout": layout})
