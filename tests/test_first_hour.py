@@ -22,7 +22,7 @@ from trimtab.checkpoint.names import near_names
 from trimtab.checkpoint.unreadable import address_hint
 from trimtab.cli import main as cli
 from trimtab.cli.commands.prompts_file import Doubts, read_prompts
-from trimtab.cli.flags.mistakes import ELSEWHERE
+from trimtab.cli.main import ELSEWHERE
 from trimtab.errors import AdapterError, CheckpointError, RequestError
 from trimtab.planning.plan.plan import Plan
 from trimtab.request import LoadRequest, full_dtype, token_count

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from trimtab.adapters.adapter import read_adapter
-from trimtab.engine.batch.generate import Answer
-from trimtab.engine.calls import asyncio_calls as waiting
+from trimtab.engine.batch.generate import Answer, Timed
 from trimtab.engine.calls import batch_calls as many
 from trimtab.engine.calls import hidden_states as inner
 from trimtab.engine.lora import layers as lora
@@ -108,7 +110,7 @@ class Asking:
         Cancelling the task ends the answer. prompt, options, errors: as in `answer`.
         """
         answers: list[Answer] = []
-        async for _ in waiting.pieces(self, prompt, options, answers):
+        async for _ in _pieces(self, prompt, options, answers):
             pass
         return answers[0]
 
@@ -117,7 +119,7 @@ class Asking:
 
         Closing the iterator ends the answer. prompt, options, errors: as in `generate`.
         """
-        return waiting.pieces(self, prompt, options, [])
+        return _pieces(self, prompt, options, [])
 
     # Inside -----------------------------------------------------------------------------------------------------------
 
@@ -221,3 +223,45 @@ class Asking:
         for token in request.stop_token_ids:
             if token >= vocabulary:
                 raise RequestError(f"token ids are below {vocabulary}", field="stop_token_ids", value=token)
+
+
+_END = object()
+
+
+async def _pieces(
+    model: AskedModel, prompt: object, options: Mapping[str, object], answers: list[Answer]
+) -> AsyncIterator[str]:
+    """Yield an answer in pieces and put the whole of it into `answers`; leaving early ends it within one step.
+
+    Errors: as `LoadedModel.answer`.
+    """
+    loop, queue, stop = asyncio.get_running_loop(), asyncio.Queue[Any](), threading.Event()
+
+    def emit(item: object) -> None:
+        with suppress(RuntimeError):  # a loop that was closed waits for nothing
+            loop.call_soon_threadsafe(queue.put_nowait, item)
+
+    def work() -> None:
+        try:
+            inputs, request, adapter = model.question(prompt, options)
+            timed = Timed(model, inputs, request)
+            with model._answering(adapter), closing(iter(timed)) as chunks:  # type: ignore[type-var]
+                for piece in () if stop.is_set() else chunks:
+                    emit(piece.text)
+                    if stop.is_set():
+                        break
+            answers.append(timed.answer)
+        except BaseException as exc:
+            emit(exc)
+        finally:
+            emit(_END)
+
+    threading.Thread(target=work, name="trimtab-answer", daemon=True).start()
+    try:
+        while (item := await queue.get()) is not _END:
+            if isinstance(item, BaseException):
+                raise item
+            if item:
+                yield item
+    finally:
+        stop.set()
