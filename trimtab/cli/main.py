@@ -97,7 +97,17 @@ class _Parser(argparse.ArgumentParser):
             command.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {meant}" if meant else ""))
         return options
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except RequestError as exc:
+            raise argparse.ArgumentError(action, f"{exc.value!r} {exc.reason}") from exc
+
     def error(self, message: str) -> NoReturn:
+        if message.endswith("expected one argument"):
+            flag = message.removeprefix("argument ").partition(":")[0]
+            choices = next((one.choices for one in self._actions if flag in one.option_strings and one.choices), ())
+            message += f" of {', '.join(map(str, choices))}" if choices else ""
         if message.endswith(" PROMPT"):
             message += "; - reads standard input, --prompt-file and --prompts read files"
             message += ", and `trimtab chat MODEL` holds a conversation"
@@ -127,6 +137,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _color_behind_command(given: list[str]) -> list[str]:
     """Return the arguments with a --color before the command moved after it, where each command has the flag."""
+    if given[:1] == ["--color"] and not {*given[1:2]} & {*COLORS}:
+        raise UsageError(
+            f"argument --color: expected one argument of {', '.join(COLORS)}", usage="usage: trimtab COMMAND ..."
+        )
     count = 2 if given[:1] == ["--color"] else int(bool(given) and given[0].startswith("--color="))
     color, rest = given[:count], given[count:]
     return [rest[0], *color, *rest[1:]] if color and rest and not rest[0].startswith("-") else given
@@ -142,11 +156,12 @@ def _as_flags(given: list[str]) -> list[str]:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
-    given = _as_flags(_color_behind_command(list(sys.argv[1:] if arguments is None else arguments)))
+    given = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in given
     _prepare_terminal()
     words = Words()
     try:
+        given = _as_flags(_color_behind_command(given))
         _check_readable(given)
         if set(given) == {"--version", "--json"}:
             print_json(versions())
