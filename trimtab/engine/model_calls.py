@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trimtab.adapters.adapter import read_adapter
+from trimtab.checkpoint.names import check_options
 from trimtab.engine.batch.generate import Answer, Timed
 from trimtab.engine.calls import batch_calls as many
 from trimtab.engine.calls import hidden_states as inner
 from trimtab.engine.lora import layers as lora
 from trimtab.errors import DoesNotFitError, RequestError, gib
+from trimtab.request import GenerateRequest
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from trimtab.engine.calls.asked_model import AskedModel, Chosen
     from trimtab.engine.calls.conversation import Conversation
     from trimtab.engine.kv.sequence import Inputs
-    from trimtab.request import AnswerOptions, GenerateRequest, QuestionOptions
+    from trimtab.request import AnswerOptions, QuestionOptions
 
 
 class Asking:
@@ -99,7 +101,11 @@ class Asking:
         """Return the inputs, sampling request and adapter of `answer(prompt, **options)`. Errors: RequestError."""
         image, audio, system, adapter, template_kwargs = (options.get(name) for name in many.QUESTION[1:])
         sampling = {name: value for name, value in options.items() if name not in many.QUESTION}
-        inputs, request = self._question(prompt, image, audio, system, adapter, template_kwargs, sampling)
+        check_options(sampling, many.OPTIONS)
+        request = GenerateRequest(**sampling)
+        self.check_tokens(request)
+        self.check_adapter(adapter)
+        inputs = self.prepare(prompt, image=image, audio=audio, system=system, template_kwargs=template_kwargs)
         return inputs, request, adapter
 
     # Other threads ----------------------------------------------------------------------------------------------------
@@ -154,7 +160,7 @@ class Asking:
             self, prompt, adapter=adapter, image=image, audio=audio, system=system, template_kwargs=template_kwargs
         )
 
-    def _adapter_name(self: AskedModel, adapter: Chosen, in_use: Collection[str | None] = ()) -> str | None:
+    def adapter_name(self: AskedModel, adapter: Chosen, in_use: Collection[str | None] = ()) -> str | None:
         """Return the name under which an adapter or mix is attached; a new mix is attached first. Errors: as `Mixes.name_of`."""
         name: str | None = self.mixes.name_of(adapter, in_use) if isinstance(adapter, Mapping) else adapter
         return name
@@ -187,13 +193,13 @@ class Asking:
         Errors: RequestError for an unknown name, AdapterError, CheckpointError; DoesNotFitError if the new adapter needs
         more than the plan leaves.
         """
-        self._check_adapter(name)
+        self.check_adapter(name)
         before = self.adapter_spec(name).file
         if tuple(read_adapter(before.folder, values=False).stamps) == tuple(before.stamps):
             return False
         held = self.read_adapter(before.folder, name=name)
         with self.turns.hold("reload_adapter"), self.exchanging, self._out_of_memory_named(f"loading adapter {name}"):
-            self._check_adapter(name)  # it may have been unloaded meanwhile
+            self.check_adapter(name)  # it may have been unloaded meanwhile
             free = self.free_adapter_bytes() + self.adapter_sizes[name]
             if held.device_bytes > free:
                 raise DoesNotFitError(
@@ -206,7 +212,7 @@ class Asking:
             self._attach(name, held)
         return True
 
-    def _check_adapter(self: AskedModel, name: Chosen) -> None:
+    def check_adapter(self: AskedModel, name: Chosen) -> None:
         with self.exchanging:
             if isinstance(name, Mapping):
                 self.mixes.check(name)
@@ -245,7 +251,7 @@ async def _pieces(
         try:
             inputs, request, adapter = model.question(prompt, options)
             timed = Timed(model, inputs, request)
-            with model._answering(adapter), closing(iter(timed)) as chunks:  # type: ignore[type-var]
+            with model.answering(adapter), closing(iter(timed)) as chunks:  # type: ignore[type-var]
                 for piece in () if stop.is_set() else chunks:
                     emit(piece.text)
                     if stop.is_set():
