@@ -550,6 +550,7 @@ class LoadedModel(Asking):
 
     @contextmanager
     def answering(self, adapter: Chosen) -> Iterator[None]:
+        """Answer with an adapter within: one call at a time. Errors: as `Mixes.name_of`; DeviceError if memory runs out."""
         with self.turns.hold("generate"), self._out_of_memory_named("answering"):
             self.adapter_store.set(self.adapter_name(adapter))
             try:

@@ -161,7 +161,10 @@ class Asking:
         )
 
     def adapter_name(self: AskedModel, adapter: Chosen, in_use: Collection[str | None] = ()) -> str | None:
-        """Return the name under which an adapter or mix is attached; a new mix is attached first. Errors: as `Mixes.name_of`."""
+        """Return the name under which an adapter or mix is attached; a new mix is attached first.
+
+        in_use: names that stay attached. Errors: as `Mixes.name_of`.
+        """
         name: str | None = self.mixes.name_of(adapter, in_use) if isinstance(adapter, Mapping) else adapter
         return name
 
@@ -213,6 +216,7 @@ class Asking:
         return True
 
     def check_adapter(self: AskedModel, name: Chosen) -> None:
+        """Raise RequestError for an adapter that is not loaded, or a sum of adapters that cannot be made."""
         with self.exchanging:
             if isinstance(name, Mapping):
                 self.mixes.check(name)
