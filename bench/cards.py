@@ -309,8 +309,8 @@ def room_of(model: Any) -> list[float] | None:
 def shares_of(torch: Any) -> dict[str, Any]:
     """Return MiB in tensors, reserved by torch, and in the driver's own count of the process beyond that; for each pool of torch's
     what it reserves, what is in use and the largest free piece; how often torch gave its cache back to have room."""
-    from trimtab.engine.cuda.memory_segments import segments
     from trimtab.engine.memory.rates import gpu_process_bytes
+    from trimtab.engine.memory.shared_pool import segments
 
     torch.cuda.synchronize()
     reserved = torch.cuda.memory_reserved()

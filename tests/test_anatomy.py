@@ -56,7 +56,7 @@ def load_reference(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("family", pico.FAMILIES)
-def test_every_tensor_of_the_model_is_in_one_row(family, built, anatomy):
+def test_every_tensor_of_the_model_is_in_one_row_and_ties_are_the_model_s(family, built, anatomy):
     model, rows = load_reference(built(family)), anatomy(family).rows
     expected = {
         path: (tuple(value.shape), str(value.dtype).removeprefix("torch."), is_buffer)
@@ -69,12 +69,7 @@ def test_every_tensor_of_the_model_is_in_one_row(family, built, anatomy):
     assert all(row.tensors or row.wraps for row in rows)
     in_file = {name for tensor in found for name in tensor.sources}
     assert in_file == set(read_checkpoint(built(family)).tensors)
-
-
-@pytest.mark.parametrize("family", pico.FAMILIES)
-def test_ties_are_the_model_s(family, built, anatomy):
-    model = load_reference(built(family))
-    tied = {t.tensor_path: t.tied_to for row in anatomy(family).rows for t in row.tensors if t.tied_to}
+    tied = {tensor.tensor_path: tensor.tied_to for tensor in found if tensor.tied_to}
     assert all(model.get_parameter(path) is model.get_parameter(owner) for path, owner in tied.items())
     assert bool(tied) == (len(list(model.named_parameters(remove_duplicate=False))) > len(list(model.parameters())))
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.adapters import write_adapter
-from trimtab.doctor.cases import adapter as case_adapter
+from trimtab.doctor.cases import runner as case_runner
 from trimtab.doctor.cases import script as case_script
 from trimtab.doctor.cases.cases import (
     BROAD_TARGETS,
@@ -133,7 +133,7 @@ def config_of(folder):
 
 
 def test_patched_copy_targets_exactly_what_the_keys_name(tmp_path):
-    found = case_adapter.write_variants(adapter(tmp_path / "adapter"), tmp_path)
+    found = case_runner.write_variants(adapter(tmp_path / "adapter"), tmp_path)
     assert config_of(found["patched"])["target_modules"] == (
         r"model\.language_model\.layers\.0\.self_attn\.q_proj"
         r"|model\.vision_tower\.encoder\.layers\.0\.mlp\.up_proj\.linear"
@@ -142,7 +142,7 @@ def test_patched_copy_targets_exactly_what_the_keys_name(tmp_path):
 
 
 def test_narrow_copy_leaves_the_towers_out_and_broad_names_projections(tmp_path):
-    found = case_adapter.write_variants(adapter(tmp_path / "adapter"), tmp_path)
+    found = case_runner.write_variants(adapter(tmp_path / "adapter"), tmp_path)
     assert config_of(found["narrow"])["target_modules"] == r"model\.language_model\.layers\.0\.self_attn\.q_proj"
     assert config_of(found["broad"])["target_modules"] == list(BROAD_TARGETS)
 
@@ -150,7 +150,7 @@ def test_narrow_copy_leaves_the_towers_out_and_broad_names_projections(tmp_path)
 def test_original_adapter_is_not_written(tmp_path):
     folder = adapter(tmp_path / "adapter")
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    found = case_adapter.write_variants(folder, tmp_path)
+    found = case_runner.write_variants(folder, tmp_path)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before and found["original"] == str(folder)
     weights = "adapter_model.safetensors"
     assert (tmp_path / "adapter-patched" / weights).read_bytes() == before[weights]
@@ -158,7 +158,7 @@ def test_original_adapter_is_not_written(tmp_path):
 
 def test_folder_that_is_no_adapter_is_refused(tmp_path):
     with pytest.raises(AdapterError) as caught:
-        case_adapter.write_variants(tmp_path, tmp_path / "out")
+        case_runner.write_variants(tmp_path, tmp_path / "out")
     assert caught.value.path == str(tmp_path)
 
 

@@ -76,7 +76,7 @@ def test_the_order_of_a_mix_is_that_of_its_mapping(loaded: Any) -> None:
     one, other = (loaded.logits(IDS, adapter=dict.fromkeys(order, 1.0)) for order in (PAIRS[1], PAIRS[2]))
     assert (one - other).abs().max() > 100 * TOLERANCE
     # Where the order means nothing there is one mix.
-    assert loaded._adapter_name({"lora": 0.5, "rows": 1.0}) == loaded._adapter_name({"rows": 1.0, "lora": 0.5})
+    assert loaded.adapter_name({"lora": 0.5, "rows": 1.0}) == loaded.adapter_name({"rows": 1.0, "lora": 0.5})
 
 
 def test_weights_of_a_merge_move_towards_what_an_adapter_makes_of_those_before_it(

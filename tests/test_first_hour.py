@@ -3,7 +3,6 @@
 Nothing here imports torch: a mistake that needs none is known before it.
 """
 
-import argparse
 import json
 import os
 import re
@@ -16,13 +15,14 @@ import pytest
 
 import trimtab
 from tests.adapters import TEXT, pair, small_anatomy, write_adapter
+from trimtab import api
 from trimtab.adapters.file import read_adapter
 from trimtab.adapters.match import match_adapter
 from trimtab.checkpoint.names import near_names
 from trimtab.checkpoint.unreadable import address_hint
 from trimtab.cli import main as cli
 from trimtab.cli.commands.prompts_file import Doubts, read_prompts
-from trimtab.cli.flags.mistakes import ELSEWHERE
+from trimtab.cli.main import ELSEWHERE
 from trimtab.errors import AdapterError, CheckpointError, RequestError
 from trimtab.planning.plan.plan import Plan
 from trimtab.request import LoadRequest, full_dtype, token_count
@@ -285,8 +285,21 @@ def test_k_is_1024_tokens(text, tokens):
 
 @pytest.mark.parametrize("text", ["", "k", "4kk", "4 GiB", "4.5k", "4m", "kk"])
 def test_what_is_no_number_of_tokens_is_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="such as 4096 or 4k"):
+    with pytest.raises(RequestError, match="such as 4096 or 4k"):
         token_count(text)
+
+
+def test_a_call_takes_k_as_the_flag_does():
+    with pytest.raises(RequestError) as raised:
+        trimtab.plan("nowhere", context="4q")
+    assert (raised.value.field, raised.value.value) == ("context", "4q")
+    assert [api._tokens(one, "context") for one in ("4k", "4096", 4096, None)] == [4096, 4096, 4096, None]
+
+
+@pytest.mark.parametrize("words", [["--color"], ["--color", "plan", "base"], ["plan", "base", "--color"]])
+def test_color_without_a_value_names_the_values(words, capsys):
+    assert cli.main(words) == 2
+    assert "argument --color: expected one argument of auto, always, never" in capsys.readouterr().err
 
 
 def test_every_number_of_tokens_takes_k():

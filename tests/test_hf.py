@@ -414,7 +414,7 @@ def test_declared_shapes_are_those_of_the_files(built, tmp_path):
 # bitsandbytes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", pico.FAMILIES)
+@pytest.mark.parametrize("family", crossed(pico.FAMILIES))  # the rows of every family: tests/test_anatomy.py
 def test_the_linears_left_alone_are_stock_s(family, built):
     reference = stock.load_stock(built(family), "nf4")
     converted = {path for path, module in reference.named_modules() if type(module).__name__ == "Linear4bit"}

@@ -39,7 +39,7 @@ def written(tmp_path, monkeypatch):
             file.write_text(text, encoding="utf-8")
         monkeypatch.setattr(rooms, "ROOT", tmp_path)
         monkeypatch.setattr(rooms, "PACKAGE", tmp_path / "trimtab")
-        return house.House(tmp_path)
+        return house.House()
 
     return write
 

@@ -13,7 +13,6 @@ import torch
 import trimtab
 from tests import anatomies as written
 from tests import pico
-from trimtab.checkpoint.anatomy_json import read_anatomy, write_anatomy
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.loader import transformers_model as hf
@@ -24,6 +23,7 @@ from trimtab.machine import installed
 from trimtab.machine import machine_cache as known
 from trimtab.machine import rates_cache as rates_file
 from trimtab.machine import user_cache as own_folder
+from trimtab.machine.anatomy_cache import read_anatomy, write_anatomy
 from trimtab.machine.gpus import Gpu
 from trimtab.planning import Machine, Plan, Rates
 from trimtab.request import LoadRequest

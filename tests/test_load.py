@@ -337,7 +337,7 @@ def test_an_unknown_adapter_or_option_is_refused_by_name(built):
 
 def test_two_answers_at_once_are_refused(built):
     with trimtab.load(plan_of(built("llama"), quant="nf4")) as model:
-        pieces = model._answering(None)
+        pieces = model.answering(None)
         pieces.__enter__()
         with pytest.raises(RequestError, match="still running"):
             model.logits([1, 2, 3])

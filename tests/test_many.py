@@ -332,7 +332,7 @@ def test_a_mix_of_rescaling_adapters_is_the_weighted_sum_of_what_they_add(tmp_pa
         folder, adapters={"dora": dora, "plain": plain}, quant="none", dtype="float32", context=64, device="cpu"
     )
     with trimtab.load(plan) as model, torch.no_grad():
-        name = model._adapter_name({"dora": 0.5, "plain": 2.0})
+        name = model.adapter_name({"dora": 0.5, "plain": 2.0})
         leaf = next(
             place.leaf for place in model.adapter_store.holders["plain"].fitting.plain if "dora" in place.leaf.adapters
         )

@@ -108,9 +108,9 @@ def test_without_the_drivers_figure_the_process_is_an_estimate(monkeypatch):
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="u", multi_processor_count=24)
     )
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * MIB)
-    monkeypatch.setattr(devices.gpu_process, "process_bytes", lambda uuid: None)
+    monkeypatch.setattr(devices.gpus, "process_bytes", lambda uuid: None)
     assert devices.process_on_gpu("cuda:0") == ((131 + 2 * 24 + 5) * MIB, True)
-    monkeypatch.setattr(devices.gpu_process, "process_bytes", lambda uuid: 7 * MIB)
+    monkeypatch.setattr(devices.gpus, "process_bytes", lambda uuid: 7 * MIB)
     assert devices.process_on_gpu("cuda:0") == (7 * MIB, False)
 
 

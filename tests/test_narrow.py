@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import trimtab
-from tests import pico
+from tests import long_runs, pico
 from tests.test_execution import card, plan
 from trimtab.cli import main as cli
 from trimtab.demo import BASE
@@ -63,7 +63,7 @@ def test_the_command_prints_the_narrow_form_and_the_wide_one_by_flag(capsys):
     assert "on top" not in narrow + wide  # a CPU has no context, kernels or graphs
 
 
-@pytest.mark.parametrize("family", pico.FAMILIES)
+@pytest.mark.parametrize("family", long_runs.FAMILIES)
 def test_a_plan_of_every_family_fits_80_columns(family, tmp_path):
     folder = pico.build(family, tmp_path / family)
     adapter = pico.adapter(folder, tmp_path / "adapter", targets="all")

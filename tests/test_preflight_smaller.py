@@ -7,9 +7,8 @@ import pytest
 from tests.test_preflight import BASE, gpu, judge, sized
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.doctor.preflight import answer as preflight_answer
-from trimtab.doctor.preflight.answer import DOES_NOT_FIT, SPLIT
+from trimtab.doctor.preflight.answer import DOES_NOT_FIT, SPLIT, has_smaller, smaller_shape
 from trimtab.doctor.preflight.shape import shape_of
-from trimtab.doctor.preflight.smaller import has_smaller, smaller_shape
 
 GIB = 2**30
 

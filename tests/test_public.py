@@ -17,7 +17,7 @@ from trimtab import errors
 from trimtab.cli import main as cli
 from trimtab.cli.commands import merge_verify as merging
 from trimtab.cli.flags import flags
-from trimtab.cli.flags.mistakes import ELSEWHERE
+from trimtab.cli.main import ELSEWHERE
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.process import exit_codes, interrupts
 from trimtab.verification.server.report import EXIT_CANNOT_TELL

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from tests import pico
 from tools import former_names
 from trimtab.adapters.adapter import describe, match_adapter, read_adapter
-from trimtab.checkpoint.anatomy_json import read_anatomy as from_json
-from trimtab.checkpoint.anatomy_json import write_anatomy
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.checkpoint.renames import Rename, renamed
 from trimtab.engine.loader.renames import read_renames
 from trimtab.engine.loader.transformers_model import read_anatomy
 from trimtab.errors import AdapterError
+from trimtab.machine.anatomy_cache import read_anatomy as from_json
+from trimtab.machine.anatomy_cache import write_anatomy
 
 # Module paths of layer 0 in transformers 4.51.3, 4.57.3 and 5.6.2 that 5.23.0 has under another name, by model class. Written
 # by tools/former_names.py from those releases' own models, not by hand.

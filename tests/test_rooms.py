@@ -56,9 +56,9 @@ def test_a_former_name_is_the_module_itself_and_warns():
 def test_plan_and_merge_stay_functions_beside_their_former_folders():
     code = (
         "import warnings; warnings.simplefilter('ignore')\n"
-        "import trimtab, trimtab.plan.blocks, trimtab.merge.recipe, trimtab.runtime.hf_gemma4\n"
-        "from trimtab.runtime import chat\n"
-        "assert chat.__name__ == 'trimtab.engine.chat.prompt'\n"
+        "import trimtab, trimtab.plan.blocks, trimtab.merge.recipe\n"
+        "from trimtab.runtime import turns\n"
+        "assert turns.__name__ == 'trimtab.engine.batch.turns'\n"
         "try: trimtab.plan('/nowhere')\n"
         "except trimtab.CheckpointError: pass\n"
         "try: trimtab.merge('/nowhere', '/out', adapters={'a': '/none'})\n"

@@ -197,7 +197,7 @@ def answered(engine, *names):
 
 
 def test_a_mix_from_host_memory_holds_the_values_of_pythons_and_needs_no_other_place(loaded):
-    name = loaded._adapter_name(WEIGHTS)  # compared with PEFT's weighted sum in test_many.py
+    name = loaded.adapter_name(WEIGHTS)  # compared with PEFT's weighted sum in test_many.py
     expected = {
         place.leaf.module_path: place.leaf.adapters[name] for place in loaded.adapter_store.holders[name].fitting.plain
     }

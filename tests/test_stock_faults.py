@@ -13,7 +13,7 @@ from trimtab.doctor.facts.bug import PRESENT
 from trimtab.doctor.facts.probe_kit import Kit
 from trimtab.doctor.probes.runner import FOLDER
 from trimtab.verification import verify
-from trimtab.verification.routes import compare, stock_faults
+from trimtab.verification.routes import compare
 
 E2B = {"text_config": {"num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512}}
 E4B = {"text_config": {"num_key_value_heads": 2, "head_dim": 256, "global_head_dim": 512}}
@@ -32,12 +32,12 @@ NARROW = {"num_key_value_heads": 1, "head_dim": 256}
     ],
 )
 def test_the_models_are_those_with_one_wide_head_of_keys(config, is_hit):
-    assert stock_faults.one_wide_key_head(config) is is_hit
+    assert verify.one_wide_key_head(config) is is_hit
 
 
 @given(tokens=st.integers(1, 5000), device=st.sampled_from(["cuda", "cuda:1", "cpu", "None"]))
 def test_only_lengths_and_devices_that_are_wrong_are_named(tokens, device):
-    lines = stock_faults.wrong_last_positions(E2B, device, [("river", tokens)])
+    lines = verify.wrong_last_positions(E2B, device, [("river", tokens)])
     assert bool(lines) == (device.startswith("cuda") and tokens in range(33, 5001, 32))
     assert all("I13" in line and f"river ({tokens} tokens)" in line for line in lines)
 

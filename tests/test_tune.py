@@ -12,7 +12,7 @@ from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine import tune as tune_model
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import shipped_configs as launch_configs
-from trimtab.engine.cuda.chosen_configs import ProductCuts
+from trimtab.engine.cuda.nvrtc import ProductCuts
 from trimtab.engine.families import step as hf_gemma4
 from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import gemv4 as matvec

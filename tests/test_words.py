@@ -12,7 +12,7 @@ from tests.rules import each
 from tools import rooms
 from trimtab.cli import main as cli
 from trimtab.cli.commands.merge_verify import DIFFERS
-from trimtab.cli.flags.examples import EXAMPLES
+from trimtab.cli.main import EXAMPLES
 from trimtab.process import exit_codes, interrupts
 from trimtab.verification.server.report import EXIT_CANNOT_TELL
 

@@ -41,10 +41,10 @@ KB = 1000
 
 
 class House:
-    """The tree whose numbers are counted. root: holds trimtab/, tests/ and the pages."""
+    """The tree whose numbers are counted: that of `rooms`."""
 
-    def __init__(self, root: Path = ROOT) -> None:
-        self.root, self.package = root, root / "trimtab"
+    def __init__(self) -> None:
+        self.root, self.package = rooms.ROOT, rooms.PACKAGE
 
     @cached_property
     def imported(self) -> dict[Path, set[Path]]:

@@ -131,12 +131,13 @@ COMMON = frozenset(
 
 
 def _moves() -> dict[str, str]:
-    """Return the table, without the package around it, which may be half moved."""
+    """Return the table, without the package around it, which may be half moved; of files that are one now, the first one."""
     spec = importlib.util.spec_from_file_location("former_names", ROOT / "trimtab/former_names.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return dict(module.moves())
+    firsts = {new: old for old, new in reversed(module.moves().items())}
+    return {old: new for new, old in reversed(firsts.items())}
 
 
 class Mover:

@@ -34,7 +34,7 @@ from trimtab.planning.request.max_memory import merged_budgets
 from trimtab.planning.values.cards import check_budget, check_here, find_card
 from trimtab.planning.values.kv_pool import check_pool
 from trimtab.process import threads
-from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, QUANTS, LoadRequest, full_dtype, parse_bytes
+from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, QUANTS, LoadRequest, full_dtype, parse_bytes, token_count
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,7 @@ def plan(
     host_memory: int | float | str | None = None,
     quant: str = "auto",
     dtype: str | torch.dtype = "auto",
-    context: int = 4096,
+    context: int | str = 4096,
     batch: int = 1,
     images: int = 1,
     audio_s: float = 30.0,
@@ -68,9 +68,9 @@ def plan(
     max_memory: Mapping[int | str, int | str] | None = None,
     prefix_cache: int | float | str | None = None,
     batch_invariant: bool = False,
-    kv_tokens: int | None = None,
+    kv_tokens: int | str | None = None,
     kv: str = "full",
-    answer_tokens: int = DEFAULT_NEW_TOKENS,
+    answer_tokens: int | str = DEFAULT_NEW_TOKENS,
 ) -> Plan:
     """Return the plan of a model: the placement of every block, from headers alone. Nothing is loaded.
 
@@ -87,8 +87,8 @@ def plan(
     they keep more of the decoder on the GPU. decode: how steps run: "auto", "eager", "graph" or "fused". card: plan for
     this GPU, a name such as "RTX 4060 8GB" or a size; it need not be in this machine, and every figure is an estimate.
     batch_invariant: an answer has the same bits alone and in a batch. kv_tokens: how many tokens the rows of a batch
-    hold together; None: each row its whole context. kv: "int8" keeps keys and values in 8 bits, which changes answers a
-    little and is never chosen by the plan.
+    hold together; None: each row its whole context. A number of tokens may be a text: "4k" is 4096. kv: "int8" keeps keys and
+    values in 8 bits, which changes answers a little and is never chosen by the plan.
     Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError.
     """
     budgets: dict[str, Any] = {
@@ -101,7 +101,7 @@ def plan(
         **(budgets if max_memory is None else merged_budgets(max_memory, **budgets, card=card)),
         quant=quant,
         dtype=full_dtype(dtype),
-        context_tokens=context,
+        context_tokens=_tokens(context, "context"),
         batch=batch,
         images=images,
         audio_s=audio_s,
@@ -114,9 +114,9 @@ def plan(
         card=card,
         prefix_cache_bytes=parse_bytes(prefix_cache, field_name="prefix_cache") or 0,
         batch_invariant=batch_invariant,
-        kv_tokens=kv_tokens,
+        kv_tokens=_tokens(kv_tokens, "kv_tokens"),
         kv=kv,
-        answer_tokens=answer_tokens,
+        answer_tokens=_tokens(answer_tokens, "answer_tokens"),
     )
     try:
         return plan_request(request)
@@ -126,6 +126,10 @@ def plan(
         raise RequestError(
             exc.reason, field="max_memory", value=exc.value, allowed=exc.allowed, near=exc.near, hint=exc.hint
         ) from exc
+
+
+def _tokens(value: int | str | None, field_name: str) -> Any:
+    return token_count(value, field_name) if isinstance(value, str) else value
 
 
 @dataclass

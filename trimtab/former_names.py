@@ -22,63 +22,68 @@ process (.): child<inside exit_codes files interrupts json_file packages redact 
     work_folder
 report (report): __init__ charts
 . (.): adapter_names request
-checkpoint (checkpoint): __init__ anatomy anatomy_json config_limits end_tokens folder headers hub</download names renames
+checkpoint (checkpoint): __init__ anatomy config_limits end_tokens folder headers hub</download names renames
     unreadable writer<write
 formats (checkpoint): packed
-adapters (checkpoint): adapter config<adapter_config file<adapter_file keys<adapter_keys match<adapter_match patch<adapter_patch
-    patterns rules<adapter_rules stack_layout values<adapter_values vocabulary weights_beside<adapter_beside
-planning/values (plan): blocks budget byte_sizes<cost cards copy_order<pieces execution kv_bytes<kv_form kv_pool machine pipeline
-    reading rows
+adapters (checkpoint): adapter config<adapter_config file<adapter_file keys<adapter_keys match<adapter_match
+    patch<adapter_patch patterns rules<adapter_rules stack_layout values<adapter_values vocabulary
+    weights_beside<adapter_beside
+planning/values (plan): blocks budget byte_sizes<cost cards copy_order<pieces execution kv_bytes<kv_form kv_pool machine
+    pipeline reading rows
 planning/request (plan): card_machine dtypes max_memory overrides<placing
 planning/plan (plan): chart<picture module_tree narrow plan table
-planning/memory (plan): activations adapters<adapter_room int8_head<head_cost media<media_memory prefix_cache<prefix_memory
+planning/memory (plan): activations adapters<adapter_room media<media_memory prefix_cache<prefix_memory
     prompts<prompt_memory towers<tower_memory unpacked
-planning (plan): __init__ options planner reasons search step_work
-machine (machine): __init__ anatomy_cache<anatomies environment</environment environment_child</environment_inside gpu_process
-    gpus installed machine_cache<known memory preload rates_cache<rates_file user_cache<own_folder
-engine/cuda (runtime): capture_stream<capturing check_cache<kept_checks chosen_configs<product_cuts cudnn finite graph_cache
-    launch_config<cuts memory_segments nvrtc shipped_configs<launch_configs
+planning (plan): __init__ options options<head_cost planner reasons search step_work
+machine (machine): __init__ anatomy_cache<anatomies anatomy_cache</checkpoint/anatomy_json environment</environment
+    environment_child</environment_inside gpus gpus<gpu_process installed machine_cache<known memory preload
+    rates_cache<rates_file user_cache<own_folder
+engine/cuda (runtime): capture_stream<capturing check_cache<kept_checks cudnn finite graph_cache launch_config<cuts nvrtc
+    nvrtc<product_cuts shipped_configs<launch_configs
 engine/formats (runtime): bitsandbytes<quant importing int8_head<head8
 engine/tiers (runtime): arena reader<read spill streaming<tiers
-engine/memory (runtime): out_of_memory rates<devices reserve<transient_room shared_pool<prompt_room step_memory
-engine/lora (runtime): attached<attached_adapter base_values fewer_ops<short_ops host_adapter<held_adapter layers<lora
-    mixes routers store<adapter_store
+engine/memory (runtime): out_of_memory rates<devices reserve<transient_room shared_pool<prompt_room
+    shared_pool<memory_segments step_memory
+engine/lora (runtime): attached<attached_adapter base_values fewer_ops<short_ops host_adapter<held_adapter layers<lora mixes
+    routers store<adapter_store
 engine/layers (runtime): embedding<tables linear<leaves unpacked<unpacked_weights
 engine/kv (runtime): batch_state int8<hf_kv_int8 kv_cache<hf_slots pages<kv_pages prefix_layout prefix_store
-engine/kernels (runtime): attention_and_norms<fused autotune<tuning compile_ahead dequantize<prompt_kernels device_kernels<kernels
-    embed_and_logits<ends gemm4<many_rows gemv4<matvec int8_head<head8_choice selfcheck<fused_check
+engine/kernels (runtime): attention_and_norms<fused autotune<tuning compile_ahead dequantize<prompt_kernels
+    device_kernels<kernels embed_and_logits<ends gemm4<many_rows gemv4<matvec int8_head<head8_choice selfcheck<fused_check
 engine/batched_lora (runtime): columns<adapter_columns table<slots unpacked_columns
 engine/passes (runtime): attention<hf_attention chunk_forward<hf_prefill media_embeddings<hf_prompt_media
     packed_forward<packed_prefill prompt_job
 engine/families (runtime): chunk<hf_gemma4_chunk last_layers<hf_gemma4_last step<hf_gemma4
 engine/decode (runtime): batch_invariant<company decode_step graph_uses<form_uses step_capture step_choice
-engine/towers (runtime): bounds_check<tower_check forms<tower_forms graphs<tower_graphs kernels<tower_ops pieces<tower_pieces
+engine/towers (runtime): bounds_check<tower_check forms<tower_forms graphs<tower_graphs kernels<tower_ops
+    pieces<tower_pieces
 engine/loader (runtime): anatomy_builder load processor<hf_processor renames<hf_renames tracing<probe transformers_model<hf
 engine/templates (runtime): budget<template_budget costs<template_costs render<hf_templates
-engine/chat (runtime): answer_forms answer_reader call_values content_parts control_tokens marks media media_ahead media_check
-    media_headers prompt<chat turn_end
+engine/chat (runtime): answer_forms answer_reader call_values content_parts control_tokens marks media media_ahead
+    media_check media_headers prompt<chat turn_end
 engine/prefill (runtime): chunk_times encoder_cache last_token<open_prompts layouts<prompt_layouts packing<packed_prompts
     prefill<prefill_graphs prefix_cache stock_pass<hf_own_pass tower_passes warm_up<capture_ahead
 engine/batch (runtime): batch generate kept_batch request<batch_request sampling<hf_generate turns
-engine/calls (runtime): asyncio_calls<waiting batch_calls<many conversation embedding hidden_states<inner
-    prompt_logprobs<prompt_scores
-engine (runtime): __init__ model_calls<asking float16_check memory_shares model planned_adapters tune<tune_model
+engine/calls (runtime): batch_calls<many conversation embedding hidden_states<inner prompt_logprobs<prompt_scores
+engine (runtime): __init__ model_calls<asking model_calls<waiting float16_check memory_shares model planned_adapters
+    tune<tune_model
 . (.): api
 merging/changes (merge): delta dequantize<unpack experts inverse<lay_back plan<recipe request
 merging/files (merge): layout<shards output_dir<place quantize<pack write<stream
 merging (merge): __init__ check check_exact merge report
-bridge (bridge): __init__ attach config hooks inputs inspect inspect_findings inspect_rules live load merging row_scales
-verification/routes (proof): alarm_rate<criterion child<isolated compare inputs loaded_changes prompts rounding runner<routes
-    stock_faults stock_run<stock_route teacher_forcing<forced trimtab_run<own_route
+bridge (bridge): __init__ __init__<inputs attach config hooks inspect inspect_findings inspect_rules live load merging
+    row_scales
+verification/routes (proof): alarm_rate<criterion child<isolated compare inputs loaded_changes prompts rounding
+    runner<routes stock_run<stock_route teacher_forcing<forced trimtab_run<own_route
 verification/merges (proof): merge_lane packed_grid retention<survival retention_files<survival_files runs<lane_runs
     stock_merge<stock_lane variants<lanes variants_text<lane_words weights
 report (proof): cells
 verification/render (proof): html<page plots report text<words
-verification (proof): __init__ comparisons verify
-verification/server (proof/remote): __init__ answers channels choosing client faults local measure merged report tokens verdict
-    verify<verify_remote
-benchmark (speed): __init__ bandwidth bench chart<picture prepare<prepare_inside report roofline<limit run_stock<stock_inside
-    run_trimtab<ours_inside stats<figures stopwatch<clock
+verification (proof): __init__ comparisons verify verify<stock_faults
+verification/server (proof/remote): __init__ answers channels choosing client faults local measure merged report tokens
+    verdict verify<verify_remote
+benchmark (speed): __init__ bandwidth bench chart<picture prepare<prepare_inside report roofline<limit
+    run_stock<stock_inside run_trimtab<ours_inside stats<figures stopwatch<clock
 doctor/facts (doctor): buckets<draft_buckets bug evidence<draft_evidence probe_kit<kit tiny trackers
 doctor/catalogue (doctor/upstream): __init__ a1_meta_item a2_4bit_meta_copy a3_hf_initialized a4_cpu_not_quantized
     a5_nothing_quantized a6_auto_map_quantizes_cpu_layers a7_int8_detach a8_cpu_packing a9_cpu_rows b1_map_discarded
@@ -89,21 +94,21 @@ doctor/catalogue (doctor/upstream): __init__ a1_meta_item a2_4bit_meta_copy a3_h
     f3_other_backends f4_merge_memory f5_safe_merge_bias g1_tied g2_windows h1_quantized_blind h2_vision_fp32
     h3_experts_unquantized h4_skip_list_replaces h5_moe_prequantized h6_request_state i10_merge_bias_scale i11_no_split_set
     i12_cudnn_attention i13_one_key_head i14_frozen_last_token i15_graph_pool i16_row_scales i17_snapshot_references
-    i1_window_zero i2_moe_lora_load i3_moe_targets i4_int8_dora_scale i5_lora_only_bias i6_save_by_ending i7_per_layer_attribute
-    i8_late_streamer i9_processor_torchvision
+    i1_window_zero i2_moe_lora_load i3_moe_targets i4_int8_dora_scale i5_lora_only_bias i6_save_by_ending
+    i7_per_layer_attribute i8_late_streamer i9_processor_torchvision
 doctor/probes (doctor): child<probe_inside runner<probes
-doctor/servers (doctor/servers): __init__ identify known llama_cpp ollama report sglang vllm
+doctor/servers (doctor/servers): __init__ identify known known<llama_cpp known<ollama known<sglang known<vllm report
 doctor/traces (doctor/traces): __init__ answer classify reading report_block signatures
-doctor/cases (doctor): adapter<case_adapter answers<case_answers cases inputs<case_inputs labels packages<case_packages
-    record<case_record reference<case_reference runner<matrix script<case_script stock_model<case_model stock_run<stock_case
-    trimtab_run<line_case
-doctor/issues (doctor/issues): __init__ claims</doctor/claims draft</doctor/draft issue markdown merge_parity not_to_file owner
-    run</doctor/draft_run scripts</doctor/draft_scripts words</doctor/draft_words
-doctor/preflight (doctor): adapter<preflight_adapter answer<preflight_answer device_map<preflight_map findings<preflight_findings
-    peft_dispatch preflight second_plan<preflight_second shape<preflight_shape smaller<preflight_smaller
-    unquantized<preflight_stock
+doctor/cases (doctor): answers<case_answers cases inputs<case_inputs labels packages<case_packages record<case_record
+    reference<case_reference runner<matrix runner<case_adapter script<case_script stock_model<case_model
+    stock_run<stock_case trimtab_run<line_case
+doctor/issues (doctor/issues): __init__ claims</doctor/claims draft</doctor/draft issue markdown merge_parity not_to_file
+    owner run</doctor/draft_run scripts</doctor/draft_scripts words</doctor/draft_words
+doctor/preflight (doctor): adapter<preflight_adapter answer<preflight_answer answer<preflight_smaller
+    device_map<preflight_map findings<preflight_findings peft_dispatch preflight second_plan<preflight_second
+    shape<preflight_shape unquantized<preflight_stock
 doctor/bisect (doctor): bisect environments<bisect_environments search<bisect_search
-doctor (doctor): __init__ report report_memory
+doctor (doctor): __init__ report report<report_memory
 serve/contract (serve): client_words engine_protocol errors<faults field_names head_lines inside_root<inside job log<journal
     plain_values quotas settings turns<client_turns
 serve/observe (serve): metrics tracing
@@ -121,12 +126,12 @@ serve/http (serve): answer_schemas app auth<door connection listener live openap
 serve (serve): __init__ config_file pool run
 serve/ray (serve): config<scale deploy<on_ray ingress<front replica
 . (.): __init__
-cli/flags (commands): examples flags highlight<words_apart model_text</show opening output<saying pull weights wording
+cli/flags (commands): flags highlight<words_apart model_text</show opening output<saying pull weights wording
 demo (demo): __init__ demo<line
 cli/chat (commands): chat file<chat_file input<chat_input session<chat_session
-cli/commands (commands): bench doctor merge_verify<merging models<listing plan_run<line prompts_file run_prompts<many serve
-    servers traces tune verify_server<remote
-cli (commands): __init__ main</cli
+cli/commands (commands): bench doctor doctor<servers merge_verify<merging models<listing plan_run<line prompts_file
+    run_prompts<many serve traces tune verify_server<remote
+cli (commands): __init__ main</cli main<examples
 . (.): __main__
 """
 

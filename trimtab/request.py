@@ -6,7 +6,6 @@ and raise RequestError; neither touches a file or imports torch.
 
 from __future__ import annotations
 
-import argparse
 import math
 import numbers
 import re
@@ -86,13 +85,13 @@ def parse_bytes(value: int | float | str | None, *, field_name: str) -> int | No
     return size
 
 
-def token_count(text: str) -> int:
-    """Return a number of tokens: "4096", or "4k", where k is 1024. Errors: argparse.ArgumentTypeError."""
+def token_count(text: str, field_name: str = "tokens") -> int:
+    """Return a number of tokens: "4096", or "4k", where k is 1024. Errors: RequestError."""
     number, k = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
     try:
         return int(number) * k
     except ValueError as exc:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, such as 4096 or 4k") from exc
+        raise RequestError("is not a number of tokens, such as 4096 or 4k", field=field_name, value=text) from exc
 
 
 def full_dtype(dtype: Any) -> Any:
@@ -444,7 +443,7 @@ class PlanOptions(TypedDict, total=False):
     host_memory: int | float | str | None
     quant: str
     dtype: str
-    context: int
+    context: int | str
     batch: int
     images: int
     audio_s: float
@@ -458,6 +457,6 @@ class PlanOptions(TypedDict, total=False):
     max_memory: Mapping[int | str, int | str] | None
     prefix_cache: int | float | str | None
     batch_invariant: bool
-    kv_tokens: int | None
+    kv_tokens: int | str | None
     kv: str
-    answer_tokens: int
+    answer_tokens: int | str

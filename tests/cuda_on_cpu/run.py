@@ -190,7 +190,7 @@ class CpuModule:
     ) -> None:  # fmt: skip
         import torch
 
-        from trimtab.engine.cuda.chosen_configs import ProductCuts
+        from trimtab.engine.cuda.nvrtc import ProductCuts
 
         self.device = torch.device("cpu")
         self.order, self.capability, self.multiprocessors = order, capability, multiprocessors

@@ -8,12 +8,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 
 from trimtab.adapters.adapter import match_adapter, read_adapter
@@ -23,11 +20,11 @@ from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.media import SAMPLE_RATE, read_audio, read_image
-from trimtab.engine.loader import processor as hf_processor
 from trimtab.engine.loader import transformers_model as hf
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.planning import Plan
 from trimtab.request import LoadRequest
+from trimtab.verification.routes.inputs import WithoutWeights
 from trimtab.verification.routes.prompts import TOKENIZERS, Prompt
 
 PROMPT_TOKENS = 512
@@ -55,7 +52,7 @@ def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> 
     media = _media(request, given)
     plan = Plan.from_json(request["plan"]) if request.get("plan") else _plan(request["request"], media)
     checkpoint = read_checkpoint(plan.request.model)
-    stand_in = _Asked(checkpoint, plan)
+    stand_in = WithoutWeights(checkpoint.folder, plan.request.dtype, plan)
     if given:
         questions = [(prompt.id, list(prompt.token_ids) or prompt.text) for prompt in given]
     elif media[0][0] or media[0][1]:
@@ -89,29 +86,7 @@ def _plan(values: Mapping[str, Any], media: Sequence[tuple[list[str], list[str]]
     return plan_request(replace(LoadRequest.from_json(values), images=images, audio_s=sound_s))
 
 
-class _Asked:
-    """The parts of a model that `chat.prepare` needs, without its weights."""
-
-    def __init__(self, checkpoint: Checkpoint, plan: Plan) -> None:
-        self.processor_folder = checkpoint.folder
-        self.device, self.dtype = torch.device("cpu"), getattr(torch, plan.request.dtype)
-        self.hf_model: Any = SimpleNamespace(config=hf.read_config(checkpoint))
-        self.plan, self.context_tokens = plan, plan.request.context_tokens
-
-    @cached_property
-    def processor(self) -> Any:
-        return hf_processor.load_processor(self.processor_folder)
-
-    @cached_property
-    def control_tokens(self) -> Any:
-        return chat.control_tokens(self.processor)
-
-    @property
-    def text_config(self) -> Any:
-        return self.hf_model.config.get_text_config()
-
-
-def _tokens(stand_in: _Asked, count: int) -> list[int]:
+def _tokens(stand_in: WithoutWeights, count: int) -> list[int]:
     """Return a prompt of exactly this many tokens: from a text with a tokenizer, else random."""
     if any((stand_in.processor_folder / name).is_file() for name in TOKENIZERS):
         try:
@@ -129,14 +104,14 @@ def _tokens(stand_in: _Asked, count: int) -> list[int]:
 
 
 def _items(
-    stand_in: _Asked, questions: Sequence[tuple[str, Any]], media: Sequence[tuple[list[str], list[str]]], new_tokens: int,
+    stand_in: WithoutWeights, questions: Sequence[tuple[str, Any]], media: Sequence[tuple[list[str], list[str]]], new_tokens: int,
     out: Path,
 ) -> list[dict[str, Any]]:  # fmt: skip
     items, problems = [], []
     for place, ((name, question), (images, audios)) in enumerate(zip(questions, media, strict=True)):
         try:
             inputs = chat.prepare(stand_in, question, images=images, audios=audios)
-            chat.check_fits(stand_in, inputs, new_tokens)
+            chat.check_fits(stand_in.plan.request, inputs, new_tokens)
         except RequestError as exc:
             problems.append(f"{name}: {exc}")
             continue
@@ -151,7 +126,7 @@ def _items(
 
 
 def _reads(
-    plan: Plan, checkpoint: Checkpoint, stand_in: _Asked, adapter: str | None, context: float
+    plan: Plan, checkpoint: Checkpoint, stand_in: WithoutWeights, adapter: str | None, context: float
 ) -> dict[str, list[dict[str, Any]]]:
     anatomy = _anatomy(plan, checkpoint, plan.request.head)
     # The stock stack has no 8-bit head.

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trimtab.errors import RequestError
+
 if TYPE_CHECKING:
     from trimtab.bridge.inspect import Scan
 
@@ -34,15 +36,29 @@ def load_peft(base_model: Any, path: str | Path, adapter_name: str = "default", 
 
 
 def place_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs with every tensor on the device where the model's token embedding computes.
+    """Return the inputs with every tensor on the device where the model's token embedding computes; the given ones are not
+    changed.
 
     For `model.generate(**trimtab.bridge.place_inputs(model, inputs))` on a split model: `inputs.to("cuda:0")` and
-    `inputs.to(model.device)` are wrong if the embedding is on another device. Errors: RequestError for a model without
-    one.
+    `inputs.to(model.device)` are wrong if the embedding is on another device, and where an offloaded weight lies does not
+    matter: the hook defines where the module computes. Errors: RequestError for a model without a token embedding, or one whose
+    embedding is on meta and has no hook.
     """
-    from trimtab.bridge.inputs import place_inputs as place
+    import torch
 
-    return place(model, inputs)
+    from trimtab.bridge.hooks import execution_device
+
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    if embedding is None or getattr(embedding, "weight", None) is None:
+        raise RequestError(f"a {type(model).__name__} has no token embedding", field="model")
+    where = execution_device(embedding)
+    if where is None or torch.device(where).type == "meta":
+        raise RequestError(
+            "the token embedding is on meta and no hook says where it computes", field="model",
+            hint="Load the weights first, or dispatch the model with accelerate",
+        )  # fmt: skip
+    device = torch.device(where)
+    return {name: value.to(device) if torch.is_tensor(value) else value for name, value in inputs.items()}
 
 
 def check(model: Any) -> Scan:

@@ -30,17 +30,24 @@ import importlib
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
 import trimtab
-from trimtab.cli.flags.examples import examples_text
+from trimtab.checkpoint.names import near_names
 from trimtab.cli.flags.flags import give_model, group_of
-from trimtab.cli.flags.mistakes import unknown_command, unknown_flags
 from trimtab.cli.flags.output import COLORS, print_error, print_json, use_color
 from trimtab.cli.flags.wording import Words, words_of
-from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, TrimtabError, public_fields
+from trimtab.errors import (
+    AdapterError,
+    CheckpointError,
+    DoesNotFitError,
+    RequestError,
+    TrimtabError,
+    choices_text,
+    public_fields,
+)
 from trimtab.machine import preload
 from trimtab.process import interrupts, threads
 from trimtab.process.exit_codes import exit_code, exit_codes_text
@@ -90,7 +97,17 @@ class _Parser(argparse.ArgumentParser):
             command.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {meant}" if meant else ""))
         return options
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except RequestError as exc:
+            raise argparse.ArgumentError(action, f"{exc.value!r} {exc.reason}") from exc
+
     def error(self, message: str) -> NoReturn:
+        if message.endswith("expected one argument"):
+            flag = message.removeprefix("argument ").partition(":")[0]
+            choices = next((one.choices for one in self._actions if flag in one.option_strings and one.choices), ())
+            message += f" of {', '.join(map(str, choices))}" if choices else ""
         if message.endswith(" PROMPT"):
             message += "; - reads standard input, --prompt-file and --prompts read files"
             message += ", and `trimtab chat MODEL` holds a conversation"
@@ -120,6 +137,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _color_behind_command(given: list[str]) -> list[str]:
     """Return the arguments with a --color before the command moved after it, where each command has the flag."""
+    if given[:1] == ["--color"] and not {*given[1:2]} & {*COLORS}:
+        raise UsageError(
+            f"argument --color: expected one argument of {', '.join(COLORS)}", usage="usage: trimtab COMMAND ..."
+        )
     count = 2 if given[:1] == ["--color"] else int(bool(given) and given[0].startswith("--color="))
     color, rest = given[:count], given[count:]
     return [rest[0], *color, *rest[1:]] if color and rest and not rest[0].startswith("-") else given
@@ -135,11 +156,12 @@ def _as_flags(given: list[str]) -> list[str]:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
-    given = _as_flags(_color_behind_command(list(sys.argv[1:] if arguments is None else arguments)))
+    given = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in given
     _prepare_terminal()
     words = Words()
     try:
+        given = _as_flags(_color_behind_command(given))
         _check_readable(given)
         if set(given) == {"--version", "--json"}:
             print_json(versions())
@@ -316,3 +338,89 @@ def parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
                 "--threads", metavar="N", help=f"CPU threads (default: {threads.VARIABLE}, or the number of free cores)",
             )  # fmt: skip
     return top
+
+
+_MODEL = "google/gemma-4-E4B-it"
+_ADAPTER = "--adapter medical=PATH"
+EXAMPLES = {
+    "plan": (f"{_MODEL} --gpu-memory 4GiB", f'{_MODEL} {_ADAPTER} --card "RTX 4060 8GB"', f"{_MODEL} --save plan.json"),
+    "run": (
+        f'{_MODEL} "Why is the sky blue?"', f'{_MODEL} {_ADAPTER} --image x.png "What is it?"',
+        '--plan plan.json "Why is the sky blue?"', f"{_MODEL} --prompts questions.jsonl --out answers.jsonl",
+    ),
+    "chat": (f"{_MODEL} {_ADAPTER} --gpu-memory 4GiB", "--plan plan.json"),
+    "inspect": (f"adapters/medical --model {_MODEL}",),
+    "models": ("", "checkpoints --quick"),
+    "adapters": (f"adapters --model {_MODEL}",),
+    "pull": (_MODEL,),
+    "completion": ("bash",),
+    "merge": (
+        f"{_MODEL} merged {_ADAPTER} --check", f"{_MODEL} merged --adapter style=PATH:0.7",
+        f"{_MODEL} packed {_ADAPTER} --requantize nf4-dq",
+    ),
+    "verify": (
+        f"{_MODEL} {_ADAPTER} --against stock", f"{_MODEL} {_ADAPTER} --against merged/",
+        f"{_MODEL} {_ADAPTER} --against http://localhost:8000/v1",
+    ),
+    "bench": (f"{_MODEL} {_ADAPTER} --save bench.json",),
+    "tune": (_MODEL,),
+    "doctor": ("", "--trace error.txt", f"{_MODEL} {_ADAPTER} --device-map map.json", "--matrix --save runs.json"),
+    "serve": (
+        f"{_MODEL} {_ADAPTER} --gpu-memory 6GiB", "models.toml --together 1", "--config serve.toml",
+    ),
+    "demo": ("",),
+}  # fmt: skip
+
+
+def examples_text(command: str) -> str:
+    """Return the examples of one command, for --help."""
+    lines = [f"  trimtab {command} {words}".rstrip() for words in EXAMPLES[command]]
+    return "\n".join(["examples:", *lines, "", "`trimtab --help` lists the exit codes of all commands."])
+
+
+# Flags of other programs -> what says the same here, the first that a command has: flags, or a positional argument.
+# Source: --help of llama.cpp (llama-cli), vLLM (serve), mlx-lm (generate), and arguments of transformers.
+ELSEWHERE = {
+    **dict.fromkeys(("-p", "--prompt", "--message"), "PROMPT"),
+    **dict.fromkeys(("-m", "--model", "--model-path", "--base-model"), "MODEL"),
+    **dict.fromkeys(("-c", "--ctx-size", "--n-ctx", "--max-model-len", "--max-seq-len"), "--context"),
+    **dict.fromkeys(("-n", "--n-predict", "--max-tokens", "--max-length"), "--max-new-tokens --new-tokens"),
+    **dict.fromkeys(("--adapters", "--lora", "--lora-modules", "--lora-path", "--adapter-path", "--enable-lora"), "--adapter"),
+    **dict.fromkeys(("--gpu-memory-utilization", "--vram", "--n-gpu-layers", "-ngl", "--cpu-offload-gb"), "--gpu-memory"),
+    **dict.fromkeys(("--quantization", "--load-in-4bit", "--load-in-8bit"), "--quant"),
+    "--torch-dtype": "--dtype", "--temp": "--temperature", "-t": "--threads", "-s": "--seed",
+}  # fmt: skip
+
+
+def unknown_flags(unknown: Sequence[str], command: argparse.ArgumentParser) -> str:
+    """Return the message for words that a command does not take: for each flag, the probable intended one."""
+    options = [text for action in command._actions for text in action.option_strings]
+    positional = [str(action.metavar) for action in command._actions if not action.option_strings]
+    texts = []
+    for word in unknown:
+        if not word.startswith("-") or word.strip("-").replace(".", "").isdigit():
+            continue
+        flag = word.partition("=")[0]
+        near = _near(flag, options, positional)
+        if near and near[0] in positional:
+            texts.append(f"{near[0]} has no flag: {command.prog} {' '.join(positional)}")
+        elif near:
+            texts.append(flag + choices_text((), near))
+        else:
+            texts.append(f"{flag} (`{command.prog} --help` lists the flags)")
+    return "; ".join(dict.fromkeys(texts))
+
+
+def _near(flag: str, options: Sequence[str], positional: Sequence[str]) -> list[str]:
+    spelled = flag.lower().replace("_", "-")
+    for one in (spelled, *ELSEWHERE.get(spelled, "").split()):
+        if one in options or one in positional:
+            return [one]
+    by_name = {option.lstrip("-").replace("-", "_"): option for option in options}
+    return [by_name[name] for name in near_names(spelled.lstrip("-").replace("-", "_"), by_name)]
+
+
+def unknown_command(word: str, commands: Iterable[str]) -> str:
+    """Return the message for a first word that is no command."""
+    known = tuple(commands)
+    return f"there is no command {word!r}{choices_text(known, near_names(word, known))}"

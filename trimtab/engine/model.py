@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from torch import Tensor
 from trimtab.adapters.adapter import AdapterSpec, match_adapter, read_adapter
 from trimtab.checkpoint.folder import find_folder
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.checkpoint.names import check_options, near_names
+from trimtab.checkpoint.names import near_names
 from trimtab.engine import float16_check, planned_adapters
 from trimtab.engine.batch import kept_batch
 from trimtab.engine.batch.turns import Turns
@@ -100,7 +99,7 @@ class LoadedModel(Asking):
         # Held while an adapter is exchanged, when its name is attached to nothing for a moment.
         self.exchanging = threading.RLock()
         self.mixes = mixes.Mixes(self)
-        self._preparing = threading.Lock()
+        self.preparing = threading.Lock()
         self.batch_kept: Batch | None = None
         self.prefix_cache: PrefixCache | None = None
         self.prompt_room: PrefillMemoryPool | None = None
@@ -400,7 +399,7 @@ class LoadedModel(Asking):
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter and free its memory. Errors: RequestError if no adapter has this name."""
-        self._check_adapter(name)
+        self.check_adapter(name)
         with self.turns.hold("unload_adapter"):
             self.mixes.forget(name)
             lora.detach(self.hf_model, name, store=self.adapter_store)
@@ -467,7 +466,7 @@ class LoadedModel(Asking):
         """
         from trimtab.engine.chat import prompt as chat
 
-        with self._preparing:  # a tokenizer is one thread's at a time
+        with self.preparing:  # a tokenizer is one thread's at a time
             return chat.prepare(
                 self, prompt, images=several(image), audios=several(audio), system=system,
                 template_kwargs=dict(template_kwargs or {}),
@@ -487,12 +486,19 @@ class LoadedModel(Asking):
         """
         from trimtab.engine.batch import generate as generation
 
-        inputs, request = self._question(prompt, image, audio, system, adapter, template_kwargs, options)
+        given = {
+            "image": image,
+            "audio": audio,
+            "system": system,
+            "adapter": adapter,
+            "template_kwargs": template_kwargs,
+        }
+        inputs, request, _ = self.question(prompt, {**options, **given})
         # Made here, iterated there: what is wrong with the question is said before the first piece is requested.
         return self._pieces(generation.Generation(self, inputs, request), adapter)
 
     def _pieces(self, answer: generation.Generation, adapter: Chosen) -> Iterator[str]:
-        with self._answering(adapter), closing(iter(answer)) as pieces:  # type: ignore[type-var]
+        with self.answering(adapter), closing(iter(answer)) as pieces:  # type: ignore[type-var]
             for piece in pieces:
                 if piece.text:
                     yield piece.text
@@ -505,7 +511,14 @@ class LoadedModel(Asking):
 
         prompt, image, audio, system, adapter, template_kwargs, options, errors: as in `generate`.
         """
-        inputs, request = self._question(prompt, image, audio, system, adapter, template_kwargs, options)
+        given = {
+            "image": image,
+            "audio": audio,
+            "system": system,
+            "adapter": adapter,
+            "template_kwargs": template_kwargs,
+        }
+        inputs, request, _ = self.question(prompt, {**options, **given})
         return self.answer_inputs(inputs, request, adapter=adapter)
 
     def answer_inputs(self, inputs: Inputs, request: GenerateRequest, *, adapter: Chosen = None) -> generation.Answer:
@@ -515,8 +528,8 @@ class LoadedModel(Asking):
         """
         from trimtab.engine.batch import generate as generation
 
-        self._check_adapter(adapter)
-        with self._answering(adapter):
+        self.check_adapter(adapter)
+        with self.answering(adapter):
             return generation.generate_text(self, inputs, request)
 
     def logits(
@@ -530,26 +543,16 @@ class LoadedModel(Asking):
         """
         from trimtab.engine.batch import generate as generation
 
-        self._check_adapter(adapter)
+        self.check_adapter(adapter)
         inputs = self.prepare(prompt, image=image, audio=audio, system=system, template_kwargs=template_kwargs)
-        with self._answering(adapter):
+        with self.answering(adapter):
             return generation.logits(self, inputs)
 
-    def _question(
-        self, prompt: object, image: object, audio: object, system: str | None, adapter: Chosen,
-        template_kwargs: Mapping[str, object] | None, options: Mapping[str, Any],
-    ) -> tuple[Inputs, GenerateRequest]:  # fmt: skip
-        check_options(options, (item.name for item in fields(GenerateRequest)))
-        request = GenerateRequest(**options)
-        self.check_tokens(request)
-        self._check_adapter(adapter)
-        inputs = self.prepare(prompt, image=image, audio=audio, system=system, template_kwargs=template_kwargs)
-        return inputs, request
-
     @contextmanager
-    def _answering(self, adapter: Chosen) -> Iterator[None]:
+    def answering(self, adapter: Chosen) -> Iterator[None]:
+        """Answer with an adapter within: one call at a time. Errors: as `Mixes.name_of`; DeviceError if memory runs out."""
         with self.turns.hold("generate"), self._out_of_memory_named("answering"):
-            self.adapter_store.set(self._adapter_name(adapter))
+            self.adapter_store.set(self.adapter_name(adapter))
             try:
                 yield
             finally:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from trimtab.adapters.adapter import read_adapter
-from trimtab.engine.batch.generate import Answer
-from trimtab.engine.calls import asyncio_calls as waiting
+from trimtab.checkpoint.names import check_options
+from trimtab.engine.batch.generate import Answer, Timed
 from trimtab.engine.calls import batch_calls as many
 from trimtab.engine.calls import hidden_states as inner
 from trimtab.engine.lora import layers as lora
 from trimtab.errors import DoesNotFitError, RequestError, gib
+from trimtab.request import GenerateRequest
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
     from trimtab.engine.calls.asked_model import AskedModel, Chosen
     from trimtab.engine.calls.conversation import Conversation
     from trimtab.engine.kv.sequence import Inputs
-    from trimtab.request import AnswerOptions, GenerateRequest, QuestionOptions
+    from trimtab.request import AnswerOptions, QuestionOptions
 
 
 class Asking:
@@ -97,7 +101,11 @@ class Asking:
         """Return the inputs, sampling request and adapter of `answer(prompt, **options)`. Errors: RequestError."""
         image, audio, system, adapter, template_kwargs = (options.get(name) for name in many.QUESTION[1:])
         sampling = {name: value for name, value in options.items() if name not in many.QUESTION}
-        inputs, request = self._question(prompt, image, audio, system, adapter, template_kwargs, sampling)
+        check_options(sampling, many.OPTIONS)
+        request = GenerateRequest(**sampling)
+        self.check_tokens(request)
+        self.check_adapter(adapter)
+        inputs = self.prepare(prompt, image=image, audio=audio, system=system, template_kwargs=template_kwargs)
         return inputs, request, adapter
 
     # Other threads ----------------------------------------------------------------------------------------------------
@@ -108,7 +116,7 @@ class Asking:
         Cancelling the task ends the answer. prompt, options, errors: as in `answer`.
         """
         answers: list[Answer] = []
-        async for _ in waiting.pieces(self, prompt, options, answers):
+        async for _ in _pieces(self, prompt, options, answers):
             pass
         return answers[0]
 
@@ -117,7 +125,7 @@ class Asking:
 
         Closing the iterator ends the answer. prompt, options, errors: as in `generate`.
         """
-        return waiting.pieces(self, prompt, options, [])
+        return _pieces(self, prompt, options, [])
 
     # Inside -----------------------------------------------------------------------------------------------------------
 
@@ -152,8 +160,11 @@ class Asking:
             self, prompt, adapter=adapter, image=image, audio=audio, system=system, template_kwargs=template_kwargs
         )
 
-    def _adapter_name(self: AskedModel, adapter: Chosen, in_use: Collection[str | None] = ()) -> str | None:
-        """Return the name under which an adapter or mix is attached; a new mix is attached first. Errors: as `Mixes.name_of`."""
+    def adapter_name(self: AskedModel, adapter: Chosen, in_use: Collection[str | None] = ()) -> str | None:
+        """Return the name under which an adapter or mix is attached; a new mix is attached first.
+
+        in_use: names that stay attached. Errors: as `Mixes.name_of`.
+        """
         name: str | None = self.mixes.name_of(adapter, in_use) if isinstance(adapter, Mapping) else adapter
         return name
 
@@ -185,13 +196,13 @@ class Asking:
         Errors: RequestError for an unknown name, AdapterError, CheckpointError; DoesNotFitError if the new adapter needs
         more than the plan leaves.
         """
-        self._check_adapter(name)
+        self.check_adapter(name)
         before = self.adapter_spec(name).file
         if tuple(read_adapter(before.folder, values=False).stamps) == tuple(before.stamps):
             return False
         held = self.read_adapter(before.folder, name=name)
         with self.turns.hold("reload_adapter"), self.exchanging, self._out_of_memory_named(f"loading adapter {name}"):
-            self._check_adapter(name)  # it may have been unloaded meanwhile
+            self.check_adapter(name)  # it may have been unloaded meanwhile
             free = self.free_adapter_bytes() + self.adapter_sizes[name]
             if held.device_bytes > free:
                 raise DoesNotFitError(
@@ -204,7 +215,8 @@ class Asking:
             self._attach(name, held)
         return True
 
-    def _check_adapter(self: AskedModel, name: Chosen) -> None:
+    def check_adapter(self: AskedModel, name: Chosen) -> None:
+        """Raise RequestError for an adapter that is not loaded, or a sum of adapters that cannot be made."""
         with self.exchanging:
             if isinstance(name, Mapping):
                 self.mixes.check(name)
@@ -221,3 +233,45 @@ class Asking:
         for token in request.stop_token_ids:
             if token >= vocabulary:
                 raise RequestError(f"token ids are below {vocabulary}", field="stop_token_ids", value=token)
+
+
+_END = object()
+
+
+async def _pieces(
+    model: AskedModel, prompt: object, options: Mapping[str, object], answers: list[Answer]
+) -> AsyncIterator[str]:
+    """Yield an answer in pieces and put the whole of it into `answers`; leaving early ends it within one step.
+
+    Errors: as `LoadedModel.answer`.
+    """
+    loop, queue, stop = asyncio.get_running_loop(), asyncio.Queue[Any](), threading.Event()
+
+    def emit(item: object) -> None:
+        with suppress(RuntimeError):  # a loop that was closed waits for nothing
+            loop.call_soon_threadsafe(queue.put_nowait, item)
+
+    def work() -> None:
+        try:
+            inputs, request, adapter = model.question(prompt, options)
+            timed = Timed(model, inputs, request)
+            with model.answering(adapter), closing(iter(timed)) as chunks:  # type: ignore[type-var]
+                for piece in () if stop.is_set() else chunks:
+                    emit(piece.text)
+                    if stop.is_set():
+                        break
+            answers.append(timed.answer)
+        except BaseException as exc:
+            emit(exc)
+        finally:
+            emit(_END)
+
+    threading.Thread(target=work, name="trimtab-answer", daemon=True).start()
+    try:
+        while (item := await queue.get()) is not _END:
+            if isinstance(item, BaseException):
+                raise item
+            if item:
+                yield item
+    finally:
+        stop.set()

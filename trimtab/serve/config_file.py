@@ -143,8 +143,8 @@ def _value(action: argparse.Action, value: Any, folder: Path) -> Any:
     if isinstance(value, str) and action.type is token_count:
         try:
             return token_count(value)
-        except argparse.ArgumentTypeError as exc:
-            return _Wrong(str(exc))
+        except RequestError as exc:
+            return _Wrong(f"{exc.value!r} {exc.reason}")
     if action.type in (int, float, token_count):
         if (
             isinstance(value, bool)

@@ -12,7 +12,6 @@ from typing import Any
 from trimtab.adapter_names import parse_unweighted
 from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.folder import find_folder
-from trimtab.cli.commands import servers
 from trimtab.cli.commands.traces import check_model, run_lanes, run_report, run_trace
 from trimtab.cli.flags import model_text as show
 from trimtab.cli.flags.flags import (
@@ -91,8 +90,8 @@ def add(command: Command) -> None:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    if servers.is_asked(options):
-        return servers.run(options)
+    if _asks_server(options):
+        return _run_server(options)
     if options.trace is not None:
         return run_trace(options)
     options.adapter_name = None
@@ -326,3 +325,35 @@ def _texts(report: Mapping[str, Any]) -> list[str]:
     if report["stopped"]:
         texts.append("stopped early: only the cases above were run, and no drafts were written")
     return texts
+
+
+# With a server's address, all other flags concern this machine and a model's files.
+_SERVER_FLAGS = ("api_key_env", "json", "name", "command", "model")
+
+
+def _asks_server(options: argparse.Namespace) -> bool:
+    """Return whether MODEL is a server's address. Errors: RequestError for a flag without effect with an address, or
+    without one.
+    """
+    is_server = options.model is not None and options.model.startswith(("http://", "https://"))
+    if not is_server:
+        if options.api_key_env is not None:
+            raise RequestError("has no effect without a server's address", field="--api-key-env")
+        return False
+    for name, value in vars(options).items():
+        if name not in _SERVER_FLAGS and value not in (None, False):
+            raise RequestError("has no effect on a server's address", field=f"--{name.replace('_', '-')}")
+    return True
+
+
+def _run_server(options: argparse.Namespace) -> int:
+    """Print the kind of server and the known facts about it."""
+    from trimtab.doctor.servers.report import examine
+    from trimtab.verification.server.client import read_key
+
+    report = examine(options.model, key=read_key(options.api_key_env))
+    if options.json:
+        print_json(report.to_json())
+    else:
+        print_text(report)
+    return 0

@@ -326,7 +326,7 @@ def _stream(model: trimtab.LoadedModel, prompt: str, question: Mapping[str, Any]
     inputs, request, adapter = model.question(prompt, question)
     timed = Timed(model, inputs, request)
     try:
-        with model._answering(adapter), closing(iter(timed)) as pieces:  # type: ignore[type-var]
+        with model.answering(adapter), closing(iter(timed)) as pieces:  # type: ignore[type-var]
             for piece in pieces:
                 print(style.printable(piece.text), end="", flush=True)
     except KeyboardInterrupt:

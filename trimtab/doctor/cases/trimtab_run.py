@@ -176,7 +176,7 @@ class _Run:
             stage = "first forward"
             try:
                 self.enter(failed or stage)
-                with model._answering(adapter):
+                with model.answering(adapter):
                     logits = generate.logits(model, inputs)[-1]
                     stage = "generate"
                     self.enter(failed or stage)

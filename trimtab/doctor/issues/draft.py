@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,6 @@ def write_drafts(
     environment: Any,
     *,
     verdicts: Sequence[Any] = (),
-    other_verdicts: Mapping[str, Sequence[Any]] | None = None,
     python: str | os.PathLike[str] | None = None,
     run_script: RunScript | None = None,
     overwrite: bool = False,
@@ -131,21 +130,13 @@ def write_drafts(
     """Write one Markdown file per failure and NOT_TO_FILE.md; return them. The folder appears whole or not at all.
 
     runs: records of the matrix, of one or more interpreters. environment: an Environment or its JSON. verdicts: of the
-    catalogue's probes in the runs' interpreter; other_verdicts: those of other interpreters, by name. python: the
+    catalogue's probes in the runs' interpreter. python: the
     interpreter of the runs, in which the reproducers are run. overwrite: replace earlier drafts.
     Errors: RequestError for a folder with other content, for no runs, or for an invalid record.
     """
     target = Path(folder)
     check_folder(target, overwrite=overwrite)
-    new = make_drafts(
-        runs,
-        environment,
-        verdicts=verdicts,
-        other_verdicts=other_verdicts,
-        python=python,
-        run_script=run_script,
-        say=say,
-    )
+    new = make_drafts(runs, environment, verdicts=verdicts, python=python, run_script=run_script, say=say)
     texts = {draft.file_name: draft.markdown() for draft in new.drafts} | {NOT_TO_FILE: new.not_to_file}
     _write_folder(target, texts, overwrite=overwrite)
     return replace(new, folder=target)
@@ -156,7 +147,6 @@ def make_drafts(
     environment: Any,
     *,
     verdicts: Sequence[Any] = (),
-    other_verdicts: Mapping[str, Sequence[Any]] | None = None,
     python: str | os.PathLike[str] | None = None,
     run_script: RunScript | None = None,
     bugs: Mapping[str, Bug] | None = None,
@@ -168,7 +158,9 @@ def make_drafts(
     evidence = evidence_of(runs)
     known = known_bugs() if bugs is None else bugs
     reproduce = run_script if run_script is not None else lambda text: draft_run.run_script(text, python=python)
-    probed = (*_probed(verdicts, "this installation"), *_others(other_verdicts))
+    probed = tuple(
+        Probed(one.bug.id, one.seen.state, clean(one.seen.evidence), "this installation") for one in verdicts
+    )
     values = environment.to_json() if hasattr(environment, "to_json") else dict(environment or {})
     maker = _Maker(evidence, known, reproduce, probed, Machine(values), say or (lambda text: None))
     drafts, withheld = maker.make()
@@ -182,14 +174,6 @@ def make_drafts(
     )
     check_clean(text, what=NOT_TO_FILE)
     return Drafts(None, drafts, withheld, decisions, text)
-
-
-def _probed(verdicts: Iterable[Any], where: str) -> list[Probed]:
-    return [Probed(one.bug.id, one.seen.state, clean(one.seen.evidence), where) for one in verdicts]
-
-
-def _others(verdicts: Mapping[str, Sequence[Any]] | None) -> list[Probed]:
-    return [one for where, rows in (verdicts or {}).items() for one in _probed(rows, clean(where))]
 
 
 class _Maker:

@@ -6,14 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trimtab.doctor.servers.identify import Identity, identify
-from trimtab.doctor.servers.known import APPLIES, FIXED, LATER, MAY_APPLY, MERGED, Server, ServerBug
-from trimtab.doctor.servers.llama_cpp import LLAMA_CPP
-from trimtab.doctor.servers.ollama import OLLAMA
-from trimtab.doctor.servers.sglang import SGLANG
-from trimtab.doctor.servers.vllm import VLLM
+from trimtab.doctor.servers.known import APPLIES, FIXED, LATER, MAY_APPLY, MERGED, SERVERS, Server, ServerBug
 from trimtab.verification.server.client import Client, check_url
 
-SERVERS = (VLLM, SGLANG, LLAMA_CPP, OLLAMA)
 DEADLINE_S = 30.0
 GENERAL = (
     "send a model name that the server does not have: a server that still answers does not select by name",

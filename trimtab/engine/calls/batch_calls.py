@@ -142,7 +142,7 @@ def _one_by_one(
     for index, question in prepared:
         try:
             inputs, request, adapter = question()
-            with model._answering(adapter):
+            with model.answering(adapter):
                 answer: Answer | TrimtabError = generate_text(model, inputs, request)
         except RequestError as exc:
             answer = on_error(exc)
@@ -152,7 +152,7 @@ def _one_by_one(
 def _together(
     model: AskedModel, prepared: Iterator[_Prepared], rows: int, on_error: _OnError, group: str
 ) -> Iterator[tuple[int, Any]]:
-    with model._answering(None):
+    with model.answering(None):
         batch = model.rows() if rows == 1 or model.plan.request.batch_invariant else None
         is_own = batch is None
         is_over = False
@@ -216,7 +216,7 @@ def _begin(
     inputs, request, adapter = question()
     start = time.perf_counter()
     used = {row.adapter for row in batch.active} | {one.prompt.row.adapter for one in begun}
-    name = model._adapter_name(adapter, used)
+    name = model.adapter_name(adapter, used)
     prompt = batch.begin(inputs, request, adapter=name, top_logprobs=request.logprobs, group=group)
     return _Begun(index, prompt, start)
 

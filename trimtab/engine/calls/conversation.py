@@ -255,7 +255,7 @@ class Conversation:
         merged: dict[str, Any] = {**self.options, **options}
         check_options(merged, _OPTIONS)
         request = GenerateRequest(**merged)
-        self._model._check_adapter(used)
+        self._model.check_adapter(used)
         inputs, room, left_out = self._fitted(turns, request.max_new_tokens)
         request = request.within(room, most_tokens=room)
         self._model.check_tokens(request)
@@ -264,7 +264,7 @@ class Conversation:
 
     def _pieces(self, timed: Timed, turns: list[Turn], adapter: Chosen, left_out: int, *, keep: bool) -> Iterator[str]:
         try:
-            with self._model._answering(adapter), closing(iter(timed)) as pieces:  # type: ignore[type-var]
+            with self._model.answering(adapter), closing(iter(timed)) as pieces:  # type: ignore[type-var]
                 for piece in pieces:
                     if piece.text:
                         yield piece.text

@@ -28,8 +28,8 @@ def embed(model: AskedModel, texts: Sequence[object], *, adapter: Chosen, poolin
     vectors = []
     for text in texts:
         inputs = _plain(model, text)
-        with model._answering(adapter):
-            embedding = Embedding(model, inputs, adapter=model._adapter_name(adapter), pooling=pooling)
+        with model.answering(adapter):
+            embedding = Embedding(model, inputs, adapter=model.adapter_name(adapter), pooling=pooling)
             while not embedding.step():
                 pass
             vectors.append((embedding.unit if normalize else embedding.pooled).cpu())
@@ -44,7 +44,7 @@ def _plain(model: AskedModel, text: object) -> Inputs:
         if not text.strip():
             raise RequestError("a text is empty", field="texts")
         tokenizer = getattr(model.processor, "tokenizer", model.processor)
-        with model._preparing:
+        with model.preparing:
             text = tokenizer(text, add_special_tokens=True)["input_ids"]
     if not chat.is_token_ids(text):
         raise RequestError("is neither a text nor token ids", field="texts", value=type(text).__name__)
@@ -56,7 +56,7 @@ def hidden_states(model: AskedModel, prompt: object, *, adapter: Chosen, **media
     """Return [layers + 1, S, D] float32 on the CPU; see `LoadedModel.hidden_states`."""
     inputs = model.prepare(prompt, **media)
     chat.check_fits(model, inputs, 0)
-    with model._answering(adapter), torch.no_grad():
+    with model.answering(adapter), torch.no_grad():
         model.lend_prompt_room()
         states = model.hf_model(
             **inputs.tensors, use_cache=False, output_hidden_states=True, logits_to_keep=1, return_dict=True

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-if TYPE_CHECKING:
-    import torch
+from trimtab.engine.layers.context import PlacedModel
 
+if TYPE_CHECKING:
     from trimtab.engine.chat.control_tokens import ControlTokens
-    from trimtab.engine.formats.hf_types import HFModel
-    from trimtab.planning import Plan
 
 
 class HasContext(Protocol):
@@ -20,20 +18,8 @@ class HasContext(Protocol):
     def context_tokens(self) -> int: ...
 
 
-class ChatModel(Protocol):
+class ChatModel(PlacedModel, Protocol):
     """A model as its prompts see it. processor: its tokenizer if it only reads. processor_folder: where the files of both are."""
-
-    @property
-    def plan(self) -> Plan: ...
-
-    @property
-    def hf_model(self) -> HFModel: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
 
     @property
     def processor(self) -> Any: ...

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -27,10 +27,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.engine.cuda.chosen_configs import ProductCuts
+from trimtab.engine.cuda.launch_config import CutKey, LaunchConfig
 from trimtab.engine.cuda.shipped_configs import KernelLimits
 from trimtab.errors import DeviceError
 from trimtab.machine.user_cache import hashed, own_folder, prune, read_own, touch, write_own
+
+
+@dataclass(eq=False)
+class ProductCuts:
+    """What the products of a module are launched with, by product.
+
+    chosen: in use. known: tuned on this card by an earlier process, with how they were measured. shipped: those of this package,
+    with the same; None until they are read. measured: products that were tuned on this card, now or before. prepared:
+    products whose configuration was set. tables: address of a code -> (the weights of each byte value [256, 2] float16, the code).
+    """
+
+    chosen: dict[CutKey, LaunchConfig] = field(default_factory=dict)
+    known: dict[CutKey, tuple[LaunchConfig, str]] = field(default_factory=dict)
+    shipped: tuple[dict[CutKey, LaunchConfig], str] | None = None
+    measured: set[CutKey] = field(default_factory=set)
+    prepared: set[CutKey] = field(default_factory=set)
+    tables: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
 
 # Kernels that need no bf16 arithmetic are made for 7.5 too (cuda/values.cuh); bf16 and tensor cores' m16n8k16 begin with 8.0.
 LEAST_CAPABILITY, BF16_CAPABILITY = (7, 5), (8, 0)

@@ -17,12 +17,8 @@ if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
 
 
-class EngineContext(Protocol):
-    """A loaded model as its steps, chunks and towers see it. Each property says what is so now: a closed model has no modules.
-
-    hf_model: transformers' module tree. streamer: copies streamed blocks, None without any. unpacked: weights kept dequantized.
-    measuring: is told (done, of) while kernels are measured.
-    """
+class PlacedModel(Protocol):
+    """A model, its plan, and where it computes."""
 
     @property
     def plan(self) -> Plan: ...
@@ -35,6 +31,14 @@ class EngineContext(Protocol):
 
     @property
     def dtype(self) -> torch.dtype: ...
+
+
+class EngineContext(PlacedModel, Protocol):
+    """A loaded model as its steps, chunks and towers see it. Each property says what is so now: a closed model has no modules.
+
+    hf_model: transformers' module tree. streamer: copies streamed blocks, None without any. unpacked: weights kept dequantized.
+    measuring: is told (done, of) while kernels are measured.
+    """
 
     @property
     def anatomy(self) -> Anatomy: ...

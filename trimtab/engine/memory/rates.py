@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import DeviceError, gib
-from trimtab.machine import gpu_process, gpus
+from trimtab.machine import gpus
 from trimtab.machine import machine_cache as known
 from trimtab.machine import rates_cache as rates_file
 from trimtab.machine.machine_cache import resolve
@@ -123,7 +123,7 @@ def process_on_gpu(device: str | torch.device) -> tuple[int, bool]:
     Windows' display driver model and in most containers. An estimate leaves out kernels and graphs."""
     properties = torch.cuda.get_device_properties(device)
     uuid = getattr(properties, "uuid", None)
-    nbytes = None if uuid is None else gpu_process.process_bytes(str(uuid))
+    nbytes = None if uuid is None else gpus.process_bytes(str(uuid))
     if nbytes is not None:
         return nbytes, False
     return context_bytes(int(properties.multi_processor_count)) + int(torch.cuda.memory_reserved(device)), True

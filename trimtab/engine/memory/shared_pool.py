@@ -30,7 +30,6 @@ import torch
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.engine.cuda.capture_stream import side_stream, wait_for_all
 from trimtab.engine.cuda.graph_cache import GraphCache
-from trimtab.engine.cuda.memory_segments import is_empty, segments
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.engine.memory.reserve import torch_bytes
 from trimtab.planning import Plan
@@ -226,3 +225,27 @@ def room_of(plan: Plan, anatomy: Anatomy, device: torch.device) -> PrefillMemory
         device, room_bytes(plan, anatomy), torch_bytes=torch_bytes(plan) if takes_rest else 0,
         dtype=getattr(torch, plan.request.dtype),
     )  # fmt: skip
+
+
+Pool = tuple[int, int]
+
+
+def segments(pool: Pool | None = None) -> list[dict[str, Any]]:
+    """Return the segments of all GPUs as torch describes them, with their blocks; `pool`: those of one pool of memory.
+
+    `torch.cuda.memory_snapshot` and `MemPool.snapshot` of torch 2.11 release references that they do not own, of the numbers of the
+    pool's id: the process ends later, in whatever allocates memory next (I17 of the doctor's catalogue). The snapshot without
+    arguments takes no id.
+    """
+    found: list[dict[str, Any]] = torch.cuda.memory._snapshot()["segments"]
+    return found if pool is None else [one for one in found if tuple(one["segment_pool_id"]) == tuple(pool)]
+
+
+def is_empty(device_index: int, pool: Pool) -> bool:
+    """Whether no tensor is alive in a pool, without describing what is there; False where torch cannot tell. A freed block that
+    waits for another stream counts as empty."""
+    check = getattr(torch._C, "_cuda_checkPoolLiveAllocations", None)
+    try:
+        return check is not None and bool(check(device_index, pool, set()))
+    except RuntimeError:  # torch does not know the pool
+        return False

@@ -92,14 +92,14 @@ def pack_scales(scales: Tensor) -> tuple[Tensor, Tensor, float, Tensor]:
     return codes.view(-1)[: rest.numel()].to(torch.uint8), maxima, mean, read
 
 
-def read_scales(parts: Mapping[str, bytearray], name: str = "w") -> Tensor:
+def read_scales(parts: Mapping[str, bytearray]) -> Tensor:
     """Return the block scales in the parts of one packed weight, float32."""
-    if f"{name}.nested_absmax" not in parts:
-        return torch.frombuffer(parts[f"{name}.absmax"], dtype=torch.float32)
-    codes = torch.frombuffer(parts[f"{name}.absmax"], dtype=torch.uint8)
-    maxima = torch.frombuffer(parts[f"{name}.nested_absmax"], dtype=torch.float32)
-    table = torch.frombuffer(parts[f"{name}.nested_quant_map"], dtype=torch.float32)
-    mean = float(parse(bytes(parts[f"{name}.{STATE}nf4"]), "quant_state")["nested_offset"])
+    if "w.nested_absmax" not in parts:
+        return torch.frombuffer(parts["w.absmax"], dtype=torch.float32)
+    codes = torch.frombuffer(parts["w.absmax"], dtype=torch.uint8)
+    maxima = torch.frombuffer(parts["w.nested_absmax"], dtype=torch.float32)
+    table = torch.frombuffer(parts["w.nested_quant_map"], dtype=torch.float32)
+    mean = float(parse(bytes(parts[f"w.{STATE}nf4"]), "quant_state")["nested_offset"])
     return table[codes.int()] * maxima.repeat_interleave(NESTED_BLOCKSIZE)[: codes.numel()] + mean
 
 

@@ -69,14 +69,14 @@ class HeldAdapters:
         files = files_stamp(path)
         known = self._by_files.get(files) if files is not None else None
         if known is not None:
-            _check_beside(path, name)
+            check_beside(path, name or str(path))  # several folders can have the same two adapter files
             return known
         ends = None if files is None else _ends(path)
         known = (
             None if ends is None else next((one for one in self._by_ends.get(ends, ()) if _is_copy(path, one)), None)
         )
         if known is not None and files is not None and files == files_stamp(path):
-            _check_beside(path, name)
+            check_beside(path, name or str(path))  # several folders can have the same two adapter files
             self._by_files[files] = known
             return known
         if name is not None:
@@ -104,11 +104,6 @@ class HeldAdapters:
                 block=f"adapter {name}", device="host", needed_bytes=needed, budget_bytes=self.room_bytes,
                 hint="Unload adapters that are not needed",
             )  # fmt: skip
-
-
-def _check_beside(path: str | Path, name: str | None) -> None:
-    """Check the other files of a folder whose adapter is in memory: several folders can have the same two adapter files."""
-    check_beside(path, str(path) if name is None else name)
 
 
 def _ends(path: str | Path) -> str | None:

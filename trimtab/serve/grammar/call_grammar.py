@@ -15,6 +15,7 @@ from typing import Any
 from trimtab.engine.chat.answer_forms import CALL_MARKS, GEMMA_QUOTE
 from trimtab.engine.chat.call_values import is_text_schema
 from trimtab.errors import RequestError
+from trimtab.serve.grammar.schema import target_of
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 # The spaces that JSON may have where a model was trained on one; see constraint.WHITE_SPACE.
@@ -134,7 +135,8 @@ class _Grammar:
     def _reference(self, pointer: str) -> str:
         if pointer not in self._known:
             self._known[pointer] = name = self._rule("")
-            rule = self._value(_target(self._root, pointer))
+            target = target_of(self._root, pointer)
+            rule = self._value({} if target is None else target)
             self._rules[int(name[1:])] = f"{name}: {rule}"
         return self._known[pointer]
 
@@ -244,12 +246,3 @@ def _count(schema: Mapping[str, Any], name: str) -> int | None:
     return (
         int(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 10_000 else None
     )
-
-
-def _target(root: Any, pointer: str) -> Any:
-    """Return what a JSON pointer of a schema leads to, {} if it leads nowhere. Source: RFC 6901."""
-    value = root
-    for step in pointer.removeprefix("#").split("/")[1:]:
-        step = step.replace("~1", "/").replace("~0", "~")
-        value = value.get(step) if isinstance(value, Mapping) else None
-    return {} if value is None else value

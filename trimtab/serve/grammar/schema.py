@@ -81,7 +81,7 @@ class _Ends:
         # Every reference that was looked at, in that order.
         self._met: list[str] = []
         self._seen: set[str] = set()
-        self._targets: dict[str, Any] = {}
+        self._targets = Targets(schema)
 
     def has_finite_value(self) -> bool:
         while not self._is_finite(self._root):
@@ -95,7 +95,7 @@ class _Ends:
         return True
 
     def _look(self, pointer: str) -> None:
-        if pointer not in self._known and self._is_finite(self._target(pointer)):
+        if pointer not in self._known and self._is_finite(self._targets[pointer]):
             self._known.add(pointer)
 
     def _is_finite(self, schema: Any) -> bool:
@@ -121,7 +121,7 @@ class _Ends:
         )
 
     def _is_known(self, pointer: Any) -> bool:
-        if not isinstance(pointer, str) or not pointer.startswith("#") or self._target(pointer) is None:
+        if not isinstance(pointer, str) or not pointer.startswith("#") or self._targets[pointer] is None:
             return True  # not ours to judge
         if pointer not in self._seen:
             self._seen.add(pointer)
@@ -152,10 +152,16 @@ class _Ends:
         needed = first[: int(min(fewest, len(first)))]
         return all(map(self._is_finite, needed)) and (fewest <= len(first) or self._is_finite(items))
 
-    def _target(self, pointer: str) -> Any:
-        if pointer not in self._targets:  # it may be long, and is asked for again and again
-            self._targets[pointer] = target_of(self._root, pointer)
-        return self._targets[pointer]
+
+class Targets(dict[Any, Any]):
+    """JSON pointer -> what it leads to in a schema, found once: a pointer may be long, and is asked for again and again."""
+
+    def __init__(self, root: Any) -> None:
+        super().__init__()
+        self._root = root
+
+    def __missing__(self, pointer: Any) -> Any:
+        return self.setdefault(pointer, target_of(self._root, pointer))
 
 
 def target_of(root: Any, pointer: Any) -> Any:

@@ -11,11 +11,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
 from trimtab.errors import RequestError
-from trimtab.serve.grammar.schema import list_of, nodes_of, target_of
+from trimtab.serve.grammar.schema import Targets, list_of, nodes_of, target_of
 
 MOST_REFERENCES = 16  # that lead to one another are followed
 
@@ -35,19 +36,23 @@ _MANY = 2**31
 
 @dataclass(frozen=True)
 class Limit:
-    """The most that all schemas of a request may have of one cost. what: the cost in words, with {count} and {most}."""
+    """The most that all schemas of a request may have of one cost. cost: of the schema, or of its `Merges` if is_of_merges. what:
+    the cost in words, with {count} and {most}.
+    """
 
     most: int
     cost: Callable[[Any], int]
     what: str
     hint: str
     is_total: bool = True
+    is_of_merges: bool = False
 
 
 def check_cost(schemas: Sequence[Mapping[str, Any]], *, field: str) -> None:
     """Raise RequestError if the schemas of a request (one, or those of its tools) cost too much to compile."""
+    merges = list(map(Merges, schemas))
     for limit in LIMITS:
-        costs = [limit.cost(schema) for schema in schemas]
+        costs = list(map(limit.cost, merges if limit.is_of_merges else schemas))
         count = sum(costs) if limit.is_total else max(costs, default=0)
         if count > limit.most:
             shown = str(count) if count < _MANY else f"more than {_MANY}"
@@ -79,13 +84,24 @@ def _bounded(multiples: set[int] | frozenset[int]) -> frozenset[int]:
     return frozenset((_ENDLESS,)) if len(multiples) > _MOST_CASES or max(multiples) > _ENDLESS else frozenset(multiples)
 
 
-class _Merges:
+class Merges:
     """What each node of a schema is merged to, by following allOf, anyOf, oneOf and references."""
 
     def __init__(self, root: Any) -> None:
-        self._root, self._depth = root, 0
+        self.root, self.targets, self._depth = root, Targets(root), 0
         self._known: dict[int, _Merged] = {}
-        self._targets: dict[str, Any] = {}
+
+    @cached_property
+    def below(self) -> tuple[_Merged, ...]:
+        return tuple(_merged_below(self))
+
+    @cached_property
+    def multiples(self) -> tuple[int, ...]:
+        """Each multiple that an expression is made of: a node's own, and what it is merged to."""
+        found: list[int] = []
+        for node in nodes_of(self.root):
+            found += {_multiple(node), *(self.of(node).multiples if any(name in node for name in _MERGING) else ())}
+        return (*found, *(one for below in self.below for one in below.multiples))
 
     def of(self, node: Any) -> _Merged:
         if not isinstance(node, dict):
@@ -109,12 +125,7 @@ class _Merges:
                 for one in branches[1:]:
                     either |= self.of(one)
                 merged &= either
-        return merged & self.of(self.target(node["$ref"])) if isinstance(node.get("$ref"), str) else merged
-
-    def target(self, pointer: str) -> Any:
-        if pointer not in self._targets:
-            self._targets[pointer] = target_of(self._root, pointer)
-        return self._targets[pointer]
+        return merged & self.of(self.targets[node["$ref"]]) if isinstance(node.get("$ref"), str) else merged
 
 
 # What is merged below merged objects and arrays ---------------------------------------------------------------------------
@@ -125,17 +136,17 @@ _OTHERS = ("additionalProperties", "unevaluatedProperties", "items", "additional
 _MOST_ALTERNATIVES, _MOST_VISITS = 64, 20_000
 
 
-def _merged_below(merges: _Merges, root: Any) -> Iterator[_Merged]:
+def _merged_below(merges: Merges) -> Iterator[_Merged]:
     """Yield what holds for each property, element or other part whose schemas come from two or more merged schemas.
 
     Two objects of an allOf have their properties of one name merged, or one's with the other's `additionalProperties`; arrays
     their elements. What lies beyond the limits here is left to the process that compiles.
     """
-    if sum(any(name in node for name in _TELLING) for node in nodes_of(root)) < 2:
+    if sum(any(name in node for name in _TELLING) for node in nodes_of(merges.root)) < 2:
         return
     choices = _Choices(merges)
     seen: set[frozenset[int]] = set()
-    waiting: list[Sequence[Any]] = [(node,) for node in nodes_of(root) if any(name in node for name in _MERGING)]
+    waiting: list[Sequence[Any]] = [(node,) for node in nodes_of(merges.root) if any(name in node for name in _MERGING)]
     while waiting:
         for parts in choices.of(waiting.pop()):
             for below in _below(parts):
@@ -155,7 +166,7 @@ def _merged_below(merges: _Merges, root: Any) -> Iterator[_Merged]:
 class _Choices:
     """Which schemas of objects and arrays hold together, once for each choice of the branches of anyOf and oneOf."""
 
-    def __init__(self, merges: _Merges) -> None:
+    def __init__(self, merges: Merges) -> None:
         self._merges, self.visits = merges, 0
 
     def of(self, nodes: Sequence[Any], depth: int = 0) -> list[list[Mapping[str, Any]]]:
@@ -167,7 +178,7 @@ class _Choices:
                 continue
             merged = list_of(node, "allOf")
             if isinstance(node.get("$ref"), str):
-                merged = [*merged, self._merges.target(node["$ref"])]
+                merged = [*merged, self._merges.targets[node["$ref"]]]
             if _named(node) or _others(node):
                 found = [[*one, node] for one in found]
             if merged:
@@ -239,23 +250,13 @@ def _without(factor: int, number: int) -> int:
     return number
 
 
-def _multiples(schema: Any) -> Iterator[int]:
-    """Yield each multiple that an expression is made of: a node's own, and what it is merged to."""
-    merges = _Merges(schema)
-    for node in nodes_of(schema):
-        merged = merges.of(node).multiples if any(name in node for name in ("allOf", "$ref", "anyOf", "oneOf")) else ()
-        yield from {_multiple(node), *merged}
-    for below in _merged_below(merges, schema):
-        yield from below.multiples
-
-
-def multiple_states(schema: Any) -> int:
+def multiple_states(merges: Merges) -> int:
     """Return how many states the expressions of all multiples have, about."""
-    return min(_MANY, sum(_states(one) for one in _multiples(schema) if one > 1))
+    return min(_MANY, sum(_states(one) for one in merges.multiples if one > 1))
 
 
-def largest_multiple(schema: Any) -> int:
-    return max(_multiples(schema), default=1)
+def largest_multiple(merges: Merges) -> int:
+    return max(merges.multiples, default=1)
 
 
 def multiple_places(schema: Any) -> int:
@@ -264,20 +265,16 @@ def multiple_places(schema: Any) -> int:
     return max((-int(one.as_tuple().exponent) for one in values), default=0)
 
 
-def merged_patterns(schema: Any) -> int:
+def merged_patterns(merges: Merges) -> int:
     """Return how many regular expressions one text has to match at once, at most."""
-    merges = _Merges(schema)
-    below = (one.patterns for one in _merged_below(merges, schema))
-    return max((*(merges.of(node).patterns for node in nodes_of(schema)), *below), default=0)
+    nodes = map(merges.of, nodes_of(merges.root))
+    return max((one.patterns for one in (*nodes, *merges.below)), default=0)
 
 
-def combined_branches(schema: Any) -> int:
+def combined_branches(merges: Merges) -> int:
     """Return how many combinations of branches are made of the unions that allOf and references merge."""
-    merges = _Merges(schema)
-    cases = [
-        merges.of(node).cases for node in nodes_of(schema) if "allOf" in node or ("$ref" in node and len(node) > 1)
-    ]
-    cases += [one.cases for one in _merged_below(merges, schema)]
+    nodes = (node for node in nodes_of(merges.root) if "allOf" in node or ("$ref" in node and len(node) > 1))
+    cases = [one.cases for one in (*map(merges.of, nodes), *merges.below)]
     return min(_MANY, sum(count for count in cases if count > 1))
 
 
@@ -420,7 +417,7 @@ LIMITS = (
     # llguidance 1.9.1 has remainders of 32 bits: beyond them an answer never ends, or is no multiple.
     Limit(
         (2**32 - 1) // 10, largest_multiple, "a multipleOf is {count} without its decimal point, the limit is {most}",
-        "Multiples of one value (allOf, references) count as their least common multiple", is_total=False,
+        "Multiples of one value (allOf, references) count as their least common multiple", is_total=False, is_of_merges=True,
     ),
     Limit(
         8, multiple_places, "a multipleOf has {count} decimal places, the limit is {most}",
@@ -429,12 +426,12 @@ LIMITS = (
     # 99991 took 1.3 to 5 s and 50 MB; 3, 7, 11, 13, 17, 19 and 23 in allOf have 22 million states, and no end.
     Limit(
         50_000, multiple_states, "its multipleOf have {count} remainders, the limit is {most}",
-        "Multiples of one value (allOf, references) count as their least common multiple, others are added",
+        "Multiples of one value (allOf, references) count as their least common multiple, others are added", is_of_merges=True,
     ),
     # 12 expressions of one text took 0.3 s, 16 took 12 s, 100 had no end.
     Limit(
         8, merged_patterns, "a text has to match {count} of its patterns and formats at once, the limit is {most}",
-        "Write what allOf and references merge as fewer patterns", is_total=False,
+        "Write what allOf and references merge as fewer patterns", is_total=False, is_of_merges=True,
     ),
     # ^(a{1000}){1000}$ took 5 s and 250 MB, and (a{300}){300} 0.5 s within an answer.
     Limit(
@@ -458,7 +455,7 @@ LIMITS = (
     # 10,000 took 0.4 s.
     Limit(
         20_000, combined_branches, "the branches of its unions are combined in {count} ways, the limit is {most}",
-        "allOf and references beside a union multiply its branches",
+        "allOf and references beside a union multiply its branches", is_of_merges=True,
     ),
     # A token goes through all that may have begun: 900 arrays took 100 ms a token.
     Limit(

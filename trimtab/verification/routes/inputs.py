@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -19,18 +19,21 @@ from trimtab.errors import RequestError
 from trimtab.request import MAX_SOUND_S
 from trimtab.verification.routes.prompts import Prompt
 
+if TYPE_CHECKING:
+    from trimtab.planning import Plan
 
-class _Asked:
-    """A stand-in for a model without weights, with the attributes that `chat.prepare` reads."""
 
-    def __init__(self, folder: Path, dtype: str) -> None:
+class WithoutWeights:
+    """A stand-in for a model, with the attributes that `chat.prepare` reads. plan: None counts no memory of media."""
+
+    def __init__(self, folder: Path, dtype: str, plan: Plan | None = None) -> None:
         from trimtab.engine.loader import transformers_model as hf
 
         self.processor_folder = folder
         self.device, self.dtype = torch.device("cpu"), getattr(torch, dtype)
         self.hf_model: Any = SimpleNamespace(config=hf.read_config(read_checkpoint(folder)))
-        # The routes' plans are made for these prompts, so memory is not counted here.
-        self.plan: Any = SimpleNamespace(request=SimpleNamespace(images=10**6, audio_s=MAX_SOUND_S))
+        self.text_config = self.hf_model.config.get_text_config()
+        self.plan: Any = plan or SimpleNamespace(request=SimpleNamespace(images=10**6, audio_s=MAX_SOUND_S))
 
     @cached_property
     def processor(self) -> Any:
@@ -53,7 +56,7 @@ def prepare(model: Path, dtype: str, prompts: Sequence[Prompt], out: Path) -> li
     """
     from trimtab.engine.chat import prompt as chat
 
-    stand_in = _Asked(model, dtype)
+    stand_in = WithoutWeights(model, dtype)  # the routes' plans are made for these prompts
     rows, problems = [], []
     for place, prompt in enumerate(prompts):
         try:
