@@ -11,7 +11,7 @@ from trimtab.engine.cuda.launch_config import CutKey, LaunchConfig
 
 @dataclass(eq=False)
 class ProductCuts:
-    """What the products of a module are launched with, by product.
+    """The launch configurations of a module's products, by product.
 
     chosen: in use. known: tuned on this card by an earlier process, with how they were measured. shipped: those of this package,
     with the same; None until they are read. measured: products that were tuned on this card, now or before. prepared:

@@ -1,8 +1,8 @@
-"""What torch's allocator holds on GPUs, asked for in a way that is safe in every release.
+"""The memory that torch's allocator holds on GPUs, read in a way that is safe in every release.
 
 `torch.cuda.memory_snapshot` and `MemPool.snapshot` of torch 2.11 release references that they do not own: of the numbers of the
-pool's id. A number above 256 is freed twice (Python 3.12 spares smaller ones), and the process ends later in whatever
-allocates memory next (I17 of the doctor's catalogue). The snapshot without arguments takes no id.
+pool's id. A number above 256 is freed twice (Python 3.12 spares smaller ones), and the process ends later, in the next
+allocation (I17 of the doctor's catalogue). The snapshot without arguments takes no id.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def segments(pool: Pool | None = None) -> list[dict[str, Any]]:
 
 
 def is_empty(device_index: int, pool: Pool) -> bool:
-    """Whether no tensor is alive in a pool, without describing what is there; False where torch cannot tell. A freed block that
+    """Whether no tensor is alive in a pool, without describing its blocks; False where torch cannot tell. A freed block that
     waits for another stream counts as empty."""
     check = getattr(torch._C, "_cuda_checkPoolLiveAllocations", None)
     try:

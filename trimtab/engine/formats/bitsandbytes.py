@@ -46,12 +46,10 @@ logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 class Packed:
     """One weight in its stored form.
 
-    kind: "none", "int8", "fp4", "nf4" or, of an 8-bit head (`engine/formats/int8_head.py`), HEAD8. shape, dtype: of the weight it
-    stands
-    for, [D_out, D_in]. parts: "weight" always; 4-bit "absmax", with double quantization also "nested_absmax" and "offset";
-    int8 "SCB"; HEAD8 "scale". codes: the small look-up tables
-    of a 4-bit weight ("code" [16], "nested_code" [256]), shared between weights and never moved by a tier. kernel: of an
-    8-bit head, what computes it.
+    kind: "none", "int8", "fp4", "nf4" or, of an 8-bit head (`engine/formats/int8_head.py`), HEAD8. shape, dtype: of the unpacked
+    weight, [D_out, D_in]. parts: "weight" always; 4-bit "absmax", with double quantization also "nested_absmax" and "offset";
+    int8 "SCB"; HEAD8 "scale". codes: the small look-up tables of a 4-bit weight ("code" [16], "nested_code" [256]), shared between
+    weights and never moved by a tier. kernel: the computation of an 8-bit head.
     """
 
     kind: str
@@ -185,7 +183,7 @@ def quant_state(packed: Packed) -> QuantState:
 
 
 def dequantize(packed: Packed) -> Tensor:
-    """Return the weight [D_out, D_in] that the packed form stands for, in its own dtype, on its device."""
+    """Return the unpacked weight [D_out, D_in], in its own dtype, on its device."""
     if packed.kind == "none":
         return packed.parts["weight"]
     if packed.kind == HEAD8:
@@ -207,7 +205,7 @@ def _begins_in_blocks(packed: Packed) -> bool:
 
 
 def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device) -> Tensor:
-    """Return rows `start` to `stop` of the weight [D_out, D_in] in memory of their own, on a device: the bits of `dequantize`.
+    """Return rows `start` to `stop` of the weight [D_out, D_in] in separate memory, on a device: the bits of `dequantize`.
 
     Only these rows are copied to the device and dequantized, with up to a block of 4-bit values more on both sides.
     """
@@ -255,19 +253,19 @@ class PlainShell(nn.Module):
 
 
 def is_narrow(stored: torch.dtype, computed: torch.dtype) -> bool:
-    """Whether a weight is held in fewer bits than it is computed with (`planning/request/dtypes.py::keeps_16bit`)."""
+    """Whether a weight is stored in fewer bits than it is computed with (`planning/request/dtypes.py::keeps_16bit`)."""
     return stored.itemsize < computed.itemsize
 
 
 def widened(weight: Tensor, dtype: torch.dtype, *, copy: bool = False) -> Tensor:
-    """Return a weight in the computing dtype where it is held in fewer bits, else in its own. copy: in memory of its own."""
+    """Return a weight in the computing dtype where it is stored in fewer bits, else in its own. copy: in separate memory."""
     return weight.to(dtype if is_narrow(weight.dtype, dtype) else weight.dtype, copy=copy)
 
 
 class WideShell:
     """`y = x W^T + b` in x's type over a weight in a narrower one, [D_out, D_in]: a few rows of it are cast at a time.
 
-    Beside its output it holds HEAD_CHUNK_VALUES values of x's type. The cast is exact from 16 bits to float32.
+    In addition to its output it takes HEAD_CHUNK_VALUES values of x's type. The cast is exact from 16 bits to float32.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -287,8 +285,8 @@ class WideShell:
 def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Shell:
     """Return a callable layer over the packed parts: x [..., D_in] -> y [..., D_out].
 
-    The parts are used as they are, without a copy: parts that are views of a staging buffer give a layer over whatever
-    the buffer holds. bitsandbytes' own forward is called because its kernels differ between releases.
+    The parts are used as they are, without a copy: a layer over views of a staging buffer computes with the buffer's current
+    content. bitsandbytes' own forward is called because its kernels differ between releases.
     """
     if packed.kind == "none":
         kind = WideShell if is_narrow(packed.dtype, compute_dtype) else PlainShell
@@ -325,7 +323,7 @@ def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Sh
 
 
 def _unpacked_product(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype, x: Tensor) -> Tensor:
-    """What bitsandbytes' layer computes on a CPU, from `dequantize`. Source: as `unpacked_shell`."""
+    """The computation of bitsandbytes' layer on a CPU, from `dequantize`. Source: as `unpacked_shell`."""
     weight = dequantize(replace(packed, dtype=compute_dtype))
     own = None if bias is None else bias.to(compute_dtype)
     return nn.functional.linear(x.to(compute_dtype), weight, own).to(x.dtype)

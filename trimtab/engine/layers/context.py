@@ -1,4 +1,4 @@
-"""What do the rooms of the engine know of the model that they run in? They read it, and none of them writes to it."""
+"""The model as the rooms of the engine see it: they read it, and none of them writes to it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class EngineContext(Protocol):
-    """A loaded model as its steps, chunks and towers see it. Each property says what is so now: a closed model has no modules.
+    """A loaded model as its steps, chunks and towers see it. Each property has the current value: a closed model has no modules.
 
     hf_model: transformers' module tree. streamer: copies streamed blocks, None without any. unpacked: weights kept dequantized.
-    measuring: is told (done, of) while kernels are measured.
+    measuring: receives (done, of) while kernels are measured.
     """
 
     @property
