@@ -11,8 +11,8 @@ its buffer then.
 
 PEFT rounds the base product, the change and the sum. Here cuBLAS sums in float32 and rounds once, which is more precise.
 
-What stays with `prompt_kernels.add` and torch: float16, whose range the parts of v would leave; ranks above MOST_RANK; rows with
-adapters of their own (table.py); DoRA and whatever else is not plain LoRA; weights that the plan keeps unpacked; models whose plan
+`prompt_kernels.add` and torch compute the rest: float16, whose range the parts of v would leave; ranks above MOST_RANK; rows with
+different adapters (table.py); DoRA and all but plain LoRA; weights that the plan keeps unpacked; models whose plan
 counts no adapter, since the shared room for an unpacked weight then has no place for the columns.
 """
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 # Columns that one rank takes, and the largest rank: the planned columns are those of three layers of that rank.
 PARTS, MOST_RANK, MOST_LAYERS = 3, 32, 3
-# An extended row is a multiple of so many values: its rows begin at multiples of 128 bytes, and cuBLAS' tiles of it are whole.
+# An extended row is a multiple of this many values: its rows begin at multiples of 128 bytes, and cuBLAS' tiles of it are whole.
 STEP = 64
 # Tokens of a product: fewer are multiplied with packed weights (gemm4.py), and there is a counter for each 16.
 LEAST_TOKENS, MOST_TOKENS = PAYING_ROWS + 1, 65536
@@ -66,7 +66,7 @@ assert MOST_LAYERS * PARTS * MOST_RANK + STEP <= ADAPTER_COLUMNS
 
 
 def extended_width(width: int, rank: int, step: int = STEP) -> int:
-    """Return the values of a row of `width` values with the columns of so many ranks."""
+    """Return the values of a row of `width` values with the columns of this many ranks."""
     return -(-(width + PARTS * rank) // step) * step
 
 
@@ -148,9 +148,9 @@ class AdapterColumns:
         assert kernels.module is not None
         self.module = kernels.module
         self._groups = groups_of(self.leaves)
-        # One piece for good: captured graphs have its address.
+        # One permanent piece: captured graphs have its address.
         self.counts = torch.zeros(MOST_TOKENS // TOKENS, dtype=torch.int32, device=device)
-        # The input that was extended last while layers of its group are still to come: x, its version, the adapters, the result.
+        # The last extended input while layers of its group are still to run: x, its version, the adapters, the result.
         self._last: tuple[weakref.ref[Tensor], int, tuple[object, ...], Tensor] | None = None
 
     @contextmanager
@@ -246,7 +246,7 @@ def choose(
     columns = AdapterColumns(leaves, kernels, model.device)
     why = _why_not(columns, leaf)
     if model.device.type == "cuda":
-        torch.cuda.empty_cache()  # what was compared and timed is held by nobody
+        torch.cuda.empty_cache()  # the tensors of checks and timings are free
     if why is not None:
         fall_back(why, NAME)
         return None
@@ -269,11 +269,11 @@ def _why_not(columns: AdapterColumns, leaf: Leaf) -> str | None:
             if why is None:
                 ours, theirs = runs([leaf.packed()], room, columns.counts, kernels)
                 why = prompt_kernels.why_slower(kernels, NAME, ours, theirs, device)
-    except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is right
+    except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is correct
         if is_out_of_memory(exc):
             raise
         if not isinstance(exc, DeviceError):
-            torch.zeros(1, device=device).item()  # raises if the device is lost: then nothing goes on
+            torch.zeros(1, device=device).item()  # raises if the device is lost: then nothing can run
         return f"{type(exc).__name__}: {exc}"
     if why is None:
         checks.keep({"us": kernels.measured_us[NAME]}, *key)
@@ -285,8 +285,8 @@ def wrong(
     packed: Packed, room: Tensor, module: nvrtc.Module, *, tokens: Sequence[int] = (17, 64, 515),
     ranks: Sequence[int] = (8, 4, 20, 32),
 ) -> str | None:  # fmt: skip
-    """Return what is wrong with the kernels on this weight, None if nothing: random adapters of several ranks for up to three
-    layers over one input, in float64. room: for the extended weight; what is in it beforehand must not matter."""
+    """Return the error of the kernels on this weight, None if there is none: random adapters of several ranks for up to three
+    layers over one input, in float64. room: for the extended weight; its old content must not matter."""
     device, (high, width) = room.device, packed.shape
     generator = torch.Generator(device=device).manual_seed(3)
 
@@ -333,7 +333,7 @@ def runs(
     weights: Sequence[Packed], room: Tensor, counts: Tensor, kernels: PromptKernels, *, tokens: int = TIMED_TOKENS,
     rank: int = TIMED_RANK, step: int = STEP,
 ) -> tuple[Callable[[], object], Callable[[], object]]:  # fmt: skip
-    """Return what computes layers over one input with their adapters here, and what computes them without this module."""
+    """Return the function that computes layers over one input with their adapters here, and the one without this module."""
     module, device, width = kernels.module, room.device, weights[0].shape[1]
     adapters = [
         lora.LinearAdapter(

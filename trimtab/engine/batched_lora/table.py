@@ -1,9 +1,9 @@
 """The adapter of each row of a step as numbers on the device: switching adapters changes a table, not the graph.
 
-A kernel that is captured in a CUDA graph cannot be told new arguments, so it looks them up: for every linear layer and
+A kernel that is captured in a CUDA graph cannot receive new arguments, so it looks them up: for every linear layer and
 every slot the table has the addresses of A and B, the rank and the scale of the adapter in that slot, rank 0 where the
 adapter does not touch the layer; a row has the number of its slot, -1 for the base. Nothing is copied or padded: the
-adapters stay where `lora.attach` put them, whatever their ranks. Only plain LoRA has this form; an adapter that replaces
+adapters stay where `lora.attach` put them, for any ranks. Only plain LoRA has this form; an adapter that replaces
 weights, biases or norms or that rescales (DoRA) is refused by `why_not`.
 
 Which layers look an adapter up is part of the program. They are those of every kind (q_proj, say, of all layers) that any
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _COLUMNS = ("A_ptr", "B_ptr", "rank", "scale")
 # `low` of a group is sized by the largest rank, in steps of this, so that one more rank is seldom a new capture.
 RANK_STEP = 16
-# A table has room for so many adapters at least, however few rows there are.
+# A table has room for at least this many adapters, for any number of rows.
 LEAST_SLOTS = 32
 # Layers by the last part of their names, in a model's order, that families give one tensor.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -106,7 +106,7 @@ class AdapterSlots:
         self._seen_serial = 0
         # By size, and never given back: a captured step has their addresses.
         self._low: dict[tuple[int, int], Tensor] = {}
-        # The scratch that `empty` was last called for, and the layers whose part of it nobody has taken since.
+        # The scratch that `empty` was last called for, and the layers whose part of it is still unused.
         self._empty: tuple[tuple[int, int], set[int]] = ((0, 0), set())
         self.largest_rank = 0
 
@@ -120,7 +120,7 @@ class AdapterSlots:
         return self._why[key]
 
     def _examine(self, name: str) -> str | None:
-        # What comes from one piece is plain LoRA in contiguous float32 because of how it was put there.
+        # Adapters from one piece are plain LoRA in contiguous float32: attaching made them so.
         for path, module in self.adapter_store.holders[name].rest:
             adapter = module.__dict__["adapters"][name]
             part = getattr(adapter, "part", None) or module.__dict__.get("part")
@@ -147,7 +147,7 @@ class AdapterSlots:
 
     @property
     def shape_key(self) -> tuple[int, int]:
-        """What a captured step depends on: the largest rank that fits its scratch, and how many layers it looks up.
+        """The values that a captured step depends on: the largest rank that fits its scratch, and how many layers it looks up.
 
         It changes when an adapter is attached that is larger than any before, and never when rows switch.
         """
@@ -159,7 +159,7 @@ class AdapterSlots:
         return leaf in self._covered
 
     def cover(self, fittings: Iterable[lora.Fitting]) -> None:
-        """Look up all layers that these adapters need: what is covered before a step is captured costs no second capture."""
+        """Look up all layers that these adapters need: layers covered before the capture need no second capture."""
         for fitting in fittings:
             for kind in fitting.kinds:
                 self._covered.update(self._of_kind.get(kind, ()))
@@ -249,13 +249,13 @@ class AdapterSlots:
         return self._low[key]
 
     def empty(self, rows: int) -> None:
-        """Make the scratch of a step's products what they must find; once per step, before `args(..., is_empty=True)`."""
+        """Prepare the scratch of a step's products; once per step, before `args(..., is_empty=True)`."""
         self._lows(rows).view(torch.int32).fill_(matvec.EMPTY)
         self._empty = (rows, self.largest_rank), set(range(len(self._place)))
         self._shared = None
 
     def args(self, leaves: Sequence[Leaf], rows: int, *, is_empty: bool = False) -> matvec.LoraArgs | None:
-        """Return what the kernels need for layers that read one input, None if no adapter touches them.
+        """Return the kernels' arguments for layers that read one input, None if no adapter touches them.
 
         leaves: in the order of the model's modules, next to each other. is_empty: `empty` was called in this step.
         """
@@ -300,7 +300,7 @@ class AdapterSlots:
             if seen() is x and seen_version == version and of_group is group and group[0] is not leaf:
                 return args.member(group.index(leaf)), None
         leaves, rows = group if group[0] is leaf else (leaf,), x.shape[0]
-        # A layer that is called twice in a step finds what its first call made.
+        # The second call of a layer in a step finds the result of its first call.
         is_empty = self._empty[0] == (rows, self.largest_rank) and self._empty[1] >= {
             self._place[one] for one in leaves
         }

@@ -1,15 +1,15 @@
-"""The adapter of a prompt inside the products over weights that the plan keeps unpacked: columns.py says how.
+"""The adapter of a prompt inside the products over weights that the plan keeps unpacked: columns.py has the method.
 
     columns = choose(prompts, groups)                # None where it is not possible or not right
     columns.hold(key, name, content)                 # before a pass: write its columns unless they are there
     columns.product(leaves, x)                       # in the pass
 
-The columns stand behind the rows of the weights and stay there. All of an adapter are written by one kernel before the first pass
-that uses it, and not again until another adapter's turn: a captured graph reads what is there. Who reads no columns multiplies with
+The columns are behind the rows of the weights and stay there. All of an adapter are written by one kernel before the first pass
+that uses it, and not again until another adapter's turn: a captured graph reads the current ones. Products without an adapter use
 the weights in front of them.
 
-What is added to the products as before: layers over one input whose adapters have more than 64 ranks together, adapters that are no
-plain LoRA, chunks of up to 16 tokens, and every adapter where the plan counted none.
+These are added to the products as before: layers over one input whose adapters have more than 64 ranks together, adapters that are
+no plain LoRA, chunks of up to 16 tokens, and every adapter where the plan counted none.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _THREADS = 256
 
 @dataclass(eq=False)
 class _Table:
-    """What one adapter is to the groups, by their first layer: the layers that it changes. lines: of the kernel that writes its
+    """One adapter's part in the groups, by their first layer: the layers that it changes. lines: of the kernel that writes its
     columns, with addresses alone: the tensors are the layers'. widest: columns of the largest weight."""
 
     name: str
@@ -63,7 +63,7 @@ class UnpackedColumns:
         self.groups = [tuple(group) for group in groups if self._is_whole(group)]
         self._tables: OrderedDict[Hashable, _Table] = OrderedDict()
         self._table: _Table | None = None
-        # One piece for good: captured graphs have its address.
+        # One permanent piece: captured graphs have its address.
         tokens = adapter_columns.MOST_TOKENS // adapter_columns.TOKENS
         self._counts = torch.zeros(tokens, dtype=torch.int32, device=device)
 
@@ -71,7 +71,7 @@ class UnpackedColumns:
         return self.unpacked.extended(group) is not None and all(leaf.bias is None for leaf in group)
 
     def hold(self, key: Hashable, name: str | None, content: Hashable) -> None:
-        """Use an adapter from now on. key: what of it is part of a graph; name: by which the layers know it; content: what tells it
+        """Use an adapter from now on. key: its part of a graph's key; name: in the layers; content: the digest that tells it
         from others of this key."""
         self._table = None
         if name is None:
@@ -143,11 +143,11 @@ def choose(
     try:
         with torch.no_grad():
             why = wrong(kernels.module, model.device)
-    except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is right
+    except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is correct
         if is_out_of_memory(exc):
             raise
         if not isinstance(exc, DeviceError):
-            torch.zeros(1, device=model.device).item()  # raises if the device is lost: then nothing goes on
+            torch.zeros(1, device=model.device).item()  # raises if the device is lost: then nothing can run
         why = f"{type(exc).__name__}: {exc}"
     if why is not None:
         fall_back(why, NAME)
@@ -193,7 +193,7 @@ class _Kept:
 
 
 def wrong(module: nvrtc.Module, device: torch.device, *, tokens: Sequence[int] = (17, 130)) -> str | None:
-    """Return what is wrong with products of adapters of several ranks, None if nothing, in float64: three layers over one input,
+    """Return the error of products of adapters of several ranks, None if there is none, in float64: three layers over one input,
     one of them without an adapter; columns of the adapter before must not be left."""
     generator = torch.Generator(device=device).manual_seed(4)
 

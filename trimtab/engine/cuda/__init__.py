@@ -1,1 +1,1 @@
-"""What is asked of CUDA: compiling, configuring, capturing, describing memory?"""
+"""How does the engine use CUDA: compiling, configuring, capturing, describing memory?"""

@@ -16,7 +16,7 @@ import torch
 
 
 class CaptureStreams:
-    """The capture streams of a process, which its models share, and the lock of whoever captures."""
+    """The capture streams of a process, which its models share, and the lock of the thread that captures."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -60,10 +60,10 @@ def side_stream(device: torch.device) -> AbstractContextManager[torch.cuda.Strea
 
 
 def wait_for_all(device: torch.device) -> None:
-    """Wait for everything that was queued on a GPU, on whatever stream: replays of graphs copy from host memory on none of ours.
+    """Wait for all work queued on a GPU, on every stream: replays of graphs copy from host memory on none of ours.
 
-    While another thread captures, this waits for it: a question to the whole device would end its capture. What the device has to
-    say about work that failed is left to whoever asked for it.
+    While another thread captures, this waits for it: synchronizing the device would end its capture. The next CUDA call of the
+    caller reports errors of failed work.
     """
     if device.type == "cuda":
         of_this_process().wait_for_all(device)

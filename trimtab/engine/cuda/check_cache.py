@@ -1,10 +1,10 @@
-"""What checking and timing our kernels on this card gave, kept for later processes, so that a load repeats none of it.
+"""Results of checking and timing our kernels on this card, cached so that later loads repeat neither.
 
-A check compares a kernel with plain torch or float64, and a timing compares it with what it would replace: seconds of every start
-that give the same answer each time. An entry is valid for the very card (name, identifier, size), driver, NVRTC, releases of
-Python, torch, transformers, bitsandbytes and this package, its CUDA sources and the files of this room. Only what passed is kept: a
-kernel that is wrong or slower here is checked again by the next process. Without the folder `checked` of the user's cache the next
-load checks again.
+A check compares a kernel with plain torch or float64, and a timing compares it with the code that it would replace: seconds of
+every start that give the same answer each time. An entry is valid for the very card (name, identifier, size), driver, NVRTC,
+releases of Python, torch, transformers, bitsandbytes and this package, its CUDA sources and the files of this room. Only what
+passed is kept: a kernel that is wrong or slower here is checked again by the next process. Without the folder `checked` of the
+user's cache the next load checks again.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class KeptChecks:
         return cls(key, _read(key))
 
     def find(self, *what: object) -> Entry | None:
-        """Return what a passed check left, None if it was not passed here. what: the check and everything that decides it."""
+        """Return the entry of a passed check, None if it did not pass here. what: the check and everything that decides it."""
         return self._entries.get(repr(what))
 
     def keep(self, entry: Entry, *what: object) -> None:
-        """Keep that a check passed, in this object; `save` writes it. entry: JSON values."""
+        """Record a passed check in this object; `save` writes it. entry: JSON values."""
         self._entries[repr(what)] = self._added[repr(what)] = entry
 
     def save(self) -> None:
@@ -81,7 +81,7 @@ def _read(key: str) -> dict[str, Entry]:
 
 
 def facts(device: torch.device) -> str:
-    """Return what decides the result of a check on a device, as text."""
+    """Return the conditions of a check's result on a device, as text."""
     card = torch.cuda.get_device_properties(device)
     compiler = nvrtc.find_compiler()
     return json.dumps(

@@ -6,7 +6,7 @@ other implementations take no such memory.
 
 torch has one setting for a process (`torch.backends.cuda.enable_cudnn_sdp`), so it also applies to larger models that are open
 at the same time; `why_without` says so. The user's setting returns when the last small model is closed or dropped. A setting that
-the user changes in between is seen only where it is on: an explicit off is taken for this module's own.
+the user changes in between is seen only where it is on: an explicit off counts as this module's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AttentionGuard:
         self._before = False
 
     def leave_out(self, model: object) -> Callable[[], object]:
-        """Switch cuDNN's attention off until what is returned is called, or the model is collected."""
+        """Switch cuDNN's attention off until the returned function is called, or the model is collected."""
         token = object()
         with self._lock:
             self._before = self._before or torch.backends.cuda.cudnn_sdp_enabled()

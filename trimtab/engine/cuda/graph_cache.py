@@ -20,7 +20,7 @@ Output = TypeVar("Output")
 
 
 class GraphCache(OrderedDict[tuple[Hashable, ...], Captured]):
-    """Captured graphs by what they were captured for. pool: returns the memory pool to capture into, None for the cache's own."""
+    """Captured graphs by key. pool: returns the memory pool to capture into, None for the cache's own."""
 
     def __init__(self, pool: Callable[[], Any] = lambda: None) -> None:
         super().__init__()
@@ -28,13 +28,13 @@ class GraphCache(OrderedDict[tuple[Hashable, ...], Captured]):
         self._given_pool = pool
 
     def forget_pool(self) -> None:
-        """Take another pool from now on: a failed capture leaves its own unusable."""
+        """Take another pool from now on: a failed capture makes its pool unusable."""
         self._pool = None
 
     def record(self, side: torch.cuda.Stream, run: Callable[[], Output]) -> tuple[torch.cuda.CUDAGraph, Output]:
-        """Return a graph of what `run` queues on the capture stream, and what it returned. Everything queued before is done.
+        """Return a graph of the work that `run` queues on the capture stream, and `run`'s result. Earlier work is done before.
 
-        Errors: what `run` raises and what CUDA refuses; the pool is then to be forgotten.
+        Errors: those of `run` and of CUDA; the caller then drops the pool.
         """
         graph, pool = torch.cuda.CUDAGraph(), self._given_pool()
         if pool is None:
@@ -56,9 +56,9 @@ class GraphCache(OrderedDict[tuple[Hashable, ...], Captured]):
 
 @contextmanager
 def _ended_on_error(side: torch.cuda.Stream, pool: object) -> Iterator[None]:
-    """Let torch's allocator know of a capture that fails in the block that it is over.
+    """Tell torch's allocator that a capture that fails in the block has ended.
 
-    Up to torch 2.12 `capture_end` raises before it says so (https://github.com/pytorch/pytorch/pull/180395): every later
+    Up to torch 2.12 `capture_end` raises before it does so (https://github.com/pytorch/pytorch/pull/180395): every later
     `torch.cuda.empty_cache` then ends in an internal assertion, and an allocation that finds no memory gives nothing back before it
     fails. The memory of the failed capture stays in its pool.
     """

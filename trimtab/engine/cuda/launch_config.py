@@ -1,10 +1,10 @@
 """Launch configurations of a 4-bit matmul: every one that fits a card, the probably fastest first.
 
 A block computes `units` units of 16 rows: `k_warps` warps share a unit's columns, `groups` of them take units in turn.
-Columns come in pieces of `piece` blocks of 64 through a ring of `stages`; `splits` blocks share a unit. What is fastest on a
-card is measured (tuning.tune) and kept for the next process (shipped_configs.py). Nothing here imports torch.
+Columns come in pieces of `piece` blocks of 64 through a ring of `stages`; `splits` blocks share a unit. The fastest configuration
+of a card is measured (tuning.tune) and kept for the next process (shipped_configs.py). Nothing here imports torch.
 
-Or (`held`) each warp asks for its own weights, into registers, `held` pairs of blocks at once: a group takes one unit, there
+Or (`held`) each warp loads its weights into registers, `held` pairs of blocks at once: a group takes one unit, there
 is no ring, and the kernel is compiled for the shape and this cut. Faster where K divides well; the ring takes every shape.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 BLOCK = 64
 MAX_ROWS = 8
-MAX_WARPS = 20  # beside the one that asks for weights
+MAX_WARPS = 20  # in addition to the one that requests weights
 MOST_STAGES = 32
 MOST_PARTS = 2**21
 # As the kernel lays out its shared memory: table, barriers, LoRA entries; at the end sums of A x.
@@ -85,7 +85,7 @@ class LaunchConfig:
 
     @property
     def _registers(self) -> int:
-        """About how many registers a thread has: what weights in flight take, and the rest."""
+        """About how many registers a thread has: those of weights in flight, and the rest."""
         batches = self.chunk // 2 // self.k_warps // self.held if self.held else 0
         return -(-(56 + min(2, batches) * self.held * 8) // 8) * 8 if self.held else 80
 
@@ -170,7 +170,7 @@ def _held(
         chunk = blocks // splits
         for k_warps in (k for k in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20) if chunk // 2 % k == 0):
             steps = chunk // 2 // k_warps
-            # Two batches, or all of them, are under way: not more than fits beside the rest of a thread's registers.
+            # Two batches, or all of them, are in flight: no more than the thread's other registers leave room for.
             for held in (h for h in (1, 2, 3, 4, 5) if steps % h == 0 and h * min(2, steps // h) <= 6 and steps <= 40):
                 for each in (2, 4, 6, 8, 10, 12, 20) if pair else (1, 2, 3, 4, 5, 8, 10, 16, 20):
                     grid, warps = -(-units // each), k_warps * each

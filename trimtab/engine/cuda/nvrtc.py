@@ -1,10 +1,10 @@
 """Compiling trimtab's CUDA sources at load: NVRTC, the compiler in torch's CUDA wheels, through ctypes.
 
-No toolchain, no headers, no Triton. What was compiled is kept in memory and in a folder of the user's own, by source, options,
+No toolchain, no headers, no Triton. Compiled code is kept in memory and in the user's cache folder, by source, options,
 architecture, compiler and driver. A source is compiled once for a device; `Module.launch` queues a kernel on
 torch's current stream without any synchronization, so that it can be captured in a CUDA graph.
 
-What it does not know: whether a kernel is right or fast on this card. Who launches one checks and measures it first.
+What it does not know: whether a kernel is right or fast on this card. The caller checks and measures it before the first launch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ProductCuts:
 
 # Kernels that need no bf16 arithmetic are made for 7.5 too (cuda/values.cuh); bf16 and tensor cores' m16n8k16 begin with 8.0.
 LEAST_CAPABILITY, BF16_CAPABILITY = (7, 5), (8, 0)
-# Above this a kernel must ask for its dynamic shared memory (CUDA C++ Programming Guide, cudaFuncSetAttribute).
+# Above this a kernel must request its dynamic shared memory (CUDA C++ Programming Guide, cudaFuncSetAttribute).
 PLAIN_SHARED_BYTES = 48 * 1024
 OPTIONS = ("--std=c++17", "-default-device")
 # cuda.h: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.
@@ -145,7 +145,7 @@ class Compiler:
             raise OSError(f"{name} of {self.path} answered {code}")
 
     def target(self, capability: tuple[int, int]) -> str:
-        """Return what to compile for: "sm_90", or "compute_NN" for a card newer than the compiler."""
+        """Return the target to compile for: "sm_90", or "compute_NN" for a card newer than the compiler."""
         arch = capability[0] * 10 + capability[1]
         if arch in self.archs:
             return f"sm_{arch}"
@@ -196,7 +196,7 @@ def compiled(
 ) -> bytes:
     """Return a source's machine code as an earlier process compiled it, or compile it and keep it for later ones.
 
-    What is kept is executable code: it lies in a folder that only the user can write, by its source, options, target, NVRTC's
+    The cache has executable code: its folder is writable by the user alone, by its source, options, target, NVRTC's
     and the driver's releases, with its checksum; anything else is compiled again. Errors: DeviceError if it does not compile.
     """
     key = json.dumps([source, target, *OPTIONS, *options, str(compiler.version), driver])
@@ -218,7 +218,7 @@ def compiled(
 
 @dataclass(frozen=True)
 class Job:
-    """Something to compile: a source with its options, and what the source is called."""
+    """Something to compile: a source with its options, and its name."""
 
     source: str
     options: tuple[str, ...]
@@ -342,7 +342,7 @@ def _c_argument(value: Argument) -> Any:
 class Module:
     """A CUDA source compiled and loaded on one device; its kernels are `extern "C"`.
 
-    needs_bf16: whether it computes with bf16 whatever the model's type.
+    needs_bf16: whether it computes with bf16 for every type of model.
     Errors: DeviceError if it cannot run here, with the compiler's log if the source does not compile.
     """
 
@@ -362,7 +362,7 @@ class Module:
         # Blocks of one launch, the first ones, that surely run at once.
         self.side_by_side = self.multiprocessors
         self.shared_bytes = self._block_shared_bytes()
-        # Whether launches are dependent ones unless they say otherwise. Off until the caller has seen that it pays.
+        # Whether launches are dependent ones unless they say otherwise. Off until the caller has measured a gain.
         self.overlap = False
         # Tensors of the launches, by name: each launch leaves them as it finds them.
         self.scratch: dict[str, Tensor] = {}
@@ -370,7 +370,7 @@ class Module:
         # By their options: this source, and the attention of each kind of layer that belongs to the kernels of this module.
         self.variants: dict[tuple[str, ...], Module] = {}
         self.attention: dict[tuple[str, ...], Module] = {}
-        self.common: tuple[str, ...] = ()  # that every variant is compiled with, beside its own options
+        self.common: tuple[str, ...] = ()  # of every variant, in addition to its own options
         self._source, self._name = source, name
         self._functions: dict[str, tuple[ctypes.c_void_p, int]] = {}
         self._handle = ctypes.c_void_p()
@@ -425,7 +425,7 @@ class Module:
         return _attribute(_SHARED_PER_BLOCK, self.device)
 
     def _enter_context(self) -> ctypes.c_void_p:
-        """Make torch's context of the device this thread's own: a thread that has called no CUDA function has none."""
+        """Make torch's context of the device current in this thread: a thread that has called no CUDA function has none."""
         context = ctypes.c_void_p()
         _check(_driver().cuCtxGetCurrent(ctypes.byref(context)), "finding the context", self.device)
         if not context.value:

@@ -1,9 +1,9 @@
 """Known launch configurations of 4-bit matmuls: shipped as data, or cached from an earlier tuning.
 
 A shipped file belongs to one compute capability and says on which card it was measured (cuda/launch_configs_sm_NN.json, written by
-`trimtab tune MODEL --export`). What was tuned on this card is in a file of the user's own and wins. A configuration is taken only
-if this code would make it itself, fits the card's shared memory, and (`why_not`, once it is compiled) its registers. What is in
-neither is the best estimate of `launch_config.py`, not measured. Imports no torch.
+`trimtab tune MODEL --export`). Configurations tuned on this card are in the user's cache folder and have priority. A configuration
+is taken only if this code would make it itself, fits the card's shared memory, and (`why_not`, once it is compiled) its registers.
+For products in neither, `launch_config.py` estimates the best one without a measurement. Imports no torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MEASURED, SHIPPED, SHIPPED_ELSEWHERE, ESTIMATED = (
     "tuned on another card",
     "not measured",
 )
-# A multiprocessor has so many registers; a warp takes them in pieces of 256 (compute capability 7.5 to 12.0).
+# A multiprocessor has this many registers; a warp takes them in pieces of 256 (compute capability 7.5 to 12.0).
 _REGISTERS, _REGISTER_PIECE, _WARP = 65536, 256, 32
 
 
@@ -77,7 +77,7 @@ def why_not(cut: LaunchConfig, limits: KernelLimits, shared_bytes: int, *, is_ti
 
 
 def document(target: Target, configs: Mapping[CutKey, LaunchConfig], about: Mapping[str, str]) -> dict[str, object]:
-    """Return what a file of configurations holds. about: releases that they were measured with."""
+    """Return the text of a file of configurations. about: releases that they were measured with."""
     rows = [
         {"rows": list(key[1]), "columns": key[2], "pair": key[4], **asdict(replace(cut, estimated_us=0.0))}
         for key, cut in sorted(configs.items())

@@ -1,18 +1,18 @@
-"""How an answer gets the same bits alone and beside others: batch-invariant execution (`LoadRequest.batch_invariant`).
+"""How an answer gets the same bits alone and next to others: batch-invariant execution (`LoadRequest.batch_invariant`).
 
-A kernel sums in another order for another number of rows, and a prompt's numbers depend on where it is cut. Here neither depends on
-who else is answered:
+A kernel sums in another order for another number of rows, and a prompt's numbers depend on its chunk boundaries. Here neither
+depends on other requests:
 
 - A captured step computes all rows of the batch, whether requests are in them or not, with one graph: each row is multiplied by
   the same kernels with the same launch configuration, and attention of each looks at the same number of places. Adapters are looked
   up by table whether a row has one or not.
-- A row that no graph of all rows computes (an adapter that no table holds, a token that stands for a picture) goes through
-  transformers' modules by itself, and so does every row where steps are not captured, as on a CPU (`one_by_one`).
-- Prompts go through one at a time, each in pieces that begin at multiples of `piece_tokens`, and never several in one pass. A
-  prompt resumes behind a cached prefix only where one of its own pieces begins, and only behind tokens that went through as whole
-  pieces of a prompt, not of an answer (prefix_cache.py).
+- Transformers' modules compute a row alone that no graph of all rows computes (an adapter that no table has, an image's placeholder
+token), and every row where steps are not captured, as on a CPU (`one_by_one`).
+- Prompts are computed one at a time, each in pieces that begin at multiples of `piece_tokens`, and never several in one pass. A
+prompt resumes behind a cached prefix only where one of its pieces begins, and only behind tokens that were computed as whole
+pieces of a prompt, not of an answer (prefix_cache.py).
 
-What it does not promise: the same bits for another number of rows, on another card, after another choice of kernels (which a card's
+No guarantee covers the same bits for another number of rows, on another card, after another choice of kernels (which a card's
 first start makes), or after an adapter was loaded that changes layers that none did before or has a larger rank than all before.
 """
 
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 
 def piece_tokens(sizes: Sequence[int], prefill_tokens: int) -> int:
-    """Return at whose multiples the pieces of a prompt begin: the largest chunk, or the most that transformers' own pass takes.
+    """Return the number at whose multiples the pieces of a prompt begin: the largest chunk, or the most that transformers' own pass
+    takes.
 
     sizes: of captured chunks, none where there are none. prefill_tokens: of transformers' own chunks, 0 where it takes all at once.
     """
@@ -52,7 +53,7 @@ def check_rows(model: EngineContext, rows: int) -> None:
 
 
 def one_by_one(steps: DecodeStep, rows: Mapping[int, str | None]) -> tuple[Tensor, Tensor]:
-    """Return the logits [count, V] float32 and the likeliest tokens [count] of these rows (number -> adapter), each alone."""
+    """Return the logits [count, V] float32 and the most likely tokens [count] of these rows (number -> adapter), each alone."""
     cache, store = steps.cache, steps.model.adapter_store
     cache.seen_places = steps.buffers.context_tokens
     logits, tokens = [], []

@@ -4,11 +4,10 @@
     logits, greedy = step.run(state)  # [count, V] float32 and the most likely token of each row, on the device
 
 A step of thousands of small kernels takes as long as Python needs to launch them. A graph launches them all at once; it
-repeats the very addresses and numbers it was captured with, so whatever changes from step to step is read from tensors
-that stay where they are: tokens, positions, the slot of each row's adapter. Graphs are captured as they are first needed,
-one for each bucket of rows, or all of them beforehand (`Batch.prepare`). What cannot be captured runs as before, and
-`fallbacks` says what and why. What steps are made of is chosen in `step_choice`, a graph is made in `step_capture`; here steps are
-run and replayed.
+repeats the very addresses and numbers it was captured with, so values that change from step to step are read from tensors
+at fixed addresses: tokens, positions, the slot of each row's adapter. Graphs are captured as they are first needed,
+one for each bucket of rows, or all of them beforehand (`Batch.prepare`). Steps that cannot be captured run eagerly; `fallbacks`
+gives the reason. `step_choice` selects kernels, `step_capture` records graphs, this module runs and replays them.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from trimtab.engine.layers.context import EngineContext
     from trimtab.engine.lora import layers as lora
 
-# Of so many rows: logits, or what `FusedStep` returns.
+# Of this many rows: logits, or the result of `FusedStep`.
 Step = Callable[[int], Any]
 # In the key of a graph whose rows look their adapters up.
 _TABLE = "table"
@@ -56,12 +55,12 @@ SMALLEST_PLACES = 256
 
 @dataclass(eq=False)
 class DecodeStep:
-    """The decode steps of one batch's buffers. mode: "auto" takes the fastest that works, the others exactly what they say.
+    """The decode steps of one batch's buffers. mode: "auto" takes the fastest that works, the others are exact.
 
     "eager": transformers' modules as they are, one kernel after the other. "graph": the same modules, captured, on a GPU
-    with fewer operations for norms (`short_ops`) and adapters (`slots`). "fused": few kernels of our own, captured; on a
-    CPU their plain counterpart. Errors: RequestError for an unknown mode; DeviceError if a mode that was requested by
-    name cannot be had.
+    with fewer operations for norms (`short_ops`) and adapters (`slots`). "fused": a few kernels of trimtab, captured; on a
+    CPU their plain counterpart. Errors: RequestError for an unknown mode; DeviceError if an explicitly requested mode is
+    unavailable.
     """
 
     model: EngineContext
@@ -81,7 +80,7 @@ class DecodeStep:
         self._slots: AdapterSlots | None = None
         self._short_ops: short_ops.ShortOps | None = None
         self._fused: hf_gemma4.FusedStep | None = None
-        # How often modules had been exchanged when it was last asked whether a fused step is right for them, and the answer.
+        # The count of module exchanges at the last check whether a fused step is right for them, and the result.
         self._examined: tuple[int, str | None] | None = None
         self._shape: tuple[int, int] | None = None
         self._tables = [
@@ -98,7 +97,7 @@ class DecodeStep:
 
     @property
     def kernels(self) -> DeviceKernels:
-        """Which kernels of our own steps are made of."""
+        """The kernels of trimtab in the steps."""
         return self._choice.kernels
 
     @property
@@ -132,7 +131,7 @@ class DecodeStep:
         return self._eager(state, self._modules)
 
     def _run_invariant(self, state: BatchState) -> tuple[Tensor, Tensor]:
-        """Return what `run` does, each row with the bits that it has alone: of one graph of all rows, whoever is active, and of
+        """Return what `run` does, each row with the bits that it has alone: by one graph of all rows, active or not, and by
         passes of one row for those that the graph cannot compute. See batch_invariant.py."""
         count = state.count
         apart = [number for number in range(count) if not self.is_captured or self._is_apart(state, number)]
@@ -155,7 +154,7 @@ class DecodeStep:
         return outputs[0][:count], outputs[1][:count]
 
     def _is_apart(self, state: BatchState, number: int) -> bool:
-        """Whether a row's step cannot be part of a graph of all rows: its token is a picture's, or no table holds its adapter."""
+        """Whether a row's step cannot be part of a graph of all rows: its token is an image's, or no table has its adapter."""
         name = state.adapters[number]
         if state.last_tokens[number] in self._placeholders:
             return True
@@ -164,7 +163,7 @@ class DecodeStep:
         return not self.kernels.has_lora or self._adapter_slots().why_not(name) is not None
 
     def has_placeholder(self, state: BatchState) -> bool:
-        """Whether a row's last token stands for a picture: transformers embeds another one in its place."""
+        """Whether a row's last token is an image's placeholder: transformers embeds another one in its place."""
         return state.any_of(self._placeholders)
 
     def _eager(self, state: BatchState, step: Step) -> tuple[Tensor, Tensor]:
@@ -173,7 +172,7 @@ class DecodeStep:
         return self._finish(step, state.count)
 
     def _short(self, count: int) -> Tensor:
-        """Return what `_modules` does, from fewer operations where that is allowed: it rounds elsewhere."""
+        """Return what `_modules` does, from fewer operations where that is allowed: roundings differ."""
         if self.mode == "eager" or not self._may_be_short():
             return self._modules(count)
         if self._short_ops is None:
@@ -220,7 +219,7 @@ class DecodeStep:
         return self._finish(step, count, self.tokens[:count, 0])
 
     def _places(self, state: BatchState, *, sees_all: bool = False) -> int:
-        """Return how many places of the context attention reads. sees_all: every one, whatever the rows hold."""
+        """Return how many places of the context attention reads. sees_all: every one, for any rows."""
         if self.is_invariant or sees_all:
             return self.buffers.context_tokens
         places = SMALLEST_PLACES
@@ -231,12 +230,12 @@ class DecodeStep:
     # Graphs ------------------------------------------------------------------------------------------------------------
 
     def fused_step(self) -> hf_gemma4.FusedStep | None:
-        """Return the step that is made of kernels, None where steps are not; the cache's layers have to be known."""
+        """Return the fused step, None where steps are not fused; the cache's layers have to be known."""
         if not self._choice.is_fusable:
             return None
         from trimtab.engine.families import step as hf_gemma4
 
-        if self._fused is None:  # not before a prompt has gone through: the cache's layers are known from then on
+        if self._fused is None:  # not before a prompt was computed: the cache's layers are known from then on
             self._fused = hf_gemma4.FusedStep(
                 self.model.hf_model, self.cache, self.tokens, self.kernels, self.model.unpacked
             )
@@ -321,14 +320,14 @@ class DecodeStep:
         return self._slots
 
     def _forget_smaller(self, shape: tuple[int, int]) -> None:
-        """Drop graphs that look fewer layers up than are covered now: their keys are never asked for again."""
+        """Drop graphs that look fewer layers up than are covered now: their keys are never needed again."""
         if shape != self._shape:
             self._shape = shape
             for key in [key for key in self._graphs if _TABLE in key and key[-1] != shape]:
                 del self._graphs[key]
 
     def sizes(self) -> list[int]:
-        """Return for how many rows steps are captured, the largest first: the smaller ones find room in its memory."""
+        """Return for how many rows steps are captured, the largest first: the smaller ones fit in its memory."""
         rows = self.rows
         if self.is_invariant:
             return [rows]
@@ -338,12 +337,11 @@ class DecodeStep:
         self, state: BatchState, expected: Iterable[lora.Fitting] = (), sizes: Sequence[int] | None = None
     ) -> None:  # fmt: skip
         """Capture a step of every bucket of rows before it is needed: of the base, and with adapters by table if any is
-        attached. state: of stand-ins, as many as there are rows; nobody's tokens come from these steps.
+        attached. state: of stand-ins, as many as there are rows; no request's tokens come from these steps.
 
         expected: of adapters that may be attached later; their layers are looked up from the start. sizes: of those that `sizes`
-        gives, None for all. Ends early
-        where capturing turns out impossible, at the most graphs that are kept, or when the device has lost the memory that was
-        counted for it.
+        gives, None for all. Ends early where capturing turns out impossible, at the most graphs that are kept, or when the device
+        has lost the memory that was counted for it.
         """
         before = outside_torch(self.device)
         self._prepare(state, expected, self.sizes() if sizes is None else sizes)
@@ -419,9 +417,9 @@ class DecodeStep:
             raise
         except Exception as exc:
             self._graphs.forget_pool()
-            if is_out_of_memory(exc):  # planned: never a reason to go on the slower way
+            if is_out_of_memory(exc):  # planned: never a reason for a slower fallback
                 raise memory_error(exc, "capturing a decode step", self.model.plan, self.device) from exc
-            # The device says itself whether it got over it.
+            # This synchronization raises if the device is lost.
             torch.zeros(1, device=self.device).item()
             is_fused = step is self._fused
             why = f"capturing failed: {type(exc).__name__}: {exc}"

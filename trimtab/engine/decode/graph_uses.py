@@ -1,4 +1,4 @@
-"""How often forms of a prompt's pass were needed lately: whether capturing one pays where another graph has to go for it.
+"""How often forms of a prompt's pass were needed lately: whether capturing one pays where another graph is evicted for it.
 
     uses = FormUses()
     uses.note(key)
@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable
 
-# After so many passes, what was counted before counts half.
+# After this many passes, earlier counts are halved.
 PERIOD = 64
 # Forms that are remembered.
 MOST_FORMS = 4096
 
 
 class FormUses:
-    """Counts of forms: what was counted before the last passes counts half, but never less than once."""
+    """Counts of forms: counts before the last passes are halved, but never below one."""
 
     def __init__(self) -> None:
         self._counts: Counter[Hashable] = Counter()

@@ -37,7 +37,7 @@ def check_replay(actual: Tensor, expected: Tensor, count: int) -> None:
     """Raise RuntimeError unless a graph's scores of the first `count` rows are those of the step it was captured from.
 
     The same kernels on the same numbers: bit for bit, but for a library that takes another algorithm in a graph. Weights
-    that a replay reads too early, or from where they no longer are, give scores that have nothing to do with these.
+    that a replay reads too early, or from where they no longer are, give unrelated scores.
     """
     actual, expected = actual[:count], expected[:count]
     allowed = REPLAY_TOLERANCE * float(expected.nan_to_num().abs().max())
@@ -56,7 +56,7 @@ def in_pass(
     streamer: tiers.Streamer | None, order: Sequence[Piece] = (), *, entered: list[Piece] | None = None
 ) -> Iterator[None]:  # fmt: skip
     """A pass through the model that begins with empty staging buffers, as every replay of it will; around a replay, the graph fills
-    them without the streamer seeing it. order: of what it enters, where that is known. entered: becomes what it did."""
+    them unknown to the streamer. order: of the pieces that it enters, where that is known. entered: becomes their real order."""
     if streamer is None:
         yield
         return
@@ -71,7 +71,7 @@ def in_pass(
 
 @dataclass(eq=False)
 class CapturedStep:
-    """A graph of one step, and where its replays write: logits [count, V] float32, tokens [count]."""
+    """A graph of one step, and the outputs of its replays: logits [count, V] float32, tokens [count]."""
 
     graph: torch.cuda.CUDAGraph
     outputs: tuple[Tensor, Tensor]
@@ -101,8 +101,8 @@ class StepCapture:
         return self.choice.kernels
 
     def overlap_pays(self, run: Run, keep: object, count: int) -> bool:
-        """Return whether kernels that begin while the one before ends give the same bits and a faster step here; measured once for
-        kernels, and once for each batch whose decoder layers are copied beside its steps."""
+        """Return whether overlapping kernels give the same bits and a faster step here; measured once for
+        kernels, and once for each batch whose decoder layers are copied during its steps."""
         if self.device.type != "cuda" or self.kernels.is_empty:
             return False
         if self.streams_decoder:
@@ -138,11 +138,11 @@ class StepCapture:
 
     @property
     def streams_decoder(self) -> bool:
-        """Whether a step's weights are copied beside it: the time of one step is then also that of its copies."""
+        """Whether a step's weights are copied during it: the time of one step is then also that of its copies."""
         return bool(self.order) or self.has_streamed_layers
 
     def tried(self, run: Run, keep: object, count: int, *, overlap: bool) -> tuple[float, Tensor]:
-        """Return the milliseconds of a captured step and its scores; nothing that the next step reads is changed."""
+        """Return the milliseconds of a captured step and its scores; inputs of the next step stay unchanged."""
         with self.kernels.overlapping(overlap):
             one = self.record(run, keep, count)
         before = self.tokens.clone()
@@ -164,7 +164,7 @@ class StepCapture:
         keep: objects that it reads by address. Errors: RuntimeError and DeviceError, also for a replay with other logits.
         """
         with side_stream(self.device) as side:
-            # Once for whatever is made on first use; what it writes, the replay writes again, but for the tokens.
+            # Once for objects made on first use; the replay writes the same values again, except for the tokens.
             with torch.cuda.stream(side), in_pass(self.model.streamer, entered=self.order):
                 before = self.tokens.clone()
                 expected = run()[0].clone()

@@ -3,8 +3,8 @@
     choice = StepChoice(model, mode="auto", rows=8)
     choice.is_captured, choice.is_fusable, choice.kernels, choice.fallbacks
 
-The plan says how steps run; what a card or a model does not allow is known here, before the first step, and named in `fallbacks`.
-`DecodeStep` (engine/decode/decode_step.py) replays what was chosen, `StepCapture` (engine/decode/step_capture.py) captures it.
+The plan says how steps run; limits of a card or a model are known here, before the first step, and listed in `fallbacks`.
+`DecodeStep` (engine/decode/decode_step.py) replays the chosen steps, `StepCapture` (engine/decode/step_capture.py) captures them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StepChoice:
         with naming_out_of_memory("choosing kernels", model.plan, self.device):
             self._choose()
         if self.is_captured and not self.kernels.is_empty:
-            torch.cuda.empty_cache()  # what was compared and timed is held by nobody
+            torch.cuda.empty_cache()  # the tensors of checks and timings are free
 
     def _choose(self) -> None:
         planned = self.model.plan.execution.step
@@ -98,7 +98,7 @@ class StepChoice:
         return None
 
     def fall_back(self, what: str, why: str, *, requested: bool) -> None:
-        """Name what runs the slower way. Errors: DeviceError if that was requested by name."""
+        """Report a slower computation. Errors: DeviceError if the faster one was explicitly requested."""
         if requested:
             raise DeviceError(f"{what}: {why}", device=str(self.device), hint="Omit the mode to use an available one")
         fallback = Fallback(what, why)

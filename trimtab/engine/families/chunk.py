@@ -1,11 +1,11 @@
-"""The layers of Gemma 4 for a chunk of a prompt: what lies between their products in the kernels of a decode step.
+"""The layers of Gemma 4 for a chunk of a prompt: the operations between their products, in the kernels of a decode step.
 
     forward.firsts = layers_of(prompts, forward, key, name)   # prefill/selection.py, before a pass
 
-A layer of transformers' modules takes 26 operations beside products, adapters, attention and cache: norms, residuals, rotation,
+A layer of transformers' modules takes 26 operations other than products, adapters, attention and cache: norms, residuals, rotation,
 gates. For a few hundred tokens each takes longer to start than to compute. Here one kernel adds a residual and makes the next norm,
-one turns queries and keys and lays them out as attention reads them, one applies a gate: six a layer. Products, attention and the
-cache stay what they are (cuBLAS, torch's `sdpa`, hf_prefill.ChunkLayer), and roundings are the modules' own. Where the plan keeps
+one rotates queries and keys and writes them in attention's layout, one applies a gate: six a layer. Products, attention and the
+cache stay as they are (cuBLAS, torch's `sdpa`, hf_prefill.ChunkLayer), and roundings are the modules' own. Where the plan keeps
 weights unpacked, products over one input are one, with the adapter of the prompt inside (unpacked_columns.py).
 
 Passes of several prompts use them too. Layers that see the last token alone do not (last_layers.py).
@@ -42,11 +42,11 @@ class ChunkLayers:
         self._made: tuple[Tensor, Tensor] | None = None
 
     def forget(self) -> None:
-        """Drop what a pass that failed has left."""
+        """Drop the tensors of a failed pass."""
         self._made = None
 
     def forward(self, number: int, mask: Tensor | None) -> Callable[..., Tensor]:
-        """Return what stands for a layer's forward in a pass. mask: added to the scores, None for a causal one."""
+        """Return the replacement of a layer's forward in a pass. mask: added to the scores, None for a causal one."""
         layer, module = self.layers[number], self.step.kernels.small
         is_last = number + 1 >= self.first_shared
         following = None if is_last else self.layers[number + 1].input_layernorm
@@ -93,7 +93,7 @@ class ChunkLayers:
     def _attend(
         self, layer: Any, x: Tensor, rows: int, mask: Tensor | None, shared: Any, turn: tuple[Tensor, Tensor], cache: Any
     ) -> Tensor:  # fmt: skip
-        """Return what attention gives its last product, [n, Hq * D], for x [n, D] of that many rows of as many tokens; keys and
+        """Return attention's input of its last product, [n, Hq * D], for x [n, D] of that many rows of as many tokens; keys and
         values are in the cache then."""
         attention, n, kernels = layer.self_attn, x.shape[0], self.step.kernels.small
         dim, tokens = attention.head_dim, n // rows
@@ -127,7 +127,7 @@ class ChunkLayers:
         joined = None
         if self.unpacked is not None and all(leaf.bias is None for leaf in leaves):
             joined = self.unpacked.joined(leaves)
-        batch = x.view(rows, -1, x.shape[-1])  # one object for all: what is made of it for an adapter is made once
+        batch = x.view(rows, -1, x.shape[-1])  # one object for all: its adapter inputs are made once
         if joined is None or leaves[0].adapter_store.table is not None:
             return [leaf(batch).flatten(0, 1) for leaf in leaves]
         widths = [leaf.out_features for leaf in leaves]

@@ -2,12 +2,12 @@
 
     key, serial, is_here = select_adapter(prompts, forward, adapter)   # prefill/selection.py, before a pass
 
-These layers read keys and values of earlier ones, and of a prompt they see the last token alone (chunk_forward.py). One token
-through a layer is what a decode step computes, so the step's kernels compute it: about sixteen launches a layer where
+These layers read keys and values of earlier ones, and of a prompt they see the last token alone (chunk_forward.py). A decode step
+computes one token in a layer too, so the step's kernels compute it: about sixteen launches a layer where
 transformers' modules take forty, and adapters inside the products. Results differ from those of the modules by the order of sums,
 as those of a step do.
 
-What stays with the modules: keys and values in 8 bits, several prompts in one pass.
+The modules compute the rest: keys and values in 8 bits, several prompts in one pass.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _is_whole(part: Tensor | None) -> bool:
 
 
 class LastLayers:
-    """The layers from `first` on, for one token in a row of the step's cache. Everything that a pass reads stays where it is, and
+    """The layers from `first` on, for one token in a row of the step's cache. All inputs of a pass have fixed addresses, and
     nothing is allocated in one: a pass may be captured."""
 
     def __init__(self, step: FusedStep, first: int, row: int) -> None:
@@ -112,7 +112,7 @@ class LastLayers:
         self.layers = list(step.text.layers)
         self.adapter_store = self.layers[0].self_attn.q_proj.adapter_store
         self._groups = [group for layer in self.layers[first:] for group in hf_gemma4.products_of(layer)]
-        # The tables of each adapter, None where there are none; the key is what of the adapter is part of a graph.
+        # The tables of each adapter, None where there are none; the key is the adapter's part of a graph's key.
         self._tables: dict[Hashable, OneAdapter | None] = {}
         self._table: OneAdapter | None = None
         self._multiplies = step.multiplies(self._groups)
@@ -127,7 +127,7 @@ class LastLayers:
         self._allocate()
 
     def select(self, key: Hashable, name: str | None, layouts: Collection[str]) -> None:
-        """Use an adapter from now on. key: what of it is part of a graph; name: by which the layers know it; layouts: of adapters
+        """Use an adapter from now on. key: its part of a graph's key; name: in the layers; layouts: of adapters
         that are left."""
         if key not in self._tables:
             for old in [one for one in self._tables if self._is_gone(one, layouts)]:
@@ -144,13 +144,13 @@ class LastLayers:
         leaves = [leaf for group in self._groups for leaf in group]
         held = {leaf: leaf.adapters[name] for leaf in leaves if name is not None and name in leaf.adapters}
         fits = all(is_plain(one) and _is_whole(one.A) and _is_whole(one.B) for one in held.values())
-        # Without a table the layers add the adapter as they do elsewhere.
+        # Without a table the layers add the adapter in their usual way.
         return OneAdapter(self._groups, held, self._ring.device) if held and fits and self._multiplies else None
 
     # One pass --------------------------------------------------------------------------------------------------------
 
     def forward(self, number: int, buffers: Buffers) -> Callable[..., Tensor]:
-        """Return what stands for a layer's forward in a pass: from the tokens of a chunk [1, S, D] and the layer's own input
+        """Return the replacement of a layer's forward in a pass: from the tokens of a chunk [1, S, D] and the layer's own input
         [1, S, P] it gives [1, 1, D], which the last of these layers writes. buffers: of the chunk."""
 
         def forward(
@@ -206,7 +206,7 @@ class LastLayers:
         return held, None if pool is None else PageTable(pool.table.table[row], pool.table.places)
 
     def _allocate(self) -> None:
-        """Run once over zeros, so that every buffer is there before a pass, whose memory may be a graph's own."""
+        """Run once over zeros, so that every buffer exists before a pass, whose memory may be a graph's own."""
         step, device = self.step, self._position.device
         dtype = step.text.norm.weight.dtype
         h = step.buffer("h", (1, step.config.hidden_size), dtype)

@@ -1,6 +1,6 @@
 """One decode step of Gemma 4's text model in few kernels, on transformers' own modules and weights.
 
-What transformers' layer does in forty operations on one token is done here in about sixteen: products that read the same
+This step computes in about sixteen operations what transformers' layer does in forty on one token: products that read the same
 input are one launch, and everything between two products is one. Roundings are transformers' own: each value that it
 rounds to the model's dtype is rounded here. Towers and layers with experts stay with transformers' modules; chunks of prompts use
 some of the kernels (chunk.py, last_layers.py).
@@ -62,8 +62,8 @@ def why_not(hf_model: HFModel) -> str | None:
 def choose_kernels(
     hf_model: HFModel, rows: int, *, is_invariant: bool = False, progress: Callable[[int, int], None] | None = None
 ) -> DeviceKernels:
-    """Return the kernels that work and pay for this model's steps of up to `rows` rows. is_invariant: of all of them, each with the
-    bits that it has alone. progress: of measuring them."""
+    """Return the kernels that work and are faster for this model's steps of up to `rows` rows. is_invariant: of all of them, each
+    with the bits that it has alone. progress: of measuring them."""
     from trimtab.engine.kernels.device_kernels import DeviceKernels
 
     groups = product_groups(hf_model)
@@ -142,7 +142,7 @@ def _ahead(leaves: Sequence[Leaf]) -> list[Tensor]:
 
 
 def _scale(table: Table) -> float:
-    """Return what a table's rows are multiplied by, in their own type. Reads the device."""
+    """Return the factor of a table's rows, in their own type. Reads the device."""
     return 1.0 if table.embed_scale is None else float(table.embed_scale.to(table.dtype))
 
 
@@ -186,7 +186,7 @@ class FusedStep:
         self._layers = list(self.text.layers)
         self._has_own_turns = self._turns_are_right()
         self._buffers: dict[tuple[object, ...], Tensor] = {}
-        # Asked before anything is captured: the answer reads a table on the device.
+        # Checked before anything is captured: the check reads a table on the device.
         self._is_ours = {group[0]: self._can_multiply(group) for layer in self._layers for group in products_of(layer)}
         self._is_many = {
             group[0]: self._can_multiply_many(group) for layer in self._layers for group in products_of(layer)
@@ -212,7 +212,7 @@ class FusedStep:
         )
 
     def _wrong_pages(self) -> str | None:
-        """Return what is wrong with the kernels of layers that lie in pages; compiles them, which no capture may."""
+        """Return the error of the kernels of layers in pages; compiles them, which a capture forbids."""
         if self.cache.pool is None or self.cache.kv != "full" or self.kernels.small is None:
             return None
         kinds = attention_kinds(self.hf_model, "full_attention")
@@ -276,7 +276,7 @@ class FusedStep:
             second = self._lookup("own", self.text.embed_tokens_per_layer, count)
         lookups = [first] if second is None else [first, second]
         x = self.buffer("x", first.out.shape, first.out.dtype)
-        # The first of a graph: there is nothing in front to overlap with.
+        # The first of a graph: no earlier kernel overlaps with it.
         ends.rows(
             ids[:, 0], lookups, self.kernels.ends, norm=(norm.weight, norm.eps, x), ring=(positions, self.ring, ring),
             dependent=False,
@@ -294,7 +294,7 @@ class FusedStep:
         return ends.Lookup(rows[0], scale, out, in_order=rows[1])
 
     def empty(self, count: int) -> None:
-        """Let the products of a pass of so many rows find the scratch of their adapters as they must; the first of a pass."""
+        """Prepare the scratch of the adapters for the products of a pass of this many rows; the first call of a pass."""
         if (table := self._layers[0].self_attn.q_proj.adapter_store.table) is not None:
             table.empty(count)
 
@@ -378,7 +378,7 @@ class FusedStep:
             return y, _norm(middle, layer.post_feedforward_layernorm, following, layer.layer_scalar, h)
         after = self.buffer("after", h.shape, h.dtype)
         norm = _norm(middle, layer.post_feedforward_layernorm, None, None, after)
-        # What the next layer reads first: the memory has little else to do until then.
+        # The first weights of the next layer: the memory bus is nearly idle until then.
         after_this = self._layers[number + 1 : number + 2]
         ahead = [leaf for one in after_this for leaf in (one.self_attn.q_proj, one.self_attn.o_proj)]
         mixed = self._products([layer.per_layer_input_gate], y, matvec.Gate(self.kind, extra), norm, _ahead(ahead))
@@ -445,7 +445,7 @@ class FusedStep:
             if attention.store_full_length_kv:
                 shared[kind] = keys, values
         attended = self.buffer("looked", (count, heads * dim), joined.dtype)
-        # Behind torch's operations: nothing of theirs may be read before they have ended.
+        # Behind torch's operations: their results may be read only after they have ended.
         fused.attend(
             queries, keys, values, self.cache.positions[:count], attention.scaling, None, attended,
             self._scratch(count, heads, dim), self.kernels.small, dependent=False,
@@ -544,7 +544,7 @@ class FusedStep:
                 self._products([projection], hidden[:, 0]), own[:, 0], norm.weight, norm.eps,
                 self.text.per_layer_model_projection_scale, self.text.per_layer_input_scale, out, self.kernels.ends,
             )  # fmt: skip
-            for staged in staged_in(projection):  # its module, which says so otherwise, was not called
+            for staged in staged_in(projection):  # its module, which would report it, was not called
                 staged.leave()
             return out
         extra: Tensor = self.text.project_per_layer_inputs(hidden, own)

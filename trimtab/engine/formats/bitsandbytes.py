@@ -180,7 +180,7 @@ def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Sh
 
 
 def _unpacked_product(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype, x: Tensor) -> Tensor:
-    """What bitsandbytes' layer computes on a CPU, from `dequantize`. Source: as `unpacked_shell`."""
+    """The computation of bitsandbytes' layer on a CPU, from `dequantize`. Source: as `unpacked_shell`."""
     weight = dequantize(replace(packed, dtype=compute_dtype))
     own = None if bias is None else bias.to(compute_dtype)
     return nn.functional.linear(x.to(compute_dtype), weight, own).to(x.dtype)

@@ -1,6 +1,6 @@
-"""What does the engine use of transformers' models, tokenizers and processors? Types alone: nothing here runs.
+"""Types of the parts of transformers' models, tokenizers and processors that the engine uses; nothing here runs.
 
-`Any` stands where the library's own value is open: a configuration has other fields in each family, a call other results.
+`Any` is the type where the library's own value is open: a configuration has other fields in each family, a call other results.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class AddedToken(Protocol):
 
 
 class Tokenizer(ChatTemplateOwner, Protocol):
-    """A `PreTrainedTokenizer`, fast or not. What it makes of a text is a `BatchEncoding`."""
+    """A `PreTrainedTokenizer`, fast or not. It turns a text into a `BatchEncoding`."""
 
     bos_token: str | None
     unk_token: str | None
@@ -88,6 +88,6 @@ class Tokenizer(ChatTemplateOwner, Protocol):
 
 
 class FeatureExtractor(Protocol):
-    """What turns samples into the inputs of an audio tower."""
+    """The feature extractor: samples -> inputs of an audio tower."""
 
     def __call__(self, samples: Sequence[object], /, **options: object) -> Mapping[str, object]: ...

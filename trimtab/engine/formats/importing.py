@@ -38,7 +38,7 @@ def without_compiler() -> Iterator[None]:
 
 @contextmanager
 def without_hub_kernels() -> Iterator[None]:
-    """Make `import kernels` fail while bitsandbytes is imported, and keep it from saying so."""
+    """Make `import kernels` fail while bitsandbytes is imported, and suppress its warning."""
     log = logging.getLogger("bitsandbytes.backends.cpu.ops")
     level, known = log.level, sys.modules.get("kernels")
     log.setLevel(logging.ERROR)

@@ -3,7 +3,7 @@
 q [V, D] int8 with one float32 scale a row: scale = the row's largest magnitude / 127, q = round(weight / scale), ties to
 even. The product is y = round(scale * (x . q) + bias): x and q are taken as they are, sums are in float32, one rounding at
 the end. In torch a few rows of q at a time become float32, never all of them; on a GPU up to MAX_ROWS rows of bfloat16 are
-one launch of our own kernel where `int8_head.py` found that it pays.
+one launch of our kernel where `int8_head.py` measured a gain.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WARPS = 8
 _BLOCKS_PER_MULTIPROCESSOR = 2
 
 
-# How it is made -------------------------------------------------------------------------------------------------------
+# Quantization --------------------------------------------------------------------------------------------------------
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ def is_same(q: Tensor, scale: Tensor, weight: Tensor) -> bool:
 
 
 def dense(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weight [V, D] that the head stands for."""
+    """Return the dequantized weight [V, D] of the head."""
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     for rows in pieces(q):
         out[rows] = q[rows].float() * scale[rows, None]
@@ -85,7 +85,7 @@ def pieces(q: Tensor) -> list[slice]:
 
 @dataclass(eq=False)
 class Kernel:
-    """What computes one model's head, wherever its bytes are at the time. module: None for torch."""
+    """The computation of one model's head, wherever its bytes are at the time. module: None for torch."""
 
     module: nvrtc.Module | None = None
 
@@ -106,7 +106,7 @@ class Head:
 
 
 def plain(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the product in torch: x [n, D] -> [n, V]. Beside its output it holds HEAD_CHUNK_VALUES float32 values."""
+    """Return the product in torch: x [n, D] -> [n, V]. In addition to its output it takes HEAD_CHUNK_VALUES float32 values."""
     wide = x.float()
     out = torch.empty(x.shape[0], q.shape[0], dtype=x.dtype, device=x.device)
     for rows in pieces(q):

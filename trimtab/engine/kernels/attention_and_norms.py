@@ -9,9 +9,9 @@ softmax and output in float32 and rounds once; its weights enter the second prod
 A module serves one stream at a time (its counters are shared by its launches). Nothing here synchronizes or depends on
 positions on the host: a captured launch serves every length that the cache has places for. dependent: start before the
 kernel in front ends, as `nvrtc.Module.launch` has it (None: as the module's `overlap` says); every thread of every kernel
-waits by itself before it reads what the kernels in front made. Attention does not wait for what stands since before the step:
-positions, the norms' weights, and (`rope_and_attention`) keys and values of all places but each row's newest. Whoever
-changes these does it by a launch that does not overlap the ones behind it, as torch's own are.
+waits by itself before it reads results of the kernels in front. Attention does not wait for tensors that are older than the step:
+positions, the norms' weights, and (`rope_and_attention`) keys and values of all places but each row's newest. Kernels that write
+these tensors must not overlap later kernels; torch's own kernels do not.
 
 What it does not know: whether a kernel is faster here than torch (bench/kernels.py measures).
 Source: transformers 5.23.0, models/gemma4/modeling_gemma4.py; split attention: arXiv 2311.01282 (Flash-Decoding).
@@ -39,7 +39,7 @@ MAX_GROUP = 16
 _TILE = 32
 _MAX_SPLITS = 128
 _MAX_SHARES = 512
-# A block that combines alone reads so much in about the time that a second launch costs.
+# The bytes that a block combining alone reads in about the time of a second launch.
 _COMBINE_BYTES = 96 * 1024
 _COUNTERS = 4096
 _TYPES = (torch.bfloat16, torch.float16)
@@ -71,8 +71,8 @@ def prepare(module: nvrtc.Module) -> None:
 def attention_options(
     heads: int, kv_heads: int, dim: int, dtype: torch.dtype, *, turn: bool = False, is_paged: bool = False
 ) -> tuple[str, ...]:  # fmt: skip
-    """Return what attend.cu is compiled with for this kind of layer. turn: norms and rotation are a part of it. is_paged: keys and
-    values lie in pages."""
+    """Return the compiler options of attend.cu for this kind of layer. turn: norms and rotation are a part of it. is_paged: keys
+    and values lie in pages."""
     size = next(size for size in (128, 256, 512) if size >= dim)
     paged = (f"-DPAGE={PAGE_TOKENS}",) if is_paged else ()
     return (
@@ -115,13 +115,13 @@ def _fits(x: Tensor | None, like: Tensor, values: int) -> bool:
     return x.dtype == like.dtype and x.stride(-1) == 1 and aligned
 
 
-# As in the kernels: what is brought ahead comes in such pieces.
+# As in the kernels: the unit of prefetches.
 _PIECE_BYTES = 8192
 MOST_AHEAD = 4
 
 
 def ahead_arguments(ahead: Sequence[Tensor]) -> list[nvrtc.Argument]:
-    """Return the last arguments of kernels that bring weights into L2 for a later one: up to four tensors, whole pieces of them."""
+    """Return the last arguments of kernels that prefetch weights into L2 for a later one: up to four whole tensors."""
     assert len(ahead) <= MOST_AHEAD and all(one.is_contiguous() for one in ahead)
     arguments: list[nvrtc.Argument] = []
     for one in ahead:
@@ -335,7 +335,7 @@ def turns(
 
 
 def scratch_values(count: int, heads: int, dim: int, places: int) -> int:
-    """Return how many float32 values `attend` needs beside its output, for a cache of up to so many places."""
+    """Return how many float32 values `attend` needs in addition to its output, for a cache of up to this many places."""
     splits = min(_MAX_SPLITS, -(-places // _TILE))
     return count * heads * splits * (dim + 2) if splits > 1 else 0
 
@@ -351,7 +351,7 @@ def attend(
     scratch: Tensor | None, module: nvrtc.Module | None = None, *, dependent: bool | None = None,
     pages: PageTable | None = None,
 ) -> None:  # fmt: skip
-    """Write attention of each row over places 0..min(positions[i], L-1) of its own cache row to out.
+    """Write attention of each row over places 0..min(positions[i], L-1) of its cache row to out.
 
     Shapes: q [n, Hq, D], keys and values [rows, Hkv, L, D] with rows >= n, positions [n] int64, out [n, Hq * D], scratch
     float32 with `scratch_values` places or None (made here). With `pages` keys and values are [Hkv, P, D], and a row's L places
@@ -381,7 +381,7 @@ def rope_and_attention(
 
     places: positions modulo L, which one launch works out itself. In one, a block turns the queries that it needs; the one whose
     share of the cache has a row's new place writes it. With mode "shared", an earlier layer of the step may have written the row's
-    place in `places`, and no other. ahead: up to four tensors that a later kernel reads, to be brought into L2 at the same time.
+    place in `places`, and no other. ahead: up to four tensors that a later kernel reads, prefetched into L2 at the same time.
     """
     kv_heads, dim = keys.shape[-3], keys.shape[-1]
     size = attention_options(heads, kv_heads, min(dim, MAX_HEAD), qkv.dtype)[0]
@@ -500,7 +500,7 @@ def gated(
     assert kind in ACTIVATIONS, kind
     n, width = gate.shape
     if module is None or not _runs(module, gate) or not all(_fits(x, gate, 1) for x in (gate, up, out)):
-        gate = gate.contiguous()  # in float32, torch takes other steps over strided rows
+        gate = gate.contiguous()  # in float32, torch has other rounding over strided rows
         act = functional.silu(gate) if kind == "silu" else functional.gelu(gate, approximate=_GELU[kind])
         out.copy_(act * up)
         return

@@ -52,9 +52,9 @@ def check(
     weights: Sequence[Packed], module: nvrtc.Module, *, dtype: torch.dtype = torch.bfloat16, rows: Sequence[int] = (1, 3, 8),
     cut: LaunchConfig | None = None, rank: int = 8,
 ) -> str | None:  # fmt: skip
-    """Return what is wrong with the kernels over these weights on this device, or None; outputs are poisoned first.
+    """Return the error of the kernels over these weights on this device, or None; outputs are poisoned first.
 
-    Random inputs with and without adapters, against float64. Needs about 25 MiB beside the weights.
+    Random inputs with and without adapters, against float64. Needs about 25 MiB in addition to the weights.
     """
     device = module.device
     generator = torch.Generator(device=device).manual_seed(1)
@@ -112,7 +112,7 @@ class RandomWeights:
         return Packed(self.kind, (rows, columns), dtype, parts, self.codes)
 
     def groups(self, rows: Sequence[int], columns: int, nbytes: int) -> list[list[Packed]]:
-        """Return as many groups of layers over one input as take up `nbytes`, each of its own bytes; at least two."""
+        """Return as many groups of layers over one input as take up `nbytes`, each of different bytes; at least two."""
         count = max(2, min(96, round(nbytes / (sum(rows) * columns * 0.516))))
         return [[self.make(one, columns) for one in rows] for _ in range(count)]
 
@@ -121,7 +121,7 @@ class RandomWeights:
 
 
 def stock_us(groups: Sequence[Sequence[Packed]], x: Tensor) -> float:
-    """Return what bitsandbytes takes for one group of layers, in a CUDA graph over all groups, in microseconds."""
+    """Return bitsandbytes' time for one group of layers, in a CUDA graph over all groups, in microseconds."""
     layers = [shell(packed, None, x.dtype) for group in groups for packed in group]
 
     def run() -> None:
@@ -152,7 +152,7 @@ class _Product:
         self.gate = None if gate is None else matvec.Gate(gate)
 
     def answers(self, cut: LaunchConfig | None) -> list[Tensor]:
-        """Return the outputs without and with adapters; cut None: as `matvec.choose` says."""
+        """Return the outputs without and with adapters; cut None: that of `matvec.choose`."""
         results = []
         for lora in (None, self.lora):
             matvec.matvec4(
@@ -162,7 +162,7 @@ class _Product:
         return results
 
     def is_right(self, cut: LaunchConfig, wanted: Sequence[Tensor]) -> bool:
-        """Whether a cut runs here and computes what was wanted."""
+        """Whether a cut runs here and computes the expected result."""
         try:
             results = self.answers(cut)
         except DeviceError as exc:  # it does not compile, or not run, on this card
@@ -216,7 +216,7 @@ def tune(
 
     groups: as many layers' weights as it takes to be larger than the card's L2 cache, or the second run reads no memory. Each cut
     runs over all groups in a CUDA graph, launches overlapping where the card can do that, as in a step. gate: the activation of a
-    pair. A cut that cannot run here or does not compute what `choose`'s does is dropped, whatever its time. small: the module with
+    pair. A cut that cannot run here or differs from `choose`'s result is dropped, however fast it is. small: the module with
     `add_norm`, to time the norm in front by itself and as a part of the product.
     """
     weights, device = groups[0], module.device
@@ -252,7 +252,7 @@ def _norm_in_front(
     groups: Sequence[Sequence[Packed]], y: Tensor, out: Tensor, cut: LaunchConfig, gate: matvec.Gate | None, module: nvrtc.Module,
     small: nvrtc.Module, *, overlap: bool = False,
 ) -> tuple[Callable[[], None], Callable[[], None], Callable[[], bool]]:  # fmt: skip
-    """Return (`add_norm` and the product, a product with its norm, whether the second computes what the first does)."""
+    """Return (`add_norm` and the product, a product with its norm, whether the second computes the same as the first)."""
     weight = torch.rand(y.shape[1], device=y.device).to(y.dtype) + 0.5
     norm = matvec.Norm(torch.randn_like(y), weight, weight, 1e-6, None, torch.empty_like(y))
     x = torch.empty_like(y)
@@ -290,7 +290,7 @@ def _norm_pays(
 def compile_ahead(
     products: Iterable[tuple[Sequence[Packed], int, bool]], module: nvrtc.Module, dtype: torch.dtype, *, limit: int = 8
 ) -> None:
-    """Compile, several at once, what `tune` will try for these products (weights, rows, whether two are multiplied)."""
+    """Compile, several at once, the cuts that `tune` will try for these products (weights, rows, whether two are multiplied)."""
     wanted = set()
     for weights, n, pair in products:
         for number, cut in enumerate(cuts.unlike(matvec.ways(weights, n, module, pair=pair), limit)):
@@ -307,7 +307,7 @@ def compile_cuts(
     *,
     fixed: bool = False,
 ) -> None:
-    """Compile, several at once, what these products (weights, whether two are multiplied, cut) need. fixed: as
+    """Compile, several at once, the kernels that these products (weights, whether two are multiplied, cut) need. fixed: as
     `matvec.LoraArgs.is_fixed`."""
     variants = {
         matvec.options(weights[0], dtype, cut, members=len(weights), pair=pair, normed=normed, fixed=fixed)
@@ -322,15 +322,15 @@ def keep_tuned(module: nvrtc.Module) -> None:
 
 
 def releases() -> dict[str, str]:
-    """Return what a measurement was made with."""
+    """Return the releases and the card of a measurement."""
     return {"torch": str(torch.__version__), "driver": str(nvrtc.driver_version())}
 
 
 def graph_us(
     run: Callable[[], object], device: torch.device | None = None, *, repeat: int = 3, calls: int = 1
 ) -> float:
-    """Return the microseconds of what `run` queues, inside a CUDA graph, where launching costs next to nothing: the shortest of a
-    few replays of so many calls. device: None takes the current one."""
+    """Return the microseconds of the work that `run` queues, inside a CUDA graph, where launching costs next to nothing: the
+    shortest of a few replays of this many calls. device: None takes the current one."""
     device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
 
     def several() -> None:

@@ -1,7 +1,7 @@
 """Which sources and variants a model's kernels need on a card that was never seen: compiled at once, before the first is checked.
 
-NVRTC takes 0.3 to 4 s for each of about 30 variants, without Python's lock. One after the other, as checks ask for them, they take
-12 s of a first load (E4B, H200); at once they take as long as the slowest. What is compiled goes to the user's own folder
+NVRTC takes 0.3 to 4 s for each of about 30 variants, without Python's lock. One after the other, in the order of the checks, they
+take 12 s of a first load (E4B, H200); at once they take as long as the slowest. Compiled code goes to the user's cache folder
 (nvrtc.py), where the checks look; without that folder nothing is done here.
 """
 
@@ -67,7 +67,7 @@ def compile_ahead(
     check."""
     if nvrtc.why_not(device) is not None or not nvrtc.keeps_compiled():
         return
-    with suppress(DeviceError):  # whoever loads it next says why
+    with suppress(DeviceError):  # the next load reports the reason
         module = matvec.load(device)
         try:
             wanted = jobs(weights, attention, module, dtype, checked=checked, counts=counts, has_many=has_many)

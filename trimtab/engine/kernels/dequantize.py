@@ -1,9 +1,9 @@
-"""Kernels for prompt chunks beside cuBLAS: 4-bit weights unpacked in one launch, LoRA in two.
+"""Kernels for prompt chunks in addition to cuBLAS: 4-bit weights unpacked in one launch, LoRA in two.
 
 bitsandbytes unpacks a weight with doubly quantized scales in three launches, and torch adds a LoRA in five that pass over the
 output in float32. Here a weight becomes the same bits in one launch (`unpack`), and a LoRA is A x, then y + scale B (A x) in
 place (`add`), rounded where PEFT rounds. Every kernel has its torch path, and is compared with it and timed on this card before
-it is used (`choose`); what passed is kept for later processes. Where an adapter can be a part of its layer's product it is
+it is used (`choose`); passed checks are cached for later processes. Where an adapter can be a part of its layer's product it is
 (columns.py), and `add` is for the rest.
 
 What it does not know: products of 4-bit weights by tensor cores; a product of many rows stays cuBLAS over the unpacked weight.
@@ -49,7 +49,7 @@ _MOST_RANK = nvrtc.PLAIN_SHARED_BYTES // (4 * _TOKENS)
 # Beyond this rank torch's products in float32 are faster (bench/results/prompt_kernels.json, 512 tokens over E4B's gate: 26 us
 # against 50 for rank 8, 234 against 71 for rank 64).
 PAYING_RANK = 8
-# Kernels are tried on a layer of up to so many weights.
+# Kernels are tried on a layer of up to this many weights.
 TRIED_VALUES = 8 * 2**20
 # bitsandbytes' own products of fewer rows read packed weights.
 LEAST_TOKENS = 9
@@ -93,7 +93,7 @@ def unpack(packed: Packed, out: Tensor, module: nvrtc.Module | None = None) -> T
 
 
 def unpack_arguments(packed: Packed, weight: Tensor) -> list[nvrtc.Argument]:
-    """Return what a kernel that unpacks is told of a weight and of the memory that it goes to."""
+    """Return the unpacking kernel's arguments for a weight and its output memory."""
     parts, codes = packed.parts, packed.codes
     return [
         parts["weight"], parts["absmax"], parts.get("nested_absmax"), parts.get("offset"), codes.get("nested_code"),
@@ -186,7 +186,7 @@ def can_add(A: Tensor, B: Tensor, x: Tensor, y: Tensor) -> bool:
 
 
 class ChunkAdapters(short_ops.ShortAdapters):
-    """Adds adapters in a captured chunk: plain LoRA by the kernels, whatever else as in a short step."""
+    """Adds adapters in a captured chunk: plain LoRA by the kernels, others as in a short step."""
 
     def __init__(self, module: nvrtc.Module | None) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class ChunkAdapters(short_ops.ShortAdapters):
         return y
 
 
-# What a model uses of them -------------------------------------------------------------------------------------------
+# The kernels that a model uses -------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -251,7 +251,7 @@ class PromptKernels:
         return base
 
     def reserve(self, leaves: Sequence[Leaf], *, columns: int = 0) -> None:
-        """Make room for the largest weight with so many columns behind each row; a capture must find it there."""
+        """Make room for the largest weight with this many columns behind each row; a capture must find it there."""
         for leaf in leaves:
             dtype, values = leaf.dtype, leaf.out_features * (leaf.in_features + columns)
             if self.unpacks and (dtype not in self._weights or self._weights[dtype].numel() < values):
@@ -309,23 +309,23 @@ def choose(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> Promp
         if chosen.adds and (chosen.unpacks or not leaves):
             checks.keep({"us": chosen.measured_us}, *key)
             checks.save()
-    except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is right
+    except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is correct
         if is_out_of_memory(exc):
             raise
         if isinstance(exc, DeviceError):
             chosen.reasons.append(("kernels of a prompt", str(exc)))
             return chosen
-        torch.zeros(1, device=device).item()  # raises if the device is lost: then nothing goes on
+        torch.zeros(1, device=device).item()  # raises if the device is lost: then nothing can run
         chosen.reasons.append(("kernels of a prompt", f"{type(exc).__name__}: {exc}"))
         return PromptKernels(reasons=chosen.reasons)
     chosen.module = module
-    torch.cuda.empty_cache()  # what was compared and timed is held by nobody
+    torch.cuda.empty_cache()  # the tensors of checks and timings are free
     return chosen
 
 
 def tried_leaf(leaves: Sequence[Leaf]) -> Leaf | None:
     """Return the layer that kernels are tried on: the largest of up to TRIED_VALUES weights, else the smallest; None if none can be
-    unpacked. Trying takes several times the unpacked weight beside a model that may fill the device."""
+    unpacked. A trial takes several times the unpacked weight in addition to a model that may fill the device."""
 
     def values(leaf: Leaf) -> int:
         return leaf.out_features * leaf.in_features
@@ -371,7 +371,7 @@ def wrong_unpack(packed: Packed, module: nvrtc.Module) -> str | None:
 
 
 def wrong_add(module: nvrtc.Module, dtype: torch.dtype, *, tokens: Sequence[int] = (1, 9, 64, 515)) -> str | None:
-    """Return what is wrong with the kernels for LoRA, None if nothing: random values of several ranks, in float64."""
+    """Return the error of the kernels for LoRA, None if there is none: random values of several ranks, in float64."""
     generator = torch.Generator(device=module.device).manual_seed(1)
 
     def random(*shape: int) -> Tensor:
@@ -394,7 +394,7 @@ def wrong_add(module: nvrtc.Module, dtype: torch.dtype, *, tokens: Sequence[int]
 
 
 def wrong_add_rows(module: nvrtc.Module, dtype: torch.dtype, *, tokens: Sequence[int] = (16, 128)) -> str | None:
-    """Return what is wrong with the kernels for rows with adapters of their own, None if nothing: rows with one of two ranks and
+    """Return the error of the kernels for rows with separate adapters, None if there is none: rows with one of two ranks and
     without, in float64."""
     generator = torch.Generator(device=module.device).manual_seed(2)
 
@@ -434,7 +434,7 @@ def _unpack_runs(packed: Packed, module: nvrtc.Module) -> tuple[Callable[[], obj
 def _add_runs(
     width: int, dtype: torch.dtype, module: nvrtc.Module, *, tokens: int = 512, rank: int = 8
 ) -> tuple[Callable[[], object], Callable[[], object]]:  # fmt: skip
-    """Return what adds an adapter over a gate of four times the width here, and what adds it in a short step."""
+    """Return the function that adds an adapter over a gate of four times the width here, and that of a short step."""
     A, B = (torch.zeros(shape, device=module.device) for shape in ((rank, width), (4 * width, rank)))
     x, y = (torch.zeros(tokens, count, dtype=dtype, device=module.device) for count in (width, 4 * width))
 
@@ -459,7 +459,7 @@ def _pays(
 def why_slower(
     chosen: PromptKernels, name: str, ours: Callable[[], object], theirs: Callable[[], object], device: torch.device
 ) -> str | None:  # fmt: skip
-    """Return how much slower ours is on this card, None if it is faster. What was measured is noted."""
+    """Return how much slower ours is on this card, None if it is faster. The times are recorded."""
     from trimtab.engine.kernels.autotune import pair_us
 
     own, other = chosen.measured_us[name] = pair_us(ours, theirs, device)

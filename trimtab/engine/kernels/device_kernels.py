@@ -1,9 +1,9 @@
 """trimtab's kernels of a loaded model: those that compile, compute correctly and are faster on this machine.
 
 Every kernel is compiled when a model first decodes, compared with float64 or plain torch over the model's own weights and
-shapes, and timed against what it would replace. What fails one of the three is left out by name; plain torch or
-bitsandbytes then does its part. What was chosen is kept for the process: a second batch does not measure again. What passed is kept
-for later processes on this card (check_cache.py).
+shapes, and timed against the code that it would replace. A kernel that fails one of the three is disabled, with its reason; plain
+torch or bitsandbytes then does its part. The choice is kept for the process: a second batch does not measure again. Passed checks
+are kept for later processes on this card (check_cache.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from trimtab.engine.cuda import nvrtc
 
 Progress = Callable[[int, int], None]
-# The matrix-vector kernels decode each weight once for up to so many rows.
+# The matrix-vector kernels decode each weight once for up to this many rows.
 MOST_ROWS = cuts.MAX_ROWS
 # Checked at one row, at an odd number and at the most.
 _ROWS = (1, 3, MOST_ROWS)
@@ -53,7 +53,7 @@ ROWS = "4-bit products of many rows"
 @dataclass(frozen=True, eq=False)
 class Product:
     """One product of 4-bit weights for a number of rows. groups: the weights of every group of layers that has its shape. gate:
-    the activation of a pair, None for layers beside each other."""
+    the activation of a pair, None for independent layers."""
 
     groups: list[list[Packed]]
     n: int
@@ -73,7 +73,7 @@ class DeviceKernels:
     configs: how each product's launch configuration is known (shipped_configs.py); rejected: those that were not used here, and
     why.
     overlap_pays: whether a step is faster when kernels begin while the one before ends; None until it was measured.
-    checks: what passed on this card before."""
+    checks: those that passed on this card before."""
 
     small: Any = None
     matvec: Any = None
@@ -133,7 +133,7 @@ class DeviceKernels:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing for the layers; the ends alone do not pay for a step of our own."""
+        """Whether there is nothing for the layers; the ends alone do not justify our step."""
         return self.small is None and self.matvec is None
 
     @staticmethod
@@ -141,7 +141,7 @@ class DeviceKernels:
         groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[tuple[int, int, int]], *, rows: int,
         sizes: ends.Sizes | None = None, progress: Progress | None = None,
     ) -> DeviceKernels:  # fmt: skip
-        """Return what works and pays for layers like these on their device, for steps of up to `rows` rows.
+        """Return the kernels that work and are faster for layers like these on their device, for steps of up to `rows` rows.
 
         groups: for every shape the groups of linear layers that have it; a group reads one input. attention: (heads, kv
         heads, head size) of each kind of layer. sizes: of the step's two ends, which stay with torch without them.
@@ -225,9 +225,9 @@ class DeviceKernels:
         return "configuration", one.key, _form_of(one.groups[0]), str(dtype), one.gate, self.small is not None
 
     def _configure(self, one: Product, config: tuple[LaunchConfig, str] | None, dtype: torch.dtype) -> None:
-        """Take a product's configuration, or the next one that this card can run, and keep for later processes that it can."""
+        """Take a product's configuration, or the next one that this card can run, and record for later processes that it can."""
         if config is None:
-            return  # `choose` says why nothing fits
+            return  # `choose` reports why nothing fits
         key = self._config_key(one, dtype)
         ways = matvec.ways(one.groups[0], one.n, self.matvec, pair=one.gate is not None)
         for cut, status in (config, *((cut, launch_configs.ESTIMATED) for cut in instead_of(config[0], ways))):
@@ -314,7 +314,7 @@ class DeviceKernels:
         out = torch.empty(1, width, device=x.device, dtype=dtype)
         gate = None if kind is None else matvec.Gate(kind)
         ours = partial(matvec.matvec4, x, packed, out, gate=gate, module=self.matvec)
-        # In a step they overlap where the card can do that, and fill the time in which another one ends.
+        # In a step they overlap where the card can do that, and start while another one ends.
         best = tuning.graph_us(ours, calls=_CALLS)
         if self.matvec.capability >= (9, 0):
             with self.overlapping(True):
@@ -357,13 +357,13 @@ def instead_of(cut: LaunchConfig, ways: Sequence[LaunchConfig]) -> list[LaunchCo
 
 
 def shape_of(group: Sequence[Leaf]) -> str:
-    """Return what a product is called: its layers' outputs and their input."""
+    """Return the name of a product: its layers' outputs and their input."""
     return f"{' + '.join(str(leaf.out_features) for leaf in group)} x {group[0].in_features}"
 
 
 @dataclass(frozen=True)
 class LayerShapes:
-    """What decides which kernels are chosen: the device, and the shapes of everything that a step computes there.
+    """The key of the choice of kernels: the device, and the shapes of everything that a step computes there.
 
     attention: (heads, kv heads, head size) of each kind of layer. linear: for each group of layers its input, its outputs and its
     format. step_ends: of both ends of a step, None where they stay with torch.
@@ -424,7 +424,7 @@ def _choose(
 
 
 def _form_of(weights: Sequence[Packed]) -> tuple[object, ...]:
-    """Return what of packed weights decides how they are computed, as values that print the same in every process."""
+    """Return the properties of packed weights that select their kernel, as values that print the same in every process."""
     return tuple((one.kind, tuple(one.shape), one.blocksize, sorted(one.parts)) for one in weights)
 
 
@@ -433,8 +433,8 @@ def _tried(
     wrong: Callable[[Any, dict[str, tuple[float, float]]], str | None], checks: KeptChecks, *what: object,
     measured: dict[str, tuple[float, float]] | None = None,
 ) -> Any:  # fmt: skip
-    """Return the module, or None with the reason in left_out. what: all that decides the check; one that passed on this card before
-    is not repeated. measured: gets the times."""
+    """Return the module, or None with the reason in `left_out`. what: all conditions of the check; one that passed on this card
+    before is not repeated. measured: gets the times."""
     measured = {} if measured is None else measured
     try:
         module = load()
@@ -445,13 +445,13 @@ def _tried(
         times: dict[str, tuple[float, float]] = {}
         why = wrong(module, times)
         measured.update(times)
-    except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is right
+    except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is correct
         if is_out_of_memory(exc):  # nothing is wrong with the kernel
             raise
         if isinstance(exc, DeviceError):
             left_out[name] = str(exc)
             return None
-        torch.zeros(1, device="cuda").item()  # raises if the device is lost: then nothing goes on
+        torch.zeros(1, device="cuda").item()  # raises if the device is lost: then nothing can run
         why = f"{type(exc).__name__}: {exc}"
     if why is None:
         checks.keep({"us": times}, name, *what)
@@ -464,7 +464,7 @@ def _wrong_small(
     module: nvrtc.Module, groups: Sequence[Sequence[Leaf]], attention: Sequence[tuple[int, int, int]], dtype: torch.dtype,
     measured: dict[str, tuple[float, float]],
 ) -> str | None:  # fmt: skip
-    """Return what is wrong with the kernels between the products, or that torch is faster at all of them together."""
+    """Return the error of the kernels between the products, or that torch is faster at all of them together."""
     widths = sorted({group[0].in_features for group in groups})
     for shape in attention:
         if (why := fused.why_not(*shape, dtype)) is not None:
@@ -481,7 +481,7 @@ def _wrong_small(
 def _wrong_ends(
     module: nvrtc.Module, sizes: ends.Sizes, dtype: torch.dtype, measured: dict[str, tuple[float, float]]
 ) -> str | None:  # fmt: skip
-    """Return what is wrong with the kernels of a step's two ends, or that torch is faster at all of them together."""
+    """Return the error of the kernels of a step's two ends, or that torch is faster at all of them together."""
     why = ends.why_not(sizes, dtype) or ends.check(module, sizes, dtype=dtype, rows=_ROWS)
     if why is not None:
         return why
@@ -496,7 +496,7 @@ def _wrong_products(
     module: nvrtc.Module, groups: Sequence[Sequence[Leaf]], dtype: torch.dtype,
     measured: dict[str, tuple[float, float]],
 ) -> str | None:  # fmt: skip
-    """Return what is wrong with the products, or that they are slower than the layers' own over all groups."""
+    """Return the error of the products, or that they are slower than the layers' own over all groups."""
     kernels, ours, theirs = DeviceKernels(matvec=module, measured_us=measured), 0.0, 0.0
     for group in groups:
         packed = [leaf.packed() for leaf in group]
@@ -517,7 +517,7 @@ def _wrong_products(
 def _wrong_rows(
     module: nvrtc.Module, leaves: Sequence[Leaf], dtype: torch.dtype, measured: dict[str, tuple[float, float]], *, n: int = 32
 ) -> str | None:  # fmt: skip
-    """Return what is wrong with the products of many rows, or that they are slower than the layers' own over all shapes."""
+    """Return the error of the products of many rows, or that they are slower than the layers' own over all shapes."""
     ours, theirs = 0.0, 0.0
     for leaf in leaves:
         packed = leaf.packed()
@@ -538,7 +538,7 @@ def _wrong_rows(
 
 
 def wrong_lora(module: nvrtc.Module, dtype: torch.dtype) -> str | None:
-    """Return what is wrong with the adapters' own kernels: random ones of two ranks, rows with and without, in float64."""
+    """Return the error of the adapters' kernels: random ones of two ranks, rows with and without, in float64."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the model computes in {dtype}, not in bfloat16 or float16"
     device, wide, high = module.device, 192, 320

@@ -1,14 +1,13 @@
 """Both ends of a decode step in few launches: embedding rows and per-layer inputs; logits and argmax.
 
 n rows, one token each. As in attention_and_norms.py every function takes a module (`load`) and launches one kernel where the
-tensors lie
-on its device and the shapes suit, else it computes the same in torch. The torch paths equal transformers' Gemma 4 modules
-bit for bit. The kernels round at the same places; a norm's sum runs in another order, and tanh is the compiler's.
+tensors are on its device and the shapes suit, else it computes the same in torch. The torch paths equal transformers' Gemma 4
+modules bit for bit. The kernels round at the same places; a norm's sum runs in another order, and tanh is the compiler's.
 
 A module serves one stream at a time (its counters are shared by its launches). Nothing here synchronizes: ids are read
-where they are. dependent: as `nvrtc.Module.launch` has it; every thread waits by itself before it reads what others made.
+where they are. dependent: as `nvrtc.Module.launch` has it; every thread waits by itself before it reads results of others.
 
-What it does not know: whether a kernel is faster here than torch (`measure` says).
+What it does not know: whether a kernel is faster here than torch (`measure` returns the times).
 Source: transformers 5.6.2 to 5.23.0, models/gemma4/modeling_gemma4.py: Gemma4TextScaledWordEmbedding,
 project_per_layer_inputs, Gemma4ForCausalLM.forward.
 """
@@ -39,7 +38,7 @@ _CHECKED_IDS, _CHECKED_SCORES = 64, 2**14
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the ends of a model's step are made of. width: of the hidden state. layers, per_layer: of each layer's own input,
+    """The sizes of both ends of a model's step. width: of the hidden state. layers, per_layer: of each layer's own input,
     0 without. softcap: of the scores, None without."""
 
     vocabulary: int
@@ -53,7 +52,7 @@ class Sizes:
 class Lookup:
     """Rows of one table: out [n, D] = table [V, D] of each id, times scale (a value of the table's own type).
 
-    in_order: row i of the table is row i's own, whatever its id.
+    in_order: row i of the table belongs to row i, for any id.
     """
 
     table: Tensor
@@ -75,7 +74,7 @@ def load(device: torch.device | str) -> nvrtc.Module:
 
 
 def prepare(module: nvrtc.Module) -> None:
-    """Give a module what the blocks of a launch tell each other by, which every launch leaves at zero."""
+    """Give a module the counters that the blocks of a launch share, which every launch leaves at zero."""
     module.scratch["best"] = torch.zeros(_MAX_ROWS, dtype=torch.int64, device=module.device)
     module.scratch["arrived"] = torch.zeros(_MAX_ROWS, dtype=torch.int32, device=module.device)
 
@@ -168,7 +167,7 @@ def with_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     `finite.check_logits` refuses the same rows.
     """
     best, token = logits.max(dim=-1)
-    # The largest of scores of which one is NaN is NaN.
+    # The maximum of scores with a NaN is NaN.
     return logits, torch.where(best.isfinite(), token, -1)
 
 
@@ -180,8 +179,8 @@ def argmax_logits(
     or infinite.
 
     logits: [n, V], rows may be strided. softcap: scores become softcap * tanh(logits / softcap), rounded after each of the
-    three. Of equal scores the first one counts. following [n] int64: the tokens are written there too, 0 for -1. out: what
-    is returned, for the kernel to write; made here without it.
+    three. Of equal scores the first one counts. following [n] int64: the tokens are written there too, 0 for -1. out: memory
+    for the result, for the kernel to write; made here without it.
     """
     n, width = logits.shape
     if (
@@ -268,7 +267,7 @@ class _Inputs:
 def check(
     module: nvrtc.Module, sizes: Sizes, *, dtype: torch.dtype = torch.bfloat16, rows: Sequence[int] = (1, 3, 8)
 ) -> str | None:
-    """Return what is wrong with the kernels on this device, or None. Random inputs; outputs are poisoned first.
+    """Return the error of the kernels on this device, or None. Random inputs; outputs are poisoned first.
 
     All are compared with their torch path: rows of tables bit for bit, sums and tanh as the small kernels are. The most likely
     token must be the one of the kernel's own scores.
@@ -338,7 +337,7 @@ def _wrong_scores(module: nvrtc.Module, inputs: _Inputs) -> str | None:
         error = fused_check.relative_error(scores[finite], wanted[0][finite]) if finite.any() else 0.0
         if error > fused_check.LARGEST_DIFFERENCE[logits.dtype]:
             return f"{what}: relative error {error:.1e}"
-        # One value of many counts for nothing in a norm.
+        # One wrong value of many hardly changes a norm.
         steps = 4 * torch.finfo(logits.dtype).eps
         if not torch.allclose(scores[finite], wanted[0][finite], rtol=steps, atol=1e-6):
             return f"{what}: one of them is not torch's"
@@ -354,7 +353,7 @@ def measure(
 ) -> dict[str, tuple[float, float]]:  # fmt: skip
     """Return name -> (the kernel's, torch's) microseconds for a step of n rows.
 
-    time_us: takes what to run, and returns what one run of it takes, best in a CUDA graph.
+    time_us: takes a function, and returns the time of one run, best in a CUDA graph.
     """
     inputs = _Inputs(module.device, sizes, dtype, n)
     runs: dict[str, Callable[[nvrtc.Module | None], Any]] = {"rows": inputs.rows}

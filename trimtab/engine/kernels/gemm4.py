@@ -1,9 +1,9 @@
 """Kernels for 9 to 128 rows, of decode steps and of prompts: 4-bit matmuls on tensor cores, adapters per row.
 
 The matrix-vector kernels (gemv4.py) decode a weight once for 8 rows at most. Here a weight is decoded once for up to 64: it
-becomes code * absmax, rounded once to the type of x, which is what bitsandbytes unpacks; sums are float32, rounded once. So a
+becomes code * absmax, rounded once to the type of x, as bitsandbytes unpacks it; sums are float32, rounded once. So a
 product equals `functional.linear` over the unpacked weight up to the order of its sum. An adapter adds y + scale B (A x) in
-float32, its change rounded first over a quantized layer, as PEFT does; which one a row uses is in the table
+float32, its change rounded first over a quantized layer, as PEFT does; the adapter of each row is in the table
 (batched_lora/table.py).
 
 Every kernel has its torch path, and is compared with float64 on the card before it is used (`wrong`).
@@ -197,7 +197,7 @@ def linear(
 
 
 def _meet(x: Tensor, lora: LoraArgs, module: nvrtc.Module, fork: torch.cuda.Stream | None) -> None:
-    """Let `low` be there for what is launched next."""
+    """Complete `low` for the next launch."""
     if fork is None:
         shrink(x, lora, module)
     else:
@@ -284,7 +284,7 @@ def _base(leaf: Leaf, module: nvrtc.Module, least: int, most: int) -> Callable[[
 def wrong(
     weights: Sequence[Packed], module: nvrtc.Module, dtype: torch.dtype, *, counts: Sequence[int] = (9, 27, 64, 101)
 ) -> str | None:
-    """Return what is wrong with the kernels over these weights (a group over one input), None if nothing: random rows, rows with an
+    """Return the error of the kernels over these weights (a group over one input), None if there is none: random rows, rows with an
     adapter of either of two ranks and without, in float64."""
     device, columns = weights[0].parts["weight"].device, weights[0].shape[1]
     generator = torch.Generator(device=device).manual_seed(columns)

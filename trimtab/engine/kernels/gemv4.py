@@ -4,8 +4,8 @@
     with a norm in front: x is norm(h) next, h = (residual + norm(y) post) scalar, rounded as fused.add_norm rounds it
     with a gate: round(round(act(y)) * up), up being the second of two layers over the same x, or a tensor
 
-W is what `Packed` stands for, never rounded to the model's type: codes enter the tensor cores as float16 (2^-12 off),
-scales and sums are float32. x is exact: 64 bf16 values times a power of two are float16 numbers. What is left is the
+W is the exact unpacked `Packed` weight, never rounded to the model's type: codes enter the tensor cores as float16 (2^-12 off),
+scales and sums are float32. x is exact: 64 bf16 values times a power of two are float16 numbers. The only error is the
 rounding of y. Relative error against float64 (norm of the difference over norm of y): 1.7e-3 for bf16, 2.5e-4 for float16,
 where bitsandbytes' own kernel has 3.6e-3 for bf16; `check` refuses more than 3e-3.
 
@@ -42,7 +42,7 @@ _TYPES = (torch.bfloat16, torch.float16)
 _LORA_THREADS, _LORA_OUTPUTS = 256, 64
 NAMES = ("lora_add",)
 PRODUCT_NAMES = ("matvec_4", "matvec_8")
-# What `low` and parts of sums hold before a product makes them: all bits set, a NaN that no operation makes.
+# The content of `low` and parts of sums before a product makes them: all bits set, a NaN that no operation makes.
 EMPTY = -1
 _TABLE_BYTES = 65536
 HELD_NAME = "matvec_held"
@@ -50,7 +50,7 @@ HELD_NAME = "matvec_held"
 
 @dataclass(frozen=True)
 class Gate:
-    """What follows a product at once: act(y) times `other` [n, D_out], or times the second of two layers (other None)."""
+    """The gate directly after a product: act(y) times `other` [n, D_out], or times the second of two layers (other None)."""
 
     kind: str
     other: Tensor | None = None
@@ -145,7 +145,7 @@ class LoraColumns:
 
 
 def decoded(packed: Packed, dtype: torch.dtype = torch.float32, *, rows: slice = slice(None)) -> Tensor:
-    """Return the weight [D_out, D_in] that a 4-bit Packed stands for, or some rows of it; scaled in float32, not rounded.
+    """Return the unpacked weight [D_out, D_in] of a 4-bit Packed, or some rows of it; scaled in float32, not rounded.
 
     Errors: AssertionError if rows are not whole blocks.
     """
@@ -189,7 +189,7 @@ def matvec4_torch(
     x: Tensor, weights: Sequence[Packed], out: Tensor, *, bias: Sequence[Tensor | None] = (), lora: LoraArgs | None = None,
     gate: Gate | None = None, norm: Norm | None = None,
 ) -> None:  # fmt: skip
-    """Write what `matvec4` writes, in torch: products and sums in float32, rounded where the kernel rounds."""
+    """Do what `matvec4` does, in torch: products and sums in float32, rounded where the kernel rounds."""
     if norm is not None:
         x = norm.apply(x, torch.empty_like(x), None)
     if gate is not None:
@@ -233,7 +233,7 @@ def source() -> str:
 
 
 def source_hash() -> str:
-    """Return what identifies the source, without its comments, in files of launch configurations."""
+    """Return the identifier of the source, without its comments, in files of launch configurations."""
     return hashlib.sha256(re.sub(r"\s*//.*", "", source()).encode()).hexdigest()[:16]
 
 
@@ -291,7 +291,7 @@ def _table(code: Tensor, module: nvrtc.Module) -> Tensor:
     tables, key = module.products.tables, code.data_ptr()
     if key not in tables:
         high, low = code.half().repeat_interleave(16), code.half().repeat(16)
-        # With the code beside it: its address is not given to another while this is kept.
+        # With the code: its address is not reused while this entry is kept.
         tables[key] = torch.stack((high, low), dim=1).contiguous(), code
     return tables[key][0]
 
@@ -349,7 +349,7 @@ def options(
     normed: bool = False,
     fixed: bool = False,
 ) -> tuple[str, ...]:
-    """Return what the products of weights like this are compiled with. fixed: as `LoraArgs.is_fixed`."""
+    """Return the compiler options of products of weights like this. fixed: as `LoraArgs.is_fixed`."""
     half, nested = dtype == torch.float16, "nested_absmax" in packed.parts
     own = () if cut is None else cut.options(packed.shape[1] // BLOCK, members, pair=pair, normed=normed)
     format_of = (f"-DHALF={half:d}", f"-DNESTED={nested:d}", f"-DWHOLE={packed.shape[1] % (4 * BLOCK) == 0:d}")
@@ -421,8 +421,8 @@ def ways(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool 
 
 
 def choose(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> LaunchConfig:
-    """Return the cut of this product: what was set for it (`DeviceKernels.prepare`, `tune`), or the best estimate of those
-    that need no kernel of their own."""
+    """Return the cut of this product: the one set for it (`DeviceKernels.prepare`, `tune`), or the best estimate of those
+    without a separate kernel."""
     key = cut_key(weights, n, pair=pair)
     chosen = module.products.chosen
     if key not in chosen:
@@ -446,7 +446,7 @@ def matvec4(
     bias: one per layer ([D_out], x's dtype) or nothing. lora: each row's adapter; its `low` is written. gate: out is then
     [n, D_out of one]. norm: x is the layer before's output; only with a cut that may be normed (`takes_norm`).
     dependent: start before the kernel in front ends (9.0 and newer) and load weights at the same time; None: as the module's
-    `overlap` says. ahead: up to four tensors that a later kernel reads, to be brought into L2 at the same time (9.0 and newer).
+    `overlap` says. ahead: up to four tensors that a later kernel reads, prefetched into L2 at the same time (9.0 and newer).
     module None or of another device: in torch. Ask `why_not` about each weight first.
     """
     pair = gate is not None and gate.other is None

@@ -1,6 +1,6 @@
-"""Whether an 8-bit output head uses its kernel on this card: if it compiles, computes rightly and is faster, asked once a load.
+"""Whether an 8-bit output head uses its kernel on this card: if it compiles, computes rightly and is faster, checked once per load.
 
-What is left out is named among the model's fallbacks.
+An unused kernel is listed in the model's fallbacks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def why_not(head: head8.Head, dtype: torch.dtype, module: nvrtc.Module) -> str |
 
 
 def check(module: nvrtc.Module, head: head8.Head, *, counts: Iterable[int] = (1, 3, head8.MAX_ROWS)) -> str | None:
-    """Return what is wrong with the kernel over this head: every output against torch's, some against float64."""
+    """Return the error of the kernel over this head: every output against torch's, some against float64."""
     q, scale, bias = head.q, head.scale, head.bias
     generator = torch.Generator(device=q.device).manual_seed(1)
     some = torch.randint(q.shape[0], (min(_CHECKED_ROWS, q.shape[0]),), device=q.device, generator=generator)
@@ -68,7 +68,7 @@ def measure(
     """Return name -> microseconds of n rows: (the kernel's, torch's over the same 8 bits) and, given the whole weight
     [V, D], (the kernel's, the whole head's).
 
-    time_us: takes what to run, and returns what one run of it takes, best in a CUDA graph.
+    time_us: takes a function, and returns the time of one run, best in a CUDA graph.
     """
     x = torch.randn(n, head.q.shape[1], device=head.q.device).bfloat16()
     ours = time_us(lambda: head8.launched(x, head.q, head.scale, head.bias, module))
@@ -85,7 +85,7 @@ def wrong(
 ) -> str | None:  # fmt: skip
     """Return why the kernel is not used for this head, None if it computes rightly and faster than torch here.
 
-    What was measured goes into `measured`.
+    The times go into `measured`.
     """
     why = why_not(head, dtype, module) or check(module, head)
     if why is not None:
@@ -111,12 +111,12 @@ def choose(leaf: Leaf) -> str | None:
         if why is None and not is_checked:
             checks.keep({}, *key)
             checks.save()
-    except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is right
+    except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is correct
         if is_out_of_memory(exc):
             raise
         if isinstance(exc, DeviceError):
             return str(exc)
-        torch.zeros(1, device=device).item()  # raises if the device is lost: then nothing goes on
+        torch.zeros(1, device=device).item()  # raises if the device is lost: then nothing can run
         return f"{type(exc).__name__}: {exc}"
     if why is None:
         assert packed.kernel is not None

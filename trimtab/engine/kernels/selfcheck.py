@@ -1,7 +1,7 @@
 """The check of the small kernels (attention_and_norms.py) on this device, and their times; runs when a model first decodes.
 
-Random inputs, poisoned outputs; norms, rotation and gates against their torch path, attention against float64. What is compared
-is compared in pieces, so that it takes little memory beside a model that may fill the device (`check_bytes`).
+Random inputs, poisoned outputs; norms, rotation and gates against their torch path, attention against float64. Comparisons are
+made in pieces, so that they take little memory in addition to a model that may fill the device (`check_bytes`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PIECE = 2**20
 
 
 def relative_error(actual: Tensor, wanted: Tensor) -> float:
-    """Return the norm of the difference over the norm of what was wanted, in float64 (infinite if not finite)."""
+    """Return the norm of the difference over the norm of the expected result, in float64 (infinite if not finite)."""
     sums = torch.zeros(2, dtype=torch.float64, device=actual.device)
     pieces = (x.reshape(-1).split(_PIECE) for x in (actual, wanted.to(actual.device)))
     for a, b in zip(*pieces, strict=True):
@@ -53,7 +53,7 @@ def relative_error(actual: Tensor, wanted: Tensor) -> float:
 def attend_exact(
     q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling: float, softcap: float | None
 ) -> Tensor:
-    """Return what `attend` approximates, [n, Hq * D] in float64."""
+    """Return the exact result of `attend`, [n, Hq * D] in float64."""
     n, heads, dim = q.shape
     kv_heads = keys.shape[1]
     attended = torch.empty(n, kv_heads, heads // kv_heads, dim, dtype=torch.float64, device=q.device)
@@ -77,7 +77,7 @@ def check(
     module: nvrtc.Module, *, widths: Sequence[int], attention: Sequence[tuple[int, int, int]],
     dtype: torch.dtype = torch.bfloat16, rows: Sequence[int] = (1, 3, 8),
 ) -> str | None:  # fmt: skip
-    """Return what is wrong with the kernels on this device, or None. Random inputs; outputs are poisoned first.
+    """Return the error of the kernels on this device, or None. Random inputs; outputs are poisoned first.
 
     widths: of the vectors that are normed or gated. attention: (heads, kv heads, head size) of each kind of layer. Norms,
     rotation and gates are compared with their torch path, attention with float64, each at a few lengths.
@@ -152,7 +152,7 @@ def _wrong_attention(
     for length, position in LENGTHS:
         keys, values = random(n, kv_heads, length, dim), random(n, kv_heads, length, dim)
         positions = torch.tensor([max(0, position - 37 * i) for i in range(n)], device=module.device)
-        for i in range(n):  # what a row does not look at is not a number
+        for i in range(n):  # places that a row does not read are NaN
             keys[i, :, int(positions[i]) + 1 :] = values[i, :, int(positions[i]) + 1 :] = math.nan
         if reason := _wrong_turn(
             module, heads, cos, sin, q_weight, k_weight, keys, values, positions, random, poisoned, wrong
@@ -177,7 +177,7 @@ def _wrong_turn(
     places, each = positions.remainder(length), torch.arange(n, device=keys.device)
     for mode, parts in (("own", 2), ("k_is_v", 1), ("shared", 0)):
         qkv, out, q = random(n, (heads + parts * kv_heads) * dim), poisoned(n, heads * dim), poisoned(n, heads, dim)
-        if mode != "shared":  # what is there before must not be looked at
+        if mode != "shared":  # the old content must not be read
             keys[each, :, places] = values[each, :, places] = math.nan
         written = keys.clone(), values.clone()
         rope_and_attention(
@@ -202,9 +202,9 @@ def _wrong_turn(
 def check_pages(
     module: nvrtc.Module, attention: Sequence[tuple[int, int, int]], dtype: torch.dtype = torch.bfloat16
 ) -> str | None:  # fmt: skip
-    """Return what is wrong with attention over pages on this device, or None: it has the bits of attention over rows in one piece.
+    """Return the error of attention over pages on this device, or None: it has the bits of attention over rows in one piece.
 
-    attention: (heads, kv heads, head size) of each kind of layer that lies in pages. What is needed for it is compiled here.
+    attention: (heads, kv heads, head size) of each kind of layer that lies in pages. Its kernels are compiled here.
     """
     generator = torch.Generator(device=module.device).manual_seed(2)
 
@@ -249,7 +249,7 @@ def measure(
 ) -> dict[str, tuple[float, float]]:  # fmt: skip
     """Return name -> (the kernel's, torch's) microseconds for one layer's sizes, n rows and full caches of `places`.
 
-    time_us: takes what to run, and returns what one run of it takes, best in a CUDA graph. width: of the hidden state. mlp:
+    time_us: takes a function, and returns the time of one run, best in a CUDA graph. width: of the hidden state. mlp:
     of one gate. attention: (heads, kv heads, head size) of each kind of layer.
     """
 

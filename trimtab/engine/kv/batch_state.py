@@ -1,4 +1,4 @@
-"""What a decode step reads: buffers that stay where they are, and the state of the rows at this step."""
+"""The inputs of a decode step: buffers at fixed addresses, and the state of the rows at this step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trimtab.engine.kv.kv_cache import BatchedKVCache
 
 @dataclass(frozen=True, eq=False)
 class StepBuffers:
-    """What the steps of one batch read and write, at the same addresses in each of them.
+    """The tensors that the steps of one batch read and write, at the same addresses in each of them.
 
     tokens [rows, 1] int64: each row's last token, where a step reads it and a captured one writes the next. cache: keys, values and
     positions of `rows` rows of up to context_tokens tokens.

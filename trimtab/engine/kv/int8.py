@@ -1,16 +1,16 @@
 """Keys and values in 8 bits: written rounded, read in the model's dtype, with one scale for each token and head.
 
     held = round_states(states)                    # [..., D] of the model's dtype -> int8 [..., D + 4]
-    states = read_states(held, torch.bfloat16)     # what attention reads
+    states = read_states(held, torch.bfloat16)     # attention's input
 
 A head's D values of one token are D integers of -127..127 and behind them their scale, the largest magnitude x 1/127, four bytes
 of float32. So a token's scale lies with its values: rows, windows, pages, snapshots and cached prefixes are copied as they are,
-without knowing. Zeros read as zeros, what is not a number reads as no number.
+without conversion. Zeros read as zeros, NaN reads as NaN.
 
 Attention never sees a key or value that was not rounded, a prompt's own tokens included. So an answer does not depend on how its
-prompt was cut into chunks, or on how much of it came from the prefix cache, but for the order of sums as ever.
+prompt was cut into chunks, or on how much of it came from the prefix cache, except for the order of sums.
 
-All operations are torch's, without waiting for the device: a CUDA graph can hold them. Passes that keep nothing (logits, hidden
+All operations are torch's, without waiting for the device: a CUDA graph can include them. Passes that keep nothing (logits, hidden
 states, towers) compute in full.
 """
 
@@ -40,7 +40,7 @@ def round_states(states: Tensor) -> Tensor:
 
 
 def read_states(held: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return keys or values [..., D] of what `round_states` gave: integer x scale in float32, rounded once to the dtype."""
+    """Return keys or values [..., D] from the result of `round_states`: integer x scale in float32, rounded once to the dtype."""
     steps, scale = held[..., :-SCALE_BYTES], held[..., -SCALE_BYTES:].view(torch.float32)
     states = torch.empty(steps.shape, dtype=dtype, device=held.device)
     if held.is_cuda or steps.dim() < 3:
@@ -58,11 +58,11 @@ class FullForm:
     """Keys and values as they are."""
 
     def hold(self, states: Tensor) -> Tensor:
-        """Return what is kept of new keys or values."""
+        """Return the stored form of new keys or values."""
         return states
 
     def read(self, held: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what attention reads of what is kept."""
+        """Return attention's input from the stored form."""
         return held
 
 
@@ -121,7 +121,7 @@ def with_form(cache: DynamicCache, kv: str) -> DynamicCache:
     """Return an empty cache whose layers keep this form; layers of other kinds stay, and `BatchedKVCache` refuses them by name."""
     if kv == "int8":
         for layer in cache.layers:
-            # The release's own constructors differ in what they take; nothing of the two classes does.
+            # Constructors have different arguments in different releases; the two classes are otherwise the same.
             layer.__class__ = _INT8.get(type(layer), type(layer))
     return cache
 

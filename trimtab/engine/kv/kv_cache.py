@@ -1,14 +1,14 @@
 """The KV cache of a fixed number of rows, each at its own position: transformers' cache interface on static buffers.
 
-A row's prompt goes through the model with transformers' own growing cache and is copied in afterwards, so that every
-mask a family needs for it (pictures that see each other, chunks) is transformers' own. From then on a decode step writes
-one position of each row in place: shapes, addresses and control flow stay the same from step to step, whatever the rows
-hold, which is what a CUDA graph needs, and rows of different length share one step.
+transformers' own growing cache computes a row's prompt, which is copied in afterwards, so that every
+mask a family needs for it (images that see each other, chunks) is transformers' own. From then on a decode step writes
+one position of each row in place: shapes, addresses and control flow stay the same from step to step for any content of
+the rows, which a CUDA graph requires, and rows of different length share one step.
 
-A full layer has a place for every position; a sliding layer is a ring: position p lies in place p % window. The keys are
+A full layer has a place for every position; a sliding layer is a ring: position p is at place p % window. The keys are
 already rotated when they get here, so their order among the places does not matter to attention. Where rows share a pool that is
-smaller than all their contexts, full layers lie in pages (pages.py): a row has as many as its request was promised. In 8 bits
-(int8.py) D + 4 bytes stand where D values would: what is written is rounded first, what attention reads is a copy.
+smaller than all their contexts, full layers are in pages (pages.py): a row has as many as its request reserved. In 8 bits
+(int8.py) D + 4 bytes replace D values: new states are rounded before they are written, and attention reads a copy.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class UnsupportedLayersError(Exception):
 
 
 class LayerCache(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's keys and values: [rows, H, places, D], a row for a prompt on its way among them if the cache has one.
+    """One layer's keys and values: [rows, H, places, D], one of them for a prompt in progress if the cache has one.
 
-    shared: the cache that knows the rows' positions, and the form of what is kept.
+    shared: the cache that knows the rows' positions, and the stored form.
     """
 
     is_compileable = True
@@ -83,7 +83,7 @@ class LayerCache(CacheLayerMixin):  # type: ignore[misc]
         kept = min(keys.shape[-2], self.places)
         first = length - kept
         for target, source in ((self.keys, keys), (self.values, values)):
-            # An unwritten place is masked, but zero times what is not a number is not a number.
+            # An unwritten place is masked, but zero times NaN is NaN.
             target[row].zero_()
             if self.is_ring:
                 places = torch.arange(first, length, device=target.device) % self.places
@@ -179,11 +179,11 @@ class PagedLayer(LayerCache):
 class BatchedKVCache(Cache):  # type: ignore[misc]
     """The keys and values of `rows` rows of up to `context_tokens` positions.
 
-    positions [rows]: the position that the next step writes, on the device. masks: what the model takes as
-    `attention_mask` of a step, see `begin`. has_prompt_row: one row more is kept, which no step touches, for a prompt that goes
-    through in pieces; it can be set until the first states are kept. kv_tokens: what full layers hold for all rows together, None
-    for every row's whole context. kv: "full" or "int8". bytes_of: the bytes of all keys and values, by the rows that are held; None
-    where nobody knows them.
+    positions [rows]: the position that the next step writes, on the device. masks: the model's
+    `attention_mask` of a step, see `begin`. has_prompt_row: one row more is kept, which no step touches, for a prompt computed
+    in pieces; it can be set until the first states are kept. kv_tokens: tokens of full layers for all rows together, None
+    for every row's whole context. kv: "full" or "int8". bytes_of: the bytes of all keys and values, by number of rows; None
+    if unknown.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
         self.kv, self.form = kv, hf_kv_int8.FORMS[kv]
         self.rows, self.context_tokens, self.device = rows, context_tokens, device
         self.positions = torch.zeros(rows, dtype=torch.long, device=device)
-        # Families that count pictures along three axes go on after one at a position that is less than the token count.
+        # Families that count images along three axes go on after one at a position that is less than the token count.
         self.offsets = torch.zeros(rows, dtype=torch.long, device=device)
         self.row_numbers = torch.arange(rows, device=device)
         self.ring_places: dict[int, Tensor] = {}
@@ -217,8 +217,8 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
     def zeros(self, like: Tensor, *shape: int) -> Tensor:
         """Return a layer's keys or values before any are written, in one piece of memory with those of the other layers.
 
-        By themselves tensors of 1 to 10 MiB share segments of 20 MiB in torch, whose rests are of no use. No plan counts them: two
-        tensors of 8 MiB leave 4 (a layer of Qwen3-8B, 4,096 tokens). What `bytes_of` has not counted is allocated by itself.
+        Separate tensors of 1 to 10 MiB share segments of 20 MiB in torch with unused remainders. No plan counts them: two tensors
+        of 8 MiB leave 4 (a layer of Qwen3-8B, 4,096 tokens). Tensors that `bytes_of` does not count are allocated separately.
         """
         count = prod(shape) * like.element_size()
         if self._bytes_of is not None:
@@ -237,7 +237,7 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
 
     @property
     def prompt_row(self) -> int:
-        """The row that a prompt is written to before it has one of its own; the only row of a cache that has but one."""
+        """The row of a prompt that has no row yet; the only row of a cache that has but one."""
         return self.rows if self.has_prompt_row else 0
 
     def lay_out(self, prompt: DynamicCache) -> None:
@@ -245,7 +245,7 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
         try:
             self._build(prompt)
         except BaseException:
-            self.layers.clear()  # half of them would be taken for all of them next time
+            self.layers.clear()  # a partial list would count as complete next time
             raise
 
     def fill(self, row: int, prompt: DynamicCache, length: int, *, offset: int = 0) -> None:
@@ -265,7 +265,7 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
                 mine.lazy_initialization(theirs.keys, theirs.values)
 
     def clear(self, row: int) -> None:
-        """Set a row's keys and values to zero: an unwritten place is masked, but zero times what is not a number is not one."""
+        """Set a row's keys and values to zero: an unwritten place is masked, but zero times NaN is NaN."""
         tensors = self._tensors_of(row)
         if tensors:
             torch._foreach_zero_(tensors)
@@ -310,7 +310,7 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
                 self.layers.append(PagedLayer(self, self.pool))
             elif type(layer) in hf_kv_int8.FULL_LAYERS:
                 self.layers.append(LayerCache(self, self.context_tokens, is_ring=False))
-            elif type(layer).__name__ == "DummyLayer":  # stands for a layer that shares another one's keys and values
+            elif type(layer).__name__ == "DummyLayer":  # a layer that shares another one's keys and values
                 self.layers.append(type(layer)())
             else:
                 raise UnsupportedLayersError(_unsupported(number, layer))
@@ -367,7 +367,7 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
         return bool(self.ring_places)
 
     def move(self, source: int, target: int) -> None:
-        """Give a row what another one holds, which is nobody's then."""
+        """Move another row's keys and values to a row."""
         for layer in self._own():
             layer.move(source, target)
         if self.pool is not None:
@@ -376,7 +376,7 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
         self.offsets[target] = self.offsets[source]
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of a row over another, which has pages of its own."""
+        """Copy the first `length` positions of a row over another, which has separate pages."""
         for layer in self._own():
             layer.move(source, target)
         if self.pool is not None:
@@ -413,7 +413,7 @@ def prompt_cache(hf_model: HFModel, kv: str = "full") -> DynamicCache:
     config = hf_model.config.get_text_config()
     cache = DynamicCache(config=config)
     if not cache.layers and getattr(config, "num_kv_shared_layers", None) == 0:
-        # Up to transformers 5.18 `layer_types[:-0]` leaves none (the doctor's I1): nothing could be put back into such a cache.
+        # Up to transformers 5.18 `layer_types[:-0]` leaves none (the doctor's I1): no states could be copied back.
         cache.layers = [_prompt_layer(kind, config) for kind in config.layer_types or ()]
     return hf_kv_int8.with_form(cache, kv)
 
@@ -470,8 +470,8 @@ def step_positions(hf_model: HFModel, cache: BatchedKVCache, count: int) -> Tens
 def prompt_positions(
     hf_model: HFModel, start: int, end: int, device: torch.device, offset: int = 0
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Return `position_ids` of a piece of text where the family would else take them from its last request. offset: what pictures
-    before the piece take off its positions."""
+    """Return `position_ids` of a piece of text where the family would else take them from its last request. offset: the number of
+    positions that earlier images save."""
     if _rope_module(hf_model) is None:
         return {}
     return {"position_ids": torch.arange(start + offset, end + offset, device=device).expand(3, 1, end - start)}
@@ -485,22 +485,22 @@ def reset_offset(hf_model: HFModel) -> None:
 
 
 def copy_offset(hf_model: HFModel) -> None:
-    """Let the model keep a copy of its offset: the memory that a pass was computed in is another's soon."""
+    """Let the model keep a copy of its offset: later passes use the memory of this pass."""
     module = _rope_module(hf_model)
     if module is not None and module.rope_deltas is not None:
         module.rope_deltas = module.rope_deltas.clone()
 
 
 def read_offset(hf_model: HFModel) -> int:
-    """Return the offset that the prompt which has just gone through leaves its answer."""
+    """Return the position offset of the answer, from the prompt that was computed last."""
     module = _rope_module(hf_model)
     deltas = None if module is None else module.rope_deltas
     return 0 if deltas is None else int(deltas)
 
 
 def _rope_module(hf_model: HFModel) -> Any:
-    """Return the module that keeps the offset, if there is one: the model itself or the one within its head. It is asked for in
-    every pass, and a model has thousands of modules below."""
+    """Return the module that keeps the offset, if there is one: the model itself or the one within its head. Every pass needs it,
+    and a model has thousands of modules below."""
     near = (hf_model, *(one for child in hf_model.children() for one in (child, *child.children())))
     return next((module for module in near if "rope_deltas" in vars(module)), None)
 

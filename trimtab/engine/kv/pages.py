@@ -1,16 +1,16 @@
-"""Keys and values in pages: a row holds as many positions as its request needs, wherever there is room in one pool.
+"""Keys and values in pages: a row has as many positions as its request needs, in any free pages of one pool.
 
     pool = PagePool(tokens, rows, context_tokens, device)
-    pages = pool.take(prompt_tokens + max_new_tokens)     # page numbers; DoesNotFitError if so many are not free
-    pool.bind(row, pages)                                 # the row's table says so from here on
+    pages = pool.take(prompt_tokens + max_new_tokens)     # page numbers; DoesNotFitError if too few are free
+    pool.bind(row, pages)                                 # the row's table has them from here on
     pool.move(2, 0); pool.unbind(0); pool.give(pages)
 
 A layer's keys are [H, P, D]: page p has the positions p * PAGE_TOKENS and following, for every layer the same pages. `PageTable`
-says which page holds a row's places i * PAGE_TOKENS and following: [rows, pages] int32 on the device, read by captured steps where
-it stands. Page NONE stands for places that a row has not: it is never written and reads as zeros. What is written to such a place
-(padding of a chunk, steps of rows that have finished) goes to page SCRAP, which nobody reads.
+says which page has a row's places i * PAGE_TOKENS and following: [rows, pages] int32 on the device, read by captured steps at
+its address. Page NONE marks places that a row does not have: it is never written and reads as zeros. Writes to such a place
+(padding of a chunk, steps of rows that have finished) go to page SCRAP, which is never read.
 
-Pages of a row are told on the host and written in the order of the stream: a step that was queued before does not see them.
+Pages of a row are set on the host and written in the order of the stream: a step that was queued before does not see them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PageTable:
         return whole.view(heads, pages.shape[0], -1, width).transpose(0, 1)[:, :, :places]
 
     def written(self, places: Tensor, table: Tensor | None = None) -> Tensor:
-        """Return where rows' places are written: [n] -> [n] one place of each of the first rows; with table [n, pages], places
+        """Return the addresses of rows' places: [n] -> [n] one place of each of the first rows; with table [n, pages], places
         [n, S] -> [n, S]; int64."""
         if table is None:
             return self.written(places[:, None], self.table[: places.shape[0]])[:, 0]
@@ -81,11 +81,11 @@ class PagePool:
         return self.pages * PAGE_TOKENS
 
     def fits(self, tokens: int) -> bool:
-        """Whether a row of so many tokens finds room now."""
+        """Whether a row of this many tokens finds room now."""
         return pages_of(tokens) <= len(self._free)
 
     def take(self, tokens: int) -> tuple[int, ...]:
-        """Return the pages of a row of so many tokens, which are its own until `give`. Errors: DoesNotFitError."""
+        """Return the pages of a row of this many tokens, reserved until `give`. Errors: DoesNotFitError."""
         count = pages_of(tokens)
         if count > len(self._free):
             raise DoesNotFitError(
@@ -112,7 +112,7 @@ class PagePool:
             self.table.table[row].fill_(NONE)
 
     def move(self, source: int, target: int) -> None:
-        """Let a row have another one's places, which has none then."""
+        """Move another row's places to a row."""
         self._bound.pop(target, None)
         self.table.table[target].copy_(self.table.table[source])
         if source in self._bound:
@@ -139,7 +139,7 @@ class RowPages:
 
     def __init__(self, cache: BatchedKVCache, context_tokens: int) -> None:
         self.cache, self.context_tokens = cache, context_tokens
-        # Gives pages back when it is called, or when nobody knows the request any more.
+        # Gives pages back when it is called, or when the request is garbage-collected.
         self._given: weakref.WeakKeyDictionary[TokenSequence, weakref.finalize[..., TokenSequence]] = (
             weakref.WeakKeyDictionary()
         )
@@ -183,7 +183,7 @@ class RowPages:
 
     @contextmanager
     def unbound_on_error(self, numbers: Sequence[int]) -> Iterator[None]:
-        """Leave rows of the cache without pages if they are not filled after all: padded steps write to rows that nobody has."""
+        """Leave rows of the cache without pages if they are not filled after all: padded steps write to rows without a request."""
         try:
             yield
         except BaseException:
@@ -192,7 +192,7 @@ class RowPages:
             raise
 
     def numbers(self) -> dict[str, int]:
-        """Return what metrics show: tokens that the pool holds, and those that requests have reserved; nothing without a pool."""
+        """Return the values for metrics: tokens of the pool, and those that requests have reserved; nothing without a pool."""
         pool = self.cache.pool
         return {} if pool is None else {"kv_tokens": pool.tokens, "kv_reserved_tokens": pool.tokens - pool.free_tokens}
 

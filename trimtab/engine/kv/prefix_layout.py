@@ -114,7 +114,7 @@ class SnapshotPart:
 
 def holds_window(place: int, written: int, window: int, held: int) -> bool:
     """Whether a sliding layer that holds the last `held` of `written` positions still has the window - 1 positions before `place`,
-    which is all that a prompt needs that resumes there.
+    which are all that a prompt needs to resume there.
 
     Such a ring may also hold later positions. Masks exclude them: they take each place of a ring for the last position before the
     next token that belongs there. Of a place that holds a later one, that position is outside the window or before the first token.
@@ -214,7 +214,7 @@ class RowViews:
         # From page-locked memory: a copy from elsewhere would wait for every step that is queued.
         index = torch.tensor(numbers, dtype=torch.long, pin_memory=parts[0].is_cuda)
         index = index.to(parts[0].device, non_blocking=True)
-        for blocks, part in zip(self.blocks, parts, strict=True):  # one by one: what is selected takes memory
+        for blocks, part in zip(self.blocks, parts, strict=True):  # one by one: a selection takes memory
             blocks.index_copy_(0, index, part) if into_row else part.copy_(blocks.index_select(0, index))
 
     def tails(self, start: int, count: int, numbers: range) -> list[Tensor]:

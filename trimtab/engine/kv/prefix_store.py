@@ -6,13 +6,13 @@
     added = store.add(key, snapshot=True)                  # the caller fills the pages of added.blocks and added.snapshot
 
 Keys and values of full attention are kept in blocks of `block_tokens` tokens, one page each. A block is known by a digest of
-the scope, of all tokens before it and of its own, so that what two prompts share is kept once. A family with sliding layers
-or another state that is not one entry per token resumes only where a *snapshot* is kept: the state after exactly so many
+the scope, of all tokens before it and of those in it, so that a prefix shared by two prompts is kept once. A family with sliding
+layers or another state that is not one entry per token resumes only where a *snapshot* is kept: the state after exactly its
 tokens, and the tokens behind the last whole block. A *blob* is kept by a key alone (an encoder's output).
 
-What was used longest ago goes first. Using a block uses all blocks before it, so that the oldest item never has one behind it.
+The least recently used item is evicted first. Using a block uses all blocks before it, so the oldest item never has one behind it.
 
-A scope separates what must never be shared: it is a digest of the client, of the adapter's content and of a secret of this
+A scope separates prefixes that must never be shared: it is a digest of the client, of the adapter's content and of a secret of this
 process. Pure: no torch, no bytes but digests. Not thread-safe.
 """
 
@@ -40,7 +40,7 @@ class Mark:
 
 
 def scope_of(*parts: bytes | str) -> bytes:
-    """Return the digest of what a cached prefix belongs to: no two different lists of parts have the same one."""
+    """Return the digest of a cached prefix's scope: no two different lists of parts have the same one."""
     digest = hashlib.sha256()
     for part in parts:
         text = part.encode() if isinstance(part, str) else part
@@ -50,16 +50,16 @@ def scope_of(*parts: bytes | str) -> bytes:
 
 @dataclass(frozen=True)
 class PrefixKey:
-    """The key of a prefix: its scope, its tokens, which nobody changes, and the content of images and audio among them."""
+    """The key of a prefix: its scope, its tokens, which never change, and the content of images and audio among them."""
 
     scope: bytes
     token_ids: Sequence[int]
     marks: tuple[Mark, ...] = ()
-    # By the tokens of a block, the digests of blocks that were asked for.
+    # By the tokens of a block, the digests of requested blocks.
     _blocks: dict[int, list[bytes]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def with_tokens(self, token_ids: Sequence[int]) -> PrefixKey:
-        """Return the key of other tokens in the same scope. Digests of what both begin with are not computed again."""
+        """Return the key of other tokens in the same scope. Digests of the common beginning are not computed again."""
         key = PrefixKey(self.scope, token_ids, self.marks)
         count = min(len(self.token_ids), len(token_ids))
         if list(self.token_ids[:count]) == list(token_ids[:count]):
@@ -116,8 +116,8 @@ class _Item:
     offset: int | None = None
     needed_by: int = 0  # blocks and snapshots behind it
     tail: int | None = None  # of a snapshot: tokens behind its last whole block
-    tails: Counter[int] = field(default_factory=Counter)  # of a block: how many snapshots have so many tokens behind it
-    note: object = None  # of a blob: what its bytes are
+    tails: Counter[int] = field(default_factory=Counter)  # of a block: tokens behind it -> count of snapshots
+    note: object = None  # of a blob: the description of its bytes
 
 
 @dataclass
@@ -157,7 +157,7 @@ class PrefixStore:
     # Finding ----------------------------------------------------------------------------------------------------------
 
     def find(self, key: PrefixKey, *, limit: int, may_end_at: Callable[[int], bool] = lambda _: True) -> Match:
-        """Return the longest cached prefix of at most `limit` tokens; what it needs counts as used now.
+        """Return the longest cached prefix of at most `limit` tokens; the blocks that it needs count as used now.
 
         may_end_at: whether the prefix may end before this token.
         """
@@ -198,7 +198,7 @@ class PrefixStore:
         return Match()
 
     def _use(self, path: Sequence[_Item]) -> None:
-        for item in reversed(path):  # what others need is used last, so that it never comes before them
+        for item in reversed(path):  # items that others need are used last, so they are never evicted before them
             self._items.move_to_end(item.key)
 
     # Adding -----------------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class PrefixStore:
         size, count = self.block_tokens, len(key.token_ids) // self.block_tokens
         path = self._path(key, len(key.token_ids))
         self._use(path)
-        # Positions behind a prompt's last picture are known there and not before.
+        # Positions behind a prompt's last image are known there and not before.
         known_from = max((mark.end for mark in key.marks), default=0)
         for number, item in enumerate(path):
             if item.offset is None and (number + 1) * size >= known_from:

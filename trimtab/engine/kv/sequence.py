@@ -1,4 +1,4 @@
-"""What is known of a request below its batch: its inputs, its tokens, and how much of its prompt is computed."""
+"""The state of a request below its batch: its inputs, its tokens, and how much of its prompt is computed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TokenSequence:
     adapter: a name, None for the base. token_ids: prompt and answer so far; prompt_tokens: length of the prompt. number: its row in
     the cache, -1 without one. finish: None while it runs, "stop", "length" or "error"; then `error` is why no token could be
     sampled, and the other rows continue. client: whose cached prefixes it may use, None for none; cached_tokens: how many of its
-    prompt's tokens it took from them; written: positions written; reuse: what it reuses. group: rows with one prompt, whose
+    prompt's tokens it took from them; written: positions written; reuse: its reused prefix. group: rows with one prompt, whose
     computation is copied; shared_tokens: how much of it. logits: of the prompt's last token [V]. pages: of the pool, where rows
     share one.
     """
@@ -95,8 +95,8 @@ class PrefillState:
 
     inputs: of `LoadedModel.prepare`. row: its request. done_tokens: tokens computed so far; chunk_tokens: length of the next chunk.
     logits: of its last token [V], once complete. cache, offset: where its keys and values are; no cache where captured chunks write
-    them into the batch's own, and before transformers' pass. ends_in_step: its last token goes through with the rows' next step
-    (last_token.py); may_end_in_step: whether whoever steps the batch joins such prompts.
+    them into the batch's own, and before transformers' pass. ends_in_step: the rows' next step computes its last token
+    (last_token.py); may_end_in_step: whether the caller of the batch's steps joins such prompts.
     """
 
     inputs: Inputs
@@ -111,7 +111,7 @@ class PrefillState:
 
     @property
     def is_open(self) -> bool:
-        """Whether all but its last token are complete, and that one goes through with the rows' next step."""
+        """Whether all but its last token are complete, and the rows' next step computes that one."""
         return self.ends_in_step and self.logits is None and 0 < self.done_tokens == self.inputs.prompt_tokens - 1
 
     # Only these write the state: a prompt begins, has chunks computed or takes states, and gives them to its row or restarts.

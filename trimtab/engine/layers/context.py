@@ -1,4 +1,4 @@
-"""What do the rooms of the engine know of the model that they run in? They read it, and none of them writes to it."""
+"""The model as the rooms of the engine see it: they read it, and none of them writes to it."""
 
 from __future__ import annotations
 

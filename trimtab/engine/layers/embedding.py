@@ -35,7 +35,7 @@ class Table(nn.Module):
         raise NotImplementedError
 
     def held(self) -> tuple[Tensor, bool] | None:
-        """Return what `rows` reads on the execution device [V, D], and whether its rows are those of the ids in order
+        """Return the table that `rows` reads on the execution device [V, D], and whether its rows are those of the ids in order
         (instead of by id); None if they come from elsewhere."""
         return None
 
@@ -47,8 +47,8 @@ class Table(nn.Module):
 
 
 class ResidentTable(Table):
-    """The whole table is on the execution device; a tied head may share it. Its rows are widened where it is held in fewer bits
-    than the model computes with; it is no parameter then, for transformers takes a model's dtype from its first one."""
+    """The whole table is on the execution device; a tied head may share it. Its rows are widened where it is stored in fewer bits
+    than the model computes with; then it is no parameter, because transformers takes a model's dtype from its first parameter."""
 
     def __init__(self, module_path: str, weight: nn.Parameter, **kwargs: Any) -> None:
         super().__init__(module_path, (weight.shape[0], weight.shape[1]), **kwargs)
@@ -65,11 +65,11 @@ class ResidentTable(Table):
 
 
 class GatheredTable(Table):
-    """The table stays in host memory or in the checkpoint file; only the rows asked for are fetched.
+    """The table stays in host memory or in the checkpoint file; only the requested rows are fetched.
 
     source: the table [V, D] on the CPU, or a file and the offset of its first row. `weight` is the first few rows on the
     execution device: Gemma4Model.forward reads the padding row of its token table on every call. `seen` is the table in host
-    memory as the device itself reads it, None where that cannot be had: then the host has to fetch the rows of every step.
+    memory as the device itself reads it, None where that is unavailable: then the host has to fetch the rows of every step.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class GatheredTable(Table):
         self._pinned = cuda
         # While `reads_staged`, rows are those that `stage` put on the device: a captured step cannot ask the host.
         self.reads_staged = False
-        # By places: a captured step goes on reading the buffer of its own batch's size, so none is ever given up.
+        # By places: a captured step keeps reading the buffer of its batch size, so none is ever freed.
         self._buffers_of: dict[int, Tensor] = {}
         self._staged: Tensor | None = None
         self.__dict__["seen"] = seen_by(source, self.device) if isinstance(source, Tensor) else None

@@ -24,9 +24,9 @@ from trimtab.formats.record import rounds_change
 class Leaf(nn.Module):
     """A linear layer whose weight lives in a tier, with its adapters: x [..., D_in] -> y [..., D_out].
 
-    Stands at the module path of the Linear it replaces. `weight` is the real tensor when it is resident, unquantized and in the
-    computing dtype, otherwise a tensor without data of the weight's shape in that dtype, so that code which only asks for a
-    shape or a dtype is right (transformers 5.6.2 casts pixels to the dtype it finds there) and code that would read it fails.
+    It replaces the Linear at its module path. `weight` is the real tensor when it is resident, unquantized and in the
+    computing dtype, otherwise a tensor without data of the weight's shape in that dtype, so that code which only reads a
+    shape or a dtype is right (transformers 5.6.2 casts pixels to the dtype it finds there) and code that would read values fails.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Leaf(nn.Module):
         return self._widened(dequantize(self.packed()), copy=True)
 
     def dense_rows(self, start: int, stop: int) -> Tensor:
-        """Return some rows of the dequantized weight, [stop - start, D_in], in memory of their own on the execution device."""
+        """Return some rows of the dequantized weight, [stop - start, D_in], in separate memory on the execution device."""
         return self._widened(dequantize_rows(self.packed(), start, stop, self.device))
 
     def _widened(self, weight: Tensor, *, copy: bool = False) -> Tensor:
@@ -183,7 +183,7 @@ def packed_together(leaves: Sequence[Leaf]) -> list[Packed]:
 
 
 def staged_in(module: nn.Module) -> Iterator[Staged]:
-    """Yield what says where the streamed weights of a module's layers are."""
+    """Yield the places of the streamed weights of a module's layers."""
     return (leaf.staged for leaf in module.modules() if isinstance(leaf, StagedLinear))
 
 

@@ -29,7 +29,7 @@ from trimtab.planning.memory.unpacked import ITEM, aligned, columns_of
 
 class UnpackedWeights:
     """The weights of some layers, of one type. Shapes: each [D_out, D_in]. columns: values behind each row, zeros at first;
-    holds: of which adapter they are, None for nobody's."""
+    holds: the adapter in them, None for none."""
 
     def __init__(self, leaves: Sequence[Leaf], columns: int = 0) -> None:
         self.columns = columns
@@ -47,7 +47,7 @@ class UnpackedWeights:
 
     @classmethod
     def of(cls, model: Any) -> UnpackedWeights | None:
-        """Return what a model's plan keeps unpacked, None if it keeps nothing."""
+        """Return the weights that a model's plan keeps unpacked, None if it keeps none."""
         if ITEM not in model.plan.gpu:
             return None
         leaves = [
@@ -109,7 +109,7 @@ class UnpackedWeights:
 
 
 def keep_unpacked(model: Any) -> tuple[UnpackedWeights | None, int]:
-    """Return what a model's kernels multiply with, None for nothing, and the bytes of what the layers of a CPU keep."""
+    """Return the weights that a model's kernels multiply with, None for none, and the bytes of those that a CPU's layers keep."""
     kept = UnpackedWeights.of(model)
     if kept is None or model.device.type != "cpu":
         return kept, 0

@@ -1,7 +1,7 @@
 """The empty model becomes rows: modalities from its sub-models, blocks from its layer lists, caches from its attention.
 
 Reads only what every transformers model has: module paths and classes, the config objects that its sub-models carry,
-the text config's fields on layers, heads and windows. What it does not know: the sizes of pictures, a processor's
+the text config's fields on layers, heads and windows. What it does not know: the sizes of images, a processor's
 choice, unless the config fixes them.
 """
 
@@ -42,8 +42,8 @@ def build_anatomy(
 ) -> Anatomy:  # fmt: skip
     """Return one row a module that owns tensors or wraps one.
 
-    windows: of the layers of stock's cache, None to read them from the config. head: "int8" makes the output head a module
-    of its own, tied to nothing. file_dtype: the type of a tensor of the files, where weights that are looked up or multiplied stay
+    windows: of the layers of stock's cache, None to read them from the config. head: "int8" makes the output head a separate
+    module, tied to nothing. file_dtype: the type of a tensor of the files, where weights that are looked up or multiplied stay
     in it if it has fewer bits than `dtype`; None where all are cast. Errors: RequestError for a pattern that names nothing, and for
     a model without such a head.
     """
@@ -73,7 +73,7 @@ def _head_path(
     packed: Mapping[str, PackedEntry],
     keep_unquantized: tuple[str, ...],
 ) -> str:
-    """Return the path of the head that an 8-bit copy can stand for. Errors: RequestError if there is none."""
+    """Return the path of the head that an 8-bit copy can replace. Errors: RequestError if there is none."""
     head = model.get_output_embeddings()
     path = next((path for path, module in model.named_modules() if head is not None and module is head), None)
     if path is None:
@@ -300,7 +300,7 @@ class _Places:
         return known and module.max_norm is None and module.num_embeddings in sizes and "position" not in path
 
     def part(self, path: str) -> Part:
-        """Return the part: table, head, the sub-model's, what joins sub-models, or language."""
+        """Return the part: table, head, the sub-model's, a connector of sub-models, or language."""
         if path in self.tables:
             return "table"
         if self.head is not None and is_under(path, self.head):
@@ -319,7 +319,7 @@ class _Places:
             return False
         if "language" in self.roots.values():
             return True
-        # The language model is the model itself: connectors stand beside a tower in a container of their own.
+        # The language model is the model itself: connectors are next to a tower in a separate container.
         containers = {parent for root in towers for parent in _parents(root)} - {"", self.base}
         return any(is_under(path, container) for container in containers)
 
@@ -430,7 +430,7 @@ class _Caches:
         )
 
     def _state_values(self) -> int:
-        """Return what gated linear attention keeps: the convolution's window and one matrix a value head."""
+        """Return the state of gated linear attention: the convolution's window and one matrix a value head."""
         names = ("linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads", "linear_value_head_dim")
         sizes = [getattr(self.text, name, None) for name in names]
         if None in sizes:

@@ -1,9 +1,8 @@
 """A plan becomes a model: every tensor is read once, quantized on the execution device and put into its tier.
 
 The module tree is transformers' own, built on tensors without data (`engine/loader/transformers_model.py::probe`); `load` fills it
-block by
-block. What a tier can move is replaced by our leaves; norms, convolutions, biases and buffers become plain tensors on the
-execution device. On any error everything that was taken is given back.
+block by block. Our leaves replace modules that a tier can move; norms, convolutions, biases and buffers become plain tensors on the
+execution device. On any error all memory is freed.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     pass
 
 CPU = torch.device("cpu")
-# A parameter of so many values is cast to a wider type a few rows at a time.
+# A parameter of this many values is cast to a wider type a few rows at a time.
 CAST_VALUES = 4 * HEAD_PIECE_VALUES
 Progress = Callable[[int, int], None]
 
@@ -58,7 +57,7 @@ Progress = Callable[[int, int], None]
 class Loaded:
     """The result of `fill`: the model tree and everything that must be closed with it.
 
-    left_out: what runs the slower way here -> why.
+    left_out: slower computation here -> reason.
     """
 
     hf_model: Any
@@ -174,9 +173,9 @@ class _Filler:
         return Loaded(self.probe.model, streamer, self.file_rows, left_out)
 
     def _blocks(self) -> list[tuple[str, list[ModuleRow]]]:
-        """Return blocks in loading order: what leaves the device first, then what stays, ties after their owners.
+        """Return blocks in loading order: blocks that leave the device first, then those that stay, ties after their owners.
 
-        Packing needs room for a whole weight beside its packed form: most of it is needed while little is resident.
+        Packing needs room for a whole weight and its packed form: most of it is needed while little is resident.
         """
         grouped: dict[str, list[ModuleRow]] = {}
         for row in self.rows:
@@ -199,7 +198,7 @@ class _Filler:
         return [row for _, row in sorted(numbered, key=lambda pair: pair[0])]
 
     def _arena_bytes(self, row: ModuleRow) -> int:
-        """Return what a module's packed weight takes in the arena: 0 unless it is quantized and stays."""
+        """Return the bytes of a module's packed weight in the arena: 0 unless it is quantized and stays."""
         weight = row.weight
         if weight is None or self.tier[row.block] != "resident":
             return 0
@@ -212,10 +211,10 @@ class _Filler:
         kind = self.plan.request.quant if entry is None else entry.format_name
         return buffer_bytes(packed_parts(weight.shape, kind, weight.dtype))
 
-    # What is read, in order -------------------------------------------------------------------------------------------
+    # Reads, in order --------------------------------------------------------------------------------------------------
 
     def _reads(self, rows: Iterable[ModuleRow]) -> Iterator[Wanted]:
-        """Yield every file tensor once, in the order in which it is first asked for."""
+        """Yield every file tensor once, in the order in which it is first needed."""
         for row in rows:
             for tensor in self._in_order(row):
                 if tensor.tied_to is not None or self._from_file(row, tensor):
@@ -240,7 +239,7 @@ class _Filler:
                                 yield Wanted(entry, device)
 
     def _cast_in_pieces(self, tensor: TensorRow) -> TensorEntry | None:
-        """Return the file tensor of a large parameter that is it in a wider type: whole, it would stand beside its cast."""
+        """Return the file tensor of a large parameter that is it in a wider type: whole, it would take memory next to its cast."""
         expression = self.probe.sources.get(tensor.tensor_path)
         name = None if expression is None or expression.is_leaf else expression.cast_leaf
         if name is None or name not in self.entries or self.shared[name] > 1 or tensor.numel < CAST_VALUES:
@@ -249,7 +248,7 @@ class _Filler:
         return self.entries[name] if is_narrow(stored, wanted) else None
 
     def _in_order(self, row: ModuleRow) -> list[TensorRow]:
-        """Return a module's tensors in the order in which they are requested: what a tier can move before the rest."""
+        """Return a module's tensors in the order in which they are requested: those that a tier can move before the rest."""
         return sorted(row.tensors, key=lambda tensor: not self._moves(row, tensor))
 
     def _moves(self, row: ModuleRow, tensor: TensorRow) -> bool:
@@ -257,7 +256,7 @@ class _Filler:
         return fused or tensor is row.weight
 
     def _first_device(self, row: ModuleRow, tensor: TensorRow) -> torch.device:
-        """Return where a tensor is read to: what leaves the device unquantized never goes there."""
+        """Return where a tensor is read to: a tensor that leaves the device unquantized is never read to it."""
         tier = self.tier[row.block]
         is_weight = row.kind in ("linear", "experts") and self._moves(row, tensor)
         if is_weight and not row.quantized and tier not in ("resident", "gather"):
@@ -381,7 +380,7 @@ class _Filler:
         self.probe.model.set_submodule(row.module_path, leaf.eval())
 
     def _fill_head8(self, row: ModuleRow, module: nn.Module, tier: str, writer: tiers.GroupWriter | None) -> None:
-        """Make the 8-bit copy of the head in its tier, slice by slice, never complete beside its source."""
+        """Make the 8-bit copy of the head in its tier, slice by slice, never complete next to its source."""
         weight = row.weight
         assert weight is not None, row.module_path
         shape = (weight.shape[0], weight.shape[1])

@@ -1,7 +1,7 @@
 """A checkpoint's processor: transformers' own, also where its video part is unavailable.
 
 Multimodal processors carry a video processor that needs torchvision even for an image. Where torchvision is missing the
-processor is put together from its other parts, and asking it for a video is refused.
+processor is put together from its other parts, and it refuses videos.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trimtab.process.json_file import check_files, read_object
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import Tokenizer
 
-# Fields of config.json whose token stands for something that is no text.
+# Fields of config.json whose token represents media, not text.
 PLACEHOLDERS = (
     "image_token_id", "image_token_index", "audio_token_id", "audio_token_index", "video_token_id", "video_token_index",
     "boi_token_id", "boi_token_index", "eoi_token_id", "eoi_token_index", "vision_start_token_id", "vision_end_token_id",
@@ -41,13 +41,13 @@ def load_processor(folder: Path) -> Any:
     check_files(folder)
     _add_once(logging.getLogger("transformers.image_utils"), _NotAmbiguous())
     lacking = _lacking(folder)
-    if lacking is not None:  # found out at the end, when all other parts are read: a large tokenizer takes a second
+    if lacking is not None:  # raised at the end, when all other parts are read: a large tokenizer takes a second
         processor = _without_video(folder, lacking)
     else:
         try:
             processor = hf.load_processor(folder)
         except CheckpointError as exc:
-            # transformers finds no tokenizer, or one of special tokens alone, by what it has loaded before.
+            # transformers finds no tokenizer, or one of special tokens alone, by the files that it has loaded before.
             if (folder / "tokenizer_config.json").is_file() and not _has_vocabulary(folder):
                 raise CheckpointError(NO_VOCABULARY, path=folder, hint=TOKENIZER_HINT) from exc
             if "orchvision" not in str(exc):
@@ -64,15 +64,15 @@ def _has_vocabulary(folder: Path) -> bool:
 
 
 def _lacking(folder: Path) -> ImportError | None:
-    """Return what transformers' own processor of the folder will fail with if its video part lacks torchvision.
+    """Return the error with which transformers' own processor of the folder will fail if its video part lacks torchvision.
 
     Transformers exports such a class as a stand-in, each of whose attributes raises ImportError (utils/import_utils.py,
-    DummyObject). None where that cannot be told from the folder's files.
+    DummyObject). None where the folder's files do not show it.
     """
     try:
         config, _ = transformers.ProcessorMixin.get_processor_dict(folder, local_files_only=True)
         kind = getattr(transformers, config["video_processor"]["video_processor_type"])
-    except Exception:  # whatever the files hold: whoever loads the processor names it
+    except Exception:  # any content of the files: the load of the processor reports it
         return None
     try:
         _ = kind.from_pretrained
@@ -82,11 +82,11 @@ def _lacking(folder: Path) -> ImportError | None:
 
 
 class _NotAmbiguous(logging.Filter):
-    """Leaves out what transformers says of an image one or three pixels wide: which axis has the channels.
+    """Suppresses transformers' warning for an image one or three pixels wide: which axis has the channels.
 
-    It takes the first one, which is right: every picture is handed over as RGB, and made [3, H, W] before it looks. There is no way
-    to say so: Gemma 4's processor does not pass `input_data_format` on (transformers 5.23.0, image_processing_pil_gemma4.py,
-    aspect_ratio_preserving_resize). Without this, each such picture of a client would write into the log.
+    It takes the first one, which is right: every image arrives as RGB, made [3, H, W] before the check. No argument prevents the
+    warning: Gemma 4's processor does not pass `input_data_format` on (transformers 5.23.0, image_processing_pil_gemma4.py,
+    aspect_ratio_preserving_resize). Without this, each such image of a client would write into the log.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -103,7 +103,7 @@ def _vocabulary(folder: Path) -> int | None:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         return int(config.get_text_config().vocab_size)
-    except Exception:  # whoever loads the model names what is wrong with its configuration
+    except Exception:  # the load of the model reports the error of its configuration
         return None
 
 
@@ -133,7 +133,7 @@ def check_named_ids(tokenizer: Tokenizer, folder: Path) -> None:
     """Raise CheckpointError if token ids that the model's files name are ordinary words of the tokenizer.
 
     A tokenizer of another model can have exactly as many tokens. Judged are the ids that end an answer, where all of them are
-    words, and those that stand for an image or an audio clip; ids that the files leave to a class's default are not.
+    words, and those that represent an image or an audio clip; ids that the files leave to a class's default are not.
     """
     config = read_object(folder / CONFIG, CONFIG) if (folder / CONFIG).is_file() else {}
     generation = folder / "generation_config.json"
@@ -190,7 +190,7 @@ def _without_video(folder: Path, first: Exception) -> Any:
         return _accepting_no_video(kind)(**parts, **rest)
     except CheckpointError:
         raise
-    except Exception as exc:  # whatever a processor's own code raises
+    except Exception as exc:  # any error of a processor's own code
         raise CheckpointError(
             f"its processor needs torchvision, and cannot be created without it ({' '.join(str(exc).split())})", path=folder,
             hint="Install the torchvision that belongs to your torch",
@@ -198,7 +198,7 @@ def _without_video(folder: Path, first: Exception) -> Any:
 
 
 def _image_processor(folder: Path, config: Mapping[str, object]) -> Any:
-    """Return the image processor's class that works on Pillow pictures."""
+    """Return the image processor's class that works on Pillow images."""
     own = config.get("image_processor")
     name = own.get("image_processor_type") if isinstance(own, dict) else None
     if name is None and (folder / "preprocessor_config.json").is_file():
@@ -234,7 +234,7 @@ def _no_video() -> object:
     from transformers.video_processing_utils import BaseVideoProcessor
 
     class NoVideoProcessor(BaseVideoProcessor):  # type: ignore[misc]
-        """Stands where a video processor would be."""
+        """Replaces a missing video processor."""
 
         def __init__(self) -> None:
             pass

@@ -56,7 +56,7 @@ class Expression:
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        """The file tensors it is made of, each once, in the order in which `replay` asks for them."""
+        """The file tensors it is made of, each once, in the order in which `replay` requests them."""
         return tuple(dict.fromkeys(self._walk()))
 
     def _walk(self) -> Iterator[str]:
@@ -68,7 +68,7 @@ class Expression:
                 yield from value._walk()
 
     def replay(self, fetch: Fetch) -> Tensor:
-        """Return the tensor, made from what fetch gives for each file tensor (asked once each), on their device."""
+        """Return the tensor, made from fetch's result for each file tensor (called once each), on their device."""
         known = {tensor_name: fetch(tensor_name) for tensor_name in self.leaves}
         with torch.no_grad():
             return self._replay(known)
@@ -108,7 +108,7 @@ def _mapped(value: object, change: Callable[[object], object]) -> Any:
 
 
 class Trace:
-    """One run of a loader: answers what needs values, and keeps every operation that failed or could not be followed.
+    """One run of a loader: answers questions about values, and keeps every operation that failed or could not be followed.
 
     equal: whether two expressions give equal tensors; the only question about values that is answered.
     """
@@ -259,7 +259,7 @@ def most_modules(most: int) -> Iterator[None]:
 
 
 class NoAllocation(TorchFunctionMode):
-    """While active, a parameter that no file holds costs nothing, and a buffer without a value can be told.
+    """While active, a parameter that no file holds costs nothing, and a buffer without a value is recognized.
 
     A loader replaces a missing parameter by `torch.empty_like(parameter, device="cpu")` and fills it at random; here it
     stays on meta and is marked as filled, so that no random numbers are drawn for it. Buffers made that way are real,
@@ -295,7 +295,7 @@ def _undefined(dtype: torch.dtype) -> float | int:
 
 
 def is_undefined(buffer: Tensor) -> bool:
-    """Return whether a buffer still holds what `NoAllocation` put into it: no code gave it a value."""
+    """Return whether a buffer still has the value that `NoAllocation` wrote: no code gave it a value."""
     if not buffer.numel() or buffer.dtype == torch.bool:
         return False
     return bool((buffer.isnan() if buffer.is_floating_point() else buffer == _undefined(buffer.dtype)).all())

@@ -171,7 +171,7 @@ def read_generation_config(folder: Path) -> Any:
 def _quiet() -> Iterator[None]:
     logging = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    # What it would warn of (missing, unexpected, mismatched) is in the Probe or an error of ours.
+    # Its warnings (missing, unexpected, mismatched) are in the Probe or an error of ours.
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
@@ -258,7 +258,7 @@ def _load_traced(
             )  # fmt: skip
     except TooLargeError as exc:
         raise CheckpointError(f"{kind.__name__} {exc}", path=checkpoint.folder / CONFIG, hint=TOO_LARGE) from exc
-    except Exception as exc:  # whatever the model's own code raises
+    except Exception as exc:  # any error of the model's own code
         why = "; ".join(trace.problems[:5]) or _words(exc)
         raise CheckpointError(
             f"cannot be loaded as {kind.__name__} by transformers {transformers.__version__}: {why}",
@@ -345,7 +345,7 @@ def _shortened(names: list[str], count: int = 20) -> str:
     return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
 
 
-# What stock quantizes -------------------------------------------------------------------------------------------------
+# Stock's quantization -------------------------------------------------------------------------------------------------
 
 
 def stock_unquantized(model: HFModel, kind: str) -> dict[str, str]:
@@ -396,9 +396,8 @@ def anatomy_of(
 ) -> Anatomy:  # fmt: skip
     """Return the anatomy of a probed checkpoint.
 
-    keeps_16bit: unquantized weights stay in 16 bits beside a computing dtype of 32 (`planning/request/dtypes.py`). Errors:
-    RequestError if a
-    keep_unquantized pattern names no linear, or if the model has no head that could be in 8 bits.
+    keeps_16bit: unquantized weights stay in 16 bits with a computing dtype of 32 (`planning/request/dtypes.py`). Errors:
+    RequestError if a keep_unquantized pattern names no linear, or if the model has no head that could be in 8 bits.
     """
     from trimtab.engine.families import step as hf_gemma4
     from trimtab.engine.kv import kv_cache as hf_slots
@@ -443,7 +442,7 @@ def _cache_windows(config: Any) -> tuple[int | None, ...] | None:
     """
     try:
         layers = transformers.DynamicCache(config=config.get_text_config(decoder=True)).layers
-    except Exception:  # a model with a cache of its own
+    except Exception:  # a model with a separate kind of cache
         return None
     return tuple(getattr(layer, "sliding_window", None) for layer in layers)
 

@@ -1,1 +1,1 @@
-"""What is an adapter on a model, and what is PEFT's arithmetic for it?"""
+"""How is an adapter attached to a model, and how is PEFT's arithmetic computed?"""

@@ -1,8 +1,8 @@
-"""What attaching an adapter needs of the weights below it: row lengths for DoRA, and which saved tensors the model already has.
+"""Values of the base weights that attaching an adapter needs: row lengths for DoRA, and saved tensors that the model already has.
 
 Both read whole weights, which takes longer than a decode step. They are computed once per adapter, in pieces, so that a server
 decodes a step after each piece. A piece dequantizes its own rows. Between two pieces only results and small factors of one LoRA
-pair are held on the device. A piece takes at most what a plan with adapters counts for it
+pair stay on the device. A piece takes at most the bytes that a plan with adapters counts for it
 (planning/memory/activations.py, `adapter_piece_bytes`).
 """
 
@@ -30,7 +30,7 @@ NORM_VALUES = ADAPTER_PIECE_VALUES
 COMPARED_VALUES = 2 * 2**20
 
 Read = Callable[[TensorEntry], Tensor]
-# first row, end -> these rows of a weight on the device, in memory of their own
+# first row, end -> these rows of a weight on the device, in separate memory
 Rows = Callable[[int, int], Tensor]
 T = TypeVar("T")
 Pieces = Generator[None, None, T]

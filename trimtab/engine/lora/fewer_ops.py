@@ -1,17 +1,17 @@
 """Fewer operations in transformers' own modules in a decode step: one for a norm, four for a LoRA.
 
-    short = ShortOps(hf_model, store, device, left_out=print)
-    with short.step():                # within: norms and adapters are short; after it, whatever happened: as before
+    short = ShortOps(hf_model, store, device, print)
+    with short.step():                # within: norms and adapters are short; after it, also after an error: as before
         hf_model(..., attention_mask=added_masks(hf_model, masks, dtype))
 
-On one token a kernel takes about as long as its launch, even in a CUDA graph, so a step costs what it has operations. An
-RMS norm of transformers is eight of them; torch has one. Which one operation a norm equals is not looked up by family but
-tried, before it is used: `FORMS` says which there are, `why_other` when one counts as equal. A norm that equals none
-stays as it is and is named.
+On one token a kernel takes about as long as its launch, even in a CUDA graph, so a step's time is proportional to its operations.
+An RMS norm of transformers is eight of them; torch has one. The operation that equals a norm is not looked up by family but
+tried, before it is used: `FORMS` lists them, `why_other` decides when one counts as equal. A norm that equals none
+stays as it is and is reported.
 
 An adapter that no kernel looks up in a table (`batched_lora/table.py`) is added as y + scale B A x in float32, rounded once; PEFT,
-whose roundings prompts keep (`layers.py`), rounds the change over a quantized layer before it adds it. Masks are what
-attention would make of them, made once instead of in every layer. What else lies between products (rotation, attention,
+whose roundings prompts keep (`layers.py`), rounds the change over a quantized layer before it adds it. Masks are in attention's
+form, made once instead of in every layer. Other operations between products (rotation, attention,
 gates) stays transformers'. No class is touched: a module's `forward` is covered by one in its own `__dict__` while the
 step lasts.
 
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
 _TRIAL_ROWS = 72
 # A sum in another order and rsqrt for pow move a float32 value by a few steps of 2^-23 ...
 MOST_STEPS_FLOAT32 = 16
-# ... and one that is rounded to 16 bits by one step, where a border between two lies in between: 16 * 2^-23 of float16's
+# ... after rounding to 16 bits, two nearly equal float32 values can differ by one step: 16 * 2^-23 of float16's
 # 2^-10 is one value in 512, in bfloat16 one in 4,096. Twice that, as a trial is a sample. Rounding before instead of after
 # the weight moves about every third. A value that moved and is then multiplied and rounded again ends up to two steps away:
 # its step is between half a step and two of the product's (so do 1 in 10 of those that moved; transformers' own module is two
 # steps away from its formula in float64 in 6 of a million values, width 5376, float16).
 MOST_MOVED_SHARE = 2**-8
-# Adapters of different rows are put side by side by a copy; beyond this their own products are as fast.
+# Adapters of different rows are joined by a copy; beyond this their own products are as fast.
 STACK_BYTES = 8 * 2**20
 
-# Operations for one row, for rows side by side, and for one adapter's rows gathered and put back (`adapter_store.EagerAdapters`).
+# Operations for one row, for rows side by side, and for one adapter's rows gathered and scattered (`adapter_store.EagerAdapters`).
 _RUN_OPS, _STACK_OPS, _GATHER_OPS = 3, 6, 9
 
 Norm = Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
@@ -77,7 +77,7 @@ def _plus_one(x: Tensor, weight: Tensor | None, wide: Tensor | None, eps: float)
 # inside: the weight in float32, rounded once (Gemma 4 and 3n). after: rounded, then times the weight (Llama, Qwen,
 # Mistral). plus one: times 1 + weight in float32 (Gemma 3).
 FORMS: dict[str, Norm] = {"inside": _inside, "after": _after, "plus one": _plus_one}
-# How often each rounds to 16 bits: so many steps of it two that are equal may lie apart.
+# How often each rounds to 16 bits: two equal ones may differ by this number of steps.
 ROUNDINGS = {"inside": 1, "after": 2, "plus one": 1}
 
 
@@ -92,7 +92,7 @@ def why_not(device: torch.device) -> str | None:
 
 
 def why_other(actual: Tensor, expected: Tensor, *, roundings: int = 1) -> str | None:
-    """Return in how much a norm's values differ from the module's own, None where only roundings do.
+    """Return by how much a norm's values differ from the module's own, None where only roundings do.
 
     roundings: how often the module rounds to 16 bits (`ROUNDINGS`).
     """
@@ -122,7 +122,7 @@ def _is_capturing(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class NormKind:
-    """What decides which short form a norm has: all norms that are equal in it share one trial."""
+    """The key of a norm's short form: all norms that are equal in it share one trial."""
 
     module_class: type[nn.Module]
     width: int
@@ -133,7 +133,7 @@ class NormKind:
 
 
 class _ShortNorm:
-    """Stands for the forward of one norm module; what its owner has proved of one holds for all like it."""
+    """Replaces the forward of one norm module; a form that its owner has proved for one is valid for all of its kind."""
 
     def __init__(self, module: nn.Module, eps: float, owner: ShortOps) -> None:
         self.module, self.eps, self.owner = module, eps, owner
@@ -152,10 +152,10 @@ class _ShortNorm:
         return FORMS[form](x, weight, self._wide(x, weight) if form == "plus one" else None, self.eps)
 
     def _wide(self, x: Tensor, weight: Tensor | None) -> Tensor | None:
-        # An adapter's weight stands here only for its own rows: it is not kept.
+        # An adapter's weight is here only for its own rows: it is not kept.
         if weight is None or weight is not self.parameter:
             return None
-        if self.wide is None and not _is_capturing(x):  # what a capture makes belongs to its graph
+        if self.wide is None and not _is_capturing(x):  # tensors made in a capture belong to its graph
             self.wide = 1.0 + weight.detach().float()
         return self.wide
 
@@ -170,7 +170,7 @@ class _ShortNorm:
         return self.owner.proved[kind]
 
     def _prove(self, x: Tensor, weight: Tensor | None) -> str | None:
-        """Return which form equals the module's own forward on random values; None, and a word to the owner, if none."""
+        """Return which form equals the module's own forward on random values; None, and a report to the owner, if none."""
         width = x.shape[-1]
         generator = torch.Generator(device=x.device).manual_seed(width)
         size = torch.logspace(-11, 6, _TRIAL_ROWS, base=2.0, device=x.device)[:, None, None]
@@ -253,14 +253,14 @@ class ShortAdapters:
         self._wide: Tensor | None = None
 
     def clear(self) -> None:
-        """Forget the last input: a step must not read what another one made."""
+        """Forget the last input: a step must not read another step's tensors."""
         self._source, self._wide = None, None
 
     def wide(self, x: Tensor) -> Tensor:
         """Return x in float32, the one made before if x has not changed since."""
         if x.dtype == torch.float32:
             return x
-        if x.is_inference():  # has no version: nobody knows whether it changed
+        if x.is_inference():  # has no version: a change would be unseen
             return x.float()
         if self._wide is None or self._source is not x or self._version != x._version:
             self._source, self._version, self._wide = x, x._version, x.float()
@@ -280,7 +280,7 @@ class ShortAdapters:
         return sum(_RUN_OPS if end - start == 1 else _STACK_OPS for start, end in runs) <= _GATHER_OPS * len(used)
 
     def apply(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
-        """See `AdapterApplier`. What is not plain LoRA, or not short this way, is added by PEFT's operations."""
+        """See `AdapterApplier`. PEFT's operations add adapters other than plain LoRA, and those not shorter this way."""
         if not layer.adapters:
             return y
         return self.add(layer, x, y) if self.can(layer, x) else EAGER.apply(layer, x, y)
@@ -344,7 +344,7 @@ def _join(adapters: Sequence[Any]) -> bool:
 
 
 class ShortOps:
-    """The short forms of one model's norms and adapters. left_out: is told (what, why) of each kind of norm that has none."""
+    """The short forms of one model's norms and adapters. left_out: receives (what, why) for each kind of norm without one."""
 
     def __init__(
         self, hf_model: HFModel, store: AdapterStore, device: torch.device, left_out: Callable[[str, str], None]
@@ -359,11 +359,11 @@ class ShortOps:
             self.leave_out("all of them", self._why)
 
     def leave_out(self, what: str, why: str) -> None:
-        """Say that norms of this kind stay as they are."""
+        """Report that norms of this kind stay as they are."""
         self._tell("norm as one operation", f"{what}: {why}")
 
     def norms(self) -> dict[nn.Module, _ShortNorm]:
-        """Return what stands for the forward of each norm of the model; an adapter may have wrapped some since."""
+        """Return the replacement of each norm's forward; an adapter may have wrapped some since."""
         serials = tuple(self.adapter_store.serials.values())
         if self._why is None and self._seen != serials:
             self._seen = serials
@@ -377,7 +377,7 @@ class ShortOps:
 
     @contextmanager
     def step(self, adapters: ShortAdapters | None = None) -> Iterator[None]:
-        """Run norms and adapters in their short forms while the block runs. adapters: what adds them, None for its own. Where
+        """Run norms and adapters in their short forms while the block runs. adapters: the applier, None for its own. Where
         adapters are looked up in a table they stay there."""
         adapters = adapters or self.adapters
         covered: list[nn.Module] = []

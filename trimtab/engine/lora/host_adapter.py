@@ -45,7 +45,7 @@ class HeldAdapter:
         Errors: AdapterError for values that are not finite, of tensors without effect too; CheckpointError if the file is short.
         """
         entries = {(one.file, one.start): one for target in spec.targets for one in target.tensors.values()}
-        # What replaces a module whole is often equal to it and then dropped: it must not be kept by its neighbours.
+        # A saved whole module often equals the model's and is then dropped: its neighbours must not keep its memory.
         saved = {
             (entry.file, entry.start) for target in spec.targets if target.kind == "saved"
             for entry in target.tensors.values()

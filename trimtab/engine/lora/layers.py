@@ -97,7 +97,7 @@ class EmbeddingAdapter:
 
 
 class SavedModule(nn.Module):
-    """Stands where a module of another kind (a norm, a convolution) was and runs it with an adapter's own parameters.
+    """Replaces a module of another kind (a norm, a convolution) and runs it with an adapter's own parameters.
 
     Path, parameters, buffers and attributes are the original's; while all rows use one adapter, reading a parameter
     gives that adapter's. Rows with different adapters are run one adapter at a time.
@@ -223,7 +223,7 @@ class PlainPlace:
 class Fitting:
     """The targets of one adapter on one model, matched and checked once, so that attaching it again is a short loop.
 
-    plain: what is taken from one piece of memory that holds all of A and B. rest: by module path, all else, which is read
+    plain: targets in one piece of memory that has all of A and B. rest: by module path, all others, which are read
     tensor by tensor. kinds: of the decoder's linear layers that it changes (`kind_of`). largest_rank: there.
     """
 
@@ -238,8 +238,8 @@ class Fitting:
 class Holders:
     """The modules that hold one attached adapter: those of its fitting's plain places, and `rest` with their paths.
 
-    address: of the piece that the plain places count from, 0 if there is none. about: what the model tells about it, None where it
-    was attached without a `LoadedModel`. serial: a new number whenever an adapter is attached, because the same name may stand for
+    address: of the piece that the plain places count from, 0 if there is none. about: the model's entry for it, None where it
+    was attached without a `LoadedModel`. serial: a new number whenever an adapter is attached, because the same name may mean
     other tensors later.
     """
 
@@ -251,7 +251,7 @@ class Holders:
 
 
 def kind_of(module_path: str) -> str:
-    """Return what modules at the same place of different layers have in common: the path without its numbers."""
+    """Return the common name of modules at the same place of different layers: the path without its numbers."""
     return ".".join("*" if part.isdigit() else part for part in module_path.split("."))
 
 
@@ -304,7 +304,7 @@ def attach_fitted(
     """Attach an adapter to the model that it was fitted to: every tensor of it, or nothing and an error.
 
     piece: the values [N] that the plain places count in, of `dtype` and on the device; the adapter keeps it. base: of this
-    adapter and model; None: computed now, which reads whole weights. about: kept beside it. Errors: RequestError for a name in
+    adapter and model; None: computed now, which reads whole weights. about: kept with it. Errors: RequestError for a name in
     use.
     """
     if name in store.names:
@@ -409,7 +409,7 @@ def _replace(model: nn.Module, path: str, module: nn.Module, store: AdapterStore
 
 
 def detach(model: nn.Module, name: str, *, store: AdapterStore | None = None) -> None:
-    """Take an adapter off the model and give its memory back; if it is in use, every row uses the base from now on.
+    """Take an adapter off the model and free its memory; if it is in use, every row uses the base from now on.
 
     store: the model's, looked for if it is not given. Errors: RequestError for a name that is not attached.
     """

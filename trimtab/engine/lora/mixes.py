@@ -7,7 +7,7 @@ prompts and steps take it as any other. DoRA: each adapter rescales the output o
 several active adapters; like DoRA alone it is computed by modules, not by captured steps. The order matters only where DoRA meets
 another adapter on a module (`_rescaled`). A mix is made when it is first used, counts as an adapter's bytes, and goes when room is
 needed or one of its adapters is unloaded. A server makes its own from adapters in host memory (`add`): where these are plain LoRA
-they need not be on the device beside it. Its requests have no order: a mix that needs one is refused there.
+they need not be on the device too. Its requests have no order: a mix that needs one is refused there.
 Source: PEFT 0.21.2, lora/layer.py Linear.forward, Embedding.forward; lora/variants.py DoraLinearVariant, DoraEmbeddingVariant.
 """
 
@@ -43,7 +43,7 @@ _Parts = list[tuple[float, Any]]
 @dataclass(eq=False)
 class SummedLinear(LinearAdapter):
     """Several adapters of a layer's output, each with its weight, in their order. A, B and magnitude are the first rescaling one's:
-    they say what kind of adapter this is."""
+    they show the kind of this adapter."""
 
     parts: _Parts = field(default_factory=list)
 
@@ -74,9 +74,9 @@ class Mixes:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        # What each was made of: its adapters' serials then.
+        # The serials of each mix's adapters when it was made.
         self._made: OrderedDict[str, dict[str, int]] = OrderedDict()
-        # Those of `add`, which whoever added them takes off.
+        # Those of `add`; the caller of `add` removes them.
         self._added: set[str] = set()
 
     def check(self, weights: Mapping[str, float]) -> None:
@@ -233,7 +233,7 @@ class Mixes:
         kinds = frozenset(lora.kind_of(path) for path, adapters in parts.values() if _in_decoder(adapters))
         ranks = [place.rank for place in places if place.part not in TOWERS]
         fitting = Fitting(model.hf_model, places, {}, kinds, max(ranks, default=0))
-        # `attach_fitted` reads what is not plain from files: these come from adapters on the device.
+        # `attach_fitted` reads all but plain LoRA from files: these come from adapters on the device.
         for place in places:
             A = piece.as_strided((place.rank, place.leaf.in_features), (place.leaf.in_features, 1), place.A_start)
             B = piece.as_strided((place.leaf.out_features, place.rank), (place.rank, 1), place.B_start)
@@ -259,7 +259,7 @@ def _rescaled(fittings: Mapping[str, Fitting]) -> tuple[str, str, str] | None:
 
 
 def _parts_of(store: AdapterStore, weights: Mapping[str, float]) -> dict[nn.Module, tuple[str, _Parts]]:
-    """Return module -> (its path, what each adapter of the mix does there). Errors: RequestError for replaced values."""
+    """Return module -> (its path, the change by each adapter of the mix). Errors: RequestError for replaced values."""
     parts: dict[nn.Module, tuple[str, _Parts]] = {}
     for name, weight in weights.items():
         holders = store.holders[name]
@@ -322,7 +322,7 @@ def _fill(place: PlainPlace, piece: Tensor, parts: _Parts) -> None:
 
 
 def _rest(path: str, parts: Sequence[tuple[float, Any]]) -> LinearAdapter | EmbeddingAdapter:
-    """Return what does the same as all parts in their order at a module where one of them is more than A and B."""
+    """Return one change equal to all parts in their order, for a module where one of them is more than A and B."""
     kinds = {type(one) for _, one in parts}
     if kinds <= {EmbeddingAdapter}:
         first = parts[0][1]

@@ -1,6 +1,6 @@
 """Routers of experts that were Linear layers once: a module with a bare weight, computed by `linear`, that takes LoRA as before.
 
-Stands where the router was and runs it with a weight that adds the adapters of the selected rows to what `linear` gives. So
+Replaces the router and runs it with a weight that adds the adapters of the selected rows to the output of `linear`. So
 the router's own code decides what follows. Nothing else is replaced, and without an adapter the router runs as it is.
 """
 
@@ -112,7 +112,7 @@ class RouterAdapter:
 
 
 class _AddingWeight(Tensor):
-    """A weight of which `linear` gives x W^T and then what `change` makes of it; a cast of it does the same."""
+    """A weight with which `linear` returns `change(x W^T)`; a cast of it does the same."""
 
     change: Callable[[Tensor, Tensor], Tensor]
 

@@ -29,7 +29,7 @@ TOWERS = ("vision", "audio", "connector")
 
 
 class AdaptedLayer(Protocol):
-    """A layer, router or embedding table as what adds adapters sees it. adapters: by name, each with `apply` for such a layer."""
+    """A layer, router or embedding table as an applier sees it. adapters: by name, each with `apply` for such a layer."""
 
     @property
     def adapters(self) -> Mapping[str, Any]: ...
@@ -42,7 +42,7 @@ class AdapterTable(Protocol):
     """A table on the device from which kernels read each row's adapter."""
 
     def empty(self, count: int) -> None:
-        """Make the scratch of a pass of `count` rows what its products must find. Called once for each pass."""
+        """Prepare the scratch of a pass of `count` rows for its products. Called once for each pass."""
 
     def args(self, leaves: Sequence[Any], rows: int, *, is_empty: bool = False) -> Any:
         """Return a `matvec.LoraArgs` for layers that read one input, None if no adapter changes them."""
@@ -53,7 +53,7 @@ class AdapterApplier(Protocol):
 
     @property
     def table(self) -> AdapterTable | None:
-        """Where kernels look adapters up instead of `apply`, None where nothing can be looked up."""
+        """Where kernels look adapters up instead of `apply`, None where no adapter can be looked up."""
 
     def apply(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
         """Return the output y [B, ..., D_out] of a layer or embedding table for x [B, ..., D_in] (or ids [B, S]) with each row's
@@ -148,9 +148,9 @@ EAGER = EagerAdapters()
 
 
 class AdapterStore:
-    """The attached adapters of one loaded model, which of them each row uses now, and what adds them.
+    """The attached adapters of one loaded model, which of them each row uses now, and the applier.
 
-    applier: what adds adapters, `EagerAdapters` where no block of `applying` says otherwise.
+    applier: adds adapters, `EagerAdapters` where no block of `applying` says otherwise.
     """
 
     def __init__(self) -> None:

@@ -1,1 +1,1 @@
-"""How is device memory besides tensors held: rates, pools, reserve, errors?"""
+"""How is device memory other than tensors counted: rates, pools, reserve, errors?"""

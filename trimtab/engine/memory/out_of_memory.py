@@ -15,15 +15,15 @@ from trimtab.engine.memory.rates import gpu_process_bytes
 from trimtab.errors import DeviceError, gib
 from trimtab.planning import Plan
 
-# How torch (CUDA runtime), cuBLAS, cuDNN and the driver (engine/cuda/nvrtc.py) say it where they have no error class for it.
+# Texts of torch (CUDA runtime), cuBLAS, cuDNN and the driver (engine/cuda/nvrtc.py), where they have no error class for it.
 _WORDS = (
     "CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
     "out of memory (CUDA error 2)",
 )  # fmt: skip
-# What torch's allocator for host memory says, which has no error class of its own, and oneDNN when it gets none.
+# Texts of torch's allocator for host memory, which has no error class, and of oneDNN when it gets none.
 _HOST_WORDS = ("can't allocate memory", "not enough memory", "could not create a primitive")
 MIB = 2**20
-# Of a budget that is passed instead: what other programs may take at the same time, and the step in which it is named.
+# Of a suggested budget: the share left to other programs, and the step to which it is rounded.
 _MARGIN_BYTES = 64 * MIB
 
 
@@ -47,7 +47,7 @@ def memory_error(exc: BaseException, what: str, plan: Plan, device: torch.device
     if device.type == "cuda":
         free, process = torch.cuda.mem_get_info(device)[0], gpu_process_bytes(device)
     planned, budget = plan.gpu_needed_bytes, plan.gpu_budget_bytes
-    # What other programs hold is not this process's to take; what it holds beyond its plan was counted too low.
+    # Memory of other programs is unavailable; memory of this process beyond its plan was counted too low.
     smaller = min(process + free, budget) - _MARGIN_BYTES if process else budget - _MARGIN_BYTES
     if process > planned:
         smaller = min(smaller, budget - (process - planned) - _MARGIN_BYTES)

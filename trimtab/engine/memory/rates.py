@@ -1,7 +1,7 @@
 """The machine through torch: GPUs, their memory, and link rates, measured once and cached.
 
-Rates are medians of a few short runs (each under half a second) and go to a file of the user's own, keyed by device, torch
-release and thread count; a file that cannot be used is measured again. What an earlier process learned, so that a plan needs no
+Rates are medians of a few short runs (each under half a second) and go to a file in the user's cache folder, keyed by device, torch
+release and thread count; a file that cannot be used is measured again. Results of an earlier process, so that a plan needs no
 torch, is in `machine/machine_cache.py`.
 
 What it does not know: the rates of another disk than the cache folder's, and on Windows and macOS, where a file cannot
@@ -45,15 +45,15 @@ __all__ = [
     "read_machine", "resolve_device", "spill_folder",
 ]  # fmt: skip
 
-# cuBLAS takes a workspace for every stream, 32 MiB on compute capability 9.0 and 8.1 MiB on most others, and keeps one of its own.
+# cuBLAS takes a workspace for every stream, 32 MiB on compute capability 9.0 and 8.1 MiB on most others, and keeps another one.
 # Within a small budget it gets the smaller one everywhere.
 WORKSPACE_CONFIG = ":4096:2:16:8"
 # CU_LIMIT_STACK_SIZE (cuda.h).
 _STACK_LIMIT = 0
 ROOM_TOLERANCE_BYTES = 64 * 2**20
 SAMPLE_BYTES = 64 * 2**20
-# A machine is busy if its GPU was used for so much of the last second, or if threads of this process got so little of their cores:
-# on two cores 0.99 to 1.00 without other programs, 0.49 beside two of them.
+# A machine is busy if its GPU was used for this share of the last second, or if threads of this process got this share of their
+# cores: on two cores 0.99 to 1.00 without other programs, 0.49 next to two of them.
 BUSY_GPU_PERCENT, BUSY_CPU_SHARE, BUSY_SAMPLE_S = 20, 0.8, 0.1
 DISK_SAMPLE_BYTES = 32 * 2**20
 SMALL_READ_BYTES = 4096
@@ -69,9 +69,9 @@ def resolve_device(device: str) -> str:
 
 
 def read_machine(device: str = "auto", *, budget_bytes: int | None = None) -> Machine:
-    """Return the machine's memory as a plan needs it. budget_bytes: of the GPU, None for what is free.
+    """Return the machine's memory as a plan needs it. budget_bytes: of the GPU, None for the free memory.
 
-    Loading takes the memory of the libraries that `runtime.model` imports too: who plans imports it before this call, since a plan
+    Loading takes the memory of the libraries that `runtime.model` imports too: import it before this call, since a plan
     that counts the process without them counts too little.
     """
     resolved = resolve_device(device)
@@ -81,7 +81,7 @@ def read_machine(device: str = "auto", *, budget_bytes: int | None = None) -> Ma
     bound_stacks(resolved)
     free, total = torch.cuda.mem_get_info(resolved)
     properties = torch.cuda.get_device_properties(resolved)
-    # What this process holds already, it can use: its context, its kernels and what torch has cached.
+    # Memory that this process has already is available to it: its context, its kernels and torch's cache.
     own = gpu_process_bytes(resolved)
     available = free + own - torch.cuda.memory_allocated(resolved)
     bound_workspaces(min(available, budget_bytes or available))
@@ -114,12 +114,12 @@ def bound_stacks(device: str | torch.device) -> bool:
 
 
 def gpu_process_bytes(device: str | torch.device) -> int:
-    """Return what the driver holds for this process on a GPU: its own figure, or an estimate where it does not tell."""
+    """Return the driver's bytes for this process on a GPU: its own figure, or an estimate where it does not tell."""
     return process_on_gpu(device)[0]
 
 
 def process_on_gpu(device: str | torch.device) -> tuple[int, bool]:
-    """Return what the driver holds for this process on a GPU, and whether that is an estimate: the driver does not tell under
+    """Return the driver's bytes for this process on a GPU, and whether that is an estimate: the driver does not tell under
     Windows' display driver model and in most containers. An estimate leaves out kernels and graphs."""
     properties = torch.cuda.get_device_properties(device)
     uuid = getattr(properties, "uuid", None)
@@ -130,7 +130,7 @@ def process_on_gpu(device: str | torch.device) -> tuple[int, bool]:
 
 
 def outside_torch(device: torch.device) -> int:
-    """Return what the driver holds for this process beside torch's tensors; 0 without a GPU; an estimate has no graphs."""
+    """Return the driver's bytes for this process without torch's tensors; 0 without a GPU; an estimate has no graphs."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
@@ -168,7 +168,7 @@ def device_name(device: str) -> str:
 
 
 def measure_rates(device: str, *, cache: bool = True) -> Rates:
-    """Return the machine's rates, measured now or as they were kept. device: "cpu" or "cuda:N".
+    """Return the machine's rates, measured now or from the cache. device: "cpu" or "cuda:N".
 
     Rates of a machine that others keep busy are too low, and kept for minutes only.
     """

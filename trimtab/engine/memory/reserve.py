@@ -1,9 +1,9 @@
 """One segment of device memory for temporary tensors of an answer, allocated when the model is loaded.
 
 torch takes memory from the driver in segments of 20 MiB, or of a tensor's own size above 10 MiB, and a free part of one segment
-never joins that of another: what a prompt needs for a moment then takes more of the device than its tensors ever hold. A segment
-as large as the plan's whole room for such tensors is cut up and joined again instead, and the process holds from the start what
-its plan counts.
+never joins that of another: temporary tensors of a prompt then take more of the device than its tensors ever hold. A segment
+as large as the plan's whole room for such tensors is split and joined again instead, and the process has from the start the memory
+that its plan counts.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from trimtab.planning.values.rows import OUTSIDE_PEAK
 LEFT_BYTES = 32 * 2**20
 # Less than this is not worth a segment.
 LEAST_BYTES = 16 * 2**20
-# What the plan counts of the driver's own memory, which torch does not hold.
+# The plan's count of the driver's own memory, which is not torch's.
 _DRIVER = tuple(name for name in OUTSIDE_PEAK if name not in ("allocator_reserve", "fragments"))
 
 
 def torch_bytes(plan: Plan) -> int:
-    """Return what the plan counts for torch: tensors at their peak, and what its allocator holds beyond them."""
+    """Return the bytes that the plan counts for torch: tensors at their peak, and what its allocator holds beyond them."""
     return plan.gpu_needed_bytes - sum(plan.gpu.get(name, 0) for name in _DRIVER)
 
 
 def is_wanted(plan: Plan, device: torch.device) -> bool:
-    """Whether torch is to hold the rest of what the plan counts for it: then every graph is captured before.
+    """Whether torch reserves the rest of the bytes that the plan counts for it: then every graph is captured before.
 
     Within small budgets only, as a larger one leaves room for segments, and not where prompts are captured: their graphs have
-    memory of their own, and some are captured later.
+    separate memory, and some are captured later.
     """
     is_small = plan.gpu_budget_bytes < SMALL_BUDGET_BYTES
     return device.type == "cuda" and is_small and plan.execution.prompt.mode not in CAPTURED

@@ -7,8 +7,8 @@
     kept = logits.clone(); del logits            # what outlives the pass is copied
     room.check()                                 # graphs are dropped if anything is left
 
-A CUDA graph keeps the addresses of its temporary tensors for good. In a pool of their own they would lie beside the room that
-towers and passes without a graph need, and a small card pays for both. Graphs and passes never run at the same time, so here they
+A CUDA graph keeps the addresses of its temporary tensors permanently. A separate pool would need memory in addition to the room of
+towers and passes without a graph, and a small card pays for both. Graphs and passes never run at the same time, so here they
 use the same bytes: torch's allocator may give a free part of the pool to either (torch/_inductor/cudagraph_trees.py runs its
 passes without graphs in the graphs' pool as well). One segment as large as the plan's count is allocated first, because torch
 never joins segments.
@@ -38,8 +38,8 @@ from trimtab.planning.values.execution import CAPTURED
 
 # Left to other tensors on the device when the segment is allocated.
 _SPARE_BYTES = 8 * 2**20
-# Left of what the plan counts for torch: segments of 2 MiB for small tensors, here and in the room, and what answers allocate
-# beside the room: copies of a prompt's embeddings, logits, a piece of an adapter that is being prepared.
+# Left of the bytes that the plan counts for torch: segments of 2 MiB for small tensors, here and in the room, and tensors of
+# answers outside the room: copies of a prompt's embeddings, logits, a piece of an adapter that is being prepared.
 LEFT_BYTES = 64 * 2**20
 # The segment is smaller than planned by up to a quarter where torch holds more elsewhere than a plan counts: a pass takes less
 # where our kernels add its adapters, whose copies in float32 a plan counts (a third of an image's pass with E4B).
@@ -47,13 +47,13 @@ LEAST_SHARE = 0.75
 
 
 class Owner(Protocol):
-    """Whoever has graphs in a room."""
+    """An owner of graphs in a room."""
 
     def drop_graphs(self) -> None: ...
 
 
 class PrefillMemoryPool:
-    """The room of one model. nbytes: of its segment. torch_bytes: what the plan counts for torch, where the room is to hold the
+    """The room of one model. nbytes: of its segment. torch_bytes: the plan's count for torch, where the room takes the
     rest of it; 0 where it holds `nbytes`. dtype: of the model. owners: of its graphs.
     """
 
@@ -84,12 +84,12 @@ class PrefillMemoryPool:
 
     @property
     def held_bytes(self) -> int:
-        """What torch holds for the room; more than its segment where tensors did not fit there."""
+        """The bytes that torch has for the room; more than its segment where tensors did not fit there."""
         return sum(int(segment["total_size"]) for segment in self._segments())
 
     @property
     def left_bytes(self) -> int:
-        """What passes have left in the room."""
+        """The blocks that passes have left in the room."""
         return sum(size for _, size in self._left)
 
     def make(self, *, is_lean: bool = False) -> bool:
@@ -151,8 +151,8 @@ class PrefillMemoryPool:
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """Allocate in the room while the block runs, on the capture stream; what was queued before is waited for, and the block by
-        what is queued after it. Without a room, and within another such block, nothing changes."""
+        """Allocate in the room while the block runs, on the capture stream; it waits for work queued before, and the block is
+        waited for by work queued after it. Without a room, and within another such block, nothing changes."""
         if self._pool is None or self._is_used:
             yield
             return
@@ -219,7 +219,7 @@ def room_of(plan: Plan, anatomy: Anatomy, device: torch.device) -> PrefillMemory
         return None
     towers = plan.execution.towers
     # The room is all that the plan counts: torch never joins segments, and a pass at its worst would need more of them than its
-    # tensors hold. Captured towers have segments of their own.
+    # tensors take. Captured towers have separate segments.
     takes_rest = towers is None or towers.mode not in CAPTURED
     return PrefillMemoryPool(
         device, room_bytes(plan, anatomy), torch_bytes=torch_bytes(plan) if takes_rest else 0,

@@ -34,7 +34,7 @@ class SteppedModel(Protocol):
 
 
 def extra_bytes(model: SteppedModel, rows: int, mode: str | None = None) -> int:
-    """Return what captured steps of `rows` rows take on the device beside what the model's plan counts: 0 for the steps that were
+    """Return the device bytes of captured steps of `rows` rows in addition to the model's plan: 0 for the steps that were
     planned, the difference for more rows and for a mode that was requested after planning. mode: None for the planned one."""
     plan, anatomy = model.plan, model.anatomy
     planned, context_tokens = plan.execution.step, plan.request.context_tokens
@@ -71,7 +71,7 @@ def check_room(model: SteppedModel, rows: int, mode: str) -> None:
 
 
 def most_graphs(model: SteppedModel, rows: int) -> int:
-    """Return how many graphs of steps are kept: as many as were counted, and what the budget leaves room for."""
+    """Return how many graphs of steps are kept: as many as were counted, and more where the budget leaves room."""
     plan, anatomy = model.plan, model.anatomy
     mode = plan.execution.step.mode if plan.execution.step.mode in CAPTURED else "fused"
     counted = graph_count(

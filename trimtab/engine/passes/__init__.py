@@ -1,1 +1,1 @@
-"""How does a chunk of tokens go through the modules with fixed shapes?"""
+"""How do the modules compute a chunk of tokens with fixed shapes?"""

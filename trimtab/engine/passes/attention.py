@@ -5,19 +5,19 @@
 transformers' `sdpa` form copies keys and values to every query head (`repeat_kv`) wherever several tokens have a mask or heads are
 wider than 256 (transformers 5.23.0, integrations/sdpa_attention.py): 64 MiB for 4,096 places of Gemma 4 E4B. Here the query
 [1, KV x G, T, D] is viewed as a batch of G with KV heads, and keys and values [1, KV, S, D] are expanded to that batch with a
-stride of 0. Torch's kernels compute each head of each sequence alone and read through strides, so every head goes through the same
+stride of 0. Torch's kernels compute each head of each sequence alone and read through strides, so every head has the same
 operations. The output is copied once into the layout that the next layer reads; transformers' form needs no such copy. With one
-head of keys (Gemma 4 E2B) transformers copies nothing either, and meets the branch below: the bits are those of keys in memory.
+head of keys (Gemma 4 E2B) transformers copies nothing either, and takes the branch below: the bits are those of keys in memory.
 
 Why the groups are the batch and not the heads: torch's memory-efficient kernel takes a last block of one query for a decode step if
 the head stride of the keys is 0 (`advance_to_block` in mem_eff_attention/kernel_forward.h, torch 2.13.0), and computes other heads
 instead (pytorch/pytorch#191937). A batch stride of 0 does not meet that branch.
 
-Which kernel computes is asked of torch for the very tensors (`_fused_sdp_choice`), and only the named one per device counts: it
-takes no copy and never stores scores. For anything else (cuDNN's attention, torch's plain form, several sequences, one token) the
-call goes to transformers unchanged. `use_in` also compares both forms on this device before one is replaced.
+torch reports the kernel for the very tensors (`_fused_sdp_choice`), and only the named one per device counts: it
+takes no copy and never stores scores. For anything else (cuDNN's attention, torch's plain form, several sequences, one token)
+transformers computes the call unchanged. `use_in` also compares both forms on this device before one is replaced.
 
-What is not covered: several sequences. Their keys cannot be expanded along the batch, and along the heads they meet that branch.
+What is not covered: several sequences. Their keys cannot be expanded along the batch, and along the heads they take that branch.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
 
-# Under this name transformers finds the function; no model of anyone else asks for it.
+# Under this name transformers finds the function; no other model uses it.
 NAME = "trimtab_grouped"
-# What `LoadedModel.fallbacks` calls it.
+# Its name in `LoadedModel.fallbacks`.
 WHAT = "attention without repeated keys"
 # By device, the implementation whose bits do not depend on how heads and batch are divided. On a CPU torch's flash attention splits
 # by lengths; on a GPU it takes no mask, and groups by itself without one.
 _KERNELS = {"cpu": SDPBackend.FLASH_ATTENTION.value, "cuda": SDPBackend.EFFICIENT_ATTENTION.value}
 # Wider heads of a query without a mask are repeated too (transformers 5.23.0, `use_gqa_in_sdpa`).
 WIDEST_GROUPED = 256
-# Arguments that change the computation, of which nothing is known here.
+# Arguments that change the computation, which are not handled here.
 _UNKNOWN = ("position_bias", "cache", "softcap", "s_aux")
 # Lengths of a trial: a last block of one query, keys on both sides of torch's padding of masks.
 _TRIAL_TOKENS, _TRIAL_PLACES = 33, (33, 96)
@@ -74,7 +74,7 @@ def attention(
 def grouped(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float | None, is_causal: bool
 ) -> Tensor | None:
-    """Return [1, T, H, D] contiguous without repeating keys, None where transformers' form is the one to take.
+    """Return [1, T, H, D] contiguous without repeating keys, None where transformers' form is needed.
 
     Shapes: query [1, H, T, D], key and value [1, KV, S, D], mask [1, 1, T, S] or None. is_causal: without a mask, T = S.
     """
@@ -109,9 +109,9 @@ def may_pack(query: Tensor) -> bool:
 
 
 def use_in(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Let the decoder's attention modules compute so. Return why they stay as they are, None if nothing differs.
+    """Let the decoder's attention modules use this form. Return why they stay as they are, None if nothing differs.
 
-    Model and decoder keep their config: masks are made as before. What attention modules read is a view of it in which only
+    Model and decoder keep their config: masks are made as before. Attention modules read a view of it in which only
     the name of the attention differs, and that only while it is "sdpa".
     """
     modules = list(_modules(hf_model))

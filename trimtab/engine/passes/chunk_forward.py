@@ -1,4 +1,4 @@
-"""A prompt chunk with fixed shapes and addresses, so that a CUDA graph can hold it.
+"""A prompt chunk with fixed shapes and addresses, so that a CUDA graph can include it.
 
     chunks = chunks_of(prompt_tokens, CHUNKS)
     forward = ChunkForward(hf_model, cache, dtype)   # keys and values go into a row of a BatchedKVCache
@@ -8,10 +8,10 @@
         logits = forward.run(forward.form_of(chunk))     # [V] float32 of the last chunk
 
 A chunk has one of a few sizes and is padded; its first position and its number of tokens are tensors, from which masks,
-places in the cache and the index of the last token are computed on the device. What is part of the program instead of the
-data (`Form`) is the size, whether it is the first or the last chunk, and how many places of the cache attention reads.
+places in the cache and the index of the last token are computed on the device. Part of the program instead of the
+data (`Form`) are the size, whether it is the first or the last chunk, and how many places of the cache attention reads.
 Modules and their operations are transformers' own; a decoder layer is given another mask, not another computation, unless
-kernels stand for it (`firsts`, `lasts`).
+kernels replace it (`firsts`, `lasts`).
 
 Layers that read the keys and values of earlier ones (Gemma 3n, Gemma 4) write none: they see the last token of the last
 chunk alone, and no other chunk at all. That is exact: the same operations on fewer rows; a product of one row may be
@@ -84,10 +84,10 @@ def chunks_of(
     tokens: int, sizes: Sequence[int], *, may_end_at: Callable[[int], bool] = lambda _: True, start: int = 0,
     border: int | None = None,
 ) -> list[Chunk] | None:  # fmt: skip
-    """Return the chunks of a prompt: the largest size as often as it is filled, then the smallest that holds the rest.
+    """Return the chunks of a prompt: the largest size as often as it is filled, then the smallest that fits the rest.
 
-    may_end_at: whether a chunk may end before this token. start: how many tokens have gone through already. border: a place
-    where a chunk has to end. None if tokens that have to be in one chunk are more than any holds.
+    may_end_at: whether a chunk may end before this token. start: how many tokens are computed already. border: a place
+    where a chunk has to end. None if the tokens that have to be in one chunk exceed every size.
     """
     if border is not None and start < border < tokens:
         before = chunks_of(border, sizes, may_end_at=may_end_at, start=start)
@@ -110,7 +110,7 @@ def _chunk(start: int, end: int, sizes: Sequence[int], *, is_last: bool) -> Chun
 
 
 def why_not(hf_model: HFModel) -> str | None:
-    """Return why this family's prompts cannot go through in such chunks, None if they can."""
+    """Return why this family's prompts cannot be computed in such chunks, None if they can."""
     if (state := hf_slots.why_not(hf_model)) is not None:
         return state
     config = hf_model.config.get_text_config()
@@ -164,7 +164,7 @@ class ChunkLayer(CacheLayerMixin):  # type: ignore[misc]
         return keys, values
 
     def _one(self, kept: Tensor, new: Tensor) -> Tensor:
-        """Write and return states in the form that the cache keeps.
+        """Write and return states in the cache's form.
 
         Shapes: kept [rows, H, places, D], in pages [H, P, D]; new [1, H, size, D]; in 8 bits D + 4 for D.
         """
@@ -199,7 +199,7 @@ class ChunkLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.target.places
 
 
-# What a chunk reads --------------------------------------------------------------------------------------------------
+# Inputs of a chunk ---------------------------------------------------------------------------------------------------
 
 
 class Buffers:
@@ -221,13 +221,13 @@ class Buffers:
         self.derive()
 
     def derive(self) -> None:
-        """Compute what follows from start and count; the first operations of a pass."""
+        """Compute the values that depend on start and count; the first operations of a pass."""
         torch.sub(self.count, 1, out=self.last)
         # Padding behind the context's end goes to its last place, which no prompt that leaves room for an answer uses.
         torch.clamp(self.start + self.numbers, max=self.context_tokens - 1, out=self.places)
 
     def write(self, chunk: Chunk, ids: Sequence[int], positions: Tensor | None) -> None:
-        """Bring a chunk's numbers to the device in one copy. positions [axes, count]: on the CPU, None for those in order."""
+        """Copy a chunk's numbers to the device at once. positions [axes, count]: on the CPU, None for those in order."""
         values = torch.zeros_like(self._held, device="cpu", pin_memory=self.device.type == "cuda")
         values[: chunk.count] = torch.tensor(ids, dtype=torch.long)
         own = values[self.size : (1 + self.axes) * self.size].view(self.axes, self.size)
@@ -283,7 +283,7 @@ def covered(forwards: Mapping[nn.Module, Callable[..., object]]) -> Iterator[Non
 class ChunkForward:
     """Passes of chunks through a model, their keys and values in one row of a cache. Inference only.
 
-    Everything that a pass reads and writes stays where it is: a pass may be captured, after one of its form was not.
+    All tensors that a pass reads and writes have fixed addresses: it may be captured after an uncaptured pass of its form.
     """
 
     def __init__(self, hf_model: HFModel, cache: BatchedKVCache, dtype: torch.dtype) -> None:
@@ -305,10 +305,10 @@ class ChunkForward:
         self.form = Form(0, 0, is_last=False)
         self._ring_sources: dict[int, Tensor] = {}
         self._paged_places: Tensor | None = None
-        # What stands for the layers from `first_shared` on (last_layers.py) and in front (chunk.py), if anything.
+        # The replacement of the layers from `first_shared` on (last_layers.py) and of those in front (chunk.py), if any.
         self.lasts: Callable[[int, Buffers], Callable[..., Tensor]] | None = None
         self.firsts: Callable[[int, Tensor | None], Callable[..., Tensor]] | None = None
-        # Any mask of four dimensions is one that is ready: each layer gets its own instead.
+        # transformers uses any mask of four dimensions as it is: each layer gets its own instead.
         self._ready = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
 
     def _kinds_of_layers(self) -> list[str]:
@@ -318,7 +318,7 @@ class ChunkForward:
         return [_KINDS[1 if getattr(one, "is_ring", False) else 0] for one in self.cache.layers]
 
     def _first_shared(self) -> int:
-        """Return the number of the first layer from which on all use the keys and values of earlier ones."""
+        """Return the number of the first layer such that it and all later ones use the keys and values of earlier ones."""
         shared = [_is_shared(layer) for layer in self.layers]
         first = len(shared)
         while first and shared[first - 1]:
@@ -327,7 +327,7 @@ class ChunkForward:
 
     @property
     def buffers(self) -> Buffers:
-        """Those of the form that runs."""
+        """The buffers of the form that runs."""
         return self._by_size[self.form.size]
 
     def begin(self, row: int) -> None:
@@ -362,12 +362,12 @@ class ChunkForward:
             buffers.write_media(chunk, media)
 
     def run(self, form: Form) -> Tensor:
-        """Return the logits [V] of the last token of a last chunk, of another its hidden state [D], which nobody needs but to
-        see that a pass is another's; float32. Keys and values are written."""
+        """Return the logits [V] of the last token of a last chunk, of another chunk its hidden state [D], which only tests of equal
+        passes read; float32. Keys and values are written."""
         self.form = form
         try:
             return self._run(form)
-        finally:  # nothing that a pass has made outlives it
+        finally:  # no tensor of a pass outlives it
             self._ring_sources.clear()
             self._paged_places = None
 
@@ -401,7 +401,7 @@ class ChunkForward:
         """Return, for each place of a sliding layer, which of (places kept, tokens of the chunk) it holds afterwards."""
         if places not in self._ring_sources:
             buffers, numbers = self.buffers, self._places[:places]
-            if self.form.is_first:  # there are none kept; what no token is for holds the first one, and is masked
+            if self.form.is_first:  # none are kept; a place without a token has the first one, and is masked
                 newest = buffers.last - torch.remainder(buffers.last - numbers, places)
                 self._ring_sources[places] = newest.clamp(min=0)
             else:
@@ -468,10 +468,10 @@ class ChunkForward:
         added = torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, float("-inf"))
         return added[None, None]
 
-    # What modules are given ----------------------------------------------------------------------------------------
+    # Inputs of modules ---------------------------------------------------------------------------------------------
 
     def _with_embeddings(self) -> Callable[..., object]:
-        """Return what stands for the decoder's forward where the tokens' embeddings are given."""
+        """Return the replacement of the decoder's forward for given embeddings."""
         inner, embeddings = self.decoder.forward, self.buffers.embeddings
 
         def forward(*args: object, **kwargs: object) -> object:
@@ -482,7 +482,7 @@ class ChunkForward:
         return forward
 
     def _layer(self, number: int, masks: Mapping[str, Tensor | None]) -> Callable[..., object]:
-        """Return what stands for a decoder layer's forward in this pass."""
+        """Return the replacement of a decoder layer's forward in this pass."""
         layer, mask, form = self.layers[number], masks[self._kinds[number]], self.form
         inner = layer.forward
 

@@ -32,7 +32,7 @@ def images_look_ahead(config: Any) -> bool:
 
 @dataclass(frozen=True)
 class Media:
-    """What a prompt with images or audio is made of once its towers have run, of all its S tokens.
+    """A prompt with images or audio once its towers have run, of all its S tokens.
 
     Shapes: embeddings [1, S, D]; deep [n][1, S, D], added behind the first n layers; positions [3, S] on the CPU or None;
     masks: kind of layer -> [S, S], only where tokens look ahead. reach: by token, the last one that it looks at.
@@ -50,7 +50,7 @@ class Media:
 
 
 class _StoppedError(Exception):
-    """Carries what the decoder was called with."""
+    """Has the arguments of the decoder's call."""
 
     def __init__(self, inputs: dict[str, Any]) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class _StoppedError(Exception):
 
 
 def media_of(hf_model: HFModel, tensors: Mapping[str, Tensor]) -> Media:
-    """Return what the model's own code gives its decoder for a prompt with images or audio: the towers run, the decoder does
+    """Return the decoder's inputs from the model's own code for a prompt with images or audio: the towers run, the decoder does
     not. Errors: RuntimeError for inputs of a form that is not known."""
 
     def stop(*args: object, **kwargs: object) -> object:
@@ -88,7 +88,7 @@ def media_of(hf_model: HFModel, tensors: Mapping[str, Tensor]) -> Media:
 
 
 def _dense(inputs: Mapping[str, Any], embeddings: Tensor) -> tuple[Tensor, ...]:
-    """Return what later layers add at some positions as tensors of all positions."""
+    """Return the values that later layers add at some positions as tensors of all positions."""
     deep, where = inputs.get("deepstack_visual_embeds"), inputs.get("visual_pos_masks")
     if deep is None or where is None:
         return ()
@@ -110,7 +110,7 @@ def looking_ahead(masks: object) -> tuple[dict[str, Tensor], tuple[int, ...]]:
     }  # fmt: skip
     if not any(bool(mask.triu(1).any()) for mask in looks.values()):
         return {}, ()
-    causal = torch.ones_like(next(iter(looks.values()))).tril()  # what a missing mask stands for
+    causal = torch.ones_like(next(iter(looks.values()))).tril()  # the meaning of a missing mask
     looks = {kind: looks.get(kind, causal) for kind in masks}
     furthest = torch.zeros(next(iter(looks.values())).shape[0], dtype=torch.long)
     for mask in looks.values():

@@ -6,16 +6,15 @@
     logits = forward.run(form)                     # [rows, V] float32 of each prompt's last token
 
 A prompt of 64 tokens takes nearly as long as one of 512, because either reads and unpacks every weight. As rows of one pass they
-share that: products see all tokens, attention sees one prompt at a time, with the keys and values that its row of the cache holds.
+share that: products see all tokens, attention sees one prompt at a time, with the keys and values of its row of the cache.
 Every piece goes to its prompt's end. A row has as many places as the longest piece needs; a pass of fewer prompts than rows
 repeats the first one, which writes the same values to the same places.
 
 Positions, masks, rows of the cache and last tokens are computed on the device from tensors, as chunk_forward.py has it: a pass can
-be
-captured, and prompts of any lengths up to the form's use the same graph. Layers that read the keys and values of earlier ones see
-the last token of each prompt alone.
+be captured, and prompts of any lengths up to the form's use the same graph. Layers that read the keys and values of earlier ones
+see the last token of each prompt alone.
 
-What is not covered: images and audio, prompts of more than one chunk: those go through alone.
+What is not covered: images and audio, prompts of more than one chunk: these are computed alone.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Piece:
-    """What goes through of one prompt: its tokens from `start` to its end. row: of the cache, which holds those before them."""
+    """The part of one prompt in a pass: its tokens from `start` to its end. row: of the cache, with the tokens before them."""
 
     token_ids: Sequence[int]
     start: int
@@ -64,13 +63,13 @@ class PackBuffers:
         self.derive()
 
     def derive(self) -> None:
-        """Compute what follows from start and count; the first operations of a pass."""
+        """Compute the values that depend on start and count; the first operations of a pass."""
         torch.sub(self.count, 1, out=self.last)
         # Padding behind the context's end goes to its last place, which no prompt that leaves room for an answer uses.
         torch.clamp(self.start[:, None] + self.numbers, max=self.context_tokens - 1, out=self.places)
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        """Bring the numbers of a pass to the device in one copy."""
+        """Copy the numbers of a pass to the device at once."""
         values = torch.zeros_like(self._held, device="cpu", pin_memory=self.device.type == "cuda")
         tokens = self.rows * self.size
         ids = values[:tokens].view(self.rows, self.size)
@@ -138,7 +137,7 @@ class PackForward(ChunkForward):
         return Form(size, places, is_last=True, rows=rows, by_table=by_table)
 
     def load_pack(self, form: Form, pieces: Sequence[Piece]) -> None:
-        """Bring the tokens of a pass to where it reads them."""
+        """Copy the tokens of a pass to its buffers."""
         key = form.rows, form.size
         if key not in self._packs:
             self._packs[key] = PackBuffers(*key, self._axes, self.cache.context_tokens, self.device)
@@ -211,7 +210,7 @@ class PackForward(ChunkForward):
         added = torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, float("-inf"))
         return added.view(-1, 1, *added.shape[-2:])
 
-    # What modules are given ----------------------------------------------------------------------------------------
+    # Inputs of modules ---------------------------------------------------------------------------------------------
 
     def _with_last_tokens(self) -> Callable[..., object]:
         """Return a replacement of the decoder's forward that returns the states of each row's last token only."""

@@ -1,4 +1,4 @@
-"""A prompt that goes through in chunks of its own batch (prefill.py)."""
+"""A prompt that is computed in chunks of a separate batch (prefill.py)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from trimtab.engine.passes.media_embeddings import Media
 
 @dataclass(eq=False)
 class PromptJob:
-    """A prompt on its way: its chunks, and how many are through. serial: of its adapter when it began. kept: what need not go
-    through."""
+    """A prompt in progress: its chunks, and how many are computed. serial: of its adapter when it began. kept: the tokens that need
+    no computation."""
 
     chunks: list[Chunk]
     media: Media | None

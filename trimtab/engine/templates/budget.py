@@ -1,6 +1,6 @@
 """The budget of a chat template: steps, characters and depth, counted before the work is done.
 
-A chat template is a program of whoever published the checkpoint. jinja2's sandbox keeps it from Python's internals, but not from
+A chat template is a program of the checkpoint's publisher. jinja2's sandbox keeps it from Python's internals, but not from
 time and memory: `'a' * 10**9` is a valid template. `metered` returns a jinja2 environment that renders the same texts and counts:
 a step for each block, iteration, call and filter, and the characters that each operation reads and writes (costs.py).
 Counts depend on template and messages alone, never on the machine. Imports no torch.
@@ -46,9 +46,9 @@ from trimtab.engine.templates.costs import (
     times,
 )
 
-# What a call of a macro takes of the steps.
+# Steps of a macro call.
 _CALL_STEPS = 20
-# A sum of so many texts is counted after it is made.
+# A sum of this many texts is counted after it is made.
 _PARTS = 4
 _DICT_NAMES = frozenset(dir(dict))
 _LOOP_NAMES = frozenset(("first", "index", "index0", "last", "length", "nextitem", "previtem", "revindex", "revindex0"))
@@ -109,7 +109,7 @@ class _Generator(CodeGenerator):
             self.write("(environment.escaped if context.eval_ctx.autoescape else environment.text)(")
         elif frame.eval_ctx.autoescape:
             self.write("environment.escaped(")
-        else:  # what is counted and a text already needs neither again
+        else:  # a counted text needs neither again
             self.write("(" if _is_text(node) else "environment.text(")
 
     def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
@@ -233,7 +233,7 @@ def _is_short(one: nodes.Node, other: nodes.Node) -> bool:
 
 
 class _Template(Template):
-    """A template whose every rendering has a budget of its own."""
+    """A template whose every rendering has a separate budget."""
 
     environment: _Metered
 
@@ -293,7 +293,7 @@ class _Metered(SandboxedEnvironment):
         return self.binop_table[operator](left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: object) -> object:  # noqa: N805
-        """As jinja2's, counted. Errors: SpentError; SecurityError for what has no rule."""
+        """As jinja2's, counted. Errors: SpentError; SecurityError for an operation without a rule."""
         meter = __self.meter
         kind = type(__obj)
         if kind is BuiltinMethodType:
@@ -312,7 +312,7 @@ class _Metered(SandboxedEnvironment):
         if meter.depth > MAX_DEPTH:
             raise SpentError(f"its macros call each other more than {MAX_DEPTH} deep")
         try:
-            if kind is Macro:  # what `Context.call` does for one
+            if kind is Macro:  # as `Context.call` does for one
                 kwargs.pop("_loop_vars", None)
                 kwargs.pop("_block_vars", None)
                 return __obj(__context.eval_ctx, *args, **kwargs)
@@ -408,7 +408,7 @@ class _Metered(SandboxedEnvironment):
         return value
 
     def tested(self, value: object) -> object:
-        """Return what the condition of a loop says of one element: a step."""
+        """Return the value of a loop's condition for one element: a step."""
         self.meter.step()
         return value
 
@@ -468,7 +468,7 @@ _ALONE = _alone()  # references of a value that only the variable of a function 
 
 
 def _namespace(meter: Meter, base: Any) -> Any:
-    """Return a namespace (transformers has one of its own) that counts the texts which an assignment frees."""
+    """Return a namespace (transformers has another one) that counts the texts which an assignment frees."""
 
     class Metered(base):  # type: ignore[misc]
         def __setitem__(self, name: str, value: object) -> None:

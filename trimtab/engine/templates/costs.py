@@ -1,4 +1,4 @@
-"""What the operations of a chat template cost: steps and characters, from their arguments and before they run.
+"""The cost of the operations of a chat template: steps and characters, from their arguments and before they run.
 
 A method, filter or function that is in no table here may not be called. Imports no torch.
 """
@@ -20,15 +20,16 @@ T = TypeVar("T")
 
 # Of one template. The largest published ones have about 30,000 characters and 8,000 words and signs.
 MAX_TEMPLATE_CHARS, MAX_TEMPLATE_TOKENS = 256 * 2**10, 24_000
-# Of one rendering: what every template may use, and what each value and character of its messages adds.
+# Of one rendering: the base for every template, and the amount for each value and character of its messages.
 MAX_STEPS, STEPS_PER_VALUE = 1_000_000, 1_000
 MAX_CHARS, CHARS_PER_CHAR = 48 * 2**20, 64
 # A template that adds each message to one text copies that text again for each: 4,000 messages of 100 characters are copied 430
-# times for each character that they count as, 860 times by sums of more than four parts. So often may be written what was freed.
+# times for each character that they count as, 860 times by sums of more than four parts. The factor limits how often freed texts
+# are written.
 FREED_PER_CHAR = 1024
 MAX_DEPTH = 100  # of calls, and of values in values
 MAX_INT_BITS = 16_384  # 4,300 digits, which is what Python converts to text, have 14,285
-# What an element of a list or dict counts as, in characters.
+# The cost of an element of a list or dict, in characters.
 ITEM = 64
 
 
@@ -37,7 +38,7 @@ class SpentError(Exception):
 
 
 class Meter:
-    """What one rendering may still use."""
+    """The rest of one rendering's budget."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -58,7 +59,7 @@ class Meter:
             self.check()
 
     def check(self) -> None:
-        """Add what the inputs allow, once, and what was freed: few renderings need more than every template may use.
+        """Add the amount for the inputs, once, and for freed texts: few renderings need more than every template may use.
 
         Errors: SpentError.
         """
@@ -134,7 +135,7 @@ class Meter:
 
     @contextmanager
     def fresh(self, inputs: Mapping[str, object]) -> Iterator[None]:
-        """The budget of one rendering. inputs: what the template is given."""
+        """The budget of one rendering. inputs: of the template."""
         with self.lock:
             before = self.steps, self.chars, self.depth, self._inputs, self.freed, self._reusable
             self.steps, self.chars, self.depth, self._inputs = MAX_STEPS, MAX_CHARS, 0, inputs
@@ -166,12 +167,12 @@ def _number(value: object, default: int = 0) -> int:
     return int(value) if isinstance(value, (int, float)) and abs(value) < 2**53 else default if value is None else 2**53
 
 
-# What an operation costs in characters, from its arguments. `self` of a method is the first.
+# The cost of an operation in characters, from its arguments. `self` of a method is the first.
 Cost = Callable[..., int]
 
 
 def times(factor: int) -> Cost:
-    """Return the cost of what reads all its arguments, so many times."""
+    """Return the cost of an operation that reads all its arguments, this many times."""
 
     def cost(meter: Meter, *args: object, **kwargs: object) -> int:
         total = 0
@@ -187,7 +188,7 @@ def _shallow(meter: Meter, *args: object, **kwargs: object) -> int:
 
 
 def _lazily(meter: Meter, value: object, *args: object, **kwargs: object) -> int:
-    """Of what goes through a collection and reads its arguments once for each element."""
+    """Of an operation that reads its arguments once for each element of a collection."""
     return 3 * length(value) + sum(map(meter.size, args)) + sum(map(meter.size, kwargs.values()))
 
 
@@ -315,7 +316,7 @@ def _lorem(meter: Meter, *args: object, **kwargs: object) -> int:
 
 # Filters. A filter that is in neither table is refused.
 FILTERS: Mapping[str, Cost] = {
-    "attr": times(1),  # a name that is a tuple is hashed, with all that is in it
+    "attr": times(1),  # a name that is a tuple is hashed, with all its elements
     **dict.fromkeys(("abs", "count", "d", "default", "filesizeformat", "first", "items", "last", "length"), _constant),
     **dict.fromkeys(("map", "random", "reject", "rejectattr", "reverse", "select", "selectattr", "list"), _lazily),
     **dict.fromkeys(("capitalize", "float", "lower", "string", "trim", "upper", "safe"), times(1)),
@@ -388,7 +389,7 @@ def _int_cost(bits: int) -> int:
 
 
 def sum_cost(made: object) -> int:
-    """Return what a sum costs, by its result."""
+    """Return the cost of a sum, by its result."""
     return _int_cost(_bits(made)) if isinstance(made, int) else length(made)
 
 
@@ -405,7 +406,7 @@ KINDS: Mapping[type, Mapping[str, Cost]] = {
 
 
 def method_cost(method: MethodType | BuiltinMethodType) -> Cost | None:
-    """Return what a bound method costs, None for one that may not be called."""
+    """Return the cost of a bound method, None for one that may not be called."""
     owner, name = method.__self__, method.__name__
     if isinstance(owner, Extension):
         return _constant

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from trimtab.engine.formats.hf_types import ChatTemplateOwner
 
-# Where a template may stand, first what is read first.
+# Places of a template, in the order of reading.
 FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
-# How a template refuses messages: on purpose (`raise_exception`), or because they are not of the form that it reads.
+# Errors of a template that refuses messages: on purpose (`raise_exception`), or for messages of another form.
 REFUSALS = (TemplateError, ValueError, TypeError, KeyError)
 # How jinja2 names the code of a template in tracebacks.
 _CODE_NAMES = ("<template>", "<unknown>")

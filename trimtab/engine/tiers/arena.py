@@ -15,7 +15,7 @@ from trimtab.engine.tiers.streaming import Part, aligned
 class Arena:
     """One allocation for all packed weights that stay on the device, filled from its beginning.
 
-    torch gives a tensor of 10 MiB and more a segment of its own in steps of 2 MiB and leaves the rest unused: with a
+    torch gives a tensor of 10 MiB and more a separate segment in steps of 2 MiB and leaves the rest unused: with a
     tensor a weight that is 3 % of a 4-bit model, and holes that a small card cannot spare.
     """
 
@@ -26,7 +26,7 @@ class Arena:
 
     def hold(self, packed: Packed) -> Packed:
         """Return the weight with its parts in the arena, itself if the arena is full."""
-        if self._buffer is None:  # not before it is needed: what leaves the device is packed first
+        if self._buffer is None:  # allocated at first use: weights that leave the device are packed first
             self._buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         needed = sum(aligned(part.numel() * part.element_size()) for part in packed.parts.values())
         if self._used + needed > self.nbytes:

@@ -109,7 +109,7 @@ class HostMemory:
         self.tensor = torch.empty(byte_count, dtype=torch.uint8, pin_memory=pinned)
 
     def is_used(self, device: torch.device) -> None:
-        """Say that a copy of these bytes was just queued on a device: `close` waits for it, as torch does for what it allocates."""
+        """Record that a copy of these bytes was queued on a device: `close` waits for it, as torch does for its own memory."""
         if self._registered and device.type == "cuda":
             self._used = torch.cuda.current_stream(device).record_event()
 
@@ -119,7 +119,7 @@ class HostMemory:
         used, self._used = self._used, None
         if registered:
             if used is not None:
-                with suppress(RuntimeError):  # work that failed is told to whoever asks for it
+                with suppress(RuntimeError):  # the next CUDA call reports failed work
                     used.synchronize()
             torch.cuda.cudart().cudaHostUnregister(registered)
         self.tensor = torch.empty(0, dtype=torch.uint8)
@@ -133,13 +133,13 @@ def _register(tensor: Tensor) -> bool:
     """Page-lock the tensor's memory; False if the driver will not."""
     if int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:
         return True
-    with suppress(RuntimeError):  # the refusal would be reported again by whatever kernel is launched next
+    with suppress(RuntimeError):  # the next kernel launch would report the refusal again
         torch.zeros(1, device="cuda")
     return False
 
 
 class _SeenMemory:
-    """A tensor's memory, page-locked as long as this is there, described so that torch makes a tensor of the device of it."""
+    """A tensor's memory, page-locked while this object lives, described so that torch makes a device tensor of it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -153,7 +153,7 @@ class _SeenMemory:
 
 
 def seen_by(tensor: Tensor, device: torch.device) -> Tensor | None:
-    """Return host memory as a tensor of a device, which reads it over the link when a kernel does.
+    """Return host memory as a tensor of a device, which kernels read over the link.
 
     None where this is impossible: no GPU, or a driver that uses other addresses than the host's. The memory is page-locked
     while the returned tensor exists.
@@ -163,12 +163,12 @@ def seen_by(tensor: Tensor, device: torch.device) -> Tensor | None:
     with torch.cuda.device(device):
         if not _register(tensor):
             return None
-        memory = _SeenMemory(tensor)  # unlocks it again, whatever comes of this
+        memory = _SeenMemory(tensor)  # unlocks it again, also after an error
         try:
             mapped = torch.as_tensor(memory, device=device)
         except (RuntimeError, TypeError, ValueError):  # a torch that makes no tensor of a host's address
             return None
-    # A copy would be as right and take the device memory that a gathered table is there to save.
+    # A copy would be as right and take the device memory that a gathered table saves.
     return mapped.view(tensor.dtype).view(tensor.shape) if mapped.data_ptr() == tensor.data_ptr() else None
 
 
@@ -191,7 +191,7 @@ class _Job:
 
 @dataclass(eq=False)
 class _Place:
-    """One of two places on the device through which passing tensors go; used: when the last one was used up."""
+    """One of two buffers on the device for passing tensors; used: when the last one was used up."""
 
     buffer: Tensor
     is_free: bool = True
@@ -201,8 +201,8 @@ class _Place:
 class Reader:
     """Gives file tensors in an agreed order, reading ahead.
 
-    order: what `take` will be asked for, in that order, each once. Passing tensors on a GPU go through two places of the
-    largest one's size, so that memory allocated for what stays is not broken up by what goes. Memory beyond the tensors:
+    order: the tensors of the calls of `take`, in that order, each once. Passing tensors on a GPU use two buffers of the
+    largest one's size, so that they do not fragment memory allocated for tensors that stay. Memory beyond the tensors:
     RING_PIECES x PIECE_BYTES pinned on the host, the two places on the device, up to AHEAD_BYTES of tensors early.
     """
 

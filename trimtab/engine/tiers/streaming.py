@@ -1,4 +1,4 @@
-"""Tiers at run time: where a weight is, and how it gets to the computing device.
+"""Tiers at run time: the place of a weight, and its way to the computing device.
 
 Leaves (linear.py) compute, blocks schedule. Staged weights (the `stream` and `disk` tiers) are grouped by placement block: one
 contiguous buffer a block, copied as a whole into a ring of staging buffers. Entering a block prefetches the one that
@@ -77,7 +77,7 @@ class GroupWriter:
         self._memory: HostMemory | None = None
 
     def begin_piece(self) -> None:
-        """Begin another piece: what is added from here on is used after what was added before."""
+        """Begin another piece: tensors added from here on are used after those added before."""
         if self.group.nbytes > (self.group.piece_starts or [0])[-1]:
             self.group.piece_starts.append(self.group.nbytes)
 
@@ -88,7 +88,7 @@ class GroupWriter:
             nbytes = tensor.numel() * tensor.element_size()
             places[name] = Part(self.group.nbytes, nbytes, tuple(tensor.shape), tensor.dtype)
             self._device_bytes += nbytes
-            # A few fused experts can be larger than what the device has room for while loading.
+            # A few fused experts can be larger than the device's room while loading.
             kept = tensor.contiguous() if self._device_bytes <= HELD_BYTES else tensor.cpu().contiguous()
             self._parts.append((places[name], kept))
             self.group.nbytes += aligned(nbytes)
@@ -150,7 +150,7 @@ def is_cycle(order: Sequence[Piece]) -> bool:
 
 
 def replay(streamer: Streamer | None, order: Sequence[Piece], graph: torch.cuda.CUDAGraph) -> None:
-    """Replay a pass that was captured with this order of streamed blocks: it fills the buffers without the streamer seeing it. One
+    """Replay a pass that was captured with this order of streamed blocks: it fills the buffers unknown to the streamer. One
     that enters none leaves the buffers as they are."""
     if streamer is None or not order:
         graph.replay()
@@ -207,9 +207,9 @@ class Streamer:
     def begin_pass(self, order: Sequence[Piece] = ()) -> None:
         """Begin a pass that depends on no pass before it, as one that is captured in a CUDA graph has to be.
 
-        order: what it will enter, as `end_pass` of an earlier one returned it. Where each block is entered once, the buffers hold
-        the first of them from the start and again at the end, so that the next such pass waits for no copy: before a replay `hold`
-        sees to it. Otherwise they alone are fetched ahead, the first ones now, as many as there are buffers.
+        order: the groups that it will enter, as `end_pass` of an earlier one returned them. Where each block is entered once, the
+        buffers hold the first of them from the start and again at the end, so that the next such pass waits for no copy: before a
+        replay `hold` sees to it. Otherwise they alone are fetched ahead, the first ones now, as many as there are buffers.
         """
         if is_cycle(order):
             copy_order = CopyOrder(order, len(self.slots))
@@ -232,7 +232,7 @@ class Streamer:
                 self._fetch(group)
 
     def end_pass(self) -> list[Piece]:
-        """End it with every copy done for whatever comes next on this stream; returns the pieces in the order entered."""
+        """End it with every copy done for later work on this stream; returns the pieces in the order entered."""
         if self._order is not None:
             order = self._order
             try:
@@ -257,7 +257,7 @@ class Streamer:
         return self._entered
 
     def hold(self, order: Sequence[Piece]) -> None:
-        """Let the buffers hold the first groups of an order, for whatever comes next on this stream; what they hold is not copied
+        """Let the buffers hold the first groups of an order, for later work on this stream; groups that they hold are not copied
         again. A replay of a pass that was captured with this order leaves them so."""
         self._current = None
         for slot, group in zip(self.slots, blocks_in(order), strict=False):
@@ -267,7 +267,7 @@ class Streamer:
             slot.ready = None
 
     def _forget(self) -> None:
-        """Let no buffer count as filled: a captured pass fills them without this object seeing it."""
+        """Let no buffer count as filled: a captured pass fills them unknown to this object."""
         for slot in self.slots:
             if slot.pending is not None:
                 with suppress(CheckpointError, OSError):
@@ -280,7 +280,7 @@ class Streamer:
         if self._stream is None:
             return
         if not self._entered and torch.cuda.is_current_stream_capturing():
-            return  # copies from before the capture are no part of it; whoever captures has waited for them
+            return  # copies from before the capture are no part of it; the capturing code has waited for them
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def enter(self, piece: Piece) -> Slot:
@@ -341,8 +341,8 @@ class Streamer:
         self._used = max(self._used, count)
 
     def leave(self, group: Group) -> None:
-        """Let the copy of the group after the next one begin: whatever reads this one's bytes is queued. Without it that copy waits
-        until the next group is entered, behind all that is computed between the two."""
+        """Let the copy of the group after the next one begin: every reader of this one's bytes is queued. Without it that copy
+        waits until the next group is entered, behind all that is computed between the two."""
         if self._order is not None:
             if self._in_order and self._entered and self._entered[-1].block is group:
                 self._use(self._order.last[group] + 1)
@@ -364,7 +364,7 @@ class Streamer:
         if slot is self._current:
             self._current = None
         if slot.pending is not None:  # an unused prefetch: let it finish before its slot is written again
-            with suppress(CheckpointError, OSError):  # its error belongs to the block that nobody asked for
+            with suppress(CheckpointError, OSError):  # its error belongs to a block that no pass requested
                 self._settle(slot)
         slot.owner, slot.ready = None, None
         free = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
@@ -481,7 +481,7 @@ class Staged:
     views: dict[int, Packed] = field(default_factory=dict)
 
     def leave(self) -> None:
-        """Say that everything which reads the block in this pass is queued: its buffer can take another one."""
+        """Report that every reader of the block in this pass is queued: its buffer can take another one."""
         self.streamer.leave(self.group)
 
     def open(self) -> tuple[int, Packed]:

@@ -1,1 +1,1 @@
-"""How do images and audio go through their encoders?"""
+"""How do the encoders compute images and audio?"""

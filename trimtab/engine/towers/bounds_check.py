@@ -1,8 +1,8 @@
 """Whether a tower of a family that media_check.py does not know reads beyond one of its tables.
 
 A GPU answers an index beyond a table with an assertion that ends the process. Here every operation of such a tower that looks
-something up compares its indices with the table first, on whatever device they are, and an image or sound that leads beyond one is
-refused by name. That costs a transfer for each look-up; towers of the families that media_check.py knows run as they are.
+something up compares its indices with the table first, on any device, and an image or audio clip that leads beyond one is
+refused with its name. That costs a transfer for each look-up; towers of the families that media_check.py knows run as they are.
 
 What is not covered: kernels of other packages that index by themselves.
 """
@@ -21,13 +21,13 @@ from trimtab.errors import RequestError
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
 
-# Towers whose positions are computed for any size, that resize every picture to one, or that media_check.py looks at first.
+# Towers whose positions are computed for any size, that resize every image to one, or that media_check.py checks first.
 KNOWN = (
     "gemma4_vision", "gemma4_audio", "gemma3n_vision", "gemma3n_audio", "siglip_vision_model", "clip_vision_model",
     "qwen2_vl_vision", "qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_vl_moe_vision", "pixtral",
 )  # fmt: skip
 HINT = "Send one of another size or length"
-# What torch writes where two shapes do not go together, and a CPU where one_hot has no class for an index.
+# Texts of torch for two shapes that do not match, and of a CPU for an index without a class in one_hot.
 _SHAPE_WORDS = ("must match", "shape", "size", "num_classes")
 _ATEN = torch.ops.aten
 
@@ -131,7 +131,7 @@ def _guarded(forward: Callable[..., object], field: str) -> Callable[..., object
             why = f"leads to {exc}: this model has no place for it"
             raise RequestError(why, field=field, hint=HINT) from exc
         except (IndexError, ValueError, RuntimeError) as exc:
-            # Running out of memory and what a device reports are classes of their own.
+            # Running out of memory and a device's errors have separate classes.
             if isinstance(exc, RuntimeError) and not (type(exc) is RuntimeError and _is_shape(str(exc))):
                 raise
             raise RequestError(f"does not fit this model ({exc})", field=field, hint=HINT) from exc

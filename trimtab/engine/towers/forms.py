@@ -1,4 +1,4 @@
-"""What of a tower layer's arguments and outputs is part of a program, and what is data: forms, with slots for tensors.
+"""The program part of a tower layer's arguments and outputs, apart from the data: forms, with slots for tensors.
 
 tensors = []
 form = form_of((args, kwargs), tensors, lengths)      # hashable; tensors in their order
@@ -25,7 +25,7 @@ class UnknownFormError(Exception):
 
 @dataclass(frozen=True)
 class _Slot:
-    """Stands for a tensor in a form."""
+    """The slot of a tensor in a form."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class _Slot:
 def form_of(
     value: Any, tensors: list[Tensor], lengths: Callable[[Tensor], tuple[int, ...]], name: str = ""
 ) -> Hashable:
-    """Return what of a layer's arguments or output is part of a graph; tensors that are not are put into `tensors`.
+    """Return the part of a layer's arguments or output that belongs to a graph; other tensors are put into `tensors`.
 
     lengths: the values of a tensor in HOST_LENGTHS. Errors: UnknownFormError.
     """

@@ -1,17 +1,17 @@
-"""How the layers of vision and audio towers run as CUDA graphs, and how sounds of many lengths get few shapes.
+"""How the layers of vision and audio towers run as CUDA graphs, and how audio of many lengths gets few shapes.
 
     towers = Towers(model, "auto", fall_back)
     with towers.running(adapter_key, serial): hf_model(**tensors)     # each tower layer replays its graph
 
-A tower's kernels are launched one by one from Python unless they are a graph. There is one graph for each layer, with buffers of
-its own for what goes in and out; what a layer returns is a copy. So everything between the layers is the model's own code and sees
+A tower's kernels are launched one by one from Python unless they are a graph. There is one graph for each layer, with separate
+buffers for its inputs and outputs; a layer returns a copy. So everything between the layers is the model's own code and sees
 every layer's output: Qwen3-VL takes some of them to its decoder. All layers of one shape share their buffers, and all graphs one
 memory pool.
 
-The shape is part of a graph: families resize pictures to few shapes, and Gemma 4 to a single one, padded by its processor. Sounds
-have any length: Gemma 4's, whose mask keeps padding out of every later value, are padded to one of a few (`SOUND_FRAMES`); other
+The shape is part of a graph: families resize images to few shapes, and Gemma 4 to a single one, padded by its processor. Audio
+has any length: Gemma 4's, whose mask keeps padding out of every later value, is padded to one of a few (`SOUND_FRAMES`); other
 families' have graphs of their exact lengths. Lengths of attention's parts, which torch reads on the host (`HOST_LENGTHS`), are part
-of a graph too. A shape is captured when it comes a second time, a few layers at a time while others are being answered.
+of a graph too. A shape is captured on its second use, a few layers at a time while others are being answered.
 
 What is not covered: layers on the CPU or copied in for every pass, towers of unknown families (bounds_check.py), layers that are
 given or return other things than tensors and plain values: they run as they are.
@@ -47,15 +47,15 @@ if TYPE_CHECKING:
     from trimtab.engine.layers.context import EngineContext
 
 TOWERS = ("vision", "audio")
-# Frames of 10 ms that sounds are padded to: 1.3 to 30.7 s, each at most half more than the one before.
+# Frames of 10 ms that audio is padded to: 1.3 to 30.7 s, each at most half more than the one before.
 SOUND_FRAMES = (128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072)
 # Families whose audio tower masks padding before every operation that looks beyond its own position (transformers 5.23.0,
 # Gemma4AudioSubSampleConvProjectionLayer.forward and Gemma4AudioAttention.forward), and how often it halves the frames.
-# Gemma 3n's convolutions mask nothing: their normalization makes other values of padding than of the end of a sound.
+# Gemma 3n's convolutions mask nothing: their normalization makes other values of padding than of the end of the audio.
 PADDED_SOUNDS = {"gemma4": 2}
 # Layers that one pass captures while rows are being answered: a few milliseconds each.
 LAYERS_AT_ONCE = 4
-# Shapes that are kept, each of one tower: a model may have two. One that has come often keeps its graphs while this many others
+# Shapes that are kept, each of one tower: a model may have two. A frequent one keeps its graphs while this many others
 # come at most.
 MOST_SHAPES = 2 * SHAPES
 MOST_CREDIT = 8
@@ -116,7 +116,7 @@ class _Layer:
 
 @dataclass(eq=False)
 class _Shape:
-    """What is captured of one form and adapter. credit: how much it has been used lately."""
+    """The captured layers of one form and adapter. credit: how much it has been used lately."""
 
     credit: int = 1
 
@@ -153,7 +153,7 @@ class Towers:
 
     @property
     def buffer_bytes(self) -> int:
-        """What the buffers take on the device."""
+        """The bytes of the buffers on the device."""
         return sum(one.nbytes for one in self._buffers.values())
 
     @contextmanager
@@ -265,7 +265,7 @@ class Towers:
 
     def _has_room(self, shape: tuple[Hashable, Hashable], tensors: Sequence[Tensor]) -> bool:
         """Make room for one more shape. False if the existing ones are used more often, or if it is larger than planned."""
-        # What comes out of a layer is about as large as the first tensor that goes in.
+        # The output of a layer is about as large as its first input tensor.
         needed = 0 if shape[0] in self._buffers else sum(one.nbytes for one in (*tensors, *tensors[:1]))
         if needed > self.most_bytes:
             why = f"a pass needs {gib(needed)} of buffers, {gib(self.most_bytes)} are planned"
@@ -293,7 +293,7 @@ class Towers:
     def _capture(
         self, layer: nn.Module, inner: Callable[..., object], shape: tuple[Hashable, Hashable], tensors: Sequence[Tensor]
     ) -> object:  # fmt: skip
-        """Compute a layer, keep a graph of it that gave the same, and return what it returns."""
+        """Compute a layer, keep a graph of it with the same result, and return its output."""
         start = time.perf_counter()
         buffers = self._buffers.get(shape[0])
         if buffers is None:
@@ -312,7 +312,7 @@ class Towers:
             target.copy_(source)
         captured = _Layer(None, form, outputs, self._serial)
         if self.captures:
-            buffers.forget()  # where a layer has written into what it was given
+            buffers.forget()  # where a layer has written into its inputs
             buffers.load(tensors)
             captured.graph = self._graph(inner, buffers, outputs)
             if captured.graph is None:
@@ -324,7 +324,7 @@ class Towers:
         return captured.result()
 
     def _compute(self, inner: Callable[..., object], buffers: _Buffers, outputs: Sequence[Tensor]) -> None:
-        """What a graph repeats."""
+        """The function that a graph repeats."""
         args, kwargs = buffers.arguments()
         parts: list[Tensor] = []
         form_of(inner(*args, **kwargs), parts, self._values)
@@ -350,9 +350,9 @@ class Towers:
             self._graphs.clear()
             self._shapes.clear()
             self._buffers.clear()
-            if is_out_of_memory(exc):  # planned: never a reason to go on the slower way
+            if is_out_of_memory(exc):  # planned: never a reason for a slower fallback
                 raise memory_error(exc, "capturing a tower", self.model.plan, self.device) from exc
-            torch.zeros(1, device=self.device).item()  # the device says itself whether it got over it
+            torch.zeros(1, device=self.device).item()  # raises if the device is lost
             self.captures = False
             self._fall_back(f"capturing failed: {type(exc).__name__}: {exc}", "captured towers")
             return None
@@ -368,11 +368,11 @@ def layers_of(model: EngineContext) -> dict[nn.Module, str]:
     return {model.hf_model.get_submodule(path): tier for path, tier in paths.items()}
 
 
-# Sounds --------------------------------------------------------------------------------------------------------------
+# Audio ---------------------------------------------------------------------------------------------------------------
 
 
 def padded_frames(frames: int) -> int:
-    """Return the number of frames that a sound is padded to: itself beyond the largest."""
+    """Return the number of frames that audio is padded to: its own number beyond the largest."""
     return next((size for size in SOUND_FRAMES if size >= frames), frames)
 
 

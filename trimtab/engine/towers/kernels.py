@@ -30,15 +30,16 @@ if TYPE_CHECKING:
 
 
 class TowerAdapters(ChunkAdapters):
-    """What adds adapters in a pass of the towers: as in a chunk, but no layer's input is kept in float32 for the next layer. The
-    next one has a graph of its own, which must not read what another one made, and a plan counts the copy for one layer alone."""
+    """The applier of adapters in a pass of the towers: as in a chunk, but no layer's input is kept in float32 for the next layer.
+    The next one has a separate graph, which must not read another graph's tensors, and a plan counts the copy for one layer
+    alone."""
 
     def wide(self, x: Tensor) -> Tensor:
         return x.float()
 
 
 class TowerOps:
-    """What the passes of one model's towers use. kernels, short: as chosen for its prompts."""
+    """The operations of the passes of one model's towers. kernels, short: as chosen for its prompts."""
 
     def __init__(self, model: EngineContext, kernels: PromptKernels, short: ShortOps) -> None:
         self._kernels, self._short = kernels, short

@@ -5,13 +5,13 @@
     hf_model(**tensors)                # raises PausedError between two layers, the towers' layers being run by `pieces.run`
     ...                                # a decode step
     pieces.begin(PIECE_POSITIONS)
-    hf_model(**tensors)                # from the start again, but layers that have run return what they returned
+    hf_model(**tensors)                # from the start again, but layers that have run return their earlier outputs
 
 On a CPU a piece also ends once it has computed for `PIECE_S`.
 
-What lies between the layers runs again in every piece: a few small operations. Of what layers returned, a pause keeps what no other
-layer was given, and what somebody still holds; of the rest nothing is there but the shape. Code that reads it after all gets an
-error, never a wrong number (`NotKeptError`); whoever runs the pass then runs it again, uncut.
+The operations between the layers run again in every piece: they are few and small. A pause keeps those outputs of layers that no
+other layer received, and those that are still referenced; of the others only the shape is left. Code that reads such an output gets
+an error, never a wrong number (`NotKeptError`); the caller then runs the pass again, uncut.
 
 What is not covered: models that write into a layer's output; their passes are not cut.
 """
@@ -30,7 +30,7 @@ from trimtab.engine.towers.forms import UnknownFormError, filled, form_of
 # Positions times layers of one piece. E4B's vision tower takes 43 ms for 16 layers of 2,520 positions (NVIDIA H200,
 # bench/results/prompts.json): 11 ms, between one and two steps of 32 rows.
 PIECE_POSITIONS = 10_080
-# Seconds after which a piece ends on a CPU. What runs again in each piece comes on top, and the layer that is not complete by then.
+# Seconds after which a piece ends on a CPU. The operations that run again in each piece come on top, and the layer in progress.
 PIECE_S = 0.1
 
 
@@ -47,7 +47,7 @@ class OtherInputsError(RuntimeError):
 
 
 class NotKeptError(RuntimeError):
-    """What a layer returned in an earlier piece is read, and was not kept."""
+    """An output of an earlier piece is read and was not kept."""
 
 
 class _NotKept(Tensor):
@@ -88,7 +88,7 @@ class _Output:
         self._returned = [(weakref.ref(one), one._version) for one in tensors]
 
     def again(self) -> object:
-        """Return it once more, as tensors that may be written into."""
+        """Return it again, as tensors that may be written into."""
         if self.tensors is None:
             empty = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self.shapes]
             outputs: list[Tensor] = [torch.Tensor._make_subclass(_NotKept, one) for one in empty]
@@ -98,12 +98,12 @@ class _Output:
         return filled(self.form, iter(outputs))
 
     def given_on(self, tensors: Sequence[Tensor]) -> None:
-        """Let go of it where a layer is given it now: who else needs it holds it."""
+        """Drop the reference where a layer receives it now: other users have their own."""
         if self.tensors is not None and any(reference() is one for reference, _ in self._returned for one in tensors):
             self.tensors = None
 
     def keep(self) -> bool:
-        """Hold what somebody else still holds; False if it was written into."""
+        """Keep tensors that are still referenced elsewhere; False if they were written into."""
         if self.tensors is not None:
             return all(one._version == version for one, version in zip(self.tensors, self._versions, strict=True))
         returned = [(reference(), version) for reference, version in self._returned]
@@ -115,7 +115,7 @@ class _Output:
         return True
 
     def copy(self) -> None:
-        """Replace what is held by copies."""
+        """Replace the kept tensors by copies."""
         if self.tensors is not None:
             self.tensors = [one.clone() for one in self.tensors]
             self._versions = [one._version for one in self.tensors]
@@ -138,13 +138,13 @@ class TowerPieces:
 
     def begin(self, positions: int | None, seconds: float | None = None) -> None:
         """Begin the next piece, of at most this many positions times layers, at least one layer; None for the rest. seconds:
-        it also ends before the next layer once it has computed for so long."""
+        it also ends before the next layer once it has computed for that time."""
         self._number, self._has_run = 0, False
         self._left, self._may_end = positions or 0, positions is not None
         self._seconds, self._until = seconds, None
 
     def run(self, compute: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """Return what a layer returns. Errors: PausedError where this piece ends before it."""
+        """Return a layer's output. Errors: PausedError where this piece ends before it."""
         number, self._number = self._number, self._number + 1
         given = _given(args, kwargs)
         known = self._known(number, given)
@@ -164,7 +164,7 @@ class TowerPieces:
         return output
 
     def copy_kept(self) -> None:
-        """Replace what a pause keeps by copies: the memory that the pass was computed in is another's until the next piece."""
+        """Replace the tensors that a pause keeps by copies: other passes use this pass's memory until the next piece."""
         for one in self._outputs:
             one.copy()
 
@@ -175,7 +175,7 @@ class TowerPieces:
             raise TowersDoneError
 
     def _known(self, number: int, given: Hashable) -> _Output | None:
-        """Return what earlier pieces know of a layer; None for one that they did not come to."""
+        """Return the output of a layer in earlier pieces; None for one that they did not reach."""
         if number >= self._kept:
             return None
         if self._outputs[number].given == given:
@@ -204,7 +204,7 @@ class TowerPieces:
             output.given_on(tensors)
 
     def _may_pause(self, number: int) -> bool:
-        """Keep what has to be kept of the layers before this one; False, and no pause any more, where that is not possible."""
+        """Keep the needed outputs of the layers before this one; False, and no pause any more, where that is not possible."""
         if len(self._outputs) != number:
             self._may_end = False
             return False

@@ -1,1 +1,1 @@
-"""How is an answer held to a schema, within bounds?"""
+"""How is an answer restricted to a schema, within bounds?"""

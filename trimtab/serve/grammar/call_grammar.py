@@ -1,8 +1,8 @@
 """The grammar for a mandatory tool call: the texts that a model may write in its family's form, for llguidance.
 
-A function's arguments in JSON are held to its schema by llguidance itself. In Gemma 4's form and in Qwen's tags the rules are
-made here from the schema: names, required ones, types, enums, lengths and numbers' bounds are held; `pattern` and `format` of
-texts are not. Source of the grammar's own syntax: llguidance, docs/syntax.md.
+llguidance itself enforces a function's schema on arguments in JSON. For Gemma 4's form and Qwen's tags, this module makes the
+rules from the schema: they enforce names, required ones, types, enums, lengths and numbers' bounds, but not `pattern` and `format`
+of texts. Source of the grammar's own syntax: llguidance, docs/syntax.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SIMPLE_KEY = re.compile(r"[A-Za-z_$][\w$.-]*")
 MOST_RULES, MOST_LETTERS = 20_000, 8 * 2**20
 
 
-# What a bare call of Llama's begins with.
+# The start of a bare call of Llama's.
 BARE_HEAD = '{"name"'
 
 
@@ -65,7 +65,7 @@ class _Grammar:
         opened, closed = (self._mark(text) if text else "" for text in CALL_MARKS[self._form])
         if self._after:
             opened = ""
-            several &= self._form == "mistral"  # elsewhere each call has an opening of its own
+            several &= self._form == "mistral"  # elsewhere each call has its opening
         one = self._rule(*(self._call(function) for function in functions))
         more = "" if not several else "*"
         match self._form:
@@ -144,8 +144,8 @@ class _Grammar:
         return self._mark(GEMMA_QUOTE)
 
     def _string(self, schema: Mapping[str, Any]) -> str:
-        name = f"L{len(self._rules)}"  # in capitals: a rule would be split into tokens of its own
-        # What would read as the end of the text is not written inside it.
+        name = f"L{len(self._rules)}"  # in capitals: a rule would be split into separate tokens
+        # The end mark of the text is not written inside it.
         self._rules.append(rf"{name}: {_any_text(schema)} & ~/(.|\n)*<[|](.|\n)*/")
         return self._rule(f"{self._quote()} {name} {self._quote()}")
 
@@ -216,7 +216,7 @@ class _Grammar:
             plain = is_text and "enum" not in value and "const" not in value
             opened, closed = _literal(f"<parameter={name}>\n"), _literal("\n</parameter>\n")
             if plain:
-                # The end is looked for at every character: as a lexeme beside others the text would swallow it.
+                # The end is looked for at every character: as a separate lexeme, the text would contain it.
                 inner = f"t{len(self._rules)}"
                 self._rules.append(f"{inner}[suffix={closed}]: {_any_text(value)}")
                 pair = self._rule(f"{opened} {inner}")

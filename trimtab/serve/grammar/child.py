@@ -1,4 +1,4 @@
-"""The process that compiles each grammar before the worker does: what never ends or takes all memory ends with this process.
+"""The process that compiles each grammar before the worker does: a compile that never ends or takes all memory ends with it.
 
 Started and watched by prover.py. Frames on standard input: the vocabulary, then one GrammarSource after the other. Frames
 on standard output: an empty one once the vocabulary is read, then the answer to each source. The process ends with its standard
@@ -26,15 +26,15 @@ from trimtab.serve.grammar.source import GrammarSource, compiled
 
 HEAD = struct.Struct("<Q")
 MOST_TOKEN_BYTES = 64  # of a token that encodes a text; longer ones are passed over
-# Above what the process has at its start. The first is what its watcher kills it for, the second what the system gives it, because
-# memory grows between two looks; its addresses are more than its memory.
+# Above the memory at the process's start. The watcher kills it beyond the first limit, the system refuses beyond the second,
+# because memory grows between two looks; its addresses are more than its memory.
 MOST_S, MOST_BYTES, ROOM_BYTES = 5.0, 512 * 2**20, 640 * 2**20
-# A process whose parent is stopped or gone ends at this processor time all the same.
+# A process whose parent is stopped or gone ends at this processor time nevertheless.
 ALONE_S = 15
 
 
 class Vocabulary:
-    """What llguidance needs of a tokenizer to compile. It stands for one and takes the longest token that a text begins with:
+    """The part of a tokenizer that llguidance needs to compile. `encode` takes the longest token that a text begins with:
     llguidance encodes a text that a grammar prescribes, and any tokens of it will do to compile."""
 
     bos_token_id = None
@@ -142,7 +142,7 @@ def _limit_time() -> None:
 
 
 def answer(tokenizer: Any, source: GrammarSource) -> dict[str, Any]:
-    """Return the grammars of a source, or the reason why an answer cannot be held to it ("reason"; "mistake": why we failed)."""
+    """Return the grammars of a source, or the reason why it cannot be enforced ("reason"; "mistake": why we failed)."""
     try:
         for grammar in source.checks():
             if reason := compiled(tokenizer, grammar)[1]:

@@ -29,11 +29,11 @@ from trimtab.serve.grammar.source import GrammarSource, compiled
 
 # A mark that opens a call has no more tokens than this.
 TAIL_TOKENS = 24
-# What a step of one answer may take of the processor, and what all its steps together may take beyond that: all others' tokens wait
+# Processor time that a step of one answer may take, and that all its steps together may take beyond it: all others' tokens wait
 # for it. Ordinary grammars take 0.05 ms, the first step of an object with 1,500 optional properties 14, the worst step that
 # llguidance's limits allow 120.
 STEP_S, MOST_SLOW_S = 0.005, 0.5
-# What the grammars of all answers may take that are being made or wait. One takes half at most, so that others have room.
+# Memory of all grammars that are being made or wait. One takes half at most, so that others have room.
 MOST_HELD_BYTES = 512 * 2**20
 MOST_OWN_BYTES = MOST_HELD_BYTES // 2
 # The compile in the worker cannot be ended: it takes as long as the first one did, both together no more than one grammar may.
@@ -63,13 +63,13 @@ class Grammar:
         self._held = HeldMemory()
 
     def vocabulary(self) -> bytes:
-        """Return what another process needs to compile for this tokenizer."""
+        """Return the vocabulary that another process needs to compile for this tokenizer."""
         return Vocabulary.of(self._tokenizer).to_bytes()
 
     def constraint(self, schema: Mapping[str, Any], *, client: str = "") -> SchemaConstraint:
         """Return the constraint of one answer; {} allows any JSON object. client: whose memory of grammars it counts in.
 
-        Errors: RequestError for a schema that cannot be held to, with the library's reason, or that takes too long or too much
+        Errors: RequestError for a schema that cannot be enforced, with the library's reason, or that takes too long or too much
         memory to compile. DeviceError where the grammars of its client, or of all answers, take too much together.
         """
         source = GrammarSource("response_format.json_schema", schema=dict(schema))
@@ -138,7 +138,7 @@ class Grammar:
         return matchers
 
     def _marks(self, form: str) -> dict[str, str]:
-        """Return what stands in a grammar for the marks that are control tokens."""
+        """Return the grammar's form of each mark that is a control token."""
         marks = {}
         for text in (*CALL_MARKS.get(form, ()), GEMMA_QUOTE, "[ARGS]"):
             token_id: Any = self._words.convert_tokens_to_ids(text) if text else None
@@ -184,7 +184,7 @@ def _check_proof(proof: Proof, field: str) -> None:
 
 
 class HeldMemory:
-    """The memory of all matchers that are in use, as it was measured where they were compiled first.
+    """The memory of all matchers that are in use, as measured in the process that compiled them first.
 
     A client may have half of what the others leave: one alone half of all, the next one a quarter, and there is always some left.
     Source: the dynamic threshold of Choudhury and Hahne for shared buffers (IEEE/ACM ToN 6(2), 1998), with alpha = 1.
@@ -194,7 +194,7 @@ class HeldMemory:
         self._most = most_bytes
         self._by_client: Counter[str] = Counter()
         self._lock = threading.Lock()
-        # What a collection gives back, in the middle of whatever a thread does here, counts from the next look on.
+        # Bytes that a garbage collection frees while a thread runs here count from the next look on.
         self._given_back: deque[tuple[int, str]] = deque()
 
     @property
@@ -219,7 +219,7 @@ class HeldMemory:
         self._given_back.append((nbytes, client))
 
     def _counted(self) -> Counter[str]:
-        """Return the bytes of each client that has some. The lock is held."""
+        """Return the bytes of each client that has some. The caller has the lock."""
         while self._given_back:
             nbytes, client = self._given_back.popleft()
             self._by_client[client] -= nbytes

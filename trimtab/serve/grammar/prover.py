@@ -164,7 +164,7 @@ class GrammarProver:
         return resident_bytes(self.pid)
 
     def close(self) -> None:
-        """End the process for good."""
+        """End the process permanently."""
         self._is_closed = True
         self._end()
 

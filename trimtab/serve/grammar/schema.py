@@ -1,7 +1,7 @@
 """Checks of a JSON schema before it is compiled: its options, whether any finite value satisfies it, the cost of its patterns.
 
 `{"$ref": "#"}` is satisfied by no value that ends, and neither is an object whose required property is such an object
-again: an answer would be empty or go on for ever. llguidance refuses every other schema that it cannot hold to. A schema is
+again: an answer would be empty or go on for ever. llguidance refuses every other schema that it cannot enforce. A schema is
 called endless only where that is certain; what this file does not know counts as satisfiable.
 """
 
@@ -13,11 +13,11 @@ from urllib.parse import unquote
 
 from trimtab.errors import RequestError
 
-# Every schema that a person or a library writes stays far below it; it ends what is written to cost.
+# Every schema that a person or a library writes stays far below it; it stops schemas made to be expensive.
 MOST_VISITS = 50_000
 # llguidance compares every pair of a schema's `patternProperties`, again wherever their object is merged with another one (`allOf`,
 # a reference with other keywords, each branch of `anyOf` and `oneOf`), and has no limit on that: a thousand patterns would take it
-# many minutes. So many pairs take about a second, of one schema or of a request's tools together.
+# many minutes. This number of pairs takes about a second, of one schema or of a request's tools together.
 MOST_PAIRS = 4096
 _MANY = 2**31
 
@@ -78,7 +78,7 @@ class _Ends:
     def __init__(self, schema: Mapping[str, Any], field: str) -> None:
         self._root, self._field, self._visits = schema, field, 0
         self._known: set[str] = set()
-        # Every reference that was looked at, in that order.
+        # Every reference so far, in order.
         self._met: list[str] = []
         self._seen: set[str] = set()
         self._targets = Targets(schema)
@@ -165,7 +165,7 @@ class Targets(dict[Any, Any]):
 
 
 def target_of(root: Any, pointer: Any) -> Any:
-    """Return what a JSON pointer (#/...) leads to, None if it leads nowhere. Source: RFC 6901."""
+    """Return the value at a JSON pointer (#/...), None if it leads nowhere. Source: RFC 6901."""
     if not isinstance(pointer, str) or not pointer.startswith("#"):
         return None
     value: Any = root

@@ -20,11 +20,11 @@ from trimtab.serve.grammar.schema import Targets, list_of, nodes_of, target_of
 
 MOST_REFERENCES = 16  # that lead to one another are followed
 
-# llguidance's regular expression of a multiple has a state for each remainder that it looks at before it has found a multiple: 10
+# llguidance's regular expression of a multiple has a state for each remainder that it checks before it finds a multiple: 10
 # to 40 us and 500 bytes each. Without zeros at the end these are all remainders at most, a quarter of them where the number is made
-# of twos and fives alone. With zeros it is so many for each remainder of the digits before them, by how many zeros there are (none,
-# one, ...; the last stands for more) and whether those digits are even, end in 5, or neither; and so many for each zero at least.
-# Fitted to what 400 numbers took: within a factor of two of each that has 3,000 states (tests/test_schema_cost.py).
+# of twos and fives alone. With zeros, each remainder of the digits before them has the number below, by the count of zeros (none,
+# one, ...; the last is for more) and whether those digits are even, end in 5, or neither; and each zero has at least that number.
+# Fitted to the times of 400 numbers: within a factor of two of each that has 3,000 states (tests/test_schema_cost.py).
 _TWOS_AND_FIVES_SHARE, _STATES_A_ZERO = 4, 1500
 _STATES_A_REMAINDER = {
     "even": (1, 10, 42, 99, 231, 800, 2000), "ends in 5": (1, 10, 30, 57, 158, 275, 300), "neither": (1, 10, 21, 50, 50, 80, 130),
@@ -59,7 +59,7 @@ def check_cost(schemas: Sequence[Mapping[str, Any]], *, field: str) -> None:
             raise RequestError(limit.what.format(count=shown, most=limit.most), field=field, hint=limit.hint)
 
 
-# multipleOf, and what allOf merges --------------------------------------------------------------------------------------
+# multipleOf, and merges by allOf --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _bounded(multiples: set[int] | frozenset[int]) -> frozenset[int]:
 
 
 class Merges:
-    """What each node of a schema is merged to, by following allOf, anyOf, oneOf and references."""
+    """The merged form of each node of a schema, by following allOf, anyOf, oneOf and references."""
 
     def __init__(self, root: Any) -> None:
         self.root, self.targets, self._depth = root, Targets(root), 0
@@ -107,7 +107,7 @@ class Merges:
         if not isinstance(node, dict):
             return _Merged()
         if id(node) not in self._known:
-            if self._depth > _MOST_DEPTH:  # a chain of references alone merges nothing that costs
+            if self._depth > _MOST_DEPTH:  # a chain of references alone merges nothing expensive
                 return _Merged()
             self._known[id(node)] = _Merged()  # a reference to itself adds nothing
             self._depth += 1
@@ -128,7 +128,7 @@ class Merges:
         return merged & self.of(self.targets[node["$ref"]]) if isinstance(node.get("$ref"), str) else merged
 
 
-# What is merged below merged objects and arrays ---------------------------------------------------------------------------
+# Merges below merged objects and arrays ---------------------------------------------------------------------------
 
 _MERGING = ("allOf", "$ref", "anyOf", "oneOf")
 _TELLING = ("multipleOf", "pattern", "format", "anyOf", "oneOf")
@@ -140,7 +140,7 @@ def _merged_below(merges: Merges) -> Iterator[_Merged]:
     """Yield what holds for each property, element or other part whose schemas come from two or more merged schemas.
 
     Two objects of an allOf have their properties of one name merged, or one's with the other's `additionalProperties`; arrays
-    their elements. What lies beyond the limits here is left to the process that compiles.
+    their elements. The process that compiles bounds the rest.
     """
     if sum(any(name in node for name in _TELLING) for node in nodes_of(merges.root)) < 2:
         return
@@ -442,7 +442,7 @@ LIMITS = (
         65_536, all_patterns, "its patterns have {count} characters once counted repeats are written out, the limit is {most}",
         "Repeats of repeats are multiplied",
     ),
-    # The rest of a text is looked through again for each token of it: 60,000 characters took 40 ms a token.
+    # The rest of a text is looked through again for each token of it: 60,000 characters took 40 ms per token.
     Limit(
         8192, longest_text, "a name or text of its enum, const or properties has {count} characters, the limit is {most}",
         "An answer cannot repeat longer ones", is_total=False,
@@ -457,7 +457,7 @@ LIMITS = (
         20_000, combined_branches, "the branches of its unions are combined in {count} ways, the limit is {most}",
         "allOf and references beside a union multiply its branches", is_of_merges=True,
     ),
-    # A token goes through all that may have begun: 900 arrays took 100 ms a token.
+    # Each token is matched against every branch that may have begun: 900 arrays took 100 ms per token.
     Limit(
         256, open_branches, "an anyOf or oneOf has {count} branches that may be objects or arrays, the limit is {most}",
         "Write one object with fewer branches inside", is_total=False,

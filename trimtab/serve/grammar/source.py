@@ -1,4 +1,4 @@
-"""What an answer is held to, as plain values, and the grammars that llguidance is given for it.
+"""The constraint of an answer as plain values, and its grammars for llguidance.
 
 The same text is compiled twice: first in a process that can be ended (child.py), then where the answer is made. Imports
 no torch.
@@ -15,22 +15,22 @@ from typing import Any
 from trimtab.serve.grammar.call_grammar import NO_PARAMETERS, calls_grammar
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-# One space may stand between two tokens of JSON, as in what most models were trained on. Free white space lets a small model
+# One space may stand between two tokens of JSON, as in most training data. Free white space lets a small model
 # write newlines until its tokens are used up.
 WHITE_SPACE: Any = {"whitespace_flexible": True, "whitespace_pattern": "[ ]?"}
 # llguidance's limits where its defaults do not fit. An object may have a thousand optional properties: each adds a few items to a
-# row of the parser. A grammar of this size compiles in about a second. A state of the lexer takes 0.5 KiB. So many items and so
-# much fuel of the lexer are 120 ms of one step.
+# row of the parser. A grammar of this size compiles in about a second. A state of the lexer takes 0.5 KiB. The limits on items and
+# fuel of the lexer are 120 ms of one step.
 MOST_ROW_ITEMS, MOST_GRAMMAR_SYMBOLS, MOST_LEXER_STATES = 10_000, 100_000, 50_000
 MOST_STEP_ITEMS, MOST_STEP_FUEL = 50_000, 400_000
 
 
 @dataclass(frozen=True)
 class GrammarSource:
-    """What an answer is held to: a JSON schema, or calls of functions (form is not empty).
+    """The constraint of an answer: a JSON schema, or calls of functions (form is not empty).
 
-    field: of the request, which errors name. openings: the texts after which a call's grammar begins, "" for its start. marks: what
-    stands for a control token in a grammar.
+    field: of the request, which errors name. openings: the texts after which a call's grammar begins, "" for its start. marks: the
+    grammar's form of each control token.
     """
 
     field: str
@@ -49,7 +49,7 @@ class GrammarSource:
         return cls(**json.loads(text))
 
     def grammars(self) -> dict[str, str]:
-        """Return opening -> the grammar of what follows it. Errors: RequestError for schemas with too many rules."""
+        """Return opening -> the grammar of the text after it. Errors: RequestError for schemas with too many rules."""
         from llguidance import LLMatcher
 
         if not self.form:
@@ -63,7 +63,7 @@ class GrammarSource:
         }  # fmt: skip
 
     def checks(self) -> list[str]:
-        """Return grammars that have to compile beside the others: of parameters, where the rules of some forms hold less."""
+        """Return grammars that have to compile in addition to the others: of parameters, where some forms enforce less."""
         from llguidance import LLMatcher
 
         parameters = [function.get("parameters") or NO_PARAMETERS for function in self.functions]

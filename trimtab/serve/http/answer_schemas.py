@@ -32,7 +32,7 @@ def _or_null(schema: Schema) -> Schema:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-# A token id -> what is known of it in that place; null for the first token.
+# A token id -> its entry in that place; null for the first token.
 _SCORED: Schema = _list(_or_null({"type": "object", "additionalProperties": _object(
     {"logprob": NUMBER, "rank": COUNT, "decoded_token": TEXT})}))  # fmt: skip
 
@@ -194,7 +194,7 @@ SCHEMAS: Mapping[str, Schema] = {
     "Status": _object({"models": _list({"type": "object"}), "requests": _list({"type": "object"})}),
 }
 
-# Path -> what its answer is, and what each event of it is if it is streamed. Text is no JSON.
+# Path -> schema of its answer, and of each event if it is streamed. Text is no JSON.
 ANSWERS: Mapping[str, tuple[Schema | None, Schema | None]] = {
     "/health": (reference("Health"), None), "/ready": (reference("Health"), None), "/metrics": (None, None),
     "/openapi.json": ({"type": "object"}, None), "/v1/models": (reference("ModelList"), None),

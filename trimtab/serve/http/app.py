@@ -5,7 +5,7 @@
     POST /v1/load_lora_adapter  /v1/unload_lora_adapter
     GET  /api/status  and, as `extra`, the page: /  /page/...
 
-Everything is refused here that can be told from the request alone; how an answer is sent is in `answers.py`.
+This module refuses each mistake that the request alone shows; `answers.py` sends answers.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ from trimtab.serve.http.openapi import BESIDE, description
 from trimtab.serve.media.fetch import Fetcher
 from trimtab.serve.observe.metrics import Metrics, Seen
 
-# What /ready says of models that cannot answer now; the first one counts.
+# Texts of /ready for models that cannot answer now; the first one counts.
 NOT_READY = {"loading": "loading", "restarting": "loading", "unresponsive": "unresponsive"}
-# So many fields without effect are named in the answer's header; the others are counted.
+# Fields without effect that the answer's header names; the others are counted.
 MOST_IGNORED = 20
 
 
 class Pool(Protocol):
-    """What the app needs of the models behind it."""
+    """The interface that the app needs of the models behind it."""
 
     def resolve(self, model_id: str, *, field: str = "model") -> tuple[str, str | None]:
         """Return (model, adapter, mix or None) of an id as clients name it. Errors: UnknownModelError, RequestError."""
@@ -89,8 +89,8 @@ class Pool(Protocol):
     def submit(
         self, model: str, job: Job, on_dropped: Callable[[Mapping[str, Any]], None] | None = None
     ) -> AsyncIterator[Event]:
-        """Yield the events of a job. Closing the iterator cancels the job; `on_dropped` is told what was computed for it. Errors:
-        TrimtabError."""
+        """Yield the events of a job. Closing the iterator cancels the job; `on_dropped` receives the tokens computed for it.
+        Errors: TrimtabError."""
 
     async def load_adapter(self, model: str | None, name: str, path: str) -> None: ...
 
@@ -113,7 +113,7 @@ class Pool(Protocol):
 
 
 def on_trimtab_error(folders: Sequence[str] = ()) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Return what answers our errors. folders: what no error may name, as `redact.own_folders` gives them."""
+    """Return the handler of our errors. folders: paths that no error may name, as `redact.own_folders` gives them."""
 
     async def handle(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, TrimtabError)
@@ -125,7 +125,7 @@ def on_trimtab_error(folders: Sequence[str] = ()) -> Callable[[Request, Exceptio
 
 
 def _names_of(request: Request) -> Names:
-    """Return what the client of a request calls the fields of the chat that it became."""
+    """Return the client's names for the fields of the chat that a request became."""
     names: Names = getattr(request.state, "names", {})
     return names
 
@@ -197,7 +197,7 @@ def make_app(
     if settings.cors_origins:
         cors = Middleware(
             CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["GET", "POST"],
-            allow_headers=["*"],  # clients send headers of their own
+            allow_headers=["*"],  # clients send various headers
             expose_headers=["retry-after", journal.HEADER, IGNORED_HEADER],
         )  # fmt: skip
         middleware.insert(0, cors)
@@ -209,7 +209,7 @@ def make_app(
             Exception: _on_bug,
         },
     )  # fmt: skip
-    # A redirect would repeat whatever Host header was sent.
+    # A redirect would repeat any Host header.
     app.router.redirect_slashes = False
     return app
 
@@ -220,7 +220,7 @@ class _Api:
     ) -> None:
         self.pool, self.settings, self.metrics, self.folders = pool, settings, metrics, folders
         self.beside_api = beside_api
-        # The description as bytes, by whether it asks for a key.
+        # The description as bytes, by whether it requires a key.
         self._described: dict[bool, Any] = {}
         self.quotas = Quotas(settings.key_limits)
         metrics.expect_keys(limits.name for limits in settings.key_limits.values())
@@ -237,7 +237,7 @@ class _Api:
         self.metrics.expect_keys(limits.name for limits in settings.key_limits.values())
 
     def body_limits(self, path: str) -> BodyLimits:
-        """Return what the body of a path may hold, whatever model it names."""
+        """Return what the body of a path may hold, for any model."""
         limits = self.settings.limits
         most_bytes, most_values = limits.body_bytes, limits.json_values
         if path in WITH_MEDIA and self._takes_media:
@@ -352,7 +352,7 @@ class _Api:
         if broken:
             names = _names_of(request)
             request.state.ignored = [*(request.state.ignored or ()), *(client_field(field, names) for field in broken)]
-        # What stays for as long as the answer takes is each image once, decoded.
+        # Only the decoded images stay, once each, until the answer ends.
         body = body.model_copy(update={"messages": []})
         return await self._answer(request, body, model, adapter, [messages], shape(body), may_be_shorter=may_be_shorter)
 
@@ -383,7 +383,7 @@ class _Api:
             limits=self.settings.limits, deadline_s=self.settings.timeout_s,
             client=client_of(request.state.credential, self.settings),
         )  # fmt: skip
-        # Schemas may take a moment to look through.
+        # Schemas may take a moment to check.
         is_long = getattr(body, "response_format", None) or getattr(body, "tools", None)
         jobs = await self.reader.run(self.settings.limits.body_bytes, make) if is_long else make()
         if may_be_shorter:
@@ -405,12 +405,12 @@ class _Api:
             request.state.names = {**_names_of(request), "model": "adapter"}
 
     def _begin(self, request: Request, model: str, adapter: str | None, *, choices: int) -> Seen:
-        """Return what follows a request. Errors: QuotaError if its key may have no more."""
+        """Return the events of a request. Errors: QuotaError if its key may have no more."""
         limits = self.quotas.of(request.state.credential)
         use = self.quotas.enter(limits)
         return self.metrics.begin(model, adapter, choices=choices, key=None if limits is None else limits.name, use=use)
 
-    # Beside answers ---------------------------------------------------------------------------------------------------
+    # Other routes -----------------------------------------------------------------------------------------------------
 
     async def embeddings(self, request: Request) -> Response:
         body, _ = await self.reader.read(wire.EmbeddingsRequest, request)

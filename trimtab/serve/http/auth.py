@@ -1,11 +1,11 @@
 """Access control: keys, the address of the request, and the size and type of its body, before anything reads it.
 
 A server without a key listens on this machine alone, and even then a web page in a browser here could call it. Two checks
-keep pages of other sites out: the Host header has to be this machine (a name that was made to point here is refused), and
-a POST has to be JSON (which a browser sends to another site only after asking, and CORS is off).
+keep pages of other sites out: the Host header has to be this machine (a name that resolves to this machine is refused), and
+a POST has to be JSON (which a browser sends to another site only after a preflight, and CORS is off).
 
-The credential is read here, once. It travels with the request (`request.state.credential`), and everything that depends on who
-asks goes by it: access, quota, turn, owner of cached prefixes, log and metrics.
+The credential is read here, once. It travels with the request (`request.state.credential`), and access, quota, turn, owner of
+cached prefixes, log and metrics depend on it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class AccessMiddleware:
         live.listen(self.use)
 
     def use(self, settings: Settings) -> None:
-        """Let in from now on who has a key of these settings."""
+        """From now on, accept the keys of these settings."""
         self._admin_keys = [_digest(key.encode()) for key in settings.admin_keys]
         self._keys = [_digest(key.encode()) for key in settings.api_keys]
         self._allows_admin = settings.allows_admin
@@ -50,7 +50,7 @@ class AccessMiddleware:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        if scope["type"] != "http":  # no route is a websocket's, whatever server runs this app
+        if scope["type"] != "http":  # no route is a websocket's, under any server
             await send({"type": "websocket.close", "code": 1008})
             return
         lines = scope["headers"]
@@ -67,7 +67,7 @@ class AccessMiddleware:
             incoming.close()
 
     def _refusal(self, scope: Scope, lines: Lines) -> Response | None:
-        """Return why a request is not let in; else note its credential and return None."""
+        """Return the reason to refuse a request; else set its credential and return None."""
         if (name := repeated(lines)) is not None:
             return http_error(400, f"The header {name} is repeated; send one line", code="repeated_header")
         if self._is_local and not _names_this_machine(value_of(lines, "host")):
@@ -78,7 +78,7 @@ class AccessMiddleware:
             words = "The headers authorization and x-api-key have different keys; send one of them"
             return http_error(400, words, code="different_keys")
         scope.setdefault("state", {})["credential"] = credential.decode("latin-1")
-        # An admin key opens every door.
+        # An admin key may use every route.
         if self._keys and not self._is_open(scope) and not _is_one_of(credential, [*self._keys, *self._admin_keys]):
             return http_error(
                 401, "A valid API key is required: Authorization: Bearer KEY", kind="authentication_error",
@@ -101,7 +101,7 @@ class AccessMiddleware:
 
     def _is_open(self, scope: Scope) -> bool:
         path = scope["path"]
-        # The page itself holds no secret: it asks its reader for the key and sends it with what it reads.
+        # The page itself holds no secret: it takes the key from its user and sends it with each request.
         return path in OPEN_PATHS or path == "/" or path.startswith("/page/")
 
 
@@ -116,7 +116,7 @@ def client_of(credential: str, settings: Settings) -> str:
 
 
 def sender_of(credential: str, address: str, settings: Settings) -> str:
-    """Return the client that a request counts for in the queue: its key, or where it comes from if there are no keys.
+    """Return the client that a request counts for in the queue: its key, or its address if there are no keys.
 
     credential: as in `client_of`. Behind a proxy, all requests without keys have the proxy's address.
     """
@@ -124,13 +124,13 @@ def sender_of(credential: str, address: str, settings: Settings) -> str:
 
 
 def _digest_of_key(credential: str, settings: Settings) -> str:
-    """Return what stands for the key of an admitted request, "" if there are no keys."""
+    """Return the label of an admitted request's key, "" if there are no keys."""
     return _digest(b"client " + credential.encode("latin-1")).hex() if settings.api_keys else ""
 
 
 def _is_one_of(credential: bytes, keys: Sequence[bytes]) -> bool:
     """Whether a credential is one of the keys. keys: digests."""
-    # Every key is compared, in constant time each; digests are of one length, whatever the keys' are.
+    # Every key is compared, in constant time each; digests have one length, for keys of any length.
     digest = _digest(credential)
     matches = [hmac.compare_digest(digest, known) for known in keys]
     return any(matches)

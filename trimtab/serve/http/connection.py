@@ -1,15 +1,15 @@
-"""One client connection: time limits, the requests that it refuses, and which connection is closed when all are taken.
+"""One client connection: time limits, the requests that it refuses, and which connection is closed at the connection limit.
 
     Guard              every open connection, by what it waits for
     GuardedProtocol    uvicorn's HTTP/1.1 connection, with deadlines for head and body
     StrictConnection   h11, which refuses heads that two servers could read in two ways
 
-A connection that has not sent a whole request has no claim: when all are taken, the one that has waited longest for its
-head is closed, then one that is idle, then one that is still sending its body. So connections that say nothing cannot
+When the connection limit is reached, the server closes a connection that has not sent a complete request, oldest first: one that
+waits longest for its head, then an idle one, then one that is still sending its body. So connections without requests cannot
 keep others out. Where more connections are sending bodies than heads, the one that has sent its body longest is closed
 first: bodies that come a byte at a time would otherwise leave few places for new connections, and each of these would be closed
-before it is read. An answer that its client does not read has little claim either. A few more are open to /health and /ready alone,
-for when all are being answered.
+before it is read. An answer that its client does not read is closed early too. A few more connections are open to /health and
+/ready alone, for when all are being answered.
 
 A client that closes its own direction after a whole request (half-close) gets its answer. RFC 9112 section 9.6.
 """
@@ -40,7 +40,7 @@ HEAD_BYTES = 32 * 2**10
 HEAD_LINES = 128
 # Connections beyond the limit, for /health and /ready alone.
 RESERVE = 16
-# How long a client that was refused may go on sending before it is cut off: an answer that it never reads helps nobody.
+# Seconds that a refused client may go on sending before it is cut off: without a limit it would hold its connection.
 DRAIN_S = 10.0
 # Each read is parsed at once, so it is not larger than this.
 READ_BYTES = 64 * 2**10
@@ -49,13 +49,13 @@ CHUNK_BYTES, CHUNKS_FREE = 16, 512
 # What the line of a last chunk and the empty line after it have at most.
 LAST_BYTES = 256
 SILENT_S = 60.0
-# From then on an answer that its client does not read makes room for others.
+# After this time an answer that its client does not read is closed for others.
 UNREAD_S = 5.0
-# A client that has closed its direction may have left: how often its connection is looked at, and at which looks, then every how
-# many, something is sent to it.
+# A client that has closed its direction may have left: the pause between two looks at its connection, and the looks at which a
+# probe is sent, then one each this many.
 GONE_LOOK_S = 0.25
 GONE_PROBES, GONE_PROBE_EVERY = (0, 4), 60
-# What every answer begins with. A client of HTTP/1.0 knows no interim answer: it is sent a byte of this at each of these looks.
+# The start of every answer. A client of HTTP/1.0 knows no interim answer: it receives a byte of this at each of these looks.
 ANSWER_BEGINS = b"HTTP/1.1 "
 GONE_PROBES_1_0 = (0, 4, *range(16, 16 * (len(ANSWER_BEGINS) - 1), 16))
 # Behind the last byte the system asks the client's, this many seconds apart.
@@ -71,12 +71,12 @@ _LENGTHS = re.compile(rb"^content-length[ \t]*:([^\r\n]*)", re.IGNORECASE | re.M
 # How h11 shows what it read.
 _READ = re.compile(r"bytearray\(b(['\"])(.*)\1\)|\bb(['\"])(.*?)\3")
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-# What a connection waits for, in the order in which it has to make room.
+# States of a connection, in the order in which they are closed at the limit.
 WAITING = ("head", "drain", "idle", "unread", "body")
 ANSWERED = "answer"
 
 log = logging.getLogger("trimtab.serve")
-# The client reads what it did wrong in its answer; uvicorn would also write a line of log for each.
+# The answer has the client's mistake; uvicorn would also log a line for each.
 _quiet = logging.getLogger("trimtab.serve.http.connection")
 _quiet.setLevel(logging.ERROR)
 
@@ -93,8 +93,8 @@ class Guard:
         return sum(map(len, self._stages.values()))
 
     def enter(self, connection: GuardedProtocol) -> bool:
-        """Count a connection in, closing another one if there is no room. False: it may ask OPEN_PATHS alone, or is closed."""
-        # Where what was closed was itself one beyond the limit, its successor is one too.
+        """Count a connection in, closing another one if there is no room. False: it may use OPEN_PATHS alone, or is closed."""
+        # If the closed connection was beyond the limit, its successor is too.
         has_room = len(self) < self._most or (self.make_room() and len(self) < self._most)
         if not has_room and len(self) >= self._most + RESERVE:
             connection.cut()
@@ -147,7 +147,7 @@ class GuardedProtocol(H11Protocol):
         self.conn: StrictConnection = StrictConnection(h11.SERVER, HEAD_BYTES)
         self.logger = _quiet
         self._guard, self._limits = guard, guard.limits
-        self._stage = self._place = "head"  # what it has to do, and where the guard has it: there it may be "unread"
+        self._stage = self._place = "head"  # its state, and its place in the guard, where it may be "unread"
         self._timer: asyncio.TimerHandle | None = None
         self._reading_timer: asyncio.TimerHandle | None = None
         self._has_spoken = self._is_unread = self._is_half_closed = False
@@ -193,7 +193,7 @@ class GuardedProtocol(H11Protocol):
         self._unset_keepalive_if_required()
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than it is written to: an answer that nobody reads ends after `send_s`."""
+        """The client reads more slowly than it is written to: an answer that is not read ends after `send_s`."""
         super().pause_writing()
         self._stop_waiting_for_a_reader()
         self._reading_timer = self.loop.call_later(min(UNREAD_S, self._limits.send_s), self._on_unread)
@@ -259,7 +259,7 @@ class GuardedProtocol(H11Protocol):
     def _look_whether_gone(self, look: int) -> None:
         """Find out whether a client that has closed its direction has left: its system then answers what is sent with a reset.
 
-        What is sent changes nothing of the answer: `100 Continue`, which a client of HTTP/1.1 passes over, a comment in a stream,
+        The probe changes nothing of the answer: `100 Continue`, which a client of HTTP/1.1 passes over, a comment in a stream,
         or the first bytes of the answer to a client of HTTP/1.0. Behind the last of these its system is asked (`ask_often`).
         """
         self._gone_timer = None
@@ -401,7 +401,7 @@ def ask_often(connected: Any) -> None:
 class StrictConnection(h11.Connection):
     """h11 that refuses requests which two servers in a row could read differently. problem: the text of the last refusal.
 
-    Refused: other versions than HTTP/1.0 and 1.1 (there is no 1.2, and who sends it may mean framing that is not read here),
+    Refused: other versions than HTTP/1.0 and 1.1 (there is no 1.2, and its sender may mean framing that is not supported here),
     Content-Length twice or together with Transfer-Encoding, Transfer-Encoding in HTTP/1.0, lines that end in LF alone,
     fields after a chunked body. Refused for their cost: heads with too many lines, bodies with too many tiny chunks. Source:
     RFC 9112 sections 2.2, 6.1, 6.3, 7.1, 11.2.
@@ -426,7 +426,7 @@ class StrictConnection(h11.Connection):
         return count
 
     def skip(self, count: int) -> bool:
-        """Count bytes of a body that nobody reads. Returns False if they have to be parsed."""
+        """Count bytes of a body that the app does not read. Returns False if they have to be parsed."""
         body = self._reader
         if not isinstance(body, ContentLengthReader) or self._receive_buffer or body._remaining <= count:
             return False
@@ -443,7 +443,7 @@ class StrictConnection(h11.Connection):
         return super().send(event)
 
     def first_byte(self) -> bytes:
-        """Return the next byte of what every answer begins with, b"" behind the last; the answer's head follows without it."""
+        """Return the next byte of ANSWER_BEGINS, b"" behind the last; the answer's head follows without it."""
         byte = ANSWER_BEGINS[self._sent_bytes : self._sent_bytes + 1]
         self._sent_bytes += len(byte)
         return byte

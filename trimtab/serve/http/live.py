@@ -17,7 +17,7 @@ from trimtab.serve.api import schemas as wire
 from trimtab.serve.contract.settings import RELOAD, Settings
 from trimtab.serve.worker.registry import ServedModel
 
-# What the sockets, the workers and the page were made with.
+# Settings that sockets, workers and the page were made with.
 FIXED = ("host", "port", "cors_origins", "page", "grace_s", "retry", "otel")
 FIXED_LIMITS = (
     "connections", "head_s", "body_s", "idle_s", "all_body_bytes", "prompt_tokens", "request_pixels", "request_audio_s",
@@ -29,7 +29,7 @@ log = logging.getLogger("trimtab.serve")
 
 
 class Live:
-    """The settings of a server, and who is told when they change."""
+    """The settings of a server, and the functions that receive each change."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -46,7 +46,7 @@ class Live:
 
 
 class Pool(Protocol):
-    """What a reload needs of the models."""
+    """The interface that a reload needs of the models."""
 
     settings: Settings
 
@@ -60,7 +60,7 @@ class Pool(Protocol):
 
 
 class Reloader:
-    """Reads again what the server was started with: its file, its keys, its registry. forget: drops an adapter's metrics."""
+    """Reads the server's file, keys and registry again. forget: drops an adapter's metrics."""
 
     def __init__(self, pool: Pool, live: Live, reread: Reread, forget: Callable[[str, str | None], None]) -> None:
         self._pool, self._live, self._reread, self._forget = pool, live, reread, forget

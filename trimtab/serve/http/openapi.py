@@ -31,10 +31,10 @@ _WORDS = {
     "/v1/unload_lora_adapter": "Unload an adapter",
     RELOAD: "Reload settings, keys and adapters",
 }  # fmt: skip
-# Routes that a server may have beside those of the API, and what their bodies are.
+# Routes that a server may have in addition to those of the API, and their bodies.
 BESIDE: Mapping[str, type[BaseModel]] = {RELOAD: ReloadRequest}
 _OPEN = ("/health", "/ready")
-# What any request may get: heads and bodies that cannot be read, connections that are all taken, mistakes of the server.
+# Errors of any request: heads and bodies that cannot be read, connections that are all taken, mistakes of the server.
 _ALWAYS = {
     400: "A field is wrong, or the request cannot be read", 405: "The path has another method", 408: "The request was too slow",
     421: "This server answers requests for this machine's own names only", 431: "The head is too large",
@@ -49,7 +49,7 @@ _POSTED = {
 
 
 def description(*, has_key: bool, beside: Collection[str] = ()) -> dict[str, Any]:
-    """Return the description. has_key: whether this server asks for an API key. beside: which paths of BESIDE it has."""
+    """Return the description. has_key: whether this server requires an API key. beside: its paths of `BESIDE`."""
     kinds: dict[str, type[BaseModel]] = {**REQUESTS, **{path: BESIDE[path] for path in BESIDE if path in beside}}
     template = reference("{model}")["$ref"]
     _, definitions = models_json_schema([(kind, "validation") for kind in kinds.values()], ref_template=template)

@@ -1,6 +1,6 @@
 """The page at `/`: files of the package, read once, sent with a policy that allows connections to this server only.
 
-The page is open to everybody who reaches the server: it holds nothing but itself. Its reader is asked for the key, which
+The page is open to every client of the server: it has no secret. It takes the key from its user, and the key
 goes with every request that reads or changes something.
 """
 
@@ -21,8 +21,8 @@ from trimtab.serve.contract.settings import Settings
 
 FOLDER = Path(__file__).with_name("page")
 INDEX = "index.html"
-VENDORED = "markdown-it.js"  # another project's work, byte for byte as it is published; the licence lies beside it
-# Every file that is sent, and as what; a file that is not here is not there.
+VENDORED = "markdown-it.js"  # another project's work, byte for byte as it is published; licence in the same folder
+# Every file that is sent -> its type; there are no others.
 ASSETS = {
     INDEX: "text/html; charset=utf-8",
     "page.css": "text/css; charset=utf-8", "chat.css": "text/css; charset=utf-8",
@@ -44,7 +44,7 @@ HEADERS = {
     "content-security-policy": POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
     "x-frame-options": "DENY", "cross-origin-opener-policy": "same-origin", "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "microphone=(self), camera=(), geolocation=()",
-    # Asked for again every time, answered with 304 while it is the same: a new version is never half an old one.
+    # Requested every time, answered with 304 while unchanged: a new version never mixes with an old one.
     "cache-control": "no-cache",
 }  # fmt: skip
 
@@ -57,7 +57,7 @@ class _Asset:
 
 
 def page_routes(settings: Settings) -> list[BaseRoute]:
-    """Return the routes of the page and of what it is made of; none if the settings leave it out."""
+    """Return the routes of the page and its files; none if the settings disable it."""
     if not settings.page:
         return []
     assets = {name: _read(name, media_type) for name, media_type in ASSETS.items()}

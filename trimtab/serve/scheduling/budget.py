@@ -1,12 +1,12 @@
 """The share of waiting prompts that runs behind one decode step, so that no answer waits long.
 
-A turn is a step of all rows and, behind it, chunks of prompts. Their time is bounded: step and chunks together take no more than
-`RATIO` times the median step of as many rows. One chunk goes through behind a step even where it takes longer: the least size, or a
-larger one that takes hardly longer. Without rows a CPU's chunks take `ALONE_S` where that costs hardly more. Pure: durations are
-told, none is measured here.
+A turn is a step of all rows and, behind it, chunks of prompts. Their time is bounded: step and chunks together take at most
+`RATIO` times the median step of as many rows. One chunk runs behind a step even where it takes longer: the least size, or a
+larger one that takes hardly longer. Without rows a CPU's chunks take `ALONE_S` where that costs hardly more. Pure: callers report
+durations, this module measures none.
 
 A chunk reads every weight. On a GPU this is most of its time up to a few hundred tokens, and smaller chunks would make prompts slow
-for everybody, so the least size is `LEAST_TOKENS`. On a CPU a chunk's time is nearly proportional to its tokens, and a small one
+for all clients, so the least size is `LEAST_TOKENS`. On a CPU a chunk's time is nearly proportional to its tokens, and a small one
 keeps the rows waiting for less. The least size is therefore the smallest that pays: a token costs at most `DEARER` times what it
 costs in the size where it costs least. An engine that takes chunks of any size has smaller ones tried. Where the least one takes
 longer than is left, a smaller one that fits is taken, up to `DEAREST`, or one that exceeds it by a fifth at most. Captured sizes
@@ -17,10 +17,10 @@ the time behind every second step. There a step and a chunk count with what 4 of
 fewer than `TRIES` times counts with no more than what others let expect: a first chunk may take long, and the size would never run
 again. For the same reason a size that has not run for `_FORGET` chunks loses its longest duration.
 
-What it does not know: how long a chunk of a size takes that has not run yet. It estimates from the next smaller and the next larger
-one that have, and takes half of the time of a larger one alone for independent of the size. Nor that a size which was tried while
-the machine was busy would pay later. A pass of towers (`TOWERS`) is bounded by nothing: it goes through first in a turn, or where
-the median one fits into what is left.
+What it does not know: the time of a chunk of a size that has not run yet. It estimates from the next smaller and the next larger
+size that have run; of a larger one alone it takes half of the time as independent of the size. Nor that a size which was tried
+while the machine was busy would pay later. A pass of towers (`TOWERS`) has no bound: it runs first in a turn, or where the median
+one fits.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from statistics import median
 RATIO = 3.0
 # The least size of a chunk as long as no smaller one is known to pay.
 LEAST_TOKENS = 256
-# A smaller size pays if its seconds per token are at most so many times those of the size that has the fewest. Chunks of 256 tokens
+# A smaller size pays if its seconds per token are at most this many times the fewest of any size. Chunks of 256 tokens
 # of E4B on an H200 take 0.75 times as long as those of 512 (bench/results/chunk_layers.json), 1.5 times as long per token.
 DEARER = 1.5
-# A size below the least is taken where only it fits, if a token costs at most so many times what it costs at least.
+# A size below the least is taken where only it fits, if a token costs at most this many times the least cost.
 DEAREST = 2.5
 # Chunks of a smaller size that are tried before it is judged.
 TRIES = 3
 # A chunk with this share of a size's tokens is one of that size where chunks have any: none of SIZES is further from the next.
 _FULL = 2 / 3
-# A chunk that takes so many times as long as the least one, or as long per token as the fastest one, is taken in its place.
+# A chunk that takes this many times as long as the least one, or as long per token as the fastest one, is taken in its place.
 HARDLY = 1.2
 # Seconds of a chunk that no row waits for, where a smaller one costs hardly more.
 ALONE_S = 0.3
 # Sizes to choose from where chunks are not captured.
 SIZES = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-# Stands for the size of a chunk where a prompt's images and audio went through their towers.
+# The size of a chunk in which the towers computed a prompt's images and audio.
 TOWERS = -1
-_KEPT = 65  # durations of a kind that a median is made of
-_USUAL = 0.8  # this share of a CPU's durations is no longer than what it reckons with
+_KEPT = 65  # durations of a kind in a median
+_USUAL = 0.8  # this share of a CPU's durations is no longer than the duration it assumes
 _FORGET = 128  # chunks after which a size that has not run loses its longest duration
-_MOST_STEP = 1.5  # a CPU's step counts with so many medians at most
+_MOST_STEP = 1.5  # a CPU's step counts as this many medians at most
 _FIXED = 0.5
 
 
@@ -101,7 +101,7 @@ class Budget:
         return self._estimate(size, median)
 
     def most_s(self, size: int) -> float | None:
-        """Return the seconds that a chunk of this size has to fit into: on a CPU those of nearly all, else the median."""
+        """Return the seconds that a chunk of this size has to fit into: on a CPU the 80th percentile, else the median."""
         return self._estimate(size, _usual if self._tries else median)
 
     def _estimate(self, size: int, of: Callable[[Sequence[float]], float]) -> float | None:
@@ -113,7 +113,7 @@ class Budget:
         )
 
     def _between(self, size: int, of: Callable[[Sequence[float]], float]) -> float | None:
-        """Return the seconds of a chunk of this size as sizes beside it let expect; None if nothing is known of any."""
+        """Return the seconds of a chunk of this size estimated from the nearest sizes; None if none has run."""
         larger = min((known for known in self._chunks if known > size), default=None)
         smaller = max((known for known in self._chunks if known < size and known != TOWERS), default=None)
         if larger is None:
@@ -149,7 +149,7 @@ class Budget:
         if exceeds and is_first and self._tries and (smaller := self._below_least(left_s)):
             return smaller
         if exceeds and size is not None and not self._runs(self.least):
-            return self.least  # its time is an estimate, which a larger one is not measured by
+            return self.least  # its time is an estimate, so no larger size is compared with it
         return size
 
     def _alone(self) -> int:

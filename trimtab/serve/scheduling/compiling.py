@@ -1,9 +1,9 @@
-"""Compiling the schemas of answers aside, on threads on which clients take turns, each with a process that can be ended.
+"""Compiling the schemas of answers on separate threads, where clients take turns, each with a process that can be ended.
 
 A schema may take seconds to compile, and some never end. The threads delay neither tokens nor prompts, and a client uses one of
-them at a time: slow schemas of one delay nobody else. Each grammar is compiled first in the thread's process (prover.py),
-which is killed at its limits and when the client leaves. Threads are daemons: the worker ends without waiting for them, and the
-processes end with it.
+them at a time: slow schemas of one client delay no other client. Each grammar is compiled first in the thread's process
+(prover.py), which is killed at its limits and when the client leaves. Threads are daemons: the worker ends without waiting for
+them, and the processes end with it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trimtab.serve.grammar.prover import GrammarProver, Proof, ProverError
 from trimtab.serve.grammar.source import GrammarSource
 from trimtab.serve.scheduling.scheduler import MistakeError
 
-# Threads, and so processes: while one client's grammar is slow in one and another one starts anew after it, others have the third.
+# Threads, and so processes: while one client's grammar is slow in one and a second one restarts after it, others have the third.
 # A process takes 35 MiB for a small vocabulary, 150 for one of 262,000 tokens.
 MOST_AT_ONCE = 3
 # Sources whose grammars are known to compile within the limits.
@@ -87,7 +87,7 @@ class Compiling:
         return proof
 
     def warm(self, vocabulary: Callable[[], bytes]) -> Future[Any]:
-        """Start the first process before a schema needs it. Returns the future of that."""
+        """Start the first process before a schema needs it. Returns its future."""
         future: Future[Any] = Future()
         self.submit(_OURS, future, lambda: self._state.thread.prover.start(vocabulary))
         return future

@@ -1,14 +1,14 @@
 """Which prompts are in progress at once, and which of them has the next piece: short ones pass a long one between its pieces.
 
-Each prompt in progress has keys and values of its own. One prompt of any length is in progress, the `first`, and beside it short
-ones, each at most half as long as that and half of the `Room` that is left: a shorter one always finds some, and prompts of about
-one length keep their order. Prompts of rows and those that need no row have a first one each, and share one `Room`. So at most two
-contexts and the room are held, as a plan of several rows counts (planning/memory/activations.py, `prompts_kv_bytes`); on a GPU that
-captures prompts one context and the room, beside what it counts.
+Each prompt in progress has separate keys and values. One prompt of any length is in progress, the `first`, and next to it short
+ones, each at most half as long as that and half of the `Room` that is left: a shorter one always fits, and prompts of about
+one length keep their order. Prompts of rows and those that need no row have a first one each, and share one `Room`. Memory
+therefore holds at most two contexts and the room, as a plan of several rows counts (planning/memory/activations.py,
+`prompts_kv_bytes`); on a GPU that captures prompts, one context and the room in addition to that count.
 
 Short ones take turns: one that begins has its piece after those that are in progress, so none waits for what comes later. The
-first one is chosen by turns (queue.py) whatever its length, so those that pass cannot keep a long prompt waiting beyond the one
-before it. Pure.
+first one is chosen by turns (queue.py) regardless of its length, so those that pass cannot keep a long prompt waiting beyond the
+one before it. Pure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PIECES_BESIDE = 2
 
 
 class Room(Generic[Entry]):
-    """The tokens of prompts that have keys and values beside the first ones, until each is freed. most_tokens: of all together."""
+    """The tokens of prompts with keys and values, except the first ones, until each is freed. most_tokens: of all together."""
 
     def __init__(self, most_tokens: int) -> None:
         self.most_tokens = most_tokens
@@ -45,7 +45,7 @@ class InProgress(Generic[Entry]):
     """The prompts in progress.
 
     first: the one of any length. place: whose keys and values are counted as those of the first: that one, also after `remove`,
-    until `free`. room: for those beside it.
+    until `free`. room: for the others.
     """
 
     def __init__(self, room: Room[Entry]) -> None:
@@ -67,19 +67,19 @@ class InProgress(Generic[Entry]):
 
     @property
     def current(self) -> Entry | None:
-        """Whose piece is next."""
+        """The prompt whose piece is next."""
         if self.first is not None and (not self._beside or self._pieces >= PIECES_BESIDE):
             return self.first
         return self._beside[0] if self._beside else None
 
     def fits(self, tokens: int) -> bool:
-        """Whether a prompt may begin beside the others. tokens: 0 for one that cannot."""
+        """Whether a prompt may begin next to the others. tokens: 0 for one that cannot."""
         left = self.room.left_tokens
         return 0 < tokens <= min(left, left if self.first is None else self._tokens[self.first]) // 2
 
     def add(self, entry: Entry, tokens: int, *, is_counted: bool = False) -> None:
-        """Let a prompt begin: as the first where there is none, unless others have keys and values here and it fits beside them.
-        is_counted: its own are complete and have a place already."""
+        """Let a prompt begin: as the first where there is none, unless others have keys and values here and it fits next to them.
+        is_counted: its keys and values are complete and have a place already."""
         is_alone = not self._beside and self.place is None
         if self.first is None and (is_counted or is_alone or not self.fits(tokens)):
             assert is_counted or self.place is None

@@ -5,7 +5,7 @@
 
 Three budgets bound it: bytes of media (being decoded, or decoded until their prompt is computed), decodes of one client at
 once, and seconds of one request. A thread cannot be stopped: a request whose time is over is answered, and its thread is free
-again when the decoder returns; the limits on pixels and seconds of sound bound that.
+again when the decoder returns; the limits on pixels and seconds of audio bound that.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from trimtab.serve.scheduling.scheduler import MistakeError
 
 THREADS = 2
 MEDIA_S = 20.0
-# Media of so many bytes leave freed memory behind that is worth returning.
+# After media of this many bytes, freed memory is worth returning.
 RETURNED_BYTES = 32 * 2**20
-# Freed memory is returned so long after the first such media, and that of all that end meanwhile with it.
+# Freed memory is returned this long after the first such media, together with that of all that end in this time.
 RETURN_AFTER_S = 1.0
-# A client leaves a thread to others for so long after the last request of another.
+# A client leaves a thread to others for this long after the last request of another.
 LATELY_S = 60.0
 
 
@@ -162,7 +162,7 @@ class MediaPool:
             self._do(entry, is_short)
 
     def _do(self, entry: _Entry, is_short: bool) -> None:
-        """Decode one entry and pass it on. Whatever fails is the entry's own: its bytes and its turn end, the thread does not."""
+        """Decode one entry and pass it on. Every failure is the entry's: its bytes and its turn end, the thread does not."""
         share = _Share(entry.nbytes)
         try:
             if is_short:
@@ -179,7 +179,7 @@ class MediaPool:
                 self._changed.notify_all()
 
     def _work(self, entry: _Entry, share: _Share) -> None:
-        """Decode one entry. Errors: whatever decoding and passing on raise."""
+        """Decode one entry. Errors: those of decoding and of `then`."""
         future = entry.future
         if not future.set_running_or_notify_cancel():
             self._give_back(share, is_freed=False)
@@ -234,12 +234,12 @@ class MediaPool:
 
 
 class MemoryReturner:
-    """Returns freed memory to the system once `RETURN_AFTER_S` after memory was freed, on a thread of its own.
+    """Returns freed memory to the system once `RETURN_AFTER_S` after memory was freed, on a separate thread.
 
     A return is not free: glibc's malloc_trim walks through all arenas and locks each one, so that threads which allocate there
     wait. With 700 MiB freed it took 0.23 to 0.32 s on an AMD EPYC, and up to 15 ms where nothing was left to return. One return
     serves all media that end within a second, and the last one always gets its own. freed: bytes that are freed and not returned.
-    then: is told those that were returned.
+    then: receives the bytes that were returned.
     """
 
     def __init__(self, freed: Callable[[], int] = lambda: 0, then: Callable[[int], None] = lambda _: None) -> None:

@@ -35,7 +35,7 @@ class Preparing:
         self._thread: threading.Thread | None = None
 
     def start(self, first: Callable[[], None] | None = None) -> None:
-        """Start the thread. first: what it does before any prompt; if that fails, prompts are prepared all the same."""
+        """Start the thread. first: what it does before any prompt; if that fails, prompts are prepared nevertheless."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, args=(first,), name="trimtab-prepare", daemon=True)
             thread.start()

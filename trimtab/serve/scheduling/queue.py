@@ -1,7 +1,7 @@
 """The requests that wait for a row, in one line for each adapter: clients take turns, and a client's requests for one adapter
 keep their order.
 
-While a client waits for its turn, every other one has at most one, whichever adapters they ask for. A client that comes while the
+Between two turns of one client, every other client gets at most one turn, regardless of adapter. A client that arrives while the
 prompt of another one is computed precedes the next prompt of that one. A client's own adapters take turns too. The choices of one
 request (`Job.group`) share a prompt, so they are one turn. A client alone has every turn. Pure.
 """

@@ -1,12 +1,12 @@
-"""Which prompts that need no row go through between the turns of those that do: embeddings, and log-probabilities of a prompt.
+"""Which prompts that need no row are computed between the turns of those that do: embeddings, and log-probabilities of a prompt.
 
-Such a prompt goes through in pieces of a fraction of a second, one piece a turn at most. Requests that wait for a row pass it
-between two pieces, whoever sent them, and so do short ones of its own kind (in_progress.py). Clients take turns (queue.py). While
-rows are being answered a piece has the time that budget.py leaves beside a step; a longer one waits until enough of it has gone by.
-Prompts of rows come first: beside them it has `LEAST_SHARE` of that time, or every second turn without rows.
+Such a prompt is computed in pieces of a fraction of a second, one piece a turn at most. Requests that wait for a row pass it
+between two pieces, regardless of their client, and so do short ones of the same kind (in_progress.py). Clients take turns
+(queue.py). While rows are being answered a piece has the time that budget.py leaves after a step; a longer one waits until enough
+time has passed. Prompts of rows come first: while they run it has `LEAST_SHARE` of that time, or every second turn without rows.
 
 A prompt whose log-probabilities are complete waits for a row, and with it all others that need one after their pieces; embeddings
-go on. Other choices of the same request share its prompt, so they wait for it. Pure: durations are told, none is measured here.
+go on. Other choices of the same request share its prompt, so they wait for it. Pure: callers report durations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Generic
 from trimtab.serve.scheduling.in_progress import InProgress, Room
 from trimtab.serve.scheduling.queue import Entry, FairQueue
 
-# The seconds of a piece where nobody waits for a token.
+# The seconds of a piece where no answer waits for a token.
 PIECE_S = 0.15
 # Tokens of a piece, of one that can be cut: the first one, and those to choose from. Few sizes, so that jitter seldom changes one.
 FIRST_TOKENS, SIZES = 32, (16, 32, 64, 128, 256, 512, 1024)
@@ -66,8 +66,8 @@ class Rowless(Generic[Entry]):
         return is_mate
 
     def remove(self, entry: Entry) -> list[Entry]:
-        """Take out a request that waits here, is computed or complete here, or is held back; nothing for any other. Returns those
-        that were held back because of it."""
+        """Take out a request that waits here, is computed or complete here, or is kept back; nothing for any other. Returns those
+        that were kept back because of it."""
         if entry in self._mates:
             self._mates.remove(entry)
             return []
@@ -94,7 +94,7 @@ class Rowless(Generic[Entry]):
         self.complete.append(entry)
 
     def is_due(self, left_s: float | None, *, is_shared: bool) -> bool:
-        """Whether a piece runs in this turn. left_s: the time beside a step of the rows, None without rows. is_shared: whether
+        """Whether a piece runs in this turn. left_s: the time after a step of the rows, None without rows. is_shared: whether
         prompts of rows use it too."""
         if left_s is None:
             self._had_turn = not (is_shared and self._had_turn)
@@ -112,7 +112,7 @@ class Rowless(Generic[Entry]):
         return self._asked
 
     def took(self, tokens: int, seconds: float, kind: str) -> None:
-        """Learn how long a piece took, the one that `most_tokens` was asked for."""
+        """Learn how long a piece took, the one that `most_tokens` limited."""
         self._last_s, self._time_s = seconds, max(self._time_s - seconds, 0.0)
         if 2 * tokens > self._asked or seconds > PIECE_S:  # else the text was shorter
             self._paces[kind] = max(tokens, 1), seconds / max(tokens, 1)

@@ -1,16 +1,16 @@
 """The scheduler: a bounded queue, fair between clients and adapters, prompts in chunks between the decode steps.
 
-One thread calls `turn` again and again; each turn takes up what has been prepared, for `ADMIT_S` at most, decodes one step of all
-rows and puts pieces of the waiting prompts through the model behind it, as many as budget.py has time for: a long prompt delays
-those who are being answered by little. Prompts of a turn are given to the device before the step's tokens are waited for, and
+One thread calls `turn` again and again; each turn takes up prepared requests, for `ADMIT_S` at most, decodes one step of all
+rows and computes pieces of the waiting prompts behind it, as many as budget.py has time for: a long prompt delays
+running answers by little. Prompts of a turn are given to the device before the step's tokens are waited for, and
 join the rows in the next turn, so that the device always has work. Inputs are prepared on a thread of the engine's, so that
-images delay nobody. Imports no torch: the engine behind it does the work, and in the tests a mock one. No clock of its own: time
+images delay no other client. Imports no torch: the engine behind it does the work, and in the tests a mock one. No clock: time
 comes from `now`.
 
 Clients take turns, and so do the adapters of one client (queue.py). A long prompt is chosen only when the previous one is complete:
-a client that comes later waits for one prompt of another client, not for all that were sent before. Where prompts have keys and
-values of their own, as on a CPU, short ones pass it between its chunks (in_progress.py). What needs no row, embeddings and
-log-probabilities of prompts, goes through in pieces between the turns and delays no other prompt by more than one (rowless.py).
+a client that comes later waits for one prompt of another client, not for all that were sent before. Where prompts have separate
+keys and values, as on a CPU, short ones pass it between its chunks (in_progress.py). Requests without a row, embeddings and
+log-probabilities of prompts, are computed in pieces between the turns and delay no other prompt by more than one (rowless.py).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from trimtab.serve.scheduling.in_progress import InProgress, Room
 from trimtab.serve.scheduling.queue import FairQueue
 from trimtab.serve.scheduling.rowless import Rowless
 
-# How long taking up what has been prepared may take of each turn; one job is taken up in any case.
+# Seconds of each turn for taking up prepared jobs; one job is taken up in any case.
 ADMIT_S = 0.02
-# Prompts that may go through the model at once.
+# Prompts that the model may compute at once.
 MOST_CHOSEN = 16
 
 
@@ -65,7 +65,7 @@ class MistakeError(TrimtabError):
 
 
 class StoppingError(DeviceError):
-    """The server has been told to end: it takes nothing new, and what its grace time is too short for is cut."""
+    """The server is shutting down: it accepts no new request, and answers that exceed the grace time are cut."""
 
     def __init__(self) -> None:
         super().__init__("the server is stopping", device="worker", hint="Send the request again shortly")
@@ -116,13 +116,13 @@ class Scheduler:
         self._arrived: deque[_Entry] = deque()
         room: Room[_Entry] = Room(engine.beside_tokens)
         self._begun: InProgress[_Entry] = InProgress(room)
-        self._chosen: deque[_Entry] = deque()  # those whose prompts go through next, each with a row to come
-        self._is_apart = False  # whether a pass of several prompts failed: what is chosen goes one by one
+        self._chosen: deque[_Entry] = deque()  # those whose prompts are computed next, each with a row to come
+        self._is_apart = False  # whether a pass of several prompts failed: chosen prompts are then computed one by one
         self._through: deque[_Entry] = deque()  # prompts that will have a row in the next turn
         self._rows: list[_Entry] = []
         self._rowless: Rowless[_Entry] = Rowless(room)
         self.budget = Budget(engine.chunk_sizes)
-        self._told_at: float | None = None  # when the last step was told, and nothing but steps came after it
+        self._told_at: float | None = None  # time of the last step's report, if only steps came after it
         self._known: dict[str, _Entry] = {}
         self._uses: Counter[str | None] = Counter()
         self.counts = Counts()
@@ -134,7 +134,7 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """How many jobs have a row, or their prompt on the way through the model."""
+        """How many jobs have a row, or a prompt that is being computed."""
         return self._taken + self._rowless.running
 
     @property
@@ -164,7 +164,7 @@ class Scheduler:
             self.counts.refused += 1
             raise QueueFullError(self.waiting, self._retry_after_s())
         parts = parts_of(job.adapter) or (None,)
-        # From here on nothing fails: an entry that is known in part could neither be answered nor cancelled.
+        # From here on nothing fails: an entry that is registered in part could neither be answered nor cancelled.
         entry = _Entry(job, self._now(), inputs=self.engine.prepare(job))
         self._known[job.id] = entry
         self._uses.update(parts)
@@ -176,8 +176,8 @@ class Scheduler:
         return min(60.0, max(1.0, mean_s * 64))
 
     def cancel(self, job_id: str) -> None:
-        """Forget a job whose client has left; its row is free before the next step. "dropped" tells what was computed for it. An
-        unknown id is no error: it may have just been answered."""
+        """Forget a job whose client has left; its row is free before the next step. The event "dropped" has the tokens computed for
+        it. An unknown id is no error: it may have just been answered."""
         entry = self._known.get(job_id)
         if entry is not None:
             self.counts.cancelled += 1
@@ -213,7 +213,7 @@ class Scheduler:
         self._give_back(entry)
 
     def _give_back(self, entry: _Entry) -> None:
-        """Count no keys and values of a prompt any more beside those of the rows."""
+        """Count no keys and values of a prompt in addition to those of the rows any more."""
         for begun in (self._begun, self._rowless.begun):
             begun.free(entry)
 
@@ -311,7 +311,7 @@ class Scheduler:
             if size_done is None:
                 break
             count += 1
-            if left_s is None:  # nobody waits for a token: others may have arrived
+            if left_s is None:  # no row waits for a token: others may have arrived
                 break
             if size_done:  # none where a prompt took over what another had computed
                 left_s -= self.budget.chunk_s(size_done) or 0.0
@@ -368,13 +368,13 @@ class Scheduler:
                 return
 
     def _next(self, lines: FairQueue[_Entry], fits: Callable[[_Entry], bool] | None = None) -> _Entry | None:
-        """Return the job of the client and the adapter whose turn it is, and put both last. None if none can be chosen now. lines:
+        """Return the job of the next client and adapter in turn, and put both last. None if none can be chosen now. lines:
         of those that need a row, or of those that need none; both need slots for their adapters. fits: which of them can be chosen.
 
         While an adapter waits for a slot, others pass. Once as many jobs as there are rows have passed it, only the base may pass,
         because it needs no slot. Otherwise the adapters that have the slots could keep them forever. Of the adapters that a client
         alone waits for, one at a time counts as passed: many of them would hold up other clients otherwise. One that is still
-        being prepared waits for no slot: nobody passes it, and it keeps nobody back.
+        being prepared waits for no slot: no other job passes it, and it keeps no other job back.
         """
         passes: dict[str | None, int] = {}  # adapters that may begin -> how many of `passed` come before them
         passed: list[tuple[FairQueue[_Entry], str | None]] = []
@@ -500,7 +500,7 @@ class Scheduler:
         try:
             size, through = self.engine.prefill_together([entry.answer for entry in self._chosen], most_tokens)
         except TrimtabError:
-            self._is_apart = True  # whose fault it was shows when each goes by itself
+            self._is_apart = True  # computing each alone shows which one failed
             return 0
         for answer in through:
             entry = next(entry for entry in self._chosen if entry.answer is answer)
@@ -530,7 +530,7 @@ class Scheduler:
             self.counts.step_s += now - start
             if self._told_at is not None and not launched:
                 self.budget.took_step(len(stepping), now - self._told_at)
-            # What was launched behind this step delays the next one.
+            # Work launched behind this step delays the next one.
             self._told_at = None if launched else now
             self._report(stepping)
             return

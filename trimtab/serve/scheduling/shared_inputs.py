@@ -70,7 +70,7 @@ class _Source:
             self._tell(follower)
 
     def _tell(self, follower: Future[Any]) -> None:
-        with suppress(InvalidStateError):  # its client has left meanwhile
+        with suppress(InvalidStateError):  # its client has left by now
             if self.is_cancelled:
                 follower.cancel()
             elif self._problem is not None:
