@@ -9,7 +9,7 @@ from typing import Any
 from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.folder import find_folder
 from trimtab.cli.flags.flags import adapter_to_use, add_placement, check_media, group_of, plan_or_request
-from trimtab.cli.flags.output import Command, give_report, saying
+from trimtab.cli.flags.output import Command, give_report
 from trimtab.planning import Plan
 from trimtab.process.exit_codes import exit_code
 from trimtab.request import DECODE_MODES, LoadRequest, token_count
@@ -50,7 +50,7 @@ def run_bench(options: argparse.Namespace) -> int:
     from trimtab.benchmark.bench import bench
     from trimtab.benchmark.chart import draw
 
-    report = bench(request, say=saying(options))
+    report = bench(request)
     give_report(report, options, draw=draw)
     if report.ours.failure is None:
         return 0

@@ -6,7 +6,6 @@ import argparse
 from typing import TYPE_CHECKING
 
 from trimtab.cli.flags.flags import is_saved_plan, load_request
-from trimtab.cli.flags.output import saying
 from trimtab.errors import RequestError
 
 if TYPE_CHECKING:
@@ -64,5 +63,5 @@ def report_on(options: argparse.Namespace) -> RemoteReport:
         options.model, adapters=placed.adapters, placed=placed, adapter=options.use,
         against=options.against, remote_model=options.remote_model, remote_base=options.remote_base,
         prompts=options.prompts, send_prompts=options.send_prompts, quant=options.quant, api_key_env=options.api_key_env,
-        deadline_s=options.deadline or DEADLINE_S, new_tokens=new_tokens, say=saying(options),
+        deadline_s=options.deadline or DEADLINE_S, new_tokens=new_tokens,
     )  # fmt: skip
