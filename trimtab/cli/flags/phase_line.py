@@ -31,13 +31,12 @@ class PhaseLine:
         self._is_at_start = True  # no other text waits for its line to end
 
     def __call__(self, phase: str, far: str) -> None:
-        text = printable(f"{phase} {far}".strip(), one_line=True)
-        if self._is_dumb:
-            if phase and phase != self._phase:
-                self._write(f"{text}\n")
-        elif self._is_at_start:
-            self._show(text)
-        self._phase = phase
+        if not self._is_dumb:
+            if self._is_at_start:
+                self._show(printable(f"{phase} {far}".strip(), one_line=True))
+        elif phase and phase != self._phase:
+            self._phase = phase
+            self._write(f"{printable(phase.rstrip(','), one_line=True)}\n")
 
     def _show(self, text: str) -> None:
         text = text[: _columns(self._stream) - 1]
