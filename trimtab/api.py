@@ -446,6 +446,7 @@ def inspect(adapter: str | Path, *, model: str | Path | None = None) -> dict[str
         return describe(file, None) | report
     checkpoint = read_checkpoint(str(model))
     check_vocabulary(file.folder, checkpoint.folder)
+    phases.begin_imports()
     from trimtab.engine.loader import transformers_model as hf
 
     anatomy = hf.read_anatomy(checkpoint, quant="none", dtype="bfloat16")

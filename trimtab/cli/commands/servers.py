@@ -6,6 +6,7 @@ import argparse
 
 from trimtab.cli.flags.output import print_json, print_text
 from trimtab.errors import RequestError
+from trimtab.process import phases
 
 # All other flags of the command concern this machine and a model's files.
 _TAKEN = ("api_key_env", "json", "name", "command", "model")
@@ -31,6 +32,7 @@ def run(options: argparse.Namespace) -> int:
     from trimtab.doctor.servers.report import examine
     from trimtab.verification.server.client import read_key
 
+    phases.begin("asking the server")
     report = examine(options.model, key=read_key(options.api_key_env))
     if options.json:
         print_json(report.to_json())

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from trimtab.cli.flags.flags import is_saved_plan, load_request
 from trimtab.errors import RequestError
+from trimtab.process import phases
 
 if TYPE_CHECKING:
     from trimtab.verification.server.report import RemoteReport
@@ -45,6 +46,7 @@ def is_server(options: argparse.Namespace) -> bool:
 
 def report_on(options: argparse.Namespace) -> RemoteReport:
     """Return the report on a server's adapter. Errors: RequestError for a flag without effect; as `verify_remote`."""
+    phases.begin_imports()
     from trimtab.verification.server.client import DEADLINE_S
     from trimtab.verification.server.verify import NEW_TOKENS, verify_remote
 

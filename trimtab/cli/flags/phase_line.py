@@ -46,7 +46,8 @@ class PhaseLine:
 
     def give_way(self, text: str) -> None:
         """Remove the line, because other text comes here."""
-        self._show("")
+        if self._shown:
+            self._show("")
         if text:
             self._is_at_start = text.endswith("\n")
 
