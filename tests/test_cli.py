@@ -1,6 +1,5 @@
 """The command line: flags reach the request unchanged, errors keep their exit codes, answers go out as they come."""
 
-import io
 import json
 import math
 import os
@@ -94,10 +93,25 @@ def test_help_imports_neither_torch_nor_transformers():
         "try: main(['--help'])\n"
         "except SystemExit as done: assert done.code == 0\n"
         "heavy = {'torch', 'transformers', 'numpy', 'rich', 'bitsandbytes'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
+        "assert not heavy, heavy\n"
+        # What is on the screen when torch begins to be imported.
+        "import importlib.util, io, json\n"
+        "class Torch(BaseException): pass\n"
+        "class Terminal(io.StringIO): isatty = lambda self: True\n"
+        "class Guard:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        return importlib.util.spec_from_loader(name, self) if name == 'torch' else None\n"
+        "    def create_module(self, spec): raise Torch(sys.stderr.getvalue())\n"
+        "    def exec_module(self, module): pass\n"
+        "sys.meta_path.insert(0, Guard())\n"
+        "sys.stderr = Terminal()\n"
+        f"try: main(['run', {str(line.FOLDER / 'base')!r}, 'Hello', '--device', 'cpu'])\n"
+        "except Torch as begun: print(json.dumps(begun.args[0].split('\\r')))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert all(f"\n    {name} " in done.stdout for name in ("plan", "inspect", "run", "demo"))
+    shown = [text.strip() for text in json.loads(done.stdout.splitlines()[-1]) if text]
+    assert shown[0] == "reading the model" and shown[-1] == "importing torch and transformers"
 
 
 def test_the_version_is_the_packages(capsys):
@@ -530,46 +544,6 @@ def test_ctrl_c_ends_a_running_process_with_its_answer_so_far(world):
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err.decode().splitlines()[-1:]) == (130, ["trimtab: stopped"])
     assert (first + out).endswith(b"\n")
-
-
-# Progress -------------------------------------------------------------------------------------------------------------
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_progress_is_shown_on_a_terminal():
-    stream = Terminal()
-    with show.loading_bar(stream) as progress:
-        progress(2**20, 4 * 2**20)
-        progress(4 * 2**20, 4 * 2**20)
-    assert "loading" in stream.getvalue()
-    assert "4.2/4.2" in stream.getvalue() or "4.0/4.0 MiB" in stream.getvalue()
-
-
-def test_there_is_no_progress_elsewhere():
-    stream = io.StringIO()
-    with show.loading_bar(stream) as progress:
-        assert progress is None
-    assert stream.getvalue() == ""
-
-
-def test_a_bar_that_may_not_be_needed_shows_nothing_before_its_first_step():
-    stream = Terminal()
-    with show.bar_when_needed(stream, "measuring"):
-        pass
-    assert stream.getvalue() == ""
-    with show.bar_when_needed(stream, "measuring") as progress:
-        progress(3, 4)
-        progress(4, 4)
-        shown = stream.getvalue()
-        progress(1, 2)  # a second thing that takes long
-        assert len(stream.getvalue()) > len(shown) > 0
-    assert "measuring" in shown and "4/4" in shown
-    with show.bar_when_needed(io.StringIO(), "measuring") as progress:
-        assert progress is None
 
 
 # demo -----------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import pico, stock
 from trimtab.errors import DeviceError, DoesNotFitError, RequestError, UpstreamError
+from trimtab.process import phases
 from trimtab.request import LoadRequest
 from trimtab.verification.routes import compare, rounding
 from trimtab.verification.routes import runner as routes
@@ -235,8 +236,14 @@ def test_the_rounding_run_is_pefts_merge(tmp_path):
 def test_a_route_in_its_own_process_says_the_same_and_its_peak(tmp_path):
     folder = pico.build("llama", tmp_path / "base")
     items = items_of(rows_of(folder, tmp_path))
-    here = run(own(folder), items, tmp_path / "here")
-    there = run(own(folder), items, tmp_path / "there", isolated=True)
+    told = {"here": [], "there": []}
+    with phases.watched(lambda *phase: told["here"].append(phase)):
+        here = run(own(folder), items, tmp_path / "here")
+    with phases.watched(lambda *phase: told["there"].append(phase)):
+        there = run(own(folder), items, tmp_path / "there", isolated=True)
+    for phase in (("ours: planning", ""), ("ours: prompt", "1 of 2"), ("ours: prompt", "2 of 2")):
+        assert phase in told["here"] and phase in told["there"], phase
+    assert told["there"][:2] == [("ours: starting a process", ""), ("ours: importing torch and transformers", "")]
     assert [said.token_ids for said in there.said] == [said.token_ids for said in here.said]
     assert torch.equal(*(forced.read_run(ran.said[1].file)[0] for ran in (here, there)))
     assert there.memory["host_peak_bytes"] > 100 * 2**20 and there.seconds > 0

@@ -67,6 +67,7 @@ def test_a_job_is_told_what_the_worker_says(supervisor):
     assert [told.get(timeout=WAIT_S).kind for _ in range(3)] == ["started", "text", "done"]
     assert supervisor.in_flight == 0
     assert (supervisor.state, supervisor.loading, supervisor.restarts) == ("ready", (1, 2), 0)
+    assert supervisor.phase == ("loading", "1 of 2 GiB")
 
 
 def test_a_job_that_cannot_be_written_is_answered_and_the_next_one_is_sent(supervisor):

@@ -17,6 +17,7 @@ def main(connection, settings):
     if settings.get("die_at_start_after") is not None and os.path.exists(settings["die_at_start_after"]):
         os._exit(3)
     channel.send({"say": "loading", "done": 1, "of": 2})
+    channel.send({"say": "phase", "phase": "loading", "far": "1 of 2 GiB"})
     channel.send({"say": "ready", "adapters": sorted(settings.get("adapters", {})), "pid": os.getpid(), "plan": {}})
     try:
         while True:

@@ -45,6 +45,7 @@ from trimtab.former_names import FormerNames
 from trimtab.merging.merge import merge
 from trimtab.merging.report import MergeReport
 from trimtab.planning.plan.plan import Plan
+from trimtab.process import phases
 from trimtab.request import AnswerOptions, GenerateRequest, LoadRequest
 
 sys.meta_path.insert(0, FormerNames())
@@ -102,6 +103,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     if name in _LATE:
+        phases.begin_imports()
         return getattr(importlib.import_module(_LATE[name]), name)
     if name == "bridge":
         return importlib.import_module("trimtab.bridge")

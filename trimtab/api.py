@@ -33,7 +33,7 @@ from trimtab.planning.request.dtypes import choose_dtype, keeps_16bit, reason_of
 from trimtab.planning.request.max_memory import merged_budgets
 from trimtab.planning.values.cards import check_budget, check_here, find_card
 from trimtab.planning.values.kv_pool import check_pool
-from trimtab.process import threads
+from trimtab.process import phases, threads
 from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, QUANTS, LoadRequest, full_dtype, parse_bytes, token_count
 
 if TYPE_CHECKING:
@@ -200,6 +200,7 @@ def _planned(
     from trimtab.machine import machine_cache as known
     from trimtab.machine.memory import disk_free_bytes, host_available_bytes, process_bytes
 
+    phases.begin("reading the model")
     checkpoint = read_checkpoint(request.model)
     if inputs.is_to_load:
         check_has_weights(checkpoint)
@@ -245,6 +246,7 @@ def _planned(
         except RequestError as exc:
             head_refused = str(exc).splitlines()[0]
             anatomies.keep_refusal(checkpoint, small, head_refused, keeps_16bit=narrow)
+    phases.begin("planning")
     disk_bytes = disk_free_bytes(request.offload_dir)
     make = partial(
         make_plan, request, anatomy, adapters={name: specs[name].nbytes("float32") for name in request.adapters},
@@ -289,8 +291,10 @@ def _anatomy(
         return inputs.anatomies[key]
     anatomy = anatomies.find_anatomy(checkpoint, request, keeps_16bit=keeps_16bit) if may_be_kept else None
     if anatomy is None:
+        phases.begin_imports()
         from trimtab.engine.loader import transformers_model as hf
 
+        phases.begin("reading the model")
         probe = inputs.probe = inputs.probe or hf.probe(checkpoint, request.dtype)
         anatomy = hf.anatomy_of(
             probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head,
@@ -306,12 +310,14 @@ def _anatomy(
 def _ask_machine(request: LoadRequest, bytes_before: int | None) -> tuple[Machine, Rates]:
     """Return the machine and its rates, measured through torch, and cache them for later processes. bytes_before: memory of
     this process before torch; None if torch was loaded already."""
+    phases.begin_imports()
     import torch
 
     import trimtab.engine.model  # noqa: F401  # so that the process has what loading imports (`read_machine`)
     from trimtab.engine.memory import rates as devices
     from trimtab.machine import machine_cache as known
 
+    phases.begin("measuring the machine")
     machine = devices.read_machine(request.device, budget_bytes=request.gpu_memory_bytes)
     if bytes_before is not None:
         known.remember(machine, bytes_before=bytes_before, threads=torch.get_num_threads())
@@ -395,9 +401,11 @@ def load_plan(
     """Return the model of a plan, loaded, as `load` does. adapters: how the plan's adapters are read, and where they
     are registered.
     """
+    phases.begin_imports()
     from trimtab.engine.memory import rates as devices
     from trimtab.engine.model import LoadedModel
 
+    phases.begin("loading")
     # A program's environment is not changed; the command line has set it already.
     threads.use(None, beside_others=False, environ=dict(os.environ))
     is_on_gpu = made.execution_device != "cpu"
@@ -444,6 +452,7 @@ def inspect(adapter: str | Path, *, model: str | Path | None = None) -> dict[str
         return describe(file, None) | report
     checkpoint = read_checkpoint(str(model))
     check_vocabulary(file.folder, checkpoint.folder)
+    phases.begin_imports()
     from trimtab.engine.loader import transformers_model as hf
 
     anatomy = hf.read_anatomy(checkpoint, quant="none", dtype="bfloat16")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import socket
+import threading
 import wave
 
 import pytest
@@ -22,6 +24,7 @@ from tests.page.reading import (
     faked,
     question,
     set_options,
+    stand_in,
 )  # fmt: skip
 
 pytestmark = pytest.mark.slow
@@ -433,9 +436,36 @@ def test_names_are_never_markup(opened):
     assert page.title() == "trimtab"
 
 
-def test_a_server_that_went_away_is_said_and_comes_back(opened):
+def break_off(listener):
+    """Answer one request with the beginning of a stream, and end the connection there, as a server that is killed."""
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(2**16)
+        line = f"data: {json.dumps({'choices': [{'index': 0, 'delta': {'content': 'Half of it'}}]})}\n\n".encode()
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        connection.sendall(head + b"%x\r\n%s\r\n" % (len(line), line))
+
+
+def test_a_server_that_died_in_an_answer_is_said_there_and_above_it_and_comes_back(opened):
     page = opened()
+    trouble, error = page.locator("#trouble"), page.locator(".answer .error")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        threading.Thread(target=break_off, args=(listener,), daemon=True).start()
+        page.route(CHAT, lambda route: route.continue_(url=f"http://127.0.0.1:{port}/v1/chat/completions"))
+        ask(page, "Hello")
+        expect(error).to_have_text("The connection to the server ended before the answer was complete")
+    expect(page.locator(".answer .text")).to_have_text("Half of it")
+    # Nothing listens now: neither what is asked again nor the status gets an answer.
     page.route("**/api/status", lambda route: route.abort())
     expect(page.locator("#state-text")).to_have_text("The server does not answer")
+    expect(trouble).to_contain_text("The server does not answer: it has ended")
+    page.get_by_role("button", name="Regenerate").click()
+    expect(error).to_have_text("The server does not answer")
     page.unroute("**/api/status")
     expect(page.locator("#state-text")).to_have_text("ready")
+    expect(trouble).to_be_hidden()
+    stand_in(page, "All of it.")
+    page.get_by_role("button", name="Regenerate").click()
+    expect(page.locator(".answer .text")).to_have_text("All of it.")
+    expect(error).to_be_hidden()

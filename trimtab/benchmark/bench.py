@@ -20,7 +20,7 @@ from trimtab.benchmark.stats import Spread
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.machine.environment import read_environment
 from trimtab.planning import Plan
-from trimtab.process import packages
+from trimtab.process import packages, phases
 from trimtab.process.work_folder import work_folder
 from trimtab.request import DECODE_MODES, LoadRequest, check_choice
 from trimtab.verification.routes.prompts import Prompt
@@ -91,7 +91,7 @@ def bench(request: BenchRequest, *, say: Say | None = None) -> Report:
     Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError before a run is made. After planning, an error
     of a side becomes its `failure`.
     """
-    speak = say or (lambda text: None)
+    speak = say or phases.begin
     if request.against == "stock":
         packages.check_installed(packages.STOCK, field="against", value="stock")
     with work_folder("bench") as work:
@@ -111,7 +111,8 @@ def bench(request: BenchRequest, *, say: Say | None = None) -> Report:
                     continue
                 speak(f"run {run + 1} of {request.runs}: {name}")
                 try:
-                    rows[name].append(_run(name, run, request, plan, prepared, work))
+                    with phases.within(f"run {run + 1} of {request.runs}"):
+                        rows[name].append(_run(name, run, request, plan, prepared, work))
                 except TrimtabError as exc:
                     failures[name] = (exc, run)
                     speak(f"{name} failed: {exc}")

@@ -36,6 +36,7 @@ from typing import Any, NoReturn
 
 import trimtab
 from trimtab.checkpoint.names import near_names
+from trimtab.cli.flags import phase_line
 from trimtab.cli.flags.flags import give_model, group_of
 from trimtab.cli.flags.output import COLORS, print_error, print_json, use_color
 from trimtab.cli.flags.wording import Words, words_of
@@ -74,6 +75,7 @@ REFUSED = tuple(
 )  # fmt: skip
 JSON_HELP = {"": "print one JSON object and nothing else", "chat": "print each answer as one line of JSON"}
 NO_WORDS = Words()
+HELP = {"-h", "--help"}
 # The code of a command line that asks nothing, as of one that cannot be read.
 USAGE = 2
 STOPPED, READER_GONE = interrupts.STOPPED, 141
@@ -170,16 +172,17 @@ def _main(arguments: Sequence[str] | None) -> int:
             parser().print_help(sys.stderr)
             return USAGE
         check_command(given[0])
-        options = parser(given[:1]).parse_args(given)
-        words = words_of(options)
-        give_model(options)
-        use_color(options.color)
-        if options.name_of_command not in WITHOUT_THREADS:
-            threads.use(options.threads, beside_others=options.name_of_command not in LASTING)
-        interrupts.raise_again()
-        interrupts.raise_at_end()
-        with preload.collecting_rarely(options.name_of_command in OPENING and interrupts.is_command()):
-            code = int(options.command(options))
+        with phase_line.shown(given[0], is_wanted=not as_json and HELP.isdisjoint(given)):
+            options = parser(given[:1]).parse_args(given)
+            words = words_of(options)
+            give_model(options)
+            use_color(options.color)
+            if options.name_of_command not in WITHOUT_THREADS:
+                threads.use(options.threads, beside_others=options.name_of_command not in LASTING)
+            interrupts.raise_again()
+            interrupts.raise_at_end()
+            with preload.collecting_rarely(options.name_of_command in OPENING and interrupts.is_command()):
+                code = int(options.command(options))
         print(end="", flush=True)  # a disk that is full is known here, not at exit
         return code
     except TrimtabError as exc:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import trimtab
 from trimtab import demo
-from trimtab.cli.flags import model_text as show
 from trimtab.errors import CheckpointError, DoesNotFitError, ParityError, gib
 from trimtab.planning.plan.chart import draw
 from trimtab.planning.plan.narrow import narrow_table
@@ -238,10 +236,8 @@ def _answers(
     """
     from trimtab.verification.routes.trimtab_run import own_changes
 
-    with show.loading_bar(sys.stderr) as progress:
-        model = trimtab.load(plan, progress=progress)
     answers, logits = [], []
-    with model:
+    with trimtab.load(plan) as model:
         for ask in asks:
             if say is not None:
                 answers.append(_answer(model, ask, say))

@@ -51,6 +51,7 @@ from trimtab.planning.memory.adapters import copies_bytes, first_adapter_bytes, 
 from trimtab.planning.request.dtypes import was_chosen
 from trimtab.planning.values.execution import CAPTURED
 from trimtab.planning.values.kv_bytes import check_kv
+from trimtab.process import phases
 from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
 
 if TYPE_CHECKING:
@@ -86,8 +87,6 @@ class LoadedModel(Asking):
         decode = plan.request.decode if decode is None else decode
         check_choice(decode, DECODE_MODES, field_name="decode")
         self.plan, self.decode = plan, decode
-        # Called with (done, of) while kernels are measured, the first time that this card sees layers of these shapes.
-        self.measuring: Progress | None = None
         self.device = torch.device(plan.execution_device)
         self.dtype: torch.dtype = getattr(torch, plan.request.dtype)
         self.context_tokens = plan.request.context_tokens
@@ -124,9 +123,11 @@ class LoadedModel(Asking):
                 self._loaded, self.anatomy = fill(plan, self.adapter_store, progress=progress, probe=probe)
                 check_kv(plan.request.kv, self.anatomy)  # the plan may be a file that somebody wrote
                 guard_towers(self._loaded.hf_model)
+                phases.begin("unpacking weights")
                 self.unpacked, self.unpacked_bytes = keep_unpacked(self)
                 if plan.request.prefix_cache_bytes:
                     self.keep_prefixes(plan.request.prefix_cache_bytes)
+                phases.begin("attaching adapters")
                 for name, adapter in (adapters or planned_adapters.PlannedAdapters()).read(self):
                     self._attach_planned(name, adapter)
             if self.device.type == "cuda":
@@ -172,6 +173,7 @@ class LoadedModel(Asking):
             return  # several rows are prepared by whoever decodes them together
         if self.context_tokens < 2:
             return  # a prompt of one token leaves no room for a step
+        phases.begin("capturing steps")
         with self._out_of_memory_named("capturing decode steps"):
             batch = self.rows()
             if batch is not None:

@@ -27,6 +27,7 @@ from trimtab.merging.files import quantize as pack
 from trimtab.merging.files.layout import Out
 from trimtab.merging.files.write import MergedRows, Sources
 from trimtab.merging.report import CheckedTensor, MergeCheck
+from trimtab.process import phases
 
 if TYPE_CHECKING:
     from trimtab.merging.merge import Work
@@ -46,7 +47,10 @@ def check_files(work: Work, written: Checkpoint) -> MergeCheck:
         files = {file: PositionedFile(file) for file in written.files}
         for file in files.values():
             stack.callback(file.close)
-        for out in (out for shard in work.shards for out in shard.outs):
+        outs = [out for shard in work.shards for out in shard.outs]
+        count = phases.counting("checking every value, tensor")
+        for place, out in enumerate(outs, 1):
+            count(place, len(outs))
             rows: Rows
             if out.pack is not None:
                 rows = PackedRows(packed[out.tensor_name], lambda entry: files[entry.file])

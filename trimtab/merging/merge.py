@@ -26,6 +26,7 @@ from trimtab.errors import AdapterError, CheckpointError, ParityError, RequestEr
 from trimtab.merging.changes.request import AdapterOption, MergeRequest, full_dtype, parts_of
 from trimtab.merging.files.output_dir import Workplace, check_place, check_room, disk_error
 from trimtab.merging.report import RECORD_NAME, MergedAdapter, MergedFile, MergeReport
+from trimtab.process import phases
 from trimtab.process.json_file import read_object
 from trimtab.process.packages import versions_of
 
@@ -89,7 +90,9 @@ def merge_request(request: MergeRequest, *, progress: Progress | None = None) ->
         )  # fmt: skip
     for folder in folders.values():
         check_is_adapter(folder)  # before anything that takes long
+    phases.begin_imports()
     import_libraries(checkpoint, check=request.check)
+    phases.begin("planning")
     started = time.monotonic()  # libraries are imported once in a process: no merge is slower or faster by them
     with ExitStack() as stack:
         work = _prepare(request, checkpoint, stack)
@@ -102,6 +105,7 @@ def merge_request(request: MergeRequest, *, progress: Progress | None = None) ->
             check_room(place.out, total - kept + small_bytes)
             try:
                 files = _write_shards(work, place, finished, progress, total)
+                phases.begin("writing the other files")
                 _write_small(small, place.folder)
                 check_unchanged(checkpoint)
                 report = _report(request, checkpoint, work, files, tuple(small))
@@ -290,6 +294,7 @@ def _write_shards(
     from trimtab.merging.files.write import Written, use_threads, write_shard
 
     lock, noting, done = threading.Lock(), threading.Lock(), 0
+    count = phases.counting("writing", is_bytes=True)
     is_over = threading.Event()
 
     def tick(byte_count: int) -> None:
@@ -298,6 +303,7 @@ def _write_shards(
             raise _StoppedError
         with lock:
             done += byte_count
+            count(done, total)
             if progress is not None:
                 progress(done, total)
 

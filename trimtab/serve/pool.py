@@ -490,6 +490,12 @@ class Pool:
         load. numbers: none while no worker answers."""
         return {"models": [self._status(name, member) for name, member in self._members.items()]}
 
+    @property
+    def phase(self) -> tuple[str, str]:
+        """What the first model that is loading does now, and how far it is."""
+        loading = (one.supervisor for one in self._members.values() if one.supervisor.state == "loading")
+        return next((one.phase for one in loading), ("", ""))
+
     def _status(self, name: str, member: _Member) -> dict[str, Any]:
         supervisor = member.supervisor
         is_ready, failure = supervisor.state == "ready", supervisor.failure

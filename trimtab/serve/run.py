@@ -22,6 +22,7 @@ from starlette.applications import Starlette
 from starlette.routing import BaseRoute
 
 from trimtab.errors import RequestError, TrimtabError
+from trimtab.process import phases
 from trimtab.serve.contract import log as journal
 from trimtab.serve.contract.settings import Settings, is_loopback
 from trimtab.serve.http.app import make_app
@@ -176,7 +177,9 @@ class _Server(uvicorn.Server):
             if self.failure is not None:
                 self.should_exit = True
                 return
+            phases.begin(*self._pool.phase)
             await asyncio.sleep(TICK_S)
+        phases.begin("")
         names = [model["name"] for model in self._pool.status()["models"]]
         fields = {"models": ",".join(names), "seconds": round(time.monotonic() - self._began, 2), "pid": os.getpid()}
         log.info("ready", extra={"fields": fields})

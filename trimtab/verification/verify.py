@@ -18,6 +18,7 @@ from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.formats.packed import split_packed
 from trimtab.planning import Plan
+from trimtab.process import phases
 from trimtab.process.packages import STOCK, check_installed, stack_versions
 from trimtab.process.runner import check_python
 from trimtab.process.work_folder import work_folder
@@ -53,11 +54,12 @@ def verify(
     adapter: the active one; the only one by default. prompts: a JSONL file, prompts, or None for the built-in set.
     against: a word of AGAINST or a merged model's folder. python: an interpreter with the stock stack for that side.
     new_tokens: length of the greedy answers. lanes: also run the merge lanes. isolated False: everything in this
-    process (faster, without peaks of host memory). say: called with a line of text for each step.
+    process (faster, without peaks of host memory). say: called with a line of text for each step
+    (default: the steps are phases, which the command line shows).
     Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError before a route runs; UpstreamError if stock
     fails; DeviceError if a process dies. `report.check()` raises ParityError.
     """
-    speak = say or (lambda text: None)
+    speak = say or phases.begin
     if not isinstance(new_tokens, int) or new_tokens < 1:
         raise RequestError("must be at least 1", field="new_tokens", value=new_tokens)
     if python is not None and str(against) != "stock" and not lanes:
@@ -175,6 +177,7 @@ def _compare(
     by_id = {prompt.id: prompt for prompt in given}
     compared, layers = [], []
     for at in range(count):
+        phases.begin("comparing, prompt", phases.far_text(at + 1, count))
         row, by_layer = _parity(case, by_id[items[at].id], items[at], at, reference, subject, count)
         compared.append(row)
         layers.append(by_layer)

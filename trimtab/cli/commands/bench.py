@@ -9,8 +9,9 @@ from typing import Any
 from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.folder import find_folder
 from trimtab.cli.flags.flags import adapter_to_use, add_placement, check_media, group_of, plan_or_request
-from trimtab.cli.flags.output import Command, give_report, saying
+from trimtab.cli.flags.output import Command, give_report
 from trimtab.planning import Plan
+from trimtab.process import phases
 from trimtab.process.exit_codes import exit_code
 from trimtab.request import DECODE_MODES, LoadRequest, token_count
 
@@ -50,7 +51,7 @@ def run_bench(options: argparse.Namespace) -> int:
     from trimtab.benchmark.bench import bench
     from trimtab.benchmark.chart import draw
 
-    report = bench(request, say=saying(options))
+    report = bench(request)
     give_report(report, options, draw=draw)
     if report.ours.failure is None:
         return 0
@@ -61,7 +62,7 @@ def _request(options: argparse.Namespace) -> Any:
     load = plan_or_request(options)
     request = load.request if isinstance(load, Plan) else load
     adapter = adapter_to_use(options.use, list(request.adapters))
-    # Only now what imports torch.
+    phases.begin_imports()
     from trimtab.benchmark.bench import NEW_TOKENS, BenchRequest
     from trimtab.benchmark.chart import check_picture_path
     from trimtab.benchmark.report import check_save_path

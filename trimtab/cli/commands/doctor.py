@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from trimtab.adapter_names import parse_unweighted
 from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.folder import find_folder
 from trimtab.cli.commands.traces import check_model, run_lanes, run_report, run_trace
-from trimtab.cli.flags import model_text as show
 from trimtab.cli.flags.flags import (
     MAX_MEMORY,
     add_budgets,
@@ -26,6 +24,7 @@ from trimtab.cli.flags.flags import (
 from trimtab.cli.flags.output import Command, print_json, print_text, saying
 from trimtab.errors import RequestError
 from trimtab.planning.request.max_memory import read_max_memory
+from trimtab.process import phases
 from trimtab.process.packages import STOCK, install_command, missing
 from trimtab.request import DTYPES, QUANTS, check_choice, full_dtype, parse_bytes
 
@@ -213,10 +212,6 @@ def _examine(options: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def _bars(options: argparse.Namespace, stack: ExitStack, text: str) -> Any:
-    return None if options.json else stack.enter_context(show.loading_bar(sys.stderr, text, is_bytes=False))
-
-
 def _probes(options: argparse.Namespace) -> Any:
     from trimtab.doctor.probes.runner import run_probes
 
@@ -227,15 +222,14 @@ def _probes(options: argparse.Namespace) -> Any:
             f"{' and '.join(absent)} {'is' if is_one else 'are'} not installed here: probes that need "
             f"{'it' if is_one else 'them'} will say unknown ({install_command(absent)})", file=sys.stderr,
         )  # fmt: skip
-    with ExitStack() as stack:
-        return run_probes(
-            python=options.python, ids=tuple(options.probe or ()), progress=_bars(options, stack, "known bugs")
-        )
+    progress = phases.counting("checking known bugs,")
+    return run_probes(python=options.python, ids=tuple(options.probe or ()), progress=progress)
 
 
 def _preflight(options: argparse.Namespace, environment: Any) -> Any:
     from trimtab.doctor.preflight.preflight import preflight
 
+    phases.begin("predicting failures of the stock stack")
     device_map = None if options.device_map is None else read_device_map(options.device_map)
     max_memory = None
     if options.max_memory is not None:
@@ -268,8 +262,8 @@ def _matrix(options: argparse.Namespace, environment: Any) -> tuple[tuple[Any, .
             keep(record)
 
     try:
-        with ExitStack() as stack:
-            run_matrix(**arguments, on_record=on_record, progress=_bars(options, stack, "cases"))
+        phases.begin("running the cases")
+        run_matrix(**arguments, on_record=on_record, progress=phases.counting("running the cases,"))
     except KeyboardInterrupt:
         if not runs:
             raise
@@ -351,6 +345,7 @@ def _run_server(options: argparse.Namespace) -> int:
     from trimtab.doctor.servers.report import examine
     from trimtab.verification.server.client import read_key
 
+    phases.begin("asking the server")
     report = examine(options.model, key=read_key(options.api_key_env))
     if options.json:
         print_json(report.to_json())

@@ -9,7 +9,6 @@ from typing import Any
 
 import trimtab
 from trimtab.cli.commands import verify_server as remote
-from trimtab.cli.flags import model_text as show
 from trimtab.cli.flags.flags import (
     adapter_to_use,
     add_adapters,
@@ -20,7 +19,7 @@ from trimtab.cli.flags.flags import (
     load_request,
     plan_or_request,
 )
-from trimtab.cli.flags.output import Command, give_report, print_json, print_text, saying
+from trimtab.cli.flags.output import Command, give_report, print_json, print_text
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.planning import Plan
 from trimtab.process import interrupts
@@ -85,15 +84,14 @@ def run_merge(options: argparse.Namespace) -> int:
         requantize=options.requantize, overwrite=options.overwrite, check=options.check,
     )  # fmt: skip
     compared = _to_compare(options, request) if options.check else None
-    with show.loading_bar(sys.stderr, "writing") as progress:
-        report = merge_request(request, progress=progress)
+    report = merge_request(request)
     if not options.json:
         print_text(merge_text(report), flush=True)  # the files are written, with any result of the comparison
     parity, problem = None, None
     if compared is not None:
         adapter = request.adapters[0].name
         try:
-            parity = trimtab.verify(compared, adapter=adapter, against=options.out, say=saying(options))
+            parity = trimtab.verify(compared, adapter=adapter, against=options.out)
         except TrimtabError as exc:
             if interrupts.was_raised():
                 raise
@@ -159,5 +157,5 @@ def _compare(source: Plan | LoadRequest, options: argparse.Namespace) -> Any:
     return trimtab.verify(
         source, adapter=options.use, prompts=options.prompts,
         against=SHORT_ROUTES.get(options.against, options.against), python=options.python,
-        new_tokens=_new_tokens(options), lanes=options.lanes, say=saying(options),
+        new_tokens=_new_tokens(options), lanes=options.lanes,
     )  # fmt: skip

@@ -51,6 +51,7 @@ from trimtab.planning.options import Option
 from trimtab.planning.plan.plan import check_is_plan
 from trimtab.planning.request.overrides import NO_GPU
 from trimtab.printable import printable
+from trimtab.process import phases
 from trimtab.request import TIERS, LoadRequest
 
 if TYPE_CHECKING:
@@ -306,6 +307,7 @@ def run_run(options: argparse.Namespace) -> int:
             shown = show.answer_json(answer, plan, model.memory(), question["adapter"], model.fallbacks)
             print_json(shown | {"memory_shares": shares})
             return 0
+        phases.begin("answering")  # until the first piece of the answer takes the line's place
         answer = _stream(model, prompt, {**question, **answering})
         note = end_text(answer, plan.request.context_tokens, has_stop_texts=bool(options.stop))
         if note and (options.max_new_tokens is None or not answer.text.strip()):  # a limit that was set needs no note
@@ -345,6 +347,7 @@ def prompt_of(options: argparse.Namespace) -> str:
             )
         return read_text(options.prompt_file, "--prompt-file")
     if options.prompt == "-":
+        phases.begin("")  # somebody may type here
         return as_text(sys.stdin.buffer.read(TEXT_FILE_BYTES + 1), "PROMPT", "-")
     return str(options.prompt)
 

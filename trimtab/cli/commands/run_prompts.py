@@ -10,7 +10,6 @@ from contextlib import closing
 from typing import Any
 
 from trimtab.cli.commands.prompts_file import AnswersFile, Doubts, PromptLine, check_answers_file, read_prompts
-from trimtab.cli.flags import model_text as show
 from trimtab.cli.flags.flags import (
     answer_length,
     check_folder_of,
@@ -24,6 +23,7 @@ from trimtab.cli.flags.output import print_json, print_text
 from trimtab.cli.flags.weights import chosen
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.planning import Plan
+from trimtab.process import phases
 
 ROWS = 4
 
@@ -42,6 +42,7 @@ def run_many(options: argparse.Namespace) -> int:
     lines = images = 0
     has_unnamed = False  # a prompt without its own adapter
     doubts = Doubts()
+    phases.begin("reading the prompts")
     for line in read_prompts(options.prompts):
         lines, images = lines + 1, max(images, line.images)
         doubts.add(line)
@@ -123,14 +124,13 @@ def _answer(
     lines: list[PromptLine] = []
     sampling = {name: value for name, value in defaults.items() if name not in ("system", "adapter")}
     question = {name: value for name, value in defaults.items() if name in ("system", "adapter") and value is not None}
-    done = 0
+    done, count = 0, phases.counting("answering prompts,")
 
     def add(line: PromptLine, result: Any) -> None:
         nonlocal done
         _add(answers, summary, line, result)
         done += 1
-        if bar is not None:
-            bar(done, waiting)
+        count(done, waiting)
 
     def requests() -> Iterator[Mapping[str, Any]]:
         for line in read_prompts(options.prompts):
@@ -142,10 +142,8 @@ def _answer(
             lines.append(line)
             yield {**question, **line.request}
 
-    with (
-        opened(plan, decode, stop_at_turn_end=options.stop_at_turn_end, is_told=not options.json) as model,
-        show.loading_bar(sys.stderr, "answering", is_bytes=False) as bar,
-    ):
+    with opened(plan, decode, stop_at_turn_end=options.stop_at_turn_end, is_told=not options.json) as model:
+        count(done, waiting)
         results = model.batch_as_finished(requests(), rows=plan.request.batch, errors="return", **sampling)
         with closing(results) as answer:  # type: ignore[type-var]
             for index, result in answer:

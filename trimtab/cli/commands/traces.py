@@ -10,6 +10,7 @@ from pathlib import Path
 from trimtab.cli.flags.flags import read_device_map
 from trimtab.cli.flags.output import print_json, print_text
 from trimtab.errors import RequestError
+from trimtab.process import phases
 from trimtab.process.files import write_whole
 
 # Flags of the doctor that cannot be combined with these.
@@ -102,6 +103,7 @@ def _read(name: str) -> str:
 
     try:
         if name == "-":
+            phases.begin("")  # somebody may type here
             data = sys.stdin.buffer.read(2 * MOST_BYTES + 1)
         else:
             with Path(name).open("rb") as file:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from trimtab.cli.flags import model_text as show
 from trimtab.cli.flags.flags import add_placement, check_folder_of, plan_or_request
 from trimtab.cli.flags.opening import planned
 from trimtab.cli.flags.output import Command, print_json, print_text
 from trimtab.errors import RequestError
+from trimtab.process import phases
 
 # The 4-bit kernels decode each weight once for up to this many rows (engine/cuda/launch_config.py).
 MOST_ROWS = 8
@@ -37,14 +37,11 @@ def run_tune(options: argparse.Namespace) -> int:
             f"the model runs on {plan.execution_device}; launch configurations are of GPU kernels", field="device",
             value=plan.execution_device, allowed=("cuda", "cuda:N"),
         )  # fmt: skip
-    with show.loading_bar(sys.stderr) as progress:
-        model = trimtab.load(plan, progress=progress)
-    with model:
+    with trimtab.load(plan) as model:
         from trimtab.engine.tune import tune_model
 
-        with show.bar_when_needed(sys.stderr, "measuring kernels on this GPU") as measuring:
-            model.measuring = measuring
-            report, document = tune_model(model, rows=options.rows, progress=measuring)
+        progress = phases.counting("measuring kernels on this GPU,")
+        report, document = tune_model(model, rows=options.rows, progress=progress)
     if options.export:
         from trimtab.engine.cuda import shipped_configs as launch_configs
 

@@ -6,8 +6,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from trimtab.cli.flags.flags import is_saved_plan, load_request
-from trimtab.cli.flags.output import saying
 from trimtab.errors import RequestError
+from trimtab.process import phases
 
 if TYPE_CHECKING:
     from trimtab.verification.server.report import RemoteReport
@@ -46,6 +46,7 @@ def is_server(options: argparse.Namespace) -> bool:
 
 def report_on(options: argparse.Namespace) -> RemoteReport:
     """Return the report on a server's adapter. Errors: RequestError for a flag without effect; as `verify_remote`."""
+    phases.begin_imports()
     from trimtab.verification.server.client import DEADLINE_S
     from trimtab.verification.server.verify import NEW_TOKENS, verify_remote
 
@@ -64,5 +65,5 @@ def report_on(options: argparse.Namespace) -> RemoteReport:
         options.model, adapters=placed.adapters, placed=placed, adapter=options.use,
         against=options.against, remote_model=options.remote_model, remote_base=options.remote_base,
         prompts=options.prompts, send_prompts=options.send_prompts, quant=options.quant, api_key_env=options.api_key_env,
-        deadline_s=options.deadline or DEADLINE_S, new_tokens=new_tokens, say=saying(options),
+        deadline_s=options.deadline or DEADLINE_S, new_tokens=new_tokens,
     )  # fmt: skip

@@ -1,11 +1,10 @@
-"""Text for the terminal: an adapter's report, an answer's numbers, a progress bar while loading. Imports no torch."""
+"""Text for the terminal: an adapter's report, an answer's numbers. Imports no torch."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from trimtab.adapters.file import DIVERGED
 from trimtab.errors import gib
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from trimtab.engine.decode.step_choice import Fallback
     from trimtab.planning import Plan
 
-Progress = Callable[[int, int], None]
 SHOWN_PATHS = 5
 
 
@@ -100,60 +98,3 @@ def answer_json(
             "host_budget_bytes": plan.host_budget_bytes,
         },
     }  # fmt: skip
-
-
-class LoadingBar:
-    """A bar of bytes or of finished items; called with (done, of) like every `progress`."""
-
-    def __init__(self, stream: TextIO, text: str = "loading", *, is_bytes: bool = True) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bars
-
-        counts = DownloadColumn(binary_units=True) if is_bytes else MofNCompleteColumn()
-        columns = (TextColumn(text), BarColumn(), counts, TimeRemainingColumn())
-        self._bars = Bars(*columns, console=Console(file=stream), transient=True)
-        self._bar = self._bars.add_task(text, total=None)
-        self._bars.start()
-
-    def __call__(self, done: int, total: int) -> None:
-        self._bars.update(self._bar, completed=done, total=total)
-
-    def close(self) -> None:
-        self._bars.stop()
-
-
-@contextmanager
-def loading_bar(stream: TextIO, text: str = "loading", *, is_bytes: bool = True) -> Iterator[LoadingBar | None]:
-    """Yield a bar on a terminal, else None; the bar is removed afterwards."""
-    if not stream.isatty():
-        yield None
-        return
-    bar = LoadingBar(stream, text, is_bytes=is_bytes)
-    try:
-        yield bar
-    finally:
-        bar.close()
-
-
-@contextmanager
-def bar_when_needed(stream: TextIO, text: str) -> Iterator[Progress | None]:
-    """Yield a `progress` that shows a bar from its first call until (n, of n); None without a terminal."""
-    if not stream.isatty():
-        yield None
-        return
-    bar: LoadingBar | None = None
-
-    def progress(done: int, total: int) -> None:
-        nonlocal bar
-        bar = bar or LoadingBar(stream, text, is_bytes=False)
-        bar(done, total)
-        if done >= total:
-            bar.close()
-            bar = None
-
-    try:
-        yield progress
-    finally:
-        if bar is not None:
-            bar.close()

@@ -1,4 +1,4 @@
-"""Loads a planned model for a command: the tokenizer first, a bar while weights are read, a note on slower fallbacks."""
+"""Loads a planned model for a command: the tokenizer first, then the weights, then a note on slower fallbacks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import trimtab
 from trimtab.adapters.weights_beside import weights_beside
 from trimtab.checkpoint.folder import find_folder
-from trimtab.cli.flags import model_text as show
 from trimtab.cli.flags.output import print_text
 from trimtab.machine import preload
+from trimtab.process import phases
 from trimtab.request import LoadRequest
 
 if TYPE_CHECKING:
@@ -38,19 +38,21 @@ def opened(
     `turn_end.stop_at_turn_end`. is_told: whether to print a note if answers continue after a turn. Errors: of
     `trimtab.load`.
     """
+    phases.begin_imports()
     from trimtab.engine.chat import turn_end
     from trimtab.engine.loader.processor import load_processor
 
+    phases.begin("reading the tokenizer")
     # A folder without a tokenizer is detected before its weights are loaded for minutes.
     processor = load_processor(find_folder(plan.request.model))
-    with show.loading_bar(sys.stderr) as progress:
-        model = trimtab.load(plan, progress=progress, decode=None if decode == "auto" else decode)
+    model = trimtab.load(plan, decode=None if decode == "auto" else decode)
     preload.collect_again()
     model.processor = processor
     missing = turn_end.stop_at_turn_end(model, is_asked=stop_at_turn_end)
     if missing is not None and is_told:
         print_text(turn_end.going_on(missing, "--stop-at-turn-end"), file=sys.stderr)
-    with model, show.bar_when_needed(sys.stderr, "measuring kernels on this GPU (once)") as model.measuring:
+    phases.begin("")
+    with model:
         yield model
 
 

@@ -118,11 +118,7 @@ class StepChoice:
         self.is_fusable = True
         if self.device.type == "cuda":
             invariant = bool(self.model.plan.request.batch_invariant)
-            self._take(
-                hf_gemma4.choose_kernels(
-                    self.model.hf_model, self.rows, is_invariant=invariant, progress=self.model.measuring
-                )
-            )
+            self._take(hf_gemma4.choose_kernels(self.model.hf_model, self.rows, is_invariant=invariant))
             # Without any of them the modules' own operations are as few as plain torch's.
             self.is_fusable = self.mode == "fused" or not self.kernels.is_empty
 

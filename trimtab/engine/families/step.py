@@ -9,7 +9,7 @@ Source: transformers 5.6.2 to 5.23.0, models/gemma4/modeling_gemma4.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,6 +26,7 @@ from trimtab.engine.kv.kv_cache import BatchedKVCache
 from trimtab.engine.layers.embedding import Table
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf, packed_together, staged_in
 from trimtab.engine.lora.layers import SavedModule
+from trimtab.process import phases
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
@@ -59,14 +60,13 @@ def why_not(hf_model: HFModel) -> str | None:
     return None
 
 
-def choose_kernels(
-    hf_model: HFModel, rows: int, *, is_invariant: bool = False, progress: Callable[[int, int], None] | None = None
-) -> DeviceKernels:
+def choose_kernels(hf_model: HFModel, rows: int, *, is_invariant: bool = False) -> DeviceKernels:
     """Return the kernels that work and are faster for this model's steps of up to `rows` rows. is_invariant: of all of them, each
-    with the bits that it has alone. progress: of measuring them."""
+    with the bits that it has alone."""
     from trimtab.engine.kernels.device_kernels import DeviceKernels
 
     groups = product_groups(hf_model)
+    progress = phases.counting("measuring kernels on this GPU (once),")
     kernels = DeviceKernels.choose(
         groups, attention_kinds(hf_model), rows=rows, sizes=_sizes(hf_model), progress=progress
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -37,7 +36,6 @@ class EngineContext(PlacedModel, Protocol):
     """A loaded model as its steps, chunks and towers see it. Each property says what is so now: a closed model has no modules.
 
     hf_model: transformers' module tree. streamer: copies streamed blocks, None without any. unpacked: weights kept dequantized.
-    measuring: is told (done, of) while kernels are measured.
     """
 
     @property
@@ -54,6 +52,3 @@ class EngineContext(PlacedModel, Protocol):
 
     @property
     def unpacked(self) -> UnpackedWeights | None: ...
-
-    @property
-    def measuring(self) -> Callable[[int, int], None] | None: ...

@@ -43,6 +43,7 @@ from trimtab.planning import Plan
 from trimtab.planning.request.dtypes import keeps_16bit
 from trimtab.planning.values.blocks import blocks_of
 from trimtab.planning.values.byte_sizes import HEAD_PIECE_VALUES, buffer_bytes
+from trimtab.process import phases
 
 if TYPE_CHECKING:
     pass
@@ -155,10 +156,12 @@ class _Filler:
         blocks = self._blocks()
         order = list(self._reads(row for _, rows in blocks for row in rows))
         total = sum(wanted.entry.nbytes for wanted in order)
+        count = phases.counting("loading", is_bytes=True)
         with Reader(order) as reader:
             self.reader = reader
             for block, rows in blocks:
                 self._fill_block(block, rows)
+                count(reader.read_bytes, total)
                 if progress is not None:
                     progress(reader.read_bytes, total)
             self.reader = None

@@ -40,6 +40,8 @@ PAUSES_S = (0.0, 0.5, 2.0, 10.0, 30.0)
 EXIT_CODE_LOOK_S, EXIT_CODE_WAIT_S = 0.001, 5.0
 PATIENCE = Patience()
 # "unresponsive": a ready worker has become silent (pulse.py). Requests wait for it, or for the next one.
+# The first phase of a worker, before it tells its own.
+STARTING = ("starting the worker process", "")
 STATES = ("stopped", "loading", "ready", "unresponsive", "restarting", "failed")
 # States with a worker that accepts messages, now or later.
 LIVES = ("ready", "unresponsive")
@@ -147,7 +149,7 @@ class Supervisor:
     ) -> None:  # fmt: skip
         self._target = target
         self.settings, self.retry, self.patience, self._on_change = dict(settings), retry, patience, on_change
-        self.state, self.restarts, self.loading = "stopped", 0, (0, 0)
+        self.state, self.restarts, self.loading, self.phase = "stopped", 0, (0, 0), STARTING
         self.failure: Mapping[str, Any] | None = None
         self.numbers: dict[str, Any] = {}
         self.plan: dict[str, Any] | None = None
@@ -199,7 +201,7 @@ class Supervisor:
         there.close()
         silence = Silence(self.patience, partial(activity_of, process.pid))
         life, before = _Life(process, Channel(here), silence), self._life
-        self._life, self.loading = life, (0, 0)
+        self._life, self.loading, self.phase = life, (0, 0), STARTING
         try:
             threading.Thread(target=self._send, args=(life,), name="trimtab-send", daemon=True).start()
             threading.Thread(target=self._hear, args=(life,), name="trimtab-hear", daemon=True).start()
@@ -380,6 +382,8 @@ class Supervisor:
         match message["say"]:
             case "loading":
                 self.loading = (message["done"], message["of"])
+            case "phase":
+                self.phase = (message["phase"], message["far"])
             case "ready":
                 self._on_ready(life, message)
             case "events":

@@ -2,9 +2,9 @@
 
 Run by `supervisor.py` with spawn, never fork. Messages to it: {"do": "submit", "job"}, {"do": "cancel", "id"}, {"do":
 "call", "id", "what", ...} for adapters and numbers, {"do": "drain"}. Messages from it: {"say": "loading", "done",
-"of"}, {"say": "ready", ...}, {"say": "events", "events"} (without events: a beat), {"say": "busy", "what", "most_s"}
-before long work, {"say": "reply", "id", "value" or "error"}, {"say": "fatal", "error"} just before it ends because its
-device is unusable.
+"of"} and {"say": "phase", "phase", "far"} until {"say": "ready", ...}, {"say": "events", "events"} (without events: a
+beat), {"say": "busy", "what", "most_s"} before long work, {"say": "reply", "id", "value" or "error"}, {"say": "fatal",
+"error"} just before it ends because its device is unusable.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFi
 from trimtab.machine import machine_cache as known
 from trimtab.machine import preload
 from trimtab.machine.memory import process_bytes
+from trimtab.process import phases
 from trimtab.request import LoadRequest
 from trimtab.serve.adapters.adapter_queue import AdapterQueue, Unprepared, Urgency
 from trimtab.serve.adapters.watching import LOOK_S as WATCH_S
@@ -83,7 +84,9 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
     channel = Channel(connection)
     try:
         with preload.collecting_rarely():
-            _Worker(channel, settings).run()
+            with phases.watched(partial(_tell_phase, channel)):
+                worker = _Worker(channel, settings)
+            worker.run()
     except (EOFError, OSError, KeyboardInterrupt):
         return  # the API process has ended or ends the server: no receiver is left
     except BaseException as exc:
@@ -109,6 +112,10 @@ def _begin_imports(request: Mapping[str, Any], inputs: PlanInputs) -> None:
         return
     inputs.machines[device, None] = found
     preload.import_module("trimtab.engine.model")
+
+
+def _tell_phase(channel: Channel, phase: str, far: str) -> None:
+    channel.send({"say": "phase", "phase": phase, "far": far})
 
 
 def _tell_fatal(channel: Channel, exc: BaseException, *, model: str) -> None:
@@ -203,7 +210,9 @@ class _Worker:
 
     def run(self) -> None:
         """Answer until the pipe closes, or until the last job is done while draining."""
-        self.engine.capture()
+        with phases.watched(partial(_tell_phase, self.channel)):
+            phases.begin("capturing steps")
+            self.engine.capture()
         sys.setswitchinterval(SWITCH_S)
         gc.collect()
         preload.collect_again()

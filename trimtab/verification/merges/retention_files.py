@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,10 @@ from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.errors import CheckpointError
 from trimtab.formats.packed import split_packed
 from trimtab.formats.record import UNREAD_PARTS
+from trimtab.process import phases
 from trimtab.verification.merges.packed_grid import Grid, read_grid
 from trimtab.verification.merges.retention import Survival, lora_delta, survival
 from trimtab.verification.merges.weights import ModuleWeight, module_weight, saved_weight
-
-Progress = Callable[[int, int], None]
 
 
 class _Weights:
@@ -71,19 +70,15 @@ class _Weights:
         return dequantize(prequantized(entry, read_small(parts), torch.float32))
 
 
-def survival_of_files(
-    base: Path, merged: Path, adapter: Path, *, progress: Progress | None = None
-) -> tuple[Survival, ...]:
+def survival_of_files(base: Path, merged: Path, adapter: Path) -> tuple[Survival, ...]:
     """Return one row for every module that the adapter changes with LoRA; saved modules are whole weights, not changes.
 
     base: the checkpoint before the merge. Memory: a few copies of the largest adapted weight in float32.
     """
-    return read_merge(base, merged, adapter, progress=progress)[0]
+    return read_merge(base, merged, adapter)[0]
 
 
-def read_merge(
-    base: Path, merged: Path, adapter: Path, *, progress: Progress | None = None
-) -> tuple[tuple[Survival, ...], tuple[ModuleWeight, ...]]:
+def read_merge(base: Path, merged: Path, adapter: Path) -> tuple[tuple[Survival, ...], tuple[ModuleWeight, ...]]:
     """Return the share of an adapter's change in a merged checkpoint, and the test of each changed weight."""
     ours, theirs = _Weights(base), _Weights(merged)
     spec = match_adapter(read_adapter(adapter), ours.anatomy)
@@ -91,6 +86,7 @@ def read_merge(
     changes = [target for target in spec.targets if target.kind != "saved"]
     changed = {f"{target.module_path}.weight" for target in changes}
     rows, tests = [], []
+    count = phases.counting("reading the merged weights, module")
     for done, target in enumerate(changes, 1):
         path, tensors = f"{target.module_path}.weight", _read(target)
         weight, merged_weight = ours.weight(path), theirs.weight(path)
@@ -102,8 +98,7 @@ def read_merge(
         grid, values = theirs.grid(path) or (None, merged_weight)
         form = theirs.form(path)
         tests.append(module_weight(target.module_path, weight, values, delta, form, terms=terms, grid=grid))
-        if progress is not None:
-            progress(done, len(changes))
+        count(done, len(changes))
     for module_path, tensors in saved.items():
         for name, tensor in tensors.items():
             path = f"{module_path}.{name}"

@@ -9,6 +9,7 @@ from typing import Any
 
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.errors import TrimtabError
+from trimtab.process import phases
 from trimtab.process.packages import stack_versions
 from trimtab.process.runner import run_inside
 from trimtab.request import LoadRequest
@@ -79,7 +80,7 @@ class LaneRunner:
         }  # fmt: skip
         lines: list[Line] = []
         if self.isolated or self.python is not None:
-            outcome = run_inside(STOCK_LANE, request, python=self.python, timeout_s=TIMEOUT_S)
+            outcome = run_inside(STOCK_LANE, request, python=self.python, timeout_s=TIMEOUT_S, on_event=_told)
             lines, seconds, peak = list(outcome.lines), outcome.seconds, outcome.peak_host_bytes
             if outcome.ended != "done" and not any(line["event"] == "upstream" for line in lines):
                 lines.append({"event": "upstream", **_ended(outcome.ended, outcome.stderr)})
@@ -236,6 +237,12 @@ def _failed(lane: Lane, exc: TrimtabError, stage: str) -> LaneRun:
     )  # fmt: skip
 
 
+def _told(line: Line) -> None:
+    """Tell who watches that a stock lane has reached a stage."""
+    if line["event"] == "stage":
+        phases.begin("stock:", line["stage"])
+
+
 def _shown(error: Line, stage: str) -> dict[str, Any]:
     return {key: value for key, value in error.items() if key != "event"} | {"stage": stage}
 
@@ -268,7 +275,8 @@ def run_lanes(
     for lane in lanes:
         if say is not None:
             say(f"lane: {lane.name}")
-        runs.append(runner.run(lane))
+        with phases.within(f"lane {lane.name}"):
+            runs.append(runner.run(lane))
     return LaneReport(
         model=str(model), adapter=str(adapter), device=runner.device, lanes=tuple(runs), versions=runner.versions
     )

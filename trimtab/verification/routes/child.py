@@ -1,4 +1,4 @@
-"""Errors across processes: the child sends class, message and fields, and the parent raises the same error."""
+"""Errors and phases across processes: the child sends class, message and fields, and the parent raises the same error."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trimtab.errors import TrimtabError
+from trimtab.process import phases
+
+PHASE = "phase"
 
 
 def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
     """Run the `main` of request["module"]; an error of trimtab is reported, any other ends the process as usual."""
     try:
-        importlib.import_module(request["module"]).main(request["request"], emit)
+        with phases.watched(lambda phase, far: emit({"event": PHASE, "phase": phase, "far": far})):
+            phases.begin_imports()
+            importlib.import_module(request["module"]).main(request["request"], emit)
     except TrimtabError as exc:
         emit({"event": "error", **exc.to_dict()})

@@ -13,8 +13,10 @@ from typing import Any, Literal
 
 from trimtab.errors import DeviceError, TrimtabError, UpstreamError
 from trimtab.planning import Plan
+from trimtab.process import phases
 from trimtab.process.runner import FAILED, OOM_HOST, Outcome, run_inside
 from trimtab.request import LoadRequest
+from trimtab.verification.routes.child import PHASE
 from trimtab.verification.routes.compare import Noise, NoiseFloor
 
 Say = Callable[[str], None]
@@ -189,20 +191,30 @@ def run_module(
 
     Errors: trimtab's error from `main`, raised again here; UpstreamError; DeviceError.
     """
-    if not isolated and python is None:
-        import importlib
+    lines: list[dict[str, Any]] = []
 
-        lines: list[dict[str, Any]] = []
-        importlib.import_module(module).main(request, lines.append)
-        raise_told(lines, label)
-        return lines, None
-    outcome = run_inside(
-        "trimtab.verification.routes.child", {"module": module, "request": request}, python=python, timeout_s=timeout_s
-    )
-    raise_told(outcome.lines, label)
+    def take(line: dict[str, Any]) -> None:
+        if line.get("event") == PHASE:
+            phases.begin(line["phase"], line["far"])
+        else:
+            lines.append(line)
+
+    with phases.within(label):
+        if not isolated and python is None:
+            import importlib
+
+            importlib.import_module(module).main(request, lines.append)
+            raise_told(lines, label)
+            return lines, None
+        phases.begin("starting a process")
+        outcome = run_inside(
+            "trimtab.verification.routes.child", {"module": module, "request": request}, python=python,
+            timeout_s=timeout_s, on_event=take,
+        )  # fmt: skip
+    raise_told(lines, label)
     if outcome.ended != "done":
         raise _died(outcome, label, timeout_s)
-    return list(outcome.lines), outcome
+    return lines, outcome
 
 
 def raise_told(lines: Sequence[Mapping[str, Any]], label: str) -> None:

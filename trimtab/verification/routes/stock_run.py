@@ -26,6 +26,7 @@ import torch
 
 from trimtab.adapters.rules import Rules
 from trimtab.bridge.row_scales import wrong_scales
+from trimtab.process import phases
 from trimtab.process.json_file import read_object
 from trimtab.process.packages import stack_versions, version_of
 from trimtab.verification.routes import teacher_forcing as forced
@@ -47,6 +48,7 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
         route = request["route"]
         started = time.monotonic()
         bound_attention()
+        phases.begin("loading")
         with recorded_warnings() as counts:
             model = load_base(route["folder"], route["quant"], route["dtype"], route["device"])
             model, notes = with_adapters(model, route["adapters"], Path(request["out"]))
@@ -59,13 +61,14 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
         tokenizer = read_tokenizer(route["folder"])
         answers: list[list[int]] = []
         for place, item in enumerate(request["items"]):
+            phases.begin("prompt", phases.far_text(place + 1, len(request["items"])))
             with using(model, item["adapter"], bool(route["adapters"])):
                 line = run_item(model, tokenizer, place, item, forced.wanted(item, answers), request)
             answers.append(line["continuation"])
             emit({"event": "item", "place": place, **line})
-        for item, continuation in list(zip(request["items"], answers, strict=True))[
-            : request["noise_items"] if request["noise"] else 0
-        ]:
+        count = request["noise_items"] if request["noise"] else 0
+        for place, (item, continuation) in enumerate(list(zip(request["items"], answers, strict=True))[:count], 1):
+            phases.begin("measuring noise, prompt", phases.far_text(place, count))
             with using(model, item["adapter"], bool(route["adapters"])):
                 emit({"event": "noise", **noise_of(model, item, continuation)})
 

@@ -17,6 +17,7 @@ from trimtab.engine.batch.batch import Batch
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.lora.layers import EmbeddingAdapter
 from trimtab.planning import Plan
+from trimtab.process import phases
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.verification.routes import stock_run as stock_route
 from trimtab.verification.routes import teacher_forcing as forced
@@ -50,11 +51,12 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
             return
         answers: list[list[int]] = []
         for place, item in enumerate(items):
+            phases.begin("prompt", phases.far_text(place + 1, len(items)))
             answers.append(_run_item(model, place, item, forced.wanted(item, answers), request, emit))
         # Last, because the larger batches must not count in the reported memory of the route.
-        for item, continuation in list(zip(items, answers, strict=True))[
-            : request["noise_items"] if request["noise"] else 0
-        ]:
+        count = request["noise_items"] if request["noise"] else 0
+        for place, (item, continuation) in enumerate(list(zip(items, answers, strict=True))[:count], 1):
+            phases.begin("measuring noise, prompt", phases.far_text(place, count))
             _emit_noise(model, item, continuation, request, emit)
 
 
@@ -165,6 +167,7 @@ def _run_batched(model: Any, items: Sequence[Mapping[str, Any]], request: Mappin
     """Answer items together, `batched` rows at a time, each row with its own adapter. Text only."""
     count = int(request["batched"])
     for start in range(0, len(items), count):
+        phases.begin("prompt", phases.far_text(start + 1, len(items)))
         group = items[start : start + count]
         rows = [forced.extended(forced.read_inputs(i["file"], model.device), i["continuation"]) for i in group]
         model.lend_prompt_room()

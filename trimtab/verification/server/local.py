@@ -6,7 +6,7 @@ A whole distribution is kept only while it is compared; afterwards only the logp
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -179,17 +179,14 @@ class Reference:
 
 @contextmanager
 def open_reference(
-    placed: LoadRequest, quant: str, adapter: str, folder: str | Path, *, others: Mapping[str, Path],
-    progress: Callable[[int, int], None] | None = None,
-) -> Iterator[Reference]:  # fmt: skip
+    placed: LoadRequest, quant: str, adapter: str, folder: str | Path, *, others: Mapping[str, Path]
+) -> Iterator[Reference]:
     """Load a model in one precision with the adapter, and free its memory at the end.
 
     placed: the model and its budgets. Bytes are planned for all adapters. Errors: those of planning and loading.
     """
     adapters = {adapter: str(folder), **{name: str(path) for name, path in others.items()}}
-    with load(
-        plan_request(replace(placed, quant=quant, adapters=adapters)), progress=progress, decode="eager"
-    ) as loaded:
+    with load(plan_request(replace(placed, quant=quant, adapters=adapters)), decode="eager") as loaded:
         for name in others:
             loaded.unload_adapter(name)
         yield Reference(loaded, adapter)

@@ -18,6 +18,7 @@ from typing import Any
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import AdapterError, DoesNotFitError, RequestError
+from trimtab.process import phases
 from trimtab.process.packages import stack_versions
 from trimtab.process.work_folder import work_folder
 from trimtab.request import LoadRequest
@@ -98,7 +99,7 @@ def verify_remote(
     Errors: RequestError for an invalid request and for a server that does not answer; CheckpointError, AdapterError.
     """
     started = time.monotonic()
-    speak = say or (lambda text: None)
+    speak = say or phases.begin
     url, remote_model, is_ollama = _server(against, remote_model)
     own_prompts = _own_prompts(prompts, send_prompts)
     name = _adapter_name(adapters, adapter)

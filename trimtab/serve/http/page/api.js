@@ -1,6 +1,9 @@
 // How the page talks to its server: the key, errors in words, and answers that come in pieces.
 
 const KEPT_KEY = "trimtab-key";
+// What is only read and takes longer does not come: the server's machine sleeps, or the network is gone.
+const READ_MS = 15_000;
+const SILENT = "The server does not answer", BROKEN = "The connection to the server ended before the answer was complete";
 
 let key = readKept();
 let askForKey = async () => {};
@@ -52,12 +55,13 @@ async function send(path, options, isAgain = false) {
   const headers = { ...options.headers };
   const used = key;
   if (used) headers.authorization = `Bearer ${used}`;
+  const signal = options.method ? options.signal : AbortSignal.timeout(READ_MS);
   let answer;
   try {
-    answer = await fetch(path, { cache: "no-store", ...options, headers });
+    answer = await fetch(path, { cache: "no-store", ...options, headers, signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Unreachable("The server does not answer");
+    throw new Unreachable(SILENT);
   }
   const needsAdmin = answer.status === 403 && (await errorOf(answer.clone())).code === "admin_key_needed";
   if ((answer.status === 401 || needsAdmin) && !isAgain) {
@@ -83,35 +87,37 @@ async function errorOf(answer) {
 }
 
 export async function get(path) {
-  return (await send(path, {})).json();
+  return read(await send(path, {}));
 }
+
+const read = (answer) => answer.json().catch(() => { throw new Unreachable(BROKEN); });
 
 function posted(body, signal) {
   return { method: "POST", body: JSON.stringify(body), headers: { "content-type": "application/json" }, signal };
 }
 
 export async function post(path, body) {
-  return (await send(path, posted(body))).json();
+  return read(await send(path, posted(body)));
 }
 
 /** Yield what a stream of server-sent events says, parsed, until [DONE] or its end. Throws what an `error` event tells. */
 export async function* stream(path, body, signal) {
   const answer = await send(path, posted(body, signal));
-  for await (const { event, data } of events(answer.body)) {
+  for await (const { event, data } of events(answer.body, signal)) {
     if (event === "error") throw new ServerError(JSON.parse(data).error, answer.status);
     if (data === "[DONE]") return;
     yield JSON.parse(data);
   }
   // The server sends [DONE] after every whole answer: without it this one is not whole.
-  throw new Unreachable("The connection ended before the answer was complete");
+  throw new Unreachable(BROKEN);
 }
 
-async function* events(body) {
+async function* events(body, signal) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await reader.read().catch((error) => { throw signal.aborted ? error : new Unreachable(BROKEN); });
       if (done) return;
       const blocks = (rest + value).replaceAll("\r\n", "\n").split("\n\n");
       rest = blocks.pop();

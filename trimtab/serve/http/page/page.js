@@ -1,6 +1,6 @@
 // The page: asks the server every second how it is, and shows it.
 
-import { get, hasKey, onKeyWanted, opens, useKey } from "./api.js";
+import { Unreachable, get, hasKey, onKeyWanted, opens, useKey } from "./api.js";
 import { startChat } from "./chat.js";
 import { startChats, startDrawers } from "./chats.js";
 import { byId, counted, make, offer, rate, refill, renew, seconds, tell } from "./dom.js";
@@ -42,6 +42,7 @@ async function poll() {
     show();
   } catch (error) {
     showState("gone", error.message);
+    if (error instanceof Unreachable) showGone();
   }
 }
 
@@ -95,7 +96,16 @@ function showState(state, words, load = "") {
 
 function showTrouble(model) {
   const isWorth = model.error && model.state !== "ready" && model.state !== "loading";
-  const text = isWorth ? `${model.name}: ${model.error}` : "";
+  sayTrouble(isWorth ? `${model.name}: ${model.error}` : "");
+}
+
+/** Above the conversation, until the server answers again (`showTrouble`). */
+function showGone() {
+  sayTrouble("The server does not answer: it has ended, or this browser cannot reach it. The page asks again every second. Your chats stay here.");
+  byId("loading").hidden = true;
+}
+
+function sayTrouble(text) {
   if (byId("trouble").textContent !== text) tell(byId("trouble"), text);
 }
 

@@ -1,0 +1,80 @@
+"""What is a long command doing now, in words? Whoever watches is told each phase and how far it is; by default nobody watches.
+
+The command line shows the phases on a terminal, a child process sends them to its parent. Imports only the standard library,
+because the first phases come before torch.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+# Is called with a phase, and with how far it is: "3 of 12", or "" where that is not known.
+Watcher = Callable[[str, str], None]
+SLOW_IMPORTS = ("torch", "transformers")
+# A count is told this often, and at its end.
+COUNT_EVERY_S = 0.1
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+
+
+def begin(phase: str, far: str = "") -> None:
+    """Tell the watcher a phase; "" is the end of the last one."""
+    watcher = _watcher.get()
+    if watcher is not None:
+        watcher(phase, far)
+
+
+def begin_imports() -> None:
+    """Tell the watcher that torch and transformers are imported now, if they are not imported yet."""
+    left = [name for name in SLOW_IMPORTS if not _is_imported(name)]
+    if left:
+        begin(f"importing {' and '.join(left)}")
+
+
+def _is_imported(name: str) -> bool:
+    module = sys.modules.get(name)  # there from the beginning of its import, which another thread may have begun
+    return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
+
+
+def counting(phase: str, *, is_bytes: bool = False) -> Callable[[int, int], None]:
+    """Return a function of (done, of) that tells the present watcher, from any thread."""
+    watcher, told_s = _watcher.get(), float("-inf")
+
+    def count(done: int, of: int) -> None:
+        nonlocal told_s
+        if watcher is None or (done < of and time.monotonic() - told_s < COUNT_EVERY_S):
+            return
+        told_s = time.monotonic()
+        watcher(phase, far_text(done, of, is_bytes=is_bytes))
+
+    return count
+
+
+def far_text(done: int, of: int, *, is_bytes: bool = False) -> str:
+    """Return "3 of 12", or "3.1 of 6.2 GiB"; "" if the whole is not known."""
+    if of <= 0:
+        return ""
+    unit, size = next(((unit, size) for unit, size in _UNITS if is_bytes and of >= size), ("", 1))
+    return f"{done / size:.1f} of {of / size:.1f} {unit}" if unit else f"{done} of {of}{' B' if is_bytes else ''}"
+
+
+@contextmanager
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Tell the phases of the block to a watcher instead of the one around it."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+@contextmanager
+def within(label: str) -> Iterator[None]:
+    """Put a label in front of the phases of the block."""
+    outer = _watcher.get()
+    with watched(lambda phase, far: None if outer is None else outer(f"{label}: {phase}", far)):
+        yield
