@@ -74,9 +74,9 @@ def plan(
 ) -> Plan:
     """Return the plan of a model: the placement of every block, from headers alone. Nothing is loaded.
 
-    model: a checkpoint folder or a hub id in the local cache. adapters: name -> folder, or folders, whose names become
-    the adapters' names. gpu_memory, host_memory, prefix_cache: bytes, or text such as "4GiB" or "4G". None is the free
-    memory for the budgets and no cache for prefix_cache, the host memory for cached keys and values. max_memory: both
+    model: a checkpoint folder, a hub id in the local cache, or "demo". adapters: name -> folder, or folders, whose names become
+    the adapters' names; the demo has "demo/style" and others. gpu_memory, host_memory, prefix_cache: bytes, or text such as
+    "4GiB" or "4G". None is the free memory for the budgets and no cache for prefix_cache, the host memory for cached keys and values. max_memory: both
     budgets in transformers' form. quant: "auto" or a format (none, nf4, nf4-dq, fp4, int8); keep_unquantized: patterns
     of modules that stay in `dtype`. dtype: "auto" is bfloat16, or the type of a card without it. context: most tokens
     of prompt and answer, per row. answer_tokens: of an expected answer; the placement with the least seconds for such
@@ -427,9 +427,9 @@ def _plan_to_load(given: Plan | str | Path, options: Mapping[str, Any], decode: 
 def inspect(adapter: str | Path, *, model: str | Path | None = None) -> dict[str, Any]:
     """Return the targets of an adapter and, with a model, which tensors are applied, remapped or without effect.
 
-    adapter: a folder that PEFT wrote. model: a checkpoint folder or a hub id in the local cache; None reads the adapter
-    only. `not_finite` in the report lists the tensors with NaN or infinite values; every other command refuses such an
-    adapter.
+    adapter: a folder that PEFT wrote, or "demo/style". model: a checkpoint folder, a hub id in the local cache, or "demo";
+    None reads the adapter only. `not_finite` in the report lists the tensors with NaN or infinite values; every other command
+    refuses such an adapter.
     Errors: AdapterError with every mismatch, CheckpointError.
     """
     file = read_adapter(str(adapter), values=False)
