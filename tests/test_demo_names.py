@@ -14,7 +14,7 @@ from trimtab.adapters.file import read_adapter
 from trimtab.checkpoint.folder import find_folder
 from trimtab.cli import main as cli
 from trimtab.cli.commands import doctor
-from trimtab.cli.commands.serve import served_models
+from trimtab.cli.commands.serve import configured, served_models
 from trimtab.demo.demo import NEXT
 from trimtab.demo_names import NAMED, without_demo_name
 from trimtab.errors import AdapterError, CheckpointError
@@ -75,16 +75,17 @@ def test_a_name_that_the_demo_does_not_have_lists_those_that_it_has():
 
 
 def served(*words: str):
-    return served_models(cli.parser().parse_args(["serve", *words]))
+    return served_models(configured(cli.parser().parse_args(["serve", *words])))
 
 
 def test_a_server_of_the_demo_has_its_name_and_knows_its_folders(here):
-    for words in (("demo", "--adapter", "demo/style"), ("models.toml",)):
-        (here / "models.toml").write_text('[models.demo]\npath = "demo"\nadapters = { style = "demo/style" }\n')
-        (one,) = served(*words)
-        assert (one.name, one.request.model, dict(one.adapters)) == ("demo", str(demo.BASE), {"style": STYLE})
-    (here / "demo").mkdir()  # a folder without a model changes nothing, in the registry's folder either
-    assert served("demo")[0].name == "demo" and served("demo")[0].request.model == str(demo.BASE)
+    (here / "models.toml").write_text('[models.demo]\npath = "demo"\nadapters = { style = "demo/style" }\n')
+    (here / "serve.toml").write_text('model = "demo"\n[adapters]\nstyle = "demo/style:1"\n')
+    forms = (("demo", "--adapter", "demo/style"), ("models.toml",), ("--config", "serve.toml"))
+    for _ in range(2):
+        for (one,) in [served(*words) for words in forms]:
+            assert (one.name, one.request.model, dict(one.adapters)) == ("demo", str(demo.BASE), {"style": STYLE})
+        (here / "demo").mkdir(exist_ok=True)  # a folder without a model changes nothing
 
 
 def test_a_registry_looks_for_the_folder_beside_itself(here, monkeypatch):
