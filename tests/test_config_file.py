@@ -207,6 +207,8 @@ def test_the_file_in_the_docs_is_read(tmp_path):
     options = options_of(tmp_path, block)
     settings = settings_of(options)
     assert len(settings.key_limits) == 2 and settings.limits.image_pixels == 4_000_000
+    (block,) = re.findall(r"```toml\n(.+?)```", (ROOT / "docs" / "docker.md").read_text("utf-8"), re.S)
+    assert [one.partition("=")[0] for one in options_of(tmp_path, block).adapter] == ["medical"]
 
 
 def test_a_log_of_json_has_no_other_lines_and_the_threads_of_the_file_are_used(tmp_path, monkeypatch, capfd):

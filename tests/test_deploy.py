@@ -122,6 +122,35 @@ def test_what_the_dockerfile_copies_is_here_and_its_command_too():
     assert install == "--constraint /source/locks/newest.txt"
 
 
+def test_the_dockerfile_in_the_docs_copies_what_is_here_and_runs_a_command():
+    page = (ROOT / "docs" / "docker.md").read_text("utf-8")
+    (text,) = re.findall(r"```dockerfile\n(.*?)```", page, re.DOTALL)
+    lines = re.sub(r" *\\\n *", " ", text).splitlines()
+    words = [line.split(maxsplit=1) for line in lines if line]
+    assert {word for word, _ in words} == {
+        "FROM",
+        "RUN",
+        "ENV",
+        "WORKDIR",
+        "COPY",
+        "USER",
+        "EXPOSE",
+        "ENTRYPOINT",
+        "CMD",
+    }
+    assert [rest for word, rest in words if word == "FROM"] == ["python:3.12-slim AS built", "python:3.12-slim"]
+    told = dict(words)
+    assert told["USER"] == "trimtab" and "useradd --create-home --uid 10001 trimtab" in text
+    assert (
+        parser().parse_args([*json.loads(told["ENTRYPOINT"])[1:], *json.loads(told["CMD"])]).name_of_command == "demo"
+    )
+    (lock,) = re.findall(r"--constraint (\S+)", text)
+    assert (ROOT / lock).is_file() and f"!{lock}" in (ROOT / ".dockerignore").read_text("utf-8").splitlines()
+    # `docker run IMAGE WORDS` of the image in deploy/ starts a server.
+    served = re.findall(r"^docker run .* trimtab:cuda (.+)$", page, re.M)
+    assert [parser().parse_args(["serve", *one.split()]).model for one in served] == ["demo"]
+
+
 def test_the_lock_pins_every_dependency_of_the_image():
     lock = (ROOT / "locks" / "newest.txt").read_text("utf-8")
     pinned = {canonicalize_name(name) for name in re.findall(r"^([\w.-]+)==", lock, re.M)}

@@ -198,8 +198,11 @@ def test_a_file_opens_with_what_it_answers(file):
 # Docs -----------------------------------------------------------------------------------------------------------------
 
 
+FROM_PEFT = ROOT / "docs" / "from-peft.md"  # its blocks load stock PEFT as well, which takes seconds
+
+
 def python_blocks():
-    for file in DOCS:
+    for file in (page for page in DOCS if page != FROM_PEFT):
         for place, block in enumerate(
             re.findall(r"^( *)```python\n(.*?)```", file.read_text("utf-8"), re.DOTALL | re.M)
         ):
@@ -221,6 +224,14 @@ def test_python_in_the_docs_runs(code, capsys):
     # The docs' examples are for a GPU; here they run on what there is, with short answers.
     code = code.replace("max_new_tokens=64", "max_new_tokens=4").replace("max_new_tokens=16", "max_new_tokens=4")
     exec(compile(code, "example", "exec"), {})
+
+
+@pytest.mark.slow
+def test_the_page_from_peft_prints_the_same_text_twice(capsys):
+    names = {}
+    for block in re.findall(r"^```python\n(.*?)```", FROM_PEFT.read_text("utf-8"), re.DOTALL | re.M):
+        exec(compile(block, "example", "exec"), names)
+    assert names["from_peft"] == names["from_trimtab"] and len(names["from_peft"]) > 4
 
 
 def commands():
@@ -262,12 +273,16 @@ def test_flags_in_the_docs_and_in_error_messages_exist():
     # Flags of other programs: pip, venv, pytest, the CUDA compiler, and our scripts in tools and bench.
     others = {
         "--no-deps", "--no-build-isolation", "--check", "--version", "--dest", "--disable-pip-version-check",
-        "--find-links", "--index-url", "--no-input", "--only-binary", "--quiet", "--without-pip", "--scales",
+        "--find-links", "--index-url", "--torch-backend", "--no-input", "--only-binary", "--quiet", "--without-pip", "--scales",
         "--std", "--gpu-architecture", "--build-arg", "--profile", "--size", "--engines", "--continuous-batching", "--first-tokens",
         "--only",
         # Of servers that are asked whether their adapter is alive.
         "--return-tokens-as-token-ids", "--lora-init-without-apply", "--lora-target-modules", "--enable-lora", "--lora-modules",
-        "--max-lora-rank", "--lora-paths", "--lora", "--modelfile", *ELSEWHERE,
+        "--max-lora-rank", "--lora-paths", "--lora", "--modelfile",
+        "--max-loras", "--cpu-offload-gb", "--enable-tower-connector-lora",
+        # Of docker and uv.
+        "--rm", "--gpus", "--network", "--ulimit", "--create-home", "--uid", "--from", "--no-cache", "--no-cache-dir",
+        "--constraint", *ELSEWHERE,
     }  # fmt: skip
     unknown = {
         (name, flag)

@@ -69,7 +69,7 @@ FORBIDDEN_IN_CODE = {
 # Rooms whose docstrings and comments are done. A room never leaves this list; `tools/rooms.py` has the order.
 DONE = tuple(
     """
-    printable errors _version former_names process report adapter_names request checkpoint adapters
+    printable errors _version former_names process report demo_names adapter_names request checkpoint adapters
     planning/values planning/request planning/plan planning/memory planning machine api
     merging/changes merging/files merging bridge
     verification/routes verification/merges verification/render verification verification/server benchmark
@@ -230,7 +230,7 @@ def test_the_second_example_of_the_readme_tests_a_server_and_shows_the_pages_out
     examples = readme.partition("## First commands")[2].partition("\nIn Python:")[0]
     blocks = re.findall(r"(?:^ {4}trimtab .+\n)+", examples, re.M)
     verbs = [[line.split()[1] for line in block.splitlines()] for block in blocks]
-    assert verbs == [["plan", "run", "chat"], ["verify"]]
+    assert verbs == [["pull", "plan", "run", "chat"], ["verify"]]
     words = shlex.split(blocks[1])
     assert {"--against", "--remote-model", "--remote-base"} <= set(words)
     page = (DOCS / "is-my-adapter-alive.md").read_text("utf-8")

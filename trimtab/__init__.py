@@ -4,8 +4,7 @@
 0.2.0 are found by them too (former_names.py).
 
 >>> import trimtab
->>> from trimtab.demo.demo import FOLDER  # a small model and two adapters that come with trimtab
->>> plan = trimtab.plan(FOLDER / "base", adapters={"style": FOLDER / "adapters" / "style"}, device="cpu")
+>>> plan = trimtab.plan("demo", adapters=["demo/style"], device="cpu")  # a small model that is part of trimtab
 >>> with trimtab.load(plan) as model:
 ...     answer = model.answer("hello", adapter="style", max_new_tokens=4)
 ...     chat = model.chat(adapter="style", max_new_tokens=4)

@@ -1,6 +1,7 @@
 """Adapter names: `NAME=PATH[:WEIGHT]` or a bare path on the command line; a mapping, a list or one path in Python.
 
-A bare path gets the name of its folder. Every command and call uses these functions. No torch; no file is read.
+A bare path gets the name of its folder. `demo/style` is an adapter of the bundled demo (demo_names.py). Every command and call
+uses these functions. No torch; no file is read.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from trimtab.demo_names import without_demo_name
 from trimtab.errors import RequestError
 
 Path: TypeAlias = "str | os.PathLike[str]"
@@ -66,7 +68,7 @@ def paths_of(adapters: Adapters | None) -> dict[str, str]:
 def _path(value: object, field: str) -> str:
     if not isinstance(value, (str, os.PathLike)):
         raise _wrong_type(field, value)
-    return str(os.fspath(value))
+    return without_demo_name(value)
 
 
 def _wrong_type(field: str, value: object) -> RequestError:
@@ -124,10 +126,10 @@ def _split_weight(text: str, rest: str, field: str) -> tuple[str, float]:
     if not colon or is_drive or not _NUMBER.fullmatch(last):
         if colon and not is_drive and not last:
             raise RequestError("no weight after the colon", field=field, value=text, allowed=FORMS)
-        return rest, 1.0
+        return without_demo_name(rest), 1.0
     if not path:
         raise RequestError("no path before the weight", field=field, value=text, allowed=FORMS)
-    return path, float(last)
+    return without_demo_name(path), float(last)
 
 
 def parse_adapters(texts: Iterable[str], *, field: str = "adapter") -> tuple[NamedAdapter, ...]:

@@ -74,21 +74,21 @@ def plan(
 ) -> Plan:
     """Return the plan of a model: the placement of every block, from headers alone. Nothing is loaded.
 
-    model: a checkpoint folder or a hub id in the local cache. adapters: name -> folder, or folders, whose names become
-    the adapters' names. gpu_memory, host_memory, prefix_cache: bytes, or text such as "4GiB" or "4G". None is the free
-    memory for the budgets and no cache for prefix_cache, the host memory for cached keys and values. max_memory: both
-    budgets in transformers' form. quant: "auto" or a format (none, nf4, nf4-dq, fp4, int8); keep_unquantized: patterns
-    of modules that stay in `dtype`. dtype: "auto" is bfloat16, or the type of a card without it. context: most tokens
-    of prompt and answer, per row. answer_tokens: of an expected answer; the placement with the least seconds for such
-    an answer is chosen. batch: rows decoded together. images, audio_s: the most images and seconds of audio of one
-    prompt. place: pattern -> tier, the last match wins. device_map: a map in transformers' form, instead of place.
-    device: "auto", "cpu", "cuda" or "cuda:N". offload_dir: folder of the disk tier's file; None is the user's cache.
-    head: "int8" computes with an 8-bit copy of the output head, "full" with the checkpoint's; "auto" takes 8 bits if
-    they keep more of the decoder on the GPU. decode: how steps run: "auto", "eager", "graph" or "fused". card: plan for
-    this GPU, a name such as "RTX 4060 8GB" or a size; it need not be in this machine, and every figure is an estimate.
-    batch_invariant: an answer has the same bits alone and in a batch. kv_tokens: how many tokens the rows of a batch
-    hold together; None: each row its whole context. A number of tokens may be a text: "4k" is 4096. kv: "int8" keeps keys and
-    values in 8 bits, which changes answers a little and is never chosen by the plan.
+    model: a checkpoint folder, a hub id in the local cache, or "demo". adapters: name -> folder, or folders, whose names
+    become the adapters' names; the demo has "demo/style" and others. gpu_memory, host_memory, prefix_cache: bytes, or text
+    such as "4GiB" or "4G". None is the free memory for the budgets and no cache for prefix_cache, the host memory for cached
+    keys and values. max_memory: both budgets in transformers' form. quant: "auto" or a format (none, nf4, nf4-dq, fp4, int8);
+    keep_unquantized: patterns of modules that stay in `dtype`. dtype: "auto" is bfloat16, or the type of a card without it.
+    context: most tokens of prompt and answer, per row. answer_tokens: of an expected answer; the placement with the least
+    seconds for such an answer is chosen. batch: rows decoded together. images, audio_s: the most images and seconds of audio
+    of one prompt. place: pattern -> tier, the last match wins. device_map: a map in transformers' form, instead of place.
+    device: "auto", "cpu", "cuda" or "cuda:N". offload_dir: folder of the disk tier's file; None is the user's cache. head:
+    "int8" computes with an 8-bit copy of the output head, "full" with the checkpoint's; "auto" takes 8 bits if they keep more
+    of the decoder on the GPU. decode: how steps run: "auto", "eager", "graph" or "fused". card: plan for this GPU, a name
+    such as "RTX 4060 8GB" or a size; it need not be in this machine, and every figure is an estimate. batch_invariant: an
+    answer has the same bits alone and in a batch. kv_tokens: how many tokens the rows of a batch hold together; None: each
+    row its whole context. A number of tokens may be a text: "4k" is 4096. kv: "int8" keeps keys and values in 8 bits, which changes answers a little and is never chosen by
+    the plan.
     Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError.
     """
     budgets: dict[str, Any] = {
@@ -441,9 +441,9 @@ def _plan_to_load(given: Plan | str | Path, options: Mapping[str, Any], decode: 
 def inspect(adapter: str | Path, *, model: str | Path | None = None) -> dict[str, Any]:
     """Return the targets of an adapter and, with a model, which tensors are applied, remapped or without effect.
 
-    adapter: a folder that PEFT wrote. model: a checkpoint folder or a hub id in the local cache; None reads the adapter
-    only. `not_finite` in the report lists the tensors with NaN or infinite values; every other command refuses such an
-    adapter.
+    adapter: a folder that PEFT wrote, or "demo/style". model: a checkpoint folder, a hub id in the local cache, or "demo";
+    None reads the adapter only. `not_finite` in the report lists the tensors with NaN or infinite values; every other command
+    refuses such an adapter.
     Errors: AdapterError with every mismatch, CheckpointError.
     """
     file = read_adapter(str(adapter), values=False)

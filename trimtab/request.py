@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from trimtab.adapter_names import NAME, NAME_RULE, Adapters
+from trimtab.demo_names import without_demo_name
 from trimtab.errors import RequestError
 
 TIERS = ("resident", "gather", "stream", "disk", "host")
@@ -129,7 +130,7 @@ def check_picture_size(width: int, height: int, *, max_pixels: int, field_name: 
 class LoadRequest:
     """A request to load a model: the model, its use, and the budgets.
 
-    model: a checkpoint folder, a hub-cache snapshot or a cached hub id. adapters: name -> PEFT adapter folder.
+    model: a checkpoint folder, a hub-cache snapshot, a cached hub id or "demo". adapters: name -> PEFT adapter folder.
     gpu_memory_bytes, host_memory_bytes: budgets; None is the free memory of the machine. disk_memory_bytes: the most
     that the disk tier may take; None is the free space. offload_dir: folder of the disk tier's file; None is the user's
     cache. context_tokens: prompt and answer together, per row. answer_tokens: of an expected answer; a longer one gives
@@ -206,6 +207,10 @@ class LoadRequest:
         for name in self.adapters:
             if not isinstance(name, str) or not NAME.fullmatch(name):
                 raise RequestError(NAME_RULE, field="adapters", value=name)
+        named = {
+            name: without_demo_name(path) if isinstance(path, str) else path for name, path in self.adapters.items()
+        }
+        object.__setattr__(self, "adapters", named)
         for pattern, tier in self.place.items():
             if not pattern:
                 raise RequestError(

@@ -17,6 +17,7 @@ from trimtab.adapters.weights_beside import weights_beside
 from trimtab.checkpoint.folder import CONFIG, Stamp, stamp_of
 from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.checkpoint.unreadable import adapter_refusal, address_hint, check_reachable, reading
+from trimtab.demo_names import MODEL, NAMED, without_demo_name
 from trimtab.errors import AdapterError
 from trimtab.printable import printable
 from trimtab.process.json_file import JsonError, read_json
@@ -71,7 +72,10 @@ def check_is_adapter(path: str | Path) -> None:
         if hint := address_hint(str(path)):
             raise AdapterError(str(path), ["is an address, not a folder"], hint=hint)
         is_file = folder.is_file()
-        raise AdapterError(folder, ["is a file; name the folder that holds it" if is_file else "no such folder"])
+        hint = f"The demo has {', '.join(list(NAMED)[1:])}" if str(path).startswith(f"{MODEL}/") else ""
+        raise AdapterError(
+            folder, ["is a file; name the folder that holds it" if is_file else "no such folder"], hint=hint
+        )
     if gguf := _only_gguf(folder):
         raise AdapterError(folder, [f"has GGUF files and no adapter of PEFT ({gguf}); {GGUF_HINT}"])
     problems = _missing_files(folder)
@@ -85,14 +89,14 @@ def read_adapter(
 ) -> AdapterFile:
     """Return configuration and header of the adapter in a folder.
 
-    values: also search its values for NaN and infinity; none is kept in memory. takes: fields of the configuration that
-    the caller computes itself. log_name: the name in the log of an adapter with unused weights in its folder (None: the
-    caller logs `notes`). Errors: AdapterError with every reason: missing or foreign files, other weights in the folder that
-    change the output, bad JSON, another method than LoRA, configuration fields that change the output in a way not
-    supported, tensors with values that are not finite. CheckpointError if the safetensors header is invalid.
+    path: the folder, or a name of the demo's. values: also search its values for NaN and infinity; none is kept in memory.
+    takes: fields of the configuration that the caller computes itself. log_name: the name in the log of an adapter with unused
+    weights in its folder (None: the caller logs `notes`). Errors: AdapterError with every reason: missing or foreign files,
+    other weights in the folder that change the output, bad JSON, another method than LoRA, configuration fields that change the
+    output in a way not supported, tensors with values that are not finite. CheckpointError if the safetensors header is invalid.
     """
-    check_is_adapter(path)
-    folder = Path(path)
+    folder = Path(without_demo_name(path))
+    check_is_adapter(folder)
     stamps = stamps_of(folder)
     config = _read_config(folder / CONFIG_NAME)
     beside, notes = _beside(folder)

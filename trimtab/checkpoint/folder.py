@@ -1,6 +1,6 @@
 """The files of a checkpoint: a config, and the weight files that transformers would read.
 
-`read_checkpoint` takes a folder, a hub-cache folder or a hub id that is in the local cache; nothing is ever downloaded.
+`read_checkpoint` takes a folder, a hub-cache folder, a hub id that is in the local cache, or `demo`; nothing is ever downloaded.
 Source of the file choice: transformers 5.6.2 and 5.23.0, modeling_utils.py, _get_resolved_checkpoint_files. Files are
 never chosen by pattern: some repositories carry the weights a second time under another name. Not covered: the extra
 weight files that one class of 5.23.0 names in its code (`extra_files`), and variants ("fp16").
@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from trimtab.checkpoint.config_limits import check_config, check_layers, most_tensors
 from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.checkpoint.unreadable import address_hint, check_reachable, checkpoint_refusal, reading
+from trimtab.demo_names import without_demo_name
 from trimtab.errors import CheckpointError
 from trimtab.process.json_file import read_object
 
@@ -56,7 +57,7 @@ class Checkpoint:
 def read_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     """Return a checkpoint from its config and headers; has_weights is False for a folder with a config alone.
 
-    model: a folder, a hub-cache folder, or a hub id that is in the local cache. Errors: CheckpointError; of missing
+    model: a folder, a hub-cache folder, a hub id that is in the local cache, or "demo". Errors: CheckpointError; of missing
     shards and misplaced tensors it names all.
     """
     folder = find_folder(model)
@@ -146,9 +147,10 @@ def _check_not_gguf(folder: Path) -> None:
 def find_folder(model: str | os.PathLike[str]) -> Path:
     """Return the folder that holds the config: the given one, a hub-cache folder's snapshot, or a cached hub id's.
 
-    A folder wins over a hub id of the same name, as in transformers. Errors: CheckpointError; nothing is downloaded.
+    A folder wins over a hub id of the same name, as in transformers. "demo" is the bundled model (demo_names.py). Errors:
+    CheckpointError; nothing is downloaded.
     """
-    text = os.fspath(model)
+    text = without_demo_name(model)
     if not text:
         raise CheckpointError("the name is empty", path=text, hint="Give a folder or a hub id")
     path = Path(text)

@@ -22,6 +22,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from trimtab.checkpoint.folder import CONFIG, INDEX, SINGLE, hub_cache
 from trimtab.checkpoint.unreadable import address_hint
+from trimtab.demo_names import MODEL
 from trimtab.errors import CheckpointError, RequestError, gib
 from trimtab.process.json_file import read_json
 
@@ -63,6 +64,8 @@ def pull(
     RequestError for a name that is no hub id, if the hub is switched off (HF_HUB_OFFLINE) or unreachable, or the disk
     has too little free space; CheckpointError for a repository without safetensors.
     """
+    if model == MODEL:
+        raise RequestError("is part of trimtab and needs no download", field="model", value=model)
     emit = say or (lambda text: None)
     branch = revision or "main"
     try:

@@ -345,13 +345,14 @@ def parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
 
 _MODEL = "google/gemma-4-E4B-it"
 _ADAPTER = "--adapter medical=PATH"
+_DEMO = "demo --adapter demo/style"
 EXAMPLES = {
     "plan": (f"{_MODEL} --gpu-memory 4GiB", f'{_MODEL} {_ADAPTER} --card "RTX 4060 8GB"', f"{_MODEL} --save plan.json"),
     "run": (
         f'{_MODEL} "Why is the sky blue?"', f'{_MODEL} {_ADAPTER} --image x.png "What is it?"',
         '--plan plan.json "Why is the sky blue?"', f"{_MODEL} --prompts questions.jsonl --out answers.jsonl",
     ),
-    "chat": (f"{_MODEL} {_ADAPTER} --gpu-memory 4GiB", "--plan plan.json"),
+    "chat": (f"{_MODEL} {_ADAPTER} --gpu-memory 4GiB", "--plan plan.json", _DEMO),
     "inspect": (f"adapters/medical --model {_MODEL}",),
     "models": ("", "checkpoints --quick"),
     "adapters": (f"adapters --model {_MODEL}",),
@@ -369,7 +370,7 @@ EXAMPLES = {
     "tune": (_MODEL,),
     "doctor": ("", "--trace error.txt", f"{_MODEL} {_ADAPTER} --device-map map.json", "--matrix --save runs.json"),
     "serve": (
-        f"{_MODEL} {_ADAPTER} --gpu-memory 6GiB", "models.toml --together 1", "--config serve.toml",
+        f"{_MODEL} {_ADAPTER} --gpu-memory 6GiB", "models.toml --together 1", "--config serve.toml", _DEMO,
     ),
     "demo": ("",),
 }  # fmt: skip

@@ -27,6 +27,12 @@ Say = Callable[[str], None]
 ADAPTERS = tuple(demo.ADAPTERS)
 FOLDER = demo.FOLDER
 GET_IT_BACK = "Install trimtab again. In a source tree run `git checkout -- trimtab/demo`, or tools/train_demo.py"
+# The last lines of the demo. Each runs as it is, in any folder.
+NEXT = (
+    "trimtab chat demo --adapter demo/style",
+    "trimtab serve demo --adapter demo/style",
+    "trimtab merge demo demo-with-style --adapter demo/style --check",
+)
 CONTEXT_TOKENS = 512
 NEW_TOKENS = 48
 
@@ -103,6 +109,7 @@ def _run(say: Say, placed: LoadRequest) -> dict[str, Any]:
     say(f"   {len(asks)} prompts, {positions} positions: largest difference of a logit {largest:g}")
     verdict, noise = _judge(whole, asks, logits, expected, say) if largest else ("same", None)
     say(f"   {verdict}")
+    say("\n".join(["\nnext:", *(f"    {command}" for command in NEXT)]))
     tiers = list(split.tiers().values())
     return {
         "folder": str(FOLDER), "picture": str(picture), "resident_peak_bytes": whole.gpu_peak_bytes,

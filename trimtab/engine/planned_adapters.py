@@ -31,7 +31,7 @@ def match(
     """Return the adapter of a folder matched with a model. spec: it, where this is known. log_name: as for the `read_adapter` of
     adapters/file.py. Errors: AdapterError, CheckpointError."""
     spec = spec or match_adapter(read_adapter(path, values=False, log_name=log_name), model.anatomy)
-    check_vocabulary(path, model.processor_folder)
+    check_vocabulary(spec.file.folder, model.processor_folder)
     model._check_head(path, spec)
     return spec
 

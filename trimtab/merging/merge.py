@@ -60,7 +60,7 @@ def merge(
 ) -> MergeReport:
     """Write the model with the adapters merged into it as a new checkpoint, and return the report.
 
-    model: a checkpoint folder or a hub id in the local cache. out: the new folder; overwrite: replace it if it exists.
+    model: a checkpoint folder, a hub id in the local cache, or "demo". out: the new folder; overwrite: replace it if it exists.
     adapters: name -> PEFT folder, name -> (folder, weight), or folders alone; a weight of -1 removes a merged adapter.
     dtype: of every floating-point tensor ("bfloat16", "bf16", torch.bfloat16, ...); None keeps the dtypes of the files.
     requantize: "nf4" or "nf4-dq" writes a bitsandbytes checkpoint. check: read the result again and check every value. progress:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.names import near_names
+from trimtab.demo_names import without_demo_name
 from trimtab.errors import CheckpointError, RequestError, choices_text
 from trimtab.process.json_file import JsonError, read_bytes
 from trimtab.request import token_count
@@ -158,9 +159,8 @@ def _value(action: argparse.Action, value: Any, folder: Path) -> Any:
     text = str(value)
     if action.choices is not None and text not in action.choices:
         return _Wrong(f"must be {', '.join(action.choices)}")
-    if action.dest in PATHS or (action.dest in NAMES and (folder / text).exists()):
-        return str(folder / text)
-    return text
+    is_path = action.dest in NAMES and without_demo_name(text, folder) == text and (folder / text).exists()
+    return str(folder / text) if action.dest in PATHS or is_path else text
 
 
 def _limits(made: argparse.Namespace, options: argparse.Namespace, table: Any) -> list[str]:
@@ -178,8 +178,15 @@ def _limits(made: argparse.Namespace, options: argparse.Namespace, table: Any) -
 def _adapters(made: argparse.Namespace, options: argparse.Namespace, table: Any, folder: Path) -> list[str]:
     if not isinstance(table, Mapping) or not all(isinstance(one, str) for one in table.values()):
         return ["adapters: must be a table of folders"]
-    made.adapter = _beside({name: folder / one for name, one in table.items()}, options.adapter)
+    made.adapter = _beside({name: _full(one, folder) for name, one in table.items()}, options.adapter)
     return []
+
+
+def _full(text: str, folder: Path) -> str:
+    """Return PATH[:WEIGHT] with its path from the file's folder, or a name of the demo's with its folder."""
+    name, colon, weight = text.partition(":")
+    bundled = without_demo_name(name, folder)
+    return str(folder / text) if bundled == name else f"{bundled}{colon}{weight}"
 
 
 def _beside(table: Mapping[str, Any], flags: Sequence[str] | None) -> list[str] | None:

@@ -22,6 +22,7 @@ from trimtab.cli.flags.flags import (
     read_json_object,
 )
 from trimtab.cli.flags.output import Command, print_json, print_text, saying
+from trimtab.demo_names import without_demo_name
 from trimtab.errors import RequestError
 from trimtab.planning.request.max_memory import read_max_memory
 from trimtab.process import phases
@@ -165,6 +166,7 @@ def _check(options: argparse.Namespace) -> None:
         check_folder(Path(options.drafts), overwrite=options.overwrite)
     check_model(options.model)
     if options.model is not None:
+        options.model = without_demo_name(options.model)
         find_folder(options.model)
     if options.adapter is not None:
         read_adapter(options.adapter)

@@ -35,7 +35,9 @@ SHORT_ROUTES = {"bfloat16": "bf16"}
 def add(command: Command) -> None:
     """Add both commands."""
     merged = command("merge", run_merge, "merge adapters into a new checkpoint, in little memory")
-    merged.add_argument("model", metavar="MODEL", help="a checkpoint folder, or a hub id in the local cache")
+    merged.add_argument(
+        "model", metavar="MODEL", help="a checkpoint folder, or a hub id in the local cache; demo is the bundled model"
+    )
     merged.add_argument("out", metavar="OUT", help="the folder of the new checkpoint")
     add_adapters(merged, "an adapter to merge; a weight of -1 removes a merged one", weights=True, default=[])
     add_dtype(merged, "as the files have it")

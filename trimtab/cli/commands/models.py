@@ -18,6 +18,7 @@ from trimtab.api import plan_request
 from trimtab.checkpoint.folder import CONFIG, hub_cache, read_checkpoint
 from trimtab.cli.flags.flags import add_budgets, add_device, add_dtype, load_request
 from trimtab.cli.flags.output import Command, print_json, print_text
+from trimtab.demo_names import BASE, FOLDER, without_demo_name
 from trimtab.errors import AdapterError, RequestError, TrimtabError, gib
 from trimtab.formats.packed import format_names, split_packed
 from trimtab.process.text_table import aligned
@@ -73,9 +74,7 @@ def add(command: Command) -> None:
 
 
 def run_models(options: argparse.Namespace) -> int:
-    folder = hub_cache() if options.folder is None else Path(options.folder)
-    if options.folder is not None and not folder.is_dir():
-        raise RequestError("no such folder", field="DIR", value=options.folder)
+    folder = hub_cache() if options.folder is None else _listed(options.folder)
     for name in PLACED if options.quick else ():
         if getattr(options, name) is not None:
             raise RequestError("has no effect with --quick", field=f"--{name.replace('_', '-')}")
@@ -153,9 +152,7 @@ def _model_row(one: dict[str, Any]) -> tuple[str, ...]:
 
 
 def run_adapters(options: argparse.Namespace) -> int:
-    folder = Path(options.folder)
-    if not folder.is_dir():
-        raise RequestError("no such folder", field="DIR", value=options.folder)
+    folder = _listed(options.folder)
     anatomies = {model: _anatomy(model) for model in options.model}
     adapters = [_adapter(path.parent, folder, anatomies) for path in _below(folder, ADAPTER_CONFIG)]
     if options.json:
@@ -216,6 +213,14 @@ def _adapter_row(one: dict[str, Any], models: Sequence[str]) -> tuple[str, ...]:
 
 
 # Both -----------------------------------------------------------------------------------------------------------------
+
+
+def _listed(text: str) -> Path:
+    """Return the folder to list: that of the whole demo for its name. Errors: RequestError for none."""
+    folder = FOLDER if without_demo_name(text) == str(BASE) else Path(text)
+    if not folder.is_dir():
+        raise RequestError("no such folder", field="DIR", value=text)
+    return folder
 
 
 def _sorted(folder: Path) -> list[Path]:

@@ -39,7 +39,7 @@ def add_placement(
     takes_plan: whether a saved plan may replace all of them. compares: whether the command compares with another
     computation, so that the plan never chooses head and dtype. prefix_cache: its default, as text.
     """
-    model = command.add_argument("model", metavar="MODEL", help=model_help)
+    model = command.add_argument("model", metavar="MODEL", help=f"{model_help}; demo is the bundled model")
     if takes_plan:
         command.add_argument(
             "--plan", metavar="FILE", action=InPlaceOf, other=model, shifts=command,

@@ -34,6 +34,7 @@ from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.folder import read_loadable
 from trimtab.checkpoint.names import near_names
 from trimtab.checkpoint.unreadable import address_hint
+from trimtab.demo_names import without_demo_name
 from trimtab.errors import AdapterError, CheckpointError, RequestError, TrimtabError, choices_text
 from trimtab.planning.values.kv_pool import check_pool
 from trimtab.process.json_file import JsonError, read_bytes
@@ -75,6 +76,8 @@ class ServedModel:
         check_choice(self.decode, DECODE_MODES, field_name="decode")
         if not _NAME.match(self.name):
             raise RequestError("a model name has letters, digits and ._/- only", field="name", value=self.name)
+        # The worker, and the list of folders that clients never see, get the bundled model's path.
+        object.__setattr__(self, "request", replace(self.request, model=without_demo_name(self.request.model)))
         LoadRequest(model=self.request.model, adapters=dict(self.adapters))  # checks the names
         for name in self.kept:
             if name not in self.adapters:
@@ -309,7 +312,7 @@ def in_full(path: str) -> str:
 
 def _path(value: Any, folder: Path) -> str:
     """Return a path in the form for the worker: relative paths from the file's folder, a hub id unchanged."""
-    text = str(value)
+    text = without_demo_name(str(value), folder)
     beside = folder / text
     return str(beside) if beside.exists() else text
 
