@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
@@ -21,7 +20,7 @@ from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import Checkpoint, check_has_weights, read_checkpoint
 from trimtab.checkpoint.names import check_options
 from trimtab.checkpoint.prequantized import split_packed
-from trimtab.errors import DoesNotFitError, RequestError, TrimtabError
+from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.planning import Machine, Plan, Rates, make_plan
 from trimtab.planning.memory.adapters import head_change, held_bytes
 from trimtab.planning.memory.media import ServedMedia, media_memory
@@ -242,22 +241,15 @@ def _planned(
             head_refused = str(exc).splitlines()[0]
             anatomies.keep_refusal(checkpoint, small, head_refused, keeps_16bit=narrow)
     disk_bytes = disk_free_bytes(request.offload_dir)
-    make = partial(
-        make_plan, request, anatomy, adapters={name: specs[name].nbytes("float32") for name in request.adapters},
+    made = make_plan(
+        request, anatomy, adapters={name: specs[name].nbytes("float32") for name in request.adapters},
         adapter_stamps={name: files[name].stamps for name in request.adapters}, head_refused=head_refused, machine=machine,
         rates=rates, checkpoint_stamps=checkpoint.stamps,
         disk_free_bytes=min(disk_bytes, request.disk_memory_bytes or disk_bytes),
         held_bytes=0 if later is None else held_bytes(every.values()), media=media_memory(request, anatomy, media),
+        head8=head8, is_advised=is_advised,
+        anatomy_of=lambda changed: _anatomy(checkpoint, changed, inputs, may_be_kept=is_known, keeps_16bit=narrow),
     )  # fmt: skip
-    try:
-        made = make(head8=head8, is_advised=is_advised and head8 is not None)
-    except DoesNotFitError:
-        if not is_advised or head8 is not None:
-            raise
-        with suppress(TrimtabError):  # for advice only
-            small = replace(request, head="int8")
-            head8 = _anatomy(checkpoint, small, inputs, may_be_kept=is_known, keeps_16bit=narrow)
-        made = make(head8=head8)
     dtype_reason = dtype_reason or reason_of(request.dtype, machine.capability, model_type)
     made = replace(made, card=card, dtype_reason=dtype_reason, prefix_reason=kept_reason)
     # The probed module tree takes a second to make and holds no weights. Only the first load can use it.
