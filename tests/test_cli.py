@@ -326,7 +326,7 @@ def test_plan_for_less_than_the_least_says_what_would_do(asks):
     code, out, _ = asks("plan", "--json", "--gpu-memory", "1MiB")
     fields = json.loads(out)["error"]["fields"]
     assert (code, fields["budget_bytes"]) == (4, 2**20)
-    assert f"--gpu-memory {fields['needed_bytes']}B" in fields["hint"]
+    assert f"(--gpu-memory {-(-fields['needed_bytes'] // 2**20)}MiB)" in json.loads(out)["error"]["message"]
     code, out, _ = asks("plan", "--json", "--gpu-memory", f"{fields['needed_bytes']}B")
     assert code == 0
     assert json.loads(out)["gpu_budget_bytes"] == fields["needed_bytes"]

@@ -51,7 +51,7 @@ from trimtab.engine.kv.kv_cache import LayerCache, PagedLayer
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.planning import make_plan
 from trimtab.planning import options as plan_options
-from trimtab.planning.memory.activations import needs_of, row_cache_bytes, smaller_needs, use_of
+from trimtab.planning.memory.activations import needs_of, row_cache_bytes, use_of
 from trimtab.planning.plan.narrow import narrow_table
 from trimtab.planning.values.execution import graph_bytes
 from trimtab.planning.values.kv_bytes import LAYER_KERNELS, NODE_BYTES, ROUNDING_BYTES, check_kv, copy_bytes
@@ -525,17 +525,8 @@ def odd_heads():
 def test_what_a_model_cannot_have_is_not_advised():
     request = LoadRequest(model="x", quant="nf4-dq", context_tokens=4096, batch=8)
     for anatomy, is_possible in ((E4B, True), (odd_heads(), False)):
-        use = use_of(request, anatomy, answer_tokens=256)
-        named = dict(smaller_needs(anatomy, use, quant="nf4-dq", has_adapters=False, has_rows=True))
-        assert ("kv='int8'" in named) == is_possible and "batch=1" in named
-
-        def fits(changed, anatomy=anatomy):
-            """Nothing fits but several changes together, and nothing that is refused."""
-            check_kv(changed.kv, anatomy)
-            return changed.context_tokens == 256 and changed.batch == 1
-
-        (together,) = plan_options.fitting_changes(request, anatomy, fits)
-        assert together.endswith(" together") and ("kv='int8'" in together) == is_possible
+        kinds = [tries[0][0] for tries in plan_options._smaller(request, anatomy)]
+        assert ("kv='int8'" in kinds) == is_possible and "batch=4" in kinds
 
 
 def test_options_have_no_row_for_what_a_model_cannot_have():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
@@ -20,7 +19,7 @@ from trimtab.adapters.vocabulary import check_vocabulary
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import Checkpoint, check_has_weights, read_checkpoint
 from trimtab.checkpoint.names import check_options
-from trimtab.errors import DoesNotFitError, RequestError, TrimtabError
+from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.formats.packed import format_names, split_packed
 from trimtab.planning import Machine, Plan, Rates, make_plan
 from trimtab.planning.memory.adapters import head_change, held_bytes
@@ -74,21 +73,21 @@ def plan(
 ) -> Plan:
     """Return the plan of a model: the placement of every block, from headers alone. Nothing is loaded.
 
-    model: a checkpoint folder, a hub id in the local cache, or "demo". adapters: name -> folder, or folders, whose names
-    become the adapters' names; the demo has "demo/style" and others. gpu_memory, host_memory, prefix_cache: bytes, or text
-    such as "4GiB" or "4G". None is the free memory for the budgets and no cache for prefix_cache, the host memory for cached
-    keys and values. max_memory: both budgets in transformers' form. quant: "auto" or a format (none, nf4, nf4-dq, fp4, int8);
+    model: a checkpoint folder, a hub id in the local cache, or "demo". adapters: name -> folder, or folders, whose names become
+    the adapters' names; the demo has "demo/style" and others. gpu_memory, host_memory, prefix_cache: bytes, or text such as
+    "4GiB" or "4G". None is the free memory for the budgets and no cache for prefix_cache, the host memory for cached keys and
+    values. max_memory: both budgets in transformers' form. quant: "auto" or a format (none, nf4, nf4-dq, fp4, int8);
     keep_unquantized: patterns of modules that stay in `dtype`. dtype: "auto" is bfloat16, or the type of a card without it.
     context: most tokens of prompt and answer, per row. answer_tokens: of an expected answer; the placement with the least
-    seconds for such an answer is chosen. batch: rows decoded together. images, audio_s: the most images and seconds of audio
-    of one prompt. place: pattern -> tier, the last match wins. device_map: a map in transformers' form, instead of place.
-    device: "auto", "cpu", "cuda" or "cuda:N". offload_dir: folder of the disk tier's file; None is the user's cache. head:
-    "int8" computes with an 8-bit copy of the output head, "full" with the checkpoint's; "auto" takes 8 bits if they keep more
-    of the decoder on the GPU. decode: how steps run: "auto", "eager", "graph" or "fused". card: plan for this GPU, a name
-    such as "RTX 4060 8GB" or a size; it need not be in this machine, and every figure is an estimate. batch_invariant: an
-    answer has the same bits alone and in a batch. kv_tokens: how many tokens the rows of a batch hold together; None: each
-    row its whole context. A number of tokens may be a text: "4k" is 4096. kv: "int8" keeps keys and values in 8 bits, which changes answers a little and is never chosen by
-    the plan.
+    seconds for such an answer is chosen. batch: rows decoded together. images, audio_s: the most images and seconds of audio of
+    one prompt. place: pattern -> tier, the last match wins. device_map: a map in transformers' form, instead of place. device:
+    "auto", "cpu", "cuda" or "cuda:N". offload_dir: folder of the disk tier's file; None is the user's cache. head: "int8"
+    computes with an 8-bit copy of the output head, "full" with the checkpoint's; "auto" takes 8 bits if they keep more of the
+    decoder on the GPU. decode: how steps run: "auto", "eager", "graph" or "fused". card: plan for this GPU, a name such as "RTX
+    4060 8GB" or a size; it need not be in this machine, and every figure is an estimate. batch_invariant: an answer has the
+    same bits alone and in a batch. kv_tokens: how many tokens the rows of a batch hold together; None: each row its whole
+    context. A number of tokens may be a text: "4k" is 4096. kv: "int8" keeps keys and values in 8 bits, which changes answers a
+    little and is never chosen by the plan.
     Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError.
     """
     budgets: dict[str, Any] = {
@@ -248,22 +247,15 @@ def _planned(
             anatomies.keep_refusal(checkpoint, small, head_refused, keeps_16bit=narrow)
     phases.begin("planning")
     disk_bytes = disk_free_bytes(request.offload_dir)
-    make = partial(
-        make_plan, request, anatomy, adapters={name: specs[name].nbytes("float32") for name in request.adapters},
+    made = make_plan(
+        request, anatomy, adapters={name: specs[name].nbytes("float32") for name in request.adapters},
         adapter_stamps={name: files[name].stamps for name in request.adapters}, head_refused=head_refused, machine=machine,
         rates=rates, checkpoint_stamps=checkpoint.stamps,
         disk_free_bytes=min(disk_bytes, request.disk_memory_bytes or disk_bytes),
         held_bytes=0 if later is None else held_bytes(every.values()), media=media_memory(request, anatomy, media),
+        head8=head8, is_advised=is_advised,
+        anatomy_of=lambda changed: _anatomy(checkpoint, changed, inputs, may_be_kept=is_known, keeps_16bit=narrow),
     )  # fmt: skip
-    try:
-        made = make(head8=head8, is_advised=is_advised and head8 is not None)
-    except DoesNotFitError:
-        if not is_advised or head8 is not None:
-            raise
-        with suppress(TrimtabError):  # for advice only
-            small = replace(request, head="int8")
-            head8 = _anatomy(checkpoint, small, inputs, may_be_kept=is_known, keeps_16bit=narrow)
-        made = make(head8=head8)
     dtype_reason = dtype_reason or reason_of(request.dtype, machine.capability, model_type)
     made = replace(made, card=card, dtype_reason=dtype_reason, prefix_reason=kept_reason)
     # The probed module tree takes a second to make and holds no weights. Only the first load can use it.

@@ -120,18 +120,28 @@ class DoesNotFitError(TrimtabError):
     """No placement keeps every device within its budget. needs_both: whether a larger budget of one device is not
     enough.
 
-    options: the table of `trimtab plan --options --json`: the plans of changed requests, each a `plan.options.Option`
-    as JSON.
+    smallest: of a plan, the smallest sufficient budgets in words, with their arguments. option: the change of its request
+    that helps most, "" if none does; option_bytes: the smallest budget with it, 0 if the present one is enough. options:
+    the table of `trimtab plan --options --json`: the plans of changed requests, each a `plan.options.Option` as JSON.
     """
 
     options: tuple[Mapping[str, Any], ...] = ()
+    smallest: str = ""
+    option: str = ""
+    option_bytes: int = 0
 
     def __init__(
         self, reason: str, *, block: str | None, device: str, needed_bytes: int, budget_bytes: int, hint: str = "",
-        needs_both: bool = False,
+        needs_both: bool = False, smallest: str = "", option: str = "", option_bytes: int = 0,
     ) -> None:  # fmt: skip
         self.reason, self.block, self.device = reason, block, device
         self.needed_bytes, self.budget_bytes, self.needs_both = needed_bytes, budget_bytes, needs_both
+        if smallest:
+            self.smallest, self.option, self.option_bytes = smallest, option, option_bytes
+            enough = f"{gib(option_bytes)} are enough" if option_bytes else "it fits this one"
+            helps = f", and with {option}, which helps most, {enough}" if option else ""
+            super().__init__(f"{reason}; the smallest that it fits is {smallest}{helps}", hint=hint)
+            return
         where = f"{block} on {device}" if block else device
         super().__init__(
             f"{where} needs {gib(needed_bytes)} ({needed_bytes} B), the budget is {gib(budget_bytes)} "

@@ -60,7 +60,7 @@ def plans() -> dict[str, Any]:
                 rates=rates_of(card), head8=small[model],
             )  # fmt: skip
         except DoesNotFitError as exc:
-            records[name] = {"needs": exc.needed_bytes, "hint": exc.hint}
+            records[name] = {"needs": exc.needed_bytes, "helps": [exc.option, exc.option_bytes]}
             continue
         records[name] = recorded(plan)
     return records

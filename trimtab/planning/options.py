@@ -33,7 +33,7 @@ from trimtab.planning.values.execution import (
 )
 from trimtab.planning.values.kv_bytes import check_kv, why_not_int8
 from trimtab.process.text_table import aligned
-from trimtab.request import LoadRequest
+from trimtab.request import DEFAULT_QUANT, LoadRequest
 
 # Modes of a decode step, the fastest first.
 FASTEST_FIRST = ("fused", "graph", "eager")
@@ -45,17 +45,13 @@ HEAD8_KL = 1.4e-4
 LEAST_CONTEXT = 256
 # The start of the error of an option that does not fit.
 NEEDS = "needs "
-# The start of advice that names fitting changes.
-FITS = "This fits: "
+NO_ADAPTERS, NO_PREFIX_CACHE = "no adapters", "no prefix cache"
 # How many options with more memory are listed.
 MOST_LARGER = 2
 # Parts that read images and audio, as `--place` names them.
 TOWERS = ("vision", "audio")
 # Memory sizes of cards on the market.
 CARD_GIB = (4, 6, 8, 10, 12, 16, 24, 32, 48, 80)
-
-# The hint of an error if no single larger budget is enough.
-BOTH_BUDGETS = "gpu_memory and host_memory"
 
 Planned = Callable[[Anatomy, str, str, str], Plan]
 
@@ -374,45 +370,84 @@ def _larger(request: LoadRequest, budget_bytes: int) -> list[list[tuple[str, Loa
 def with_larger_card(
     error: DoesNotFitError, request: LoadRequest, plan: Callable[[LoadRequest], Plan]
 ) -> DoesNotFitError:
-    """Return the error of a request for a card, with the smallest larger card that it fits on. If the budget is smaller
-    than the card, and the whole card is enough, the error names that instead. plan: makes a request's plan.
-    """
-    card = find_card(request.card or "")
-    hint = error.hint
-    larger = [(f"card={title!r}", replace(request, card=title, gpu_memory_bytes=None)) for title in larger_cards(card)]
-    whole = [] if request.gpu_memory_bytes is None else [("the whole card", replace(request, gpu_memory_bytes=None))]
-    for what, changed in (*whole, *larger):
+    """Return the error of a request for a card, with the smallest larger card that it fits on, unless a larger budget of this
+    card is enough. plan: makes a request's plan."""
+    card, smallest = find_card(request.card or ""), error.smallest
+    for title in larger_cards(card) if error.needed_bytes > card.memory_bytes else ():
         with suppress(TrimtabError):
-            plan(changed)
-            others = hint.removeprefix(FITS) if hint.startswith(FITS) else ""
-            rest = "" if others or not hint else f"; {hint}"
-            hint = f"{FITS}{what}{f', or {others}' if others else rest}"
+            plan(replace(request, card=title, gpu_memory_bytes=None))
+            smallest += f" (card={title!r})"
             break
+    return _again(
+        error,
+        f"{error.reason}, estimated from the data sheet of {card.title}",
+        smallest,
+        error.option,
+        error.option_bytes,
+    )
+
+
+def _again(error: DoesNotFitError, reason: str, smallest: str, option: str, option_bytes: int) -> DoesNotFitError:
     return DoesNotFitError(
-        f"{error.reason}; estimated from the data sheet of {card.title}", block=error.block, device=error.device,
-        needed_bytes=error.needed_bytes, budget_bytes=error.budget_bytes, hint=hint,
+        reason, block=error.block, device=error.device, needed_bytes=error.needed_bytes, budget_bytes=error.budget_bytes,
+        needs_both=error.needs_both, smallest=smallest, option=option, option_bytes=option_bytes,
     )  # fmt: skip
 
 
-def fitting_changes(request: LoadRequest, anatomy: Anatomy, fits: Callable[[LoadRequest], bool]) -> list[str]:
-    """Return single changes that make a request fit its budgets, the smallest of each kind; if there is none, all of
-    them together if that fits. anatomy: of the model, which decides the supported changes.
+Tried = Callable[..., "Plan | DoesNotFitError | None"]
+
+
+def best_change(error: DoesNotFitError, request: LoadRequest, anatomy: Anatomy, tried: Tried) -> tuple[str, int]:
+    """Return the change of a refused request that helps most, and the smallest budget with it (0: the present one is enough).
+
+    Of single changes that fit, each the least of its kind, that is the one with the fastest answers, and "no adapters" only if no
+    other fits; then the least changes that fit together; then the one that lowers the smallest budget most; ("", 0) if none does.
+    anatomy: of the model, which decides the supported changes. tried: (request, is_explained=...) -> its plan, its error, or None
+    if there is no such model.
     """
-    changes, least = [], request
-    kinds = _smaller(request, anatomy)
+    kinds, rates = _smaller(request, anatomy), {}
     for tries in kinds:
-        for what, changed in tries:
-            if fits(changed):
-                changes.append(what)
-                break
-    if changes:
-        return changes
-    together = []
-    for tries in kinds:
-        what, changed = tries[-1]
-        least = replace(least, **_differences(request, changed))
-        together.append(what)
-    return [f"{', '.join(together)} together"] if len(together) > 1 and fits(least) else []
+        if isinstance(last := tried(tries[-1][1]), Plan):
+            (what, changed), made = _least(tries, tried, last)
+            rates[what] = made.execution.tokens_per_s * changed.batch
+    if rates:
+        return max(rates, key=lambda what: (what != NO_ADAPTERS, rates[what])), 0
+    chosen = [tries[-1] for tries in kinds]
+    if len(kinds) > 1 and isinstance(last := tried(_combined(request, chosen)), Plan):
+        for place, tries in enumerate(kinds):
+            beside = [("", request), *(one for one in chosen if one is not chosen[place])]
+            least = [(what, _combined(request, [*beside, (what, one)])) for what, one in (("", request), *tries)]
+            (name, _), last = _least(least, tried, last)
+            chosen[place] = next(((what, one) for what, one in tries if what == name), ("", request))
+        return " and ".join(what for what, _ in chosen if what), 0
+    if error.device == "host":  # each of these takes a search, and little else lowers it
+        chosen = [one for one in chosen if one[0] == NO_PREFIX_CACHE]
+    needs: dict[str, int] = {}
+    for what, changed in () if error.needs_both else chosen:
+        one = tried(changed, is_explained=True)
+        if isinstance(one, DoesNotFitError) and (one.device, one.needs_both) == (error.device, False):
+            needs[what] = one.needed_bytes
+    best = min(needs, key=lambda what: needs[what], default="")
+    return (best, needs[best]) if best and needs[best] < error.needed_bytes else ("", 0)
+
+
+def _least(tries: Sequence[tuple[str, LoadRequest]], tried: Tried, last: Plan) -> tuple[tuple[str, LoadRequest], Plan]:
+    """Return the first of ever smaller requests that fits, and its plan. last: that of the last one."""
+    low, high = 0, len(tries) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if isinstance(made := tried(tries[middle][1]), Plan):
+            high, last = middle, made
+        else:
+            low = middle + 1
+    return tries[high], last
+
+
+def _combined(request: LoadRequest, changes: Sequence[tuple[str, LoadRequest]]) -> LoadRequest:
+    """Return the request with several changes; one row has no token pool."""
+    values = {name: value for _, changed in changes for name, value in _differences(request, changed).items()}
+    combined = replace(request, **values)
+    return replace(combined, kv_tokens=None) if combined.batch == 1 else combined
 
 
 def _differences(request: LoadRequest, changed: LoadRequest) -> dict[str, Any]:
@@ -439,7 +474,8 @@ def _smaller(request: LoadRequest, anatomy: Anatomy) -> list[list[tuple[str, Loa
     sounds = [
         (f"audio_s={length}", replace(request, audio_s=float(length))) for length in _halved(ceil(request.audio_s))
     ]
-    kinds = [contexts, batches, _pools(request), images, sounds]
+    kinds = [[(NO_ADAPTERS, replace(request, adapters={}))]] if request.adapters else []
+    kinds += [contexts, batches, _pools(request), images, sounds]
     if request.head == "full":
         kinds.append([("head='int8'", replace(request, head="int8"))])
     if request.kv == "full" and why_not_int8(anatomy) is None:
@@ -447,11 +483,11 @@ def _smaller(request: LoadRequest, anatomy: Anatomy) -> list[list[tuple[str, Loa
     if request.decode != "auto":
         kinds.append([("decode='auto'", replace(request, decode="auto"))])
     if request.prefix_cache_bytes:
-        kinds.append([("no prefix cache", replace(request, prefix_cache_bytes=0))])
+        kinds.append([(NO_PREFIX_CACHE, replace(request, prefix_cache_bytes=0))])
     if request.place or request.device_map is not None:
         kinds.append([("no manual placements", replace(request, place={}, device_map=None))])
-    if request.adapters:
-        kinds.append([("no adapters", replace(request, adapters={}))])
+    if request.quant != DEFAULT_QUANT and anatomy.prequantized is None:
+        kinds.append([(f"quant={DEFAULT_QUANT!r}", replace(request, quant=DEFAULT_QUANT))])
     return [tries for tries in kinds if tries]
 
 
@@ -483,27 +519,23 @@ def options_text(options: Sequence[Option], *, card: Card | None = None) -> str:
 
 def advised(
     error: DoesNotFitError, request: LoadRequest, anatomy: Anatomy, adapters: Mapping[str, int], plan: Callable[..., Plan],
-    head8: Anatomy | None,
+    anatomy_of: Callable[[LoadRequest], Anatomy | None],
 ) -> DoesNotFitError:  # fmt: skip
-    """Return the error with the changes of the request that would fit. plan: makes a plan of another request."""
+    """Return the error with the change of the request that helps most. plan: makes a plan of another request. anatomy_of: makes
+    the anatomy of a request with another head or format, None if it is unknown."""
 
-    def fits(changed: LoadRequest) -> bool:
-        options: dict[str, Any] = {"adapters": adapters if changed.adapters or not request.adapters else {}}
-        if changed.head == "int8" and request.head != "int8":
-            if head8 is None:
-                return False
-            options["anatomy"] = head8
-        with suppress(TrimtabError):
-            plan(changed, is_explained=False, **options)
-            return True
-        return False
+    def tried(changed: LoadRequest, *, is_explained: bool = False) -> Plan | DoesNotFitError | None:
+        is_same = (changed.head, changed.quant) == (request.head, request.quant)
+        try:
+            other = anatomy if is_same else anatomy_of(changed)
+            left = adapters if changed.adapters or not request.adapters else {}
+            return None if other is None else plan(changed, anatomy=other, adapters=left, is_explained=is_explained)
+        except DoesNotFitError as exc:
+            return exc
+        except TrimtabError:
+            return None
 
-    changes = fitting_changes(request, anatomy, fits)
-    hint = "; ".join(part for part in (f"{FITS}{', or '.join(changes)}" if changes else "", error.hint) if part)
-    return DoesNotFitError(
-        error.reason, block=error.block, device=error.device, needed_bytes=error.needed_bytes,
-        budget_bytes=error.budget_bytes, hint=hint,
-    )  # fmt: skip
+    return _again(error, error.reason, error.smallest, *best_change(error, request, anatomy, tried))
 
 
 # The kernel of an 8-bit head (engine/formats/int8_head.py) computes up to KERNEL_ROWS rows in bfloat16. torch computes all other

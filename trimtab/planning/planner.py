@@ -10,14 +10,14 @@ Pure: the same anatomy, request, machine and rates give the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from trimtab.checkpoint.anatomy import Anatomy, first_equal
-from trimtab.errors import DoesNotFitError, RequestError, gib
-from trimtab.formats.record import CODE_BYTES, packed_bytes, stored_format
-from trimtab.planning.memory.activations import PREFILL_CHUNK_TOKENS, Use, needs_of, patches_of, smaller_needs, use_of
+from trimtab.errors import DoesNotFitError, RequestError
+from trimtab.formats.record import CODE_BYTES, stored_format
+from trimtab.planning.memory.activations import PREFILL_CHUNK_TOKENS, Use, needs_of, patches_of, use_of
 from trimtab.planning.memory.adapters import copies_bytes
 from trimtab.planning.memory.media import NO_MEDIA, MediaMemory
 from trimtab.planning.memory.prefix_cache import prefix_bytes
@@ -30,9 +30,9 @@ from trimtab.planning.memory.prompts import (
 )
 from trimtab.planning.memory.towers import with_towers
 from trimtab.planning.memory.unpacked import with_unpacked
-from trimtab.planning.options import BOTH_BUDGETS, ModeRefusedError, advised, choose_chunks_of, choose_plan
+from trimtab.planning.options import ModeRefusedError, advised, choose_chunks_of, choose_plan
 from trimtab.planning.plan.plan import Plan, Stamps
-from trimtab.planning.reasons import Reasons
+from trimtab.planning.reasons import Reasons, refusal
 from trimtab.planning.request.overrides import Asked, resolve_device_map, resolve_place
 from trimtab.planning.search import Search
 from trimtab.planning.step_work import prompt_linears, step_work, works_of
@@ -54,7 +54,6 @@ from trimtab.planning.values.execution import (
     Execution,
     Phase,
     check_bytes,
-    head_bytes,
     prompt_launch_s,
     step_bytes,
     step_s,
@@ -62,8 +61,8 @@ from trimtab.planning.values.execution import (
 from trimtab.planning.values.kv_bytes import added_step_s
 from trimtab.planning.values.machine import Machine
 from trimtab.planning.values.pipeline import evened
-from trimtab.planning.values.rows import OUTSIDE_PEAK, PHASE_WORDS, Placement
-from trimtab.request import DEFAULT_QUANT, LoadRequest
+from trimtab.planning.values.rows import OUTSIDE_PEAK, Placement
+from trimtab.request import LoadRequest
 
 # A ring of page-locked buffers for file tensors, tensors that are read before they are used, and packed weights of a
 # block that wait on the device until the block is complete (engine/tiers/reader.py, engine/tiers/streaming.py).
@@ -88,12 +87,14 @@ def make_plan(
     is_advised: bool = True,
     held_bytes: int = 0,
     media: MediaMemory = NO_MEDIA,
+    anatomy_of: Callable[[LoadRequest], Anatomy | None] | None = None,
 ) -> Plan:
     """Return the placement and the execution with the least expected seconds within the request's budgets.
 
     adapters: name -> bytes on the execution device. disk_free_bytes: of the spill folder, None if not known. head8: the
-    anatomy with an 8-bit output head, for a request that leaves the head to the plan, and for advice; head_refused: why
-    it must stay full. is_advised: whether an error names the changes that would fit, which needs more plans.
+    anatomy with an 8-bit output head, for a request that leaves the head to the plan; head_refused: why it must stay
+    full. is_advised: whether an error names the change that helps most, which needs more plans. anatomy_of: makes the
+    anatomy of a request with another head or format, for that; None: no such change is tried, or only with `head8`.
     held_bytes: of adapters that stay in host memory, as a server keeps them. media: host memory of a server's images
     and audio.
     Errors: RequestError for placements that cannot be followed and executions that are unavailable, DoesNotFitError
@@ -110,7 +111,8 @@ def make_plan(
     except DoesNotFitError as exc:
         if not is_advised:
             raise
-        raise advised(exc, request, anatomy, adapters, make, head8) from None
+        known_of = anatomy_of or (lambda changed: head8 if changed.quant == request.quant else None)
+        raise advised(exc, request, anatomy, adapters, make, known_of) from None
     shared = machine.host_available_bytes + machine.process_bytes if machine.on_cpu else None
     plan = with_unpacked(with_towers(plan, anatomy), anatomy, shared_bytes=shared)
     return replace(plan, checkpoint_stamps=tuple(checkpoint_stamps), adapter_stamps=dict(adapter_stamps or {}))
@@ -485,17 +487,13 @@ class _Planner:
             alone = Search(self.items, self._asked_limits())
             total_bytes = alone.smallest_total_bytes() if alone.best() is not None else None
             if total_bytes is not None:
-                why = "the memory that resident and host blocks share"
-                return self._error("memory", total_bytes, limits.total_budget_bytes, why)
+                return refusal("memory", total_bytes, limits.total_budget_bytes)
             search = alone
         device_bytes, host_bytes = search.smallest_device_bytes(), search.smallest_host_bytes()
-        why = "the smallest budget with a placement"
         if device_bytes is not None:
-            other = "" if host_bytes is None else f"; a host budget of {host_bytes} B ({gib(host_bytes)}) would also do"
-            device, budget_bytes = self.machine.execution_device, limits.device_budget_bytes
-            return self._error(device, device_bytes, budget_bytes, why + other, argument="gpu_memory")
+            return self._device_error(device_bytes, host_bytes)
         if host_bytes is not None:
-            return self._error("host", host_bytes, limits.host_budget_bytes, why, argument="host_memory")
+            return refusal("host", host_bytes, limits.host_budget_bytes)
         return self._neither_fits()
 
     def _asked_limits(self) -> Limits:
@@ -517,80 +515,21 @@ class _Planner:
             return self._disk_error()
         on_device = replace(limits, device_budget_bytes=device_bytes, total_budget_bytes=None)
         host_bytes = Search(self.items, on_device).smallest_host_bytes()
-        why = f"and at that budget the host needs {host_bytes} B, its budget is {limits.host_budget_bytes} B"
-        device = self.machine.execution_device
-        return self._error(device, device_bytes, limits.device_budget_bytes, why, argument=BOTH_BUDGETS)
+        return self._device_error(device_bytes, host_bytes, needs_both=True)
+
+    def _device_error(self, device_bytes: int, host_bytes: int | None, *, needs_both: bool = False) -> DoesNotFitError:
+        return refusal(
+            self.machine.execution_device, device_bytes, self.limits.device_budget_bytes, host_bytes=host_bytes,
+            needs_both=needs_both, total_bytes=self.machine.gpu_total_bytes,
+        )  # fmt: skip
 
     def _disk_error(self) -> DoesNotFitError:
-        why = "the disk has too little space for the spill file"
-        budget_bytes = self.limits.disk_budget_bytes or 0
-        return self._error("disk", self._spilled_bytes(), budget_bytes, why, argument="offload_dir")
+        return refusal("disk", self._spilled_bytes(), self.limits.disk_budget_bytes or 0)
 
     def _spilled_bytes(self) -> int:
         """Return the bytes of the blocks that the request puts on disk."""
         on_disk = {path for path, requested in self.asked.items() if requested.tier == "disk"}
         return sum(block.buffer_bytes for block in self.blocks if block.block_path in on_disk)
-
-    def _error(
-        self, device: str, needed_bytes: int, budget_bytes: int, reason: str, argument: str = ""
-    ) -> DoesNotFitError:
-        is_budget = argument in ("gpu_memory", "host_memory")
-        advice = [f"{argument}={needed_bytes}" if is_budget else argument] if argument else []
-        if argument == "gpu_memory" and 0 < self.machine.gpu_total_bytes < needed_bytes:
-            advice = []  # no budget makes a card larger
-        if device not in ("host", "disk"):
-            reason = f"{reason}; {self._taken()}"
-            advice += [f"{what} saves {gib(saved)}" for what, saved in self._savings()]
-        if device in ("host", "memory") and any(self._host_taken().values()):
-            taken = (f"{what} {gib(nbytes)}" for what, nbytes in self._host_taken().items() if nbytes)
-            reason = f"{reason}; host memory beside blocks: {', '.join(taken)}"
-            if self.request.prefix_cache_bytes:
-                advice.append(f"no prefix cache saves {gib(self.request.prefix_cache_bytes)}")
-        if self.asked:
-            advice.append("fewer manual placements")
-        hint = f"Allow more memory or reduce the request: {'; '.join(advice)}" if advice else ""
-        return DoesNotFitError(
-            reason, block=None, device=device, needed_bytes=needed_bytes, budget_bytes=budget_bytes, hint=hint,
-            needs_both=argument == BOTH_BUDGETS,
-        )  # fmt: skip
-
-    def _host_taken(self) -> dict[str, int]:
-        """Return the host bytes other than blocks, by item."""
-        return {
-            "prefix cache": self.request.prefix_cache_bytes, "held adapters": self.held_bytes, "media": self.media.nbytes,
-        }  # fmt: skip
-
-    def _taken(self) -> str:
-        limits, needs, phase = self.limits, self.needs, PHASE_WORDS.get(self.needs.phase, self.needs.phase)
-        counted = self.execution_bytes | self.prompt_bytes | self.prefix_bytes
-        buffers = sum(count for name, count in counted.items() if name not in OUTSIDE_PEAK)
-        return (
-            f"cannot move {gib(limits.load_bytes)}, adapters {gib(self.adapter_bytes)}, "
-            f"KV cache {gib(needs.kv_cache_bytes)}, activations {gib(needs.activation_bytes)} ({phase}), "
-            f"buffers of steps and prompts {gib(buffers)}, driver and libraries {gib(limits.context_bytes)}"
-        )
-
-    def _savings(self) -> Iterable[tuple[str, int]]:
-        has_adapters = self.adapter_bytes > 0
-        yield from smaller_needs(
-            self.anatomy, self.use, quant=self.request.quant, has_adapters=has_adapters, has_rows=self.is_captured,
-            is_fused=self.mode == "fused",
-        )  # fmt: skip
-        if self.asked_head == "full" and not self.machine.on_cpu:
-            # 8 bits instead of 16, and a table that is tied to the head may leave.
-            yield "head='int8'", head_bytes(self.anatomy) // 2
-        if has_adapters:
-            yield "no adapters", self.adapter_bytes
-        if self.request.quant != DEFAULT_QUANT and self.anatomy.prequantized is None:
-            yield f"quant={DEFAULT_QUANT!r}", self._quant_saving()
-
-    def _quant_saving(self) -> int:
-        """Return the bytes that the default format saves on the movable weights; without quantization, on all linears."""
-        if self.request.quant != "none":
-            packed = blocks_of(self.anatomy, DEFAULT_QUANT)
-            return sum(block.movable_bytes for block in self.blocks) - sum(block.movable_bytes for block in packed)
-        linears = [row.weight for row in self.anatomy.rows if row.kind == "linear" and row.part != "head"]
-        return sum(w.nbytes - packed_bytes(w.shape, DEFAULT_QUANT, w.dtype) for w in linears if w is not None)
 
 
 def _asked(request: LoadRequest, anatomy: Anatomy, blocks: Sequence[Block], machine: Machine) -> dict[str, Asked]:

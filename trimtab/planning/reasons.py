@@ -1,4 +1,4 @@
-"""The reason for each block's placement, as one sentence with bytes.
+"""The reason for each block's placement, and that there is no placement, each as one sentence with bytes.
 
 Each sentence states a fact about this plan. Its numbers come from the totals that the search compares: the placement in
 which all blocks stay on the device, and the one in which no block goes to disk.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from trimtab.errors import gib
+from trimtab.errors import DoesNotFitError, gib
 from trimtab.planning.values.blocks import Block
 from trimtab.planning.values.budget import Choice, Item, Limits, Totals, totals_of
 
@@ -85,3 +85,28 @@ def _far(all_near: Totals, limits: Limits) -> str:
 def _shared(totals: Totals, limits: Limits) -> str:
     over = limits.total_need(totals) - (limits.total_budget_bytes or 0)
     return f"{gib(over)} more than the machine's memory"
+
+
+_BUDGETS = {"host": "the host budget", "memory": "the machine's memory", "disk": "the space for blocks on disk"}
+
+
+def refusal(
+    device: str, needed_bytes: int, budget_bytes: int, *, host_bytes: int | None = None, needs_both: bool = False,
+    total_bytes: int = 0,
+) -> DoesNotFitError:  # fmt: skip
+    """Return the error of a plan that needs a larger budget of a device. host_bytes: of the host that would be enough too, or
+    that are needed as well (needs_both). total_bytes: of the GPU, which no budget makes larger; 0: unknown."""
+    argument = "host_memory" if device == "host" else "gpu_memory" if device not in _BUDGETS else ""
+    smallest = _budget(needed_bytes, "" if 0 < total_bytes < needed_bytes else argument)
+    if host_bytes is not None:
+        smallest += f" {'with' if needs_both else 'or'} a host budget of {_budget(host_bytes, 'host_memory')}"
+    budget = _BUDGETS.get(device, f"the budget of {device}")
+    return DoesNotFitError(
+        f"the model does not fit {budget}, {gib(budget_bytes)} ({budget_bytes} B)", block=None, device=device,
+        needed_bytes=needed_bytes, budget_bytes=budget_bytes, needs_both=needs_both, smallest=smallest,
+    )  # fmt: skip
+
+
+def _budget(needed_bytes: int, argument: str) -> str:
+    """Return a budget in words, as an argument in whole MiB."""
+    return f"{gib(needed_bytes)} ({argument}='{-(-needed_bytes // 2**20)}MiB')" if argument else gib(needed_bytes)

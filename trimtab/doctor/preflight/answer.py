@@ -104,14 +104,14 @@ def answer_for(asking: Asking) -> Answer:
 
 
 def _by_trimtab(asking: Asking, kind: str, reason: str) -> Answer:
-    planned = _try(asking, asking.request, is_advised=True)
+    planned = _try(asking, asking.request)
     if isinstance(planned, Plan):
         tiers = sorted(set(planned.tiers().values()))
         words = f"{reason}; trimtab's plan needs {gib(planned.gpu_needed_bytes)} ({', '.join(tiers)})"
         return _with_calls(asking, kind, words, planned, "")
     words = f"{reason}; the smallest placement needs {gib(planned.needed_bytes)} on {planned.device} of {gib(planned.budget_bytes)}"
     return Answer(
-        kind=DOES_NOT_FIT, reason=f"{words}. {_what_would_fit(asking)}{planned.hint or ''}".rstrip(), stock="", python="",
+        kind=DOES_NOT_FIT, reason=f"{words}. {_what_would_fit(asking)}".rstrip(), stock="", python="",
         command="", plan=None, needed_bytes=planned.needed_bytes,
     )  # fmt: skip
 
@@ -166,16 +166,14 @@ def _fitting_ways(asking: Asking) -> list[str]:
     return fits
 
 
-def _try(asking: Asking, request: LoadRequest, *, is_advised: bool = False) -> Plan | DoesNotFitError:
-    """Return the plan of a request, or why there is none. is_advised: whether the error names fitting changes, which
-    needs a dozen more plans.
-    """
+def _try(asking: Asking, request: LoadRequest) -> Plan | DoesNotFitError:
+    """Return the plan of a request, or why there is none."""
     spec = None if asking.adapter is None else asking.adapter.spec
     adapters = {} if spec is None else {next(iter(request.adapters), "adapter"): spec.nbytes("float32")}
     try:
         return make_plan(
             request, asking.shape.anatomy, adapters=adapters, machine=asking.machine, rates=asking.rates,
-            checkpoint_stamps=asking.checkpoint.stamps, is_advised=is_advised,
+            checkpoint_stamps=asking.checkpoint.stamps, is_advised=False,
         )  # fmt: skip
     except DoesNotFitError as exc:
         return exc

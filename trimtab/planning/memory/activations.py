@@ -10,7 +10,7 @@ What is not covered: workspaces of cuBLAS and cuDNN, `output_hidden_states`, eag
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, prod
@@ -20,7 +20,7 @@ from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, KVLayer, ModuleRow,
 from trimtab.formats.record import DEQUANTIZED_BYTES, DEQUANTIZED_VALUES, stored_format
 from trimtab.planning.values.blocks import quant_of, widened_bytes
 from trimtab.planning.values.byte_sizes import ADAPTER_PIECE_VALUES, HEAD_CHUNK_VALUES
-from trimtab.planning.values.kv_bytes import copy_bytes, paged_copy_bytes, position_bytes, step_copy_bytes, why_not_int8
+from trimtab.planning.values.kv_bytes import copy_bytes, paged_copy_bytes, position_bytes, step_copy_bytes
 from trimtab.planning.values.kv_pool import FIRST, PAGE_TOKENS, pages_of, pool_tokens
 from trimtab.request import DEFAULT_NEW_TOKENS, LoadRequest
 
@@ -367,35 +367,6 @@ def adapter_piece_bytes(anatomy: Anatomy) -> int:
     weights = (row.weight for row in anatomy.rows if row.kind in ("linear", "embedding"))
     largest = max((weight.numel for weight in weights if weight is not None), default=0)
     return ceil(COEFFICIENTS["adapter.piece"][0] * FLOAT32_BYTES * min(largest, ADAPTER_PIECE_VALUES))
-
-
-def smaller_needs(
-    anatomy: Anatomy, use: Use, *, quant: str, has_adapters: bool, has_rows: bool = False, is_fused: bool = False
-) -> Iterator[tuple[str, int]]:
-    """Yield (the quantity to reduce, bytes that this saves), for the advice in an error. has_rows, is_fused: as in
-    `needs_of`.
-    """
-
-    def taken(one: Use) -> int:
-        needs = needs_of(anatomy, one, quant=quant, has_adapters=has_adapters, has_rows=has_rows, is_fused=is_fused)
-        copies = step_copy_bytes(
-            anatomy.kv_layers, anatomy.dtype, one.kv, rows=one.batch, context_tokens=one.context_tokens,
-            is_paged=one.pool_tokens is not None, is_fused=is_fused,
-        )  # fmt: skip
-        return needs.kv_cache_bytes + needs.activation_bytes + (copies if has_rows else 0)
-
-    now = taken(use)
-    half = max(use.context_tokens // 2, 1)
-    tries = {
-        f"context={half}": replace(use, context_tokens=half, prefill_tokens=min(use.prefill_tokens, half)),
-        "batch=1": replace(use, batch=1, pool_tokens=None),
-        "no pictures": replace(use, patches=0, soft_tokens=0),
-        "no sound": replace(use, sound_s=0.0),
-    } | ({"kv='int8'": replace(use, kv="int8")} if why_not_int8(anatomy) is None else {})
-    for name, smaller in tries.items():
-        saved = now - taken(smaller)
-        if saved > 0:
-            yield name, saved
 
 
 @dataclass(frozen=True)
