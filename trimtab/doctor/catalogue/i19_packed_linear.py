@@ -37,11 +37,12 @@ def probe(kit: Kit) -> Seen:
         from transformers.integrations.gemma_quant import QuantizedLinear
     except ImportError as exc:
         return Seen(NOT_APPLICABLE, str(exc))
-    model = nn.Sequential(QuantizedLinear(16, 8, num_bits=8))
+    layer = QuantizedLinear(16, 8, num_bits=8)
+    model = nn.Sequential(layer)
     torch.manual_seed(0)
     with torch.no_grad():
-        model[0].weight.copy_(torch.randint(-100, 100, (8, 16), dtype=torch.int8))
-        model[0].weight_scale.fill_(0.01)
+        layer.weight.copy_(torch.randint(-100, 100, (8, 16), dtype=torch.int8))
+        layer.weight_scale.fill_(0.01)
         x = torch.randn(2, 16)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
