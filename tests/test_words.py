@@ -69,7 +69,7 @@ FORBIDDEN_IN_CODE = {
 # Rooms whose docstrings and comments are done. A room never leaves this list; `tools/rooms.py` has the order.
 DONE = tuple(
     """
-    printable errors _version former_names process report demo_names adapter_names request checkpoint adapters
+    printable errors _version former_names process report demo_names adapter_names request checkpoint formats adapters
     planning/values planning/request planning/plan planning/memory planning machine api
     merging/changes merging/files merging bridge
     verification/routes verification/merges verification/render verification verification/server benchmark
