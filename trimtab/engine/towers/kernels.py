@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 
 
 class TowerAdapters(ChunkAdapters):
-    """The applier of adapters in a pass of the towers: as in a chunk, but no layer's input is kept in float32 for the next layer.
-    The next one has a separate graph, which must not read another graph's tensors, and a plan counts the copy for one layer
-    alone."""
+    """The applier of adapters in a pass of the towers: as in a chunk, but no layer's input is kept in float32 for the next layer,
+    whose graph must not read another graph's tensors. A plan counts the copy for one layer alone."""
 
     def wide(self, x: Tensor) -> Tensor:
         return x.float()
