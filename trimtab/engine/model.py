@@ -381,7 +381,7 @@ class LoadedModel(Asking):
         fitting = self.fitting(held)
         for _ in self.adapter_pieces(held):
             pass
-        # On a GPU a copy, on a CPU the adapter is used where it lies.
+        # On a GPU a copy, on a CPU the adapter is used in place.
         whole = held.memory.tensor.to(self.device, non_blocking=True)
         held.memory.is_used(self.device)  # the adapter may be dropped before the copy has begun
         piece = None

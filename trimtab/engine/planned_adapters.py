@@ -1,4 +1,4 @@
-"""The adapters of a plan on their way from files to the device: matched once, read ahead on a few threads, attached in order."""
+"""The transfer of a plan's adapters from files to the device: matched once, read ahead on a few threads, attached in order."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ Nothing of a prompt waits for the device before `join` does. A scheduler that gi
 running calls `batch.step(behind)`; a prompt that was computed there is `place`d, which frees the place for the next one, and
 joins when the next step is running.
 
-Rows stand close together from row 0 on: a row that leaves is filled by the last one, so that a step computes no empty
+Rows are contiguous from row 0 on: a row that leaves is filled by the last one, so that a step computes no empty
 rows. Row numbers change then, so a request is known by the `Row` object it got. Not thread-safe: the
-scheduler calls from one thread. A row alone computes what `LoadedModel.generate` computes up to rounding: attention
+scheduler calls from one thread. A row alone computes the same as `LoadedModel.generate` up to rounding: attention
 reads a fixed number of places, where a growing cache has exactly as many as there are tokens.
 """
 

@@ -46,7 +46,7 @@ class SampledToken:
 
 @dataclass(frozen=True)
 class PendingToken:
-    """A prompt's first token on its way to the host, complete after `event`. why: the reason why none could be sampled."""
+    """A prompt's first token in transfer to the host, complete after `event`. why: the reason why none could be sampled."""
 
     token: Tensor
     event: torch.cuda.Event | None

@@ -38,7 +38,7 @@ _PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_id
 
 @dataclass(frozen=True)
 class PromptText:
-    """A rendered prompt. user_spans: where control tokens stand that users wrote, wholly or in part. harmless: the same
+    """A rendered prompt. user_spans: of control tokens that users wrote, wholly or in part. harmless: the same
     conversation without a sign of any, for tokenizers that search the normalized text. opening: the common beginning of all chats
     with the same tools and system messages, where it is requested."""
 

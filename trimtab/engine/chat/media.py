@@ -105,7 +105,7 @@ def sound_rate(data: bytes) -> int:
     start = _after_tags(data)
     if _MP3_FRAME.match(data, start):
         return MOST_MP3_RATE
-    if start:  # a tag may stand before other formats too, which libsndfile then decodes
+    if start:  # a tag may precede other formats too, which libsndfile then decodes
         return MOST_RATE
     if data[:4] == b"OggS":
         return min(ogg_rate(data) or MOST_RATE, MOST_RATE)
@@ -130,7 +130,7 @@ def _after_tags(data: bytes) -> int:
 
 @dataclass(frozen=True)
 class LowDetail:
-    """An image that is to be looked at with sides of LOW_DETAIL_SIDE pixels at most."""
+    """An image that the model sees with sides of LOW_DETAIL_SIDE pixels at most."""
 
     source: object
 
@@ -265,7 +265,7 @@ def _decoded(source: object, max_s: float) -> tuple[np.ndarray, int]:
             # A header may say less than there is: no more than one sample above the limit is decoded.
             return _mixed(file, int(max_s * rate) + 1), rate
     except (soundfile.LibsndfileError, RuntimeError) as exc:
-        # Its own text names Python's object where a path would stand.
+        # Its own text names Python's object in place of a path.
         why = str(getattr(exc, "error_string", exc)).strip().rstrip(".")
         raise RequestError(
             f"cannot be decoded ({why})", field="audio", value=_named(source), allowed=AUDIO_NAMES

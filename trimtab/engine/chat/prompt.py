@@ -486,7 +486,7 @@ def _through_processor(
 def _tensors(encoded: MutableMapping[str, object]) -> MutableMapping[str, object]:
     """Return a processor's result for a prompt, with tensors in place of its lists of tokens.
 
-    For a text it makes tensors more slowly than it tokenizes: it looks at every number first. That time is lost for the thread
+    For a text it makes tensors more slowly than it tokenizes: it checks every number first. That time is lost for the thread
     that makes tokens, because only one of the two runs Python at once.
     """
     for name, value in encoded.items():

@@ -105,7 +105,7 @@ class SavedModule(nn.Module):
 
     def __init__(self, original: nn.Module, store: AdapterStore, part: str) -> None:
         super().__init__()
-        # In __dict__, not as a child: parameter paths stay what they were.
+        # In __dict__, not as a child: parameter paths stay the same.
         self.__dict__.update(
             original=original, adapter_store=store, part=part, adapters={}, training=original.training,
             _parameters=original._parameters, _buffers=original._buffers, _modules=original._modules,

@@ -8,7 +8,7 @@ pass; the audio clips of a prompt, which families pad to the longest, are kept t
 image (or audio), the shape that the processor gave it, and the scope: the client, and the adapter's content if it changes
 a tower. The entries are in the pages of the prefix cache, count with them, and are evicted by age with them.
 
-What is not covered: several images at once of towers whose output cannot be split by image (Gemma 4 and Qwen3-VL up to some
+Not covered: several images at once of towers whose output cannot be split by image (Gemma 4 and Qwen3-VL up to some
 release after transformers 5.6.2); one image alone is kept there too.
 """
 

@@ -134,7 +134,7 @@ class PackedPrefill:
     """The passes of several prompts of one batch."""
 
     def __init__(self, prompts: Passes) -> None:
-        # The owner has this object, so it holds no reference back.
+        # A weak reference: the owner has this object, and a cycle would keep the memory of both.
         self._owner = weakref.ref(prompts)
         self._forward: PackForward | None = None
         self._slots: ChunkSlots | None = None
@@ -186,7 +186,7 @@ class PackedPrefill:
         for prompt in waiting:
             if self._can(prompt) and prompt.row.group not in groups:
                 able.append(prompt)
-                groups |= {prompt.row.group} - {""}  # the others of a group copy what it computes
+                groups |= {prompt.row.group} - {""}  # the others of a group copy its states
         most = min(most_tokens or prompts.most_packed, prompts.most_packed)
         counts = [prompt.inputs.prompt_tokens for prompt in able]
         matches = [prompts.batch.prefixes.find(prompt) for prompt in able]
@@ -306,7 +306,7 @@ class PackedPrefill:
                 self._pass(pieces, [adapter] * count, size, rows, at_once=True)
 
     def static(self, form: Form) -> Tensor:
-        """Return what a graph of this form computes, kernel by kernel."""
+        """Return the result of a graph of this form, kernel by kernel."""
         assert self._forward is not None
         if form.by_table:
             assert self._slots is not None

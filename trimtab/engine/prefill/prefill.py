@@ -240,12 +240,12 @@ class PrefillRunner:
 
     @property
     def is_row_free(self) -> bool:
-        """Whether no prompt is on its way in the prompts' row."""
+        """Whether no prompt is in progress in the prompts' row."""
         owner = None if self._owner is None else self._owner()
         return owner is None and (self.batch.cache.has_prompt_row or not self.batch.active)
 
     def check_turn(self, prompt: PrefillState) -> None:
-        """Raise RequestError for a prompt that begins while another is on its way: it would be computed another way."""
+        """Raise RequestError for a prompt that begins while another is in progress: it would be computed another way."""
         if self.is_on and not prompt.done_tokens and prompt not in self.jobs and not self.is_row_free:
             raise RequestError(
                 "another prompt is on its way, and batch-invariant prompts go through one at a time", field="prompt",
@@ -346,7 +346,7 @@ class PrefillRunner:
     ) -> Tensor:  # fmt: skip
         """Return the result of a form's pass, captured where possible.
 
-        key: the form and the rest of what identifies the program. serial: of the adapter whose own addresses it reads. rows:
+        key: the form and the rest of the program's key. serial: of the adapter whose own addresses it reads. rows:
         the rows of the cache that it writes. stage: copies the inputs that the host has.
         """
         form = key[0]
@@ -378,12 +378,12 @@ class PrefillRunner:
             return False
         if self.model.plan.request.batch_invariant:
             return True
-        self._forget_unloaded()  # what is dropped anyway keeps no other out
+        self._forget_unloaded()  # graphs of unloaded adapters must not take the place of others
         oldest = next(iter(self._graphs), None) if len(self._graphs) >= self._most_graphs() else None
         return self._uses.pays(key, oldest)
 
     def _static(self, form: Form, entered: list[Piece] | None = None) -> Tensor:
-        """Return what a graph of this form computes, kernel by kernel. entered: becomes the streamed blocks of the pass, which
+        """Return the result of a graph of this form, kernel by kernel. entered: becomes the streamed blocks of the pass, which
         then begins as a replay does."""
         begun = nullcontext() if entered is None else in_pass(self.model.streamer, entered=entered)
         self.kernels()  # chosen outside the room: checks and timings are not part of the pass

@@ -14,7 +14,7 @@ Full attention resumes behind any block of tokens. A family with sliding layers 
 every prompt and answer, at the end of a prompt's opening (tools and system prompt, which all chats of an application begin with),
 and where a second prompt parts from an earlier one (at the end of the last turn they share). A snapshot inside a prompt costs no
 pass while the sliding layers still hold the window before it; else the prompt is cut there. Families whose state is not keys and
-values by position are refused by name (`why_not`).
+values by position are refused (`why_not`).
 
 A prompt that resumes where one of its chunks begins computes the same bits; elsewhere its chunks have other sizes, which
 round in another order, as chunks of any sizes do. Batch-invariant prompts (batch_invariant.py) resume only where their pieces
@@ -320,7 +320,7 @@ class Prefixes:
     ) -> None:  # fmt: skip
         """Choose where in a prompt snapshots are kept for later prompts: at its end, or with a cut where the sliding layers will
         have written over them by then."""
-        # The end of a turn, where it saves half of what two prompts share: the text behind it is often equal by chance.
+        # The end of a turn, where it saves half of the tokens that two prompts share: the text behind it is often equal by chance.
         least = (match.tokens + match.shared_tokens) / 2
         turns = [turn for turn in inputs.turns if least <= turn <= match.shared_tokens]
         shared, places = max(turns, default=match.shared_tokens), set[int]()
@@ -354,7 +354,7 @@ class Prefixes:
         return match
 
     def _is_gone(self, adapter: str | None) -> bool:
-        """Whether an adapter was unloaded: the pass itself refuses it by name."""
+        """Whether an adapter was unloaded: the pass itself refuses it."""
         return adapter is not None and adapter not in self.model.adapter_store.names
 
     def _find_all(
@@ -476,7 +476,7 @@ class Prefixes:
         self._keep(prompt.row, prompt.done_tokens, views, snapshot=True, offset=None)
 
     def joined(self, prompt: PrefillState) -> None:
-        """Count what a complete prompt reused that has its row. `flush` copies its states, after its first token is out."""
+        """Count the reused tokens of a complete prompt with a row. `flush` copies its states after its first token is out."""
         cache, row = self.cache, prompt.row
         if cache is None or row.reuse is None or not cache.learn(self.batch.cache) or cache.store is None:
             return

@@ -9,7 +9,7 @@ operation (fewer_ops.py). They run in every pass, captured or not, so the first 
 same bits. An unpacked weight has bitsandbytes' bits, and the product over it is the same call. A LoRA's change is rounded where
 PEFT rounds it, its sum in another order.
 
-What is not covered: layers that the CPU computes, weights that are not 4-bit, passes of transformers' own that run the decoder too.
+Not covered: layers that the CPU computes, weights that are not 4-bit, passes of transformers' own that run the decoder too.
 """
 
 from __future__ import annotations
