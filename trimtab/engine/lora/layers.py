@@ -353,7 +353,7 @@ def _check_modules(
             problems.append(f"{path} is a {type(module).__name__}, which takes no LoRA for a module of kind {wanted}")
         if isinstance(module, RouterModule) and "saved" in targets:
             problems.append(
-                f"{path}: another attached adapter has LoRA on this router; a weight of its own is not supported beside"
+                f"{path}: another attached adapter has LoRA on this router; it cannot have a replaced weight too"
             )
         if kind == "router" and "lora" not in targets:
             kind = "other"

@@ -458,7 +458,7 @@ LIMITS = (
     # 10,000 took 0.4 s.
     Limit(
         20_000, combined_branches, "the branches of its unions are combined in {count} ways, the limit is {most}",
-        "allOf and references beside a union multiply its branches",
+        "allOf and references next to a union multiply its branches",
     ),
     # Each token is matched against every branch that may have begun: 900 arrays took 100 ms per token.
     Limit(
