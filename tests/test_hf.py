@@ -337,8 +337,8 @@ def test_without_architectures_the_class_follows_from_the_config(tmp_path):
 
 
 def test_another_quantization_is_refused_by_name(tmp_path):
-    folder = configured(pico.build("llama", tmp_path), quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(CheckpointError, match="gptq"):
+    folder = configured(pico.build("llama", tmp_path), quantization_config={"quant_method": "exl3", "bits": 4})
+    with pytest.raises(CheckpointError, match="exl3"):
         hf.probe(read_checkpoint(folder))
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.rules import each
-from tools import rooms
 from trimtab.cli import main as cli
 from trimtab.cli.commands.merge_verify import DIFFERS
 from trimtab.cli.main import EXAMPLES
@@ -66,22 +65,6 @@ FORBIDDEN_IN_CODE = {
     r"(?:is|are) held": "is stored, follows",
     r"of (?:its|our|their) own": "separate",
 }
-# Rooms whose docstrings and comments are done. A room never leaves this list; `tools/rooms.py` has the order.
-DONE = tuple(
-    """
-    printable errors _version former_names process report demo_names adapter_names request checkpoint formats adapters
-    planning/values planning/request planning/plan planning/memory planning machine api
-    merging/changes merging/files merging bridge
-    verification/routes verification/merges verification/render verification verification/server benchmark
-    doctor/facts doctor/catalogue doctor/probes doctor/servers doctor/traces doctor/cases doctor/issues doctor/preflight
-    doctor/bisect doctor
-    serve/contract serve/observe serve/media serve/grammar serve/scheduling serve/adapters serve/api serve/worker serve/http serve
-    serve/ray
-    __init__ cli/flags demo cli/chat cli/commands cli __main__
-    """.split()  # noqa: SIM905
-)
-# Rooms that are not done yet: a room moves from here to DONE.
-OPEN = re.compile(r"engine(/\w+)?")
 TERMS = (
     "anatomy",
     "block",
@@ -154,11 +137,7 @@ def forbidden_in(source: str) -> set[str]:
     }
 
 
-def files_of_done_rooms() -> list[Path]:
-    return [file for room, files in rooms.files().items() if room in DONE for file in files]
-
-
-@each("file", files_of_done_rooms(), where=lambda file: file.relative_to(ROOT).as_posix())
+@each("file", sorted((ROOT / "trimtab").rglob("*.py")), where=lambda file: file.relative_to(ROOT).as_posix())
 def test_docstrings_and_comments_use_the_fields_words(file):
     assert forbidden_in(file.read_text(encoding="utf-8")) == set()
 
@@ -173,12 +152,6 @@ def test_a_forbidden_word_is_seen_in_docstrings_and_comments_and_not_in_code():
         "'of its own' (line 6)",
         "'so many' (line 6)",
     }
-
-
-def test_no_room_leaves_the_rooms_that_are_done():
-    assert [room for room in DONE if OPEN.fullmatch(room)] == []
-    assert {room for room in rooms.ORDER if room not in DONE and not OPEN.fullmatch(room)} == set()
-    assert set(DONE) <= set(rooms.ORDER)
 
 
 def test_the_glossary_explains_each_term_once_and_in_order():

@@ -1,1 +1,1 @@
-"""What is a loaded model, the owner of the memory?"""
+"""Which object is a loaded model, the owner of the memory?"""

@@ -2,10 +2,10 @@
 
 One pass over a prompt of tokens from all over the vocabulary, the first one that texts begin with: there models have their
 largest activations ("Massive activations", arXiv 2402.17762). Then one pass over a prompt with an image and one with an audio clip,
-where the plan has them: of noise, which has every frequency. Measured is what every layer of the decoder gives, and its MLP, and
-what every module of the towers and projectors gives.
+where the plan has them: of noise, which has every frequency. Measured are the outputs of every layer of the decoder, of its MLP,
+and of every module of the towers and projectors.
 
-What is not measured: other prompts, images and audio clips, and adapters. The headroom is for them.
+Not measured: other prompts, images and audio clips, and adapters. The headroom is for them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trimtab.engine.kv.sequence import Inputs
 
 LARGEST = 65504.0
-# The largest activation may be this share of what the type holds: a choice, not a measurement.
+# The largest activation may be this share of the type's range: a choice, not a measurement.
 HEADROOM = 0.25
 TOKENS = 64
 # Sides of the image, the first that the context has room for; seconds and samples per second of the audio clip.
@@ -42,7 +42,7 @@ class MeasuredModel(ChatModel, HasContext, Protocol):
 
 
 def largest_activations(model: MeasuredModel) -> dict[str, float]:
-    """Return the largest magnitude of what each decoder layer, its MLP and each tower module gives; infinite where that has a NaN.
+    """Return the largest output magnitude of each decoder layer, its MLP and each tower module; infinite for an output with a NaN.
 
     Names are module paths; those of the passes with media end in "(image)" or "(audio)".
     """
@@ -60,7 +60,7 @@ _WITHOUT = (("(image)", "images=0"), ("(audio)", "audio_s=0"))
 
 
 def check(model: MeasuredModel) -> float:
-    """Return the largest activation of a loaded model. Errors: DeviceError if it comes near what float16 holds."""
+    """Return the largest activation of a loaded model. Errors: DeviceError if it is near the limit of float16."""
     activations = largest_activations(model)
     name, most = max(activations.items(), key=lambda pair: pair[1])
     if most > LARGEST * HEADROOM:
@@ -94,7 +94,7 @@ def _measuring(model: MeasuredModel, *, with_towers: bool) -> Iterator[dict[str,
 
 
 def _tower_modules(hf_model: HFModel) -> Iterator[tuple[str, nn.Module]]:
-    """Give every module of the parts beside the decoder, with its path."""
+    """Give every module of the parts other than the decoder, with its path."""
     decoder, base = hf_model.get_decoder(), getattr(hf_model, "model", hf_model)
     for part_name, part in base.named_children():
         if not any(module is decoder for module in part.modules()):

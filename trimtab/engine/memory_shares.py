@@ -3,7 +3,7 @@
     for share in memory_shares.shares_of(model, batch): ...
 
 A figure is None where it cannot be measured by itself: cuBLAS' workspaces lie within torch's tensors, and without NVIDIA's
-management library nothing tells what the driver holds outside torch. The measured figures add up to the process.
+management library the driver's memory outside torch is unknown. The measured figures add up to the process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trimtab.engine.batch.batch import Batch
     from trimtab.engine.model import LoadedModel
 
-# What is alive while a request runs and is not measured piece by piece: together the rest of torch's peak.
+# Tensors of a running request that are not measured one by one: together the rest of torch's peak.
 _RUNNING = (
     "activations",
     "workspaces",
@@ -98,7 +98,7 @@ def shares_of(model: LoadedModel, batch: Batch | None = None) -> tuple[Share, ..
 
 
 def shares_text(shares: Sequence[Share]) -> str:
-    """Return the shares as an aligned table: planned beside measured."""
+    """Return the shares as an aligned table: planned next to measured."""
     rows = [("device memory", "planned", "measured")]
     for one in shares:
         mark = "~" if one.is_estimate else ""
@@ -113,7 +113,7 @@ def _not_measured(name: str, planned_bytes: int) -> Share:
 
 
 def measured(model: LoadedModel, batch: Batch | None, *, since_bytes: int) -> dict[str, int]:
-    """Return the figures of `LoadedModel.memory`. batch: of its own answers, None before the first. since_bytes: of torch's
+    """Return the figures of `LoadedModel.memory`. batch: of its answers, None before the first. since_bytes: of torch's
     tensors on the device before the model was loaded."""
     extra = 0 if batch is None or model.device.type != "cuda" else extra_bytes(model, rows=1)
     now = peak = process = is_estimate = 0
@@ -129,7 +129,7 @@ def measured(model: LoadedModel, batch: Batch | None, *, since_bytes: int) -> di
 
 
 def weight_bytes(model: LoadedModel) -> int:
-    """Return what weights and buffers hold on the execution device; a piece of memory that several share counts once."""
+    """Return the bytes of weights and buffers on the execution device; a piece of memory that several share counts once."""
 
     def tensors() -> Iterator[Tensor]:
         for module in model.hf_model.modules():
@@ -147,7 +147,7 @@ def weight_bytes(model: LoadedModel) -> int:
 
 
 def _adapter_bytes(model: LoadedModel) -> int:
-    """Return what attached adapters hold on the device: one piece of memory for what is plain, and the rest."""
+    """Return the bytes of attached adapters on the device: one piece of memory for plain LoRA, and the rest."""
     tensors: list[Tensor] = []
     for name, holders in model.adapter_store.holders.items():
         leaves = [one.leaf for one in holders.fitting.plain[:1]]

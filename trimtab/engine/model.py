@@ -1,7 +1,7 @@
 """The loaded model: one object that owns the memory, answers prompts, and loads and unloads adapters.
 
 One answer at a time: calls of other threads wait for their turn; a second one of the same thread while its first is unfinished
-is refused by name.
+is refused.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class LoadedModel(Asking):
         self.dtype: torch.dtype = getattr(torch, plan.request.dtype)
         self.context_tokens = plan.request.context_tokens
         self.adapter_store = AdapterStore()
-        # Where each held adapter goes here, for as long as someone holds it.
+        # The modules for each adapter in host memory, as long as it is referenced.
         self._fittings: WeakKeyDictionary[HeldAdapter, lora.Fitting] = WeakKeyDictionary()
         self._base_values: WeakKeyDictionary[HeldAdapter, BaseValues] = WeakKeyDictionary()
         self.turns = Turns()
@@ -121,7 +121,7 @@ class LoadedModel(Asking):
             self._attention_at_load = cudnn.why_without(plan, self.device)
             with self._out_of_memory_named("loading"):
                 self._loaded, self.anatomy = fill(plan, self.adapter_store, progress=progress, probe=probe)
-                check_kv(plan.request.kv, self.anatomy)  # the plan may be a file that somebody wrote
+                check_kv(plan.request.kv, self.anatomy)  # the plan may be an edited file
                 guard_towers(self._loaded.hf_model)
                 phases.begin("unpacking weights")
                 self.unpacked, self.unpacked_bytes = keep_unpacked(self)
@@ -131,13 +131,13 @@ class LoadedModel(Asking):
                 for name, adapter in (adapters or planned_adapters.PlannedAdapters()).read(self):
                     self._attach_planned(name, adapter)
             if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # what packing took is not kept from others
+                torch.cuda.empty_cache()  # memory of packing becomes available to others
             if self.dtype == torch.float16 and was_chosen(plan.dtype_reason):
                 with self._out_of_memory_named("measuring activations"):
                     float16_check.check(self)
             self.prompt_room = room_of(plan, self.anatomy, self.device)
             self._prepare_steps()
-            if plan.request.batch == 1:  # several rows are prepared by whoever decodes them together
+            if plan.request.batch == 1:  # the batch's owner prepares several rows
                 transient_room.take(plan, self.device)
             undo.pop_all()
 
@@ -162,7 +162,7 @@ class LoadedModel(Asking):
         kept_batch.forget(self)
 
     def _prepare_steps(self) -> None:
-        """Capture the planned steps now: what cannot be captured on this card is known when the model is loaded."""
+        """Capture the planned steps now: failed captures on this card are known when the model is loaded."""
         step = self.plan.execution.step
         if (
             self.device.type != "cuda"
@@ -170,7 +170,7 @@ class LoadedModel(Asking):
             or self.decode == "eager"
             or self.plan.request.batch > 1
         ):
-            return  # several rows are prepared by whoever decodes them together
+            return  # the batch's owner prepares several rows
         if self.context_tokens < 2:
             return  # a prompt of one token leaves no room for a step
         phases.begin("capturing steps")
@@ -228,7 +228,7 @@ class LoadedModel(Asking):
         return tuple(name for name, one in self._attached.items() if one.spec is not None)
 
     def adapter_spec(self, name: str) -> AdapterSpec:
-        """Return what a loaded adapter is: its targets and files. Errors: RequestError if no adapter has this name."""
+        """Return the description of a loaded adapter: its targets and files. Errors: RequestError if no adapter has this name."""
         one = self._attached.get(name)
         if one is None or one.spec is None:
             raise RequestError(
@@ -270,7 +270,7 @@ class LoadedModel(Asking):
     # Adapters ---------------------------------------------------------------------------------------------------------
 
     def read_adapter(self, path: str | Path, *, name: str | None = None) -> HeldAdapter:
-        """Return the adapter of a folder in host memory, matched with this model. path: the folder. name: what the log calls it
+        """Return the adapter of a folder in host memory, matched with this model. path: the folder. name: for the log
         (None: its folder).
 
         Errors: AdapterError, CheckpointError.
@@ -289,7 +289,7 @@ class LoadedModel(Asking):
         return fitting
 
     def adapter_pieces(self, held: HeldAdapter) -> Iterator[None]:
-        """Compute what attaching an adapter needs of the model's weights; yields after each piece, between two steps.
+        """Compute the values of the model's weights that attaching an adapter needs; yields after each piece, between two steps.
 
         Without it, `load_adapter` does the same at once. Errors: AdapterError if it fits another model, DeviceError.
         """
@@ -382,7 +382,7 @@ class LoadedModel(Asking):
         fitting = self.fitting(held)
         for _ in self.adapter_pieces(held):
             pass
-        # On a GPU a copy, on a CPU the adapter is used where it lies.
+        # On a GPU a copy, on a CPU the adapter is used in place.
         whole = held.memory.tensor.to(self.device, non_blocking=True)
         held.memory.is_used(self.device)  # the adapter may be dropped before the copy has begun
         piece = None
@@ -412,20 +412,20 @@ class LoadedModel(Asking):
         """Cache keys and values of prompts and answers in host memory, so that a repeated prefix is not computed again.
 
         capacity_bytes: size of the cache. A model that was planned with `prefix_cache=` has one already. Errors:
-        RequestError if there is one, or if so few bytes hold no prefix; DoesNotFitError if the host budget leaves less.
+        RequestError if there is one, or if the bytes are too few for a prefix; DoesNotFitError if the host budget leaves less.
         """
         if self.prefix_cache is not None:
             raise RequestError("the model already has a prefix cache", field="prefix_cache", value=capacity_bytes)
         self.prefix_cache = prefix_cache.PrefixCache.within(self, capacity_bytes)
 
     def adapter_content(self, name: str | None) -> str:
-        """Return a text that is equal for two loaded adapters only if they compute the same, whatever their names; "" for none."""
+        """Return a text that is equal for two loaded adapters only if they compute the same, under any names; "" for none."""
         one = None if name is None else self._attached.get(name)
         known = "" if one is None else one.content
         return "" if name is None else known or f"attached {self.adapter_store.holders[name].serial}"
 
     def tower_content(self, name: str | None) -> str:
-        """Return the same for what an adapter changes in towers and connectors: "" if it changes nothing there."""
+        """Return the same for an adapter's changes of towers and connectors: "" if it changes nothing there."""
         one = None if name is None else self._attached.get(name)
         spec = None if one is None else one.spec  # a sum of adapters has none
         is_beside = spec is not None and not any(target.part in TOWERS for target in spec.targets)
@@ -442,7 +442,7 @@ class LoadedModel(Asking):
         loaded = {} if self._loaded is None else dict(self._loaded.left_out)
         kept = None if self.prefix_cache is None else self.prefix_cache.why_not
         loaded |= {} if kept is None else {"prefix cache": kept}
-        # What was captured while loading stays as it is when the other model is closed.
+        # Graphs captured while loading stay as they are when the other model is closed.
         attention = cudnn.why_without(self.plan, self.device) or self._attention_at_load
         loaded |= {} if attention is None else {"cuDNN's attention": attention}
         return (*(Fallback(what, why) for what, why in loaded.items()), *self.own_fallbacks, *own)
@@ -496,7 +496,7 @@ class LoadedModel(Asking):
             "template_kwargs": template_kwargs,
         }
         inputs, request, _ = self.question(prompt, {**options, **given})
-        # Made here, iterated there: what is wrong with the question is said before the first piece is requested.
+        # Made here, iterated there: errors of the request are raised before the first piece is requested.
         return self._pieces(generation.Generation(self, inputs, request), adapter)
 
     def _pieces(self, answer: generation.Generation, adapter: Chosen) -> Iterator[str]:
@@ -569,10 +569,10 @@ class LoadedModel(Asking):
         """Return measured bytes by name.
 
         gpu_bytes, gpu_peak_bytes: tensors on the execution device, now and at peak since loading began. gpu_process_bytes:
-        what the driver holds for the process there (context, code, graphs and torch's cache included);
+        the driver's memory for the process there (context, code, graphs and torch's cache included);
         gpu_process_is_estimate is 1 where the driver does not report it, and the figure then leaves out kernels and graphs.
         host_peak_bytes: peak of the process in host memory. Not measured: gpu_planned_bytes, the plan's figure for the
-        process, and gpu_decode_bytes, what captured steps take beyond the plan (0 for planned ones). Shares: `memory_shares`.
+        process, and gpu_decode_bytes, of captured steps beyond the plan (0 for planned ones). Shares: `memory_shares`.
         """
         from trimtab.engine import memory_shares
 

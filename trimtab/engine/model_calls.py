@@ -202,7 +202,7 @@ class Asking:
             return False
         held = self.read_adapter(before.folder, name=name)
         with self.turns.hold("reload_adapter"), self.exchanging, self._out_of_memory_named(f"loading adapter {name}"):
-            self.check_adapter(name)  # it may have been unloaded meanwhile
+            self.check_adapter(name)  # it may have been unloaded since
             free = self.free_adapter_bytes() + self.adapter_sizes[name]
             if held.device_bytes > free:
                 raise DoesNotFitError(

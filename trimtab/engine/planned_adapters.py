@@ -1,4 +1,4 @@
-"""The adapters of a plan on their way from files to the device: matched once, read ahead on a few threads, attached in order."""
+"""The transfer of a plan's adapters from files to the device: matched once, read ahead on a few threads, attached in order."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read(model: LoadedModel, spec: AdapterSpec) -> HeldAdapter:
     """Return a matched adapter in host memory, for a model; on any thread. Errors: AdapterError for its values, CheckpointError."""
     held = HeldAdapter.read(spec, pinned=model.device.type == "cuda")
     if model.prefix_cache is not None:
-        _ = held.content  # hashed once, where nobody waits
+        _ = held.content  # hashed once, where no request waits
     return held
 
 
@@ -53,7 +53,7 @@ def _use_device(device: torch.device) -> None:
 @dataclass
 class PlannedAdapters:
     """The adapters of one plan. specs: those that planning has matched, by folder, each with the anatomy that it was matched with.
-    held: gets them by name as they were read, for a server, which keeps them in host memory; None: nobody does."""
+    held: gets them by name as they were read, for a server, which keeps them in host memory; None: not kept."""
 
     specs: Mapping[tuple[str, int], tuple[AdapterSpec, Anatomy]] = field(default_factory=dict)
     held: dict[str, HeldAdapter] | None = None

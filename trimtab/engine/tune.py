@@ -1,7 +1,7 @@
 """Tuning the launch configurations of a loaded model on this card: each matmul alone.
 
-`trimtab tune` runs this. What was measured is kept in a file of the user's own and used by the next process that loads a model with
-such layers; one that runs already keeps what it began with, so that its answers keep their bits.
+`trimtab tune` runs this. The results are kept in the user's cache folder and used by the next process that loads a model with
+such layers; a running process keeps its configurations, so that its answers keep their bits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trimtab.planning.values.execution import PRODUCT_ROWS
 
 @dataclass(frozen=True)
 class TuneReport:
-    """What a tuning did. products: timed now; known: of all products, how each one's configuration is known, with its cut."""
+    """The result of a tuning. products: timed now; known: of all products, how each one's configuration is known, with its cut."""
 
     card: str
     capability: tuple[int, int]

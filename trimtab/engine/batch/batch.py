@@ -8,12 +8,12 @@
     batch.leave(row)
 
 Nothing of a prompt waits for the device before `join` does. A scheduler that gives the device a piece of a prompt while a step is
-on its way calls `batch.step(behind)`; a prompt that went through there is `place`d, which frees the place for the next one, and
-joins when the next step is on its way.
+running calls `batch.step(behind)`; a prompt that was computed there is `place`d, which frees the place for the next one, and
+joins when the next step is running.
 
-Rows stand close together from row 0 on: a row that leaves is filled by the last one, so that a step computes no empty
-rows. The same row numbers would change then, so a request is known by the `Row` object it got. Not thread-safe: whoever
-schedules calls from one thread. A row alone computes what `LoadedModel.generate` computes up to rounding: attention
+Rows are contiguous from row 0 on: a row that leaves is filled by the last one, so that a step computes no empty
+rows. Row numbers change then, so a request is known by the `Row` object it got. Not thread-safe: the
+scheduler calls from one thread. A row alone computes the same as `LoadedModel.generate` up to rounding: attention
 reads a fixed number of places, where a growing cache has exactly as many as there are tokens.
 """
 
@@ -77,7 +77,7 @@ class BatchModel(PrefillContext, Protocol):
 
 @dataclass(frozen=True)
 class _Ahead:
-    """A step that was queued before anybody asked for it. expected: row -> (its place, its tokens, the last of them, its
+    """A step that was queued before its request. expected: row -> (its place, its tokens, the last of them, its
     adapter) when the step is right for it."""
 
     greedy: Tensor
@@ -103,7 +103,7 @@ class Batch:
     active: list[Row] = field(default_factory=list)
     placed: list[Row] = field(
         default_factory=list
-    )  # prompts that are through, in their order, each with a place behind the active rows
+    )  # computed prompts, in their order, each with a place behind the active rows
 
     def __post_init__(self) -> None:
         if self.rows < 1:
@@ -117,9 +117,9 @@ class Batch:
         self.pages = RowPages(self.cache, self.context_tokens)
         self.tokens = torch.zeros(self.rows, 1, dtype=torch.long, device=self.model.device)
         self._top: dict[Row, int | None] = {}
-        # Python needs as long between two steps as a fast device for one of them: it computes the next meanwhile.
+        # On a fast GPU, Python's work between two steps takes as long as a step: the next step is queued before this one is read.
         self._ahead: _Ahead | None = None
-        self._told = False  # whether `tokens` holds what the lists of tokens end with, not what a step has gone on to
+        self._told = False  # whether `tokens` has the last tokens of the lists, not those of a later step
         self._read = torch.empty(self.rows, dtype=torch.long, pin_memory=self.model.device.type == "cuda")
         mode = self.decode or self.model.decode
         self.is_invariant = bool(self.model.plan.request.batch_invariant)
@@ -201,7 +201,7 @@ class Batch:
         return False
 
     def _prefill(self, prompt: Prompt, most_tokens: int | None = None) -> bool:
-        if self.is_invariant:  # what a step of others leaves time for cuts no prompt
+        if self.is_invariant:  # the time that a step leaves cuts no prompt
             self.prompts.check_turn(prompt)
             most_tokens = company.piece_tokens(self.prompts.sizes, self.model.prefill_tokens)
         if self.prompts.takes(prompt):
@@ -209,8 +209,8 @@ class Batch:
         return hf_own_pass.step(self, prompt, most_tokens)
 
     def place(self, prompt: Prompt) -> None:
-        """Give a complete prompt a row behind the active ones, and queue the sampling of its first token, unless its last token
-        goes through with a step (`Prompt.is_open`).
+        """Give a complete prompt a row behind the active ones, and queue the sampling of its first token, unless the next step
+        computes its last token (`Prompt.is_open`).
 
         Nothing waits for the device, and another prompt can be computed. Errors: RequestError if no row is free.
         """
@@ -248,7 +248,7 @@ class Batch:
         return list(together.prompts), together.tokens
 
     def _places_behind(self, count: int) -> list[int]:
-        """Return the numbers of so many free rows behind the active and the placed ones."""
+        """Return the numbers of this many free rows behind the active and the placed ones."""
         number = max([len(self.active), *(one.number + 1 for one in self.placed)])
         if number + count > self.rows:
             self._close_up()
@@ -270,7 +270,7 @@ class Batch:
         if row.constraint is None and not row.sampler.is_greedy:
             try:
                 token = torch.where(token < 0, token, row.sampler.queue(row.token_ids, logits))
-            except Exception as exc:  # told where the row is asked for its token
+            except Exception as exc:  # raised where the row's token is read
                 why = exc
         on_gpu = self.model.device.type == "cuda"
         host = torch.empty((), dtype=torch.long, pin_memory=on_gpu)
@@ -313,7 +313,7 @@ class Batch:
         return token
 
     def enter(self, prompt: Prompt) -> None:
-        """Make a placed prompt an active row whose last token goes through with the next step (`Prompt.is_open`). Nothing waits for
+        """Make a placed prompt an active row whose last token the next step computes (`Prompt.is_open`). Nothing waits for
         the device. Errors: as `join`."""
         row = prompt.row
         if not prompt.is_open:
@@ -329,7 +329,7 @@ class Batch:
         try:
             yield
         except BaseException:
-            row.reuse = None  # what failed is not cached
+            row.reuse = None  # a failed prompt is not cached
             self.leave(row)
             raise
 
@@ -381,7 +381,7 @@ class Batch:
             has_moved = self._told  # a row that left was filled by another
         else:
             if ahead is not None:
-                self.write_last_tokens()  # it had gone on to tokens that nobody drew
+                self.write_last_tokens()  # it had the next step's tokens, which were not sampled
             logits, greedy = self._forward()
         # From here on the step counts as done: if memory ran out before, the same one can be done again.
         self._advance()
@@ -458,7 +458,7 @@ class Batch:
         may = self.steps.may_look_ahead() and not self.prefixes.awaits_tokens
         tries = look_ahead and not is_busy and may and self._will_go_on(going)
         if tries:
-            # What goes wrong here goes wrong again when the step is asked for, and is named there.
+            # An error here occurs again when the step is requested, and is reported there.
             with suppress(Exception):
                 self.prefixes.flush()
                 outputs = self.steps.run(self.state(ahead=True))
@@ -497,7 +497,7 @@ class Batch:
         return not self.steps.has_placeholder(self.state())
 
     def state(self, *, ahead: bool = False) -> BatchState:
-        """Return what the next step needs to know of the active rows. ahead: their last tokens are not in their lists yet."""
+        """Return the state of the active rows for the next step. ahead: their last tokens are not in their lists yet."""
         rows = self.active
         return BatchState(
             tuple(row.adapter for row in rows), tuple(row.token_ids[-1] for row in rows),
@@ -513,7 +513,7 @@ class Batch:
         logits, _ = self._forward()
         self._advance()
         self._keep_first_logits(self.active, {row: row.number for row in self.active}, logits)
-        self.write_last_tokens()  # a captured step has gone on to the likeliest ones
+        self.write_last_tokens()  # a captured step has written the most likely ones
         return logits
 
     def _forward(self) -> tuple[Tensor, Tensor]:
@@ -523,7 +523,7 @@ class Batch:
         assert self.context_tokens is not None
         for row in self.active:
             row.written += 1
-        # A row that has finished and not left yet goes on writing into its last place.
+        # A row that has finished and not left yet keeps writing to its last place.
         self.cache.positions[: len(self.active)].add_(1).clamp_(max=self.context_tokens - 1)
 
     def _keep_first_logits(self, rows: Iterable[Row], places: dict[Row, int], logits: Tensor) -> None:

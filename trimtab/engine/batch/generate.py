@@ -3,7 +3,7 @@
 On a GPU steps are captured (`engine/decode/decode_step.py`); where they cannot be, and on a CPU, transformers' own generation runs.
 
 Pieces are whole characters and never part of a stop text. Closing the iterator, or Ctrl-C while waiting, ends the worker
-within one step; what it raises is raised here.
+within one step; its errors are raised here.
 """
 
 from __future__ import annotations
@@ -81,17 +81,17 @@ class Answer:
 
 
 class Detokenizer:
-    """Turns token ids into text as they come: `push` gives what is sure, `finish` the rest.
+    """Turns token ids into text as they come: `push` returns the part that is sure, `finish` the rest.
 
-    A piece is held back while it ends in an incomplete character (the tokenizer shows U+FFFD) or in what may become a
-    stop text. stopped: a stop text was met; it and what follows are not part of the text. hidden: ids of the control tokens that
+    A piece waits while it ends in an incomplete character (the tokenizer shows U+FFFD) or in text that may become a
+    stop text. stopped: a stop text was met; it and later text are not part of the answer. hidden: ids of the control tokens that
     are left out (`hidden_ids`); None leaves out all. before: the tokens that the answer continues; its first token is decoded
     after them.
     """
 
     # A character is at most 4 bytes, one token each at worst: a U+FFFD that stays longer is the model's own.
     LONGEST_CHARACTER_TOKENS = 6
-    # Tokens without a text, such as control tokens, of which so many are decoded together with the next one.
+    # Tokens without a text, such as control tokens, of which this many are decoded together with the next one.
     MOST_EMPTY_TOKENS = 64
 
     def __init__(
@@ -143,7 +143,7 @@ class Detokenizer:
         return next((size for size in range(longest, 0, -1) if self._held.endswith(stop[:size])), 0)
 
     def finish(self) -> str:
-        """Return the text that was held back."""
+        """Return the waiting text."""
         if self.stopped:
             return ""
         before, now = self._decode(self._ids[self._from : self._to]), self._decode(self._ids[self._from :])
@@ -301,13 +301,13 @@ class Generation:
             batch.leave(first.row)
 
     def _chunk(self) -> int | None:
-        """Return the prompt's piece size, None for one piece: an image or sound has to be in one with its tokens."""
+        """Return the prompt's piece size, None for one piece: an image or audio clip has to be in one with its tokens."""
         chunk = getattr(self._model, "prefill_tokens", None)
         return chunk if chunk and not self._inputs.has_media and self._inputs.prompt_tokens > chunk else None
 
 
 def _adapter_of(model: object) -> str | None:
-    """Return the adapter that all rows use, None for the base and for what is no loaded model of ours."""
+    """Return the adapter that all rows use, None for the base and for other models than ours."""
     store = getattr(model, "adapter_store", None)
     return None if store is None else store.selection.name
 
@@ -319,7 +319,7 @@ def _kv_of(model: object) -> str:
 
 
 def logprobs_of(sampled: SampledToken) -> tuple[TokenLogprob, ...]:
-    """Return what a batch reports with a token, in an answer's form."""
+    """Return a batch's log-probabilities of a token, in an answer's form."""
     return () if sampled.logprob is None else (TokenLogprob(sampled.token_id, sampled.logprob, sampled.top),)
 
 
@@ -335,7 +335,7 @@ def detokenizer_of(model: ChatModel, stop: Sequence[str]) -> Detokenizer | None:
 
 
 def _reset_request_state(hf_model: Any) -> None:
-    # Qwen-VL keeps the position offsets of the last request's pictures on the model.
+    # Qwen-VL keeps the position offsets of the last request's images on the model.
     for module in hf_model.modules():
         if getattr(module, "rope_deltas", None) is not None:
             module.rope_deltas = None
@@ -349,7 +349,7 @@ def generate(model: AnsweringModel, inputs: Inputs, request: GenerateRequest) ->
 class Timed:
     """One answer in pieces, with its timings: iterate over it, then read `answer`.
 
-    Closing the iterator early ends the answer; `answer` then holds what came until then.
+    Closing the iterator early ends the answer; `answer` then has the text so far.
     """
 
     def __init__(self, model: AnsweringModel, inputs: Inputs, request: GenerateRequest) -> None:

@@ -1,4 +1,4 @@
-"""The one batch that a loaded model keeps between calls, so that a call does not capture again what the last one did.
+"""The one batch that a loaded model keeps between calls, so that a call does not repeat the captures of the last one.
 
 The plan counts one batch. A call with another number of rows gives the kept one back before it makes its own.
 """
@@ -13,7 +13,7 @@ from trimtab.engine.batch.batch import Batch, BatchModel
 
 
 def single(model: BatchModel) -> Batch | None:
-    """Return what `LoadedModel.rows` does, see there."""
+    """Return the result of `LoadedModel.rows`, see there."""
     # transformers' generation would not use the prefix cache.
     keeps = model.prefix_cache is not None and model.prefix_cache.why_not is None
     is_eager = model.decode == "eager" or (model.decode == "auto" and model.device.type != "cuda")
@@ -32,7 +32,7 @@ def single(model: BatchModel) -> Batch | None:
 
 
 def take(model: BatchModel, rows: int) -> Batch:
-    """Return an idle batch of so many rows, the kept one if it has as many. It is the caller's until `keep`."""
+    """Return an idle batch of this many rows, the kept one if it has as many. It is the caller's until `keep`."""
     if model.batch_kept is None or model.batch_kept.rows != rows:
         forget(model)
         return Batch(model, rows=rows)

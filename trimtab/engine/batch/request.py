@@ -46,7 +46,7 @@ class SampledToken:
 
 @dataclass(frozen=True)
 class PendingToken:
-    """A prompt's first token on its way to the host, complete after `event`. why: the reason why none could be sampled."""
+    """A prompt's first token in transfer to the host, complete after `event`. why: the reason why none could be sampled."""
 
     token: Tensor
     event: torch.cuda.Event | None
@@ -82,7 +82,7 @@ class Prompt(PrefillState):
         """Compute the next chunk. Returns True when the whole prompt is complete, or all of it but its last token (`is_open`).
 
         most_tokens: the limit of the chunk, where its inputs can be cut. `chunk_tokens` is then the computed size, padding
-        included; 0 for a pass of the towers, which is a chunk of its own in captured prompts. Errors: DoesNotFitError if rows
+        included; 0 for a pass of the towers, which is a separate chunk in captured prompts. Errors: DoesNotFitError if rows
         share a pool of pages and it lacks room; then nothing has changed.
         """
         self.batch.pages.reserve(self.row)

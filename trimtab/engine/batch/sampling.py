@@ -71,7 +71,7 @@ class Logprobs(transformers.LogitsProcessor):  # type: ignore[misc]
 class AnswerPenalties(transformers.LogitsProcessor):  # type: ignore[misc]
     """Adds a bias to the logits of named tokens, and takes penalties from those of tokens that the answer already has.
 
-    The first call sees the prompt alone: what comes after it is the answer. Source: OpenAI's API reference, "Advanced usage",
+    The first call sees the prompt alone: later tokens are the answer. Source: OpenAI's API reference, "Advanced usage",
     logits[j] -= count[j] * frequency_penalty + (count[j] > 0) * presence_penalty; as vLLM does, tokens of the prompt are not
     counted. Errors: RequestError for a token id that the model has no logit for.
     """
@@ -112,13 +112,13 @@ class AnswerPenalties(transformers.LogitsProcessor):  # type: ignore[misc]
 class Sampler:
     """Draws the tokens of one request: transformers' own processors in the order in which `generate` applies them.
 
-    The same seed draws what `generate` draws for a batch of one: each row has a generator of its own.
+    The same seed draws the same tokens as `generate` for a batch of one: each row has a separate generator.
     """
 
     def __init__(self, request: GenerateRequest, device: torch.device) -> None:
         self._processors = transformers.LogitsProcessorList()
         self._looks_back = request.repetition_penalty is not None
-        self._ids: Tensor | None = None  # [1, n], the first `_known` of them what is known of the request's tokens
+        self._ids: Tensor | None = None  # [1, n], the first `_known` of them are the request's known tokens
         self._known = 0
         if request.repetition_penalty is not None:
             penalty = transformers.RepetitionPenaltyLogitsProcessor(penalty=request.repetition_penalty)
@@ -162,7 +162,7 @@ class Sampler:
         """Return the next token as `draw` does, [] int64 on the scores' device: nothing here waits for it. -1: there is none.
 
         Draws as torch.multinomial does for one token (the same generator, the same token), which waits twice for the device
-        to check what it is given.
+        to check its input.
         """
         if self.is_greedy:
             return logits.argmax()
@@ -175,7 +175,7 @@ class Sampler:
         return torch.where(weights.sum() > 0, token, -1)  # no number is larger than nothing
 
     def _history(self, token_ids: Sequence[int], device: torch.device) -> Tensor:
-        """Return the tokens so far [1, n] on the device, to which only new ones are copied; none if nothing asks for them."""
+        """Return the tokens so far [1, n] on the device, to which only new ones are copied; none if no processor needs them."""
         if not self._looks_back:
             return torch.empty(1, 0, dtype=torch.long, device=device)
         count = len(token_ids)
@@ -196,9 +196,8 @@ def generate(
     """Run transformers' own generation; tokens go to streamer.put, one row each step.
 
     Only the request decides how tokens are drawn: sampling values in the checkpoint's generation_config are not used.
-    adapter: the name that an error of the logits is told with. logprobs: is given each step's logits. kv: the form of keys and
-    values, "full" or "int8". Errors: DeviceError for
-    logits that are not numbers.
+    adapter: the name in an error of the logits. logprobs: receives each step's logits. kv: the form of keys and
+    values, "full" or "int8". Errors: DeviceError for logits that are not numbers.
     """
     own = model.generation_config
     text = model.config.get_text_config()
@@ -229,7 +228,7 @@ def generate(
                 torch.manual_seed(request.seed)
             else:
                 torch.seed()
-        # In the order of `Sampler`: what transformers is given here comes before temperature and cuts.
+        # In the order of `Sampler`: these processors run before temperature and cuts.
         repeats = request.repetition_penalty
         penalty = None if repeats is None else transformers.RepetitionPenaltyLogitsProcessor(penalty=repeats)
         processors = [_Numbers(adapter), logprobs, penalty, AnswerPenalties.of(request)]

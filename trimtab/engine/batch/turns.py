@@ -13,7 +13,7 @@ from trimtab.errors import RequestError
 class Turns:
     """One holder at a time; others wait, first come first served.
 
-    A thread that has an unfinished answer and starts a second one would wait for itself: that is refused by name.
+    A thread that has an unfinished answer and starts a second one would wait for itself: that is refused.
     """
 
     def __init__(self) -> None:

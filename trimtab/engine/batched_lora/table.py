@@ -74,9 +74,7 @@ class AdapterSlots:
         slots: int = LEAST_SLOTS, many: nvrtc.Module | None = None, is_fixed: bool = False,
     ) -> None:  # fmt: skip
         if slots < rows:
-            raise RequestError(
-                "each row may need a slot of its own", field="slots", value=slots, hint=f"At least {rows}"
-            )
+            raise RequestError("each row may need a separate slot", field="slots", value=slots, hint=f"At least {rows}")
         self.hf_model, self.adapter_store, self.device, self.slots, self.module = hf_model, store, device, slots, module
         self.many, self.is_fixed = many, is_fixed
         leaves = [module for module in hf_model.modules() if isinstance(module, Leaf)]

@@ -1,1 +1,1 @@
-"""Which ways are there to ask a loaded model?"""
+"""Which calls does a loaded model answer?"""

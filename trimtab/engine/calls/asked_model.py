@@ -1,4 +1,4 @@
-"""What do the ways to ask a loaded model need of it?"""
+"""A loaded model as its callers see it: types alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Chosen: TypeAlias = "str | Mapping[str, float] | None"
 
 
 class AskedModel(BatchModel, ChatModel, Protocol):
-    """A loaded model as who asks it sees it."""
+    """A loaded model as its callers see it."""
 
     @property
     def exchanging(self) -> AbstractContextManager[Any]: ...

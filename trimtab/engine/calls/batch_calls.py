@@ -2,8 +2,8 @@
 
     for answer in model.batch([{"prompt": "One?", "adapter": "medical"}, {"prompt": "Two?"}], max_new_tokens=64): ...
 
-A row that has ended takes the next prompt at once. Short prompts that find rows go through in one pass where that is faster
-(packing.py). What a family keeps that is no keys and values by position cannot be decoded in rows: there, prompts are
+A row that has ended takes the next prompt at once. Short prompts with rows are computed in one pass where that is faster
+(packing.py). A family with other states than keys and values by position cannot be decoded in rows: its prompts are
 answered one after the other.
 """
 
@@ -37,13 +37,13 @@ QUESTION = ("prompt", "image", "audio", "system", "adapter", "template_kwargs")
 OPTIONS = tuple(item.name for item in fields(GenerateRequest))
 T = TypeVar("T")
 ON_ERROR = ("raise", "return")
-# Prompts that are begun before the first of them goes through: as many as one pass takes.
+# Prompts that are begun before the first of them is computed: as many as one pass takes.
 MOST_BEGUN = 16
 
 
 @dataclass(eq=False)
 class _Flight:
-    """One prompt that has a row: what has come of its answer."""
+    """One prompt that has a row: the part of its answer so far."""
 
     index: int
     detokenizer: Detokenizer | None
@@ -92,7 +92,7 @@ def answers(
     group: str = "",
 ) -> Iterator[tuple[int, Any]]:
     """Yield (index, answer) as answers are finished. Arguments and errors: as `LoadedModel.batch`. group: where all requests
-    have one prompt, media and adapter, a name for them: the prompt goes through once."""
+    have one prompt, media and adapter, a name for them: the prompt is computed once."""
     check_choice(errors, ON_ERROR, field_name="errors")
     rows = model.plan.request.batch if rows is None else rows
     if rows < 1:
@@ -112,7 +112,7 @@ def _raised(error: TrimtabError) -> TrimtabError:
 def _returned(error: TrimtabError) -> TrimtabError:
     return error.with_traceback(
         None
-    )  # its frames know the batch, whose memory would stay as long as somebody keeps the error
+    )  # its frames know the batch, whose memory would stay as long as the caller keeps the error
 
 
 _OnError = Callable[[TrimtabError], TrimtabError]
@@ -160,7 +160,7 @@ def _together(
             batch = kept_batch.take(model, rows)
         flights: dict[Row, _Flight] = {}
         waiting: _Prepared | None = None
-        begun: deque[_Begun] = deque()  # prompts that have not gone through
+        begun: deque[_Begun] = deque()  # prompts that are not computed yet
         ready: list[_Begun] = []
         failed: tuple[int, RequestError] | None = None
         try:
@@ -222,8 +222,8 @@ def _begin(
 
 
 def _most_begun(batch: Batch, begun: Sequence[_Begun]) -> int:
-    """Return how many prompts are begun before the first of them goes through: one whose images or audio are on the device goes by
-    itself, and so do all where none go together."""
+    """Return how many prompts are begun before the first of them is computed: one whose images or audio are on the device runs
+    alone, and so do all where prompts cannot be joined."""
     if batch.prompts.packs.why_not() is not None or any(one.prompt.inputs.has_media for one in begun):
         return 1
     return min(MOST_BEGUN, batch.free_rows)
@@ -246,7 +246,7 @@ def _through(batch: Batch, ready: Sequence[_Begun]) -> list[_Begun]:
     by_prompt = {id(one.prompt): one for one in ready}
     try:
         together, _ = batch.place_together([one.prompt for one in ready]) if len(ready) > 1 else ([], 0)
-    except Exception as exc:  # whose fault it was shows when each goes by itself, which takes less memory too
+    except Exception as exc:  # computing each alone shows the failed one, and takes less memory too
         if not isinstance(exc, TrimtabError) and not is_out_of_memory(exc):
             raise
         together = []
@@ -260,7 +260,7 @@ def _through(batch: Batch, ready: Sequence[_Begun]) -> list[_Begun]:
 def _go_on(
     model: AskedModel, batch: Batch, begun: deque[_Begun], ready: Sequence[_Begun], flights: dict[Row, _Flight]
 ) -> Iterator[tuple[int, RequestError]]:
-    """Put prompts through, the first among them, and give them their rows. Yield which could not have one, and why."""
+    """Compute prompts, the first among them, and give them their rows. Yield those that could not have one, and why."""
     try:
         through = _through(batch, ready)
     except RequestError as exc:

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 WHEN_FULL = ("error", "drop")
 _OPTIONS = tuple(item.name for item in fields(GenerateRequest))
-# An answer without a limit of its own gets what is left of the context, and turns are dropped for at least this much of it.
+# An answer without a limit gets the rest of the context, and turns are dropped for at least this much of it.
 LEAST_ANSWER_TOKENS = 256
-LEAST_ANSWER_SHARE = 4  # of the context, one in so many
+LEAST_ANSWER_SHARE = 4  # of the context, one in this many
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """The embedding of a text: its last hidden state, pooled and scaled to length 1, while other requests run.
 
 The states are those behind the final norm, which the output head reads. "last" takes the last token's, "mean" the average of all in
-float32. A prompt goes through in the chunks that the plan counts for prompts, with an adapter as everywhere.
+float32. A prompt is computed in the chunks that the plan counts for prompts, with an adapter as usual.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Embedding:
-    """One text on its way: `step` until it returns True, then `pooled`, `unit` or `vector`.
+    """One text in progress: `step` until it returns True, then `pooled`, `unit` or `vector`.
 
     inputs: without media. Errors: RequestError for a text longer than the context.
     """
@@ -35,7 +35,7 @@ class Embedding:
         self._sum: Tensor | None = None  # [D] float32
 
     def step(self, most_tokens: int | None = None) -> bool:
-        """Put the next chunk through the model, of at most `most_tokens`; True when it was the last. Errors: DeviceError for
+        """Compute the next chunk, of at most `most_tokens`; True when it was the last. Errors: DeviceError for
         states that are no numbers."""
         model, count = self._model, self._inputs.prompt_tokens
         start = self._done
@@ -58,7 +58,7 @@ class Embedding:
 
     @property
     def done_tokens(self) -> int:
-        """How many tokens of the text have gone through."""
+        """How many tokens of the text are computed."""
         return self._done
 
     @property

@@ -1,7 +1,7 @@
 """Log-probabilities of a prompt's own tokens, each given those before it, while other requests run.
 
-The prompt goes through in short pieces: the logits of every position take room that a plan counts for one. The pieces do not depend
-on what else runs, so neither do the numbers.
+The prompt is computed in short pieces: the logits of every position take room that a plan counts for one. The pieces do not depend
+on other requests, so neither do the numbers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from trimtab.engine.batch.request import Prompt
     from trimtab.engine.calls.asked_model import AskedModel
 
-# Positions whose logits are held at a time: 16 MiB in float32 for a vocabulary of 262,144.
+# Positions whose logits are in memory at a time: 16 MiB in float32 for a vocabulary of 262,144.
 PIECE_TOKENS = 16
 
 
 class PromptScores:
-    """The log-probabilities of one prompt: call `step` until it returns True; read `scores`, or `take` what each step added.
+    """The log-probabilities of one prompt: call `step` until it returns True; read `scores`, or `take` the scores of each step.
 
     top: the number of most likely tokens for each position. scores: for each token of the prompt but the first, {token id:
     (logprob, rank)} of the token and of the most likely ones. A rank of 1 is the most likely. Errors: RequestError for a prompt
@@ -47,7 +47,7 @@ class PromptScores:
 
     @property
     def done_tokens(self) -> int:
-        """How many tokens of the prompt have gone through."""
+        """How many tokens of the prompt are computed."""
         return self._done
 
     def take(self) -> list[dict[int, tuple[float, int]]]:
@@ -60,7 +60,7 @@ class PromptScores:
         prompt.take_states(self._done, logits=self._logits, cache=self._cache)
 
     def step(self) -> bool:
-        """Put the next piece through the model; True when it was the last. Errors: DeviceError for logits that are no numbers."""
+        """Compute the next piece; True when it was the last. Errors: DeviceError for logits that are no numbers."""
         model, count, start = self._model, self._inputs.prompt_tokens, self._done
         end = min(count, start + PIECE_TOKENS)
         ids = self._inputs.tensors["input_ids"][:, start:end].to(model.device)

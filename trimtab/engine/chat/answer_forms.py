@@ -8,8 +8,8 @@
     mistral-args  [TOOL_CALLS]NAME[ARGS]{...}                                     [THINK]...[/THINK]
 
 Sources: the chat templates of google/gemma-4-E4B-it, Qwen/Qwen3-8B, Qwen/Qwen3-Coder-30B-A3B-Instruct,
-meta-llama/Llama-3.1-8B-Instruct, mistralai/Mistral-7B-Instruct-v0.3 and Mistral-Small-3.2. A template in which none of these
-marks stands has calls of a form that is not known here. Imports no torch.
+meta-llama/Llama-3.1-8B-Instruct, mistralai/Mistral-7B-Instruct-v0.3 and Mistral-Small-3.2. A template with none of these
+marks has calls of a form that is not known here. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from trimtab.engine.templates.costs import MAX_TEMPLATE_CHARS, SpentError
 
 GEMMA_QUOTE = '<|"|>'
 PYTHON_TAG = "<|python_tag|>"
-# Form -> what opens a call and closes it (llama has nothing, mistral ends with its JSON).
+# Form -> the marks that open a call and close it (llama has nothing, mistral ends with its JSON).
 CALL_MARKS: Mapping[str, tuple[str, str]] = {
     "gemma4": ("<|tool_call>", "<tool_call|>"), "hermes": ("<tool_call>", "</tool_call>"),
     "qwen-xml": ("<tool_call>", "</tool_call>"), "llama": (PYTHON_TAG, ""), "mistral": ("[TOOL_CALLS]", ""),
     "mistral-args": ("[TOOL_CALLS]", ""),
 }  # fmt: skip
 THOUGHT_MARKS = (("<|channel>", "<channel|>"), ("[THINK]", "[/THINK]"), ("<think>", "</think>"))
-# What else stands inside a call and is no text.
+# Other marks inside a call that are no text.
 _INSIDE = {"gemma4": (GEMMA_QUOTE,), "mistral-args": ("[ARGS]", "[CALL_ID]")}
-# In the order in which they are looked for: a mark, and one that has to stand beside it.
+# In the order of the search: a mark, and one that the template must also have.
 _SIGNS = (
     ("<|tool_call>", "", "gemma4"), ("[TOOL_CALLS]", "[ARGS]", "mistral-args"), ("[TOOL_CALLS]", "", "mistral"),
     ("<tool_call>", "<function=", "qwen-xml"), ("<tool_call>", "", "hermes"), (PYTHON_TAG, "", "llama"), ("ipython", "", "llama"),
@@ -45,15 +45,15 @@ _SIGNS = (
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """calls: one of CALL_MARKS, None if calls have no form that is known. thoughts: what opens and closes one, None without.
-    reads: the names that the template reads, such as "tools" and "enable_thinking"."""
+    """calls: one of CALL_MARKS, None if calls have no form that is known. thoughts: the marks that open and close one, None
+    without. reads: the names that the template reads, such as "tools" and "enable_thinking"."""
 
     calls: str | None = None
     thoughts: tuple[str, str] | None = None
     reads: frozenset[str] = frozenset()
 
     def marks(self, *, with_calls: bool) -> tuple[str, ...]:
-        """Return what is no text of an answer but divides it."""
+        """Return the marks that divide an answer and are none of its text."""
         marks = tuple(self.thoughts or ())
         if with_calls and self.calls is not None:
             marks += (*CALL_MARKS[self.calls], *_INSIDE.get(self.calls, ()))
@@ -81,11 +81,11 @@ def _form_of(template: str) -> AnswerForm:
 
 
 def _names_read(template: str) -> frozenset[str]:
-    # transformers' own tag, which says what of a conversation is the model's.
+    # transformers' own tag, which marks the model's part of a conversation.
     plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
     try:
         return frozenset(meta.find_undeclared_variables(_environment().parse(plain)))
-    except (TemplateError, SpentError, RecursionError, ValueError):  # not jinja2's: its words are all that is known
+    except (TemplateError, SpentError, RecursionError, ValueError):  # not jinja2's: only its names are known
         return frozenset(re.findall(r"[A-Za-z_]\w*", template))
 
 

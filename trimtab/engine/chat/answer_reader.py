@@ -4,9 +4,9 @@
     for part in reader.push(text): ...      # ("text", "..."), ("reasoning", "..."), ("call", Call)
     for part in reader.finish(): ...
 
-The forms are those of `answer_forms`. A part is told as soon as it is sure: nothing that may become a mark is told as text, and
-JSON arguments come as they are written. What begins like a call and is none is text. Of a call that is cut, the name and the
-beginning of its arguments' JSON are told; a call that is cut before its name is complete is not told. Imports no torch.
+The forms are those of `answer_forms`. A part is emitted as soon as it is sure: text that may become a mark waits, and
+JSON arguments are emitted as they are written. A beginning of a call that turns out to be none is text. Of a call that is cut, the
+name and the beginning of its arguments' JSON are emitted; a call cut before its name is complete is not. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trimtab.engine.chat.call_values import (
     tagged_arguments_prefix,
 )
 
-# What Gemma 4 writes at the beginning of a thought.
+# Gemma 4's text at the beginning of a thought.
 _LABEL = "thought\n"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL)
 # A JSON call whose name does not end before is read when it is complete; longer names between marks, and more white space where a
@@ -55,7 +55,7 @@ Part = tuple[str, Any]
 
 
 class JsonSpan:
-    """Where a JSON object or array ends, in text that comes in pieces. depth: in how many brackets it begins."""
+    """Where a JSON object or array ends, in text that arrives in pieces. depth: number of open brackets at its start."""
 
     def __init__(self, depth: int = 0) -> None:
         self._depth, self._is_text, self._is_escaped = depth, False, False
@@ -101,7 +101,7 @@ class AnswerReader:
         # Of the call or thought that is being read.
         self._name, self._is_named, self._is_list, self._has_thought = "", False, False, False
         self._buffer, self._taken = "", ""
-        # How much of the buffer has been looked through for marks: a token must not cost more because much waits.
+        # The length of the buffer that was searched for marks: the cost of a token must not grow with the buffer.
         self._looked = 0
         self._is_first, self._skips_space = True, False
         self._label = _LABEL if form.thoughts and form.thoughts[0] == "<|channel>" else ""
@@ -114,11 +114,11 @@ class AnswerReader:
 
     @property
     def is_aside(self) -> bool:
-        """Whether what comes next is inside a thought or a call."""
+        """Whether the next text is inside a thought or a call."""
         return self._read != self._text
 
     def push(self, text: str) -> list[Part]:
-        """Return what is now sure."""
+        """Return the parts that are now sure."""
         self._buffer += text
         while self._read():
             self._looked = 0
@@ -149,7 +149,7 @@ class AnswerReader:
         return self._told()
 
     def _is_call_head(self) -> bool:
-        """Whether what is not told yet is the beginning of a call without its whole name."""
+        """Whether the text not emitted yet is the beginning of a call without its whole name."""
         text = self._buffer.lstrip()
         if self._read == self._text:
             return self._must_call
@@ -166,7 +166,7 @@ class AnswerReader:
         return self._buffer.find(mark, max(0, self._looked - len(mark) + 1))
 
     def _without_space(self, text: str) -> str:
-        """Return the beginning of the buffer that may be told: white space at its end waits for what follows."""
+        """Return the beginning of the buffer that may be emitted: white space at its end waits for the next text."""
         sure = text.rstrip()
         return sure if len(text) - len(sure) <= HEAD_LETTERS else text
 
@@ -269,7 +269,7 @@ class AnswerReader:
             self._parts.append(("call", Call(self.calls - 1, arguments)))
 
     def _no_call(self, text: str) -> None:
-        """What began like a call is text."""
+        """Treat the beginning of a call as text."""
         self._skips_space = False
         self._say(self._taken + text)
         self._read, self._taken = self._text, ""
@@ -287,7 +287,7 @@ class AnswerReader:
         place = self._place_of(self._close) if self._close else -1
         closed = place - len(self._buffer) + len(text) if place >= 0 else None
         end = None
-        if text.startswith("{"):  # only what is new is looked at: a call may be long
+        if text.startswith("{"):  # only new text is searched: a call may be long
             end = self._head.feed(text[self._head_letters :])
             end = None if end is None else self._head_letters + end
             self._head_letters = len(text)
@@ -301,7 +301,7 @@ class AnswerReader:
         return True
 
     def _is_only_space(self) -> bool:
-        """Make a text of the white space that stands where a call should begin, once it is too much; whether it was."""
+        """Turn too much white space at the place of a call into text; return whether it was too much."""
         if len(self._buffer) <= HEAD_LETTERS:
             return False
         self._no_call(self._buffer)
@@ -341,7 +341,7 @@ class AnswerReader:
         return end is not None
 
     def _after_json(self) -> bool:
-        """Find what follows a call's JSON: its closing mark, another call, or text."""
+        """Find the part after a call's JSON: its closing mark, another call, or text."""
         close = self._close
         text = self._buffer.lstrip() if close else self._buffer.lstrip(" \n\t,;")
         if not text or (close and close.startswith(text) and close != text):
@@ -406,7 +406,7 @@ class AnswerReader:
                 arguments = gemma_arguments(body) if self._calls == "gemma4" else tagged_arguments(body, parameters)
                 self._add(json.dumps(arguments, ensure_ascii=False))
         except (ValueError, RecursionError):
-            self._add(body)  # as it was written: whoever reads it sees that it is no JSON
+            self._add(body)  # as it was written: the client sees that it is no JSON
         self._read, self._skips_space = self._text, True
 
 

@@ -2,7 +2,7 @@
 
 Gemma 4 writes {city:<|"|>Paris<|"|>,days:3,tags:[<|"|>a<|"|>]}: keys without quotes, texts between two marks, the rest as in JSON.
 Source: the macro `format_argument` of google/gemma-4-E4B-it's chat template. Qwen3-Coder writes each argument between tags, as a
-text whose type only the tool's schema tells. A call that is cut gives the beginning of the JSON that the whole call would have
+text whose type only the tool's schema has. A call that is cut gives the beginning of the JSON that the whole call would have
 given. Imports no torch.
 """
 
@@ -24,9 +24,9 @@ _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
 def gemma_arguments(body: str) -> dict[str, object]:
-    """Return the arguments of a call. body: what stands after its first brace, the closing one included.
+    """Return the arguments of a call. body: the text after its first brace, the closing one included.
 
-    Errors: ValueError for what is not of this form.
+    Errors: ValueError for text of another form.
     """
     reader = _Gemma(body)
     arguments = reader.object(0)
@@ -194,9 +194,9 @@ class _GemmaPrefix(_Gemma):
 
 
 def gemma_arguments_prefix(body: str) -> str:
-    """Return the beginning of the JSON of a call's arguments. body: what stands after its first brace, as far as it was written.
+    """Return the beginning of the JSON of a call's arguments. body: the text after its first brace, as far as it was written.
 
-    Errors: ValueError for what is not of this form.
+    Errors: ValueError for text of another form.
     """
     writer = _GemmaPrefix(body)
     with suppress(_CutError):
@@ -229,7 +229,7 @@ def _plain(text: str) -> object:
 
 
 def tagged_arguments(body: str, parameters: Mapping[str, object] | None) -> dict[str, object]:
-    """Return the arguments between tags. parameters: the tool's schema, which tells texts from other values."""
+    """Return the arguments between tags. parameters: the tool's schema, which distinguishes texts from other values."""
     properties = (parameters or {}).get("properties")
     arguments: dict[str, object] = {}
     # Up to the last end alone: each start behind it would look for one through all the text.

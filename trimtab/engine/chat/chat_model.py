@@ -1,4 +1,4 @@
-"""What do prompts need to know of the model that they are for?"""
+"""The model as its prompts see it: types alone."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _DATA_URL = re.compile(
     r"data:(?P<type>[\w.+-]{1,40}/[\w.+-]{1,80})?(?:;[\w=.+-]{1,80}){0,8};base64,", re.ASCII | re.IGNORECASE
 )
 BASE64_PIECE = 2**16  # characters, a multiple of four
-# The largest file that a message may hold: more is no picture or sound that would be taken.
+# The largest file of a message: larger images and audio are refused anyway.
 MOST_BYTES = 256 * 2**20
 
 
@@ -56,7 +56,7 @@ def parts_in(message: Message) -> list[Part]:
 
 
 def own_form(part: Any) -> Any:
-    """Return a part in this package's form; one of another form is given back as it is. Errors: RequestError."""
+    """Return a part in this package's form; one of another form is returned as it is. Errors: RequestError."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "image_url" and kind in part:
         given = part[kind]
@@ -92,8 +92,8 @@ def split_data_url(url: str) -> tuple[str, int] | None:
 
 
 def from_base64(text: str, *, field: str, start: int = 0) -> bytes:
-    """Return decoded bytes. start: where the base64 begins. Errors: RequestError for what is not plain base64, for none, for too
-    much."""
+    """Return decoded bytes. start: where the base64 begins. Errors: RequestError for text that is not plain base64, for none, for
+    too much."""
     if len(text) - start > MOST_BYTES * 4 // 3 + 4:
         raise RequestError(f"has more than {MOST_BYTES} bytes", field=field)
     pieces: list[bytes] = []
@@ -113,8 +113,8 @@ def from_base64(text: str, *, field: str, start: int = 0) -> bytes:
 
 
 def empty_place(messages: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return which message leaves a chat without a prompt: a user's that ends it and says and shows nothing, or the last one of
-    a chat in which no message does; None for a chat with a prompt. messages: at least one."""
+    """Return the message that leaves a chat without a prompt: an empty message of a user at its end, or the last one of
+    a chat without any content; None for a chat with a prompt. messages: at least one."""
     last = len(messages) - 1
     if _says_something(messages[last]):
         return None

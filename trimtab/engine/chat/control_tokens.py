@@ -1,7 +1,7 @@
 """Control tokens of a vocabulary, and how user text is kept from becoming one.
 
-A chat template writes users' text between its own control tokens, and a tokenizer reads `<|turn>` as a control token whoever
-wrote it. Here the rendered prompt is searched for control tokens that users wrote; each is cut after its first character, so
+A chat template writes users' text between its own control tokens, and a tokenizer reads `<|turn>` as a control token from any
+author. Here the rendered prompt is searched for control tokens that users wrote; each is cut after its first character, so
 that the tokenizer reads it as text. A prompt without any is tokenized exactly as transformers does it.
 
 How users' characters are known in a rendered prompt: the template is rendered once more with stand-ins for every character
@@ -32,15 +32,15 @@ _CONTROL_FORM = re.compile(r"<\|.*>|<.*\|>|<unused\d+>", re.DOTALL)
 _NO_LETTER = re.compile(r"[^\w\s]")
 # Unicode's private planes: characters that no text needs.
 _PRIVATE = range(0xF0000, 0x10FFF0)
-# What an encoding holds for each token.
+# The fields of an encoding with one value per token.
 _PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
 @dataclass(frozen=True)
 class PromptText:
-    """A rendered prompt. user_spans: where control tokens stand that users wrote, wholly or in part. harmless: the same
-    conversation without a sign of any, for tokenizers that search the normalized text. opening: what it begins with in all chats
-    with the same tools and system messages, where that is asked for."""
+    """A rendered prompt. user_spans: of control tokens that users wrote, wholly or in part. harmless: the same
+    conversation without a sign of any, for tokenizers that search the normalized text. opening: the common beginning of all chats
+    with the same tools and system messages, where it is requested."""
 
     text: str
     user_spans: tuple[tuple[int, int], ...] = ()
@@ -78,7 +78,7 @@ class ControlTokens:
         self._signs = "".join(sorted(signs))
         # A token that is searched for after normalization may come from characters that look like it.
         self._is_normalized = any(token.normalized for token in chosen.values())
-        # What can stand in a cut: read as a token wherever it stands, and taken out of the ids again.
+        # Texts for a cut: always read as a token, and removed from the ids again.
         ends = {getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "sep", "cls")}
         separators = [
             (token_id in ends, token_id, token.content) for token_id, token in chosen.items()
@@ -142,7 +142,7 @@ class ControlTokens:
         plain = marked.translate(originals)
         if plain != raw:
             # The template reads control tokens in the texts, as those do that leave an old answer's thoughts out, or writes
-            # what users wrote in another way, as JSON's quotes.
+            # users' text in another form, as JSON's quotes.
             is_user = self._read_by_template(changed, raw, stand_ins[-2:])
             spans = [] if is_user is None else [span for span in self.matches(raw) if any(is_user[slice(*span)])]
             if is_user is not None and self._written(_without(raw, spans)) == self._written(marked):
@@ -155,7 +155,7 @@ class ControlTokens:
         self, changed: Callable[[Callable[[str], str]], str], raw: str, marks: Sequence[str]
     ) -> list[bool] | None:
         """Return for each character of the prompt whether it is of a control token that a user wrote, with the tokens left
-        visible to the template; None if that cannot be told."""
+        visible to the template; None if that is unknown."""
         first, last = marks
 
         def mark(text: str) -> str:
@@ -173,7 +173,7 @@ class ControlTokens:
                 inside = char == first
             elif not char.isspace():
                 flags.append(inside)
-        # Marks may keep a template from trimming whitespace beside them.
+        # Marks may keep a template from trimming whitespace next to them.
         solid = [place for place, char in enumerate(raw) if not char.isspace()]
         unmarked = marked.replace(first, "").replace(last, "")
         if "".join(raw.split()) != "".join(unmarked.split()) or len(solid) != len(flags):
@@ -186,7 +186,7 @@ class ControlTokens:
     # Encoding ---------------------------------------------------------------------------------------------------------
 
     def encode(self, encode: Callable[[str], Encoded], prompt: PromptText, *, adds_special: bool) -> Encoded:
-        """Return what `encode` makes of a prompt, in which users' control tokens are text.
+        """Return the encoding of a prompt in which users' control tokens are text.
 
         encode: the tokenizer or processor, one row of tensors. adds_special: whether it adds tokens at the ends. Errors:
         RequestError if the tokenizer has no way to write such a text.
@@ -220,7 +220,7 @@ def _signs(text: str) -> str:
     return signs or text
 
 
-# What of a message is a user's beside its content.
+# Fields of a user's text in a message, other than its content.
 _USER_KEYS: tuple[Literal["name", "tool_calls", "tool_call_id", "reasoning_content"], ...] = (
     "name", "tool_calls", "tool_call_id", "reasoning_content",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Marks beside a prompt's tokens: media, the ends of turns, and the opening that chats share."""
+"""Marks of a prompt's tokens: media, the ends of turns, and the opening that chats share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def picture_digest(picture: Image.Image) -> bytes:
-    """Return the digest of a decoded picture's pixels (Pillow, RGB)."""
+    """Return the digest of a decoded image's pixels (Pillow, RGB)."""
     return scope_of("picture", repr((picture.mode, picture.size)), picture.tobytes())
 
 
@@ -25,10 +25,10 @@ def sound_digest(samples: np.ndarray) -> bytes:
 
 
 def marks_of(token_ids: Sequence[int], kinds: Sequence[tuple[Set[int], Sequence[bytes]]]) -> tuple[Mark, ...]:
-    """Return the marks of a prompt, in order. kinds: (placeholder ids, digests in the order of the prompt) of pictures, of sounds.
+    """Return the marks of a prompt, in order. kinds: (placeholder ids, digests in the order of the prompt) of images, of audio.
 
     Where runs of placeholders and media do not match one to one (rows of an image with a separator between them), each run
-    stands for all of them. Empty where media have no placeholders: then nothing says what the tokens stand for.
+    represents all of them. Empty where media have no placeholders: then the media of the tokens are unknown.
     """
     marks: list[Mark] = []
     for placeholders, digests in kinds:
@@ -54,10 +54,10 @@ def opening_of(
     opening: str, controls: Sequence[tuple[int, int]], token_ids: Sequence[int], turns: Sequence[int],
     encode: Callable[[str], Sequence[int]],
 ) -> int:  # fmt: skip
-    """Return how many tokens of a prompt are those of its opening, the text that it begins with; 0 if that cannot be told.
+    """Return how many tokens of a prompt are those of its opening, the text at its beginning; 0 if that is unknown.
 
-    controls: (end, token id) of each control token of the opening. turns: of the prompt (`turns_of`). What follows the last control
-    token is tokenized by itself, as tokenizers do; a last token that reaches into what follows the opening is not counted.
+    controls: (end, token id) of each control token of the opening. turns: of the prompt (`turns_of`). The text after the last
+    control token is tokenized by itself, as tokenizers do; a last token that reaches beyond the opening is not counted.
     """
     ends, ids = [end for end, _ in controls], [token_id for _, token_id in controls]
     own = [token_ids[turn - 1] for turn in turns[: len(ids) + 1]]

@@ -1,6 +1,6 @@
 """Images and audio become pixels and samples: files, bytes or objects in, one form out, with limits.
 
-Pictures: anything Pillow reads of png, jpeg and webp; turned upright by their EXIF, transparency on white. Sounds: what
+Images: all that Pillow reads of png, jpeg and webp; turned upright by their EXIF, transparency on white. Audio: all that
 libsndfile reads of wav, flac, ogg and mp3, at any rate and channel count, mixed to mono and resampled to 16 kHz by soxr.
 """
 
@@ -23,20 +23,20 @@ from trimtab.planning.memory.media import MOST_RATE, PREPARED_PIXEL_BYTES, WEBP_
 from trimtab.request import MAX_SOUND_S, check_picture_size
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
-# libsndfile's names of what is taken, and what users call it.
+# libsndfile's names of accepted formats, and the users' names.
 AUDIO_FORMATS = ("WAV", "WAVEX", "FLAC", "RF64", "OGG", "MP3")
 AUDIO_NAMES = ("wav", "flac", "ogg", "mp3")
 MAX_PIXELS = 64 * 10**6
 # The longer side of an image that is requested in low detail, OpenAI's number.
 LOW_DETAIL_SIDE = 512
 ORIENTATION = 0x0112  # EXIF's tag
-# What makes an image upright, by the value of that tag. Source: EXIF 2.32, section 4.6.4.
+# The rotation that makes an image upright, by the value of that tag. Source: EXIF 2.32, section 4.6.4.
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
     5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }  # fmt: skip
-# Transparent images are put on white in strips of so many pixels.
+# Transparent images are put on white in strips of this many pixels.
 STRIP_PIXELS = 2**18
 SAMPLE_RATE = 16_000
 RATES, MAX_CHANNELS = range(1_000, MOST_RATE + 1), 16
@@ -53,7 +53,7 @@ def _named(source: object) -> str:
 
 
 def several(value: object) -> Sequence[object]:
-    """Return one medium or several as a sequence; (samples, rate) is one sound."""
+    """Return one medium or several as a sequence; (samples, rate) is one audio clip."""
     if value is None:
         return ()
     is_samples = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], int)
@@ -62,7 +62,7 @@ def several(value: object) -> Sequence[object]:
 
 
 def read_image(source: object, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Return an RGB picture from a path, bytes, a Pillow image, or uint8 values [H, W] or [H, W, 3 or 4].
+    """Return an RGB image from a path, bytes, a Pillow image, or uint8 values [H, W] or [H, W, 3 or 4].
 
     Errors: RequestError(field="image").
     """
@@ -94,7 +94,7 @@ def picture_bytes(data: bytes) -> tuple[int, int]:
     """Return how many bytes an image takes at most while it is decoded and prepared for a tower, and its pixels, by its header;
     zeros without one."""
     header = image_header(data)
-    if header is None:  # whoever decodes it says what is wrong
+    if header is None:  # the decoder reports the error
         return 0, 0
     pixels = header.width * header.height
     return (WEBP_PIXEL_BYTES if header.kind == "WEBP" else PREPARED_PIXEL_BYTES) * pixels, pixels
@@ -105,7 +105,7 @@ def sound_rate(data: bytes) -> int:
     start = _after_tags(data)
     if _MP3_FRAME.match(data, start):
         return MOST_MP3_RATE
-    if start:  # a tag may stand before other formats too, which libsndfile then decodes
+    if start:  # a tag may precede other formats too, which libsndfile then decodes
         return MOST_RATE
     if data[:4] == b"OggS":
         return min(ogg_rate(data) or MOST_RATE, MOST_RATE)
@@ -130,7 +130,7 @@ def _after_tags(data: bytes) -> int:
 
 @dataclass(frozen=True)
 class LowDetail:
-    """An image that is to be looked at with sides of LOW_DETAIL_SIDE pixels at most."""
+    """An image that the model sees with sides of LOW_DETAIL_SIDE pixels at most."""
 
     source: object
 
@@ -153,7 +153,7 @@ def _of_array(values: np.ndarray) -> Image.Image:
 
 def _upright(image: Image.Image, max_pixels: int, name: str) -> Image.Image:
     check_picture_size(*image.size, max_pixels=max_pixels, field_name="image", value=name)  # before pixels are decoded
-    # Each copy of a large picture is 128 MB: none is made that changes nothing.
+    # Each copy of a large image is 128 MB: none is made without a change.
     image.load()
     # Not by Pillow's exif_transpose: it writes the other tags again, and fails where one of them is no valid value.
     turn = TURNS.get(image.getexif().get(ORIENTATION, 1))
@@ -164,7 +164,7 @@ def _upright(image: Image.Image, max_pixels: int, name: str) -> Image.Image:
         return _on_white(turned)
     if turned.mode != "RGB":
         return turned.convert("RGB")
-    # A WebP file's object keeps libwebp's frames, twice the size of the picture.
+    # A WebP file's object keeps libwebp's frames, twice the size of the image.
     return turned.copy() if turned.format == "WEBP" else turned
 
 
@@ -205,7 +205,7 @@ def read_audio(source: object, *, max_s: float = MAX_SOUND_S) -> np.ndarray:
 
 
 def _mixed(file: Any, most_frames: int) -> np.ndarray:
-    """Return up to so many frames of an open file as mono float32 [N], mixed block by block."""
+    """Return up to this many frames of an open file as mono float32 [N], mixed block by block."""
     blocks: list[np.ndarray] = []
     while most_frames > 0:
         block = file.read(frames=min(BLOCK_FRAMES, most_frames), dtype="float32", always_2d=True)
@@ -265,7 +265,7 @@ def _decoded(source: object, max_s: float) -> tuple[np.ndarray, int]:
             # A header may say less than there is: no more than one sample above the limit is decoded.
             return _mixed(file, int(max_s * rate) + 1), rate
     except (soundfile.LibsndfileError, RuntimeError) as exc:
-        # Its own text names Python's object where a path would stand.
+        # Its own text names Python's object in place of a path.
         why = str(getattr(exc, "error_string", exc)).strip().rstrip(".")
         raise RequestError(
             f"cannot be decoded ({why})", field="audio", value=_named(source), allowed=AUDIO_NAMES

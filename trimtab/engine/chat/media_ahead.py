@@ -1,12 +1,11 @@
-"""Images cut into patches and audio turned into features before their prompt is tokenized, on other threads than the one that
-tokenizes.
+"""Images cut into patches and audio turned into features before their prompt is tokenized, on threads other than the tokenizer's.
 
     ahead = images_ahead(processor)       # or audio_ahead; None for a processor without
-    ahead.prepare(pictures)               # any thread
-    processor(text=..., images=pictures)  # takes what was prepared for these very pictures
+    ahead.prepare(images)                 # any thread
+    processor(text=..., images=images)    # takes the prepared patches of these very images
 
-A processor calls its image processor and its feature extractor with options of its own, so they are known after the first prompt
-with such media, which are prepared where it is tokenized. What was prepared is used once, and only for the same media with the
+A processor calls its image processor and its feature extractor with separate options, so they are known after the first prompt
+with such media, which are prepared where it is tokenized. Prepared media are used once, and only for the same media with the
 same options: the result is that of the same call.
 """
 
@@ -27,8 +26,8 @@ _installing = threading.Lock()
 
 @dataclass(frozen=True)
 class _Call:
-    """How a processor calls what prepares its media. name: of the argument with them, None without one. is_nested: those of its
-    one text are in a list of their own."""
+    """How a processor calls the processor of its media. name: of the argument with them, None without one. is_nested: whether the
+    media of its one text are in a separate list."""
 
     name: str | None
     is_nested: bool
@@ -37,7 +36,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """media: weak references, so that what is dropped with its request is dropped here."""
+    """media: weak references, so that media dropped with their request are dropped here."""
 
     media: tuple[weakref.ref[object], ...]
     call: _Call
@@ -45,7 +44,7 @@ class _Prepared:
 
 
 class MediaAhead:
-    """Stands for an image processor or a feature extractor, and is one to all who ask it anything. names: of its argument with
+    """Replaces an image processor or a feature extractor, with all of its attributes. names: of its argument with
     media. kind: of each of them."""
 
     def __init__(self, real: Callable[..., object], names: Sequence[str], kind: type) -> None:
@@ -70,7 +69,7 @@ class MediaAhead:
         return self._real(*args, **kwargs)
 
     def prepare(self, media: Sequence[object]) -> None:
-        """Prepare the media of one prompt now. Nothing is raised: what cannot be prepared fails where it is needed."""
+        """Prepare the media of one prompt now. Nothing is raised: an error is raised where the result is needed."""
         call = self._call
         if call is None or not media:
             return
@@ -98,7 +97,7 @@ class MediaAhead:
         return list(given) if is_plain else []
 
 
-# The part of a processor -> what its argument is called, and the form of each medium.
+# The part of a processor -> the name of its argument, and the form of each medium.
 _PARTS: dict[str, tuple[tuple[str, ...], type]] = {
     "image_processor": (("images",), Image.Image),
     "feature_extractor": (("raw_speech", "audio"), np.ndarray),
@@ -106,12 +105,12 @@ _PARTS: dict[str, tuple[tuple[str, ...], type]] = {
 
 
 def images_ahead(processor: object) -> MediaAhead | None:
-    """Return what prepares images for a processor ahead of its prompts, put in place the first time; None without images."""
+    """Return the object that prepares images for a processor ahead of its prompts, made the first time; None without images."""
     return _ahead(processor, "image_processor")
 
 
 def audio_ahead(processor: object) -> MediaAhead | None:
-    """Return what prepares audio for a processor ahead of its prompts, put in place the first time; None without audio."""
+    """Return the object that prepares audio for a processor ahead of its prompts, made the first time; None without audio."""
     return _ahead(processor, "feature_extractor")
 
 

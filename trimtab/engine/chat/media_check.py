@@ -1,10 +1,10 @@
 """Whether the model can read the processed images and audio: patches within its position table, none empty.
 
-A GPU answers a position beyond a table with an assertion that ends the process, and a sound of no frame with an empty answer.
-What is checked: position tables of Gemma 4 and Pixtral (Mistral 3), grids of Qwen's models, whose positions are computed for any
-grid; for every family that media became tensors at all, that an audio clip has a frame, and what a feature extractor would cut off.
-Gemma 3 and 3n resize every picture to one size, as do CLIP and SigLIP towers with tiles; Idefics' positions are fractions of a
-side. What a family that is not known to this file looks up is checked while its tower runs (bounds_check.py).
+A GPU answers a position beyond a table with an assertion that ends the process, and an audio clip of no frame with an empty answer.
+Checked are position tables of Gemma 4 and Pixtral (Mistral 3), grids of Qwen's models, whose positions are computed for any
+grid; for every family that media became tensors at all, that an audio clip has a frame, and that a feature extractor cuts nothing
+off. Gemma 3 and 3n resize every image to one size, as do CLIP and SigLIP towers with tiles; Idefics' positions are fractions of a
+side. Look-ups of a family that is unknown to this file are checked while its tower runs (bounds_check.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from trimtab.engine.formats.hf_types import FeatureExtractor
 
-# Sounds below this are tried on the extractor alone first: there are windows of up to a tenth of a second.
+# Audio below this is tried on the extractor alone first: there are windows of up to a tenth of a second.
 SHORT_S = 0.5
 SHAPE_HINT = "Crop it, or send one that is less narrow"
 
@@ -63,7 +63,7 @@ def _refused(number: int, field: str, reason: str, hint: str) -> RequestError:
 
 
 def _grids(vision: Any, encoded: Mapping[str, object]) -> list[tuple[int, int]]:
-    """Return how many patches each picture has in a row and in a column."""
+    """Return how many patches each image has in a row and in a column."""
     positions, grids, sizes = (encoded.get(name) for name in ("image_position_ids", "image_grid_thw", "image_sizes"))
     if isinstance(positions, Tensor):  # Gemma 4: [N, patches, (x, y)], -1 where there is none
         return [tuple(int(side) for side in picture.amax(0) + 1) for picture in positions]  # type: ignore[misc]
@@ -116,7 +116,7 @@ def _has_frames(extractor: FeatureExtractor, samples: np.ndarray, rate: int) -> 
     try:
         features = extractor([samples], sampling_rate=rate, return_tensors="pt")
     except (ValueError, IndexError, RuntimeError, TypeError, ZeroDivisionError):
-        return False  # numpy's and torch's words for a window that is longer than the sound
+        return False  # numpy's and torch's words for a window that is longer than the audio
     return all(value.numel() for value in features.values() if isinstance(value, Tensor))
 
 

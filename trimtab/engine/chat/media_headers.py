@@ -1,7 +1,7 @@
-"""What the headers of image and audio files say, read without a library: sizes, rates, and whether a file is safe to open.
+"""The headers of image and audio files, read without a library: sizes, rates, and whether a file is safe to open.
 
 Libraries walk through a whole file to open some formats, for seconds or minutes if it was made for that. Each function here reads
-a bounded number of bytes, chunks or pages. What it returns is at least what Pillow or libsndfile will find in the file, or None.
+a bounded number of bytes, chunks or pages. It returns at least the value that Pillow or libsndfile will find in the file, or None.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 
-# What an audio clip may be made of: PCM, float, and the extensible form of both. Rates and channels beyond these are lies.
+# The sample formats of an audio clip: PCM, float, and the extensible form of both. Rates and channels beyond these are lies.
 WAV_FORMATS = (1, 3, 0xFFFE)
 RATES, CHANNELS = range(1_000, 768_001), range(1, 17)
 WAV_CHUNKS = 256
@@ -45,7 +45,7 @@ class ImageHeader:
 
 
 def image_header(data: bytes) -> ImageHeader | None:
-    """Return what an image file begins with; None if it is none of the three kinds. Of a PNG it is the first of its headers."""
+    """Return the header of an image file; None if it is none of the three kinds. Of a PNG it is the first of its headers."""
     if data[:8] == _PNG:
         is_sized = data[12:16] == b"IHDR" and len(data) >= 33
         return ImageHeader("PNG", *struct.unpack_from(">II", data, 16)) if is_sized else None
@@ -96,7 +96,7 @@ def _jpeg_size(data: bytes) -> tuple[int, int] | None:
 
 
 def webp_size(data: bytes) -> tuple[int, int] | None:
-    """Return the size that a WebP file begins with. Pillow would make room for the whole picture to learn it.
+    """Return the size at the beginning of a WebP file. Pillow would allocate the whole image for it.
 
     Source: RFC 9649 (section 2.7 VP8X), RFC 6386 section 9.1 (VP8), WebP lossless specification section 3 (VP8L).
     """
@@ -132,7 +132,7 @@ class AudioHeader:
 
 
 def wav_header(data: bytes) -> AudioHeader | None:
-    """Return what a WAV file holds, by the bytes that are really there; None if it is not one.
+    """Return the header of a WAV file, by the bytes that are really there; None if it is not one.
 
     Source: Microsoft "Multiple Channel Audio Data and WAVE Files"; RF64 as EBU Tech 3306.
     """

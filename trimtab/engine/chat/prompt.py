@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ROLES = ("system", "user", "assistant", "developer", "tool")
 PART_TYPES = ("text", "image", "audio")
-# What a message may have beside its role and content, for the templates that write it.
+# Fields of a message in addition to its role and content, for the templates that write them.
 MESSAGE_KEYS: tuple[Literal["name", "tool_calls", "tool_call_id", "reasoning_content"], ...] = (
     "name", "tool_calls", "tool_call_id", "reasoning_content",
 )  # fmt: skip
-# How hints begin and read that only who plans can follow.
+# The beginning of hints that only the author of the plan can follow.
 PLAN_HINT = "Plan with "
 CONTEXT_HINT = "Shorten the prompt, lower max_new_tokens, or plan with a larger context="
 
@@ -54,12 +54,12 @@ def prepare(
 ) -> Inputs:  # fmt: skip
     """Return the inputs of one prompt: text, chat messages with parts in their order, or token ids taken as they are.
 
-    A text with images and audio becomes one user message: pictures, text, audio clips, the order that Gemma 4's processor
+    A text with images and audio becomes one user message: images, text, audio clips, the order that Gemma 4's processor
     documents. Where the checkpoint has a chat template, nothing in a text becomes a control token: `<|turn>` is read as the
-    characters it is written with. Without one, a text is the prompt itself, with control tokens as they stand.
-    tools: what the model may call, in OpenAI's form; the arguments of calls in messages are objects. device: where the tensors
-    are put, None is the model's. continue_final_message: the prompt ends with the text of the last message, an assistant's, and
-    the answer continues it.
+    characters it is written with. Without one, a text is the prompt itself, with control tokens as they are.
+    tools: functions that the model may call, in OpenAI's form; the arguments of calls in messages are objects. device: where the
+    tensors are put, None is the model's. continue_final_message: the prompt ends with the text of the last message, an assistant's,
+    and the answer continues it.
     Errors: RequestError for a modality that the model lacks, a medium that cannot be read, a message of no
     known form, no prompt at all (empty text, or an empty last message of a user); CheckpointError if the folder has no processor.
     """
@@ -216,7 +216,7 @@ def answer_form(processor: Any, *, with_tools: bool = False) -> AnswerForm:
 
 
 def control_tokens(processor: Any) -> ControlTokens:
-    """Return which tokens of a checkpoint no text may become."""
+    """Return the tokens of a checkpoint that no text may become."""
     tokenizer = getattr(processor, "tokenizer", processor)
     return ControlTokens(tokenizer, processor, str(_template(processor, tokenizer))[:MAX_TEMPLATE_CHARS])
 
@@ -262,7 +262,7 @@ def _check_continues(message: Message) -> None:
         )
 
 
-# Marks where the continued text ends. A private character beyond those that stand in for others (control_tokens.py): a template
+# Marks where the continued text ends. A private character beyond the stand-ins (control_tokens.py): a template
 # that trims texts does not trim it.
 _END = "\U0010fffd"
 
@@ -327,8 +327,8 @@ def _rendered(
 def _opening(
     model: ChatModel, render: Callable[..., str], messages: Sequence[Message], tools: Sequence[Mapping[str, object]], text: str
 ) -> str:  # fmt: skip
-    """Return what a rendered prompt begins with in all chats with its tools and first system messages; "" where no prefix cache
-    needs it, or there are none."""
+    """Return the common beginning of the rendered prompts of all chats with its tools and first system messages; "" where no prefix
+    cache needs it, or there are none."""
     cache = getattr(model, "prefix_cache", None)
     first = list(takewhile(lambda message: message["role"] in ("system", "developer"), messages))
     if cache is None or not cache.windows or not (first or tools):
@@ -362,7 +362,7 @@ def _with_short_ids(messages: Sequence[Message]) -> list[Message]:
     return shortened
 
 
-# How Python and JSON write a part of a message.
+# A part of a message in Python's and JSON's notation.
 _LIST = re.compile(r"""\{["']type["']: ["']text["'], ["']text["']: """)
 
 
@@ -484,9 +484,9 @@ def _through_processor(
 
 
 def _tensors(encoded: MutableMapping[str, object]) -> MutableMapping[str, object]:
-    """Return what a processor made of a prompt, with tensors in place of its lists of tokens.
+    """Return a processor's result for a prompt, with tensors in place of its lists of tokens.
 
-    For a text it makes tensors more slowly than it tokenizes: it looks at every number first. That time is lost for the thread
+    For a text it makes tensors more slowly than it tokenizes: it checks every number first. That time is lost for the thread
     that makes tokens, because only one of the two runs Python at once.
     """
     for name, value in encoded.items():
@@ -496,7 +496,7 @@ def _tensors(encoded: MutableMapping[str, object]) -> MutableMapping[str, object
 
 
 def _numbered(number: int, read: Callable[..., T], *arguments: object, **options: object) -> T:
-    """Return what `read` returns. An error names the number of the medium."""
+    """Return the result of `read`. An error names the number of the medium."""
     try:
         return read(*arguments, **options)
     except RequestError as exc:
@@ -507,7 +507,7 @@ def _numbered(number: int, read: Callable[..., T], *arguments: object, **options
 def _read_sounds(
     model: ChatModel, feature: Any, sounds: Sequence[object], *, most_s: float | None = None
 ) -> list[np.ndarray]:
-    """Return the samples of every sound, of which no more are decoded than were planned. most_s: as `audio_s` of `decode_media`."""
+    """Return the samples of every audio clip; no more are decoded than were planned. most_s: as `audio_s` of `decode_media`."""
     planned_s = float(model.plan.request.audio_s)
     limit_s = planned_s if most_s is None else min(most_s, planned_s)
     read: list[np.ndarray] = []

@@ -3,8 +3,8 @@
 transformers' `generate` ends an answer with the ids of generation_config.json, else of config.json. Some published checkpoints
 lack the token that their template writes behind an answer, so every answer runs to the token limit. vLLM also ends answers with
 the tokenizer's own end token (v1/core/sched/utils.py, check_stop), llama.cpp with a list of texts (llama-vocab.cpp,
-special_eog_ids). `trimtab run`, `chat` and `serve` do as vLLM where that token is the template's; elsewhere they say that answers
-go on, and end there where that is asked for. `trimtab.load` and `verify` do as transformers.
+special_eog_ids). `trimtab run`, `chat` and `serve` do as vLLM where that token is the template's; elsewhere they report that
+answers go on, and end there on request. `trimtab.load` and `verify` do as transformers.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def stop_at_turn_end(model: ChatModel, *, is_asked: bool | None = None) -> TurnE
     """Let answers of a loaded model end where its chat template ends a turn, also if the checkpoint's lists do not say so.
 
     is_asked: None ends them there if the tokenizer's own end token is that token, False never. Returns the token at which
-    answers go on although nobody asked for that. Call it before a batch is made: a batch keeps the end tokens.
+    answers go on without a request for it. Call it before a batch is made: a batch keeps the end tokens.
     """
     missing = None if is_asked is False else missing_turn_end(model)
     if missing is None:
@@ -81,7 +81,7 @@ def stop_at_turn_end(model: ChatModel, *, is_asked: bool | None = None) -> TurnE
 
 
 def going_on(missing: TurnEnd, remedy: str) -> str:
-    """Return what to say of a token at which answers go on. remedy: the option that ends them there."""
+    """Return the message about a token at which answers go on. remedy: the option that ends them there."""
     return (
         f"the chat template ends turns with {missing.text}, which is not among the checkpoint's end tokens: answers may run to "
         f"the token limit. {remedy} ends them there"

@@ -51,7 +51,7 @@ def of_this_process() -> CaptureStreams:
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[torch.cuda.Stream]:
-    """Give the stream, which waits for what is queued on the current one; one thread at a time has it.
+    """Give the stream, which waits for work queued on the current one; one thread at a time has it.
 
     Python's cyclic collector is off until the block ends: a graph, an event or page-locked memory that it frees in the middle
     of a capture is a call that CUDA forbids there, and the capture would be lost (error 901 at the next launch).

@@ -7,10 +7,10 @@ depends on other requests:
   the same kernels with the same launch configuration, and attention of each looks at the same number of places. Adapters are looked
   up by table whether a row has one or not.
 - Transformers' modules compute a row alone that no graph of all rows computes (an adapter that no table has, an image's placeholder
-token), and every row where steps are not captured, as on a CPU (`one_by_one`).
+  token), and every row where steps are not captured, as on a CPU (`one_by_one`).
 - Prompts are computed one at a time, each in pieces that begin at multiples of `piece_tokens`, and never several in one pass. A
-prompt resumes behind a cached prefix only where one of its pieces begins, and only behind tokens that were computed as whole
-pieces of a prompt, not of an answer (prefix_cache.py).
+  prompt resumes behind a cached prefix only where one of its pieces begins, and only behind tokens that were computed as whole
+  pieces of a prompt, not of an answer (prefix_cache.py).
 
 No guarantee covers the same bits for another number of rows, on another card, after another choice of kernels (which a card's
 first start makes), or after an adapter was loaded that changes layers that none did before or has a larger rank than all before.
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 
 def piece_tokens(sizes: Sequence[int], prefill_tokens: int) -> int:
-    """Return the number at whose multiples the pieces of a prompt begin: the largest chunk, or the most that transformers' own pass
-    takes.
+    """Return the number at whose multiples the pieces of a prompt begin: the largest chunk, or the most of transformers' own pass.
 
     sizes: of captured chunks, none where there are none. prefill_tokens: of transformers' own chunks, 0 where it takes all at once.
     """

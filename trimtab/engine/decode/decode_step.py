@@ -131,7 +131,7 @@ class DecodeStep:
         return self._eager(state, self._modules)
 
     def _run_invariant(self, state: BatchState) -> tuple[Tensor, Tensor]:
-        """Return what `run` does, each row with the bits that it has alone: by one graph of all rows, active or not, and by
+        """Return the result of `run`, each row with the bits that it has alone: by one graph of all rows, active or not, and by
         passes of one row for those that the graph cannot compute. See batch_invariant.py."""
         count = state.count
         apart = [number for number in range(count) if not self.is_captured or self._is_apart(state, number)]
@@ -172,7 +172,7 @@ class DecodeStep:
         return self._finish(step, state.count)
 
     def _short(self, count: int) -> Tensor:
-        """Return what `_modules` does, from fewer operations where that is allowed: roundings differ."""
+        """Return the result of `_modules`, from fewer operations where that is allowed: roundings differ."""
         if self.mode == "eager" or not self._may_be_short():
             return self._modules(count)
         if self._short_ops is None:
@@ -409,7 +409,7 @@ class DecodeStep:
             is_ours = step is self._fused or slots is not None
             with store.applying(slots):
                 overlap = is_ours and self._capturing.overlap_pays(run, slots, count)
-                start = time.perf_counter()  # what was tried is done once on a card
+                start = time.perf_counter()  # trials are done once on a card
                 with self.kernels.overlapping(overlap):
                     graph = self._capturing.record(run, slots, count)
             graph.keep = slots, store.selection  # it has the row numbers that the graph reads

@@ -1,6 +1,6 @@
 """One decode step of Gemma 4's text model in few kernels, on transformers' own modules and weights.
 
-This step computes in about sixteen operations what transformers' layer does in forty on one token: products that read the same
+This step computes one token in a layer in about sixteen operations where transformers' layer takes forty: products that read one
 input are one launch, and everything between two products is one. Roundings are transformers' own: each value that it
 rounds to the model's dtype is rounded here. Towers and layers with experts stay with transformers' modules; chunks of prompts use
 some of the kernels (chunk.py, last_layers.py).

@@ -267,7 +267,7 @@ def turn(
     """Write the normed and rotated queries and keys, and normed values, of n tokens of one prompt, as attention reads them.
 
     Shapes: queries [n, Hq * D], keys, values [n, Hkv * D] (no values: they are the keys before their norm; no keys: queries
-    alone), weights [D], cos and sin [n, D], q_out [n, Hq, D], k_out and v_out [Hkv, n, D]. Rows of what is read may be strided.
+    alone), weights [D], cos and sin [n, D], q_out [n, Hq, D], k_out and v_out [Hkv, n, D]. Rows of inputs may be strided.
     """
     mode = "shared" if keys is None else "k_is_v" if values is None else "own"
     heads = queries.shape[1] // dim
@@ -355,7 +355,7 @@ def attend(
 
     Shapes: q [n, Hq, D], keys and values [rows, Hkv, L, D] with rows >= n, positions [n] int64, out [n, Hq * D], scratch
     float32 with `scratch_values` places or None (made here). With `pages` keys and values are [Hkv, P, D], and a row's L places
-    are where its table says. A ring is looked at as a whole once it is full. softcap:
+    are where its table says. A full ring is read as a whole. softcap:
     scores become softcap * tanh(score / softcap). Places beyond a row's own are never read by the kernel.
     """
     heads, dim = q.shape[1:]

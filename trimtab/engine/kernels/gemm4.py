@@ -66,7 +66,7 @@ def why_not(packed: Packed, dtype: torch.dtype) -> str | None:
     if packed.kind not in ("nf4", "fp4"):
         return f"the weight is {packed.kind}, not 4-bit"
     if dtype not in _TYPES or packed.dtype != dtype:
-        return f"the activation is {dtype}, the weight stands for {packed.dtype}"
+        return f"the activation is {dtype}, the weight is {packed.dtype}"
     if len(packed.shape) != 2 or packed.shape[1] % _CHUNK:
         return f"the rows of a weight of shape {list(packed.shape)} are not whole chunks of {_CHUNK}"
     if packed.blocksize != 64 or ("nested_absmax" in packed.parts and packed.nested_blocksize != 256):

@@ -9,9 +9,9 @@ scales and sums are float32. x is exact: 64 bf16 values times a power of two are
 rounding of y. Relative error against float64 (norm of the difference over norm of y): 1.7e-3 for bf16, 2.5e-4 for float16,
 where bitsandbytes' own kernel has 3.6e-3 for bf16; `check` refuses more than 3e-3.
 
-One launch does all of it: the blocks make `low` together, a value or a few at a time, before they multiply, and take what they need
-at their end. How a launch is cut is in launch_config.py; where blocks share columns, one of them adds the parts in a fixed order.
-So the same input gives the same bits on one device; another cut sums in another order.
+One launch does all of it: the blocks make `low` together, a value or a few at a time, before they multiply, and read it
+at their end. launch_config.py has the launch configurations; where blocks share columns, one of them adds the parts in a fixed
+order. So the same input gives the same bits on one device; another cut sums in another order.
 
 A module serves one stream at a time (its scratch is shared by its launches). What it does not know: whether bitsandbytes
 is faster here (bench/kernels.py measures, the caller decides).

@@ -93,7 +93,7 @@ class Int8Layer(DynamicLayer):  # type: ignore[misc]
         return read_states(keys, key_states.dtype), read_states(values, value_states.dtype)
 
     def extend(self, keys: Tensor, values: Tensor) -> None:
-        """Keep what is in 8 bits already."""
+        """Keep keys and values that are in 8 bits already."""
         super().update(keys, values)
 
 
@@ -108,7 +108,7 @@ class Int8SlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         return read_states(keys, key_states.dtype), read_states(values, value_states.dtype)
 
     def extend(self, keys: Tensor, values: Tensor) -> None:
-        """Keep what is in 8 bits already."""
+        """Keep keys and values that are in 8 bits already."""
         super().update(keys, values)
 
 
@@ -118,7 +118,7 @@ SLIDING_LAYERS = (DynamicSlidingWindowLayer, Int8SlidingLayer)
 
 
 def with_form(cache: DynamicCache, kv: str) -> DynamicCache:
-    """Return an empty cache whose layers keep this form; layers of other kinds stay, and `BatchedKVCache` refuses them by name."""
+    """Return an empty cache whose layers keep this form; layers of other kinds stay, and `BatchedKVCache` refuses them."""
     if kv == "int8":
         for layer in cache.layers:
             # Constructors have different arguments in different releases; the two classes are otherwise the same.

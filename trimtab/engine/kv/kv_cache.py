@@ -62,7 +62,7 @@ class LayerCache(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write one position of each row of the step, and return the places that the step looks at."""
+        """Write one position of each row of the step, and return the places that the step reads."""
         places = self.shared.ring_places[self.places] if self.is_ring else self.shared.positions
         return self.written(key_states, value_states, places[self.shared.rows_of_step(key_states.shape[0])])
 
@@ -130,7 +130,7 @@ class PagedLayer(LayerCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write one position of each row of the step, and return a copy of the places that the step looks at."""
+        """Write one position of each row of the step, and return a copy of the places that the step reads."""
         places = self.shared.step_places[self.shared.rows_of_step(key_states.shape[0])]
         return self._written(key_states, value_states, places)
 
@@ -403,7 +403,7 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
 
 
 def restore(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy back what `BatchedKVCache.rings` copied."""
+    """Copy back the states that `BatchedKVCache.rings` copied."""
     for state, copy in pairs:
         state.copy_(copy)
 

@@ -91,7 +91,7 @@ class PagePool:
             raise DoesNotFitError(
                 f"keys and values of {tokens} tokens: {self.free_tokens} of the pool's {self.tokens} are free", block=None,
                 device=str(self.device), needed_bytes=0, budget_bytes=0,
-                hint="Wait until an answer ends, ask for fewer tokens, or plan with more kv_tokens",
+                hint="Wait until an answer ends, request fewer tokens, or plan with more kv_tokens",
             )  # fmt: skip
         return tuple(self._free.pop() for _ in range(count))
 

@@ -102,7 +102,7 @@ def _head_path(
 
 
 def _untied_head(path: str, ties: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return (the head's weight -> what it was tied to, the ties without it)."""
+    """Return (the head's weight -> its former owner, the ties without it)."""
     weight = f"{path}.weight"
     copies = {weight: ties[weight]} if weight in ties else {}
     remaining = {name: owner for name, owner in ties.items() if name != weight}

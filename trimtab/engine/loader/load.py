@@ -518,7 +518,7 @@ class _Filler:
             return dense
         entry = self._entry(
             weight, "so its rows cannot be read from there",
-            hint="Give the plan more host_memory, so that the table is held there",
+            hint="Give the plan more host_memory, so that the table fits there",
         )  # fmt: skip
         rows = tables.FileRows(entry.file, entry.start, (weight.shape[0], weight.shape[1]), getattr(torch, entry.dtype))
         self.file_rows.append(rows)

@@ -60,7 +60,7 @@ class Probe:
     model: in eval mode; every tensor is traced, or real and on the CPU (computed at load). sources: tensor_path -> how
     to make it. missing: persistent buffers that no file holds and that keep their initial value. unexpected: file
     tensors that the model does not use (after its own list of known ones). ties: tensor_path -> the tensor_path that
-    owns the storage. dtype: what was asked. compares_values: whether the loader asked if stored tensors are equal.
+    owns the storage. dtype: the requested one. compares_values: whether the loader asked if stored tensors are equal.
     """
 
     model: HFModel
@@ -217,7 +217,7 @@ def probe(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Probe:
         model, info = _load_traced(checkpoint, kind, config, tensors, torch_dtype, trace)
         if not checkpoint.has_weights:
             tensors = _declared(trace, model)
-            # Only the loader applies the list of what stays in float32.
+            # Only the loader applies the list of modules that stay in float32.
             if not any(getattr(model, f"_keep_in_fp32_modules{name}", None) for name in ("", "_strict")):
                 return _declared_result(model, tensors, dtype)
             model, info = _load_traced(checkpoint, kind, config, tensors, torch_dtype, trace)

@@ -308,7 +308,7 @@ def _add(adapter: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _add_stacked(adapters: Sequence[Any], x: Tensor, y: Tensor) -> None:
-    """Add to y [n, ..., D_out] what adapters[i], all of one rank, makes of row i of x [n, ..., D_in]."""
+    """Add to y [n, ..., D_out] the change by adapters[i], all of one rank, for row i of x [n, ..., D_in]."""
     count, scales = len(adapters), [adapter.scale for adapter in adapters]
     low = torch.bmm(x.reshape(count, -1, x.shape[-1]), torch.stack([one.A for one in adapters]).mT)
     alpha = scales[0]

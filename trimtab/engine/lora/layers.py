@@ -105,7 +105,7 @@ class SavedModule(nn.Module):
 
     def __init__(self, original: nn.Module, store: AdapterStore, part: str) -> None:
         super().__init__()
-        # In __dict__, not as a child: parameter paths stay what they were.
+        # In __dict__, not as a child: parameter paths stay the same.
         self.__dict__.update(
             original=original, adapter_store=store, part=part, adapters={}, training=original.training,
             _parameters=original._parameters, _buffers=original._buffers, _modules=original._modules,
@@ -353,7 +353,7 @@ def _check_modules(
             problems.append(f"{path} is a {type(module).__name__}, which takes no LoRA for a module of kind {wanted}")
         if isinstance(module, RouterModule) and "saved" in targets:
             problems.append(
-                f"{path}: another attached adapter has LoRA on this router; a weight of its own is not supported beside"
+                f"{path}: another attached adapter has LoRA on this router; it cannot have a replaced weight too"
             )
         if kind == "router" and "lora" not in targets:
             kind = "other"

@@ -1,7 +1,7 @@
 """Routers of experts that were Linear layers once: a module with a bare weight, computed by `linear`, that takes LoRA as before.
 
 Replaces the router and runs it with a weight that adds the adapters of the selected rows to the output of `linear`. So
-the router's own code decides what follows. Nothing else is replaced, and without an adapter the router runs as it is.
+the router's own code computes the rest. Nothing else is replaced, and without an adapter the router runs as it is.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RouterModule(nn.Module):
 
     def __init__(self, original: nn.Module, store: AdapterStore, module_path: str, part: str) -> None:
         super().__init__()
-        # In __dict__, not as a child: parameter paths stay what they were.
+        # In __dict__, not as a child: parameter paths stay the same.
         self.__dict__.update(
             original=original, adapter_store=store, adapters={}, module_path=module_path, part=part,
             training=original.training, _parameters=original._parameters, _buffers=original._buffers,

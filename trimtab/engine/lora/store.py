@@ -49,7 +49,7 @@ class AdapterTable(Protocol):
 
 
 class AdapterApplier(Protocol):
-    """Adds the adapters of the selected rows to what a layer computes."""
+    """Adds the adapters of the selected rows to the output of a layer."""
 
     @property
     def table(self) -> AdapterTable | None:
@@ -161,7 +161,7 @@ class AdapterStore:
         self.selection = BASE
         self.applier: AdapterApplier = EAGER
 
-    # What is attached ------------------------------------------------------------------------------------------------
+    # Attached adapters ------------------------------------------------------------------------------------------------
 
     def attached(self, name: str, holders: Holders) -> None:
         """Take up a name whose tensors are in place."""
@@ -195,7 +195,7 @@ class AdapterStore:
         """The number of the adapter that was attached last, whether or not it still is."""
         return self._attached
 
-    # What rows use ---------------------------------------------------------------------------------------------------
+    # Adapters of rows -------------------------------------------------------------------------------------------------
 
     def select(self, selection: Selection) -> None:
         """Use this selection from now on. Its names are those that layers know; nothing is checked."""

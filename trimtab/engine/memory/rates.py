@@ -52,8 +52,8 @@ WORKSPACE_CONFIG = ":4096:2:16:8"
 _STACK_LIMIT = 0
 ROOM_TOLERANCE_BYTES = 64 * 2**20
 SAMPLE_BYTES = 64 * 2**20
-# A machine is busy if its GPU was used for this share of the last second, or if threads of this process got this share of their
-# cores: on two cores 0.99 to 1.00 without other programs, 0.49 next to two of them.
+# A machine is busy if its GPU was used for at least this share of the last second, or if threads of this process got at most this
+# share of their cores: on two cores 0.99 to 1.00 without other programs, 0.49 next to two of them.
 BUSY_GPU_PERCENT, BUSY_CPU_SHARE, BUSY_SAMPLE_S = 20, 0.8, 0.1
 DISK_SAMPLE_BYTES = 32 * 2**20
 SMALL_READ_BYTES = 4096

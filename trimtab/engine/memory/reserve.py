@@ -25,7 +25,7 @@ _DRIVER = tuple(name for name in OUTSIDE_PEAK if name not in ("allocator_reserve
 
 
 def torch_bytes(plan: Plan) -> int:
-    """Return the bytes that the plan counts for torch: tensors at their peak, and what its allocator holds beyond them."""
+    """Return the bytes that the plan counts for torch: tensors at their peak, and its allocator's memory beyond them."""
     return plan.gpu_needed_bytes - sum(plan.gpu.get(name, 0) for name in _DRIVER)
 
 

@@ -4,7 +4,7 @@
     room.make()                                  # once, before the first graph of a prompt is captured
     with room.using():                           # on the stream that captures
         logits = forward.run(form)
-    kept = logits.clone(); del logits            # what outlives the pass is copied
+    kept = logits.clone(); del logits            # results that outlive the pass are copied
     room.check()                                 # graphs are dropped if anything is left
 
 A CUDA graph keeps the addresses of its temporary tensors permanently. A separate pool would need memory in addition to the room of
@@ -65,7 +65,7 @@ class PrefillMemoryPool:
         self.segment_bytes = 0
         self._left: frozenset[tuple[int, int]] = (
             frozenset()
-        )  # (address, bytes) of what earlier passes have left in the pool
+        )  # (address, bytes) of blocks that earlier passes have left in the pool
         self._dtype = dtype
         self._pool: Any = None
         self._mark: Any = None

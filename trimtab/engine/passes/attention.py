@@ -17,7 +17,7 @@ torch reports the kernel for the very tensors (`_fused_sdp_choice`), and only th
 takes no copy and never stores scores. For anything else (cuDNN's attention, torch's plain form, several sequences, one token)
 transformers computes the call unchanged. `use_in` also compares both forms on this device before one is replaced.
 
-What is not covered: several sequences. Their keys cannot be expanded along the batch, and along the heads they take that branch.
+Not covered: several sequences. Their keys cannot be expanded along the batch, and along the heads they take that branch.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ Layers that read the keys and values of earlier ones (Gemma 3n, Gemma 4) write n
 chunk alone, and no other chunk at all. That is exact: the same operations on fewer rows; a product of one row may be
 another kernel than one of many, which rounds its sums in another order.
 
-What is not covered: attention other than torch's `sdpa`, layers with a state that is not keys and values by position.
+Not covered: attention other than torch's `sdpa`, layers with a state that is not keys and values by position.
 """
 
 from __future__ import annotations
@@ -362,8 +362,8 @@ class ChunkForward:
             buffers.write_media(chunk, media)
 
     def run(self, form: Form) -> Tensor:
-        """Return the logits [V] of the last token of a last chunk, of another chunk its hidden state [D], which only tests of equal
-        passes read; float32. Keys and values are written."""
+        """Return the logits [V] of the last token of a last chunk; of another chunk its hidden state [D], read only to compare a
+        graph with its pass; float32. Keys and values are written."""
         self.form = form
         try:
             return self._run(form)

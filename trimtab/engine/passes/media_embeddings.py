@@ -1,4 +1,4 @@
-"""A prompt with images or audio as its decoder sees it: the towers' outputs among the embeddings, positions, who looks ahead.
+"""A prompt with images or audio as its decoder sees it: tower outputs among the embeddings, positions, masks that look ahead.
 
 media = media_of(hf_model, tensors)      # the towers run, the decoder does not
 media.may_end_at(place)                  # whether a chunk (chunk_forward.py) may end there
@@ -35,7 +35,7 @@ class Media:
     """A prompt with images or audio once its towers have run, of all its S tokens.
 
     Shapes: embeddings [1, S, D]; deep [n][1, S, D], added behind the first n layers; positions [3, S] on the CPU or None;
-    masks: kind of layer -> [S, S], only where tokens look ahead. reach: by token, the last one that it looks at.
+    masks: kind of layer -> [S, S], only where tokens attend to later ones. reach: by token, the last one that it attends to.
     """
 
     embeddings: Tensor
@@ -45,7 +45,7 @@ class Media:
     reach: tuple[int, ...] = ()
 
     def may_end_at(self, place: int) -> bool:
-        """Whether no token before this one looks at it or beyond."""
+        """Whether no token before this one attends to it or beyond."""
         return not self.reach or max(self.reach[:place], default=-1) < place
 
 
@@ -101,7 +101,7 @@ def _dense(inputs: Mapping[str, Any], embeddings: Tensor) -> tuple[Tensor, ...]:
 
 
 def looking_ahead(masks: object) -> tuple[dict[str, Tensor], tuple[int, ...]]:
-    """Return (kind -> [S, S], True where a token looks, of every kind; the last that each looks at) if any looks ahead."""
+    """Return (kind -> [S, S], True where a token attends; the last token that each attends to) if any attends to later ones."""
     if not isinstance(masks, dict):
         return {}, ()
     looks = {

@@ -14,7 +14,7 @@ Positions, masks, rows of the cache and last tokens are computed on the device f
 be captured, and prompts of any lengths up to the form's use the same graph. Layers that read the keys and values of earlier ones
 see the last token of each prompt alone.
 
-What is not covered: images and audio, prompts of more than one chunk: these are computed alone.
+Not covered: images and audio, prompts of more than one chunk: these are computed alone.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """The cache of vision and audio tower outputs: an image that a chat repeats is not encoded again.
 
-    with encoders(model, cache, scope, inputs): hf_model(**tensors)      # or what stops before the decoder
+    with encoders(model, cache, scope, inputs): hf_model(**tensors)      # or a pass that stops before the decoder
 
-Towers are reached where every family has them: `get_image_features` and `get_audio_features` of its base model, which are covered
-while one prompt goes through. Pictures are kept one by one, and those of a prompt that are missing go through the tower in one
-pass; the audio clips of a prompt, which families pad to the longest, are kept together. What is kept is known by the content of the
-picture (or sounds), by the shape that the processor gave it, and by the scope: the client, and the adapter's content if it changes
-a tower. It lies in the pages of the prefix cache, counts with them, and goes by age with them.
+The cache wraps the functions of the towers that every family has: `get_image_features` and `get_audio_features` of its base model,
+while one prompt is computed. Images are kept one by one, and the tower computes those of a prompt that are missing in one
+pass; the audio clips of a prompt, which families pad to the longest, are kept together. The key is the content of the
+image (or audio), the shape that the processor gave it, and the scope: the client, and the adapter's content if it changes
+a tower. The entries are in the pages of the prefix cache, count with them, and are evicted by age with them.
 
-What is not covered: several images at once of towers whose output cannot be told apart by image (Gemma 4 and Qwen3-VL up to some
+Not covered: several images at once of towers whose output cannot be split by image (Gemma 4 and Qwen3-VL up to some
 release after transformers 5.6.2); one image alone is kept there too.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from trimtab.engine.kv.sequence import Inputs
     from trimtab.engine.prefill.prefix_cache import PrefixCache
 
-# What families read of a tower's output (transformers 5.6.2 to 5.23).
+# The fields of a tower's output that families read (transformers 5.6.2 to 5.23).
 PARTS = ("pooler_output", "deepstack_features", "attention_mask", "audio_mel_mask")
 # Where the output of one image is kept as a whole.
 _WHOLE = "whole"
@@ -42,7 +42,7 @@ FUNCTIONS = ("get_image_features", "get_audio_features")
 
 @dataclass
 class EncoderCounts:
-    """Pictures and groups of audio clips: looked for, found, and passes of towers."""
+    """Counts of images and groups of audio clips: looked for, found, and passes of towers."""
 
     lookups: int = 0
     hits: int = 0
@@ -54,7 +54,7 @@ def encoders(
     hf_model: HFModel, cache: PrefixCache, scope: bytes, inputs: Inputs, *, is_counted: bool = True
 ) -> Iterator[None]:  # fmt: skip
     """While the block runs, the towers return cached outputs, and new outputs are cached. is_counted: False for a pass that
-    an earlier one has been counted for. What ends by an error is not counted, because it runs again, except where only the
+    an earlier one has been counted for. A pass that ends by an error is not counted, because it runs again, except where only the
     decoder is left (TowersDoneError)."""
     owner = getattr(hf_model, "model", None)
     names = [name for name in FUNCTIONS if hasattr(owner, name)]
@@ -80,7 +80,7 @@ def encoders(
 
 @dataclass
 class _Tower:
-    """Stands for one function of one prompt. digests: of its images or audio, in order."""
+    """Replaces one function for one prompt. digests: of its images or audio, in order."""
 
     compute: Callable[..., object]
     cache: PrefixCache
@@ -132,7 +132,7 @@ class _Tower:
             return None if not tensors else [(args, kwargs)]
         if all(tensor.shape[0] == count for tensor in tensors):
             return [_each_of(args, kwargs, partial(_row, number=n)) for n in range(count)]
-        # Patches of all pictures in one row, and how many along each axis.
+        # Patches of all images in one row, and how many along each axis.
         grids = [tensor for tensor in tensors if tensor.shape == (count, 3)]
         if len(grids) != 1:
             return None
@@ -155,7 +155,7 @@ class _Tower:
         if any(kept is not None and _WHOLE in kept for kept in outputs.values()):
             if len(keys) == 1:
                 return SimpleNamespace(**outputs[keys[0]][_WHOLE])
-            outputs = dict.fromkeys(outputs)  # what is kept of images alone is no part of an output of several
+            outputs = dict.fromkeys(outputs)  # fields kept of images alone are no part of an output of several
         missing = [key for key, kept in outputs.items() if kept is None]
         if missing:
             chosen = [split[keys.index(key)] for key in missing]
@@ -174,7 +174,7 @@ class _Tower:
 
 
 def _form(args: Sequence[object], kwargs: dict[str, object]) -> str:
-    """Return what of a call is not content: shapes and plain values."""
+    """Return the part of a call without content: shapes and plain values."""
 
     def shown(value: object) -> object:
         return (tuple(value.shape), str(value.dtype)) if isinstance(value, Tensor) else repr(value)
@@ -207,7 +207,7 @@ def _joined_named(several: Sequence[dict[str, object]]) -> dict[str, object]:
 
 
 def _parts_of(output: object, count: int) -> list[dict[str, Any]] | None:
-    """Return each picture's part of a tower's output, None for an output of another form."""
+    """Return each image's part of a tower's output, None for an output of another form."""
     pooled, deep = getattr(output, "pooler_output", None), getattr(output, "deepstack_features", None)
     is_stacked = isinstance(pooled, Tensor)
     if pooled is None or len(pooled) != count or (is_stacked and pooled.dim() != 3):

@@ -1,4 +1,4 @@
-"""Prompts whose last token goes through with the rows' next step.
+"""Prompts whose last token the rows' next step computes.
 
     prompt.may_end_in_step = True      # before its first chunk
     while not prompt.step(): ...       # all but its last token, where `prompt.is_open` then
@@ -7,7 +7,7 @@
 
 While other rows are being answered a step has to run anyway, and one row more costs it hardly anything. Captured
 chunks of such a prompt need no logits: neither the head, nor a pass of the last token through layers that share the keys and values
-of earlier ones. With E4B that is most of what a chunk of up to 256 tokens takes. Transformers' own pass (stock_pass.py) saves a
+of earlier ones. With E4B that is most of the time of a chunk of up to 256 tokens. Transformers' own pass (stock_pass.py) saves a
 chunk where the last token would be one by itself.
 
 The last token is computed by the kernels of steps, as those of answers are. Its scores differ from those of a chunk by rounding.
@@ -34,8 +34,8 @@ def ends_in_step(
 ) -> bool:  # fmt: skip
     """Return whether a step computes a prompt's last token. may_end_at: whether a chunk may end before a token.
 
-    Without active rows no step would run anyway. Rows of a group copy the logits of one prompt, and what stands for an image or
-    audio has no embedding of its own. Batch-invariant answers have the bits of their own chunks.
+    Without active rows no step would run anyway. Rows of a group copy the logits of one prompt, and the placeholder of an image or
+    audio clip has no embedding. Batch-invariant answers have the bits of their chunks.
     """
     row = prompt.row
     if not prompt.may_end_in_step or not batch.active or not are_possible(batch.prompts) or row.group:
@@ -54,8 +54,8 @@ def chunks_of(
     prefixes: PrefixUse,
     may_end_at: Callable[[int], bool] = lambda _: True,
 ) -> list[Chunk] | None:
-    """Return the chunks of a prompt from a token on, as `hf_prefill.chunks_of`; without its last token if that goes through with a
-    step."""
+    """Return the chunks of a prompt from a token on, as `hf_prefill.chunks_of`; without its last token if a step computes that
+    one."""
     count = prompt.inputs.prompt_tokens - prompt.ends_in_step
     if start == count:
         return []
@@ -67,5 +67,5 @@ def chunks_of(
 
 
 def share_of_layers(forward: ChunkForward) -> float:
-    """Return the share of a model's layers that such a chunk goes through: those with keys and values of their own."""
+    """Return the share of a model's layers that compute such a chunk: those with separate keys and values."""
     return forward.first_shared / max(len(forward.layers), 1)

@@ -1,7 +1,7 @@
 """Where captured prompts and towers read adapters: a buffer for each layout, and the values that are copied into it.
 
 Adapters of one layout (the same layers and ranks, at the same places of one piece of memory) share graphs, which read a copy of the
-piece. An adapter of another kind (DoRA, embeddings, whole modules) has graphs of its own, which read it where it is.
+piece. An adapter of another kind (DoRA, embeddings, whole modules) has separate graphs, which read it where it is.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class Layouts:
         return {one.name for one in self._held.values()}
 
     def set_adapter(self, name: str | None) -> tuple[Hashable, int | None]:
-        """Select an adapter for this pass; returns what of it is part of a graph, and its serial where a graph
+        """Select an adapter for this pass; returns its part of a graph's key, and its serial where a graph
         would read its own addresses."""
         store = self.model.adapter_store
-        if name is None or name not in store.names:  # which is an error there
+        if name is None or name not in store.names:  # which raises there
             store.set(name)
             return None, None
         layout = self._layout_of(name)
@@ -139,7 +139,7 @@ class Layouts:
             self._drop()
         buffer = torch.empty_like(source)
         self._count += 1
-        # Another batch of this model may have layouts of its own.
+        # Another batch of this model may have other layouts.
         name = f"\0prompt layout {id(self)} {self._count}"
         layout = PromptLayout(name, buffer, [one.leaf for one in places], has_towers)
         for one in places:

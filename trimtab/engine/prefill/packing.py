@@ -1,16 +1,16 @@
 """Waiting prompts that run together, each with its adapter, as one pass of packed_forward.py.
 
     packs = prompts.packs                              # of a batch's captured prompts
-    together = packs.choose(prompts, most_tokens)      # None: the first one goes through alone
+    together = packs.choose(prompts, most_tokens)      # None: the first one is computed alone
     logits = packs.run(together, rows)                 # [V] float32 of each; keys and values are in these rows of the cache
 
-A pass costs about as much as FIXED_TOKENS tokens beyond its own: its weights are read and unpacked whatever it has to compute. So
-prompts of about one length are worth a pass of that length; a short one beside a long one is not, as both take as many places.
+A pass costs about as much as FIXED_TOKENS tokens beyond its own: every pass reads and unpacks all weights. So
+prompts of about one length are worth a pass of that length; a short one with a long one is not, as both take as many places.
 Shapes are few (`shapes_of`), because each is a graph. A row finds its adapter in a table (batched_lora/table.py) as rows of a step
 do, in blocks of tokens of one row (`prompt_kernels.add_rows`).
 
-What goes through alone: images and audio, what is longer than a chunk or has to be cut for a snapshot, adapters that no table
-holds, and everything where graphs have no room (`why_not`).
+Computed alone are images and audio, prompts longer than a chunk or with a cut for a snapshot, adapters that no table
+has, and all prompts where graphs have no room (`why_not`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Costs:
-    """What passes take, in tokens of a prompt alone. alone, together: beyond their tokens; token: one of several prompts' pass."""
+    """The cost of passes, in tokens of a prompt alone. alone, together: beyond their tokens; token: one of a pass of several."""
 
     alone: float
     together: float
@@ -56,13 +56,13 @@ ADAPTER_INSIDE = Costs(860, 1300, 1.66)
 # Prompts of a pass, and the fewest tokens of one: a smaller pass saves hardly anything.
 MOST_PROMPTS = 16
 LEAST_TOKENS = 256
-# Keys and values that the rows of a pass look at are copied side by side: so many positions of all rows together.
+# Keys and values that the rows of a pass look at are copied side by side: at most this many positions of all rows together.
 MOST_POSITIONS = 16384
 # Adapters of a higher rank are added faster by torch, one prompt at a time.
 MOST_RANK = 16
-# Graphs of passes that are captured where there is room for all others, and the memory that has to be left beside them.
+# Graphs of passes that are captured where there is room for all others, and the memory that has to be left after them.
 PACK_GRAPHS = 8
-# Passes of so many tokens are captured before the first request.
+# Passes of this many tokens are captured before the first request.
 PREPARED_TOKENS = 512
 SPARE_BYTES = 256 * 2**20
 
@@ -72,7 +72,7 @@ State = TypeVar("State", bound=PrefillState)
 
 @dataclass(frozen=True)
 class Together(Generic[State]):
-    """Prompts of one pass, in the order in which they wait. matches: what of each is in the prefix cache. size: places of a row."""
+    """Prompts of one pass, in the order in which they wait. matches: the cached part of each prompt. size: places of a row."""
 
     prompts: tuple[State, ...]
     matches: tuple[Match, ...]
@@ -95,8 +95,8 @@ def shapes_of(sizes: Sequence[int], most_tokens: int) -> list[tuple[int, int]]:
 def choose_shape(
     waiting: Sequence[int], sizes: Sequence[int], most_tokens: int, costs: Costs = PACKED_WEIGHTS, *, share: float = 1.0
 ) -> tuple[tuple[int, int], list[int]] | None:
-    """Return the shape that saves most beside passes of one prompt each, and which prompts take part, the first always; None if
-    none saves anything. waiting: tokens of each. share: what a prompt alone takes of a whole pass, where a step computes its last
+    """Return the shape that saves most against passes of one prompt each, and which prompts take part, the first always; None if
+    none saves anything. waiting: tokens of each. share: of a whole pass for a prompt alone, where a step computes its last
     token."""
     best, saved = None, 0.0
     for size, rows in shapes_of(sizes, most_tokens):
@@ -135,7 +135,7 @@ class PackedPrefill:
     """The passes of several prompts of one batch."""
 
     def __init__(self, prompts: Passes) -> None:
-        # Whoever has this is the one that it belongs to.
+        # A weak reference: the owner has this object, and a cycle would keep the memory of both.
         self._owner = weakref.ref(prompts)
         self._forward: PackForward | None = None
         self._slots: ChunkSlots | None = None
@@ -187,7 +187,7 @@ class PackedPrefill:
         for prompt in waiting:
             if self._can(prompt) and prompt.row.group not in groups:
                 able.append(prompt)
-                groups |= {prompt.row.group} - {""}  # the others of a group copy what it computes
+                groups |= {prompt.row.group} - {""}  # the others of a group copy its states
         most = min(most_tokens or prompts.most_packed, prompts.most_packed)
         counts = [prompt.inputs.prompt_tokens for prompt in able]
         matches = [prompts.batch.prefixes.find(prompt) for prompt in able]
@@ -221,7 +221,7 @@ class PackedPrefill:
         return Together(tuple(prompt for prompt, _ in chosen), tuple(match for _, match in chosen), size, rows)
 
     def has_place(self, prompt: PrefillState) -> bool:
-        """Whether a waiting prompt is short enough for such a pass, whichever others and whichever adapters take part."""
+        """Whether a waiting prompt is short enough for such a pass, for any other prompts and adapters."""
         if self.why_not() is not None or prompt.inputs.has_media or prompt.done_tokens:
             return False
         left_tokens = prompt.inputs.prompt_tokens - self.prompts.batch.prefixes.peek(prompt)
@@ -280,7 +280,7 @@ class PackedPrefill:
         prompts, model = self.prompts, self.prompts.model
         forward = self._new_forward()
         padded = [*names, *[names[0]] * (rows - len(names))]
-        # Once adapters are there a pass looks them up, whether its prompts have any or not: one graph for all.
+        # Once adapters are attached a pass looks them up, whether its prompts have any or not: one graph for all.
         table = self._table() if model.adapter_store.names else None
         key: Hashable = None
         if table is not None:
@@ -307,7 +307,7 @@ class PackedPrefill:
                 self._pass(pieces, [adapter] * count, size, rows, at_once=True)
 
     def static(self, form: Form) -> Tensor:
-        """Return what a graph of this form computes, kernel by kernel."""
+        """Return the result of a graph of this form, kernel by kernel."""
         assert self._forward is not None
         if form.by_table:
             assert self._slots is not None

@@ -5,10 +5,10 @@
         is_through = prompts.step(prompt)
 
 A prompt's kernels are launched one by one from Python unless they are a graph. There is one for each form of a chunk
-(`hf_prefill.Form`) and each layout of adapters. The first time that one is needed, the pass runs as it is. The second time it
-is captured, and where another would have to go for it, once it is needed more often (graph_uses.py). Adapters of one layout (the
+(`hf_prefill.Form`) and each layout of adapters. On its first use a form's pass runs uncaptured. It is captured on its second use.
+If that would evict another graph, it is captured only once it is used more often (graph_uses.py). Adapters of one layout (the
 same layers and ranks, at the same places of one piece of memory) share a graph, which reads a copy of the piece: changing the
-adapter is one copy on the device. An adapter of another kind (DoRA, embeddings, whole modules) has graphs of its own. All graphs
+adapter is one copy on the device. An adapter of another kind (DoRA, embeddings, whole modules) has separate graphs. All graphs
 share one set of inputs, and their memory with passes that are not captured (shared_pool.py).
 """
 
@@ -64,9 +64,9 @@ from trimtab.planning.memory.prompts import LEAST_LARGEST, choose_chunks, planne
 from trimtab.planning.values.copy_order import Piece
 from trimtab.planning.values.execution import CAPTURED
 
-# Graphs that are kept; beyond, what was used longest ago goes.
+# Graphs that are kept; beyond, the least recently used one is evicted.
 MOST_GRAPHS = 40
-# Graphs that prompts need which are cut: first, later and last chunks of two sizes, and some lasts that are smaller.
+# Graphs of prompts with several chunks: first, later and last chunks of two sizes, and some lasts that are smaller.
 CUT_GRAPHS = 9
 
 
@@ -79,7 +79,7 @@ class _Captured:
 
 class PrefillRunner:
     """The captured prompts of one batch. mode: "auto", on a GPU where the plan leaves room; "static": the same passes, never
-    captured, on any device; "eager": none. sizes: of chunks, None for what fits. counted_bytes: what the plan has counted for
+    captured, on any device; "eager": none. sizes: of chunks, None for those that fit. counted_bytes: those that the plan counts for
     them already."""
 
     def __init__(
@@ -123,7 +123,7 @@ class PrefillRunner:
 
     @property
     def is_on(self) -> bool:
-        """Whether any prompt goes through in chunks of still shapes."""
+        """Whether any prompt is computed in chunks of fixed shapes."""
         return bool(self.sizes)
 
     @property
@@ -138,7 +138,7 @@ class PrefillRunner:
 
     @property
     def kernels_us(self) -> dict[str, tuple[float, float]]:
-        """What our kernels took when they were chosen: name -> (ours, theirs)."""
+        """The times of our kernels when they were chosen: name -> (ours, theirs)."""
         return {} if self._kernels is None else self._kernels.measured_us
 
     def fall_back(self, why: str, what: str = "captured prompts") -> None:
@@ -176,7 +176,7 @@ class PrefillRunner:
         least = min(LEAST_LARGEST, max(chosen, default=0))
         fitting = choose_chunks(chosen, self.extra_bytes, free)
         if not fitting and sizes is None and planned.chunks:
-            self.captures = False  # a pass of transformers' own has a cache that a plan with chunks does not count
+            self.captures = False  # transformers' own pass has a cache that a plan with chunks does not count
             fitting = planned.chunks
         return fitting, self.extra_bytes((least,)), max(free, 0)
 
@@ -186,7 +186,7 @@ class PrefillRunner:
         return free - extra_bytes(self.model, self.batch.rows) if self.batch.steps.is_captured else free
 
     def extra_bytes(self, sizes: Sequence[int] | None = None, *, adapters: bool = True) -> int:
-        """Return what is counted for captured prompts beside the plan; `sizes` None for those in use."""
+        """Return the bytes counted for captured prompts in addition to the plan; `sizes` None for those in use."""
         plan, anatomy, holders = self.model.plan, self.model.anatomy, self.model.adapter_store.holders
         use = use_of(plan.request, anatomy, answer_tokens=plan.answer_tokens)
         value_bytes = [values_of(name, one).nbytes for name, one in holders.items() if adapters and one.fitting.plain]
@@ -198,7 +198,7 @@ class PrefillRunner:
     # One prompt ------------------------------------------------------------------------------------------------------
 
     def takes(self, prompt: PrefillState) -> bool:
-        """Whether the next piece of a prompt is this object's to put through. Towers run when its first one is requested, or as
+        """Whether this object computes the next piece of a prompt. Towers run when its first one is requested, or as
         much of them as one piece is while rows are being answered."""
         if prompt in self.jobs:
             return True
@@ -212,7 +212,7 @@ class PrefillRunner:
             is_paused = False
         if is_paused:
             if self.room is not None:
-                self.room.check()  # not before the exception is gone, which holds what the pass was computing
+                self.room.check()  # not before the exception is gone, which keeps the tensors of the pass
             return True
         if job is None:
             return False
@@ -223,7 +223,7 @@ class PrefillRunner:
         return True
 
     def chunk_forward(self) -> hf_prefill.ChunkForward:
-        """Return what computes chunks, made when it is first needed."""
+        """Return the forward of chunks, made at first use."""
         if self._forward is None:
             self._forward = hf_prefill.ChunkForward(self.model.hf_model, self.batch.cache, self.model.dtype)
             if (
@@ -240,12 +240,12 @@ class PrefillRunner:
 
     @property
     def is_row_free(self) -> bool:
-        """Whether no prompt is on its way in the prompts' row."""
+        """Whether no prompt is in progress in the prompts' row."""
         owner = None if self._owner is None else self._owner()
         return owner is None and (self.batch.cache.has_prompt_row or not self.batch.active)
 
     def check_turn(self, prompt: PrefillState) -> None:
-        """Raise RequestError for a prompt that begins while another is on its way: it would be computed another way."""
+        """Raise RequestError for a prompt that begins while another is in progress: it would be computed another way."""
         if self.is_on and not prompt.done_tokens and prompt not in self.jobs and not self.is_row_free:
             raise RequestError(
                 "another prompt is on its way, and batch-invariant prompts go through one at a time", field="prompt",
@@ -291,7 +291,7 @@ class PrefillRunner:
             job.has_begun = True
             prompt.begin_chunk(0)
             return False
-        if not job.chunks:  # the same prompt went through before, or all of it but its last token
+        if not job.chunks:  # the same prompt was computed before, or all of it but its last token
             assert prompt.row.reuse is not None
             prompt.take_states(job.kept.tokens, logits=prompt.row.reuse.logits, offset=job.offset)
             return True
@@ -346,7 +346,7 @@ class PrefillRunner:
     ) -> Tensor:  # fmt: skip
         """Return the result of a form's pass, captured where possible.
 
-        key: the form and the rest of what identifies the program. serial: of the adapter whose own addresses it reads. rows:
+        key: the form and the rest of the program's key. serial: of the adapter whose own addresses it reads. rows:
         the rows of the cache that it writes. stage: copies the inputs that the host has.
         """
         form = key[0]
@@ -378,15 +378,15 @@ class PrefillRunner:
             return False
         if self.model.plan.request.batch_invariant:
             return True
-        self._forget_unloaded()  # what is dropped anyway keeps no other out
+        self._forget_unloaded()  # graphs of unloaded adapters must not take the place of others
         oldest = next(iter(self._graphs), None) if len(self._graphs) >= self._most_graphs() else None
         return self._uses.pays(key, oldest)
 
     def _static(self, form: Form, entered: list[Piece] | None = None) -> Tensor:
-        """Return what a graph of this form computes, kernel by kernel. entered: becomes the streamed blocks of the pass, which
+        """Return the result of a graph of this form, kernel by kernel. entered: becomes the streamed blocks of the pass, which
         then begins as a replay does."""
         begun = nullcontext() if entered is None else in_pass(self.model.streamer, entered=entered)
-        self.kernels()  # chosen outside the room: what compares and times them is not the pass
+        self.kernels()  # chosen outside the room: checks and timings are not part of the pass
         # A first pass allocates keys and values, which stay.
         room = self.room if self.batch.cache.has_states else None
         with nullcontext() if room is None else room.using(), begun:
@@ -481,7 +481,7 @@ class PrefillRunner:
         self._make_room()
         start = time.perf_counter()
         before = self.batch.cache.rings(rows)
-        torch.cuda.empty_cache()  # what passes that were not captured left has no place in the graphs' pool
+        torch.cuda.empty_cache()  # memory of uncaptured passes must not stay in the graphs' pool
         stage()
         for table in self.staged_tables:
             table.reads_staged = True
@@ -492,9 +492,9 @@ class PrefillRunner:
             self._graphs.clear()
             if self.room is not None:
                 self.room.release()
-            if is_out_of_memory(exc):  # planned: never a reason to go on the slower way
+            if is_out_of_memory(exc):  # planned: never a reason for a slower fallback
                 raise memory_error(exc, "capturing a prompt", self.model.plan, self.device) from exc
-            torch.zeros(1, device=self.device).item()  # the device says itself whether it got over it
+            torch.zeros(1, device=self.device).item()  # raises if the device is lost
             self.captures = False
             self.fall_back(f"capturing failed: {type(exc).__name__}: {exc}")
             hf_slots.restore(before)
@@ -505,7 +505,7 @@ class PrefillRunner:
         self._graphs[key] = captured
         self.capture_s += time.perf_counter() - start
         if self.room is not None:
-            self.room.check()  # drops this graph too where something is left: the result of its replay is right
+            self.room.check()  # drops this graph too where something is left: the result of its replay is correct
         return captured
 
     def _allocate_room(self) -> bool:
@@ -515,7 +515,7 @@ class PrefillRunner:
         try:
             is_made = self.room.make(is_lean=self.kernels().adds)
         except RuntimeError as exc:
-            torch.zeros(1, device=self.device).item()  # the device says itself whether it got over it
+            torch.zeros(1, device=self.device).item()  # raises if the device is lost
             self.captures = False
             self.fall_back(f"capturing failed: {type(exc).__name__}: {exc}")
             return False
@@ -540,7 +540,7 @@ class PrefillRunner:
             self._graphs.popitem(last=False)
 
     def _most_graphs(self) -> int:
-        """Return how many graphs are kept: what the plan has counted, and what fits into the bytes that it left over."""
+        """Return how many graphs are kept: those that the plan counts, and those that fit in the bytes that it left over."""
         planned = self.model.plan.execution.prompt
         if self.sizes != planned.chunks or not self.sizes:
             return MOST_GRAPHS
@@ -569,7 +569,7 @@ class PrefillRunner:
         return graph, order
 
     def _warm(self, form: Form) -> tuple[Tensor, list[Piece]]:
-        """Return what the pass computes and the streamed blocks it enters: once for whatever is made on first use."""
+        """Return the pass's result and the streamed blocks it enters: once for objects made on first use."""
         order: list[Piece] = []
         with side_stream(self.device) as side, torch.cuda.stream(side):
             expected = self._static(form, order).clone()
@@ -579,7 +579,7 @@ class PrefillRunner:
     def _record(self, form: Form, order: list[Piece], output: Tensor) -> torch.cuda.CUDAGraph:
         with side_stream(self.device) as side:
             torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()  # what the pass left on the side stream has no other user
+            torch.cuda.empty_cache()  # the pass's memory on the side stream has no other user
 
             def run() -> None:
                 with in_pass(self.model.streamer, order, entered=order):

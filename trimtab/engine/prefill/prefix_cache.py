@@ -4,22 +4,21 @@
     prefixes = Prefixes(batch)
     match = prefixes.find(prompt)                        # match.tokens of the prompt are kept
     prefixes.into_row(match, row)                        # or `into_cache`, for a prompt that transformers runs
-    prefixes.joined(prompt); prefixes.leaving(row)       # what has gone through is kept
+    prefixes.joined(prompt); prefixes.leaving(row)       # computed tokens are kept
 
-`prefix_store.py` says what is kept where; this file moves bytes. What is kept of a prompt is known by its tokens, the content
-of its adapter, images and audio, and its client: names are never enough. A prompt is kept when it has gone through, an
-answer when its row leaves, so that the next turn of a chat computes what is new in it.
+`prefix_store.py` decides the place of each entry; this file moves bytes. The key of a prompt is its tokens, the content
+of its adapter, images and audio, and its client: names are never enough. A prompt is kept once it is computed, an
+answer when its row leaves, so that the next turn of a chat computes only its new part.
 
 Full attention resumes behind any block of tokens. A family with sliding layers resumes where a snapshot is kept: at the end of
 every prompt and answer, at the end of a prompt's opening (tools and system prompt, which all chats of an application begin with),
 and where a second prompt parts from an earlier one (at the end of the last turn they share). A snapshot inside a prompt costs no
 pass while the sliding layers still hold the window before it; else the prompt is cut there. Families whose state is not keys and
-values by position are refused by name (`why_not`).
+values by position are refused (`why_not`).
 
-A prompt that resumes where one of its own chunks begins computes the same bits; elsewhere its chunks have other sizes, which
-round in another order, as chunks of any sizes do. Batch-invariant prompts (batch_invariant.py) resume only where their own pieces
-begin;
-only whole pieces of prompts are kept then, no answers and no prompts with media.
+A prompt that resumes where one of its chunks begins computes the same bits; elsewhere its chunks have other sizes, which
+round in another order, as chunks of any sizes do. Batch-invariant prompts (batch_invariant.py) resume only where their pieces
+begin; only whole pieces of prompts are kept then, no answers and no prompts with media.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ if TYPE_CHECKING:
 
     from trimtab.engine.prefill.rows import PrefillContext
 
-# A snapshot that saves fewer tokens than this is not worth its room, nor a chunk of its own behind what two prompts share.
+# A snapshot that saves fewer tokens than this is not worth its room, nor a separate chunk behind the prefix that two prompts share.
 LEAST_SAVED_TOKENS = 64
 # An opening that saves fewer is not worth a cut: no second prompt has shown yet that it is shared. A cut costs one pass more, which
-# reads all weights: with E4B on an H100 64 tokens take 9.5 ms, as long as about 600 tokens more of a long prompt. What is saved has
+# reads all weights: with E4B on an H100 64 tokens take 9.5 ms, as long as about 600 tokens more of a long prompt. The saving has
 # to pay for that after few prompts.
 LEAST_CUT_TOKENS = 256
 
@@ -77,7 +76,7 @@ class PrefixCache:
         self.windows = () if self.why_not else hf_slots.windows(model.hf_model, self.context_tokens)
         self.layout: Layout | None = None
         self.store: PrefixStore | None = None
-        # Whoever can guess tokens cannot guess keys: they are of this process alone.
+        # Keys cannot be guessed from tokens: the secret belongs to this process alone.
         self._secret = secrets.token_bytes(32)
         is_gpu = self.device.type == "cuda"
         self._memory = HostMemory(capacity_bytes if self.why_not is None else 0, pinned=is_gpu)
@@ -120,11 +119,11 @@ class PrefixCache:
             self.store.clear()
 
     def scope(self, client: str, adapter_content: str) -> bytes:
-        """Return what separates clients and adapters of other content."""
+        """Return the scope that separates clients and adapters of other content."""
         return scope_of(self._secret, client, adapter_content)
 
     def numbers(self) -> dict[str, int]:
-        """Return what metrics show: lookups, hits, hit_tokens, added, evicted, bytes held and at most, and of images and audio
+        """Return the values for metrics: lookups, hits, hit_tokens, added, evicted, bytes held and at most, and of images and audio
         media_lookups, media_hits, media_passes."""
         media = {f"media_{name}": count for name, count in vars(self.encoder_counts).items()}
         store, layout = self.store, self.layout
@@ -160,7 +159,7 @@ class PrefixCache:
             if added.snapshot:
                 self._move_snapshot(added.snapshot, len(key.token_ids), views, into_row=False)
         except BaseException:
-            self.store.clear()  # pages that were promised and not filled are nobody's
+            self.store.clear()  # reserved pages that were not filled have no owner
             raise
 
     def load(self, match: Match, views: RowViews) -> None:
@@ -252,7 +251,7 @@ class PrefixCache:
 
 @dataclass(frozen=True)
 class _Unsaved:
-    """A prompt that has gone through, whose first token goes out before its states are copied."""
+    """A computed prompt, whose first token is sent before its states are copied."""
 
     row: TokenSequence
     offset: int
@@ -263,7 +262,7 @@ class _Unsaved:
 
 
 class Prefixes:
-    """What one batch reuses of its model's prefix cache; nothing where the model has none."""
+    """The use of a model's prefix cache by one batch; nothing where the model has none."""
 
     def __init__(self, batch: Rows) -> None:
         self.batch, self.model = batch, batch.model
@@ -321,7 +320,7 @@ class Prefixes:
     ) -> None:  # fmt: skip
         """Choose where in a prompt snapshots are kept for later prompts: at its end, or with a cut where the sliding layers will
         have written over them by then."""
-        # The end of a turn, where it saves half of what two prompts share: what comes behind it is often chance.
+        # The end of a turn, where it saves half of the tokens that two prompts share: the text behind it is often equal by chance.
         least = (match.tokens + match.shared_tokens) / 2
         turns = [turn for turn in inputs.turns if least <= turn <= match.shared_tokens]
         shared, places = max(turns, default=match.shared_tokens), set[int]()
@@ -355,7 +354,7 @@ class Prefixes:
         return match
 
     def _is_gone(self, adapter: str | None) -> bool:
-        """Whether an adapter was unloaded: the pass itself refuses it by name."""
+        """Whether an adapter was unloaded: the pass itself refuses it."""
         return adapter is not None and adapter not in self.model.adapter_store.names
 
     def _find_all(
@@ -392,7 +391,7 @@ class Prefixes:
         return reuse.border
 
     def into_row(self, match: Match, row: int) -> None:
-        """Copy what is kept into a row that has been cleared."""
+        """Copy the kept states into a row that has been cleared."""
         if not match.tokens:
             return
         cache, slots = self.cache, self.batch.cache
@@ -441,7 +440,7 @@ class Prefixes:
         return torch.arange(first, tokens, device=self.model.device) % places
 
     def encoders(self, prompt: PrefillState, *, is_counted: bool = True) -> AbstractContextManager[None]:
-        """Return a context in which the towers answer from what is kept of a prompt's images and audio. is_counted: False where
+        """Return a context in which the towers return the kept outputs for a prompt's images and audio. is_counted: False where
         their look-ups have been counted."""
         cache, inputs, row = self.cache, prompt.inputs, prompt.row
         if (
@@ -477,7 +476,7 @@ class Prefixes:
         self._keep(prompt.row, prompt.done_tokens, views, snapshot=True, offset=None)
 
     def joined(self, prompt: PrefillState) -> None:
-        """Count what a complete prompt reused that has its row. `flush` copies its states, after its first token is out."""
+        """Count the reused tokens of a complete prompt with a row. `flush` copies its states after its first token is out."""
         cache, row = self.cache, prompt.row
         if cache is None or row.reuse is None or not cache.learn(self.batch.cache) or cache.store is None:
             return
@@ -504,14 +503,14 @@ class Prefixes:
 
     def flush(self) -> None:
         """Copy the states of prompts that joined: before their rows' next step, which writes over the oldest place of a ring. Those
-        whose last token goes through with that step are copied behind it, once their first token is known."""
+        whose last token that step computes are copied behind it, once their first token is known."""
         unsaved, self._unsaved = self._unsaved, []
         for one in unsaved:
             cache, row = self.cache, one.row
             if cache is None or cache.store is None or row.reuse is None or row.number < 0:
                 continue
             if row.error is not None or (not row.answer_ids and row.written > row.prompt_tokens):
-                continue  # its scores were no numbers, or its step failed: what they came from is not kept
+                continue  # its scores were no numbers, or its step failed: their states are not kept
             if not row.answer_ids:
                 self._unsaved.append(one)
                 continue

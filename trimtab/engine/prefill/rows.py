@@ -1,4 +1,4 @@
-"""What do the parts of prefill see of the batch whose prompts they compute, and of each other?"""
+"""The batch as the parts of prefill see it, and these parts as they see each other: types alone."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PrefillContext(EngineContext, Protocol):
 
 
 class PrefixUse(Protocol):
-    """What a prompt takes from the prefix cache."""
+    """The part of a prompt from the prefix cache."""
 
     def find(self, prompt: PrefillState, *, may_end_at: Callable[[int], bool] = ...) -> Match: ...
 
@@ -99,7 +99,7 @@ class LayoutUse(Protocol):
 class Passes(Protocol):
     """The captured prompts of a batch (`PrefillRunner`), as the parts that it owns see them.
 
-    firsts, lasts: what computes layers of a pass in place of modules, made for the present steps.
+    firsts, lasts: the computation of layers of a pass in place of modules, made for the present steps.
     """
 
     firsts: ChunkLayers | None

@@ -1,4 +1,4 @@
-"""Which adapter does the next pass of a prompt apply, and what computes its layers: modules, or the kernels of steps?"""
+"""The adapter that the next pass of a prompt applies, and the computation of its layers: modules, or the kernels of steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trimtab.engine.prefill.rows import Passes
 def layers_of(
     prompts: Passes, forward: ChunkForward, key: Hashable = None, name: str | None = None
 ) -> Callable[[int, Tensor | None], Callable[..., Tensor]] | None:
-    """Return what stands for these layers in a pass, None where the modules compute them. key, name: of the one adapter of the
+    """Return the replacement of these layers in a pass, None where the modules compute them. key, name: of the one adapter of the
     pass, which is selected; None where its rows look theirs up."""
     step, store = prompts.batch.steps.fused_step(), prompts.model.adapter_store
     if step is None or not pays(step, prompts.device):
@@ -39,8 +39,8 @@ def layers_of(
 
 
 def select_adapter(prompts: Passes, forward: ChunkForward, name: str | None) -> tuple[Hashable, int | None, bool]:
-    """Select the adapter of the next pass and return what Layouts.set_adapter does, and whether its layers are computed here and in
-    chunk.py: where the batch's steps are made of kernels."""
+    """Select the adapter of the next pass and return the result of Layouts.set_adapter, and whether its layers are computed here
+    and in chunk.py: where the batch's steps are made of kernels."""
     key, serial = prompts.layouts.set_adapter(name)
     forward.lasts = forward.firsts = None
     step = prompts.batch.steps.fused_step()

@@ -16,7 +16,7 @@ from trimtab.engine.towers.pieces import PausedError
 
 def step(batch: Rows, prompt: PrefillState, most_tokens: int | None = None) -> bool:
     """Compute the next chunk of a prompt, of at most `most_tokens` where its inputs can be cut. Returns True when the prompt is
-    complete, or all of it but a last token that goes through with a step."""
+    complete, or all of it but a last token that a step computes."""
     model = batch.model
     if not prompt.done_tokens:
         is_text = not prompt.inputs.has_media and prompt.logits is None
@@ -25,12 +25,12 @@ def step(batch: Rows, prompt: PrefillState, most_tokens: int | None = None) -> b
             batch.prefixes.resume(prompt)
     tensors, count = dict(prompt.inputs.tensors), prompt.inputs.prompt_tokens
     start, last = prompt.done_tokens, count - prompt.ends_in_step
-    if start == count:  # the same prompt went through before
+    if start == count:  # the same prompt was computed before
         return True
     if start == last:  # all but its last token did
         prompt.begin_chunk(0)
         return True
-    # A picture or sound is in one pass with its tokens, unless its towers have gone through before.
+    # An image or audio clip is in one pass with its tokens, unless its towers were computed before.
     is_embedded = batch.prompts.tower_passes.has_embeddings(prompt)
     is_whole = prompt.inputs.has_media and not start and not is_embedded
     cache = prompt.cache if prompt.cache is not None else hf_slots.prompt_cache(model.hf_model, batch.cache.kv)

@@ -1,4 +1,4 @@
-"""The towers of a prompt with media: run before its chunks, or cut into pieces that go between the steps of other rows.
+"""The towers of a prompt with media: run before its chunks, or cut into pieces between the steps of other rows.
 
 passes = TowerPasses(prompts)
 media = passes.media_of(prompt)                 # for captured prompts
@@ -83,18 +83,18 @@ class TowerPasses:
             if room is not None:
                 media = _copied(media)
                 hf_slots.copy_offset(self.prompts.model.hf_model)
-                del pieces  # it holds what the last layer returned
+                del pieces  # it keeps the last layer's output
                 room.check()
             return media
         return self.media_of(prompt)
 
     def _room(self) -> PrefillMemoryPool | None:
-        """Return the room that towers share with prompts, None for captured towers: their graphs have memory of their own, and what
-        lies between two of them must not be allocated where a graph of a prompt may write."""
+        """Return the room that towers share with prompts, None for captured towers: their graphs have separate memory, and
+        operations between two of them must not allocate where a graph of a prompt may write."""
         return None if self.prompts.towers.captures else self.prompts.room
 
     def _begin_pieces(self, prompt: PrefillState) -> TowerPieces:
-        """Return what cuts the next piece of a prompt's towers: nothing while no row is being decoded."""
+        """Return the pieces of a prompt's next towers' pass: None while no row is being decoded."""
         serial, pieces = self.prompts.serial_of(prompt.row.adapter), self.paused.pop(prompt, None)
         if pieces is None or pieces.serial != serial:
             pieces = TowerPieces(serial)
@@ -133,7 +133,7 @@ class TowerPasses:
             del self._embeddings[prompt]
 
     def with_towers(self, prompt: PrefillState, compute: Callable[[], T], *, is_counted: bool = True) -> T:
-        """Return what `compute` returns: transformers' pass of a whole prompt with media. On a CPU the towers go through in
+        """Return the result of `compute`: transformers' pass of a whole prompt with media. On a CPU the towers are computed in
         pieces before the decoder while rows are being decoded. is_counted: False where an earlier pass has counted the
         look-ups of its media.
 
@@ -179,7 +179,7 @@ class TowerPasses:
 
 
 def _copied(media: Media) -> Media:
-    """Return the same with tensors of its own."""
+    """Return the same with separate tensors."""
     masks = {kind: mask.clone() for kind, mask in media.masks.items()}
     deep = tuple(one.clone() for one in media.deep)
     return replace(media, embeddings=media.embeddings.clone(), deep=deep, masks=masks)

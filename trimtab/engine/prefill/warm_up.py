@@ -1,11 +1,11 @@
 """Which graphs of a batch are captured before its first request, and which in moments without requests.
 
     ahead = CaptureAhead(batch)
-    ahead.prepare(expected)              # all; or first=True, and then, while nothing is asked: ahead.prepare_more(expected)
+    ahead.prepare(expected)              # all; or first=True, and then, while idle: ahead.prepare_more(expected)
 
 A graph takes 0.1 to 0.3 s to capture, a server of 32 rows has about 20 of them, and a first request needs two. Steps of one row and
-of all rows, and prompts of the largest chunk, are captured first: what cannot be captured here, or finds no memory, is then known
-when the model is loaded. A graph that is needed before its turn is captured at its first use, as ever.
+of all rows, and prompts of the largest chunk, are captured first: graphs that cannot be captured here, or find no memory, are then
+known when the model is loaded. A graph that is needed before its turn is captured at its first use, as usual.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class CaptureAhead:
     def prepare(self, expected: Iterable[HeldAdapter] = (), *, first: bool = False) -> None:
         """Capture the steps and prompts that the first requests would otherwise wait for; where steps are not captured, do nothing.
 
-        first: leave what a first request does not need to `prepare_more`, where steps may be captured or not (decode "auto") and
-        the plan leaves room for graphs at any time. expected: adapters that may be put on the model later, in captured steps too.
-        Errors: RequestError while requests are running; DeviceError if memory runs out or a way that was asked for cannot be had.
+        first: leave graphs that a first request does not need to `prepare_more`, where steps may be captured or not (decode "auto")
+        and the plan leaves room for graphs at any time. expected: adapters that may be put on the model later, in captured steps
+        too. Errors: RequestError while requests are running; DeviceError if memory runs out or a requested mode is unavailable.
         """
         self._check_idle()
         self._left = []
@@ -55,7 +55,7 @@ class CaptureAhead:
         transient_room.take(self.model.plan, self.model.device)
 
     def prepare_more(self, expected: Iterable[HeldAdapter] = ()) -> None:
-        """Capture the next of what was left. Errors: as `prepare`; then nothing more is captured before its first use."""
+        """Capture the next of the remaining graphs. Errors: as `prepare`; then nothing more is captured before its first use."""
         pending, self._left = self._left, []
         self._check_idle()
         if not pending or not self.batch.steps.is_captured:
@@ -73,7 +73,7 @@ class CaptureAhead:
             raise RequestError("requests are running", field="rows", value=rows)
 
     def _token(self) -> int:
-        """Return a token that stands for nothing but itself."""
+        """Return a token that is no placeholder."""
         placeholders = hf_slots.placeholder_ids(self.model.hf_model)
         middle = int(self.model.hf_model.config.get_text_config().vocab_size) // 2
         return next(number for number in range(middle, 0, -1) if number not in placeholders)

@@ -228,7 +228,7 @@ def _is_const(node: nodes.Node) -> bool:
 
 
 def _is_short(one: nodes.Node, other: nodes.Node) -> bool:
-    """Whether a comparison looks at no more than a short constant."""
+    """Whether a comparison reads at most a short constant."""
     return any(_is_const(side) and len(str(side.value)) < 1000 for side in (one, other))  # type: ignore[attr-defined]
 
 

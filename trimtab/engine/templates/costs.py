@@ -24,11 +24,10 @@ MAX_TEMPLATE_CHARS, MAX_TEMPLATE_TOKENS = 256 * 2**10, 24_000
 MAX_STEPS, STEPS_PER_VALUE = 1_000_000, 1_000
 MAX_CHARS, CHARS_PER_CHAR = 48 * 2**20, 64
 # A template that adds each message to one text copies that text again for each: 4,000 messages of 100 characters are copied 430
-# times for each character that they count as, 860 times by sums of more than four parts. The factor limits how often freed texts
-# are written.
+# times per counted character, 860 times by sums of more than four parts. The factor limits how often freed texts are written.
 FREED_PER_CHAR = 1024
 MAX_DEPTH = 100  # of calls, and of values in values
-MAX_INT_BITS = 16_384  # 4,300 digits, which is what Python converts to text, have 14,285
+MAX_INT_BITS = 16_384  # 4,300 digits, Python's limit for texts of integers, have 14,285
 # The cost of an element of a list or dict, in characters.
 ITEM = 64
 

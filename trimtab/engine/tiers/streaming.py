@@ -38,7 +38,7 @@ def aligned(byte_count: int) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """Where one tensor lies inside its block's buffer."""
+    """The place of one tensor inside its block's buffer."""
 
     offset: int
     nbytes: int
@@ -58,7 +58,7 @@ class Group:
     nbytes: int
     host: HostMemory | None = None
     spill_start: int | None = None
-    follows: Group | None = None  # the block that is expected next; learned from what followed last time
+    follows: Group | None = None  # the block that is expected next; learned from the last pass
     piece_starts: list[int] = field(default_factory=list)
 
     @cached_property
@@ -123,7 +123,7 @@ class GroupWriter:
 
 @dataclass(eq=False)
 class Slot:
-    """One staging buffer on the execution device and what it holds (or will hold, once `pending` is done)."""
+    """One staging buffer on the execution device and its content (present once `pending` is done)."""
 
     index: int
     buffer: Tensor
@@ -248,7 +248,7 @@ class Streamer:
             finally:
                 self._order, self._in_order, self._next, self._current, self._copied = None, False, None, None, {}
                 if self._is_capturing:
-                    self._forget()  # what was captured has not been copied
+                    self._forget()  # captured copies have not run
             return self._entered
         self._forget()
         if self._entered:
@@ -313,7 +313,7 @@ class Streamer:
         return slot
 
     def _enter_in_order(self, piece: Piece) -> Slot | None:
-        """Return the slot of a piece in a pass of a known order, None if the order no longer says what the buffers hold."""
+        """Return the slot of a piece in a pass of a known order, None if the order no longer gives the content of the buffers."""
         assert self._order is not None
         place = self._order.place.get(piece, -1)
         if place < self._used:  # not in it, or given up to another block

@@ -4,7 +4,7 @@ A GPU answers an index beyond a table with an assertion that ends the process. H
 something up compares its indices with the table first, on any device, and an image or audio clip that leads beyond one is
 refused with its name. That costs a transfer for each look-up; towers of the families that media_check.py knows run as they are.
 
-What is not covered: kernels of other packages that index by themselves.
+Not covered: kernels of other packages that index by themselves.
 """
 
 from __future__ import annotations

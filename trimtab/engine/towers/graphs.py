@@ -13,7 +13,7 @@ has any length: Gemma 4's, whose mask keeps padding out of every later value, is
 families' have graphs of their exact lengths. Lengths of attention's parts, which torch reads on the host (`HOST_LENGTHS`), are part
 of a graph too. A shape is captured on its second use, a few layers at a time while others are being answered.
 
-What is not covered: layers on the CPU or copied in for every pass, towers of unknown families (bounds_check.py), layers that are
+Not covered: layers on the CPU or copied in for every pass, towers of unknown families (bounds_check.py), layers that are
 given or return other things than tensors and plain values: they run as they are.
 """
 

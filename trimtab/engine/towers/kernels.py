@@ -9,7 +9,7 @@ operation (fewer_ops.py). They run in every pass, captured or not, so the first 
 same bits. An unpacked weight has bitsandbytes' bits, and the product over it is the same call. A LoRA's change is rounded where
 PEFT rounds it, its sum in another order.
 
-What is not covered: layers that the CPU computes, weights that are not 4-bit, passes of transformers' own that run the decoder too.
+Not covered: layers that the CPU computes, weights that are not 4-bit, passes of transformers' own that run the decoder too.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 
 
 class TowerAdapters(ChunkAdapters):
-    """The applier of adapters in a pass of the towers: as in a chunk, but no layer's input is kept in float32 for the next layer.
-    The next one has a separate graph, which must not read another graph's tensors, and a plan counts the copy for one layer
-    alone."""
+    """The applier of adapters in a pass of the towers: as in a chunk, but no layer's input is kept in float32 for the next layer,
+    whose graph must not read another graph's tensors. A plan counts the copy for one layer alone."""
 
     def wide(self, x: Tensor) -> Tensor:
         return x.float()

@@ -13,7 +13,7 @@ The operations between the layers run again in every piece: they are few and sma
 other layer received, and those that are still referenced; of the others only the shape is left. Code that reads such an output gets
 an error, never a wrong number (`NotKeptError`); the caller then runs the pass again, uncut.
 
-What is not covered: models that write into a layer's output; their passes are not cut.
+Not covered: models that write into a layer's output; their passes are not cut.
 """
 
 from __future__ import annotations

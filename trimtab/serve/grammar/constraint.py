@@ -186,8 +186,8 @@ def _check_proof(proof: Proof, field: str) -> None:
 class HeldMemory:
     """The memory of all matchers that are in use, as measured in the process that compiled them first.
 
-    A client may have half of what the others leave: one alone half of all, the next one a quarter, and there is always some left.
-    Source: the dynamic threshold of Choudhury and Hahne for shared buffers (IEEE/ACM ToN 6(2), 1998), with alpha = 1.
+    A client may have half of the memory that others leave: one alone half of all, the next one a quarter, and there is always some
+    left. Source: the dynamic threshold of Choudhury and Hahne for shared buffers (IEEE/ACM ToN 6(2), 1998), with alpha = 1.
     """
 
     def __init__(self, most_bytes: int = MOST_HELD_BYTES) -> None:
@@ -346,7 +346,7 @@ class HeldCalls:
     def _feed(self, ids: Sequence[int]) -> None:
         for token in ids:
             if self._matcher is not None and (not self._matcher.take(token) or self._matcher.is_accepting):
-                self._matcher = None  # the call has ended, or what its mark's token held began none
+                self._matcher = None  # the call has ended, or the rest of its mark's token began none
 
 
 class Matcher:

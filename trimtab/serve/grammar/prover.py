@@ -1,7 +1,7 @@
 """One process that compiles grammars, its limits of time and memory, and how it is ended.
 
 llguidance has no bound for some grammars, and a matcher cannot travel between processes. So each grammar is compiled in another
-process first; what compiled there within the limits is compiled here again (docs/decisions/0035-grammars-in-a-process.md).
+process first; a source that compiled there within the limits is compiled here again (docs/decisions/0035-grammars-in-a-process.md).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trimtab.serve.grammar.child import MOST_BYTES, MOST_S, read_frame, write_fr
 from trimtab.serve.grammar.source import GrammarSource
 
 MODULE = "trimtab.serve.grammar.child"
-# How often its time, its memory and its client are looked at. An answer is taken at once.
+# The interval of checks of its time, its memory and its client. An answer is read at once.
 POLL_S = 0.05
 # Reading the vocabulary takes 1.3 s for 262,000 tokens.
 START_S = 60.0

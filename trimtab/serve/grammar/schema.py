@@ -1,8 +1,8 @@
 """Checks of a JSON schema before it is compiled: its options, whether any finite value satisfies it, the cost of its patterns.
 
 `{"$ref": "#"}` is satisfied by no value that ends, and neither is an object whose required property is such an object
-again: an answer would be empty or go on for ever. llguidance refuses every other schema that it cannot enforce. A schema is
-called endless only where that is certain; what this file does not know counts as satisfiable.
+again: an answer would be empty or never end. llguidance refuses every other schema that it cannot enforce. A schema is
+called endless only where that is certain; schemas that this file does not know count as satisfiable.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Keywords of a JSON schema whose grammar costs more than its bytes: what each costs, and the most that a request may have.
+"""Keywords of a JSON schema whose grammar costs more than its bytes: the cost of each, and the most that a request may have.
 
 Measured with llguidance 1.9.1 on schemas below 64 KiB. A keyword that is not in `LIMITS` costs milliseconds for each KiB there.
-What this file does not foresee ends at the limits of the process that compiles (compiling.py).
+Other costs end at the limits of the process that compiles (compiling.py).
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def check_cost(schemas: Sequence[Mapping[str, Any]], *, field: str) -> None:
 
 @dataclass(frozen=True)
 class _Merged:
-    """What holds for one value. multiples: the least common multiple in each case that `anyOf` and `oneOf` allow. patterns: regular
-    expressions that all have to match. cases: in how many ways branches can be combined."""
+    """The constraints of one value. multiples: the least common multiple in each case that `anyOf` and `oneOf` allow. patterns:
+    regular expressions that all have to match. cases: in how many ways branches can be combined."""
 
     multiples: frozenset[int] = frozenset((1,))
     patterns: int = 0
@@ -137,7 +137,7 @@ _MOST_ALTERNATIVES, _MOST_VISITS = 64, 20_000
 
 
 def _merged_below(merges: Merges) -> Iterator[_Merged]:
-    """Yield what holds for each property, element or other part whose schemas come from two or more merged schemas.
+    """Yield the constraints of each property, element or other part whose schemas come from two or more merged schemas.
 
     Two objects of an allOf have their properties of one name merged, or one's with the other's `additionalProperties`; arrays
     their elements. The process that compiles bounds the rest.
@@ -170,7 +170,7 @@ class _Choices:
         self._merges, self.visits = merges, 0
 
     def of(self, nodes: Sequence[Any], depth: int = 0) -> list[list[Mapping[str, Any]]]:
-        """Return what holds with all of these schemas."""
+        """Return the constraints of all of these schemas together."""
         found: list[list[Mapping[str, Any]]] = [[]]
         for node in nodes:
             self.visits += 1
@@ -286,7 +286,7 @@ def expanded_pattern(pattern: str) -> int:
 
     A repeated class (`[a-z]{1,5000}`, `.{3}`, `\\d{4}`) counts once: llguidance counts it without writing it out.
     """
-    sums, alone = [0], [0]  # of each open group: what it has, and its last atom
+    sums, alone = [0], [0]  # of each open group: its length, and that of its last atom
     place = 0
     while place < len(pattern):
         char = pattern[place]
@@ -455,7 +455,7 @@ LIMITS = (
     # 10,000 took 0.4 s.
     Limit(
         20_000, combined_branches, "the branches of its unions are combined in {count} ways, the limit is {most}",
-        "allOf and references beside a union multiply its branches", is_of_merges=True,
+        "allOf and references next to a union multiply its branches", is_of_merges=True,
     ),
     # Each token is matched against every branch that may have begun: 900 arrays took 100 ms per token.
     Limit(

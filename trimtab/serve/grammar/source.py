@@ -15,7 +15,7 @@ from typing import Any
 from trimtab.serve.grammar.call_grammar import NO_PARAMETERS, calls_grammar
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-# One space may stand between two tokens of JSON, as in most training data. Free white space lets a small model
+# One space may be between two tokens of JSON, as in most training data. Free white space lets a small model
 # write newlines until its tokens are used up.
 WHITE_SPACE: Any = {"whitespace_flexible": True, "whitespace_pattern": "[ ]?"}
 # llguidance's limits where its defaults do not fit. An object may have a thousand optional properties: each adds a few items to a

@@ -237,7 +237,7 @@ class _Api:
         self.metrics.expect_keys(limits.name for limits in settings.key_limits.values())
 
     def body_limits(self, path: str) -> BodyLimits:
-        """Return what the body of a path may hold, for any model."""
+        """Return the limits of a path's body, for any model."""
         limits = self.settings.limits
         most_bytes, most_values = limits.body_bytes, limits.json_values
         if path in WITH_MEDIA and self._takes_media:

@@ -1,6 +1,6 @@
 """One client connection: time limits, the requests that it refuses, and which connection is closed at the connection limit.
 
-    Guard              every open connection, by what it waits for
+    Guard              every open connection, by its state
     GuardedProtocol    uvicorn's HTTP/1.1 connection, with deadlines for head and body
     StrictConnection   h11, which refuses heads that two servers could read in two ways
 
@@ -46,7 +46,7 @@ DRAIN_S = 10.0
 READ_BYTES = 64 * 2**10
 # Chunks smaller than this on average cost more to parse than they carry.
 CHUNK_BYTES, CHUNKS_FREE = 16, 512
-# What the line of a last chunk and the empty line after it have at most.
+# The most bytes of the line of a last chunk and the empty line after it.
 LAST_BYTES = 256
 SILENT_S = 60.0
 # After this time an answer that its client does not read is closed for others.
@@ -68,7 +68,7 @@ _BODY = re.compile(
     rb"\r\n(?:content-length:[ \t]*([0-9]{1,18})|transfer-encoding:[ \t]*(chunked))[ \t]*\r\n", re.IGNORECASE
 )
 _LENGTHS = re.compile(rb"^content-length[ \t]*:([^\r\n]*)", re.IGNORECASE | re.MULTILINE)
-# How h11 shows what it read.
+# h11's types of its events.
 _READ = re.compile(r"bytearray\(b(['\"])(.*)\1\)|\bb(['\"])(.*?)\3")
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 # States of a connection, in the order in which they are closed at the limit.
@@ -123,7 +123,7 @@ class Guard:
         return False
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
-        """Handle what asyncio reports. Without a free file descriptor for a new connection an old one is closed, and the log has
+        """Handle asyncio's reports. Without a free file descriptor for a new connection an old one is closed, and the log has
         one line per minute; asyncio accepts again after a second."""
         exc = context.get("exception")
         if "_start_serving" in str(context.get("message")) and isinstance(exc, (OSError, ValueError)):
@@ -153,7 +153,7 @@ class GuardedProtocol(H11Protocol):
         self._has_spoken = self._is_unread = self._is_half_closed = False
         self._gone_timer: asyncio.TimerHandle | None = None
 
-    # What asyncio calls -----------------------------------------------------------------------------------------------
+    # Calls by asyncio -------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -219,13 +219,13 @@ class GuardedProtocol(H11Protocol):
             self._reading_timer.cancel()
             self._reading_timer = None
 
-    # What uvicorn calls -----------------------------------------------------------------------------------------------
+    # Calls by uvicorn -------------------------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
         if self.transport.is_closing():  # the client or this answer ends the connection
             self._guard.move(self, self._place, "drain")
             self._stage = self._place = "drain"
-            self._cut_later(self._limits.send_s)  # what it has not read yet is still on its way
+            self._cut_later(self._limits.send_s)  # unread bytes are still in transit
         super().on_response_complete()
         self._end_if_many_wait()
         self._look()
@@ -249,7 +249,7 @@ class GuardedProtocol(H11Protocol):
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._cut_later(self._limits.send_s)  # what it has not read yet is still on its way
+        self._cut_later(self._limits.send_s)  # unread bytes are still in transit
 
     def send_400_response(self, msg: str) -> None:
         problem = self.conn.problem
@@ -257,7 +257,7 @@ class GuardedProtocol(H11Protocol):
         self._refuse(problem.error_status_hint if problem else 400, words)
 
     def _look_whether_gone(self, look: int) -> None:
-        """Find out whether a client that has closed its direction has left: its system then answers what is sent with a reset.
+        """Find out whether a client that has closed its direction has left: its system then answers the bytes with a reset.
 
         The probe changes nothing of the answer: `100 Continue`, which a client of HTTP/1.1 passes over, a comment in a stream,
         or the first bytes of the answer to a client of HTTP/1.0. Behind the last of these its system is asked (`ask_often`).
@@ -286,7 +286,7 @@ class GuardedProtocol(H11Protocol):
     # Deadlines --------------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Record what this connection waits for now, and its deadline. An unread answer moves no deadline of what the client has to
+        """Record the state of this connection and its deadline. An unread answer moves no deadline of data that the client has to
         send; a connection is idle only once its answer has been read."""
         now = self._stage_now()
         place = "unread" if self._is_unread else now
@@ -348,7 +348,7 @@ class GuardedProtocol(H11Protocol):
         self._cut_later(DRAIN_S)
 
     def cut(self) -> None:
-        """End this connection now; what was to be sent is lost."""
+        """End this connection now; unsent bytes are lost."""
         self._abandon()
         self.transport.abort()
 

@@ -111,7 +111,7 @@ class Reloader:
 
 
 def _allowed(before: Settings, requested: Settings) -> tuple[Settings, list[str]]:
-    """Return the settings that a reload may put in place, and the names of what waits for a restart."""
+    """Return the settings that a reload may put in place, and the names of those that wait for a restart."""
     needs = [name for name in FIXED if getattr(before, name) != getattr(requested, name)]
     fixed = [name for name in FIXED_LIMITS if getattr(before.limits, name) != getattr(requested.limits, name)]
     limits = replace(requested.limits, **{name: getattr(before.limits, name) for name in FIXED_LIMITS})
@@ -120,5 +120,5 @@ def _allowed(before: Settings, requested: Settings) -> tuple[Settings, list[str]
 
 
 def _changed(before: Settings, after: Settings) -> list[str]:
-    """Return the names of what differs; never a value: keys are among them."""
+    """Return the names of differing settings; never a value: keys are among them."""
     return [item.name for item in fields(before) if getattr(before, item.name) != getattr(after, item.name)]

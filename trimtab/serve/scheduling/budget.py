@@ -10,11 +10,11 @@ for all clients, so the least size is `LEAST_TOKENS`. On a CPU a chunk's time is
 keeps the rows waiting for less. The least size is therefore the smallest that pays: a token costs at most `DEARER` times what it
 costs in the size where it costs least. An engine that takes chunks of any size has smaller ones tried. Where the least one takes
 longer than is left, a smaller one that fits is taken, up to `DEAREST`, or one that exceeds it by a fifth at most. Captured sizes
-are judged by what prompts happened to need, because a trial would capture graphs.
+are judged by past prompts, because a trial would capture graphs.
 
 On a GPU durations of a kind hardly differ, and medians are compared. On a CPU they do: a chunk whose median just fits would exceed
-the time behind every second step. There a step and a chunk count with what 4 of 5 take at most (`_USUAL`). A size that has run
-fewer than `TRIES` times counts with no more than what others let expect: a first chunk may take long, and the size would never run
+the time behind every second step. There a step and a chunk count with their 80th percentile (`_USUAL`). A size that has run
+fewer than `TRIES` times counts with at most the estimate from others: a first chunk may take long, and the size would never run
 again. For the same reason a size that has not run for `_FORGET` chunks loses its longest duration.
 
 What it does not know: the time of a chunk of a size that has not run yet. It estimates from the next smaller and the next larger
@@ -134,8 +134,8 @@ class Budget:
         return RATIO * step_s - (min(_usual(self._steps[bucket]), _MOST_STEP * step_s) if self._tries else step_s)
 
     def size(self, left_s: float | None, *, is_first: bool) -> int | None:
-        """Return the largest size of a chunk, the least or more, that takes no longer than what is left; None if there is none. A
-        short prompt takes a smaller one. For the first chunk of a turn there always is one, so that no prompt waits for ever.
+        """Return the largest size of a chunk, the least or more, that fits in the time left; None if there is none. A
+        short prompt takes a smaller one. For the first chunk of a turn there always is one, so that every prompt runs at some time.
         It may be smaller (`_below_least`)."""
         if left_s is None:
             return self._alone()
@@ -172,7 +172,7 @@ class Budget:
         return max(len(self._chunks.get(size, ())), len(self._token_s.get(size, ())))
 
     def _below_least(self, left_s: float) -> int | None:
-        """Return the largest size below the least that takes no longer than what is left, or one on the way there that has hardly
+        """Return the largest size below the least that fits in the time left, or one in between that has hardly
         run yet. Where a token costs too much before, the fastest one that takes hardly longer than that; None if none does."""
         fewest_s = min((median(known) for known in self._token_s.values()), default=0.0)
         nearly: dict[int, float] = {}
@@ -192,7 +192,7 @@ class Budget:
         return min(nearly, key=lambda size: nearly[size], default=None)
 
     def fits_towers(self, left_s: float | None) -> bool:
-        """Whether a pass of towers takes no longer than what is left; so as long as none has run."""
+        """Whether a pass of towers fits in the time left; True as long as none has run."""
         return left_s is None or (self.chunk_s(TOWERS) or 0.0) <= left_s
 
     def _judge(self) -> None:
@@ -212,7 +212,7 @@ class Budget:
         """Return the most seconds that a token may take in a size that pays. token_s: those of each known size."""
         smallest, largest, first = min(token_s), max(token_s), self._unlearned_least
         fewest_s = min(token_s.values())
-        if largest < first:  # what a token takes in the first least size is on the line through what is known
+        if largest < first:  # seconds per token of the first least size, on the line through the known sizes
             if smallest == largest:
                 return DEARER * fewest_s if self._tries else 0.0
             taken_s = {size: size * token_s[size] for size in (smallest, largest)}
@@ -222,7 +222,7 @@ class Budget:
 
 
 def _usual(durations: Sequence[float]) -> float:
-    """Return what nearly all durations take at most; of few the longest one does not count, as a first one may be."""
+    """Return the 80th percentile of durations; of few the longest one does not count, as a first one may be long."""
     return sorted(durations)[int(_USUAL * (len(durations) - 1))]
 
 

@@ -49,7 +49,7 @@ class Compiling:
     def submit(self, client: str, future: Future[Any], work: Callable[[], Any]) -> None:
         """Do a client's work in its turn, none of it while another work of the client is done.
 
-        future: it becomes the result or the exception of `work`. Cancelling it ends what `prove` compiles for it; work whose future
+        future: it becomes the result or the exception of `work`. Cancelling it ends its compile by `prove`; work whose future
         is cancelled before its turn is not begun. Errors, in the future: MistakeError if no thread can be started.
         """
         state = self._state
@@ -101,7 +101,7 @@ class Compiling:
         """Return the future of `work(result)` with the result of an earlier future, whose exception it has otherwise. Cancelling it
         cancels the earlier one, too."""
         future: Future[Any] = Future()
-        # A future keeps its callbacks for ever: two that referred to each other would keep the inputs until they are collected.
+        # A future keeps its callbacks permanently: two that referred to each other would keep the inputs until they are collected.
         future.add_done_callback(partial(_cancel_too, weakref.ref(earlier)))
         earlier.add_done_callback(partial(self._submit_after, client, future, work))
         return future
@@ -116,7 +116,7 @@ class Compiling:
 
 
 class _State:
-    """What the threads share. It does not refer to its owner, which ends them when it is collected."""
+    """The shared state of the threads. It does not refer to its owner, which ends them when it is collected."""
 
     def __init__(self) -> None:
         self.turns: ClientTurns[_Entry] = ClientTurns()

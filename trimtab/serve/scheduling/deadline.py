@@ -22,7 +22,7 @@ class Clock:
         return max(0.001, self._deadline_s - (time.monotonic() - self._began))
 
     async def limit(self, work: Any, where: str, *, slack_s: float) -> Any:
-        """Return what work gives. Errors: DeadlineError when the time is over."""
+        """Return the result of work. Errors: DeadlineError when the time is over."""
         if self._deadline_s is None:
             return await work
         left_s = self.left_s

@@ -6,7 +6,7 @@ one length keep their order. Prompts of rows and those that need no row have a f
 therefore holds at most two contexts and the room, as a plan of several rows counts (planning/memory/activations.py,
 `prompts_kv_bytes`); on a GPU that captures prompts, one context and the room in addition to that count.
 
-Short ones take turns: one that begins has its piece after those that are in progress, so none waits for what comes later. The
+Short ones take turns: one that begins has its piece after those that are in progress, so none waits for later prompts. The
 first one is chosen by turns (queue.py) regardless of its length, so those that pass cannot keep a long prompt waiting beyond the
 one before it. Pure.
 """

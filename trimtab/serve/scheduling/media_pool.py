@@ -1,6 +1,6 @@
 """Decoding images and audio in a few threads, in an order in which no slow file delays other clients.
 
-    MediaPool       the threads, and what they may hold
+    MediaPool       the threads, and the limit of their memory
     MemoryReturner  the timer that gives freed memory back to the system
 
 Three budgets bound it: bytes of media (being decoded, or decoded until their prompt is computed), decodes of one client at
@@ -92,7 +92,7 @@ class MediaPool:
         self.used_bytes = self.freed_bytes = 0
 
     def submit(self, job: Job, future: Future[Any], then: Callable[[Job, Callable[[Any], None]], None]) -> None:
-        """Decode a job's media and call `then` with the decoded job and what to call with its inputs (None for none) once the
+        """Decode a job's media and call `then` with the decoded job and a function for its inputs (None for none) to call once the
         decoded media are not needed any more.
 
         future: is given the error, if there is one; cancelling it before its turn is enough to forget the job. Errors: RuntimeError
@@ -260,7 +260,7 @@ class MemoryReturner:
 
     def _return(self) -> None:
         with self._lock:
-            self._is_due = False  # what is freed from now on is returned by the next one
+            self._is_due = False  # the next one returns memory that is freed from now on
         self.return_now()
 
     def return_now(self) -> None:

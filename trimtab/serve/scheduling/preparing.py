@@ -35,7 +35,7 @@ class Preparing:
         self._thread: threading.Thread | None = None
 
     def start(self, first: Callable[[], None] | None = None) -> None:
-        """Start the thread. first: what it does before any prompt; if that fails, prompts are prepared nevertheless."""
+        """Start the thread. first: called before any prompt; if that fails, prompts are prepared nevertheless."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, args=(first,), name="trimtab-prepare", daemon=True)
             thread.start()
@@ -62,7 +62,7 @@ class Preparing:
             if first is not None:
                 first()
         except BaseException as exc:
-            # A panic of a library in Rust too: without this thread every later prompt would wait for ever.
+            # A panic of a library in Rust too: without this thread every later prompt would wait indefinitely.
             write_traceback(exc, "before the first prompt")
         while True:
             self._prepare_next()

@@ -1,6 +1,6 @@
 """Texts that cannot fit the context are refused by their first part, so that none of them occupies the tokenizer for seconds.
 
-A token may have many characters, so a text is refused only once the tokens of a part of it are counted. What remains is tokenized
+A token may have many characters, so a text is refused only once the tokens of a part of it are counted. Other texts are tokenized
 whole, and its exact count is checked there.
 """
 

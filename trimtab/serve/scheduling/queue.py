@@ -26,7 +26,7 @@ Entry = TypeVar("Entry", bound=Waiting)
 
 class FairQueue(Generic[Entry]):
     """Requests by client (`Job.sender`) and adapter, the client whose turn is longest ago first. The client that had the last turn
-    stays at the front and is skipped, so that clients who come before the next turn precede it."""
+    stays at the front and is skipped, so that clients that arrive before the next turn precede it."""
 
     def __init__(self) -> None:
         self._by_client: OrderedDict[str, OrderedDict[str | None, deque[Entry]]] = OrderedDict()

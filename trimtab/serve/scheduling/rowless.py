@@ -27,7 +27,7 @@ MOST_TURNS = 16
 
 
 class Rowless(Generic[Entry]):
-    """What waits for its pieces, what is being computed (`begun`), and what is `complete` and waits for a row. room: as
+    """The requests that wait for their pieces, are being computed (`begun`), or are `complete` and wait for a row. room: as
     `InProgress` takes it."""
 
     def __init__(self, room: Room[Entry]) -> None:
@@ -103,8 +103,8 @@ class Rowless(Generic[Entry]):
         return self._time_s >= min(self._last_s, MOST_TURNS * left_s)
 
     def most_tokens(self, left_s: float | None, kind: str) -> int:
-        """Return the most tokens of the next piece, from what earlier ones of this kind of job took; at most twice as many as they
-        had."""
+        """Return the most tokens of the next piece, from the times of earlier ones of this kind of job; at most twice as many as
+        they had."""
         tokens, token_s = self._paces.get(kind, (FIRST_TOKENS // 2, 0.0))
         fitting = (PIECE_S if left_s is None else left_s) / token_s if token_s else 2.0 * tokens
         most = min(fitting, 2.0 * tokens)

@@ -90,7 +90,7 @@ class _Entry:
 
 @dataclass
 class Counts:
-    """What has happened since the scheduler began."""
+    """Counts of events since the scheduler began."""
 
     finished: int = 0
     failed: int = 0
@@ -139,7 +139,7 @@ class Scheduler:
 
     @property
     def _taken(self) -> int:
-        """How many rows are taken, or will be by prompts on their way."""
+        """How many rows are taken, or will be by prompts in progress."""
         return len(self._rows) + len(self._through) + len(self._chosen) + len(self._begun)
 
     @property
@@ -156,7 +156,7 @@ class Scheduler:
         return self._uses[adapter]
 
     def submit(self, job: Job) -> None:
-        """Take a job. Errors: QueueFullError; RequestError for an id in use; what the engine raises before it begins to prepare the
+        """Take a job. Errors: QueueFullError; RequestError for an id in use; errors of the engine before it begins to prepare the
         job, which is forgotten then. Problems of its inputs become events."""
         if job.id in self._known:
             raise RequestError("a job of this id is being answered", field="id", value=job.id)
@@ -218,7 +218,7 @@ class Scheduler:
             begun.free(entry)
 
     def _free(self, entry: _Entry) -> None:
-        """Take a job out of those that need no row, if it is one; what it held back waits for rows."""
+        """Take a job out of those that need no row, if it is one; jobs that it kept back wait for rows."""
         for mate in self._rowless.remove(entry):
             self._lines.add(mate)
 
@@ -247,11 +247,11 @@ class Scheduler:
 
     @property
     def _has_prompts(self) -> bool:
-        """Whether prompts wait, or are on their way to a row."""
+        """Whether prompts wait, or are about to get a row."""
         return bool(self._through or self._begun or self._chosen or self._lines)
 
     def _piece(self) -> None:
-        """Compute a piece of what needs no row, if it is its turn."""
+        """Compute a piece of a request that needs no row, if it is its turn."""
         if not self._rowless:
             return
         left_s = self.budget.left_s(len(self._rows))
@@ -313,7 +313,7 @@ class Scheduler:
             count += 1
             if left_s is None:  # no row waits for a token: others may have arrived
                 break
-            if size_done:  # none where a prompt took over what another had computed
+            if size_done:  # none where a prompt took over the states of another
                 left_s -= self.budget.chunk_s(size_done) or 0.0
         return count > 0
 
@@ -347,7 +347,7 @@ class Scheduler:
         start = self._now()
         for entry in [entry for entry in self._arrived if entry.is_prepared]:
             try:
-                # What cannot fit is refused before it queues.
+                # A request that cannot fit is refused before it queues.
                 inputs = None if entry.inputs is None else entry.inputs.result()
                 entry.answer = self.engine.begin(entry.job, inputs)
             except TrimtabError as exc:
@@ -380,7 +380,7 @@ class Scheduler:
         passed: list[tuple[FairQueue[_Entry], str | None]] = []
         seen: set[str] = set()
         is_barred = False
-        # What needs no row waits for a slot only where its turn has come.
+        # A request without a row waits for a slot only where its turn has come.
         others = [self._lines] if lines is not self._lines else [] if self._rowless.begun else [self._rowless.lines]
         for one, adapter, clients in [(each, *both) for each in (*others, lines) for both in each.adapters]:
             if not self.engine.is_prepared(adapter):
@@ -393,7 +393,7 @@ class Scheduler:
                 seen |= clients
             is_barred |= one.overtaken[adapter] >= self.engine.rows
         entry = lines.first(passes, fits)
-        # Those that run will leave; a smaller one that passed it could keep it waiting for ever.
+        # Those that run will leave; a smaller one that passed it could keep it waiting indefinitely.
         if entry is None or not self.engine.has_room(entry.answer):
             return None
         entry.goes_alone = self.engine.goes_alone(entry.answer)
@@ -465,7 +465,7 @@ class Scheduler:
         def fits(entry: _Entry) -> bool:
             if self.engine.kept_tokens(entry.answer):  # it needs no more
                 return True
-            # The others of a group copy what one computes.
+            # The others of a group copy the states of one.
             is_mate = bool(entry.job.group) and any(one.job.group == entry.job.group for one in self._begun)
             return not is_mate and self._begun.fits(self.engine.passing_tokens(entry.answer))
 
