@@ -125,7 +125,7 @@ def _weight(name: str, parts: Mapping[str, TensorEntry], schemes: list[Mapping[s
 
 
 def _group_size(columns: int, groups: int, bits: int, schemes: list[Mapping[str, Any]]) -> int | None:
-    """Return the values of a row with one scale, 0 for all of them, as a config group with so many bits declares it."""
+    """Return the values of a row with one scale, 0 for all of them, as a config group with these bits declares it."""
     if groups == 1:
         return 0
     for one in schemes:

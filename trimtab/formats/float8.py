@@ -1,4 +1,4 @@
-"""float8 checkpoints: `X.weight` in e4m3 with the factor of each block, row or weight beside it.
+"""float8 checkpoints: `X.weight` in e4m3, and the scale of each block, row or weight in a second tensor.
 
 `X.weight_scale_inv` [D_out / 128, D_in / 128] (quant_method fp8; also [1] or none of a dimension: the whole weight), or
 `X.weight_scale` [D_out, 1], [D_out], [1] or [blocks] (compressed-tensors, fbgemm_fp8). Scales of activations are left out:

@@ -17,7 +17,7 @@ READERS: Mapping[str, Read] = {
     "bitsandbytes": bitsandbytes.read, "compressed-tensors": compressed_tensors.read, "fp8": float8.read,
     "fbgemm_fp8": float8.read, "awq": transposed.read_awq, "gptq": transposed.read_gptq,
 }  # fmt: skip
-# Side tensors that only quantized files have: without a quantization_config nobody says what they mean.
+# Side tensors that only quantized files have: a file without a quantization_config does not declare their meaning.
 MARKS = (".weight_packed", ".weight_scale_inv", ".qweight")
 HINT = "Use the unquantized checkpoint of the same model: trimtab quantizes while it loads"
 

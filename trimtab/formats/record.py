@@ -4,7 +4,7 @@ A format is a name in plans, in the anatomy and in the engine. `stored_format` m
 
     none, int8, fp4, nf4, nf4-dq     bitsandbytes (and none: full precision)
     head8                            the 8-bit output head that trimtab makes
-    int4-g128, int8-g32, int4-row    integers with one scale for so many values of a row, or for the row; then in any order
+    int4-g128, int8-g32, int4-row    integers with one scale for this many values of a row, or for the row; then in any order
                                      -zp (a zero point a group), -idx (the group of each column), -f32 (scales in float32)
     fp8-128x128, fp8-row, fp8-tensor float8 e4m3 with one float32 scale a block, a row or a weight
 """
@@ -34,7 +34,7 @@ HEAD8 = "head8"
 SHOWN_PROBLEMS = 20
 # File tensors that are read with the headers, not with the weights.
 UNREAD_PARTS = ("quant_state", "weight_shape")
-# Weights of files' own formats are dequantized so many values at a time, with at most so many bytes a value beside the result: two
+# Weights of files' own formats are dequantized this many values at a time, with at most this many bytes a value in addition: two
 # float32 copies of float8 values and of their scales; 4-bit values, the same in a byte each and in the type of the scales.
 DEQUANTIZED_VALUES = 2**20
 DEQUANTIZED_BYTES = 8
@@ -69,7 +69,7 @@ class StoredFormat:
 
     @property
     def is_dequantized(self) -> bool:
-        """Whether a product without a kernel of its own makes the whole weight in 16 bits."""
+        """Whether a product without a separate kernel makes the whole weight in 16 bits."""
         return self.family in ("codebook", "grouped", "float8")
 
     @property
@@ -78,7 +78,7 @@ class StoredFormat:
         return self.family in ("grouped", "float8")
 
     def reading_bytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes beside the file tensors of a weight while its values are laid out anew."""
+        """Return the bytes in addition to the file tensors of a weight while its values are rearranged."""
         if self.family != "grouped":
             return 0
         return prod(shape) * (3 if self.has_zero else 2 if self.bits == 4 else 1)
@@ -91,7 +91,7 @@ class StoredFormat:
         return tuple(CODE_BYTES) if self.name == "nf4-dq" else ("code",)
 
     def groups(self, columns: int) -> int:
-        """Return how many groups a row of so many values has."""
+        """Return the number of groups in a row of this many values."""
         return ceil(columns / self.group) if self.group else 1
 
     def parts(self, shape: Sequence[int], dtype: str) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What is a long command doing now, in words? Whoever watches is told each phase and how far it is; by default nobody watches.
+"""Which phase is a long command in, and how far is it? A watcher receives each phase; by default there is none.
 
 The command line shows the phases on a terminal, a child process sends them to its parent. Imports only the standard library,
 because the first phases come before torch.
@@ -15,7 +15,7 @@ from contextvars import ContextVar
 # Is called with a phase, and with how far it is: "3 of 12", or "" where that is not known.
 Watcher = Callable[[str, str], None]
 SLOW_IMPORTS = ("torch", "transformers")
-# A count is told this often, and at its end.
+# A count is reported this often, and at its end.
 COUNT_EVERY_S = 0.1
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)

@@ -111,7 +111,7 @@ def quant_state(packed: Packed) -> QuantState:
 
 
 def dequantize(packed: Packed) -> Tensor:
-    """Return the weight [D_out, D_in] that the packed form stands for, in its own dtype, on its device."""
+    """Return the unpacked weight [D_out, D_in], in its own dtype, on its device."""
     if packed.kind == "int8":
         return int8_vectorwise_dequant(packed.parts["weight"], packed.parts["SCB"])
     state = quant_state(packed)

@@ -34,7 +34,7 @@ def _scales(kind: str, shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def dequantize(packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the weight [D_out, D_in] in its own type, or then cast to another; a few rows are in memory beside it at a time."""
+    """Return the weight [D_out, D_in] in its own type, or then cast to another; a few rows are in memory in addition at a time."""
     return dequantize_rows(packed, 0, packed.shape[0], packed.parts["weight"].device, dtype)
 
 

@@ -107,7 +107,7 @@ def _awq_values(words: Tensor) -> Tensor:
 
 
 def dequantize(packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the weight [D_out, D_in] in its own type, or then cast to another; a few rows are in memory beside it at a time."""
+    """Return the weight [D_out, D_in] in its own type, or then cast to another; a few rows are in memory in addition at a time."""
     rows, columns = packed.shape
     out = torch.empty(rows, columns, dtype=dtype or packed.dtype, device=packed.parts["weight"].device)
     form, step = stored_format(packed.kind), max(1, DEQUANTIZED_VALUES // columns)

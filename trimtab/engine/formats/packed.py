@@ -21,8 +21,8 @@ from trimtab.planning.values.byte_sizes import HEAD_CHUNK_VALUES
 class Packed:
     """One weight in its stored form.
 
-    kind: its format's name (`trimtab/formats/record.py`; "nf4" with double quantization too). shape, dtype: of the weight that it
-    stands for, [D_out, D_in]. parts: "weight" always, and what its format has beside it. codes: the small look-up tables of a 4-bit
+    kind: its format's name (`trimtab/formats/record.py`; "nf4" with double quantization too). shape, dtype: of the unpacked
+    weight, [D_out, D_in]. parts: "weight" always, and the other parts of its format. codes: the small look-up tables of a 4-bit
     weight ("code" [16], "nested_code" [256]), shared between weights and never moved by a tier. kernel: of an 8-bit head, what
     computes it.
     """
@@ -106,19 +106,19 @@ class PlainShell(nn.Module):
 
 
 def is_narrow(stored: torch.dtype, computed: torch.dtype) -> bool:
-    """Whether a weight is held in fewer bits than it is computed with (`planning/request/dtypes.py::keeps_16bit`)."""
+    """Whether a weight is stored in fewer bits than it is computed with (`planning/request/dtypes.py::keeps_16bit`)."""
     return stored.itemsize < computed.itemsize
 
 
 def widened(weight: Tensor, dtype: torch.dtype, *, copy: bool = False) -> Tensor:
-    """Return a weight in the computing dtype where it is held in fewer bits, else in its own. copy: in memory of its own."""
+    """Return a weight in the computing dtype where it is stored in fewer bits, else in its own. copy: in separate memory."""
     return weight.to(dtype if is_narrow(weight.dtype, dtype) else weight.dtype, copy=copy)
 
 
 class WideShell:
     """`y = x W^T + b` in x's type over a weight in a narrower one, [D_out, D_in]: a few rows of it are cast at a time.
 
-    Beside its output it holds HEAD_CHUNK_VALUES values of x's type. The cast is exact from 16 bits to float32.
+    In addition to its output it takes HEAD_CHUNK_VALUES values of x's type. The cast is exact from 16 bits to float32.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:

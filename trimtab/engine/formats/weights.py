@@ -1,4 +1,4 @@
-"""What can be done with a stored weight, whatever its format: read it, dequantize it, compute with it.
+"""How is a stored weight of any format read, dequantized and computed with?
 
 `FORMATS` has one record a family of formats. Nothing outside this room and the kernels knows how a weight is laid out.
 """
@@ -23,8 +23,8 @@ class WeightFormat:
 
     read: (entry, its file tensors by part on the device where they are computed, dtype) -> the weight; nothing is quantized again.
     dequantize: the weight [D_out, D_in] in its own type, on its device. dequantize_rows: some of its rows, copied to a device
-    first. shell: a layer over the parts where they are, without a copy: parts that are views of a staging buffer give a layer over
-    whatever the buffer holds.
+    first. shell: a layer over the parts where they are, without a copy: a layer over views of a
+    staging buffer computes with the buffer's current content.
     """
 
     dequantize: Callable[[Packed], Tensor]
@@ -77,12 +77,12 @@ def prequantized(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.d
 
 
 def dequantize(packed: Packed) -> Tensor:
-    """Return the weight [D_out, D_in] that the packed form stands for, in its own dtype, on its device."""
+    """Return the unpacked weight [D_out, D_in], in its own dtype, on its device."""
     return _of(packed.kind).dequantize(packed)
 
 
 def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device) -> Tensor:
-    """Return rows `start` to `stop` of the weight [D_out, D_in] in memory of their own, on a device: the bits of `dequantize`.
+    """Return rows `start` to `stop` of the weight [D_out, D_in] in separate memory, on a device: the bits of `dequantize`.
 
     Only these rows are copied to the device and dequantized.
     """

@@ -229,7 +229,7 @@ def row_cache_bytes(
 class Widths:
     """Widths of one part's layers: D, query, MLP and the largest weight that is dequantized at once, in numbers.
 
-    own_bytes: of the largest weight that is dequantized for one row as well, and of what is made beside it.
+    own_bytes: of the largest weight that is dequantized for one row as well, and of its temporary values.
     """
 
     hidden: int

@@ -34,7 +34,7 @@ class Leaf:
 
     packs: whether loading packs it (quantized by us, not already packed in the file). load_transient_bytes: bytes on
     the execution device while that happens: the whole weight, its packed form and, for int8, its float16 copy; an 8-bit
-    head is made in chunks, directly in its final memory. reading_bytes: the part of them that lays out a file's values anew.
+    head is made in chunks, directly in its final memory. reading_bytes: the part of them that rearranges a file's values.
     """
 
     tensor_path: str

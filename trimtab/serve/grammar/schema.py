@@ -154,7 +154,7 @@ class _Ends:
 
 
 class Targets(dict[Any, Any]):
-    """JSON pointer -> what it leads to in a schema, found once: a pointer may be long, and is asked for again and again."""
+    """JSON pointer -> what it leads to in a schema, found once: a pointer may be long, and is needed again and again."""
 
     def __init__(self, root: Any) -> None:
         super().__init__()
