@@ -234,7 +234,7 @@ def segments(pool: Pool | None = None) -> list[dict[str, Any]]:
     """Return the segments of all GPUs as torch describes them, with their blocks; `pool`: those of one pool of memory.
 
     `torch.cuda.memory_snapshot` and `MemPool.snapshot` of torch 2.11 release references that they do not own, of the numbers of the
-    pool's id: the process ends later, in whatever allocates memory next (I17 of the doctor's catalogue). The snapshot without
+    pool's id: the process ends later, in the next allocation of memory (I17 of the doctor's catalogue). The snapshot without
     arguments takes no id.
     """
     found: list[dict[str, Any]] = torch.cuda.memory._snapshot()["segments"]
