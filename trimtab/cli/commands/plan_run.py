@@ -347,7 +347,7 @@ def prompt_of(options: argparse.Namespace) -> str:
             )
         return read_text(options.prompt_file, "--prompt-file")
     if options.prompt == "-":
-        phases.begin("")  # somebody may type here
+        phases.begin("")  # the user may type here
         return as_text(sys.stdin.buffer.read(TEXT_FILE_BYTES + 1), "PROMPT", "-")
     return str(options.prompt)
 

@@ -103,7 +103,7 @@ def _read(name: str) -> str:
 
     try:
         if name == "-":
-            phases.begin("")  # somebody may type here
+            phases.begin("")  # the user may type here
             data = sys.stdin.buffer.read(2 * MOST_BYTES + 1)
         else:
             with Path(name).open("rb") as file:
