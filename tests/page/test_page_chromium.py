@@ -436,7 +436,7 @@ def test_names_are_never_markup(opened):
     assert page.title() == "trimtab"
 
 
-def break_off(listener):
+def break_off(listener, is_seen):
     """Answer one request with the beginning of a stream, and end the connection there, as a server that is killed."""
     connection, _ = listener.accept()
     with connection:
@@ -444,6 +444,7 @@ def break_off(listener):
         line = f"data: {json.dumps({'choices': [{'index': 0, 'delta': {'content': 'Half of it'}}]})}\n\n".encode()
         head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         connection.sendall(head + b"%x\r\n%s\r\n" % (len(line), line))
+        is_seen.wait(ANSWER_MS / 1000)
 
 
 def test_a_server_that_died_in_an_answer_is_said_there_and_above_it_and_comes_back(opened):
@@ -451,9 +452,11 @@ def test_a_server_that_died_in_an_answer_is_said_there_and_above_it_and_comes_ba
     trouble, error = page.locator("#trouble"), page.locator(".answer .error")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        threading.Thread(target=break_off, args=(listener,), daemon=True).start()
+        threading.Thread(target=break_off, args=(listener, is_seen := threading.Event()), daemon=True).start()
         page.route(CHAT, lambda route: route.continue_(url=f"http://127.0.0.1:{port}/v1/chat/completions"))
         ask(page, "Hello")
+        expect(page.locator(".answer .text")).to_have_text("Half of it")
+        is_seen.set()
         expect(error).to_have_text("The connection to the server ended before the answer was complete")
     expect(page.locator(".answer .text")).to_have_text("Half of it")
     # Nothing listens now: neither what is asked again nor the status gets an answer.

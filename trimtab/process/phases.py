@@ -1,4 +1,4 @@
-"""Which phase is a long command in, and how far is it? A watcher receives each phase; by default there is none.
+"""What is a long command doing now, in words? A watcher gets each phase and how far it is; without one, phases cost nothing.
 
 The command line shows the phases on a terminal, a child process sends them to its parent. Imports only the standard library,
 because the first phases come before torch.
@@ -12,24 +12,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-# Is called with a phase, and with how far it is: "3 of 12", or "" where that is not known.
+# A function of a phase and of how far it is: "3 of 12", or "" if that is not known.
 Watcher = Callable[[str, str], None]
 SLOW_IMPORTS = ("torch", "transformers")
-# A count is reported this often, and at its end.
+# Time between two counts of one phase; the last count is always reported.
 COUNT_EVERY_S = 0.1
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 
 def begin(phase: str, far: str = "") -> None:
-    """Tell the watcher a phase; "" is the end of the last one."""
+    """Report a phase to the watcher; "" is the end of the last one."""
     watcher = _watcher.get()
     if watcher is not None:
         watcher(phase, far)
 
 
 def begin_imports() -> None:
-    """Tell the watcher that torch and transformers are imported now, if they are not imported yet."""
+    """Report that torch and transformers are imported now, if they are not imported yet."""
     left = [name for name in SLOW_IMPORTS if not _is_imported(name)]
     if left:
         begin(f"importing {' and '.join(left)}")
@@ -41,14 +41,14 @@ def _is_imported(name: str) -> bool:
 
 
 def counting(phase: str, *, is_bytes: bool = False) -> Callable[[int, int], None]:
-    """Return a function of (done, of) that tells the present watcher, from any thread."""
-    watcher, told_s = _watcher.get(), float("-inf")
+    """Return a function of (done, of) that reports to the present watcher, from any thread."""
+    watcher, reported_s = _watcher.get(), float("-inf")
 
     def count(done: int, of: int) -> None:
-        nonlocal told_s
-        if watcher is None or (done < of and time.monotonic() - told_s < COUNT_EVERY_S):
+        nonlocal reported_s
+        if watcher is None or (done < of and time.monotonic() - reported_s < COUNT_EVERY_S):
             return
-        told_s = time.monotonic()
+        reported_s = time.monotonic()
         watcher(phase, far_text(done, of, is_bytes=is_bytes))
 
     return count
@@ -64,7 +64,7 @@ def far_text(done: int, of: int, *, is_bytes: bool = False) -> str:
 
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Tell the phases of the block to a watcher instead of the one around it."""
+    """Report the phases of the block to this watcher instead of the outer one."""
     token = _watcher.set(watcher)
     try:
         yield

@@ -23,7 +23,7 @@ COLUMNS = 80
 
 
 class PhaseLine:
-    """A watcher that writes each phase in place of the last one, or on separate lines where the terminal is dumb."""
+    """A watcher that writes each phase in place of the last one, or on a separate line if the terminal is dumb."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._is_dumb = stream, os.environ.get("TERM") == "dumb"

@@ -238,7 +238,7 @@ def _failed(lane: Lane, exc: TrimtabError, stage: str) -> LaneRun:
 
 
 def _told(line: Line) -> None:
-    """Tell who watches that a stock lane has reached a stage."""
+    """Report the stage that a stock lane has reached."""
     if line["event"] == "stage":
         phases.begin("stock:", line["stage"])
 
