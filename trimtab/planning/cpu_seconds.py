@@ -1,7 +1,7 @@
 """How long do a prompt and a decode step take where the CPU computes?
 
 A product reads its weight at the rate that was measured for its form and type: 4-bit weights that the plan keeps unpacked in the
-model's dtype, others as bitsandbytes unpacks them. Every linear layer takes operations beside its product (norms, attention,
+model's dtype, others as bitsandbytes unpacks them. Every linear layer takes operations other than its product (norms, attention,
 adapters, Python); a head that is tied to a table is read whole. Measured within a factor of two
 (bench/results/cpu_predictions.json). Not counted: attention over long contexts, and that a step reads only some experts.
 """
@@ -21,8 +21,8 @@ from trimtab.planning.values.byte_sizes import Rates, Weights, seconds
 from trimtab.planning.values.execution import head_bytes, head_rows
 from trimtab.planning.values.rows import Placement
 
-# Operations of a pass beside the products, for each linear layer: with adapters, without. A step of the demo model with one takes
-# 25 ms beside its products on a core whose smallest operation (`Rates.launch_s`) takes 4 to 5 microseconds; it has 65 such layers.
+# Operations of a pass without the products, for each linear layer: with adapters, without. A step of the demo model with one takes
+# 25 ms without its products on a core whose smallest operation (`Rates.launch_s`) takes 4 to 5 microseconds; it has 65 such layers.
 LINEAR_OPERATIONS = (90, 66)
 # The same inside bitsandbytes' layers, by the part that only their form has: 0.3 and 0.5 ms on that core.
 FORM_OPERATIONS = {"absmax": 60, "SCB": 110}
