@@ -8,6 +8,10 @@ The Llama is made on the first call; its weights mean nothing. What else the mac
 
 measures first tokens and the tokens after them with both models in one process, a prompt of each in turn, so that what else the
 machine does meanwhile slows both alike. Elapsed times and the CPU time of all threads; ratios of medians, trimtab's over stock's.
+
+    OMP_NUM_THREADS=1 python -m bench.cpu --work FOLDER --save bench/results/cpu_predictions.json --predictions
+
+puts the tokens per second that plans predict beside measured ones, with an adapter, in several formats.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import json
 import tempfile
 import time
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -199,6 +204,52 @@ def save_first_tokens(given: argparse.Namespace) -> None:
         given.save.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
+def save_predictions(given: argparse.Namespace) -> None:
+    """Plan and measure models in several formats, after the rates of this machine are measured anew."""
+    import torch
+
+    import trimtab
+    from trimtab.engine.batch.generate import Generation
+    from trimtab.engine.kv.sequence import Inputs
+    from trimtab.engine.memory.rates import device_name, measure_rates
+    from trimtab.machine import rates_cache
+    from trimtab.machine.environment import read_environment
+    from trimtab.request import GenerateRequest
+
+    threads, named, rows = torch.get_num_threads(), cases(given.work), {}
+    rates = measure_rates("cpu", cache=False)
+    rates_cache.write(device_name("cpu"), str(torch.__version__), threads, rates)
+    ids = 3 + torch.arange(64)[None] * 7 % 400
+    inputs = Inputs({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 64, tuple(ids[0].tolist()), False)
+    for model in ("demo", "llama-300m"):
+        for quant, dtype in (("nf4-dq", "auto"), ("int8", "auto"), ("none", "auto"), ("none", "float32")):
+            load = named[f"{model}, nf4-dq"]
+            plan = trimtab.plan(
+                load.model, adapters=load.adapters, device="cpu", quant=quant, dtype=dtype, context=1024
+            )
+            clocks = []
+            with trimtab.load(plan) as loaded:
+                loaded.adapter_store.set("adapter")
+                for _ in range(4):
+                    clock = _Ticks()
+                    with closing(iter(Generation(loaded, inputs, GenerateRequest(max_new_tokens=9)))) as pieces:  # type: ignore[type-var]
+                        for piece in pieces:
+                            clock.tick(piece.token_ids)
+                    clocks.append(clock.row())
+            step_ms = [row["step_ms"] for row in clocks[1:]]
+            predicted, measured = plan.execution.tokens_per_s, 1000 / median(step_ms)
+            row = rows[f"{model}, {quant}, {plan.request.dtype}"] = {
+                "predicted_tokens_per_s": round(predicted, 3), "measured_tokens_per_s": round(measured, 3),
+                "ratio": round(predicted / measured, 3), "step_ms": step_ms,
+                "step_cpu_ms": [row["step_cpu_ms"] for row in clocks[1:]],
+            }  # fmt: skip
+            print(f"{model}, {quant}, {plan.request.dtype}", row, flush=True)
+    found = {
+        "note": given.note, "environment": read_environment().to_json(), "threads": threads, "rates": asdict(rates), "rows": rows,
+    }  # fmt: skip
+    given.save.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     from trimtab.benchmark.bench import BenchRequest, bench
 
@@ -211,7 +262,11 @@ def main() -> None:
     parser.add_argument("--note", default="", help="what else the machine did, for the file")
     parser.add_argument("--only", action="append", help="this case alone; may be repeated")
     parser.add_argument("--first-tokens", type=int, default=0, help="first tokens only, so many of each model")
+    parser.add_argument("--predictions", action="store_true", help="predicted beside measured tokens per second")
     given = parser.parse_args()
+    if given.predictions:
+        save_predictions(given)
+        return
     if given.first_tokens:
         save_first_tokens(given)
         return

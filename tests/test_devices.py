@@ -286,7 +286,7 @@ def test_a_real_measurement_has_every_rate_and_makes_sense(tmp_path, monkeypatch
 def test_a_disk_that_cannot_be_written_leaves_the_assumed_rate(tmp_path, monkeypatch):
     (tmp_path / "trimtab").write_text("a file where the folder should be")
     monkeypatch.setattr(memory, "user_cache_path", lambda name: tmp_path / name)
-    monkeypatch.setattr(devices, "_host_matmul", lambda: (1e9, 1e10))
+    monkeypatch.setattr(devices, "_host_products", lambda: {"host_matmul_Bps": 1e9, "host_flops": 1e10})
     measured = devices.measure_rates("cpu", cache=False)
     assumed = Rates()
     assert (measured.disk_Bps, measured.disk_access_s) == (assumed.disk_Bps, assumed.disk_access_s)

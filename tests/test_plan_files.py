@@ -99,7 +99,7 @@ def test_a_value_of_another_kind_is_never_taken(path):
         assert caught.value.field
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 4, PLAN_VERSION + 1, None, "4", 4.5])
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5, PLAN_VERSION + 1, None, "4", 4.5])
 def test_another_version_is_named_before_anything_else(version, tmp_path):
     file = tmp_path / "plan.json"
     file.write_text(json.dumps({"version": version}), encoding="utf-8")

@@ -12,14 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.anatomies import e_series, small
+from tests.anatomies import e_series, qwen3_8b, small
 from tests.examples import examples
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import CheckpointError, DoesNotFitError, RequestError, gib
 from trimtab.planning import Machine, Plan, Rates, blocks_of, make_plan, search
+from trimtab.planning.plan.chart import bars_of, layout
+from trimtab.planning.plan.narrow import narrow_table
+from trimtab.planning.plan.table import verdict
 from trimtab.planning.search import Search
 from trimtab.planning.values.budget import Choice, Item, Limits, totals_of
 from trimtab.planning.values.rows import OUTSIDE_PEAK
+from trimtab.report.charts import Label
 from trimtab.request import LoadRequest
 
 GIB, MIB = 2**30, 2**20
@@ -219,6 +223,66 @@ def test_a_cpu_without_enough_memory_names_the_sum_that_would_do():
     enough = caught.value.needed_bytes
     made = plan(machine=replace(CPU, host_available_bytes=enough), place={"*": "resident"})
     assert caught.value.device == "memory" and made.gpu_needed_bytes + made.host_peak_bytes == enough
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked"),
+    [
+        (GPU, {}), (GPU, {"gpu": 4, "host": 1.3}), (GPU, {"context_tokens": 64, "quant": "int8", "images": 0, "audio_s": 0.0}),
+        (GPU, {"gpu": 8, "host": 16, "prefix_cache_bytes": GIB}), (CPU, {}), (CPU, {"quant": "int8", "batch": 4}),
+    ],
+)  # fmt: skip
+def test_verdict_table_narrow_text_and_picture_of_a_plan_say_the_same_bytes(machine, asked):
+    made = plan(E2B, machine=machine, **asked)
+    device, host, *others = bars_of(made)
+    assert (device.nbytes, host.nbytes) == (made.gpu_needed_bytes, made.host_peak_bytes)
+    assert sum(bar.nbytes for bar in others) == made.disk_bytes
+    needs, on_host, budget = gib(device.nbytes), gib(host.nbytes), gib(made.gpu_budget_bytes)
+    said = verdict(made)
+    if made.execution_device == "cpu":
+        assert f"; {gib(device.nbytes + host.nbytes)} of {gib(made.host_budget_bytes)} of host memory" in said
+    else:
+        assert f"; {needs} of {budget} on the GPU, {on_host} of host memory" in said
+    labels = [shape.text for shape in layout(made)[0] if isinstance(shape, Label)]
+    wide, narrow = (" ".join(text.split()) for text in (str(made), narrow_table(made)))
+    assert said in labels and said in wide and said in narrow
+    assert f"{made.execution_device} needs {needs} budget {budget}" in wide and f"host needs {on_host} budget" in wide
+    assert (
+        f"{made.execution_device}: {needs} of a budget of {budget}" in narrow
+        and f"host: {on_host} of a budget" in narrow
+    )
+    assert any(text.startswith(f"needs {needs}: ") for text in labels) and f"needs {on_host}" in labels
+    free = made.gpu_budget_bytes - made.gpu_needed_bytes
+    assert f"budget {budget}, {gib(free)} free" in labels
+    if made.disk_bytes:
+        assert said.endswith(f", {gib(made.disk_bytes)} on disk") and f"spill file of {gib(made.disk_bytes)}" in labels
+
+
+# Seconds on a CPU
+
+CORE = Rates(
+    host_Bps=4e9, pinned_h2d_Bps=4e9, pageable_h2d_Bps=4e9, host_matmul_Bps=1.5e8, device_Bps=1.5e8, host_16bit_Bps=5e9,
+    host_float32_Bps=1e10, host_int8_Bps=5e8, host_flops=7e9, device_flops=7e9, launch_s=5e-6, transfer_s=2e-6,
+)  # fmt: skip
+
+
+def test_a_step_on_a_cpu_reads_each_form_of_weight_at_its_own_rate():
+    """Qwen3-8B has 252 linear layers of 6,945,767,424 weights, and a head of 151,936 x 4,096 beside its table."""
+    layers, head, count = 6_945_767_424, 151_936 * 4096, 252
+    packed = layers * 0.5 + layers / 64 + layers / 64 / 256 * 4  # bytes of NF4: scales of 64 values, and theirs of 256
+    beside = (count + 1) * 66 * 5e-6  # operations of every linear layer, without adapters
+    rate = {
+        ("none", 64): 2 * (layers + head) / 5e9,
+        ("int8", 64): layers / 5e8 + 2 * head / 5e9 + count * 110 * 5e-6,
+        ("nf4-dq", 64): 2 * (layers + head) / 5e9,  # unpacked: there is room
+        ("nf4-dq", 12): packed / 1.5e8 + 2 * head / 5e9 + count * 60 * 5e-6,
+    }
+    for (quant, host), read_s in rate.items():
+        machine = replace(CPU, host_available_bytes=host * GIB)
+        made = plan(qwen3_8b(), machine=machine, rates=CORE, quant=quant)
+        assert made.execution.step.seconds == pytest.approx(read_s + beside, rel=0.02), (quant, host)
+        assert made.execution.step.seconds == pytest.approx(sum(row.token_s for row in made.placements), rel=0.01)
+    assert verdict(made).startswith("Fits: about ") and re.search(r"~[\d.]+ tokens/s", str(made))
 
 
 # What does not fit

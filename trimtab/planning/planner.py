@@ -17,6 +17,7 @@ from functools import partial
 from trimtab.checkpoint.anatomy import Anatomy, first_equal
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.formats.record import CODE_BYTES, stored_format
+from trimtab.planning.cpu_seconds import with_cpu_seconds
 from trimtab.planning.memory.activations import PREFILL_CHUNK_TOKENS, Use, needs_of, patches_of, use_of
 from trimtab.planning.memory.adapters import copies_bytes
 from trimtab.planning.memory.media import NO_MEDIA, MediaMemory
@@ -115,6 +116,7 @@ def make_plan(
         raise advised(exc, request, anatomy, adapters, make, known_of) from None
     shared = machine.host_available_bytes + machine.process_bytes if machine.on_cpu else None
     plan = with_unpacked(with_towers(plan, anatomy), anatomy, shared_bytes=shared)
+    plan = with_cpu_seconds(plan, anatomy, use_of(plan.request, anatomy, chunk_tokens=prefill_chunk_tokens))
     return replace(plan, checkpoint_stamps=tuple(checkpoint_stamps), adapter_stamps=dict(adapter_stamps or {}))
 
 

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -212,24 +213,32 @@ def _measure(device: torch.device) -> Rates:
     host = torch.ones(SAMPLE_BYTES, dtype=torch.uint8)
     copy = torch.empty_like(host)
     host_rate = SAMPLE_BYTES / _median_s(lambda: copy.copy_(host))
-    matmul_rate, host_flops = _host_matmul()
-    measured = {"host_Bps": host_rate, "host_matmul_Bps": matmul_rate, "host_flops": host_flops, **_measure_disk()}
+    measured = {"host_Bps": host_rate, **_host_products(), **_measure_disk()}
     return Rates(**measured, **(_measure_cuda(device, host) if device.type == "cuda" else _as_device(measured)))
 
 
-def _host_matmul() -> tuple[float, float]:
-    """Return (packed bytes a second of a one-row product in NF4, operations a second of a product with many rows)."""
+def _host_products() -> dict[str, float]:
+    """Return bytes a second of one-row products by the form of the weight, and operations a second of one with many rows."""
     from trimtab.engine.formats.bitsandbytes import quantize
+    from trimtab.engine.formats.packed import keep
     from trimtab.engine.formats.weights import shell
 
-    weight = torch.randn(GEMV_SIDE, GEMV_SIDE).to(torch.bfloat16)
-    packed = quantize(weight, "nf4-dq")
-    layer = shell(packed, None, torch.bfloat16)
-    row, many = (torch.randn(count, GEMV_SIDE).to(torch.bfloat16) for count in (1, 128))
+    square = torch.randn(GEMV_SIDE, GEMV_SIDE).to(torch.bfloat16)
+    # Larger than the processor's caches, as a model is.
+    wide = torch.ones(SAMPLE_BYTES // (4 * GEMV_SIDE), GEMV_SIDE)
+    forms = {
+        "host_matmul_Bps": quantize(square, "nf4-dq"), "host_16bit_Bps": keep(wide.to(torch.bfloat16)),
+        "host_float32_Bps": keep(wide), "host_int8_Bps": quantize(square, "int8"),
+    }  # fmt: skip
+    many = torch.randn(128, GEMV_SIDE).to(torch.bfloat16)
+    measured = {}
     with torch.no_grad():
-        rate = packed.nbytes / _median_s(lambda: layer(row), repeat=3)
-        flops = 2 * many.numel() * GEMV_SIDE / _median_s(lambda: torch.nn.functional.linear(many, weight), repeat=3)
-    return rate, flops
+        for name, packed in forms.items():
+            dtype = torch.float32 if name == "host_float32_Bps" else torch.bfloat16
+            layer, row = shell(packed, None, dtype), many[:1].to(dtype)
+            measured[name] = packed.nbytes / _median_s(partial(layer, row))
+        many_s = _median_s(lambda: torch.nn.functional.linear(many, square), repeat=3)
+    return measured | {"host_flops": 2 * many.numel() * GEMV_SIDE / many_s}
 
 
 def _as_device(measured: dict[str, float]) -> dict[str, float]:

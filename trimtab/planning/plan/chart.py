@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trimtab.errors import gib
-from trimtab.planning.plan.table import predicted_rate, tensors_peak, verdict
+from trimtab.planning.plan.table import marked_rate, tensors_peak, verdict
 from trimtab.report.charts import (
     INK,
     LINE,
@@ -52,6 +52,7 @@ ITEM_COLORS = {
 }  # fmt: skip
 ITEM_NAMES = {
     "kv_cache": "KV cache",
+    "loading": "more while loading",
     "kv_copies": "KV copies of steps",
     "cuda_context": "driver context",
     "kernels": "libraries and kernels",
@@ -96,6 +97,7 @@ def bars_of(plan: Plan) -> list[Bar]:
     in_rows = sum(segment.nbytes for segment in placed["gpu"])
     shared = gpu["weights"] + gpu["fixed"] - in_rows
     items = [*([("fixed", shared)] if shared > 0 else []), *((k, v) for k, v in gpu.items() if k not in named)]
+    items.append(("loading", plan.gpu_needed_bytes - sum(gpu.values())))  # 0 unless loading takes the most
     device = Bar(
         plan.execution_device, (*placed["gpu"], *_items(items)), plan.gpu_budget_bytes,
         f"needs {gib(plan.gpu_needed_bytes)}: {tensors_peak(plan)}",
@@ -167,7 +169,7 @@ def _execution_line(plan: Plan) -> str:
     towers = "" if execution.towers is None else f"towers {execution.towers.mode}, "
     return (
         f"prompts {execution.prompt.mode}, {towers}decode steps {execution.step.mode}{head}: "
-        f"{predicted_rate(execution)} predicted"
+        f"{marked_rate(plan)} predicted"
     )
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from trimtab.errors import gib
 from trimtab.planning.plan.plan import Plan
-from trimtab.planning.plan.table import grouped, keys_and_values, memory_use, predicted_rate, time_text, verdict
+from trimtab.planning.plan.table import grouped, keys_and_values, marked_rate, memory_use, time_text, verdict
 
 WIDTH = 80
 # What a plan is printed in at the least and at the most.
@@ -45,7 +45,7 @@ def narrow_table(plan: Plan, width: int = WIDTH) -> str:
         lines += wrapped(rows[0].reason, indent=4)
     lines += ["", *_devices(plan, wrapped), ""]
     phases = [("prompt", execution.prompt, f"{time_text(execution.prompt.seconds)} for a full context")]
-    phases.append(("decode step", execution.step, f"{predicted_rate(execution)} predicted"))
+    phases.append(("decode step", execution.step, f"{marked_rate(plan)} predicted"))
     if execution.towers is not None:
         phases.append(("towers", execution.towers, f"{time_text(execution.towers.seconds)} for all media"))
     for title, phase, speed in phases:

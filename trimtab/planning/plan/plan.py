@@ -29,7 +29,7 @@ from trimtab.process.json_file import JsonError, read_json
 from trimtab.report import charts
 from trimtab.request import DTYPES, HEADS, TIERS, LoadRequest
 
-PLAN_VERSION = 5
+PLAN_VERSION = 6
 HOMES = ("device", "host", "disk", "file")
 
 Stamps = tuple[tuple[str, int, int], ...]

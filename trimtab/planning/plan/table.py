@@ -155,7 +155,7 @@ def _execution(plan: Plan) -> list[str]:
         ("prompt", prompt.mode, gib(sum(prompt.bytes.values())) if prompt.bytes else "-",
          f"{time_text(prompt.seconds)} for a full context", prompt.reason),
         ("decode step", step.mode, gib(took) if took else "-",
-         f"{estimate_mark(step)}{time_text(step.seconds)}, {predicted_rate(execution)}", step.reason),
+         f"{estimate_mark(step)}{time_text(step.seconds)}, {marked_rate(plan)}", step.reason),
         *_towers(execution.towers),
         *([("type", plan.request.dtype, "-", "-", plan.dtype_reason)] if plan.dtype_reason else []),
         ("output head", execution.head, "-", "-", execution.head_reason),
@@ -195,6 +195,12 @@ def estimate_mark(phase: Phase) -> str:
 def predicted_rate(execution: Execution) -> str:
     """Return the predicted rate of decode steps for people, marked if it is partly an estimate."""
     return f"{estimate_mark(execution.step)}{rate_text(execution.tokens_per_s)} tokens/s"
+
+
+def marked_rate(plan: Plan) -> str:
+    """Return the predicted rate of a plan for people; on a CPU it is an estimate."""
+    rate = predicted_rate(plan.execution)
+    return f"~{rate}" if plan.execution_device == "cpu" and not rate.startswith("~") else rate
 
 
 def rate_text(tokens_per_s: float) -> str:

@@ -73,7 +73,8 @@ class Rates:
     """How fast the machine moves and computes, measured (`engine/memory/rates.py`) or assumed.
 
     *_Bps: bytes per second: pinned and pageable host memory to the execution device, its own memory read, host memory
-    copied, the spill disk read, packed weights of a one-row matrix product on the CPU. *_flops: multiply and add
+    copied, the spill disk read, weights of a one-row matrix product on the CPU in NF4 (host_matmul_Bps) and in other forms.
+    *_flops: multiply and add
     operations per second of a product with many rows. launch_s: one kernel; transfer_s: one copy started and waited
     for; disk_access_s: one small read. The defaults are an old consumer machine (PCIe 3 x16, SATA SSD, T4-class card).
     """
@@ -84,6 +85,9 @@ class Rates:
     host_Bps: float = 10e9
     disk_Bps: float = 0.5e9
     host_matmul_Bps: float = 1.5e9
+    host_16bit_Bps: float = 5e9
+    host_float32_Bps: float = 8e9
+    host_int8_Bps: float = 0.7e9
     host_flops: float = 1e11
     device_flops: float = 2e13
     launch_s: float = 1e-5
