@@ -64,11 +64,18 @@ def test_at_least_one_token_of_the_context_is_the_prompts_and_by_default_half(co
     assert plan(24, context_tokens=context, images=0, audio_s=0.0, **given).answer_tokens == planned
 
 
-@pytest.mark.parametrize("value", [0, -1, 2.5, "256", True, None])
+@pytest.mark.parametrize("value", [0, -1, 2.5, True, None])
 def test_a_length_that_is_no_positive_integer_is_refused_by_name(value):
     with pytest.raises(RequestError, match="must be an integer of at least 1") as caught:
         trimtab.plan(BASE, device="cpu", answer_tokens=value)
     assert (caught.value.field, caught.value.value) == ("answer_tokens", value)
+
+
+def test_a_length_may_be_a_text_of_a_number():
+    assert trimtab.plan(BASE, device="cpu", answer_tokens="256").answer_tokens == 256
+    with pytest.raises(RequestError, match="is not a number of tokens") as caught:
+        trimtab.plan(BASE, device="cpu", answer_tokens="many")
+    assert (caught.value.field, caught.value.value) == ("answer_tokens", "many")
 
 
 def test_it_is_in_the_table_and_in_a_saved_plan(tmp_path):
