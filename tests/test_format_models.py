@@ -126,6 +126,13 @@ def test_a_plan_counts_the_bytes_of_the_format(root):
     assert whole.gpu["weights"] - plan.gpu["weights"] == sum(one.shape[0] * one.shape[1] for one in layers) * 23 // 16
 
 
+def test_a_gpu_is_predicted_to_dequantize_each_weight_for_each_token(root):
+    small, dense = files("llama", "ct-int4", root)
+    given = {"card": "H100", "context": 64, "place": {"*": "resident"}, "decode": "eager"}
+    steps = [trimtab.plan(folder, quant=quant, **given).token_s for folder, quant in ((small, "auto"), (dense, "none"))]
+    assert steps[0] > steps[1]
+
+
 @pytest.mark.parametrize("quant", ["int4-g32", "fp8-row"])
 def test_a_format_of_files_is_not_made(quant):
     with pytest.raises(RequestError, match="reads and does not make"):

@@ -38,6 +38,8 @@ UNREAD_PARTS = ("quant_state", "weight_shape")
 # float32 copies of float8 values and of their scales; 4-bit values, the same in a byte each and in the type of the scales.
 DEQUANTIZED_VALUES = 2**20
 DEQUANTIZED_BYTES = 8
+# Bytes a value that these operations read and write in a pass, counted over the operations of engine/formats/grouped.py.
+DEQUANTIZED_TRAFFIC = 18
 # Types of scales that are read.
 SCALE_DTYPES = ("bfloat16", "float16", "float32")
 

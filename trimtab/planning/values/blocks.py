@@ -15,7 +15,7 @@ from typing import Literal
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow, Part, TensorRow
 from trimtab.errors import gib
-from trimtab.formats.record import HEAD8, packed_bytes, packed_parts, stored_format
+from trimtab.formats.record import DEQUANTIZED_TRAFFIC, HEAD8, packed_bytes, packed_parts, stored_format
 from trimtab.planning.values.byte_sizes import HEAD_PIECE_BYTES, allocated_bytes, buffer_bytes
 from trimtab.planning.values.copy_order import pieces_of
 from trimtab.planning.values.rows import Unquantized
@@ -201,9 +201,11 @@ def _block(path: str, rows: list[ModuleRow], anatomy: Anatomy, quant: str, tied:
 
 def widened_bytes(row: ModuleRow, dtype: str) -> int:
     """Return the bytes that a product writes and reads again if a linear's weight is stored in fewer bits than the
-    compute dtype.
+    compute dtype, or in a format that is dequantized for each product.
     """
     weight = row.weight
+    if weight is not None and row.quantized and row.stored and stored_format(row.stored).is_own:
+        return DEQUANTIZED_TRAFFIC * weight.numel
     if weight is None or row.kind != "linear" or row.quantized or row.is_head8 or not weight.is_narrow(dtype):
         return 0
     return 2 * weight.numel * DTYPE_BYTES[dtype]
