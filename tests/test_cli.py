@@ -565,8 +565,8 @@ def test_the_demo_walks_the_line_answers_rightly_and_proves_it():
     assert len(right) >= 10
     assert ElementTree.parse(report["picture"]).getroot().tag.endswith("svg")
     assert "Gemma4ForConditionalGeneration on" in text
-    assert "same" in text.splitlines() or any(one.endswith(" same") for one in said)
-    assert said[-1] == line.NEXT
+    assert said[-2] == "   same"
+    assert said[-1].splitlines()[2:] == [f"    {command}" for command in line.NEXT]
 
 
 def test_a_wrong_answer_of_the_demo_is_shown_with_the_right_one():
