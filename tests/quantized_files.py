@@ -38,7 +38,7 @@ def rounded(weight: Tensor, bits: int, group: int, scale_dtype: torch.dtype, *, 
     else:
         low, high = blocks.amin(-1).clamp(max=0), blocks.amax(-1).clamp(min=0)
         scale = ((high - low) / top).clamp(min=1e-6).to(scale_dtype)
-        zero = (-low / scale.float()).round().clamp(1, top).long()
+        zero = (-low / scale.float()).round().clamp(0, top).long()
     q = (blocks / scale.float()[..., None] + zero[..., None]).round().clamp(0, top).long()
     exact = (q - zero[..., None]).double() * scale.double()[..., None]
     return q.view(weight.shape), zero, scale, exact.to(scale_dtype).view(weight.shape)
@@ -73,8 +73,8 @@ def gptq(weight: Tensor, *, group: int = 32, ordered: bool = False) -> Packed:
     q, zero, scale, dense = rounded(weight[:, order], 4, group, torch.float16, symmetric=False)
     back = order.argsort()
     parts = {
-        "qweight": words(q[:, back], 4).t().contiguous(), "qzeros": words(zero.t() - 1, 4), "scales": scale.t().contiguous(),
-        "g_idx": (back // group).to(torch.int32),
+        "qweight": words(q[:, back], 4).t().contiguous(), "scales": scale.t().contiguous(),
+        "g_idx": (back // group).to(torch.int32), "qzeros": words(zero.t(), 4) - 0x11111111,
     }  # fmt: skip
     return parts, dense[:, back].contiguous()
 

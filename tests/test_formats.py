@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tests.golden.formats.make import FOLDER
+from tests.quantized_files import words
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.engine.formats import weights
+from trimtab.engine.formats import float8, grouped, weights
 from trimtab.engine.tiers.reader import PositionedFile, read_small
 from trimtab.errors import CheckpointError
 from trimtab.formats.packed import split_packed
@@ -88,6 +89,40 @@ def test_a_merge_reads_the_weight_without_rounding(golden, case, tmp_path):
     assert rows.dtype == torch.float32 and torch.equal(rows.to(expected.dtype), expected[2:7])
 
 
+def test_a_zero_point_of_0_borrows_from_its_neighbour_in_gptq(golden, tmp_path):
+    parts = stored(golden, "gptq-g32")
+    parts.pop("expected")
+    zero = torch.arange(3 * 32).view(3, 32) * 5 % 16  # each of the 16, many of them 0
+    parts["qzeros"] = words(zero, 4) - 0x11111111
+    _, packed = read(written(tmp_path, parts, CONFIGS["gptq-g32"]))
+    assert torch.equal(packed.parts["zero"].long(), zero.t())
+
+
+@pytest.mark.parametrize("case", ["ct-int4-row-odd", "ct-fp8-block", "gptq-ordered", "ct-int8-row"])
+def test_a_weight_dequantized_a_few_rows_at_a_time_is_the_same(golden, case, tmp_path, monkeypatch):
+    monkeypatch.setattr(grouped, "DEQUANTIZED_VALUES", 100)
+    monkeypatch.setattr(float8, "DEQUANTIZED_VALUES", 200)
+    parts = stored(golden, case)
+    expected = parts.pop("expected")
+    _, packed = read(written(tmp_path, parts, CONFIGS[case]), dtype=expected.dtype)
+    assert torch.equal(weights.dequantize(packed), expected)
+
+
+@pytest.mark.parametrize(("block", "shape"), [((1, 64), (4, 160)), ((32, 999_999), (64, 48)), ((128, 32), (40, 96))])
+def test_blocks_of_any_sides_are_read_and_counted(block, shape, tmp_path):
+    rows, columns = shape
+    scale = torch.rand(-(-rows // block[0]), -(-columns // block[1])) + 0.5
+    q = (torch.randn(shape) * 50).to(torch.float8_e4m3fn)
+    config = {"quant_method": "fp8", "weight_block_size": list(block)}
+    entry, packed = read(written(tmp_path, {"weight": q, "weight_scale_inv": scale}, config))
+    rows_of, columns_of = (torch.arange(side) // size for side, size in zip(shape, block, strict=True))
+    exact = q.double() * scale.double()[rows_of][:, columns_of]
+    assert torch.equal(weights.dequantize(packed), exact.to(torch.float32).to(torch.bfloat16))
+    assert packed_parts(shape, entry.format_name, "bfloat16") == {
+        "weight": rows * columns, "scale": 4 * scale.numel()
+    }  # fmt: skip
+
+
 @given(
     rows=st.integers(1, 20), groups=st.integers(1, 4), size=st.sampled_from([8, 24, 32]), bits=st.sampled_from([4, 8]),
     seed=st.integers(0, 10**6),
@@ -110,8 +145,8 @@ def test_integers_are_the_formula_in_float64(tmp_path_factory, rows, groups, siz
     }
     _, found = read(written(tmp_path_factory.mktemp("w"), parts, config))
     exact = (q.double() - (1 << (bits - 1))).view(rows, groups, size) * scale.double()[..., None]
-    # bfloat16 has 8 significant bits: half a unit in the last place, and nothing else.
-    torch.testing.assert_close(weights.dequantize(found).double(), exact.view(rows, columns), rtol=2**-8, atol=0)
+    # A product of at most 8 and 8 significant bits is exact in float32: one rounding to bfloat16, and nothing else.
+    assert torch.equal(weights.dequantize(found), exact.view(rows, columns).float().to(torch.bfloat16))
 
 
 CT = CONFIGS["ct-int4-g32"]
@@ -145,6 +180,8 @@ def with_weights(**changes):
         ({"quant_method": "awq", "bits": 3}, "3 bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
         ({"quant_method": "gptq", "bits": True}, "bits a weight"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:lm_head": {}}}, "dynamic"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "marlin"),
     ],
 )
 def test_a_config_that_is_not_read_is_refused_by_name(golden, config, words, tmp_path):
@@ -185,6 +222,18 @@ def changed(name, change):
         ("awq-g32", changed("qweight", lambda t: t[:, :-1]), "qweight is"),
         ("gptq-g32", changed("g_idx", lambda t: t[:-1]), "g_idx is"),
         ("gptq-g32", changed("qzeros", lambda t: t.to(torch.int64)), "qzeros are"),
+        ("awq-g32", lambda parts: parts.update({"act.scales": torch.ones(4)}), "not read"),
+        (
+            "fp8-bf16",
+            lambda parts: parts.update({"y.weight": torch.ones(4, 4, dtype=torch.int8)}),
+            "without its quantization",
+        ),
+        ("ct-int4-g32", lambda parts: parts.update({"y.weight_scale": torch.ones(4)}), "not read"),
+        (
+            "ct-int4-g32",
+            lambda parts: parts.update({"y": torch.ones(4).to(torch.float8_e4m3fn)}),
+            "float8 needs one|not a matrix",
+        ),
     ],
 )
 def test_wrong_file_tensors_are_refused_by_name(golden, case, change, words, tmp_path):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.errors import CheckpointError
 from trimtab.formats import bitsandbytes, compressed_tensors, float8, transposed
-from trimtab.formats.record import PackedEntry
+from trimtab.formats.record import PackedEntry, refuse
 
 Read = Callable[[Checkpoint], tuple[dict[str, TensorEntry], dict[str, PackedEntry]]]
 # quant_method of config.json -> what reads that layout of files.
@@ -18,7 +18,10 @@ READERS: Mapping[str, Read] = {
     "fbgemm_fp8": float8.read, "awq": transposed.read_awq, "gptq": transposed.read_gptq,
 }  # fmt: skip
 # Side tensors that only quantized files have: a file without a quantization_config does not declare their meaning.
-MARKS = (".weight_packed", ".weight_scale_inv", ".qweight")
+MARKS = (".weight_packed", ".weight_scale", ".weight_scale_inv", ".qweight")
+# What no reader leaves over: a weight would be computed from its integers, or without a part of what it means.
+LEFT_OVER = (*MARKS, ".qzeros", ".act.scales")
+INTEGERS = ("int8", "uint8", "int32")
 HINT = "Use the unquantized checkpoint of the same model: trimtab quantizes while it loads"
 
 
@@ -41,12 +44,22 @@ def split_packed(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[s
         named = f"is quantized with {method!r:.60}" if method else "is quantized, and config.json names no quant_method"
         raise CheckpointError(f"{named}; {', '.join(READERS)} are read", path=checkpoint.folder, hint=HINT)
     plain, packed = read(checkpoint)
+    refuse(checkpoint, list(_left_over(plain)))
     if method is not None and checkpoint.has_weights and not packed:
         raise CheckpointError(
             "config.json says quantized, but no weight is packed", path=checkpoint.folder,
             hint="Remove quantization_config from config.json if the weights are full precision",
         )  # fmt: skip
     return plain, packed
+
+
+def _left_over(plain: Mapping[str, TensorEntry]) -> Iterator[tuple[str, str]]:
+    """Yield (name, what is wrong) of tensors that are no plain weights and that no reader took."""
+    for name, entry in plain.items():
+        if entry.dtype.startswith("float8") or (name.endswith("weight") and entry.dtype in INTEGERS):
+            yield name, f"{entry.dtype} without its quantization statistics"
+        elif name.endswith(LEFT_OVER):
+            yield name, "belongs to a quantized weight that is not read"
 
 
 def quant_method(quantization: Mapping[str, Any] | None) -> str | None:

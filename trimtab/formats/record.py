@@ -37,7 +37,7 @@ UNREAD_PARTS = ("quant_state", "weight_shape")
 # Weights of files' own formats are dequantized this many values at a time, with at most this many bytes a value in addition: two
 # float32 copies of float8 values and of their scales; 4-bit values, the same in a byte each and in the type of the scales.
 DEQUANTIZED_VALUES = 2**20
-DEQUANTIZED_BYTES = 8
+DEQUANTIZED_BYTES = 10
 # Bytes a value that these operations read and write in a pass, counted over the operations of engine/formats/grouped.py.
 DEQUANTIZED_TRAFFIC = 18
 # Types of scales that are read.
@@ -110,9 +110,7 @@ class StoredFormat:
             return {"weight": numel, "SCB" if self.family == "int8" else "scale": 4 * rows}
         if self.family == "float8":
             high, wide = self.block
-            scales = (
-                rows * self.groups(1) if high == 1 else ceil(shape[-2] / high) * ceil(shape[-1] / wide) if high else 1
-            )
+            scales = (ceil(rows / high) if high else 1) * (ceil(shape[-1] / wide) if wide else 1)
             return {"weight": numel, "scale": 4 * scales}
         if self.family == "grouped":
             groups = rows * self.groups(shape[-1])

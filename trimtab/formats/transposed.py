@@ -34,6 +34,10 @@ def read_gptq(checkpoint: Checkpoint) -> Split:
     """Return (plain tensors, packed weights by name) of GPTQ files. Errors: CheckpointError."""
     settings = checkpoint.quantization or {}
     form = str(settings.get("checkpoint_format") or "gptq")
+    if settings.get("dynamic"):
+        raise _refused(checkpoint, "has other settings for some modules (dynamic), which are not read")
+    if settings.get("is_marlin_format"):
+        form = "marlin"
     if form not in ("gptq", "gptq_v2"):
         raise _refused(checkpoint, f"is packed as {form[:50]!r}; 'gptq' and 'gptq_v2' are read")
     return _read(checkpoint, _bits(checkpoint, settings, "bits", (4, 8)), settings, form)

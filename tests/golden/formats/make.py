@@ -115,6 +115,11 @@ def gptq(rows: int, columns: int, group: int, bits: int, *, ordered: bool = Fals
         "qweight": words(columns * bits // 32, rows, 7), "qzeros": words(columns // group, rows * bits // 32, 8),
         "scales": torch.rand(columns // group, rows, generator=torch.Generator().manual_seed(9)).mul(0.01).half(),
     }  # fmt: skip
+    # The largest value of all bits stands for the zero point 0 of a borrowing writer: auto-round reads another number there.
+    top, each = (1 << bits) - 1, 32 // bits
+    parts = [stored["qzeros"] >> (bits * place) & top for place in range(each)]
+    kept = sum(part.clamp(max=top - 1).long() << (bits * place) for place, part in enumerate(parts))
+    stored["qzeros"] = torch.where(kept >= 2**31, kept - 2**32, kept).to(torch.int32)
     index = torch.arange(columns, dtype=torch.int32) // group
     stored["g_idx"] = index[torch.randperm(columns, generator=torch.Generator().manual_seed(4))] if ordered else index
     layer.qweight, layer.qzeros, layer.scales = stored["qweight"], stored["qzeros"], stored["scales"]

@@ -11,8 +11,7 @@ BUG = Bug(
     id="I20",
     name="gguf-linear",
     title="PEFT puts no adapter on a GGUF file that transformers keeps packed",
-    symptom="ValueError: Target module GgufLinear(in_features=..., ggml_type=...) is not supported. Currently, only the following "
-    "modules are supported: `torch.nn.Linear`, ...",
+    symptom="ValueError: Target module GgufLinear(in_features=..., out_features=..., ggml_type=...) is not supported",
     trigger="a GGUF checkpoint loaded with transformers without dequantizing it, and PEFT on its linear layers",
     cause="integrations/gguf/utils.py GgufLinear is an nn.Module and no nn.Linear, and PEFT has no dispatcher for it",
     affected=(Affected("peft"),),

@@ -51,7 +51,7 @@ def dequantize_rows(
         last = min(first + step, stop)
         values = packed.parts["weight"][first:last].to(device).to(torch.float32)
         factor = scale if high == 0 else scale[torch.arange(first, last, device=device) // high]
-        values *= factor if wide == 0 else factor.repeat_interleave(wide, dim=1)[:, :columns]
+        values *= factor if wide == 0 else factor.repeat_interleave(min(wide, columns), dim=1)[:, :columns]
         out[first - start : last - start].copy_(values.to(packed.dtype))
     return out
 

@@ -18,6 +18,8 @@ from trimtab.formats.record import DEQUANTIZED_VALUES, PackedEntry, StoredFormat
 
 # AWQ's int32 holds eight outputs in this order, from its lowest bits (AutoAWQ 0.2.9, packing_utils.py: AWQ_ORDER).
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+# 1 in each value of a word of GPTQ's first layout (GPTQModel, utils/model.py: convert_gptq_v1_to_v2_format).
+GPTQ_ONE = {4: 0x11111111, 8: 0x01010101}
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -60,10 +62,10 @@ def _transposed(entry: PackedEntry, parts: Mapping[str, Tensor], form: StoredFor
     else:
         data = parts["weight"].t().contiguous().view(torch.uint8)  # [D_out, D_in bits / 8]
         values = _nibbles(data) if form.bits == 4 else data
-        stored = parts["qzeros"].contiguous().view(torch.uint8)
+        # gptq stores one less than each zero point, subtracted from whole words: a zero point of 0 borrows from its neighbour.
+        one = int(GPTQ_ONE[form.bits]) if layout == "gptq" else 0
+        stored = (parts["qzeros"] + one).contiguous().view(torch.uint8)
         zero = (_nibbles(stored) if form.bits == 4 else stored).t()
-        if layout == "gptq":  # one less than the zero point is stored
-            zero = zero + 1
     pairs = values[:, :columns].contiguous()
     found = {
         "weight": pairs[:, 0::2] << 4 | pairs[:, 1::2] if form.bits == 4 else pairs,

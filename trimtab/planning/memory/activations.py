@@ -17,7 +17,7 @@ from math import ceil, prod
 from types import MappingProxyType
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, KVLayer, ModuleRow, Part
-from trimtab.formats.record import DEQUANTIZED_BYTES, DEQUANTIZED_VALUES, stored_format
+from trimtab.formats.record import DEQUANTIZED_BYTES, DEQUANTIZED_VALUES, is_dequantized, stored_format
 from trimtab.planning.values.blocks import quant_of, widened_bytes
 from trimtab.planning.values.byte_sizes import ADAPTER_PIECE_VALUES, HEAD_CHUNK_VALUES
 from trimtab.planning.values.kv_bytes import copy_bytes, paged_copy_bytes, position_bytes, step_copy_bytes
@@ -255,10 +255,8 @@ def widths_of(anatomy: Anatomy, part: Part, *, quant: str) -> Widths:
         if row.kind != "linear" or weight is None or not _is_layer(row):
             continue
         out_features, in_features = weight.shape[0], prod(weight.shape[1:])
-        if row.quantized and (form := stored_format(row.stored or quant)).is_own:
-            beside = DEQUANTIZED_BYTES * min(weight.numel, DEQUANTIZED_VALUES)
-            own_bytes = max(own_bytes, weight.numel * DTYPE_BYTES[anatomy.dtype] + beside)
-        elif row.quantized and form.is_dequantized:
+        own_bytes = max(own_bytes, _own_bytes(row, anatomy, quant))
+        if row.quantized and is_dequantized(row.stored or quant):
             dequantized = max(dequantized, weight.numel)
         if "attn" in row.module_path or "attention" in row.module_path:
             query = max(query, out_features, in_features)
@@ -266,6 +264,19 @@ def widths_of(anatomy: Anatomy, part: Part, *, quant: str) -> Widths:
             mlp = max(mlp, out_features, in_features)
         hidden = max(hidden, min(out_features, in_features))
     return Widths(hidden, query, mlp, dequantized, expert, own_bytes)
+
+
+@lru_cache(maxsize=KEPT)
+def _own_elsewhere(anatomy: Anatomy, quant: str) -> int:
+    """Return the bytes of dequantizing the largest weight of a file's own format outside the layers: a head, a connector."""
+    return max((_own_bytes(row, anatomy, quant) for row in anatomy.rows if not _is_layer(row)), default=0)
+
+
+def _own_bytes(row: ModuleRow, anatomy: Anatomy, quant: str) -> int:
+    weight = row.weight
+    if weight is None or not row.quantized or not stored_format(row.stored or quant).is_own:
+        return 0
+    return weight.numel * DTYPE_BYTES[anatomy.dtype] + DEQUANTIZED_BYTES * min(weight.numel, DEQUANTIZED_VALUES)
 
 
 def _is_layer(row: ModuleRow) -> bool:
@@ -417,6 +428,7 @@ class _Counter:
         self.head8 = self.f("head8.chunk", min(HEAD_CHUNK_VALUES, scanned.head8))
         # Also the product of a chunk, before it is written into the output.
         self.widened = self.f("widened.chunk", min(HEAD_CHUNK_VALUES, scanned.narrow))
+        self.widened += _own_elsewhere(anatomy, quant)
         self.widths = {part: widths_of(anatomy, part, quant=quant) for part in ("language", "vision", "audio")}
         self.ple = scanned.ple
         self.ple_weight = 0 if self.int8 or is_unpacked_elsewhere else scanned.ple_projection

@@ -89,7 +89,7 @@ def load_base(folder: str, quant: str, dtype: str, device: str) -> Any:
 
     config = transformers.AutoConfig.from_pretrained(folder)
     options: dict[str, Any] = {"device_map": {"": device}}
-    method = _method(config)
+    method = _method(folder)
     if method is None and quant != "none":
         options["quantization_config"] = _quantization(transformers, quant, dtype)
     name = (config.architectures or ["AutoModelForCausalLM"])[0]
@@ -97,18 +97,25 @@ def load_base(folder: str, quant: str, dtype: str, device: str) -> Any:
     source: str | None = folder
     if method not in (None, "bitsandbytes"):
         options["config"] = config
-        if method in DEQUANTIZED_BY_STOCK and _has(DEQUANTIZED_BY_STOCK[method]):
+        if not dense_note(folder):
             config.quantization_config["dequantize"] = True
         else:
-            del config.quantization_config
+            for part in (config, config.get_text_config()):
+                if getattr(part, "quantization_config", None) is not None:
+                    del part.quantization_config
             source, options["state_dict"] = None, _dense_state(Path(folder), getattr(torch, dtype))
     model = model_class.from_pretrained(source, dtype=getattr(torch, dtype), **options)
     return without_cpu_repacking(model.eval())
 
 
-def _method(config: Any) -> str | None:
-    settings = getattr(config, "quantization_config", None)
-    return None if settings is None else str(dict(settings).get("quant_method", "bitsandbytes"))
+def _method(folder: str) -> str | None:
+    """Return the quant_method of a folder's config, at the top or in its text part; None for plain weights."""
+    config = read_object(Path(folder) / "config.json", "config.json")
+    text = config.get("text_config")
+    settings = config.get("quantization_config") or (
+        text.get("quantization_config") if isinstance(text, dict) else None
+    )
+    return str(settings.get("quant_method", "bitsandbytes")) if isinstance(settings, dict) else None
 
 
 def _has(package: str | None) -> bool:
@@ -117,9 +124,11 @@ def _has(package: str | None) -> bool:
 
 def dense_note(folder: str) -> list[str]:
     """Return a note where the stock stack cannot load a checkpoint's format here, and computes with what our reader made of it."""
-    settings = read_object(Path(folder) / "config.json", "config.json").get("quantization_config")
-    method = settings.get("quant_method", "bitsandbytes") if isinstance(settings, dict) else "bitsandbytes"
-    if method == "bitsandbytes" or (method in DEQUANTIZED_BY_STOCK and _has(DEQUANTIZED_BY_STOCK[method])):
+    method = _method(folder)
+    is_nested = "quantization_config" not in read_object(Path(folder) / "config.json", "config.json")
+    if method in (None, "bitsandbytes"):
+        return []
+    if method in DEQUANTIZED_BY_STOCK and _has(DEQUANTIZED_BY_STOCK[method]) and not is_nested:
         return []
     return [f"the weights ({method}) were dequantized by trimtab's reader: the stock stack cannot here"]
 
