@@ -346,13 +346,13 @@ def test_a_spill_folder_without_room_is_named():
 def test_a_refusal_is_one_sentence_whose_budget_and_option_do_plan():
     asked = {"place": {"*": "resident"}}
     with pytest.raises(DoesNotFitError) as caught:
-        plan(gpu=1.2, host=16, adapters={"a": 200 * MIB}, is_advised=True, **asked)
+        plan(gpu=1.8, host=16, adapters={"a": 200 * MIB}, is_advised=True, **asked)
     error, enough = caught.value, -(-caught.value.needed_bytes // MIB)
     assert str(error) == (
-        f"the model does not fit the budget of cuda:0, 1.20 GiB ({error.budget_bytes} B); the smallest that it fits is "
+        f"the model does not fit the budget of cuda:0, 1.80 GiB ({error.budget_bytes} B); the smallest that it fits is "
         f"{gib(error.needed_bytes)} (gpu_memory='{enough}MiB'), and with no manual placements, which helps most, it fits this one"
     )
-    plan(gpu=1.2, host=16, adapters={"a": 200 * MIB})
+    plan(gpu=1.8, host=16, adapters={"a": 200 * MIB})
     plan(gpu=enough / 1024, host=16, adapters={"a": 200 * MIB}, **asked)
     with pytest.raises(DoesNotFitError):
         plan(gpu=(enough - 1) / 1024, host=16, adapters={"a": 200 * MIB}, **asked)
