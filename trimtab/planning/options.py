@@ -390,7 +390,7 @@ def with_larger_card(
 def _again(error: DoesNotFitError, reason: str, smallest: str, option: str, option_bytes: int) -> DoesNotFitError:
     return DoesNotFitError(
         reason, block=error.block, device=error.device, needed_bytes=error.needed_bytes, budget_bytes=error.budget_bytes,
-        needs_both=error.needs_both, smallest=smallest, option=option, option_bytes=option_bytes,
+        needs_both=error.needs_both, smallest=smallest, option=option, option_bytes=option_bytes, hint=error.hint,
     )  # fmt: skip
 
 

@@ -104,6 +104,7 @@ def refusal(
     return DoesNotFitError(
         f"the model does not fit {budget}, {gib(budget_bytes)} ({budget_bytes} B)", block=None, device=device,
         needed_bytes=needed_bytes, budget_bytes=budget_bytes, needs_both=needs_both, smallest=smallest,
+        hint="Give a folder on another disk with offload_dir=" if device == "disk" else "",
     )  # fmt: skip
 
 

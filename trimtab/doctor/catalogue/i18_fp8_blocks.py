@@ -18,7 +18,7 @@ BUG = Bug(
     affected=(Affected("transformers", since="5.8.0"),),
     versions="transformers 5.23.0, run; 5.8.0 to 5.20.0 have the lines (read); 5.6.2 refuses such weights by name (read)",
     way_round="none by option: dequantize such weights by weight_block_size, and load the result",
-    owner=("huggingface/transformers",),
+    owner=("transformers",),
     trackers=(),
     trimtab="it takes the size of a block from weight_block_size; `verify` shows the difference to the stock stack",
     evidence="run",

@@ -20,7 +20,7 @@ BUG = Bug(
     affected=(Affected("transformers", since="5.12.0"),),
     versions="transformers 5.23.0 with PEFT 0.21.2, run; transformers 5.12.0 has the class, 5.8.0 has not (read)",
     way_round="keep the adapter unmerged; or dequantize each layer (layer._dequantize_weights()) into a plain Linear first",
-    owner=("huggingface/transformers", "huggingface/peft"),
+    owner=("transformers", "peft"),
     trackers=(),
     trimtab="it does not read this format yet, and says so by name",
     evidence="run",
