@@ -73,6 +73,6 @@ def test_the_record_keeps_a_normal_client_within_three_times_its_quiet_value(sce
         assert set(found[turn]["ended"]) <= allowed and found[turn]["ended"]["health 200"] > 400
     if scene == "together":
         faults = found["faults"]
-        assert faults["kills"] >= 20 and faults["clients"] == 32  # ten of them beside the attackers
+        assert faults["kills"] >= 16 and faults["clients"] == 32  # half of them beside the attackers
         assert faults["broken"] == faults["hang"] == faults["different"] == faults["nameless"] == 0
         assert faults["adapters"]["load_lora_adapter: complete"] > 100 and set(faults["errors"]) == {"WorkerDiedError"}
